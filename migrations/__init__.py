@@ -1,0 +1,1 @@
+"""Alembic's scripts: the one way the schema changes."""

@@ -1,0 +1,17 @@
+"""Runs migrations on the connection that `store.migrate` hands over."""
+
+from alembic import context
+from sqlalchemy import Connection
+
+from store.tables import metadata
+
+
+def include_name(name: str | None, kind: str, _parents: object) -> bool:
+    """Day partitions are made by the drainer, not by migrations."""
+    return not (kind == "table" and name is not None and name.startswith("transitions_"))
+
+
+connection: Connection = context.config.attributes["connection"]
+context.configure(connection=connection, target_metadata=metadata, include_name=include_name)
+with context.begin_transaction():
+    context.run_migrations()

@@ -1,0 +1,75 @@
+"""What every dialect gives the relay."""
+
+from typing import Any, Protocol
+
+import msgspec
+
+from proxy.trainable import Sampled
+from store.records import ToolCall
+
+Object = dict[str, msgspec.Raw]
+
+
+class ChatRequest(msgspec.Struct, frozen=True):
+    """A request as it goes to the upstream, and what must be undone in its reply.
+
+    `parsed` is its top level with values unparsed (None: it is no JSON object), `fields`
+    the same parsed, as the client sent them; `injected` names what the client did not ask for.
+    """
+
+    body: bytes
+    parsed: Object | None = None
+    fields: dict[str, Any] = {}
+    model: str | None = None
+    stream: bool = False
+    injected: frozenset[str] = frozenset()
+
+
+class ReplyFacts(msgspec.Struct, frozen=True):
+    """What a finished (or torn) reply said.
+
+    `reply` is JSON as the client saw it, streams put together into one object; None where
+    it was no JSON. `whole` says whether it came to its proper end.
+    """
+
+    reply: bytes | None
+    response_id: str | None
+    finish: str | None
+    usage: dict[str, Any] | None
+    tool_calls: tuple[ToolCall, ...]
+    sampled: Sampled
+    whole: bool
+
+
+class Transcript(Protocol):
+    """Follows one reply: passes on what the client is to see, keeps what is recorded."""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take bytes as they came; return those that may leave at once."""
+
+    def finish(self) -> bytes:
+        """The upstream has ended: return the bytes held back until the record is durable."""
+
+    def facts(self) -> ReplyFacts:
+        """What was said, whole or not."""
+
+
+def parse_object(body: bytes) -> Object | None:
+    """A JSON object's top level, its values unparsed; None if it is not one.
+
+    Keys keep their order and values their exact bytes, so that what is not touched comes
+    out as it went in.
+    """
+    try:
+        body.decode()
+        return msgspec.json.decode(body, type=Object)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def value_of(raw: msgspec.Raw | None) -> Any:
+    """The parsed value of a field; None where it is absent."""
+    return None if raw is None else msgspec.json.decode(raw)
+
+
+NULL = msgspec.Raw(b"null")

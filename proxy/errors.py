@@ -1,0 +1,76 @@
+"""What can go wrong in the proxy, by whose fault, and how a client is told (OpenAI's shape)."""
+
+from typing import ClassVar, Literal
+
+import msgspec
+
+Fault = Literal["client", "proxy", "upstream"]
+
+
+class ProxyError(Exception):
+    """Root of the proxy's errors. Each knows its HTTP status and whose fault it was."""
+
+    status: ClassVar[int] = 500
+    fault: ClassVar[Fault] = "proxy"
+    kind: ClassVar[str] = "server_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class NotAllowed(ProxyError):
+    """The path or method is not one that the proxy forwards."""
+
+    status = 404
+    fault = "client"
+    kind = "invalid_request_error"
+
+
+class BadRequest(ProxyError):
+    """The request cannot be understood; the message names the field and the remedy."""
+
+    status = 400
+    fault = "client"
+    kind = "invalid_request_error"
+
+
+class KeyReused(BadRequest):
+    """An idempotency key came back with another body."""
+
+    status = 409
+
+
+class UpstreamUnreachable(ProxyError):
+    """No connection to the upstream could be made, or it broke before any reply."""
+
+    status = 502
+    fault = "upstream"
+    kind = "upstream_error"
+
+
+class SpoolFull(ProxyError):
+    """What must be durable before it is answered could not be written down."""
+
+    status = 507
+    kind = "storage_error"
+
+
+class SpoolInUse(ProxyError):
+    """Another process holds the spool directory."""
+
+
+def error_body(error: ProxyError) -> bytes:
+    """The JSON body that OpenAI's clients read."""
+    return msgspec.json.encode(
+        {
+            "error": {
+                "message": error.message,
+                "type": error.kind,
+                "param": error.param,
+                "code": error.code,
+            }
+        }
+    )

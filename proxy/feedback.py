@@ -1,0 +1,120 @@
+"""POST /feedback: durable before 2xx, with or without the database, in any order.
+
+A target that was seen is 200 (`stored`); one that was not yet is 202 (`pending`) and is
+matched when it arrives. Under an `Idempotency-Key`, a repeat states nothing new.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import TypeVar
+
+import structlog
+from aiohttp import web
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from proxy.drain import AWAY
+from proxy.errors import KeyReused, SpoolFull
+from proxy.metrics import FEEDBACK, REWARD, TOOL_STATUS
+from proxy.recent import Recent
+from proxy.recorder import Recorder
+from proxy.statements import parse_feedback
+from store import ingest
+from store.records import REWARD as REWARD_METRIC
+from store.records import FeedbackRecord
+
+log = structlog.get_logger()
+
+# Feedback never waits long for a database that is slow or away: it is durable without it.
+LOOK_UP_S = 0.25
+Answer = TypeVar("Answer")
+
+
+class FeedbackDesk:
+    """Takes statements."""
+
+    def __init__(
+        self, recorder: Recorder, recent: Recent, connect: Callable[[], AsyncEngine | None]
+    ) -> None:
+        self._recorder = recorder
+        self._recent = recent
+        self._connect = connect
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """Answer one POST.
+
+        Raises:
+            BadRequest, KeyReused: see `proxy.statements`; nothing was taken.
+            SpoolFull: it could not be made durable; ask again later.
+        """
+        key = request.headers.get("Idempotency-Key")
+        record = parse_feedback(await request.read(), datetime.now(UTC), key)
+        repeated = await self._seen_before(record)
+        known = await self._known(record)
+        if not repeated:
+            await self._take(record)
+        results = [
+            {
+                "id": str(item.id),
+                "status": "stored" if (item.target_kind, item.target) in known else "pending",
+            }
+            for item in record.items
+        ]
+        all_known = all(result["status"] == "stored" for result in results)
+        log.info("feedback", items=len(results), repeated=repeated, all_known=all_known)
+        return web.json_response({"results": results}, status=200 if all_known else 202)
+
+    async def _seen_before(self, record: FeedbackRecord) -> bool:
+        key = record.idempotency_key
+        if key is None:
+            return False
+        earlier = self._recent.body_hash_of(key)
+        if earlier is None:
+            earlier = await self._ask(lambda connection: ingest.body_hash_of(connection, key))
+        if earlier is None:
+            return False
+        if earlier != record.body_hash:
+            raise KeyReused(
+                f"Idempotency-Key {key!r} was used for another body; use a new key for a new one",
+                param="Idempotency-Key",
+            )
+        return True
+
+    async def _known(self, record: FeedbackRecord) -> set[tuple[str, str]]:
+        targets = {(item.target_kind, item.target) for item in record.items}
+        known: set[tuple[str, str]] = {
+            target for target in targets if self._recent.earner(*target) is not None
+        }
+        missing = targets - known
+        if missing:
+            found = await self._ask(lambda connection: ingest.known_targets(connection, missing))
+            known |= found or set[tuple[str, str]]()
+        return known
+
+    async def _ask(self, question: Callable[[AsyncConnection], Awaitable[Answer]]) -> Answer | None:
+        """The database's answer; None where it gives none in time."""
+        engine = self._connect()
+        if engine is None:
+            return None
+        try:
+            async with asyncio.timeout(LOOK_UP_S), engine.connect() as connection:
+                return await question(connection)
+        except AWAY as error:
+            log.warning("feedback_lookup_failed", reason=type(error).__name__)
+            return None
+
+    async def _take(self, record: FeedbackRecord) -> None:
+        if not await self._recorder.append(record):
+            raise SpoolFull(
+                "The feedback could not be written to disk and was not taken; "
+                "free space in PAWL_SPOOL_DIR and send it again"
+            )
+        if record.idempotency_key and record.body_hash:
+            self._recent.remember_key(record.idempotency_key, record.body_hash)
+        for item in record.items:
+            earner = self._recent.earner(item.target_kind, item.target)
+            FEEDBACK.labels(item.metric[:64], "known" if earner else "pending").inc()
+            if item.tool is not None:
+                TOOL_STATUS.labels(item.tool.status).inc()
+            elif item.metric == REWARD_METRIC and item.value is not None:
+                REWARD.labels(*(earner or ("", ""))).observe(item.value)

@@ -1,0 +1,57 @@
+"""What `/metrics` says (Prometheus). One place, so that names and labels stay few and stable."""
+
+from typing import Final
+
+from prometheus_client import Counter, Gauge, Histogram
+
+SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+ADDED: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.1, 1)
+
+CALLS = Counter(
+    "pawl_calls_total",
+    "Recorded calls by how they ended.",
+    ["policy", "version", "status", "stream"],
+)
+NOT_TRAINABLE = Counter(
+    "pawl_calls_not_trainable_total", "Calls that cannot carry loss.", ["reason"]
+)
+CALL_SECONDS = Histogram(
+    "pawl_call_seconds", "From a request's arrival to its reply's end.", ["stream"], buckets=SECONDS
+)
+FIRST_CHUNK_SECONDS = Histogram(
+    "pawl_first_chunk_seconds",
+    "From a request's arrival to the first byte passed on.",
+    buckets=SECONDS,
+)
+ADDED_SECONDS = Histogram(
+    "pawl_added_seconds",
+    "Proxy time a call took beside its upstream's: before the request left, and at its end.",
+    buckets=ADDED,
+)
+TOKENS = Counter("pawl_tokens_total", "Tokens recorded.", ["policy", "kind"])
+IN_FLIGHT = Gauge("pawl_calls_in_flight", "Calls being answered now.")
+FORWARDED = Counter(
+    "pawl_forwarded_total", "Requests passed through unrecorded.", ["path", "status"]
+)
+REFUSED = Counter("pawl_refused_total", "Requests refused by the proxy itself.", ["reason"])
+
+# Each record ends in exactly one of stored, spooled, dead-lettered, dropped:
+# recorded = stored + spooled + dead letters + dropped.
+RECORDED = Counter("pawl_records_total", "Records made, of calls and of feedback.")
+STORED = Counter("pawl_records_stored_total", "Records that are in PostgreSQL.")
+DEAD_LETTERS = Counter("pawl_records_dead_lettered_total", "Records the database refused.")
+DROPPED = Counter("pawl_records_dropped_total", "Records that could not be written to disk.")
+SPOOLED = Gauge("pawl_records_spooled", "Records on disk that are not in PostgreSQL yet.")
+DRAIN_LAG = Gauge("pawl_spool_lag_bytes", "Bytes of the oldest segment still to be stored.")
+
+FEEDBACK = Counter("pawl_feedback_total", "Statements taken on /feedback.", ["metric", "result"])
+REWARD = Histogram(
+    "pawl_reward",
+    "Rewards as they were stated, by the version that earned them.",
+    ["policy", "version"],
+    buckets=(-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 10),
+)
+TOOL_STATUS = Counter("pawl_tool_events_total", "Tool executions by how they ended.", ["status"])
+WARNINGS = Counter("pawl_warnings_total", "Malformed headers that a call was let through with.")
+SERVING = Gauge("pawl_serving_version", "The version that new episodes get.", ["policy"])
+DATABASE_UP = Gauge("pawl_database_up", "1 while PostgreSQL answers.")

@@ -1,0 +1,147 @@
+"""What POST /feedback may say, and what is wrong with it where it may not (pure)."""
+
+import math
+from datetime import datetime
+from hashlib import sha256
+from typing import Any, Final
+from uuid import UUID
+
+import msgspec
+
+from proxy.errors import BadRequest
+from store.ids import new_id
+from store.records import REWARD, TOOL_STATUSES, FeedbackItem, FeedbackRecord, ToolEvent
+
+TOOL_STATUS: Final = "tool_status"
+TARGETS: Final = ("episode", "call", "response")
+COMMON: Final = frozenset({"metric", "value", *TARGETS})
+ABOUT_TOOLS: Final = frozenset({"id", "name", "detail", "ms"})
+MAX_ITEMS: Final = 10_000
+MAX_TEXT: Final = 1024
+
+
+def parse_feedback(body: bytes, at: datetime, idempotency_key: str | None) -> FeedbackRecord:
+    """The statements in a body: one object, or a list of them.
+
+    Raises:
+        BadRequest: something in it is not as the contract says; nothing of it is taken.
+    """
+    try:
+        parsed = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    statements = parsed if isinstance(parsed, list) else [parsed]
+    if not statements or len(statements) > MAX_ITEMS:
+        raise BadRequest(f"Send 1 to {MAX_ITEMS} statements, not {len(statements)}")
+    is_list = isinstance(parsed, list)
+    items = tuple(
+        _Statement(statement, f"[{index}]." if is_list else "").item()
+        for index, statement in enumerate(statements)
+    )
+    return FeedbackRecord(
+        id=new_id(),
+        at=at,
+        items=items,
+        idempotency_key=_key(idempotency_key),
+        body_hash=sha256(body).hexdigest() if idempotency_key else None,
+    )
+
+
+def _key(value: str | None) -> str | None:
+    if value is not None and not (0 < len(value) <= 256 and value.isprintable()):
+        raise BadRequest("Idempotency-Key must be 1 to 256 printable characters")
+    return value
+
+
+class _Statement:
+    """One statement being read; `where` says which in messages."""
+
+    def __init__(self, value: object, where: str) -> None:
+        self._where = where
+        if not isinstance(value, dict):
+            raise BadRequest(
+                f"{where or 'The body'} must be an object such as "
+                '{"metric": "reward", "value": 0.8, "episode": "…"}'
+            )
+        self._fields: dict[str, Any] = value
+
+    def item(self) -> FeedbackItem:
+        metric = self._text("metric") or REWARD
+        self._refuse_unknown(metric)
+        kind, target = self._target()
+        if metric == TOOL_STATUS:
+            event = self._tool_event()
+            return FeedbackItem(
+                id=event.id, metric=metric, value=None, target_kind=kind, target=target, tool=event
+            )
+        return FeedbackItem(
+            id=new_id(),
+            metric=metric,
+            value=self._number("value", required=True),
+            target_kind=kind,
+            target=target,
+        )
+
+    def _error(self, field: str, message: str) -> BadRequest:
+        return BadRequest(f"{self._where}{field} {message}", param=f"{self._where}{field}")
+
+    def _refuse_unknown(self, metric: str) -> None:
+        allowed = COMMON | (ABOUT_TOOLS if metric == TOOL_STATUS else frozenset())
+        for name in self._fields:
+            if name not in allowed:
+                known = ", ".join(sorted(allowed))
+                raise self._error(str(name), f"is not a field of a statement; there are {known}")
+
+    def _target(self) -> tuple[Any, str]:
+        named = [kind for kind in TARGETS if self._fields.get(kind) is not None]
+        if len(named) != 1:
+            what = " and ".join(named) if named else "none"
+            raise self._error(
+                "target", f"must be exactly one of episode, call, response; found {what}"
+            )
+        kind = named[0]
+        target = self._text(kind)
+        if not target:
+            raise self._error(kind, "must not be empty")
+        if kind == "call":
+            try:
+                target = str(UUID(target))
+            except ValueError as error:
+                raise self._error(
+                    kind, "must be the UUID that the reply carried as x-pawl-call"
+                ) from error
+        return kind, target
+
+    def _text(self, name: str) -> str | None:
+        value = self._fields.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str) or len(value) > MAX_TEXT or "\x00" in value:
+            raise self._error(name, f"must be a string of at most {MAX_TEXT} characters")
+        return value
+
+    def _number(self, name: str, *, required: bool = False) -> float | None:
+        value = self._fields.get(name)
+        if value is None and not required:
+            return None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(float(value or 0)):
+            raise self._error(name, f"must be a finite number, not {value!r}")
+        return float(value or 0)
+
+    def _tool_event(self) -> ToolEvent:
+        status = self._fields.get("value")
+        if status not in TOOL_STATUSES:
+            known = ", ".join(TOOL_STATUSES)
+            raise self._error("value", f"must be one of {known} for tool_status, not {status!r}")
+        return msgspec.convert(
+            {
+                "id": new_id(),
+                "tool_id": self._text("id"),
+                "name": self._text("name"),
+                "status": status,
+                "detail": self._text("detail"),
+                "ms": self._number("ms"),
+            },
+            ToolEvent,
+        )

@@ -1,0 +1,133 @@
+"""Whether a call can carry loss, and if not, why (pure; DESIGN §3.4).
+
+Only ids that the policy sampled, with the log-probabilities it had then, under a
+distribution that the trainer can compute again: full softmax at a known temperature.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+
+from store.records import CallStatus
+
+Reason = Literal[
+    "incomplete",
+    "error_reply",
+    "no_token_ids",
+    "no_logprobs",
+    "length_mismatch",
+    "usage_mismatch",
+    "empty",
+    "several_choices",
+    "greedy",
+    "reshaped_distribution",
+    "constrained_sampling",
+    "unknown_policy",
+]
+
+# Settings that leave the distribution as it is, by the value that does so.
+NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": (),
+    "min_tokens": (0,),
+}
+GRAMMARS: Final = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+RECORDED: Final = (
+    "temperature",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "seed",
+    "n",
+    "tool_choice",
+    "response_format",
+    *NEUTRAL,
+    *GRAMMARS,
+)
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """What is known of one reply's sampling."""
+
+    prompt_ids: tuple[int, ...] | None
+    sampled_ids: tuple[int, ...] | None
+    sampled_logprobs: tuple[float, ...] | None
+    choices: int
+    completion_tokens: int | None
+
+
+def sampling_settings(request: Mapping[str, Any], default_temperature: float) -> dict[str, Any]:
+    """The settings a call was sampled with: the request's own, and the temperature always."""
+    found = {name: request[name] for name in RECORDED if request.get(name) is not None}
+    found.setdefault("temperature", default_temperature)
+    return found
+
+
+def why_not_trainable(
+    status: CallStatus,
+    http_status: int | None,
+    policy_version: int | None,
+    sampling: Mapping[str, Any],
+    strict_tools: bool,
+    sampled: Sampled,
+) -> Reason | None:
+    """The first reason that a call cannot be trained on; None if it can."""
+    if status != "complete":
+        return "incomplete"
+    if http_status is None or http_status >= 400:
+        return "error_reply"
+    if sampled.choices > 1:
+        return "several_choices"
+    reason = _tokens(sampled) or _distribution(sampling, strict_tools)
+    if reason is None and policy_version is None:
+        return "unknown_policy"
+    return reason
+
+
+def _tokens(sampled: Sampled) -> Reason | None:
+    if sampled.prompt_ids is None or sampled.sampled_ids is None:
+        return "no_token_ids"
+    if sampled.sampled_logprobs is None:
+        return "no_logprobs"
+    if len(sampled.sampled_ids) != len(sampled.sampled_logprobs):
+        return "length_mismatch"
+    if not sampled.prompt_ids or not sampled.sampled_ids:
+        return "empty"
+    if sampled.completion_tokens not in (None, len(sampled.sampled_ids)):
+        return "usage_mismatch"
+    return None
+
+
+def _distribution(sampling: Mapping[str, Any], strict_tools: bool) -> Reason | None:
+    if sampling["temperature"] == 0:
+        return "greedy"
+    for name, neutral in NEUTRAL.items():
+        if name in sampling and sampling[name] not in neutral:
+            return "reshaped_distribution"
+    if strict_tools or _constrained(sampling):
+        return "constrained_sampling"
+    return None
+
+
+def _constrained(sampling: Mapping[str, Any]) -> bool:
+    response_format = sampling.get("response_format")
+    free_format = response_format is None or (
+        isinstance(response_format, dict) and response_format.get("type") == "text"
+    )
+    free_tools = sampling.get("tool_choice") in (None, "auto", "none")
+    return not (free_format and free_tools) or any(name in sampling for name in GRAMMARS)

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Locks every role to exact versions: requirements/{proxy,trainer,cpu,gpu}.txt.
+# `cpu` is what `make install` installs without a GPU (all roles and the
+# development tools); the others are held to its versions wherever they share a
+# package. The files name no index, so that any mirror can serve them.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+uv=${UV:-.venv/bin/uv}
+find_links=$(python3 -m pip config get global.find-links 2>/dev/null || true)
+
+lock() { # lock FILE FIND_LINKS ARGS...
+  local file=$1 links=$2
+  shift 2
+  UV_FIND_LINKS=$links "$uv" pip compile pyproject.toml "$@" --python-version 3.11 \
+    --no-header --no-annotate --quiet -o "$file"
+  # The local label is the installer's choice (`+cpu` from PyTorch's CPU index).
+  sed -i -E 's/^(torch==[0-9.]+)\+cpu/\1/' "$file"
+}
+
+lock requirements/cpu.txt "${PIP_FIND_LINKS:-$find_links}" \
+  --extra embedded --extra trainer --extra serve-cpu --extra demo --extra dev
+# The CUDA build of torch wants a triton of its own.
+shared=$(mktemp)
+grep -v '^triton==' requirements/cpu.txt >"$shared"
+lock requirements/proxy.txt "" -c "$shared"
+lock requirements/trainer.txt "" -c "$shared" --extra trainer
+lock requirements/gpu.txt "" --extra embedded --extra trainer --extra serve-gpu --extra demo --extra dev

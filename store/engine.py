@@ -1,0 +1,44 @@
+"""Connections: one engine a process, with time limits so that nothing waits for ever."""
+
+import msgspec
+from sqlalchemy.engine import make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from store.errors import StoreError
+
+CONNECT_TIMEOUT_S = 5.0
+STATEMENT_TIMEOUT_S = 60.0
+
+
+def async_url(database_url: str) -> str:
+    """`postgresql://…` as SQLAlchemy's asyncpg dialect wants it.
+
+    Raises:
+        StoreError: the URL is not one of PostgreSQL's.
+    """
+    url = make_url(database_url)
+    if url.get_backend_name() not in ("postgresql", "postgres"):
+        raise StoreError(
+            f"DATABASE_URL must be a postgresql:// URL, not {url.get_backend_name()}://"
+        )
+    return url.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
+
+
+def to_json(value: object) -> str:
+    """JSON text; `msgspec.Raw` parts and records included, exactly as they came."""
+    return msgspec.json.encode(value).decode()
+
+
+def make_engine(database_url: str, *, pool_size: int = 5) -> AsyncEngine:
+    """An engine on `database_url`; no connection is made before the first use."""
+    return create_async_engine(
+        async_url(database_url),
+        pool_size=pool_size,
+        pool_pre_ping=True,
+        json_serializer=to_json,
+        connect_args={
+            "timeout": CONNECT_TIMEOUT_S,
+            "command_timeout": STATEMENT_TIMEOUT_S,
+            "server_settings": {"application_name": "pawl"},
+        },
+    )

@@ -1,0 +1,17 @@
+"""What can go wrong in the store. One root; the driver's error is always kept as the cause."""
+
+
+class StoreError(Exception):
+    """The store could not do what it was asked to."""
+
+
+class StoreUnavailable(StoreError):
+    """PostgreSQL cannot be reached. What asked may ask again later."""
+
+
+class ClaimLost(StoreError):
+    """An update tried to consume episodes that it no longer holds."""
+
+
+class UnknownPolicy(StoreError):
+    """No policy, or no version of it, goes by that name."""

@@ -1,0 +1,107 @@
+"""Policy versions and who has the traffic. A version's row, once made, only changes state."""
+
+from collections.abc import Sequence
+from uuid import UUID
+
+from sqlalchemy import insert, select, text, update
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.errors import UnknownPolicy
+from store.records import PolicyState, PolicyVersion, policy_name
+from store.tables import policies
+
+CHANNEL = "pawl_policies"
+
+
+async def ensure_base(connection: AsyncConnection, name: str) -> None:
+    """Make the base model version 0 of policy `name`, serving until something else does."""
+    await connection.execute(
+        postgresql.insert(policies)
+        .values(name=name, version=0, state="serving", served_name=name)
+        .on_conflict_do_nothing()
+    )
+
+
+async def list_versions(
+    connection: AsyncConnection, name: str | None = None
+) -> list[PolicyVersion]:
+    """All versions of `name` (or of every policy), in order."""
+    query = select(policies).order_by(policies.c.name, policies.c.version)
+    if name is not None:
+        query = query.where(policies.c.name == name)
+    return [
+        PolicyVersion(
+            name=row.name,
+            version=row.version,
+            state=row.state,
+            served_name=row.served_name,
+            adapter_path=row.adapter_path,
+            update_id=row.update_id,
+        )
+        for row in await connection.execute(query)
+    ]
+
+
+async def add_version(
+    connection: AsyncConnection, name: str, version: int, adapter_path: str, update_id: UUID
+) -> None:
+    """Record a version whose adapter lies finished on disk."""
+    await connection.execute(
+        insert(policies).values(
+            name=name,
+            version=version,
+            state="written",
+            served_name=policy_name(name, version, name),
+            adapter_path=adapter_path,
+            update_id=update_id,
+        )
+    )
+
+
+async def set_state(
+    connection: AsyncConnection, name: str, version: int, state: PolicyState
+) -> None:
+    """Move one version to `state`, and tell who listens.
+
+    Raises:
+        UnknownPolicy: there is no such version.
+    """
+    changed = await connection.execute(
+        update(policies)
+        .where(policies.c.name == name, policies.c.version == version)
+        .values(state=state, changed_at=text("now()"))
+        .returning(policies.c.version)
+    )
+    if changed.first() is None:
+        raise UnknownPolicy(f"policy {name!r} has no version {version}")
+    await connection.execute(text(f"NOTIFY {CHANNEL}"))
+
+
+async def promote(connection: AsyncConnection, name: str, version: int) -> None:
+    """Give `version` the traffic; the one that had it stays published.
+
+    Raises:
+        UnknownPolicy: there is no such version.
+    """
+    await connection.execute(
+        update(policies)
+        .where(policies.c.name == name, policies.c.state == "serving")
+        .values(state="published", changed_at=text("now()"))
+    )
+    await set_state(connection, name, version, "serving")
+
+
+async def last_used(
+    connection: AsyncConnection, name: str, versions: Sequence[int]
+) -> dict[int, float]:
+    """Seconds since the last call of any episode that is pinned to each of `versions`."""
+    rows = await connection.execute(
+        text(
+            "SELECT policy_version, extract(epoch FROM now() - max(last_call_at)) AS idle_s"
+            " FROM episodes WHERE policy = :name AND policy_version = ANY(:versions)"
+            " GROUP BY policy_version"
+        ),
+        {"name": name, "versions": list(versions)},
+    )
+    return {row.policy_version: float(row.idle_s) for row in rows}

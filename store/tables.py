@@ -1,0 +1,223 @@
+"""The schema (DESIGN.md §5): tables, constraints and indexes, nothing else.
+
+`transitions` is partitioned by day through its UUIDv7 key, so that the primary key stays
+`id` alone and `ON CONFLICT (id)` works. No foreign key points into it: a day can be dropped.
+"""
+
+from sqlalchemy import (
+    ARRAY,
+    JSON,
+    Boolean,
+    CheckConstraint,
+    Column,
+    DateTime,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+    Uuid,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+
+from store.records import CALL_STATUSES, POLICY_STATES, TARGET_KINDS, TOOL_STATUSES
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+    }
+)
+
+When = DateTime(timezone=True)
+
+
+def one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
+    """A CHECK that holds `column` to `values` (or NULL)."""
+    quoted = ", ".join(f"'{value}'" for value in values)
+    return CheckConstraint(f"{column} IN ({quoted})", name=f"{column}_known")
+
+
+episodes = Table(
+    "episodes",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("key", Text, nullable=False, unique=True),
+    Column("method", Text, nullable=False),
+    Column("task", Text),
+    Column("task_named", Boolean, nullable=False),
+    Column("policy", Text),
+    Column("policy_version", Integer),
+    Column("first_call_id", Uuid, nullable=False),
+    Column("last_call_at", When, nullable=False),
+    Column("scored_at", When),
+    Column("claimed_by", Uuid, ForeignKey("updates.id")),
+    Index(
+        "ix_episodes_ready",
+        "policy",
+        "task",
+        "scored_at",
+        postgresql_where=text("scored_at IS NOT NULL AND claimed_by IS NULL"),
+    ),
+    Index("ix_episodes_claimed_by", "claimed_by"),
+    Index("ix_episodes_last_call_at", "last_call_at"),
+)
+
+transitions = Table(
+    "transitions",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("episode_id", Uuid, ForeignKey("episodes.id"), nullable=False),
+    Column("agent", Text, nullable=False),
+    Column("dialect", Text, nullable=False),
+    Column("policy", Text),
+    Column("policy_version", Integer),
+    Column("served_model", Text),
+    Column("status", Text, nullable=False),
+    Column("http_status", Integer),
+    Column("stream", Boolean, nullable=False),
+    # `json`, not `jsonb`: key order, number formats and \u0000 stay as they were said.
+    Column("request", JSON(none_as_null=True)),
+    Column("request_raw", LargeBinary),
+    Column("reply", JSON(none_as_null=True)),
+    Column("reply_raw", LargeBinary),
+    Column("response_id", Text),
+    Column("prompt_ids", LargeBinary, nullable=False),
+    Column("sampled_ids", LargeBinary, nullable=False),
+    Column("sampled_logprobs", LargeBinary, nullable=False),
+    Column("sampling", JSON, nullable=False),
+    Column("trainable", Boolean, nullable=False),
+    Column("reason", Text),
+    Column("tool_calls", JSON, nullable=False),
+    Column("usage", JSON(none_as_null=True)),
+    Column("finish", Text),
+    Column("started_at", When, nullable=False),
+    Column("first_chunk_ms", Double),
+    Column("total_ms", Double, nullable=False),
+    Column("retry", Integer, nullable=False),
+    one_of("status", CALL_STATUSES),
+    CheckConstraint("trainable OR reason IS NOT NULL", name="reason_given"),
+    Index("ix_transitions_episode_id", "episode_id"),
+    Index("ix_transitions_response_id", "response_id"),
+    postgresql_partition_by="RANGE (id)",
+)
+
+tool_events = Table(
+    "tool_events",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("episode_id", Uuid, ForeignKey("episodes.id")),
+    Column("asked_by", Uuid),
+    Column("target_kind", Text),
+    Column("target", Text),
+    Column("tool_id", Text),
+    Column("name", Text),
+    Column("status", Text, nullable=False),
+    Column("detail", Text),
+    Column("ms", Double),
+    Column("source", Text, nullable=False),
+    Column("at", When, nullable=False),
+    one_of("status", TOOL_STATUSES),
+    one_of("target_kind", TARGET_KINDS),
+    one_of("source", ("header", "feedback")),
+    Index("ix_tool_events_episode_id", "episode_id"),
+    Index(
+        "ix_tool_events_pending",
+        "target_kind",
+        "target",
+        postgresql_where=text("episode_id IS NULL"),
+    ),
+)
+
+feedback = Table(
+    "feedback",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("metric", Text, nullable=False),
+    Column("value", Double, nullable=False),
+    Column("target_kind", Text, nullable=False),
+    Column("target", Text, nullable=False),
+    # Null until the target is seen; `call_id` stays null where the target is an episode.
+    Column("episode_id", Uuid, ForeignKey("episodes.id")),
+    Column("call_id", Uuid),
+    Column("request_id", Uuid, ForeignKey("feedback_requests.id"), nullable=False),
+    Column("at", When, nullable=False),
+    one_of("target_kind", TARGET_KINDS),
+    Index("ix_feedback_episode_id", "episode_id"),
+    Index(
+        "ix_feedback_pending", "target_kind", "target", postgresql_where=text("episode_id IS NULL")
+    ),
+)
+
+feedback_requests = Table(
+    "feedback_requests",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("idempotency_key", Text, unique=True),
+    Column("body_hash", Text),
+    Column("at", When, nullable=False),
+)
+
+policies = Table(
+    "policies",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("state", Text, nullable=False),
+    Column("served_name", Text, nullable=False, unique=True),
+    Column("adapter_path", Text),
+    Column("update_id", Uuid, ForeignKey("updates.id"), unique=True),
+    Column("created_at", When, nullable=False, server_default=text("now()")),
+    Column("changed_at", When, nullable=False, server_default=text("now()")),
+    one_of("state", POLICY_STATES),
+    CheckConstraint("(version = 0) = (update_id IS NULL)", name="base_or_trained"),
+    Index("uq_policies_serving", "name", unique=True, postgresql_where=text("state = 'serving'")),
+)
+
+updates = Table(
+    "updates",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("policy", Text, nullable=False),
+    Column("parent_version", Integer, nullable=False),
+    Column("version", Integer),
+    Column("state", Text, nullable=False),
+    Column("recipe", JSONB, nullable=False),
+    Column("metrics", JSONB, nullable=False, server_default=text("'{}'::jsonb")),
+    Column("claimed_at", When, nullable=False, server_default=text("now()")),
+    Column("finished_at", When),
+    one_of("state", ("running", "done", "abandoned")),
+    UniqueConstraint("policy", "version"),
+    Index("uq_updates_running", "policy", unique=True, postgresql_where=text("state = 'running'")),
+)
+
+consumptions = Table(
+    "consumptions",
+    metadata,
+    Column("episode_id", Uuid, ForeignKey("episodes.id"), primary_key=True),
+    Column("update_id", Uuid, ForeignKey("updates.id"), nullable=False),
+    Column("trained", Boolean, nullable=False),
+    Column("reason", Text),
+    Column("at", When, nullable=False, server_default=text("now()")),
+    CheckConstraint("trained OR reason IS NOT NULL", name="reason_given"),
+    Index("ix_consumptions_update_id", "update_id"),
+)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
+    Column("key_hash", LargeBinary, nullable=False, unique=True),
+    Column("scopes", ARRAY(Text), nullable=False),
+    Column("created_at", When, nullable=False, server_default=text("now()")),
+    Column("revoked_at", When),
+)

@@ -1,0 +1,297 @@
+"""The CPU LoRA operations against a loop over rows, and how they are put in place."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pawl_cpu_lora import ops
+from pawl_cpu_lora.grouping import SMALL_BATCH_ROWS, group_rows
+from pawl_cpu_lora.patch import REPLACEMENTS, UnsupportedVLLMError, replace_operations
+
+SLOTS, RANK, WIDTH, OUT, OFFSET = 3, 4, 11, 6, 2
+COLUMNS = OFFSET + OUT + 3
+DTYPES = (torch.float32, torch.bfloat16)
+
+BATCHES = {
+    "empty": [],
+    "no adapter": [-1] * 5,
+    "one adapter": [1] * 5,
+    "one row": [2],
+    "one row without": [-1],
+    "one adapter and the base": [0, -1, 0, 0, -1, -1, 0],
+    "adapters side by side": [0, 0, 2, 2, 2, 1],
+    "adapters mixed": [2, 0, 1, 0, 2, 2, 1],
+    "adapters and the base mixed": [2, -1, 0, 2, -1, 1, 0, -1],
+    "large and mixed": [(7 * i) % (SLOTS + 1) - 1 for i in range(3 * SMALL_BATCH_ROWS)],
+}
+batches = pytest.mark.parametrize("slots", BATCHES.values(), ids=BATCHES.keys())
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tensors of one batch; `output` starts with random content, negative zeros among it."""
+
+    slots: list[int]
+    inputs: torch.Tensor
+    weights: torch.Tensor
+    output: torch.Tensor
+
+    @property
+    def indices(self) -> torch.Tensor:
+        return torch.tensor(self.slots, dtype=torch.int64)
+
+
+def shrink_case(slots: list[int], dtype: torch.dtype) -> Case:
+    """As vLLM shrinks: model dtype in, a float32 buffer out."""
+    return _case(slots, dtype, dtype, torch.float32, out=RANK, width=WIDTH)
+
+
+def expand_case(slots: list[int], dtype: torch.dtype) -> Case:
+    """As vLLM expands: a float32 buffer in, model dtype out."""
+    return _case(slots, torch.float32, dtype, dtype, out=OUT, width=RANK)
+
+
+def _case(
+    slots: list[int],
+    inputs: torch.dtype,
+    weights: torch.dtype,
+    output: torch.dtype,
+    *,
+    out: int,
+    width: int,
+) -> Case:
+    random = torch.Generator().manual_seed(len(slots))
+    old = torch.randn(len(slots), COLUMNS, generator=random)
+    old[:, ::2] = -0.0
+    return Case(
+        slots,
+        torch.randn(len(slots), width, generator=random).to(inputs),
+        torch.randn(SLOTS, 1, out, width, generator=random).to(weights),
+        old.to(output),
+    )
+
+
+def expected(
+    case: Case, *, offset: int = 0, keep: bool = False, scaling: float = 1.0
+) -> torch.Tensor:
+    """One row at a time, in float64 from the values as they are stored."""
+    output = case.output.double()
+    for row, slot in enumerate(case.slots):
+        if slot < 0:
+            continue
+        delta = scaling * (case.weights[slot, 0].double() @ case.inputs[row].double())
+        columns = slice(offset, min(offset + len(delta), output.shape[1]))
+        old = output[row, columns] if keep else 0.0
+        output[row, columns] = old + delta[: columns.stop - columns.start]
+    return output
+
+
+def assert_result(case: Case, before: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Close to the loop where an adapter is, the same bits where none is."""
+    tolerance = 5e-2 if torch.bfloat16 in (case.output.dtype, case.weights.dtype) else 1e-5
+    torch.testing.assert_close(case.output.double(), wanted, rtol=tolerance, atol=tolerance)
+    untouched = case.indices < 0
+    assert torch.equal(_bits(case.output[untouched]), _bits(before[untouched]))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Equal floats may differ in bits: -0.0 == 0.0, and a NaN is unlike itself."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+def runs(slots: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slots and lengths of runs, as vLLM's compute_meta makes them."""
+    indices = torch.tensor(slots, dtype=torch.int64)
+    run_slots, lengths = torch.unique_consecutive(indices, return_counts=True)
+    return run_slots, lengths
+
+
+def run_arguments(
+    slots: list[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
+    """What vLLM's `prefill_metadata` holds: starts, lengths, slots and three sizes."""
+    run_slots, lengths = runs(slots)
+    starts = torch.cumsum(lengths, 0) - lengths
+    longest = max(lengths.tolist(), default=0)
+    return starts, lengths, run_slots, len(run_slots), longest, len(slots)
+
+
+@batches
+@dtypes
+@pytest.mark.parametrize("scaling", [1.0, 0.25])
+def test_shrink_matches_the_loop(slots: list[int], dtype: torch.dtype, scaling: float) -> None:
+    case = shrink_case(slots, dtype)
+    before, wanted = case.output.clone(), expected(case, scaling=scaling)
+    ops.bgmv_shrink(case.inputs, case.weights, case.output, case.indices, scaling)
+    assert_result(case, before, wanted)
+
+
+@batches
+@dtypes
+@pytest.mark.parametrize("add_inputs", [True, False])
+def test_expand_matches_the_loop(slots: list[int], dtype: torch.dtype, add_inputs: bool) -> None:
+    case = expand_case(slots, dtype)
+    before, wanted = case.output.clone(), expected(case, keep=add_inputs)
+    ops.bgmv_expand(case.inputs, case.weights, case.output, case.indices, add_inputs)
+    assert_result(case, before, wanted)
+
+
+@batches
+@dtypes
+@pytest.mark.parametrize("add_inputs", [True, False])
+def test_expand_slice_writes_its_columns_only(
+    slots: list[int], dtype: torch.dtype, add_inputs: bool
+) -> None:
+    case = expand_case(slots, dtype)
+    before, wanted = case.output.clone(), expected(case, offset=OFFSET, keep=add_inputs)
+    ops.bgmv_expand_slice(
+        case.inputs, case.weights, case.output, case.indices, OFFSET, OUT, add_inputs
+    )
+    assert_result(case, before, wanted)
+    outside = torch.ones(COLUMNS, dtype=torch.bool)
+    outside[OFFSET : OFFSET + OUT] = False
+    assert torch.equal(_bits(case.output[:, outside]), _bits(before[:, outside]))
+
+
+def test_expand_stops_at_the_narrower_of_adapter_and_model() -> None:
+    case = expand_case([0, -1, 1, 0], torch.float32)
+    narrow = Case(case.slots, case.inputs, case.weights, case.output[:, : OUT - 2].clone())
+    before, wanted = narrow.output.clone(), expected(narrow, keep=True)
+    ops.bgmv_expand(narrow.inputs, narrow.weights, narrow.output, narrow.indices)
+    assert_result(narrow, before, wanted)
+
+
+@batches
+@dtypes
+def test_runs_give_what_rows_give(slots: list[int], dtype: torch.dtype) -> None:
+    by_rows, by_runs = shrink_case(slots, dtype), shrink_case(slots, dtype)
+    ops.bgmv_shrink(by_rows.inputs, by_rows.weights, by_rows.output, by_rows.indices, 0.5)
+    ops.sgmv_shrink(by_runs.inputs, by_runs.weights, by_runs.output, *run_arguments(slots), 0.5)
+    assert torch.equal(_bits(by_rows.output), _bits(by_runs.output))
+
+    by_rows, by_runs = expand_case(slots, dtype), expand_case(slots, dtype)
+    ops.bgmv_expand(by_rows.inputs, by_rows.weights, by_rows.output, by_rows.indices, True)
+    ops.sgmv_expand(by_runs.inputs, by_runs.weights, by_runs.output, *run_arguments(slots), True)
+    assert torch.equal(_bits(by_rows.output), _bits(by_runs.output))
+
+    where = (OFFSET, OUT, True)
+    ops.bgmv_expand_slice(by_rows.inputs, by_rows.weights, by_rows.output, by_rows.indices, *where)
+    ops.sgmv_expand_slice(
+        by_runs.inputs, by_runs.weights, by_runs.output, *run_arguments(slots), *where
+    )
+    assert torch.equal(_bits(by_rows.output), _bits(by_runs.output))
+
+
+@given(
+    slots=st.lists(st.integers(-1, SLOTS - 1), max_size=2 * SMALL_BATCH_ROWS),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_batch_matches_the_loop(slots: list[int], dtype: torch.dtype) -> None:
+    shrunk = shrink_case(slots, dtype)
+    before, wanted = shrunk.output.clone(), expected(shrunk, scaling=0.5)
+    ops.bgmv_shrink(shrunk.inputs, shrunk.weights, shrunk.output, shrunk.indices, 0.5)
+    assert_result(shrunk, before, wanted)
+    expanded = expand_case(slots, dtype)
+    before, wanted = expanded.output.clone(), expected(expanded, keep=True)
+    ops.bgmv_expand(expanded.inputs, expanded.weights, expanded.output, expanded.indices)
+    assert_result(expanded, before, wanted)
+
+
+@batches
+def test_content_of_other_slots_and_of_an_overwritten_output_never_leaks(
+    slots: list[int],
+) -> None:
+    """An unset slot may hold anything, and a fresh buffer too."""
+    case = shrink_case(slots, torch.float32)
+    used = sorted({slot for slot in slots if slot >= 0})
+    idle = [slot for slot in range(SLOTS) if slot not in used]
+    case.weights[idle] = float("nan")
+    case.output[case.indices >= 0] = float("nan")
+    ops.bgmv_shrink(case.inputs, case.weights, case.output, case.indices)
+    assert not case.output[:, :RANK].isnan().any()
+
+
+def test_weights_of_three_dimensions_are_weights_of_four() -> None:
+    first, second = (
+        shrink_case([0, 2, -1, 0], torch.float32),
+        shrink_case([0, 2, -1, 0], torch.float32),
+    )
+    ops.bgmv_shrink(first.inputs, first.weights, first.output, first.indices)
+    ops.bgmv_shrink(second.inputs, second.weights.squeeze(1), second.output, second.indices)
+    assert torch.equal(first.output, second.output)
+
+
+def test_indices_rewritten_in_place_are_read_anew() -> None:
+    """vLLM keeps one index tensor and overwrites it at every step."""
+    case, indices = shrink_case([0, 0, 0], torch.float32), torch.tensor([0, 0, 0])
+    ops.bgmv_shrink(case.inputs, case.weights, case.output, indices)
+    indices.copy_(torch.tensor([2, -1, 1]))
+    after = Case([2, -1, 1], case.inputs, case.weights, case.output)
+    before, wanted = case.output.clone(), expected(after)
+    ops.bgmv_shrink(case.inputs, case.weights, case.output, indices)
+    assert_result(after, before, wanted)
+
+
+def test_a_batch_of_another_length_than_its_indices_is_refused() -> None:
+    case = shrink_case([0, 1, 2], torch.float32)
+    with pytest.raises(ValueError, match="2 adapter indices for 3 input rows"):
+        ops.bgmv_shrink(case.inputs, case.weights, case.output, torch.tensor([0, 1]))
+
+
+def test_only_small_batches_that_interleave_adapters_use_all_slots_at_once() -> None:
+    def at_once(slots: list[int]) -> bool:
+        return group_rows(tuple(slots), (1,) * len(slots), SLOTS).spread is not None
+
+    assert at_once([0, 1, 0, -1])
+    assert not at_once([0, 0, 1, 1])
+    assert not at_once([0, -1, 0])
+    assert not at_once([0, 1] * SMALL_BATCH_ROWS)
+
+
+def stock_module(name: str = "stock") -> ModuleType:
+    """A module with functions of the names and parameters that vLLM 0.32 has."""
+    module = ModuleType(name)
+    for function, replacement in REPLACEMENTS.items():
+        setattr(module, function, _same_parameters(replacement))
+    return module
+
+
+def _same_parameters(function: Callable[..., None]) -> Callable[..., None]:
+    def stock(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a stock operation was called")
+
+    stock.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return stock
+
+
+def test_every_name_in_every_module_is_replaced_once() -> None:
+    modules = [stock_module("one"), stock_module("two")]
+    assert replace_operations(modules, "0.32.0")
+    for module in modules:
+        assert {name: getattr(module, name) for name in REPLACEMENTS} == REPLACEMENTS
+    assert not replace_operations(modules, "0.32.0")
+
+
+def test_a_missing_name_fails_before_anything_is_replaced() -> None:
+    complete, lacking = stock_module("complete"), stock_module("lacking")
+    stock = complete.bgmv_shrink
+    del lacking.sgmv_expand
+    with pytest.raises(
+        UnsupportedVLLMError,
+        match=r"supports vLLM 0\.32\.0, this is 9\.9: lacking has no sgmv_expand",
+    ):
+        replace_operations([complete, lacking], "9.9")
+    assert complete.bgmv_shrink is stock
+
+
+def test_a_changed_signature_fails() -> None:
+    module = stock_module()
+    module.bgmv_shrink = lambda inputs, weights: None  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedVLLMError, match=r"bgmv_shrink takes \(inputs, weights\)"):
+        replace_operations([module], "9.9")
