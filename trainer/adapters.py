@@ -1,0 +1,141 @@
+"""A version's files: written beside their place, synced, then renamed into it, whole.
+
+    <adapter_dir>/<policy>/<version>/
+        adapter_config.json  adapter_model.safetensors     what the server reads
+        manifest.json                                      update, parent, hashes, outcomes
+        trainer/                                           what resuming needs
+
+The rename is the moment a version exists. Its manifest carries all that recording the
+update needs, so that a crash between the rename and the database ends in the same rows.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any, Final
+from uuid import UUID
+
+import msgspec
+
+from store.claims import Outcome
+from store.records import Record
+from trainer.errors import AdapterError
+
+MANIFEST: Final = "manifest.json"
+SERVED: Final = ("adapter_config.json", "adapter_model.safetensors")
+STATE: Final = "trainer"
+STATES_KEPT: Final = 3
+
+
+class Manifest(Record, frozen=True, kw_only=True):
+    """What a version is and came from."""
+
+    policy: str
+    version: int
+    update_id: UUID
+    parent_version: int
+    sha256: dict[str, str]
+    outcomes: tuple[Outcome, ...]
+    metrics: Mapping[str, Any]
+
+
+def version_folder(root: Path, policy: str, version: int) -> Path:
+    """Where a version lies; a policy's name may hold slashes, its folder does not."""
+    return root.resolve() / policy.replace("/", "--") / str(version)
+
+
+def write_version(
+    root: Path,
+    policy: str,
+    version: int,
+    save: Callable[[Path], None],
+    *,
+    update_id: UUID,
+    parent_version: int,
+    outcomes: tuple[Outcome, ...],
+    metrics: Mapping[str, Any],
+) -> Path:
+    """Have `save` write the files, then make the version exist.
+
+    Raises:
+        AdapterError: there is such a version already; its bytes are not touched.
+    """
+    place = version_folder(root, policy, version)
+    if place.exists():
+        raise AdapterError(f"{place} exists: a version's bytes never change")
+    partial = place.with_name(f".{version}-{update_id}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    save(partial)
+    manifest = Manifest(
+        policy=policy,
+        version=version,
+        update_id=update_id,
+        parent_version=parent_version,
+        sha256={name: _sha256(partial / name) for name in SERVED},
+        outcomes=outcomes,
+        metrics=metrics,
+    )
+    (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    for path in [*partial.rglob("*"), partial]:
+        _sync(path)
+    partial.rename(place)
+    _sync(place.parent)
+    return place
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a version's folder; None where there is no such version.
+
+    Raises:
+        AdapterError: the files are not what it says.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except msgspec.DecodeError as error:
+        raise AdapterError(f"{path} cannot be read: {error}") from error
+    for name, expected in manifest.sha256.items():
+        if _sha256(folder / name) != expected:
+            raise AdapterError(f"{folder / name} is not the file that was written")
+    return manifest
+
+
+def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifest] | None:
+    """The version that an update wrote, if it came that far."""
+    for folder in sorted(version_folder(root, policy, 0).parent.glob("[0-9]*")):
+        manifest = read_manifest(folder)
+        if manifest is not None and manifest.update_id == update_id:
+            return folder, manifest
+    return None
+
+
+def sweep(root: Path, policy: str) -> None:
+    """Remove what killed updates left half-written, and optimiser states of old versions.
+
+    The served files stay for as long as their name can be asked for: vLLM's engine dies
+    over a missing folder.
+    """
+    parent = version_folder(root, policy, 0).parent
+    for partial in parent.glob(".*-*"):
+        shutil.rmtree(partial)
+    versions = sorted((int(folder.name), folder) for folder in parent.glob("[0-9]*"))
+    for _, folder in versions[:-STATES_KEPT]:
+        shutil.rmtree(folder / STATE, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

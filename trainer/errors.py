@@ -1,0 +1,29 @@
+"""What can go wrong in the trainer. One root; each says what the operator can do."""
+
+
+class TrainerError(Exception):
+    """Root of the trainer's errors."""
+
+
+class RecipeError(TrainerError):
+    """The recipe cannot be read; the message names the key and the remedy."""
+
+
+class AdapterError(TrainerError):
+    """An adapter's files are not what its manifest says, or a name would be used twice."""
+
+
+class PublishError(TrainerError):
+    """A version could not be made servable, or is not served right."""
+
+
+class UpstreamAway(TrainerError):
+    """The model server does not answer; it is asked again."""
+
+
+class LearnerError(TrainerError):
+    """The learner cannot train this model, or an update came out unusable."""
+
+
+class Interrupted(TrainerError):
+    """An update was stopped from outside before it was complete."""

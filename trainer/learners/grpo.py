@@ -1,0 +1,117 @@
+"""GRPO on stored transitions: TRL's loss, our batches, our forward.
+
+The loss is TRL's `cispo` (MiniMax-M1, arXiv:2506.13585 §3.1) with the *sampled*
+log-probabilities as the old ones: −min(policy/sampled, cap)·A·log π, a policy gradient with
+importance weights truncated at `ratio_cap`, in one forward. Weights of episodes and the
+mean over a call's tokens are folded into the advantages (B, T), which is exact since they
+are not negative.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from trainer.errors import LearnerError
+from trainer.learners.logprobs import sampled_logprobs
+from trainer.recipe import Recipe
+from trainer.rows import Row
+
+
+class StoredGrpoTrainer(GRPOTrainer):
+    """TRL's GRPO, fed with recorded rows: nothing is generated, nothing tokenised."""
+
+    def loss_of(self, rows: Sequence[Row]) -> Tensor:
+        """The loss of one micro-batch; its gradients add up to the optimiser step's."""
+        self._rows = rows
+        loss: Tensor = self._compute_loss(self.model, collate(rows, self.accelerator.device))
+        return loss
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        **_: Any,
+    ) -> tuple[Tensor, Tensor, None]:
+        chosen, spread = sampled_logprobs(model, self._rows, entropy=True)
+        lengths = [len(row.sampled_ids) for row in self._rows]
+        return pad_rows(chosen, lengths), pad_rows(spread, lengths), None
+
+
+def pad_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """(M,) cut into rows of `lengths` and padded with zeros to (B, max length)."""
+    pieces = torch.split(values, list(lengths))
+    return torch.nn.utils.rnn.pad_sequence(list(pieces), batch_first=True)
+
+
+def collate(rows: Sequence[Row], device: torch.device) -> dict[str, Tensor]:
+    """The tensors that TRL's `_compute_loss` reads, shapes (B, P) and (B, T).
+
+    `advantages[b, t]` = advantage · weight / T_b, so that a row's share of the loss is its
+    weight whatever its length. `num_items_in_batch` is 1: weights already sum to one.
+    """
+    lengths = [len(row.sampled_ids) for row in rows]
+    completion_ids = pad_rows(_flat([row.sampled_ids for row in rows], torch.long), lengths)
+    mask = pad_rows(torch.ones(sum(lengths)), lengths)
+    old = pad_rows(_flat([row.sampled_logprobs for row in rows], torch.float32), lengths)
+    each = torch.tensor([row.advantage * row.weight / len(row.sampled_ids) for row in rows])
+    tensors = {
+        # Our forward reads the rows themselves; TRL only concatenates these.
+        "prompt_ids": torch.zeros(len(rows), 1, dtype=torch.long),
+        "prompt_mask": torch.ones(len(rows), 1, dtype=torch.long),
+        "completion_ids": completion_ids,
+        "completion_mask": mask,
+        "old_per_token_logps": old,
+        "advantages": each[:, None] * mask,
+        "num_items_in_batch": torch.tensor(1.0),
+    }
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=dtype)
+
+
+def _rewards_come_from_the_store(**_: Any) -> list[float]:
+    """TRL insists on a reward function; it would only be called if TRL generated."""
+    raise LearnerError("rewards come from the store, not from TRL")
+
+
+def make_trainer(model: Any, tokenizer: Any, recipe: Recipe, folder: Path) -> StoredGrpoTrainer:
+    """A TRL trainer around `model`; `folder` is where TRL may write (it does not)."""
+    config = GRPOConfig(
+        output_dir=str(folder),
+        loss_type="cispo",
+        epsilon_high=recipe.grpo.ratio_cap,
+        beta=0.0,
+        learning_rate=recipe.grpo.learning_rate,
+        weight_decay=recipe.grpo.weight_decay,
+        max_grad_norm=recipe.grpo.max_grad_norm,
+        lr_scheduler_type="constant",
+        # TRL wants groups of its own making; ours come from the store.
+        num_generations=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=1,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=not torch.cuda.is_available(),
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+    )
+    trainer = StoredGrpoTrainer(
+        model=model,
+        args=config,
+        reward_funcs=_rewards_come_from_the_store,
+        train_dataset=Dataset.from_dict({"prompt": [""] * 4}),
+        processing_class=tokenizer,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.create_optimizer()
+    return trainer

@@ -1,0 +1,47 @@
+"""The model under training: frozen base, one LoRA adapter, in the recipe's precision."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainer.errors import LearnerError
+from trainer.recipe import Recipe
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
+    """The causal LM and its tokenizer, on the GPU where there is one.
+
+    Raises:
+        LearnerError: there is no such model, or it is none that can be trained.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        base = AutoModelForCausalLM.from_pretrained(
+            model, dtype=DTYPES[recipe.dtype], attn_implementation="sdpa"
+        )
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise LearnerError(f"the model {model!r} cannot be loaded: {error}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return base.to(device), tokenizer
+
+
+def attach_adapter(base: Any, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:
+    """`base` with the adapter in `adapter`, or with a fresh one (whose effect is nil)."""
+    if adapter is not None:
+        return PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=recipe.lora.rank,
+        lora_alpha=recipe.lora.alpha,
+        lora_dropout=0.0,
+        target_modules=recipe.lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(base, config, autocast_adapter_dtype=True)

@@ -1,0 +1,238 @@
+"""The trainer's one page: claim, credit, train, write, consume, publish; and what a crash left.
+
+Exactly once (DESIGN §3.6): a claim lives in the database, a version exists from the moment
+its folder is renamed into place, and its episodes are consumed in the transaction that
+records it. After a kill, a running update whose folder exists is recorded from its
+manifest; one without is abandoned and its episodes are free again.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+from uuid import UUID
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store import claims, policies
+from store.claims import Claim, ClaimRule
+from store.records import PolicyVersion
+from trainer import adapters
+from trainer.errors import LearnerError, PublishError
+from trainer.learners.learner import Learner
+from trainer.metrics import EPISODES, TRAINED_TOKENS, UPDATE, UPDATE_SECONDS, UPDATES, VERSION
+from trainer.publish import Publisher
+from trainer.recipe import Recipe
+from trainer.rows import Row
+from trainer.settings import TrainerSettings
+from trainer.update import Plan, plan_update
+
+log = structlog.get_logger()
+
+
+class Loop:
+    """Updates of one policy, one after the other."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        recipe: Recipe,
+        engine: AsyncEngine,
+        publisher: Publisher,
+        learner: Learner,
+        policy: str,
+    ) -> None:
+        self._adapter_dir = settings.adapter_dir
+        self._recipe = recipe
+        self._engine = engine
+        self._publisher = publisher
+        self._learner = learner
+        self._policy = policy
+        self._rule = ClaimRule(
+            policy=policy,
+            group_size=recipe.claim.group_size,
+            groups=recipe.claim.groups,
+            smallest_group=recipe.claim.smallest_group,
+            max_age_s=recipe.claim.max_age_s,
+        )
+
+    async def recover(self) -> None:
+        """Finish or undo what a killed trainer left."""
+        async with self._engine.connect() as connection:
+            running = await claims.running_update(connection, self._policy)
+        if running is not None:
+            await self._finish_or_release(running)
+        adapters.sweep(self._adapter_dir, self._policy)
+        written = [v for v in await self._versions() if v.state == "written"]
+        for version in written[:-1]:
+            await self._set_rejected(version)
+        for version in written[-1:]:
+            await self._publish(version, await self._serving(), (), ())
+
+    async def _finish_or_release(self, update_id: UUID) -> None:
+        found = adapters.find_update(self._adapter_dir, self._policy, update_id)
+        async with self._engine.begin() as connection:
+            if found is None:
+                freed = await claims.release(connection, update_id, "the trainer was stopped")
+                log.warning("update_abandoned", update=str(update_id), episodes_freed=freed)
+                return
+            folder, manifest = found
+            await claims.consume(
+                connection,
+                update_id,
+                manifest.outcomes,
+                manifest.metrics,
+                policy=self._policy,
+                version=manifest.version,
+                adapter_path=str(folder),
+            )
+        log.warning("update_finished_late", update=str(update_id), version=manifest.version)
+
+    async def tend(self) -> None:
+        """Keep the server's adapters as the store has them."""
+        await self._publisher.keep_loaded()
+        await self._publisher.retire_idle()
+
+    async def update_once(self) -> bool:
+        """One update if enough episodes wait; whether there was one."""
+        started = perf_counter()
+        parent = await self._serving()
+        async with self._engine.begin() as connection:
+            claim = await claims.claim(
+                connection, self._rule, parent.version, self._recipe.model_dump(mode="json")
+            )
+            next_version = await claims.next_version(connection, self._policy)
+        if claim is None:
+            return False
+        try:
+            await self._run(claim, parent, next_version)
+        except LearnerError as error:
+            await self._give_up(claim, str(error))
+        UPDATE_SECONDS.labels(self._policy).observe(perf_counter() - started)
+        return True
+
+    async def _run(self, claim: Claim, parent: PolicyVersion, next_version: int) -> None:
+        plan = plan_update(claim, self._recipe, next_version)
+        log.info("update_begun", update=str(claim.update_id), version=next_version, **plan.metrics)
+        if not plan.rows:
+            await self._consume(claim, plan, plan.metrics)
+            return
+        metrics = plan.metrics | await self._train(parent, plan.rows)
+        path = await asyncio.to_thread(
+            adapters.write_version,
+            self._adapter_dir,
+            self._policy,
+            next_version,
+            self._learner.save,
+            update_id=claim.update_id,
+            parent_version=parent.version,
+            outcomes=plan.outcomes,
+            metrics=metrics,
+        )
+        self._learner.saved_as(path)
+        await self._consume(claim, plan, metrics, next_version, str(path))
+        version = next(v for v in await self._versions() if v.version == next_version)
+        rows = plan.rows[: self._recipe.publish.probe_rows]
+        trained = await asyncio.to_thread(self._learner.logprobs, rows)
+        await self._publish(version, parent, rows, trained)
+        adapters.sweep(self._adapter_dir, self._policy)
+
+    async def _train(self, parent: PolicyVersion, rows: Sequence[Row]) -> dict[str, Any]:
+        folder = None
+        if parent.version:
+            folder = adapters.version_folder(self._adapter_dir, self._policy, parent.version)
+
+        def work() -> dict[str, Any]:
+            self._learner.restore(folder)
+            return self._learner.update(rows)
+
+        return await asyncio.to_thread(work)
+
+    async def _consume(
+        self,
+        claim: Claim,
+        plan: Plan,
+        metrics: dict[str, Any],
+        version: int | None = None,
+        path: str | None = None,
+    ) -> None:
+        async with self._engine.begin() as connection:
+            await claims.consume(
+                connection,
+                claim.update_id,
+                plan.outcomes,
+                metrics,
+                policy=self._policy,
+                version=version,
+                adapter_path=path,
+            )
+        self._count(plan, metrics, "trained" if version else "no_signal")
+        log.info("update_done", update=str(claim.update_id), version=version, **metrics)
+
+    def _count(self, plan: Plan, metrics: dict[str, Any], outcome: str) -> None:
+        UPDATES.labels(self._policy, outcome).inc()
+        for one in plan.outcomes:
+            EPISODES.labels(self._policy, one.reason or "trained").inc()
+        TRAINED_TOKENS.labels(self._policy).inc(sum(len(row.sampled_ids) for row in plan.rows))
+        for name, gauge in UPDATE.items():
+            if metrics.get(name) is not None:
+                gauge.labels(self._policy).set(metrics[name])
+
+    async def _publish(
+        self,
+        version: PolicyVersion,
+        before: PolicyVersion,
+        rows: Sequence[Row],
+        trained: Sequence[Sequence[float]],
+    ) -> None:
+        try:
+            probe = await self._publisher.publish(version, before.served_name, rows, trained)
+        except PublishError:
+            UPDATES.labels(self._policy, "rejected").inc()
+            return
+        VERSION.labels(self._policy).set(version.version)
+        if probe is not None:
+            UPDATE["probe_difference"].labels(self._policy).set(probe.mean_difference)
+            log.info(
+                "version_probed",
+                version=version.served_name,
+                mean_difference=round(probe.mean_difference, 5),
+                largest_difference=round(probe.largest_difference, 5),
+                moved=round(probe.moved, 5),
+                tokens=probe.tokens,
+            )
+
+    async def _give_up(self, claim: Claim, why: str) -> None:
+        """An update that came out unusable: its episodes are spent, nothing is published.
+
+        Freed, the same episodes would be claimed again at once and fail again for ever.
+        """
+        outcomes = [
+            claims.Outcome(episode_id=episode.id, trained=False, reason="learner_error")
+            for group in claim.groups
+            for episode in group.episodes
+        ]
+        async with self._engine.begin() as connection:
+            await claims.consume(
+                connection,
+                claim.update_id,
+                outcomes,
+                {"error": why},
+                policy=self._policy,
+                version=None,
+                adapter_path=None,
+            )
+        UPDATES.labels(self._policy, "failed").inc()
+        log.error("update_failed", update=str(claim.update_id), reason=why)
+
+    async def _versions(self) -> list[PolicyVersion]:
+        async with self._engine.connect() as connection:
+            return await policies.list_versions(connection, self._policy)
+
+    async def _serving(self) -> PolicyVersion:
+        return next(v for v in await self._versions() if v.state == "serving")
+
+    async def _set_rejected(self, version: PolicyVersion) -> None:
+        async with self._engine.begin() as connection:
+            await policies.set_state(connection, self._policy, version.version, "rejected")

@@ -1,0 +1,33 @@
+"""What the trainer's `/metrics` says (Prometheus)."""
+
+from typing import Final
+
+from prometheus_client import Counter, Gauge, Histogram
+
+UPDATES = Counter("pawl_updates_total", "Updates by how they ended.", ["policy", "outcome"])
+UPDATE_SECONDS = Histogram(
+    "pawl_update_seconds",
+    "From a claim to the new version's promotion.",
+    ["policy"],
+    buckets=(1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280),
+)
+EPISODES = Counter(
+    "pawl_episodes_consumed_total", "Episodes spent: trained, or why not.", ["policy", "reason"]
+)
+TRAINED_TOKENS = Counter(
+    "pawl_trained_tokens_total", "Sampled tokens that carried loss.", ["policy"]
+)
+UPDATE: Final = {
+    name: Gauge(f"pawl_update_{name}", f"{words} of the last update.", ["policy"])
+    for name, words in {
+        "reward_mean": "Mean final reward of the episodes",
+        "total_mean": "Mean r_total (final and automatic) of the episodes",
+        "air_mean": "Mean r_air of the episodes",
+        "staleness_mean": "Mean staleness, in versions, of the rows",
+        "entropy": "Mean entropy, nats per token,",
+        "ratio_cut_share": "Share of tokens whose ratio was truncated",
+        "grad_norm": "Gradient norm",
+        "probe_difference": "Mean |served − trainer| log-probability",
+    }.items()
+}
+VERSION = Gauge("pawl_trained_version", "Newest version that was promoted.", ["policy"])

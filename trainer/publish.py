@@ -1,0 +1,119 @@
+"""From a version on disk to one that has the traffic: load, probe, promote (DESIGN §4).
+
+A version that does not load or is not served right is rejected and the one before keeps
+the traffic. What the server lost (it was restarted) is loaded again.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store import policies
+from store.records import PolicyState, PolicyVersion
+from trainer.errors import PublishError
+from trainer.probe import Probe, compare, what_is_wrong
+from trainer.recipe import PublishPart
+from trainer.rows import Row
+from trainer.server import ModelServer
+
+log = structlog.get_logger()
+
+# Proxies read the policies twice a second.
+PROXIES_KNOW_S: Final = 10.0
+
+
+class Publisher:
+    """Publishes the versions of one policy."""
+
+    def __init__(
+        self, engine: AsyncEngine, server: ModelServer, policy: str, rule: PublishPart
+    ) -> None:
+        self._engine = engine
+        self._server = server
+        self._policy = policy
+        self._rule = rule
+
+    async def publish(
+        self,
+        version: PolicyVersion,
+        before: str,
+        rows: Sequence[Row],
+        trained: Sequence[Sequence[float]],
+    ) -> Probe | None:
+        """Load and probe `version`, and give it the traffic.
+
+        `rows` and `trained` are the probe's sequences and the trainer's log-probabilities;
+        without any (a version found after a crash) only its listing is checked.
+
+        Raises:
+            PublishError: it was rejected; nothing changed for any request.
+            UpstreamAway: the server does not answer; the version stays `written`.
+        """
+        assert version.adapter_path is not None
+        try:
+            await self._server.load(version.served_name, Path(version.adapter_path))
+            probe = await self._probe(version.served_name, before, rows, trained)
+        except PublishError as error:
+            await self._set_state(version.version, "rejected")
+            await self._server.unload(version.served_name)
+            log.error("version_rejected", version=version.served_name, reason=str(error))
+            raise
+        await self._set_state(version.version, "published")
+        async with self._engine.begin() as connection:
+            await policies.promote(connection, self._policy, version.version)
+        log.info("version_promoted", version=version.served_name)
+        return probe
+
+    async def _probe(
+        self, name: str, before: str, rows: Sequence[Row], trained: Sequence[Sequence[float]]
+    ) -> Probe | None:
+        if not rows:
+            return None
+        probe = compare(await self._served(name, rows), trained, await self._served(before, rows))
+        wrong = what_is_wrong(probe, self._rule.tolerance)
+        if wrong is not None:
+            raise PublishError(wrong)
+        return probe
+
+    async def _served(self, name: str, rows: Sequence[Row]) -> list[list[float]]:
+        return [
+            (await self._server.prompt_logprobs(name, row.ids))[-len(row.sampled_ids) :]
+            for row in rows
+        ]
+
+    async def _set_state(self, version: int, state: PolicyState) -> None:
+        async with self._engine.begin() as connection:
+            await policies.set_state(connection, self._policy, version, state)
+
+    async def keep_loaded(self) -> None:
+        """Load again what should be servable and is not: the server was restarted."""
+        listed = await self._server.models()
+        for version in await self._versions():
+            wanted = version.state in ("serving", "published") and version.version > 0
+            if wanted and version.served_name not in listed:
+                await self._server.load(version.served_name, Path(version.adapter_path or ""))
+                log.info("version_reloaded", version=version.served_name)
+
+    async def retire_idle(self) -> None:
+        """Take away published versions that no episode has used for a while.
+
+        First from the proxies, then, once they all know, from the server. Its files stay:
+        vLLM's engine dies over a folder that is gone.
+        """
+        for version in await self._idle("retired", PROXIES_KNOW_S):
+            if version.served_name in await self._server.models():
+                await self._server.unload(version.served_name)
+                log.info("version_unloaded", version=version.served_name)
+        for version in await self._idle("published", self._rule.retire_after_s):
+            await self._set_state(version.version, "retired")
+
+    async def _idle(self, state: PolicyState, idle_s: float) -> list[PolicyVersion]:
+        async with self._engine.connect() as connection:
+            return await policies.idle_versions(connection, self._policy, state, idle_s)
+
+    async def _versions(self) -> list[PolicyVersion]:
+        async with self._engine.connect() as connection:
+            return await policies.list_versions(connection, self._policy)

@@ -1,0 +1,149 @@
+"""Puts the trainer together and runs it; a database or model server that is away is waited for."""
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack
+
+import structlog
+from prometheus_client import start_http_server
+from sqlalchemy import text
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from store import policies
+from store.embedded import EmbeddedPostgres
+from store.engine import make_engine
+from store.migrate import upgrade
+from trainer.errors import TrainerError, UpstreamAway
+from trainer.learners.learner import Learner
+from trainer.loop import Loop
+from trainer.publish import Publisher
+from trainer.recipe import Recipe, load_recipe
+from trainer.server import ModelServer
+from trainer.settings import TrainerSettings
+
+log = structlog.get_logger()
+
+RETRY_S = 1.0
+AWAY = (UpstreamAway, OSError, TimeoutError, OperationalError, InterfaceError)
+
+
+async def train(settings: TrainerSettings, *, once: bool = False) -> None:
+    """Run until SIGTERM or SIGINT, or for one update.
+
+    Raises:
+        TrainerError: recipe, model or policy cannot be used.
+    """
+    recipe = load_recipe(settings.recipe)
+    stop = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    work = asyncio.create_task(_work(settings, recipe, once=once))
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if stop.is_set():
+        # An update half done is abandoned, and its episodes freed at the next start.
+        work.cancel()
+        await asyncio.wait([work])
+    if not work.cancelled():
+        work.result()
+
+
+async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> None:
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(ModelServer(str(settings.upstream_url)))
+        policy, model = await _what_to_train(settings, server)
+        learner = await asyncio.to_thread(
+            Learner, model, recipe, settings.seed, settings.adapter_dir / ".scratch"
+        )
+        host, _, port = settings.trainer_listen.rpartition(":")
+        httpd, _ = start_http_server(int(port), host.strip("[]"))
+        stack.callback(httpd.shutdown)
+        log.info("trainer_up", policy=policy, recipe=settings.recipe)
+        stack.callback(learner.interrupt)
+        while True:
+            try:
+                if await _session(settings, recipe, server, learner, policy, once=once):
+                    return
+            except AWAY as error:
+                log.warning("trainer_waits", reason=f"{type(error).__name__}: {error}"[:200])
+            except DBAPIError as error:
+                if not error.connection_invalidated:
+                    raise
+                log.warning("trainer_waits", reason="the database connection broke")
+            await asyncio.sleep(RETRY_S)
+
+
+async def _what_to_train(settings: TrainerSettings, server: ModelServer) -> tuple[str, str]:
+    """The policy's name and the model under it, from the settings or from the server."""
+    while True:
+        try:
+            listed = await server.models()
+            break
+        except UpstreamAway as error:
+            log.warning("trainer_waits", reason=str(error))
+            await asyncio.sleep(RETRY_S)
+    bases = [name for name, model in listed.items() if model.get("parent") is None]
+    policy = settings.policy or bases[0]
+    if policy not in listed:
+        raise TrainerError(
+            f"PAWL_POLICY is {policy!r}, but the server serves {', '.join(sorted(listed))}"
+        )
+    return policy, settings.model or str(listed[policy]["root"])
+
+
+async def _session(
+    settings: TrainerSettings,
+    recipe: Recipe,
+    server: ModelServer,
+    learner: Learner,
+    policy: str,
+    *,
+    once: bool,
+) -> bool:
+    """Work on one database connection's lifetime; True when `once` is done."""
+    url = await _database_url(settings)
+    await upgrade(url)
+    engine = make_engine(url)
+    try:
+        async with engine.connect() as guard:
+            await _be_the_only_one(guard, policy)
+            publisher = Publisher(engine, server, policy, recipe.publish)
+            loop = Loop(settings, recipe, engine, publisher, learner, policy)
+            await _ensure_base(engine, policy)
+            await loop.recover()
+            while True:
+                await guard.execute(text("SELECT 1"))
+                await guard.commit()
+                await loop.tend()
+                updated = await loop.update_once()
+                if updated and once:
+                    return True
+                if not updated:
+                    await asyncio.sleep(settings.poll_s)
+    finally:
+        await engine.dispose()
+
+
+async def _database_url(settings: TrainerSettings) -> str:
+    if settings.database_url is not None:
+        return settings.database_url.get_secret_value()
+    return await asyncio.to_thread(EmbeddedPostgres(settings.data_dir).ensure_running)
+
+
+async def _be_the_only_one(guard: AsyncConnection, policy: str) -> None:
+    """Hold the policy for as long as this connection lives; wait for whoever holds it."""
+    waited = False
+    query = text("SELECT pg_try_advisory_lock(hashtext(:name))")
+    while not await guard.scalar(query, {"name": f"pawl-trainer:{policy}"}):
+        if not waited:
+            log.warning("trainer_waits", reason=f"another trainer works on policy {policy}")
+        waited = True
+        await asyncio.sleep(RETRY_S)
+    await guard.commit()
+
+
+async def _ensure_base(engine: AsyncEngine, policy: str) -> None:
+    async with engine.begin() as connection:
+        await policies.ensure_base(connection, policy)

@@ -1,0 +1,98 @@
+"""The model server's side doors: its list of models, its adapters, its prompt log-probabilities.
+
+These endpoints are vLLM's own (`VLLM_ALLOW_RUNTIME_LORA_UPDATING`); the proxy refuses them.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import aiohttp
+
+from trainer.errors import PublishError, UpstreamAway
+
+TIMEOUT_S: Final = 120.0
+
+
+class ModelServer:
+    """One vLLM."""
+
+    def __init__(self, base_url: str) -> None:
+        self._root = base_url.rstrip("/")
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
+            connector=aiohttp.TCPConnector(keepalive_timeout=3.0),
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._session.close()
+
+    async def models(self) -> dict[str, dict[str, Any]]:
+        """What it serves, by name: `root` is the folder, `parent` the base of an adapter.
+
+        Raises:
+            UpstreamAway: it does not answer.
+        """
+        status, body = await self._ask("GET", "/models", None)
+        if status != 200:
+            raise UpstreamAway(f"the model server lists no models: {status} {body}")
+        return {model["id"]: model for model in body["data"]}
+
+    async def load(self, name: str, folder: Path) -> None:
+        """Make an adapter servable under `name`; one that is already is left alone.
+
+        Raises:
+            PublishError: the server refuses it, or serves other bytes under that name.
+        """
+        listed = (await self.models()).get(name)
+        if listed is None:
+            body = {"lora_name": name, "lora_path": str(folder)}
+            status, answer = await self._ask("POST", "/load_lora_adapter", body)
+            if status != 200:
+                raise PublishError(f"the server did not load {name}: {status} {answer}")
+            listed = (await self.models()).get(name)
+        if listed is None or listed.get("root") != str(folder):
+            raise PublishError(f"the server lists {listed} as {name}, not {folder}")
+
+    async def unload(self, name: str) -> None:
+        """Take a name away; requests that run on it finish. A name that is not there is fine."""
+        status, answer = await self._ask("POST", "/unload_lora_adapter", {"lora_name": name})
+        if status not in (200, 404):
+            raise PublishError(f"the server did not unload {name}: {status} {answer}")
+
+    async def prompt_logprobs(self, name: str, ids: Sequence[int]) -> list[float]:
+        """log p(ids[i] | ids[:i]) for i ≥ 1 as the server computes it, shape (T − 1,), T = 1."""
+        body = {
+            "model": name,
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            "temperature": 0,
+        }
+        status, answer = await self._ask("POST", "/completions", body)
+        if status != 200:
+            raise PublishError(f"the server does not answer for {name}: {status} {answer}")
+        entries = answer["choices"][0]["prompt_logprobs"]
+        return [
+            float(entry[str(token)]["logprob"])
+            for token, entry in zip(ids[1:], entries[1:], strict=True)
+        ]
+
+    async def _ask(self, method: str, path: str, body: object) -> tuple[int, Any]:
+        try:
+            async with self._session.request(method, self._root + path, json=body) as response:
+                is_json = response.content_type == "application/json"
+                return response.status, await (response.json() if is_json else response.text())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise UpstreamAway(
+                f"the model server at {self._root} does not answer ({type(error).__name__})"
+            ) from error
