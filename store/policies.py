@@ -1,6 +1,5 @@
 """Policy versions and who has the traffic. A version's row, once made, only changes state."""
 
-from collections.abc import Sequence
 from uuid import UUID
 
 from sqlalchemy import insert, select, text, update
@@ -92,16 +91,19 @@ async def promote(connection: AsyncConnection, name: str, version: int) -> None:
     await set_state(connection, name, version, "serving")
 
 
-async def last_used(
-    connection: AsyncConnection, name: str, versions: Sequence[int]
-) -> dict[int, float]:
-    """Seconds since the last call of any episode that is pinned to each of `versions`."""
+async def idle_versions(
+    connection: AsyncConnection, name: str, state: PolicyState, idle_s: float
+) -> list[PolicyVersion]:
+    """Adapters that came to `state` and had their last call at least `idle_s` ago."""
     rows = await connection.execute(
         text(
-            "SELECT policy_version, extract(epoch FROM now() - max(last_call_at)) AS idle_s"
-            " FROM episodes WHERE policy = :name AND policy_version = ANY(:versions)"
-            " GROUP BY policy_version"
+            "SELECT p.version FROM policies p WHERE p.name = :name AND p.state = :state"
+            " AND p.version > 0 AND p.changed_at < now() - make_interval(secs => :idle_s)"
+            " AND NOT EXISTS (SELECT FROM episodes e WHERE e.policy = p.name"
+            " AND e.policy_version = p.version"
+            " AND e.last_call_at > now() - make_interval(secs => :idle_s))"
         ),
-        {"name": name, "versions": list(versions)},
+        {"name": name, "state": state, "idle_s": idle_s},
     )
-    return {row.policy_version: float(row.idle_s) for row in rows}
+    idle = set(rows.scalars())
+    return [v for v in await list_versions(connection, name) if v.version in idle]

@@ -77,6 +77,8 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
 
 async def _what_to_train(settings: TrainerSettings, server: ModelServer) -> tuple[str, str]:
     """The policy's name and the model under it, from the settings or from the server."""
+    if settings.policy and settings.model:
+        return settings.policy, settings.model
     while True:
         try:
             listed = await server.models()

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import torch
-from peft import PeftModel
 
 from trainer.batching import plan_micro_batches, split_steps
 from trainer.errors import Interrupted, LearnerError
@@ -39,27 +38,24 @@ class Learner:
         self._recipe = recipe
         self._seed = seed
         self._scratch = scratch
-        self._base, self._tokenizer = load_base(model, recipe)
+        base, self._tokenizer = load_base(model, recipe)
         self._restored: Path | None = None
         self._interrupted = threading.Event()
-        self._model: PeftModel | None = None
-        self._start(None)
+        self._start(base, None)
 
     def interrupt(self) -> None:
         """Make a running `update` raise `Interrupted` at its next micro-batch."""
         self._interrupted.set()
 
-    def _start(self, adapter: Path | None) -> None:
-        if self._model is not None:
-            self._base = self._model.unload()
-        self._model = attach_adapter(self._base, self._recipe, adapter, self._seed)
+    def _start(self, base: Any, adapter: Path | None) -> None:
+        self._model = attach_adapter(base, self._recipe, adapter, self._seed)
         self._trainer = make_trainer(self._model, self._tokenizer, self._recipe, self._scratch)
 
     def restore(self, adapter: Path | None) -> None:
         """Continue from `adapter` (None: from the base model), optimiser state included."""
         if adapter == self._restored:
             return
-        self._start(adapter)
+        self._start(self._model.unload(), adapter)
         state = None if adapter is None else adapter / "trainer" / STATE_FILE
         if state is not None and state.exists():
             self._trainer.optimizer.load_state_dict(torch.load(state, weights_only=True))

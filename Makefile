@@ -1,0 +1,34 @@
+PYTHON ?= python3
+BIN := .venv/bin
+CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format lock clean
+
+help:  ## what there is
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install:  ## make .venv with everything in it
+	@$(PYTHON) scripts/install.py
+
+demo: install  ## an agent gets better while it works, on this machine (ARGS="--seed 1")
+	@$(BIN)/pawl demo $(ARGS)
+
+test: install  ## all tests: real PostgreSQL, real vLLM (ARGS="-k name")
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: install  ## ruff, mypy --strict, import-linter
+	@$(BIN)/ruff format --check $(CODE)
+	@$(BIN)/ruff check $(CODE)
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: install  ## format the code
+	@$(BIN)/ruff format $(CODE)
+	@$(BIN)/ruff check --fix $(CODE)
+
+lock: install  ## lock all roles to exact versions again
+	@scripts/lock.sh
+
+clean:  ## remove .venv and everything that ran here
+	@rm -rf .venv var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

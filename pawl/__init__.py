@@ -1,0 +1,1 @@
+"""The command line and the local stack. Composition root: nothing imports it."""

@@ -1,0 +1,170 @@
+"""`pawl`: parse, wire, run, exit code. Every command imports what it needs, and no more."""
+
+import asyncio
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from pawl.logs import configure_logging
+from pawl.settings import StackSettings, UnreadSettings, read_settings, refuse_unread
+from store.errors import StoreError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Agents get better while they work. Point OPENAI_BASE_URL at the proxy; the rest is here.",
+)
+
+
+def main() -> None:
+    """The console script: an expected failure is one line, without a trace."""
+    from proxy.errors import ProxyError
+
+    configure_logging()
+    try:
+        app()
+    except (UnreadSettings, StoreError, ProxyError) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"pawl: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+@app.command()
+def proxy() -> None:
+    """Serve: pass calls on, record them, take feedback."""
+    from proxy.app import serve
+    from proxy.settings import ProxySettings
+
+    settings = read_settings(ProxySettings)
+    try:
+        asyncio.run(serve(settings))
+    except OSError as error:
+        _fail(
+            f"{error.strerror or error}. If a port is taken, stop what holds it, "
+            "or set PAWL_LISTEN and PAWL_ADMIN_LISTEN."
+        )
+
+
+@app.command()
+def trainer(
+    once: Annotated[bool, typer.Option("--once", help="Stop after one update.")] = False,
+) -> None:
+    """Train: poll the store, assign credit, update the adapter, publish it."""
+    from trainer.errors import TrainerError
+    from trainer.recipe import load_recipe
+    from trainer.settings import TrainerSettings
+
+    settings = read_settings(TrainerSettings)
+    try:
+        # Before torch is imported: a mistyped key is told at once.
+        load_recipe(settings.recipe)
+        from trainer.run import train
+
+        asyncio.run(train(settings, once=once))
+    except TrainerError as error:
+        _fail(str(error))
+
+
+@app.command()
+def up() -> None:
+    """Run the local stack: PostgreSQL, vLLM, proxy and trainer. Ctrl-C stops all of it."""
+    from pawl.stack.preflight import NotReady
+    from pawl.stack.up import run_stack
+
+    try:
+        asyncio.run(run_stack(read_settings(StackSettings)))
+    except NotReady as error:
+        _fail(str(error))
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None, typer.Option(help="Folder or name of another model than the packaged one.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=1, help="Stop learning after this long.")] = 12.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the questions and the adapter.")] = 0,
+    var: Annotated[Path, typer.Option(help="Where results and logs go.")] = Path("var/demo"),
+) -> None:
+    """The whole loop on this machine: an unchanged agent gets better while it works."""
+    from pawl.demo.errors import DemoFailed
+    from pawl.demo.run import run_demo
+    from pawl.stack.preflight import NotReady
+
+    refuse_unread()
+    try:
+        asyncio.run(run_demo(model=model, minutes=minutes, seed=seed, var=var))
+    except (NotReady, DemoFailed) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        print("pawl: stopped; everything the demo started is down.", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+@app.command()
+def export(
+    since: Annotated[
+        datetime | None, typer.Option(help="Only episodes with a call at or after this time.")
+    ] = None,
+    agent: Annotated[
+        str | None, typer.Option(help="Only episodes with calls of this agent.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Only episodes with calls of this policy.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A file; standard output if left out.")] = None,
+) -> None:
+    """Write what was recorded as JSON lines, one episode each, oldest first."""
+    from pawl.export import Selection
+
+    chosen = Selection(since=_with_zone(since), agent=agent, policy=policy)
+    asyncio.run(_export(read_settings(StackSettings), chosen, out))
+
+
+def _with_zone(moment: datetime | None) -> datetime | None:
+    """A time without a zone is the machine's own."""
+    return moment.astimezone() if moment is not None and moment.tzinfo is None else moment
+
+
+async def _export(settings: StackSettings, chosen: object, out: Path | None) -> None:
+    from pawl.export import Selection, export
+    from pawl.stack.database import open_engine
+
+    assert isinstance(chosen, Selection)
+    async with open_engine(settings) as engine:
+        if out is None:
+            await export(engine, chosen, sys.stdout.buffer)
+            return
+        with out.open("wb") as file:
+            count = await export(engine, chosen, file)
+    print(f"{count} episodes written to {out}", file=sys.stderr)
+
+
+@app.command()
+def migrate(
+    revision: Annotated[str, typer.Argument(help="Where to; `head` is the newest.")] = "head",
+    down: Annotated[bool, typer.Option("--down", help="Go back to `revision`.")] = False,
+) -> None:
+    """Bring the database's schema to a revision."""
+    from store.migrate import downgrade, upgrade
+
+    settings = read_settings(StackSettings)
+
+    async def run() -> None:
+        from pawl.stack.database import database_url
+
+        url = await database_url(settings)
+        await (downgrade(url, revision) if down else upgrade(url, revision))
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()

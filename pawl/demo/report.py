@@ -1,0 +1,147 @@
+"""What a run leaves behind: `summary.json`, `reward.png`, `report.html`."""
+
+import base64
+import json
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+from pawl.demo.progress import Progress
+
+INK: Final = "#1f2933"
+RISING: Final = "#0b7285"
+FORMED: Final = "#e8590c"
+FAINT: Final = "#adb5bd"
+
+
+def write_report(folder: Path, summary: dict[str, Any], progress: Progress) -> None:
+    """Write all three into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    picture = folder / "reward.png"
+    draw(picture, progress)
+    (folder / "report.html").write_text(page(summary, progress, picture.read_bytes()))
+
+
+def draw(path: Path, progress: Progress) -> None:
+    """The rising curve: success and well-formed calls per wave, held-out before and after."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=150)
+    numbers = [wave.number for wave in progress.waves]
+    axes.plot(
+        numbers,
+        [wave.well_formed for wave in progress.waves],
+        color=FORMED,
+        marker="o",
+        markersize=4,
+        linewidth=1.5,
+        label="well-formed tool calls",
+    )
+    axes.plot(
+        numbers,
+        [wave.success for wave in progress.waves],
+        color=RISING,
+        marker="o",
+        linewidth=2.5,
+        label="right answers at work",
+    )
+    last = numbers[-1] if numbers else 1
+    for x, share in ((0, progress.before), (last + 1, progress.after)):
+        if share is not None:
+            axes.bar(x, share, width=0.7, color=INK, alpha=0.85)
+            axes.annotate(
+                f"{share:.0%}", (x, share), ha="center", va="bottom", fontweight="bold", color=INK
+            )
+    axes.set_xticks([0, *numbers, last + 1])
+    axes.set_xticklabels(
+        ["held-out\nbefore", *[str(number) for number in numbers], "held-out\nafter"]
+    )
+    axes.set_ylim(0, 1.08)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("wave (one update each)")
+    axes.grid(axis="y", color=FAINT, alpha=0.4)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.set_title(
+        "An unchanged agent gets better while it works", loc="left", fontweight="bold", color=INK
+    )
+    axes.legend(frameon=False, loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def page(summary: dict[str, Any], progress: Progress, picture: bytes) -> str:
+    """One self-contained HTML page."""
+    image = base64.b64encode(picture).decode()
+    facts = {
+        "held-out before": f"{summary['before']:.0%}",
+        "held-out after": f"{summary['after']:.0%}",
+        "updates": summary["updates"],
+        "time": f"{summary['seconds'] / 60:.1f} min",
+        "calls recorded": f"{summary['recorded']} of {summary['calls']}",
+        "episodes trained": summary["trained_episodes"],
+        "failed requests": summary["failed_requests"],
+    }
+    cards = "".join(
+        f"<div class=card><b>{escape(str(value))}</b><span>{escape(name)}</span></div>"
+        for name, value in facts.items()
+    )
+    return f"""<!doctype html><html lang=en><meta charset=utf-8>
+<meta name=viewport content="width=device-width,initial-scale=1"><title>Pawl demo</title>
+<style>
+body{{font:16px/1.5 system-ui,sans-serif;color:{INK};max-width:860px;
+ margin:2rem auto;padding:0 1rem}}
+h1{{margin-bottom:0}} img{{width:100%}}
+.cards{{display:flex;flex-wrap:wrap;gap:.6rem;margin:1rem 0}}
+.card{{flex:1 1 6.5rem;background:#f1f3f5;border-radius:8px;padding:.6rem .8rem}}
+.card b{{display:block;font-size:1.25rem}} .card span{{color:#52606d;font-size:.85rem}}
+table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.9rem}}
+th,td{{text-align:right;padding:.25rem .5rem;border-bottom:1px solid #e9ecef}}
+code{{background:#f1f3f5;padding:.1rem .3rem;border-radius:4px}}
+</style>
+<h1>Pawl demo</h1>
+<p>The calculator agent knows nothing of Pawl: it was told a base URL. Its calls were recorded,
+its answers judged by a separate script, and a LoRA adapter learned from both while the model
+server kept running. Seed {summary["seed"]}.</p>
+<div class=cards>{cards}</div>
+<img alt="Right answers and well-formed tool calls, wave after wave"
+ src="data:image/png;base64,{image}">
+<h2>Updates</h2>{_updates_table(progress)}
+<p>The same figures for programs: <code>summary.json</code> beside this page.</p></html>
+"""
+
+
+COLUMNS: Final = {
+    "reward": "reward_mean",
+    "AIR": "air_mean",
+    "episodes": "episodes",
+    "trained": "trained_episodes",
+    "staleness": "staleness_mean",
+    "entropy": "entropy",
+    "ratio cut": "ratio_cut_share",
+    "gradient": "grad_norm",
+    "tokens in rows": "row_tokens",
+    "tokens computed": "computed_tokens",
+    "seconds": "train_seconds",
+}
+
+
+def _updates_table(progress: Progress) -> str:
+    head = "".join(f"<th>{name}</th>" for name in ("version", *COLUMNS))
+    rows = []
+    for update in progress.updates:
+        cells = [f"@{update.version}" if update.version else "none"]
+        cells += [_cell(update.metrics.get(key)) for key in COLUMNS.values()]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.3g}" if isinstance(value, float) else escape(str(value))

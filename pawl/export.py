@@ -1,0 +1,108 @@
+"""`pawl export`: what was recorded, as JSON lines, one episode each, oldest first."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import IO, Any
+
+import msgspec
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.reading import episode_ids, iter_episodes
+from store.records import (
+    REWARD,
+    Episode,
+    EpisodeState,
+    Feedback,
+    Record,
+    ToolEvent,
+    TransitionRow,
+    policy_name,
+)
+from store.tokens import unpack_ids, unpack_logprobs
+
+# An episode without a reward counts as over when it has been silent for this long.
+QUIET = timedelta(minutes=10)
+
+
+class Selection(Record, frozen=True, kw_only=True):
+    """Which episodes: since when, and with calls of which agent and policy."""
+
+    since: datetime | None = None
+    agent: str | None = None
+    policy: str | None = None
+
+
+async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> int:
+    """Write the episodes to `out`; returns how many."""
+    now = datetime.now(UTC)
+    count = 0
+    async with engine.connect() as connection:
+        ids = await episode_ids(
+            connection,
+            since=selection.since,
+            agent=selection.agent,
+            policy=selection.policy,
+        )
+        async for episode in iter_episodes(connection, ids):
+            out.write(msgspec.json.encode(episode_line(episode, now)) + b"\n")
+            count += 1
+    return count
+
+
+def episode_state(episode: Episode, now: datetime) -> EpisodeState:
+    """Scored, failed, still open, or over without a score."""
+    if any(statement.metric == REWARD for statement in episode.feedback):
+        return "scored"
+    last = episode.calls[-1] if episode.calls else None
+    if last is not None and (last.status != "complete" or (last.http_status or 0) >= 400):
+        return "failed"
+    return "open" if now - episode.last_call_at < QUIET else "unscored"
+
+
+def episode_line(episode: Episode, now: datetime) -> dict[str, Any]:
+    """One line's object (pure)."""
+    line: dict[str, Any] = {
+        "episode": episode.key,
+        "task": episode.task,
+        "state": episode_state(episode, now),
+        "feedback": _statements(episode.feedback),
+        "calls": [_call(call) for call in episode.calls],
+    }
+    if episode.stray_tool_events:
+        # Stated of tools that no call of the episode asked for: kept, and of no effect.
+        line["stray_tool_events"] = _events(episode.stray_tool_events)
+    return line
+
+
+def _call(call: TransitionRow) -> dict[str, Any]:
+    return {
+        "call": str(call.id),
+        "agent": call.agent,
+        "policy": None
+        if call.policy is None
+        else policy_name(call.policy, call.policy_version or 0, call.policy),
+        "request": _json(call.request),
+        "reply": _json(call.reply),
+        "prompt_ids": unpack_ids(call.tokens.prompt_ids),
+        "sampled_ids": unpack_ids(call.tokens.sampled_ids),
+        "sampled_logprobs": unpack_logprobs(call.tokens.sampled_logprobs),
+        "trainable": call.trainable,
+        "reason": call.reason,
+        "tool_events": _events(call.tool_events),
+        "feedback": _statements(call.feedback),
+    }
+
+
+def _json(text: bytes | None) -> msgspec.Raw | None:
+    return None if text is None else msgspec.Raw(text)
+
+
+def _events(events: Sequence[ToolEvent]) -> list[dict[str, Any]]:
+    return [{"id": event.tool_id, "name": event.name, "status": event.status} for event in events]
+
+
+def _statements(statements: Sequence[Feedback]) -> list[dict[str, Any]]:
+    return [
+        {"metric": said.metric, "value": said.value, "at": said.at.isoformat()}
+        for said in statements
+    ]

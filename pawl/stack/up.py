@@ -1,0 +1,80 @@
+"""`pawl up`: the stack as configured, until it is told to stop."""
+
+import asyncio
+import os
+import signal
+
+from rich.console import Console
+
+from pawl.settings import StackSettings, read_settings
+from pawl.stack.model import unpacked_model
+from pawl.stack.stack import Stack, StackPlan, running_stack
+from pawl.stack.vllm import VllmOptions
+from proxy.settings import ProxySettings
+from trainer.recipe import load_recipe
+from trainer.settings import TrainerSettings
+
+DEFAULT_POLICY = "smollm2"
+CHECK_S = 1.0
+
+
+async def run_stack(settings: StackSettings) -> None:
+    """Bring everything up, say how it is used, and wait for SIGINT or SIGTERM."""
+    stop = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stop.set)
+    console = Console(stderr=True)
+    plan = await asyncio.to_thread(_plan, settings)
+    with console.status("starting") as status:
+        async with running_stack(plan, lambda what: status.update(f"waiting for {what}")) as stack:
+            status.stop()
+            _say_how(console, stack)
+            while not stop.is_set():
+                stack.check()
+                await _pause(stop)
+
+
+async def _pause(stop: asyncio.Event) -> None:
+    try:
+        await asyncio.wait_for(stop.wait(), CHECK_S)
+    except TimeoutError:
+        return
+
+
+def _plan(settings: StackSettings) -> StackPlan:
+    proxy = read_settings(ProxySettings)
+    trainer = read_settings(TrainerSettings)
+    outside = "PAWL_UPSTREAM_URL" in os.environ
+    model = settings.model
+    if model is None and not outside:
+        model = str(unpacked_model(settings.data_dir / "models"))
+    policy = trainer.policy or (None if outside else settings.model or DEFAULT_POLICY)
+    return StackPlan(
+        vllm=VllmOptions(
+            model=model or "",
+            served_name=policy or "",
+            port=settings.vllm_port,
+            dtype=settings.vllm_dtype,
+            max_model_len=settings.max_model_len,
+            max_lora_rank=load_recipe(trainer.recipe).lora.rank,
+        ),
+        database_url=settings.database_url.get_secret_value() if settings.database_url else None,
+        upstream_url=str(proxy.upstream_url) if outside else None,
+        listen=proxy.listen,
+        admin_listen=proxy.admin_listen,
+        trainer_listen=trainer.trainer_listen,
+        data_dir=settings.data_dir,
+        spool_dir=proxy.spool_dir,
+        adapter_dir=trainer.adapter_dir,
+        log_dir=settings.log_dir,
+        recipe=trainer.recipe,
+        policy=policy,
+        model=model,
+        seed=trainer.seed,
+    )
+
+
+def _say_how(console: Console, stack: Stack) -> None:
+    console.print(f"[bold]Pawl is up.[/] Run your agent with  OPENAI_BASE_URL={stack.base_url}")
+    console.print(f"Rewards go to   POST http://{stack.plan.listen}/feedback")
+    console.print(f"Health, metrics http://{stack.plan.admin_listen}/metrics   Ctrl-C stops it all")

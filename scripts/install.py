@@ -1,0 +1,137 @@
+"""Makes `.venv` with everything: `make install`. Standard library only; any Python 3 can read it.
+
+Checks first, changes after: an unfit machine is told so in one line before anything is
+half done. A second run with nothing changed returns at once.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+VENV = os.path.join(ROOT, ".venv")
+STAMP = os.path.join(VENV, ".pawl-installed")
+UV = "uv==0.13.8"
+OLDEST, NEWEST = (3, 11), (3, 13)
+DISK_GIB = 8
+GIB = 2**30
+INPUTS = (
+    "pyproject.toml",
+    "plugins/cpu_lora/pyproject.toml",
+    "requirements/cpu.txt",
+    "requirements/gpu.txt",
+    "scripts/install.py",
+)
+
+
+def fail(message):
+    print("pawl: " + message, file=sys.stderr)
+    raise SystemExit(1)
+
+
+def check_machine():
+    version = sys.version_info[:2]
+    if not OLDEST <= version <= NEWEST:
+        fail(
+            "Python %d.%d cannot be used, 3.11 to 3.13 can: install one and run "
+            "`make install PYTHON=python3.11`" % version
+        )
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        fail("the locked packages are for Linux on x86-64; this is another system")
+    try:
+        import ensurepip  # noqa: F401
+        import venv  # noqa: F401
+    except ImportError:
+        fail("this Python has no venv: install it (Debian: apt install python3-venv)")
+    free = shutil.disk_usage(ROOT).free / GIB
+    if free < DISK_GIB:
+        fail("%.1f GiB are free on this disk, %d are needed: free some" % (free, DISK_GIB))
+
+
+def fingerprint():
+    digest = hashlib.sha256(sys.version.encode())
+    for name in INPUTS:
+        with open(os.path.join(ROOT, name), "rb") as file:
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+def is_current(wanted):
+    if not os.path.exists(STAMP):
+        return False
+    with open(STAMP) as file:
+        return file.read() == wanted
+
+
+def run(what, *command, env=None):
+    print("pawl: " + what, flush=True)
+    status = subprocess.call(command, env=env, cwd=ROOT)
+    if status:
+        fail("%s failed (exit status %d); the reason is above" % (what, status))
+
+
+def torch_source(gpu):
+    """Where the CPU build of torch comes from: a folder this machine names, or PyTorch's index.
+
+    pip reads PIP_FIND_LINKS and its configuration; uv reads neither.
+    """
+    links = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS", "")
+    if not links:
+        asked = subprocess.run(
+            [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
+        links = asked.stdout.decode().strip()
+    environment = dict(os.environ)
+    if links and not gpu:
+        environment["UV_FIND_LINKS"] = ",".join(links.split())
+        return environment, []
+    return environment, ["--torch-backend", "auto" if gpu else "cpu"]
+
+
+def main():
+    check_machine()
+    wanted = fingerprint()
+    if is_current(wanted):
+        return
+    gpu = shutil.which("nvidia-smi") is not None
+    lock = os.path.join(ROOT, "requirements", "gpu.txt" if gpu else "cpu.txt")
+    python = os.path.join(VENV, "bin", "python")
+    if os.path.exists(STAMP):
+        os.remove(STAMP)
+    if not os.path.exists(python):
+        run("making .venv", sys.executable, "-m", "venv", VENV)
+    run("installing uv", python, "-m", "pip", "install", "--quiet", UV)
+    uv = os.path.join(VENV, "bin", "uv")
+    environment, backend = torch_source(gpu)
+    environment["VIRTUAL_ENV"] = VENV
+    install = [uv, "pip", "install", "--no-deps"]
+    run(
+        "installing the locked packages (a few GiB: this can take minutes)",
+        *install,
+        *backend,
+        "--compile-bytecode",
+        "-r",
+        lock,
+        env=environment,
+    )
+    run(
+        "installing Pawl itself",
+        *install,
+        "--quiet",
+        "-e",
+        ".",
+        *([] if gpu else ["-e", "plugins/cpu_lora"]),
+        env=environment,
+    )
+    with open(STAMP, "w") as file:
+        file.write(wanted)
+    print("pawl: installed; the command is .venv/bin/pawl", flush=True)
+
+
+if __name__ == "__main__":
+    main()

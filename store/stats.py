@@ -1,0 +1,50 @@
+"""Figures about what is stored: for the demo's display and its summary."""
+
+from collections.abc import Sequence
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.records import Record
+
+
+class Totals(Record, frozen=True, kw_only=True):
+    """Counts over everything stored."""
+
+    calls: int
+    trainable_calls: int
+    episodes: int
+    consumed_episodes: int
+    trained_episodes: int
+    trained_unscored_episodes: int
+    twice_consumed_episodes: int
+
+
+_TOTALS = text(
+    """
+    SELECT
+      (SELECT count(*) FROM transitions) AS calls,
+      (SELECT count(*) FROM transitions WHERE trainable) AS trainable_calls,
+      (SELECT count(*) FROM episodes) AS episodes,
+      (SELECT count(*) FROM consumptions) AS consumed_episodes,
+      (SELECT count(*) FROM consumptions WHERE trained) AS trained_episodes,
+      (SELECT count(*) FROM consumptions c JOIN episodes e ON e.id = c.episode_id
+        WHERE c.trained AND e.scored_at IS NULL) AS trained_unscored_episodes,
+      (SELECT count(*) FROM (SELECT episode_id FROM consumptions
+        GROUP BY episode_id HAVING count(*) > 1) twice) AS twice_consumed_episodes
+    """
+)
+
+
+async def totals(connection: AsyncConnection) -> Totals:
+    """Count everything."""
+    row = (await connection.execute(_TOTALS)).one()
+    return Totals(**row._mapping)
+
+
+async def stored_responses(connection: AsyncConnection, response_ids: Sequence[str]) -> int:
+    """How many of these replies are stored."""
+    query = text(
+        "SELECT count(DISTINCT response_id) FROM transitions WHERE response_id = ANY(:ids)"
+    )
+    return int((await connection.execute(query, {"ids": list(response_ids)})).scalar_one())
