@@ -15,7 +15,11 @@ def admin_app(database: Database) -> web.Application:
     async def readyz(_: web.Request) -> web.Response:
         # Serving does not depend on the database; an operator wants to see it all the same.
         return web.json_response(
-            {"status": "ready", "database": "up" if database.up else "away: records wait on disk"}
+            {
+                "status": "ready",
+                "database": "up" if database.up else "away: records wait on disk",
+                "serving": database.serving,
+            }
         )
 
     async def metrics(_: web.Request) -> web.Response:

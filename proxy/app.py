@@ -23,6 +23,7 @@ from proxy.settings import ProxySettings, address
 from proxy.spool import Spool
 from proxy.upstream import Upstream
 from proxy.versions import Versions
+from store.away import is_away
 
 log = structlog.get_logger()
 
@@ -90,7 +91,7 @@ async def running(settings: ProxySettings) -> AsyncIterator[None]:
             drainer.stop()
             await asyncio.wait([draining])
             await _drain_rest(drainer)
-            watching.cancel()
+            database.stop()
             await asyncio.wait([watching])
             await database.close()
             spool.close()
@@ -103,7 +104,9 @@ async def _drain_rest(drainer: Drainer) -> None:
         async with asyncio.timeout(DRAIN_AT_EXIT_S):
             while await drainer.drain_once():
                 pass
-    except (TimeoutError, OSError) as error:
+    except Exception as error:
+        if not is_away(error):
+            raise
         log.warning("spool_left", reason=type(error).__name__)
 
 

@@ -5,22 +5,20 @@ proxy that starts while the database is away routes as the last one did.
 """
 
 import asyncio
+from contextlib import suppress
 from typing import Final
 
 import msgspec
 import structlog
 from sqlalchemy import text
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from proxy.drain import AWAY
 from proxy.metrics import DATABASE_UP, SERVING
 from proxy.settings import ProxySettings
 from proxy.upstream import Upstream
 from proxy.versions import MAX_PINS, Versions
 from store.embedded import EmbeddedPostgres
 from store.engine import make_engine
-from store.errors import StoreError
 from store.migrate import upgrade
 from store.policies import list_versions
 from store.records import PolicyVersion
@@ -48,6 +46,7 @@ class Database:
         self._known: list[PolicyVersion] = []
         self._embedded: EmbeddedPostgres | None = None
         self._engine: AsyncEngine | None = None
+        self._stopping = asyncio.Event()
         self.up = False
         self._restore()
 
@@ -56,17 +55,24 @@ class Database:
         return self._engine
 
     async def run(self) -> None:
-        """Watch until cancelled."""
-        while True:
+        """Watch until `stop`."""
+        while not self._stopping.is_set():
+            pause = WATCH_S
             try:
                 if self._engine is None:
                     await self._start()
                 await self._watch_once()
                 self._set_up(True)
-                await asyncio.sleep(WATCH_S)
-            except (*AWAY, SQLAlchemyError, StoreError) as error:
+            except Exception as error:
+                # This task must outlive whatever the database does: serving goes on without.
                 self._set_up(False, f"{type(error).__name__}: {error}"[:200])
-                await asyncio.sleep(RETRY_S)
+                pause = RETRY_S
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    def stop(self) -> None:
+        """Return from `run` after the present look."""
+        self._stopping.set()
 
     async def close(self) -> None:
         """Give the connections back; the embedded server runs on for the other processes."""
@@ -76,10 +82,9 @@ class Database:
     async def _start(self) -> None:
         url = await self._url()
         await upgrade(url)
-        engine = make_engine(url)
-        async with engine.connect() as connection:
+        self._engine = make_engine(url)
+        async with self._engine.connect() as connection:
             await self._load_pins(connection)
-        self._engine = engine
 
     async def _url(self) -> str:
         if self._settings.database_url is not None:
@@ -117,6 +122,11 @@ class Database:
     def _restore(self) -> None:
         if self._snapshot.exists():
             self._take(msgspec.json.decode(self._snapshot.read_bytes(), type=list[PolicyVersion]))
+
+    @property
+    def serving(self) -> dict[str, int]:
+        """The version that new episodes of each policy get."""
+        return self._versions.serving
 
     def _set_up(self, up: bool, reason: str = "") -> None:
         if up != self.up:

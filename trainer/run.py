@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack
 import structlog
 from prometheus_client import start_http_server
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import policies
+from store.away import is_away
 from store.embedded import EmbeddedPostgres
 from store.engine import make_engine
 from store.migrate import upgrade
@@ -25,7 +25,6 @@ from trainer.settings import TrainerSettings
 log = structlog.get_logger()
 
 RETRY_S = 1.0
-AWAY = (UpstreamAway, OSError, TimeoutError, OperationalError, InterfaceError)
 
 
 async def train(settings: TrainerSettings, *, once: bool = False) -> None:
@@ -66,12 +65,10 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
             try:
                 if await _session(settings, recipe, server, learner, policy, once=once):
                     return
-            except AWAY as error:
-                log.warning("trainer_waits", reason=f"{type(error).__name__}: {error}"[:200])
-            except DBAPIError as error:
-                if not error.connection_invalidated:
+            except Exception as error:
+                if not (is_away(error) or isinstance(error, UpstreamAway)):
                     raise
-                log.warning("trainer_waits", reason="the database connection broke")
+                log.warning("trainer_waits", reason=f"{type(error).__name__}: {error}"[:200])
             await asyncio.sleep(RETRY_S)
 
 

@@ -83,7 +83,7 @@ class WorkingAgent:
         self._agent = await asyncio.create_subprocess_exec(
             *script("agent.py"),
             *("-", "--out", str(self.results_file), "--samples", str(samples)),
-            *("--concurrency", str(concurrency), "--stream"),
+            *("--concurrency", str(concurrency)),
             env=self._environment,
             stdin=asyncio.subprocess.PIPE,
             stdout=self._log,
@@ -153,7 +153,7 @@ async def examine(
     command = [
         *script("agent.py"),
         *(str(questions), "--out", str(out), "--samples", str(samples)),
-        *("--concurrency", "32", "--stream"),
+        *("--concurrency", "32"),
     ]
     await run(command, client_environment(base_url, model))
     judged = await run([*script("judge.py"), str(out), "--answers", str(answers)])

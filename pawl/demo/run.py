@@ -17,7 +17,6 @@ from typing import Any, Final, TypeVar
 
 from rich.console import Console
 from rich.live import Live
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.demo.agent import WorkingAgent, examine, make_questions
@@ -30,6 +29,7 @@ from pawl.stack.process import ProcessFailed
 from pawl.stack.stack import Stack, StackPlan, preflight, running_stack
 from pawl.stack.vllm import VllmOptions
 from proxy.settings import ProxySettings
+from store.away import is_away
 from store.claims import list_updates
 from store.engine import make_engine
 from store.policies import list_versions
@@ -109,8 +109,8 @@ class Demo:
         self._say_what_next(summary)
 
     def _phase(self, phase: str) -> None:
-        self.progress.phase = phase
-        if not self._console.is_terminal:
+        changed, self.progress.phase = phase != self.progress.phase, phase
+        if changed and not self._console.is_terminal:
             self._console.print(f"{self._elapsed():6.1f} s  {phase}")
 
     def _at_present(self) -> Progress:
@@ -262,7 +262,9 @@ class Demo:
         try:
             async with self._engine.connect() as connection:
                 return await question(connection)
-        except (SQLAlchemyError, OSError, TimeoutError):
+        except Exception as error:
+            if not is_away(error):
+                raise
             # PostgreSQL is being restarted: the next look shows it.
             return None
 

@@ -40,7 +40,7 @@ def unpacked_model(models_dir: Path) -> Path:
         subprocess.run(
             [sys.executable, "-m", "pawl.stack.unpack", str(packaged_gguf()), str(partial)],
             check=True,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"},
         )
         partial.rename(folder)
     return folder

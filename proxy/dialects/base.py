@@ -72,4 +72,12 @@ def value_of(raw: msgspec.Raw | None) -> Any:
     return None if raw is None else msgspec.json.decode(raw)
 
 
+def readable_value(raw: msgspec.Raw) -> Any:
+    """The parsed value, or its text where it is none that Python holds (such as 1e400)."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return bytes(raw).decode()
+
+
 NULL = msgspec.Raw(b"null")

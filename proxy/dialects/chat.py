@@ -9,7 +9,15 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.dialects.base import NULL, ChatRequest, Object, ReplyFacts, parse_object, value_of
+from proxy.dialects.base import (
+    NULL,
+    ChatRequest,
+    Object,
+    ReplyFacts,
+    parse_object,
+    readable_value,
+    value_of,
+)
 from proxy.dialects.merge import merge_delta
 from proxy.trainable import Sampled
 from store.records import ToolCall
@@ -28,7 +36,7 @@ def read_request(body: bytes) -> ChatRequest:
     parsed = parse_object(body)
     if parsed is None:
         return ChatRequest(body=body)
-    fields = {name: value_of(raw) for name, raw in parsed.items()}
+    fields = {name: readable_value(raw) for name, raw in parsed.items()}
     model = fields.get("model")
     return ChatRequest(
         body=body,

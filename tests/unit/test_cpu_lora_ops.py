@@ -240,7 +240,7 @@ def test_indices_rewritten_in_place_are_read_anew() -> None:
 
 def test_a_batch_of_another_length_than_its_indices_is_refused() -> None:
     case = shrink_case([0, 1, 2], torch.float32)
-    with pytest.raises(ValueError, match="2 adapter indices for 3 input rows"):
+    with pytest.raises(ValueError, match="2 adapter indices for 3 rows"):
         ops.bgmv_shrink(case.inputs, case.weights, case.output, torch.tensor([0, 1]))
 
 
@@ -295,3 +295,27 @@ def test_a_changed_signature_fails() -> None:
     module.bgmv_shrink = lambda inputs, weights: None  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedVLLMError, match=r"bgmv_shrink takes \(inputs, weights\)"):
         replace_operations([module], "9.9")
+
+
+def test_prompt_rows_of_one_request_all_go_to_its_adapter() -> None:
+    """vLLM asks so for prompt log-probabilities: one index, as many rows as the prompt has."""
+    torch.manual_seed(0)
+    inputs, weights = torch.randn(5, 8), torch.randn(2, 1, 3, 8)
+    got, wanted = torch.zeros(5, 3), torch.zeros(5, 3)
+    ops.bgmv_shrink(inputs, weights, got, torch.tensor([1]))
+    ops.bgmv_shrink(inputs, weights, wanted, torch.tensor([1] * 5))
+    assert torch.equal(got, wanted)
+
+
+def test_prompt_rows_in_a_batch_are_left_alone_where_no_adapter_adapts_the_head() -> None:
+    target = torch.randn(5, 3)
+    before = target.clone()
+    ops.bgmv_expand(torch.randn(5, 8), torch.zeros(2, 1, 3, 8), target, torch.tensor([1, 0, -1]))
+    assert torch.equal(target, before)
+
+
+def test_prompt_rows_in_a_batch_of_head_adapters_are_refused() -> None:
+    with pytest.raises(ValueError, match="LM head"):
+        ops.bgmv_expand(
+            torch.randn(5, 8), torch.ones(2, 1, 3, 8), torch.zeros(5, 3), torch.tensor([1, 0])
+        )

@@ -1,0 +1,470 @@
+"""Answer arithmetic questions with a calculator tool, one model call a question.
+
+Questions come in as JSON lines ({"id", "question"}) from a file or from stdin, and each is worked
+on as soon as its line arrives. One JSON line per attempt goes out. The server is whatever
+OPENAI_BASE_URL and OPENAI_API_KEY point at: anything that speaks the OpenAI chat API with tools.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import contextlib
+import json
+import operator
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Literal, TextIO
+
+from openai import AsyncOpenAI, OpenAIError
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionMessageParam
+
+ToolStatus = Literal["ok", "error", "malformed"]
+
+TOOL_NAME = "calculator"
+SYSTEM = "Use the calculator."
+TEMPERATURE = 1.0
+MAX_TOKENS = 40
+
+TOOLS: list[ChatCompletionFunctionToolParam] = [
+    {
+        "type": "function",
+        "function": {
+            "name": TOOL_NAME,
+            "description": "Works out an expression of numbers, + - * / and parentheses.",
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+
+# Worked examples, shown to the model as real earlier turns: (question, expression, result).
+EXAMPLES = (
+    ("What is 23 * 47?", "23 * 47", "1081"),
+    ("What is 65 + 12 * 8?", "65 + 12 * 8", "161"),
+)
+
+
+# --- the tool ---------------------------------------------------------------------------------
+
+MAX_EXPRESSION = 100
+MAX_MAGNITUDE = 10**15
+EXPRESSION_CHARACTERS = re.compile(r"[0-9+\-*/(). ]+")
+
+BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+class MalformedExpression(ValueError):
+    """There is no expression, or none that this calculator reads."""
+
+
+class CalculationError(ArithmeticError):
+    """The expression was read, and has no result."""
+
+
+def calculator(expression: str) -> str:
+    """Work out an expression of numbers, + - * / and parentheses, exactly."""
+    value = evaluate(parse_expression(expression))
+    if value.denominator == 1:
+        return str(value.numerator)
+    return f"{float(value):.6f}".rstrip("0").rstrip(".")
+
+
+def parse_expression(expression: str) -> ast.expr:
+    # Length and characters are checked first: no name, call, power of ten or deep nesting
+    # reaches the parser at all.
+    if len(expression) > MAX_EXPRESSION:
+        raise MalformedExpression(f"longer than {MAX_EXPRESSION} characters")
+    if not EXPRESSION_CHARACTERS.fullmatch(expression):
+        raise MalformedExpression("only numbers, + - * / and parentheses are read")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise MalformedExpression("not an expression") from error
+    check_grammar(tree)
+    return tree
+
+
+def check_grammar(node: ast.expr) -> None:
+    """Refuse what Python reads and this calculator does not, such as ** and //."""
+    match node:
+        case ast.Constant(value=int() | float()):
+            return
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in UNARY:
+            check_grammar(operand)
+        case ast.BinOp(left=left, op=binary, right=right) if type(binary) in BINARY:
+            check_grammar(left)
+            check_grammar(right)
+        case _:
+            raise MalformedExpression("only numbers, + - * / and parentheses are read")
+
+
+def evaluate(node: ast.expr) -> Fraction:
+    value = Fraction(0)
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            value = Fraction(str(number))
+        case ast.UnaryOp(op=op, operand=operand):
+            value = UNARY[type(op)](evaluate(operand))
+        case ast.BinOp(left=left, op=binary, right=right):
+            try:
+                value = BINARY[type(binary)](evaluate(left), evaluate(right))
+            except ZeroDivisionError as error:
+                raise CalculationError("division by zero") from error
+    if abs(value) > MAX_MAGNITUDE:
+        raise CalculationError("the result is too large")
+    return value
+
+
+# --- one attempt ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Question:
+    id: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call as the API returned it."""
+
+    id: str | None
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    response_id: str
+    text: str
+    call: Call | None
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    id: str | None
+    name: str
+    arguments: str
+    status: ToolStatus
+    detail: str
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One output line."""
+
+    id: str
+    question: str
+    sample: int
+    response_id: str | None = None
+    answer: str | None = None
+    tool: ToolUse | None = None
+    error: str | None = None
+
+
+# What a reply looks like that meant to call the tool and did not get the form right.
+LOOKS_LIKE_CALL = re.compile(
+    rf"{TOOL_NAME}\s*\(|^\s*\[?\s*\w+\(\s*\w+\s*=|<tool_call|\"arguments\""
+)
+
+
+def read_expression(call: Call) -> str:
+    """The expression that a call asks for."""
+    if call.name != TOOL_NAME:
+        raise MalformedExpression("there is no tool of that name")
+    try:
+        arguments = json.loads(call.arguments)
+    except ValueError as error:
+        raise MalformedExpression("the arguments are not JSON") from error
+    match arguments:
+        case {"expression": str(expression)} if len(arguments) == 1:
+            return expression
+    raise MalformedExpression("expression, a string, is the one argument")
+
+
+def run_call(call: Call) -> ToolUse:
+    """Run the tool as the model asked for it; the result, or what went wrong, is the detail."""
+    status: ToolStatus
+    try:
+        status, detail = "ok", calculator(read_expression(call))
+    except MalformedExpression as error:
+        status, detail = "malformed", str(error)
+    except CalculationError as error:
+        status, detail = "error", str(error)
+    return ToolUse(call.id, call.name, call.arguments, status, detail)
+
+
+def tool_use(reply: Reply) -> ToolUse | None:
+    if reply.call is not None:
+        return run_call(reply.call)
+    if LOOKS_LIKE_CALL.search(reply.text):
+        return ToolUse(None, TOOL_NAME, reply.text, "malformed", "not in the form of a call")
+    return None
+
+
+def conclude(question: Question, sample: int, reply: Reply) -> Attempt:
+    """The tool's result is the answer; a reply without one answers with its text."""
+    tool = tool_use(reply)
+    answer = tool.detail if tool is not None and tool.status == "ok" else reply.text
+    return Attempt(question.id, question.text, sample, reply.response_id, answer, tool)
+
+
+# --- the model --------------------------------------------------------------------------------
+
+
+def messages_for(question: str, examples: int) -> list[ChatCompletionMessageParam]:
+    messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": SYSTEM}]
+    for number, (asked, expression, result) in enumerate(EXAMPLES[:examples]):
+        call_id = f"call_{number}"
+        arguments = json.dumps({"expression": expression})
+        messages.append({"role": "user", "content": asked})
+        messages.append(
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "id": call_id,
+                        "type": "function",
+                        "function": {"name": TOOL_NAME, "arguments": arguments},
+                    }
+                ],
+            }
+        )
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
+    messages.append({"role": "user", "content": question})
+    return messages
+
+
+@dataclass(frozen=True)
+class Model:
+    client: AsyncOpenAI
+    name: str
+    examples: int
+    max_tokens: int
+    stream: bool
+
+    async def ask(self, question: str) -> Reply:
+        return await (self._streamed(question) if self.stream else self._whole(question))
+
+    async def _whole(self, question: str) -> Reply:
+        completion = await self.client.chat.completions.create(
+            model=self.name,
+            messages=messages_for(question, self.examples),
+            tools=TOOLS,
+            temperature=TEMPERATURE,
+            max_tokens=self.max_tokens,
+        )
+        message = completion.choices[0].message
+        call = None
+        # A second call of the same reply would have no question left to answer.
+        for asked in (message.tool_calls or [])[:1]:
+            if asked.type == "function":
+                call = Call(asked.id, asked.function.name, asked.function.arguments)
+        return Reply(completion.id, message.content or "", call)
+
+    async def _streamed(self, question: str) -> Reply:
+        stream = await self.client.chat.completions.create(
+            model=self.name,
+            messages=messages_for(question, self.examples),
+            tools=TOOLS,
+            temperature=TEMPERATURE,
+            max_tokens=self.max_tokens,
+            stream=True,
+        )
+        response_id, text, called = "", "", False
+        call_id, name, arguments = "", "", ""
+        async for chunk in stream:
+            response_id = response_id or chunk.id
+            if not chunk.choices:
+                continue
+            delta = chunk.choices[0].delta
+            text += delta.content or ""
+            for part in delta.tool_calls or []:
+                if part.index != 0:
+                    continue
+                called = True
+                call_id = call_id or part.id or ""
+                if part.function is not None:
+                    name += part.function.name or ""
+                    arguments += part.function.arguments or ""
+        return Reply(response_id, text, Call(call_id, name, arguments) if called else None)
+
+
+# --- the run ----------------------------------------------------------------------------------
+
+
+def parse_question(line: bytes) -> Question:
+    record = json.loads(line)
+    if not isinstance(record, dict) or not isinstance(record.get("question"), str):
+        raise ValueError("no question in it")
+    return Question(str(record.get("id", "")), record["question"])
+
+
+def raw_lines(source: int) -> Iterator[bytes]:
+    """Lines of a file descriptor, each as soon as it is whole; the last may lack its newline."""
+    kept = b""
+    try:
+        while data := os.read(source, 1 << 16):
+            *lines, kept = (kept + data).split(b"\n")
+            yield from lines
+    except OSError as error:
+        print(f"the questions broke off: {error}", file=sys.stderr)
+    yield kept
+
+
+async def arriving(source: int, stop: asyncio.Event) -> AsyncIterator[bytes]:
+    """The lines as they arrive, until the source ends or `stop` is set.
+
+    A thread reads, because neither a regular file nor an idle pipe may hold up the loop; it is a
+    daemon, so that a source that never ends does not hold up the exit either.
+    """
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+    room = threading.Semaphore(64)
+
+    def read() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody takes lines any more
+            for line in raw_lines(source):
+                if line.strip():
+                    room.acquire()
+                    loop.call_soon_threadsafe(queue.put_nowait, line)
+            loop.call_soon_threadsafe(queue.put_nowait, None)
+
+    threading.Thread(target=read, daemon=True).start()
+    stopped = asyncio.ensure_future(stop.wait())
+    while not stop.is_set():
+        following = asyncio.ensure_future(queue.get())
+        await asyncio.wait({following, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            following.cancel()
+            break
+        line = following.result()
+        if line is None:
+            break
+        room.release()
+        yield line
+    stopped.cancel()
+
+
+class Run:
+    """Asks every question `samples` times, at most `concurrency` at once."""
+
+    def __init__(self, model: Model, out: TextIO, samples: int, concurrency: int) -> None:
+        self._model = model
+        self._out = out
+        self._samples = samples
+        self._places = asyncio.Semaphore(concurrency)
+        self._attempts: set[asyncio.Task[None]] = set()
+        self._stop = asyncio.Event()
+        self.unreadable = 0
+
+    def stop(self) -> None:
+        """Take no more questions; a second time: give up the attempts under way as well."""
+        if self._stop.is_set():
+            for attempt in self._attempts:
+                attempt.cancel()
+        self._stop.set()
+
+    async def read(self, source: int) -> None:
+        async for line in arriving(source, self._stop):
+            try:
+                question = parse_question(line)
+            except ValueError as error:
+                self.unreadable += 1
+                print(f"a line that is no question: {error}", file=sys.stderr)
+                continue
+            await self._start(question)
+        await asyncio.gather(*self._attempts, return_exceptions=True)
+
+    async def _start(self, question: Question) -> None:
+        for sample in range(self._samples):
+            # Waiting here, not in the attempt, keeps a long input from piling up as tasks.
+            await self._places.acquire()
+            if self._stop.is_set():
+                self._places.release()
+                return
+            attempt = asyncio.create_task(self._attempt(question, sample))
+            self._attempts.add(attempt)
+            attempt.add_done_callback(self._attempts.discard)
+
+    async def _attempt(self, question: Question, sample: int) -> None:
+        try:
+            reply = await self._model.ask(question.text)
+            self._write(conclude(question, sample, reply))
+        except asyncio.CancelledError:
+            self._write(Attempt(question.id, question.text, sample, error="given up: stopped"))
+            raise
+        except (OpenAIError, OSError, LookupError, ValueError) as error:
+            what = f"{type(error).__name__}: {error}"
+            self._write(Attempt(question.id, question.text, sample, error=what))
+        finally:
+            self._places.release()
+
+    def _write(self, attempt: Attempt) -> None:
+        self._out.write(json.dumps(asdict(attempt), ensure_ascii=False) + "\n")
+        self._out.flush()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("questions", nargs="?", default="-", help="JSON lines; '-' is stdin")
+    parser.add_argument("--out", help="append the results here instead of printing them")
+    parser.add_argument("--model", default=os.environ.get("OPENAI_MODEL", "calculator"))
+    parser.add_argument("--samples", type=int, default=1, help="attempts at each question")
+    parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--examples", type=int, default=len(EXAMPLES), help="worked examples shown")
+    parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one model call")
+    parser.add_argument("--stream", action="store_true", help="ask for streamed replies")
+    return parser.parse_args()
+
+
+async def work(options: argparse.Namespace, source: int, out: TextIO) -> int:
+    async with AsyncOpenAI(timeout=options.timeout) as client:
+        model = Model(client, options.model, options.examples, options.max_tokens, options.stream)
+        run = Run(model, out, options.samples, options.concurrency)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, run.stop)
+        await run.read(source)
+    return 1 if run.unreadable else 0
+
+
+def main() -> int:
+    options = arguments()
+    with contextlib.ExitStack() as files:
+        source = sys.stdin.fileno()
+        if options.questions != "-":
+            source = files.enter_context(open(options.questions, "rb")).fileno()
+        out: TextIO = sys.stdout
+        if options.out:
+            out = files.enter_context(open(options.out, "a", encoding="utf-8"))
+        return asyncio.run(work(options, source, out))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

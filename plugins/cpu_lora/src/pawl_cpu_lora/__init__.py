@@ -1,0 +1,1 @@
+"""LoRA for vLLM's CPU build: `ops` computes, `patch` puts it in vLLM's place."""

@@ -1,0 +1,249 @@
+"""vLLM's LoRA operations for the CPU, as grouped matrix multiplications.
+
+Names, parameters and meaning are those of `vllm.lora.ops.torch_ops.lora_ops`
+in vLLM 0.32, but for index -1: a row without an adapter is never written,
+where the stock operations answer it with the adapter in the last slot
+(https://github.com/vllm-project/vllm/pull/48421).
+
+Shapes, in all of them:
+
+- `inputs` (rows, in), any float dtype; `output_tensor` (rows, columns), written in place.
+- weights (slots, 1, out, in) or (slots, out, in); an adapter lives in one slot.
+- `lora_indices_tensor` int64, -1 for none: (rows,) in `bgmv_*`; (runs,) in `sgmv_*`, where
+  `seq_len_tensor` (runs,) gives the length of each run of rows.
+
+Arithmetic is in the dtype of `output_tensor`, like the stock operations'.
+"""
+
+import torch
+
+from pawl_cpu_lora.grouping import Group, Grouping, Spread, group_rows
+
+
+def bgmv_shrink(
+    inputs: torch.Tensor,
+    lora_b_weights: torch.Tensor,
+    output_tensor: torch.Tensor,
+    lora_indices_tensor: torch.Tensor,
+    scaling: float = 1.0,
+) -> None:
+    """`output[:, :out] = scaling * inputs @ weights[slot].T` for each row with a slot."""
+    weights = _stacked(lora_b_weights)
+    grouping = _grouping_of_rows(lora_indices_tensor, weights, inputs.shape[0])
+    target = output_tensor[:, : weights.shape[1]]
+    _multiply(grouping, inputs, weights, target, keep=False, scaling=scaling)
+
+
+def bgmv_expand(
+    inputs: torch.Tensor,
+    lora_b_weights: torch.Tensor,
+    output_tensor: torch.Tensor,
+    lora_indices_tensor: torch.Tensor,
+    add_inputs: bool = True,
+) -> None:
+    """`output[:, :out] (+)= inputs @ weights[slot].T`; adds if `add_inputs`, else overwrites."""
+    weights = _stacked(lora_b_weights)
+    grouping = _grouping_of_rows(lora_indices_tensor, weights, inputs.shape[0])
+    _expand_common(grouping, inputs, weights, output_tensor, add_inputs)
+
+
+def bgmv_expand_slice(
+    inputs: torch.Tensor,
+    lora_b_weights: torch.Tensor,
+    output_tensor: torch.Tensor,
+    lora_indices_tensor: torch.Tensor,
+    slice_offset: int,
+    slice_size: int,
+    add_inputs: bool = True,
+) -> None:
+    """`bgmv_expand` into the columns from `slice_offset` on; `slice_size` must be `out`."""
+    weights = _stacked(lora_b_weights)
+    grouping = _grouping_of_rows(lora_indices_tensor, weights, inputs.shape[0])
+    target = output_tensor[:, slice_offset : slice_offset + slice_size]
+    _multiply(grouping, inputs, weights, target, keep=add_inputs)
+
+
+def sgmv_shrink(
+    inputs: torch.Tensor,
+    lora_a_weights: torch.Tensor,
+    output_tensor: torch.Tensor,
+    b_seq_start_loc: torch.Tensor,
+    seq_len_tensor: torch.Tensor,
+    lora_indices_tensor: torch.Tensor,
+    batches: int,
+    max_seq_length: int,
+    token_nums: int,
+    scaling: float,
+) -> None:
+    """`bgmv_shrink` for a batch given as runs of rows."""
+    del b_seq_start_loc, batches, max_seq_length, token_nums  # The lengths say it all.
+    weights = _stacked(lora_a_weights)
+    grouping = _grouping_of_runs(lora_indices_tensor, seq_len_tensor, weights)
+    target = output_tensor[:, : weights.shape[1]]
+    _multiply(grouping, inputs, weights, target, keep=False, scaling=scaling)
+
+
+def sgmv_expand(
+    inputs: torch.Tensor,
+    lora_b_weights: torch.Tensor,
+    output_tensor: torch.Tensor,
+    b_seq_start_loc: torch.Tensor,
+    seq_len_tensor: torch.Tensor,
+    lora_indices_tensor: torch.Tensor,
+    batches: int,
+    max_seq_length: int,
+    token_nums: int,
+    add_inputs: bool = False,
+) -> None:
+    """`bgmv_expand` for a batch given as runs of rows."""
+    del b_seq_start_loc, batches, max_seq_length, token_nums
+    weights = _stacked(lora_b_weights)
+    grouping = _grouping_of_runs(lora_indices_tensor, seq_len_tensor, weights)
+    _expand_common(grouping, inputs, weights, output_tensor, add_inputs)
+
+
+def sgmv_expand_slice(
+    inputs: torch.Tensor,
+    lora_b_weights: torch.Tensor,
+    output_tensor: torch.Tensor,
+    b_seq_start_loc: torch.Tensor,
+    seq_len_tensor: torch.Tensor,
+    lora_indices_tensor: torch.Tensor,
+    batches: int,
+    max_seq_length: int,
+    token_nums: int,
+    slice_offset: int,
+    slice_size: int,
+    add_inputs: bool = False,
+) -> None:
+    """`bgmv_expand_slice` for a batch given as runs of rows."""
+    del b_seq_start_loc, batches, max_seq_length, token_nums
+    weights = _stacked(lora_b_weights)
+    grouping = _grouping_of_runs(lora_indices_tensor, seq_len_tensor, weights)
+    target = output_tensor[:, slice_offset : slice_offset + slice_size]
+    _multiply(grouping, inputs, weights, target, keep=add_inputs)
+
+
+def _stacked(weights: torch.Tensor) -> torch.Tensor:
+    """(slots, out, in), whichever of its two shapes vLLM passed."""
+    return weights.squeeze(1) if weights.dim() == 4 else weights
+
+
+def _grouping_of_rows(indices: torch.Tensor, weights: torch.Tensor, rows: int) -> Grouping:
+    slots: list[int] = indices.tolist()
+    if len(slots) != rows:
+        slots = _slots_of_a_prompt(slots, weights, rows)
+    return group_rows(tuple(slots), (1,) * rows, weights.shape[0])
+
+
+def _slots_of_a_prompt(slots: list[int], weights: torch.Tensor, rows: int) -> list[int]:
+    """Slots for the rows of one prompt, where the indices are those of the whole batch.
+
+    vLLM calls the LM head so for prompt log-probabilities, and does not say which request's
+    prompt it is. Nothing is lost where no adapter adapts the LM head (its slots are zeros);
+    raised on, this ends the engine, as in the stock operations.
+    """
+    if len(slots) == 1:
+        return slots * rows
+    if not weights.any():
+        return [-1] * rows
+    raise ValueError(
+        f"{len(slots)} adapter indices for {rows} rows: prompt log-probabilities of an adapter"
+        " that adapts the LM head cannot be computed in a batch with other requests"
+    )
+
+
+def _grouping_of_runs(
+    indices: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor
+) -> Grouping:
+    # On the CPU tolist() waits for nothing; it costs under a microsecond.
+    return group_rows(tuple(indices.tolist()), tuple(lengths.tolist()), weights.shape[0])
+
+
+def _expand_common(
+    grouping: Grouping,
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    keep: bool,
+) -> None:
+    """Expand into the columns both have: adapter and model may be padded differently."""
+    common = min(weights.shape[1], output.shape[1])
+    _multiply(grouping, inputs, weights[:, :common], output[:, :common], keep=keep)
+
+
+def _multiply(
+    grouping: Grouping,
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    keep: bool,
+    scaling: float = 1.0,
+) -> None:
+    """Every operation is this: `target = keep * target + scaling * inputs @ weights[slot].T`."""
+    if not grouping.row_count == inputs.shape[0] == target.shape[0]:
+        raise ValueError(
+            f"{grouping.row_count} adapter indices for {inputs.shape[0]} input rows"
+            f" and {target.shape[0]} output rows"
+        )
+    inputs = inputs.to(target.dtype)
+    if grouping.spread is not None:
+        _multiply_all_slots(grouping.spread, inputs, weights, target, keep, scaling)
+        return
+    for group in grouping.groups:
+        _multiply_group(group, inputs, weights, target, keep, scaling)
+
+
+def _multiply_group(
+    group: Group,
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    target: torch.Tensor,
+    keep: bool,
+    scaling: float,
+) -> None:
+    """The rows of one adapter, in place where they are neighbours."""
+    weight = weights[group.slot].to(target.dtype).t()
+    if isinstance(group.rows, slice):
+        # With beta=0 the old content is not read, whatever it holds.
+        target[group.rows].addmm_(inputs[group.rows], weight, beta=int(keep), alpha=scaling)
+        return
+    picked = inputs.index_select(0, group.rows)
+    result = target.index_select(0, group.rows)
+    result.addmm_(picked, weight, beta=int(keep), alpha=scaling)
+    target.index_copy_(0, group.rows, result)
+
+
+def _multiply_all_slots(
+    spread: Spread,
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    target: torch.Tensor,
+    keep: bool,
+    scaling: float,
+) -> None:
+    """All rows by all slots in one multiplication; then each row picks its own result.
+
+    Picking, not masking: what an idle slot holds never meets a row's own sum.
+    """
+    result = _all_slots(spread, inputs, weights.to(target.dtype))
+    if scaling != 1.0:
+        result.mul_(scaling)
+    if keep:
+        result.add_(target.index_select(0, spread.rows))
+    target.index_copy_(0, spread.rows, result)
+
+
+def _all_slots(spread: Spread, inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """(active, out): a tall stack is read as one matrix, a wide one slot by slot.
+
+    Shrinking has few columns a slot, so one product beats a batch of small
+    ones; expanding has many, and the batch writes what is picked contiguously.
+    """
+    slots, out, width = weights.shape
+    if out < width and weights.is_contiguous():
+        every = torch.mm(inputs, weights.view(slots * out, width).t())
+        return every.view(-1, out).index_select(0, spread.by_row)
+    every = torch.bmm(inputs.expand(slots, -1, -1), weights.transpose(1, 2))
+    return every.view(-1, out).index_select(0, spread.by_slot)

@@ -1,0 +1,108 @@
+"""Puts `ops` in the place of vLLM's operations, or says why it cannot."""
+
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from types import ModuleType
+
+from pawl_cpu_lora import ops
+
+SUPPORTED_VLLM = "0.32.0"
+
+# vLLM imports these functions by name, so each module holds its own reference.
+PATCHED_MODULES = (
+    "vllm.lora.ops.torch_ops.lora_ops",
+    "vllm.lora.ops.torch_ops",
+    "vllm.lora.punica_wrapper.punica_cpu",
+)
+
+REPLACEMENTS: dict[str, Callable[..., None]] = {
+    "bgmv_shrink": ops.bgmv_shrink,
+    "bgmv_expand": ops.bgmv_expand,
+    "bgmv_expand_slice": ops.bgmv_expand_slice,
+    "sgmv_shrink": ops.sgmv_shrink,
+    "sgmv_expand": ops.sgmv_expand,
+    "sgmv_expand_slice": ops.sgmv_expand_slice,
+}
+
+# vLLM sets up logging for its own namespace only; a child of it is seen.
+_log = logging.getLogger("vllm.plugins.pawl_cpu_lora")
+
+
+class UnsupportedVLLMError(RuntimeError):
+    """This vLLM does not have the LoRA operations that the plugin replaces."""
+
+    def __init__(self, found: str, difference: str) -> None:
+        super().__init__(
+            f"pawl-cpu-lora supports vLLM {SUPPORTED_VLLM}, this is {found}: {difference}."
+            " Its stock CPU LoRA operations answer base-model requests with an adapter;"
+            " install the supported version, or set VLLM_PLUGINS without pawl_cpu_lora"
+            " to serve with them all the same."
+        )
+        self.found = found
+        self.difference = difference
+
+
+def install() -> None:
+    """Replace the operations in this process; entry point `vllm.general_plugins`.
+
+    vLLM calls it in every process it starts, and may call it more than once.
+    vLLM is imported here, not above: it drops plugins that fail to import with
+    no more than a log line, but lets an error out of this function.
+    """
+    import vllm
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        _log.info("pawl-cpu-lora: not a CPU platform, nothing replaced")
+        return
+    version = str(vllm.__version__)
+    if replace_operations(_import_patched_modules(version), version):
+        _log.info("pawl-cpu-lora: replaced vLLM's CPU LoRA operations")
+
+
+def replace_operations(modules: Iterable[ModuleType], vllm_version: str) -> bool:
+    """Set every replacement in every module; False where all were there already.
+
+    Checks everything before it changes anything: a half-replaced set would
+    serve wrong answers.
+    """
+    pending = [
+        (module, name)
+        for module in modules
+        for name, replacement in REPLACEMENTS.items()
+        if _needs_replacing(module, name, replacement, vllm_version)
+    ]
+    for module, name in pending:
+        setattr(module, name, REPLACEMENTS[name])
+    return bool(pending)
+
+
+def _needs_replacing(
+    module: ModuleType, name: str, replacement: Callable[..., None], vllm_version: str
+) -> bool:
+    stock = getattr(module, name, None)
+    if stock is replacement:
+        return False
+    if not callable(stock):
+        raise UnsupportedVLLMError(vllm_version, f"{module.__name__} has no {name}")
+    expected, actual = _parameters(replacement), _parameters(stock)
+    if actual != expected:
+        difference = f"{module.__name__}.{name} takes {actual}, not {expected}"
+        raise UnsupportedVLLMError(vllm_version, difference)
+    return True
+
+
+def _parameters(function: Callable[..., object]) -> str:
+    """Names in order with their defaults; annotations may differ."""
+    parameters = inspect.signature(function).parameters.values()
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return str(inspect.Signature(bare))
+
+
+def _import_patched_modules(vllm_version: str) -> list[ModuleType]:
+    try:
+        return [importlib.import_module(name) for name in PATCHED_MODULES]
+    except ModuleNotFoundError as error:
+        raise UnsupportedVLLMError(vllm_version, f"no module {error.name}") from error

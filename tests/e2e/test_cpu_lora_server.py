@@ -1,0 +1,185 @@
+"""A real vLLM server on the CPU: base model and adapter in one batch, each gets its own answer."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+BASE, ADAPTER = "base", "strong-adapter"
+PROMPT = "The capital of France is"
+SAMPLED_TOKENS = 24
+READY_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 30.0
+POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was sampled for one request: ids, and the log-probability of each."""
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+@pytest.fixture(scope="module")
+def adapter_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random rank-16 adapter with B not zero, strong enough to change every answer."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=16, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
+    # The shapes are all that is needed of the base: its weights are not read.
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    folder = tmp_path_factory.mktemp("adapter")
+    get_peft_model(base, config).save_pretrained(str(folder), save_embedding_layers=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of its own process group, killed with all it started."""
+    port = _free_port()
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            _command(model_dir, port),
+            env=os.environ | _environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        asyncio.run(_until_ready(f"http://127.0.0.1:{port}", process, log))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        _stop(process)
+
+
+def _command(model_dir: Path, port: int) -> list[str]:
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += ["--model", str(model_dir), "--served-model-name", BASE]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", "float32", "--max-model-len", "1024"]
+    command += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "16"]
+    # A cached prefix would be computed in one batch and read in another.
+    command += ["--no-enable-prefix-caching"]
+    return command
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_PLUGINS": "pawl_cpu_lora",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def _until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    async with aiohttp.ClientSession() as session:
+        while not await _is_ready(session, url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                tail = "\n".join(log.read_text().splitlines()[-30:])
+                raise RuntimeError(f"vLLM did not become ready:\n{tail}")
+            await asyncio.sleep(POLL_S)
+
+
+async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+    except aiohttp.ClientConnectionError:
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def _load_adapters(url: str, folder: Path, names: list[str]) -> None:
+    async with aiohttp.ClientSession(url) as session:
+        for name in names:
+            request = {"lora_name": name, "lora_path": str(folder)}
+            async with session.post("/v1/load_lora_adapter", json=request) as response:
+                assert response.status == 200, await response.text()
+
+
+async def _answer(session: aiohttp.ClientSession, model: str) -> Answer:
+    request = {
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": SAMPLED_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0.0,
+        "logprobs": 0,
+        "return_token_ids": True,
+    }
+    async with session.post("/v1/completions", json=request) as response:
+        assert response.status == 200, await response.text()
+        choice = (await response.json())["choices"][0]
+    return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+
+async def _answers(url: str, models: list[str]) -> list[Answer]:
+    """All at once: the server decodes them in the same batches."""
+    timeout = aiohttp.ClientTimeout(total=300)
+    async with aiohttp.ClientSession(url, timeout=timeout) as session:
+        return await asyncio.gather(*(_answer(session, model) for model in models))
+
+
+def assert_same(answer: Answer, wanted: Answer) -> None:
+    assert answer.ids == wanted.ids
+    assert answer.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+
+
+def test_each_request_of_a_mixed_batch_is_answered_by_its_own_model(
+    server_url: str, adapter_dir: Path
+) -> None:
+    # Two names on the same weights fill both slots, the last one included.
+    other = f"{ADAPTER}-again"
+    asyncio.run(_load_adapters(server_url, adapter_dir, [ADAPTER, other]))
+    (base_alone,) = asyncio.run(_answers(server_url, [BASE]))
+    (adapter_alone,) = asyncio.run(_answers(server_url, [ADAPTER]))
+    assert adapter_alone.ids != base_alone.ids
+
+    together = [ADAPTER, BASE, other, BASE, ADAPTER, other, BASE, ADAPTER]
+    for model, answer in zip(together, asyncio.run(_answers(server_url, together)), strict=True):
+        assert_same(answer, base_alone if model == BASE else adapter_alone)
+
+
+def test_stock_operations_still_answer_rows_without_an_adapter_from_the_last_slot() -> None:
+    """Fails when vLLM has mended it (vllm#48421, vllm#49656): the plugin may then go."""
+    from vllm.lora.ops.torch_ops import lora_ops
+
+    weights = torch.ones(2, 1, 3, 4)
+    output = torch.zeros(1, 3)
+    lora_ops.bgmv_shrink(torch.ones(1, 4), weights, output, torch.tensor([-1]))
+    assert torch.equal(output, torch.full((1, 3), 4.0))

@@ -1,0 +1,110 @@
+"""A scripted model server: for faults and load only. Speaks just enough of vLLM's dialect."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class FakeUpstream:
+    """Answers chat completions by script, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.owned_by = "vllm"
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.other: list[tuple[str, str, bytes]] = []
+        self.behave: Handler | None = None
+        self.cancelled = asyncio.Event()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Any path."""
+        body = await request.read()
+        if request.path == "/v1/models":
+            model = {"id": "m", "owned_by": self.owned_by, "parent": None, "root": "m"}
+            return web.json_response({"object": "list", "data": [model]})
+        if request.path != "/v1/chat/completions":
+            self.other.append((request.method, request.raw_path, body))
+            return web.Response(body=b"other:" + body, headers={"x-upstream": "1"})
+        self.headers.append(dict(request.headers))
+        try:
+            self.requests.append(json.loads(body))
+        except ValueError:
+            return web.json_response({"error": {"message": "JSON decode error"}}, status=400)
+        if self.behave is not None:
+            return await self.behave(request)
+        asked = self.requests[-1]
+        if asked.get("stream"):
+            return await self.stream(request, asked)
+        return web.json_response(whole_reply(asked, len(self.requests)))
+
+    async def stream(self, request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
+        """Three chunks and the end."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for chunk in stream_chunks(asked, len(self.requests)):
+            await response.write(chunk)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+def whole_reply(asked: dict[str, Any], number: int) -> dict[str, Any]:
+    """A reply of two tokens; ids and log-probabilities where they were asked for."""
+    ids = asked.get("return_token_ids") is True
+    logprobs = (
+        {"content": [{"logprob": -0.5}, {"logprob": -1.5}]} if asked.get("logprobs") else None
+    )
+    return {
+        "id": f"chatcmpl-{number}",
+        "model": asked.get("model"),
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "hi"},
+                "logprobs": logprobs,
+                "finish_reason": "stop",
+                "token_ids": [4, 5] if ids else None,
+            }
+        ],
+        "usage": {"completion_tokens": 2},
+        "prompt_token_ids": [1, 2, 3] if ids else None,
+    }
+
+
+def stream_chunks(asked: dict[str, Any], number: int) -> list[bytes]:
+    """The same as a stream."""
+    ids = asked.get("return_token_ids") is True
+    wants = asked.get("logprobs") is True
+
+    def chunk(delta: Any, token: int | None, **more: Any) -> dict[str, Any]:
+        content = {"content": [{"logprob": -0.5}]} if wants and token else None
+        choice = {"index": 0, "delta": delta, "logprobs": content, "finish_reason": None}
+        choice |= {"token_ids": [token] if ids and token else None}
+        return {"id": f"chatcmpl-{number}", "model": asked["model"], "choices": [choice | more]}
+
+    head = chunk({"role": "assistant"}, None) | {"prompt_token_ids": [1, 2, 3] if ids else None}
+    events = [head, chunk({"content": "h"}, 4), chunk({"content": "i"}, 5, finish_reason="stop")]
+    return [b"data: " + json.dumps(e, separators=(",", ":")).encode() + b"\n\n" for e in events]
+
+
+@asynccontextmanager
+async def fake_upstream() -> AsyncIterator[FakeUpstream]:
+    """A running one, on a free port."""
+    upstream = FakeUpstream()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", upstream.handle)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    upstream.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    try:
+        yield upstream
+    finally:
+        await runner.cleanup()

@@ -1,0 +1,150 @@
+"""A real proxy in this process: real spool, real PostgreSQL, a scripted model server."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from proxy.app import running
+from proxy.settings import ProxySettings
+from store.policies import ensure_base
+from store.reading import episode_ids, read_episodes
+from store.records import Episode, TransitionRow
+from tests.fake_upstream import FakeUpstream, fake_upstream
+
+DEADLINE_S = 20.0
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def eventually(check: Callable[[], Awaitable[Any]]) -> Any:
+    """The first true outcome of `check`; fails after a while."""
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while True:
+        found = await check()
+        if found:
+            return found
+        assert asyncio.get_running_loop().time() < deadline, f"still {found!r}"
+        await asyncio.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A response, read to its end."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        """The body, parsed."""
+        return json.loads(self.body)
+
+
+class Proxy:
+    """A running proxy and a client's view of it."""
+
+    def __init__(
+        self, settings: ProxySettings, engine: AsyncEngine, session: aiohttp.ClientSession
+    ) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.session = session
+        self.url = f"http://{settings.listen}"
+        self.admin = f"http://{settings.admin_listen}"
+
+    async def chat(self, path: str = "", headers: Any = None, **body: Any) -> Reply:
+        """POST a chat call."""
+        body = {"model": "m", "messages": [{"role": "user", "content": "q"}]} | body
+        url = f"{self.url}{path}/v1/chat/completions"
+        async with self.session.post(url, json=body, headers=headers) as response:
+            return Reply(response.status, response.headers, await response.read())
+
+    async def feedback(self, body: Any, **headers: str) -> tuple[int, Any]:
+        """POST feedback; status and parsed body."""
+        async with self.session.post(f"{self.url}/feedback", json=body, headers=headers) as reply:
+            return reply.status, await reply.json()
+
+    async def episodes(self, calls: int) -> list[Episode]:
+        """All episodes, once so many calls are stored."""
+
+        async def look() -> list[Episode]:
+            async with self.engine.connect() as connection:
+                found = await read_episodes(connection, await episode_ids(connection))
+            return found if sum(len(e.calls) for e in found) >= calls else []
+
+        found: list[Episode] = await eventually(look)
+        return found
+
+    async def only_call(self) -> TransitionRow:
+        """The one call that is stored."""
+        [episode] = await self.episodes(1)
+        [call] = episode.calls
+        return call
+
+    async def counters(self) -> dict[str, float]:
+        """All samples without labels."""
+        async with self.session.get(f"{self.admin}/metrics") as reply:
+            lines = (await reply.text()).splitlines()
+        pairs = [line.split(" ") for line in lines if not line.startswith("#") and "{" not in line]
+        return {name: float(value) for name, value in pairs}
+
+    async def policies_known(self) -> None:
+        """Wait until the proxy has read who serves."""
+
+        async def look() -> bool:
+            async with self.session.get(f"{self.admin}/readyz") as reply:
+                return "m" in (await reply.json())["serving"]
+
+        await eventually(look)
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[FakeUpstream]:
+    async with fake_upstream() as server:
+        yield server
+
+
+def settings_for(database_url: str | None, upstream_url: str, folder: Path) -> ProxySettings:
+    """Settings by value; nothing is read from the environment."""
+    return ProxySettings.model_validate(
+        {
+            "DATABASE_URL": database_url,
+            "upstream_url": upstream_url,
+            "listen": f"127.0.0.1:{free_port()}",
+            "admin_listen": f"127.0.0.1:{free_port()}",
+            "spool_dir": folder / "spool",
+            "data_dir": folder,
+        }
+    )
+
+
+@pytest.fixture
+async def proxy(
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+) -> AsyncIterator[Proxy]:
+    """A proxy whose policy `m` is the base model."""
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+    async with AsyncExitStack() as exits:
+        settings = settings_for(database_url, upstream.url, tmp_path)
+        await exits.enter_async_context(running(settings))
+        session = await exits.enter_async_context(aiohttp.ClientSession())
+        found = Proxy(settings, engine, session)
+        await found.policies_known()
+        yield found

@@ -1,0 +1,95 @@
+"""Records for tests: whole by default, and any field otherwise."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from store.ids import new_id
+from store.records import CallRecord, FeedbackItem, FeedbackRecord, Tokens, ToolEvent
+from store.tokens import pack_ids, pack_logprobs
+
+START = datetime(2026, 1, 1, 12, tzinfo=UTC)
+
+
+def tokens(prompt: list[int], sampled: list[int], logprob: float = -1.0) -> Tokens:
+    """Packed ids with the same log-probability everywhere."""
+    return Tokens(
+        prompt_ids=pack_ids(prompt),
+        sampled_ids=pack_ids(sampled),
+        sampled_logprobs=pack_logprobs([logprob] * len(sampled)),
+    )
+
+
+def call(episode: str = "e1", **changes: Any) -> CallRecord:
+    """A complete, trainable call."""
+    record = CallRecord(
+        id=new_id(),
+        episode=episode,
+        method="header",
+        agent="default",
+        task=None,
+        dialect="chat",
+        policy="m",
+        policy_version=0,
+        served_model="m",
+        status="complete",
+        http_status=200,
+        stream=False,
+        request=b'{"model":"m"}',
+        request_raw=None,
+        reply=b'{"id":"r"}',
+        reply_raw=None,
+        response_id=None,
+        tokens=tokens([1, 2, 3], [4, 5]),
+        sampling={"temperature": 1.0},
+        trainable=True,
+        reason=None,
+        tool_calls=(),
+        tool_events=(),
+        usage=None,
+        finish="stop",
+        started_at=datetime.now(UTC),
+        first_chunk_ms=1.0,
+        total_ms=2.0,
+        retry=0,
+    )
+    return msgspec.structs.replace(record, **changes)
+
+
+def reward(value: float, *, at: int = 0, key: str | None = None, **target: str) -> FeedbackRecord:
+    """One POST with one reward; `at` in seconds after START."""
+    return statement("reward", value, at=at, key=key, **target)
+
+
+def statement(
+    metric: str, value: float, *, at: int = 0, key: str | None = None, **target: str
+) -> FeedbackRecord:
+    """One POST with one statement about `episode=…`, `call=…` or `response=…`."""
+    [(kind, name)] = target.items()
+    item = msgspec.convert(
+        {
+            "id": new_id(),
+            "metric": metric,
+            "value": value,
+            "target_kind": kind,
+            "target": name,
+        },
+        FeedbackItem,
+    )
+    return FeedbackRecord(
+        id=new_id(),
+        at=START + timedelta(seconds=at),
+        items=(item,),
+        idempotency_key=key,
+        body_hash=None if key is None else "hash",
+    )
+
+
+def tool_event(status: str, tool_id: str | None, event_id: UUID | None = None) -> ToolEvent:
+    """An event about a tool call."""
+    return msgspec.convert(
+        {"id": event_id or new_id(), "tool_id": tool_id, "name": "tool", "status": status},
+        ToolEvent,
+    )

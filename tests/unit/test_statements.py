@@ -1,0 +1,75 @@
+"""POST /feedback: what may be said, and how what may not is refused."""
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.errors import BadRequest
+from proxy.statements import parse_feedback
+
+NOW = datetime(2026, 11, 20, tzinfo=UTC)
+
+
+def parse(value: Any, key: str | None = None) -> Any:
+    return parse_feedback(json.dumps(value).encode(), NOW, key)
+
+
+def test_a_reward_for_an_episode() -> None:
+    [item] = parse({"value": 0.8, "episode": "e"}).items
+    assert (item.metric, item.value, item.target_kind, item.target) == (
+        "reward",
+        0.8,
+        "episode",
+        "e",
+    )
+
+
+def test_a_tool_status_becomes_a_tool_event() -> None:
+    [item] = parse({"metric": "tool_status", "value": "error", "response": "r", "id": "t"}).items
+    assert item.tool is not None
+    assert (item.tool.status, item.tool.tool_id) == ("error", "t")
+
+
+def test_a_key_carries_the_hash_of_its_body() -> None:
+    assert parse({"value": 1, "episode": "e"}, "k").body_hash is not None
+    assert parse({"value": 1, "episode": "e"}).body_hash is None
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"value": "good", "episode": "e"}, "value must be a finite number"),
+        ({"value": True, "episode": "e"}, "value"),
+        ({"episode": "e"}, "value"),
+        ({"value": 1}, "exactly one of episode, call, response"),
+        ({"value": 1, "episode": "e", "call": "c"}, "episode and call"),
+        ({"value": 1, "call": "c"}, "x-pawl-call"),
+        ({"value": 1, "episode": ""}, "must not be empty"),
+        ({"value": 1, "episode": "a\x00"}, "episode"),
+        ({"value": 1, "episode": 7}, "episode must be a string"),
+        ({"value": 1, "episode": "e", "colour": 1}, "colour"),
+        ({"metric": "tool_status", "value": "fine", "episode": "e"}, "ok, error, timeout"),
+        ([{"value": 1, "episode": "e"}, {"value": "x", "episode": "e"}], r"\[1\].value"),
+        ([], "1 to"),
+        ("reward", "object"),
+    ],
+)
+def test_what_is_wrong_is_named(body: Any, named: str) -> None:
+    with pytest.raises(BadRequest, match=named):
+        parse(body)
+
+
+def test_infinite_numbers_and_bad_json_are_refused() -> None:
+    for body in (b'{"value": 1e999, "episode": "e"}', b'{"value": NaN}', b"{", b"\xff"):
+        with pytest.raises(BadRequest):
+            parse_feedback(body, NOW, None)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists))
+def test_any_json_is_taken_or_refused(value: Any) -> None:
+    with pytest.raises(BadRequest):
+        parse(value)

@@ -1,0 +1,69 @@
+"""Prefix trees and batches: nothing lost, every shared prefix once."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.batching import plan_micro_batches, split_steps
+from trainer.rows import Row
+from trainer.trees import build_tree, shared_prefix
+
+ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
+
+
+def row(ids: list[int], weight: float = 1.0) -> Row:
+    return Row(
+        prompt_ids=tuple(ids[:-1]),
+        sampled_ids=(ids[-1],),
+        sampled_logprobs=(-1.0,),
+        temperature=1.0,
+        advantage=1.0,
+        weight=weight,
+        version=0,
+    )
+
+
+@given(ROWS)
+def test_every_path_spells_its_row(rows: list[list[int]]) -> None:
+    tree = build_tree(rows)
+    for ids, path in zip(rows, tree.paths, strict=True):
+        assert [tree.tokens[node] for node in path] == ids
+        assert [tree.depth[node] for node in path] == list(range(len(ids)))
+
+
+@given(ROWS)
+def test_nodes_are_the_distinct_prefixes(rows: list[list[int]]) -> None:
+    prefixes = {tuple(ids[: n + 1]) for ids in rows for n in range(len(ids))}
+    assert len(build_tree(rows).tokens) == len(prefixes)
+
+
+@given(ROWS)
+def test_the_interval_test_finds_exactly_the_ancestors(rows: list[list[int]]) -> None:
+    tree = build_tree(rows)
+    ancestors = {node: set(path[: i + 1]) for path in tree.paths for i, node in enumerate(path)}
+    for node, known in ancestors.items():
+        found = {kv for kv in range(len(tree.tokens)) if kv <= node < tree.end[kv]}
+        assert found == known
+
+
+@given(ROWS, st.integers(1, 20))
+def test_batches_keep_all_rows_within_the_budget(rows: list[list[int]], budget: int) -> None:
+    made = [row([9, *ids]) for ids in rows]
+    batches = plan_micro_batches(made, budget)
+    assert sorted(r.ids for batch in batches for r in batch) == sorted(r.ids for r in made)
+    for batch in batches:
+        nodes = len(build_tree([r.ids for r in batch]).tokens)
+        assert nodes <= budget or len(batch) == 1
+
+
+@given(ROWS, st.integers(1, 5))
+def test_steps_deal_out_all_rows(rows: list[list[int]], steps: int) -> None:
+    made = [row([9, *ids]) for ids in rows]
+    dealt = split_steps(made, steps)
+    assert sorted(r.ids for step in dealt for r in step) == sorted(r.ids for r in made)
+    sizes = [len(step) for step in dealt]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_shared_prefix() -> None:
+    assert shared_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert shared_prefix([], [1]) == 0
