@@ -39,6 +39,7 @@ from store.records import CallRecord, CallStatus, ToolEvent
 log = structlog.get_logger()
 
 EVENT_STREAM = "text/event-stream"
+REFUSED_AS_MALFORMED = (400, 422)
 
 
 class Torn(Exception):
@@ -159,11 +160,25 @@ class Call:
     async def _prepare(self) -> None:
         """Choose the version and rewrite the request for it."""
         self._serving = self._relay.versions.resolve(self._asked.model, self._identity.episode)
+        self._rewrite(await self._relay.upstream.gives_ids(self._serving.served_name))
+
+    def _rewrite(self, want_ids: bool) -> None:
         name = self._serving.served_name
-        want_ids = await self._relay.upstream.gives_ids(name)
         self._rewritten = chat.rewrite_request(self._asked, name, want_ids=want_ids)
 
     async def _send(self) -> aiohttp.ClientResponse:
+        """Send the request; one refused as malformed is sent again as the client wrote it.
+
+        The refusal is then about the client's own words, and what we added fails no call.
+        """
+        reply = await self._send_once()
+        if reply.status in REFUSED_AS_MALFORMED and self._rewritten.injected:
+            reply.release()
+            self._rewrite(want_ids=False)
+            reply = await self._send_once()
+        return reply
+
+    async def _send_once(self) -> aiohttp.ClientResponse:
         headers = request_headers(self._request.headers)
         if self._rewritten.injected:
             # Ids can only be taken out of a reply that can be read.

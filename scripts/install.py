@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from typing import NoReturn
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
@@ -26,17 +27,18 @@ INPUTS = (
 )
 
 
-def fail(message):
+def fail(message: str) -> NoReturn:
     print("pawl: " + message, file=sys.stderr)
     raise SystemExit(1)
 
 
-def check_machine():
+def check_machine() -> None:
+    """End with a remedy unless Python, system and disk will do."""
     version = sys.version_info[:2]
     if not OLDEST <= version <= NEWEST:
         fail(
-            "Python %d.%d cannot be used, 3.11 to 3.13 can: install one and run "
-            "`make install PYTHON=python3.11`" % version
+            f"Python {version[0]}.{version[1]} cannot be used, 3.11 to 3.13 can: install one and"
+            " run `make install PYTHON=python3.11`"
         )
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         fail("the locked packages are for Linux on x86-64; this is another system")
@@ -47,10 +49,11 @@ def check_machine():
         fail("this Python has no venv: install it (Debian: apt install python3-venv)")
     free = shutil.disk_usage(ROOT).free / GIB
     if free < DISK_GIB:
-        fail("%.1f GiB are free on this disk, %d are needed: free some" % (free, DISK_GIB))
+        fail(f"{free:.1f} GiB are free on this disk, {DISK_GIB} are needed: free some")
 
 
-def fingerprint():
+def fingerprint() -> str:
+    """What the installation depends on."""
     digest = hashlib.sha256(sys.version.encode())
     for name in INPUTS:
         with open(os.path.join(ROOT, name), "rb") as file:
@@ -58,21 +61,23 @@ def fingerprint():
     return digest.hexdigest()
 
 
-def is_current(wanted):
+def is_current(wanted: str) -> bool:
+    """Whether `.venv` was made from the same."""
     if not os.path.exists(STAMP):
         return False
     with open(STAMP) as file:
         return file.read() == wanted
 
 
-def run(what, *command, env=None):
+def run(what: str, *command: str, env: "dict[str, str] | None" = None) -> None:
+    """Run one step; a failure ends it all."""
     print("pawl: " + what, flush=True)
     status = subprocess.call(command, env=env, cwd=ROOT)
     if status:
-        fail("%s failed (exit status %d); the reason is above" % (what, status))
+        fail(f"{what} failed (exit status {status}); the reason is above")
 
 
-def torch_source(gpu):
+def torch_source(gpu: bool) -> "tuple[dict[str, str], list[str]]":
     """Where the CPU build of torch comes from: a folder this machine names, or PyTorch's index.
 
     pip reads PIP_FIND_LINKS and its configuration; uv reads neither.
@@ -93,7 +98,8 @@ def torch_source(gpu):
     return environment, ["--torch-backend", "auto" if gpu else "cpu"]
 
 
-def main():
+def main() -> None:
+    """Check, then install what is not there yet."""
     check_machine()
     wanted = fingerprint()
     if is_current(wanted):

@@ -20,7 +20,7 @@ from store.claims import Claim, ClaimRule
 from store.records import PolicyVersion
 from trainer import adapters
 from trainer.errors import LearnerError, PublishError
-from trainer.learners.learner import Learner
+from trainer.learning import Learning
 from trainer.metrics import EPISODES, TRAINED_TOKENS, UPDATE, UPDATE_SECONDS, UPDATES, VERSION
 from trainer.publish import Publisher
 from trainer.recipe import Recipe
@@ -40,7 +40,7 @@ class Loop:
         recipe: Recipe,
         engine: AsyncEngine,
         publisher: Publisher,
-        learner: Learner,
+        learner: Learning,
         policy: str,
     ) -> None:
         self._adapter_dir = settings.adapter_dir

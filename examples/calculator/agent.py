@@ -444,7 +444,8 @@ def arguments() -> argparse.Namespace:
 
 
 async def work(options: argparse.Namespace, source: int, out: TextIO) -> int:
-    async with AsyncOpenAI(timeout=options.timeout) as client:
+    # A server that restarts is waited for: eight retries take about half a minute.
+    async with AsyncOpenAI(timeout=options.timeout, max_retries=8) as client:
         model = Model(client, options.model, options.examples, options.max_tokens, options.stream)
         run = Run(model, out, options.samples, options.concurrency)
         loop = asyncio.get_running_loop()

@@ -69,7 +69,8 @@ def draw(path: Path, progress: Progress) -> None:
     axes.set_title(
         "An unchanged agent gets better while it works", loc="left", fontweight="bold", color=INK
     )
-    axes.legend(frameon=False, loc="lower right")
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, loc="lower center")
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)

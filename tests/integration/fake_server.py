@@ -1,0 +1,60 @@
+"""vLLM's adapter endpoints, scripted: for publishing under faults."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+
+class FakeModelServer:
+    """Loads names, answers prompt log-probabilities; can be told to fail."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.loaded: dict[str, str] = {}
+        self.logprobs: dict[str, float] = {}
+        self.refuse_load = False
+        self.loads: list[str] = []
+
+    async def models(self, _: web.Request) -> web.Response:
+        listed = [{"id": "m", "root": "/base", "parent": None}]
+        listed += [{"id": name, "root": path, "parent": "m"} for name, path in self.loaded.items()]
+        return web.json_response({"data": listed})
+
+    async def load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.refuse_load:
+            return web.json_response({"error": {"message": "No adapter found"}}, status=404)
+        self.loads.append(body["lora_name"])
+        self.loaded[body["lora_name"]] = body["lora_path"]
+        return web.Response(text="Success")
+
+    async def unload(self, request: web.Request) -> web.Response:
+        self.loaded.pop((await request.json())["lora_name"], None)
+        return web.Response(text="Success")
+
+    async def completions(self, request: web.Request) -> web.Response:
+        body: dict[str, Any] = await request.json()
+        value = self.logprobs.get(body["model"], -1.0)
+        entries = [None, *[{str(token): {"logprob": value}} for token in body["prompt"][1:]]]
+        return web.json_response({"choices": [{"prompt_logprobs": entries}]})
+
+
+@asynccontextmanager
+async def fake_model_server() -> AsyncIterator[FakeModelServer]:
+    """A running one, on a free port."""
+    server = FakeModelServer()
+    app = web.Application()
+    app.router.add_get("/v1/models", server.models)
+    app.router.add_post("/v1/load_lora_adapter", server.load)
+    app.router.add_post("/v1/unload_lora_adapter", server.unload)
+    app.router.add_post("/v1/completions", server.completions)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    try:
+        yield server
+    finally:
+        await runner.cleanup()

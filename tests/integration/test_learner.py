@@ -1,0 +1,191 @@
+"""The learner on a tiny random model: merged equals separate; what is rewarded gets likelier."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from trainer.learners.grpo import collate
+from trainer.learners.learner import Learner
+from trainer.learners.logprobs import sampled_logprobs
+from trainer.recipe import GrpoPart, LoraPart, Recipe
+from trainer.rows import Row
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Three layers, grouped-query attention, random weights."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("tiny")
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
+    return str(folder)
+
+
+def recipe(**grpo: Any) -> Recipe:
+    return Recipe(
+        dtype="float32",
+        lora=LoraPart(rank=4, alpha=8),
+        grpo=GrpoPart(**({"learning_rate": 1e-2, "micro_batch_tokens": 64} | grpo)),
+    )
+
+
+def rows(seed: int = 0, groups: int = 3, members: int = 4) -> list[Row]:
+    """Groups that share a prompt, some of two turns, of mixed temperature."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(2, 97, (count,), generator=generator).tolist())
+
+    found = []
+    for _ in range(groups):
+        prompt = ids(9)
+        for member in range(members):
+            sampled = ids(3 + member % 3)
+            found.append(
+                Row(
+                    prompt_ids=prompt if member % 2 else prompt + ids(2),
+                    sampled_ids=sampled,
+                    sampled_logprobs=(-4.5,) * len(sampled),
+                    temperature=0.7 if member == 1 else 1.0,
+                    advantage=1.0 - member * 0.7,
+                    weight=1 / (groups * members),
+                    version=0,
+                )
+            )
+    return found
+
+
+def learner(model: str, folder: Path, **grpo: Any) -> Learner:
+    return Learner(model, recipe(**grpo), seed=0, scratch=folder)
+
+
+def plain_logprobs(model: Any, row: Row) -> torch.Tensor:
+    """One unpadded sequence at a time, no sharing: the reference."""
+    ids = torch.tensor([row.ids])
+    logits = model(input_ids=ids).logits[0].float() / row.temperature
+    chosen = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+    return chosen[-len(row.sampled_ids) :]
+
+
+def plain_loss(model: Any, batch: list[Row], cap: float) -> torch.Tensor:
+    total = torch.zeros(())
+    for row in batch:
+        logp = plain_logprobs(model, row)
+        ratio = torch.exp(logp.detach() - torch.tensor(row.sampled_logprobs)).clamp(max=cap)
+        total = total - (ratio * logp).mean() * row.advantage * row.weight
+    return total
+
+
+def shake(made: Learner) -> None:
+    """Give the adapter an effect: LoRA starts as nothing."""
+    torch.manual_seed(1)
+    for name, parameter in made._model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+
+
+def gradients(made: Learner) -> torch.Tensor:
+    found = [p.grad.flatten() for p in made._model.parameters() if p.grad is not None]
+    for parameter in made._model.parameters():
+        parameter.grad = None
+    return torch.cat(found)
+
+
+def test_shared_prefixes_give_the_log_probabilities_of_separate_sequences(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    made = learner(tiny_model, tmp_path)
+    shake(made)
+    batch = rows()
+    with torch.no_grad():
+        merged, entropy = sampled_logprobs(made._model, batch, entropy=True)
+        separate = torch.cat([plain_logprobs(made._model, row) for row in batch])
+    assert torch.allclose(merged, separate, atol=1e-5)
+    assert float(entropy.min()) > 0
+
+
+def test_loss_and_gradient_equal_a_plain_loop(tiny_model: str, tmp_path: Path) -> None:
+    made = learner(tiny_model, tmp_path)
+    shake(made)
+    made._model.train()
+    batch = rows()
+    ours = made._trainer.loss_of(batch)
+    ours.backward()
+    got = gradients(made)
+    reference = plain_loss(made._model, batch, made._recipe.grpo.ratio_cap)
+    reference.backward()
+    wanted = gradients(made)
+    assert math.isclose(float(ours), float(reference), abs_tol=1e-6)
+    assert float((got - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+
+
+def test_micro_batches_do_not_change_the_gradient(tiny_model: str, tmp_path: Path) -> None:
+    made = learner(tiny_model, tmp_path)
+    shake(made)
+    batch = rows()
+    made._trainer.loss_of(batch).backward()
+    whole = gradients(made)
+    for part in (batch[:5], batch[5:]):
+        made._trainer.loss_of(part).backward()
+    assert torch.allclose(gradients(made), whole, atol=1e-6)
+
+
+def test_a_rows_share_of_the_loss_is_its_weight_whatever_its_length() -> None:
+    tensors = collate(rows(), torch.device("cpu"))
+    shares = tensors["advantages"].sum(1)
+    wanted = torch.tensor([row.advantage * row.weight for row in rows()])
+    assert torch.allclose(shares, wanted)
+
+
+def test_what_is_rewarded_becomes_likelier(tiny_model: str, tmp_path: Path) -> None:
+    made = learner(tiny_model, tmp_path)
+    batch = rows(members=2)
+    before = made.logprobs(batch)
+    for _ in range(10):
+        metrics = made.update(batch)
+    after = made.logprobs(batch)
+    assert metrics["computed_tokens"] < metrics["row_tokens"]
+    for row, old, new in zip(batch, before, after, strict=True):
+        better = sum(new) > sum(old)
+        assert better == (row.advantage > 0.5)
+
+
+def test_a_saved_version_is_continued_exactly(tiny_model: str, tmp_path: Path) -> None:
+    straight = learner(tiny_model, tmp_path, steps=2)
+    straight.update(rows(0))
+    saved = tmp_path / "1"
+    straight.save(saved)
+    straight.update(rows(1))
+
+    resumed = learner(tiny_model, tmp_path, steps=2)
+    resumed.restore(saved)
+    resumed.update(rows(1))
+    for one, other in zip(straight._model.parameters(), resumed._model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_going_back_to_the_base_forgets_the_adapter(tiny_model: str, tmp_path: Path) -> None:
+    made = learner(tiny_model, tmp_path)
+    batch = rows()
+    base = made.logprobs(batch)
+    made.update(batch)
+    assert made.logprobs(batch) != base
+    made.restore(None)
+    assert made.logprobs(batch) == base

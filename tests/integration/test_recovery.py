@@ -1,0 +1,216 @@
+"""A trainer killed at any step of an update: nothing lost, nothing trained twice."""
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store import claims
+from store.ingest import ingest
+from store.policies import ensure_base, list_versions
+from store.records import SpoolRecord
+from store.stats import totals
+from tests.integration.fake_server import FakeModelServer, fake_model_server
+from tests.records import call, reward, tokens
+from trainer import adapters
+from trainer.errors import LearnerError
+from trainer.loop import Loop
+from trainer.publish import Publisher
+from trainer.recipe import ClaimPart, PublishPart, Recipe
+from trainer.server import ModelServer
+from trainer.settings import TrainerSettings
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing catches it."""
+
+
+class FakeLearner:
+    """Counts what it trains on. The real one is tested by itself; here only the steps matter."""
+
+    def __init__(self, server: FakeModelServer) -> None:
+        self._server = server
+        self.updates = 0
+        self.restored: Path | None = None
+        self.fails = False
+
+    def restore(self, adapter: Path | None) -> None:
+        self.restored = adapter
+
+    def update(self, rows: Any) -> dict[str, Any]:
+        if self.fails:
+            raise LearnerError("the gradient's norm is nan")
+        self.updates += 1
+        return {"loss": 0.5, "rows": len(rows)}
+
+    def save(self, folder: Path) -> None:
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_bytes(b"weights")
+
+    def saved_as(self, adapter: Path) -> None:
+        name = f"m@{adapter.name}"
+        self._server.logprobs.setdefault(name, -1.0 - int(adapter.name))
+        self.latest = name
+
+    def logprobs(self, rows: Any) -> list[list[float]]:
+        value = -1.0 - int(self.latest.removeprefix("m@"))
+        return [[value] * len(row.sampled_ids) for row in rows]
+
+
+class Bench:
+    """A loop on real tables with two claimable groups."""
+
+    def __init__(self, engine: AsyncEngine, server: FakeModelServer, folder: Path) -> None:
+        self.engine = engine
+        self.fake = server
+        self.folder = folder
+        self.learner = FakeLearner(server)
+
+    async def fill(self, name: str = "t") -> None:
+        records: list[SpoolRecord] = []
+        for task in range(2):
+            for member in range(2):
+                episode = f"{name}{task}-{member}"
+                made = tokens([1, 2, task], [4 + member])
+                records.append(call(episode, task=f"{name}{task}", tokens=made))
+                records.append(reward(float(member), episode=episode))
+        async with self.engine.begin() as connection:
+            await ensure_base(connection, "m")
+            await ingest(connection, records)
+
+    def loop(self, server: ModelServer) -> Loop:
+        recipe = Recipe(
+            claim=ClaimPart(group_size=2, groups=2, max_age_s=1e9),
+            publish=PublishPart(retire_after_s=1e9),
+        )
+        publisher = Publisher(self.engine, server, "m", recipe.publish)
+        settings = TrainerSettings.model_validate({"adapter_dir": self.folder})
+        return Loop(settings, recipe, self.engine, publisher, self.learner, "m")
+
+    async def states(self) -> dict[int, str]:
+        async with self.engine.connect() as connection:
+            return {v.version: v.state for v in await list_versions(connection, "m")}
+
+    async def assert_spent_once(self, episodes: int) -> None:
+        async with self.engine.connect() as connection:
+            counted = await totals(connection)
+        assert counted.consumed_episodes == episodes
+        assert counted.twice_consumed_episodes == 0
+
+
+@pytest.fixture
+async def bench(engine: AsyncEngine, tmp_path: Path) -> AsyncIterator[Bench]:
+    async with fake_model_server() as server:
+        made = Bench(engine, server, tmp_path)
+        await made.fill()
+        yield made
+
+
+async def run_once(bench: Bench) -> bool:
+    async with ModelServer(bench.fake.url) as server:
+        loop = bench.loop(server)
+        await loop.recover()
+        return await loop.update_once()
+
+
+async def test_an_update_goes_live(bench: Bench) -> None:
+    assert await run_once(bench)
+    assert await bench.states() == {0: "published", 1: "serving"}
+    assert bench.fake.loads == ["m@1"]
+    await bench.assert_spent_once(4)
+    assert not await run_once(bench)
+
+
+async def test_the_next_update_continues_from_the_serving_version(bench: Bench) -> None:
+    await run_once(bench)
+    await bench.fill("u")
+    await run_once(bench)
+    assert bench.learner.restored == adapters.version_folder(bench.folder, "m", 1)
+    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+    await bench.assert_spent_once(8)
+
+
+def killing(target: Any, name: str, *, after: bool) -> Callable[[pytest.MonkeyPatch], None]:
+    """Patch `target.name` to die before or after it did its work, the first time."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        real = getattr(target, name)
+
+        async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.undo()
+            if after:
+                await real(*args, **kwargs)
+            raise Killed
+
+        def synchronous(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.undo()
+            if after:
+                real(*args, **kwargs)
+            raise Killed
+
+        import inspect
+
+        is_async = inspect.iscoroutinefunction(real)
+        monkeypatch.setattr(target, name, asynchronous if is_async else synchronous)
+
+    return patch
+
+
+STEPS = {
+    "before training": killing(FakeLearner, "update", after=False),
+    "after training": killing(FakeLearner, "update", after=True),
+    "while saving": killing(FakeLearner, "save", after=True),
+    "before the version exists": killing(adapters, "write_version", after=False),
+    "after the version exists": killing(adapters, "write_version", after=True),
+    "before consuming": killing(claims, "consume", after=False),
+    "within the consuming transaction": killing(claims, "consume", after=True),
+    "before publishing": killing(Publisher, "publish", after=False),
+    "after loading": killing(ModelServer, "load", after=True),
+    "after promoting": killing(Publisher, "publish", after=True),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_killed_at(bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    STEPS[step](monkeypatch)
+    with pytest.raises(Killed):
+        await run_once(bench)
+    bench.learner = FakeLearner(bench.fake)
+    await run_once(bench)
+    await run_once(bench)
+    assert await bench.states() == {0: "published", 1: "serving"}
+    await bench.assert_spent_once(4)
+
+
+async def test_a_version_that_is_not_served_right_is_rejected(bench: Bench) -> None:
+    bench.fake.logprobs["m@1"] = -7.0
+    await run_once(bench)
+    assert await bench.states() == {0: "serving", 1: "rejected"}
+    assert bench.fake.loaded == {}
+    await bench.fill("u")
+    await run_once(bench)
+    assert bench.learner.restored is None
+    assert await bench.states() == {0: "published", 1: "rejected", 2: "serving"}
+
+
+async def test_a_server_that_refuses_the_load_keeps_the_old_version(bench: Bench) -> None:
+    bench.fake.refuse_load = True
+    await run_once(bench)
+    assert await bench.states() == {0: "serving", 1: "rejected"}
+
+
+async def test_an_update_that_comes_out_unusable_spends_its_episodes(bench: Bench) -> None:
+    bench.learner.fails = True
+    assert await run_once(bench)
+    await bench.assert_spent_once(4)
+    assert await bench.states() == {0: "serving"}
+
+
+async def test_a_restarted_server_gets_its_adapters_back(bench: Bench) -> None:
+    await run_once(bench)
+    bench.fake.loaded.clear()
+    async with ModelServer(bench.fake.url) as server:
+        await bench.loop(server).tend()
+    assert list(bench.fake.loaded) == ["m@1"]

@@ -1,0 +1,44 @@
+"""Recipes: every key known, every value in range, and the message names what is not."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import RecipeError
+from trainer.recipe import load_recipe, parse_recipe
+
+
+@pytest.mark.parametrize("name", ["default", "demo"])
+def test_the_packaged_recipes_are_valid(name: str) -> None:
+    assert load_recipe(name).learner == "grpo"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[grpo]\nlerning_rate = 1", "unknown key 'grpo.lerning_rate'"),
+        ("colour = 1", "unknown key 'colour'"),
+        ("[grpo]\nlearning_rate = 0", "grpo.learning_rate"),
+        ("[grpo]\nlearning_rate = 'fast'", "grpo.learning_rate"),
+        ("[claim]\ngroup_size = 1", "claim.group_size"),
+        ("[claim]\ngroup_size = 2\nsmallest_group = 4", "smallest_group"),
+        ("[credit]\nair_lambda = 0.3", "credit.air_lambda"),
+        ("[credit.air_scores]\nok = 1", "air_scores"),
+        (
+            "[credit.air_scores]\nok=1\nerror=-1\ntimeout=-1\ndenied=-1\nmalformed=-1",
+            "malformed must score below",
+        ),
+        ("learner = 'magic'", "learner"),
+        ("[grpo", "not TOML"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, named: str) -> None:
+    with pytest.raises(RecipeError, match=named):
+        parse_recipe(text, "r.toml")
+
+
+def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="default, demo"):
+        load_recipe("nope")
+    with pytest.raises(RecipeError, match="cannot be read"):
+        load_recipe(str(tmp_path / "nope.toml"))

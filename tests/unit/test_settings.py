@@ -1,0 +1,70 @@
+"""Settings: mistyped variables stop the start, by name."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from pawl.settings import UnreadSettings, known_variables, read_settings, refuse_unread
+from proxy.settings import ProxySettings, address
+from store.settings import StoreSettings
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_mistyped_variable_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(UnreadSettings, match=r"PAWL_UPSTREM_URL.*PAWL_UPSTREAM_URL"):
+        refuse_unread({"PAWL_UPSTREM_URL": "http://x/v1"})
+
+
+def test_a_mistyped_line_in_the_env_file_is_refused_too(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("PAWL_COLOUR=red\n")
+    with pytest.raises(UnreadSettings, match="PAWL_COLOUR"):
+        refuse_unread({})
+
+
+def test_the_variables_of_the_contract_are_read() -> None:
+    contract = {
+        "PAWL_UPSTREAM_URL",
+        "PAWL_LISTEN",
+        "PAWL_ADMIN_LISTEN",
+        "PAWL_SPOOL_DIR",
+        "PAWL_ADAPTER_DIR",
+        "PAWL_RECIPE",
+    }
+    assert contract <= known_variables()
+    refuse_unread(dict.fromkeys(contract, "x") | {"HOME": "/"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PAWL_LISTEN", "8100"),
+        ("PAWL_LISTEN", "host:99999"),
+        ("PAWL_UPSTREAM_URL", "not a url"),
+        ("PAWL_DEFAULT_TEMPERATURE", "-1"),
+        ("DATABASE_URL", "mysql://x/y"),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UnreadSettings, match=name):
+        read_settings(ProxySettings)
+
+
+def test_settings_are_frozen_and_secrets_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATABASE_URL", "postgresql://u:hunter2@h/d")
+    settings = StoreSettings()
+    assert "hunter2" not in repr(settings)
+    with pytest.raises(ValidationError):
+        settings.data_dir = Path("x")
+
+
+def test_addresses() -> None:
+    assert address("127.0.0.1:80") == ("127.0.0.1", 80)
+    assert address("[::1]:80") == ("::1", 80)
