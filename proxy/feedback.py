@@ -14,7 +14,7 @@ from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from proxy.errors import KeyReused, SpoolFull
-from proxy.metrics import FEEDBACK, REWARD, TOOL_STATUS
+from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS
 from proxy.recent import Recent
 from proxy.recorder import Recorder
 from proxy.statements import parse_feedback
@@ -120,3 +120,4 @@ class FeedbackDesk:
                 TOOL_STATUS.labels(item.tool.status).inc()
             elif item.metric == REWARD_METRIC and item.value is not None:
                 REWARD.labels(*(earner or ("", ""))).observe(item.value)
+                REWARD_SUM.labels(*(earner or ("", ""))).inc(item.value)

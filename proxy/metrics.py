@@ -51,6 +51,9 @@ REWARD = Histogram(
     ["policy", "version"],
     buckets=(-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 10),
 )
+# A histogram with a negative bucket has no sum of its own; rewards may be negative, so that
+# this sum may fall: a gauge, for delta(), not for rate().
+REWARD_SUM = Gauge("pawl_reward_stated_sum", "Sum of those rewards.", ["policy", "version"])
 TOOL_STATUS = Counter("pawl_tool_events_total", "Tool executions by how they ended.", ["status"])
 WARNINGS = Counter("pawl_warnings_total", "Malformed headers that a call was let through with.")
 SERVING = Gauge("pawl_serving_version", "The version that new episodes get.", ["policy"])
