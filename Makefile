@@ -9,6 +9,8 @@ help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install:  ## make .venv with everything in it
+	@command -v $(PYTHON) >/dev/null || \
+	  { echo "pawl: no $(PYTHON) here: install Python 3.11, or say make $@ PYTHON=/path/to/it" >&2; exit 1; }
 	@$(PYTHON) scripts/install.py
 
 demo: install  ## an agent gets better while it works, on this machine (ARGS="--seed 1")

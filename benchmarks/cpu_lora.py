@@ -10,9 +10,6 @@ import argparse
 import asyncio
 import json
 import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,15 +23,14 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.vllm_server import vllm_server
+
 if TYPE_CHECKING:
     import torch
 
 ADAPTER = "bench-adapter"
 BASE = "bench-base"
 RANK = 16
-READY_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 30.0
-POLL_S = 0.25
 
 # VLLM_PLUGINS is a list of allowed names; an empty one allows none.
 NO_PLUGINS = ""
@@ -151,73 +147,14 @@ def measure_server(
 
 @contextmanager
 def serving(options: Options, adapter: Path, plugins: str) -> Iterator[str]:
-    """A vLLM server in a process group of its own, up for the length of the block."""
-    port = options.port or _free_port()
-    environment = os.environ | {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_PLUGINS": plugins,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": options.cores,
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    with tempfile.NamedTemporaryFile("w+", prefix="vllm-", suffix=".log") as log:
-        process = subprocess.Popen(
-            _command(options, adapter, port),
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            asyncio.run(_until_ready(f"http://127.0.0.1:{port}", process, Path(log.name)))
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            _stop(process)
-
-
-def _command(options: Options, adapter: Path, port: int) -> list[str]:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    command += ["--model", str(options.model), "--served-model-name", BASE]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", options.dtype, "--max-model-len", "1024"]
-    command += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)]
-    command += ["--lora-modules", f"{ADAPTER}={adapter}"]
-    return command
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-async def _until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    async with aiohttp.ClientSession() as session:
-        while not await _is_ready(session, url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                tail = "\n".join(log.read_text().splitlines()[-30:])
-                raise RuntimeError(f"vLLM did not become ready:\n{tail}")
-            await asyncio.sleep(POLL_S)
-
-
-async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with session.get(f"{url}/health") as response:
-            return response.status == 200
-    except aiohttp.ClientConnectionError:
-        return False
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The engine is a child of the server: the whole group goes, and is waited for."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    """A server with the adapter loaded, and with `plugins` in place."""
+    arguments = ["--model", str(options.model), "--served-model-name", BASE]
+    arguments += ["--dtype", options.dtype, "--max-model-len", "1024"]
+    arguments += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)]
+    arguments += ["--lora-modules", f"{ADAPTER}={adapter}"]
+    environment = {"VLLM_PLUGINS": plugins, "VLLM_CPU_OMP_THREADS_BIND": options.cores}
+    with vllm_server(arguments, environment, options.port) as url:
+        yield url
 
 
 async def _measure(url: str, model: str, options: Options) -> float:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -82,12 +82,10 @@ async def wait_ready(url: str) -> None:
     """Until the proxy answers, and has its database."""
     async with aiohttp.ClientSession() as session:
         while True:
-            try:
+            with suppress(aiohttp.ClientError):
                 async with session.get(url) as response:
                     if (await response.json())["database"] == "up":
                         return
-            except aiohttp.ClientError:
-                pass
             await asyncio.sleep(0.1)
 
 

@@ -78,13 +78,9 @@ class Recorder:
     ) -> CallRecord:
         """The record of a call, `request` as the client sent it; pure but for the settings."""
         sampling = sampling_settings(request.fields, self._default_temperature)
+        strict = _has_strict_tools(request.fields)
         reason = why_not_trainable(
-            outcome.status,
-            outcome.http_status,
-            serving.version,
-            sampling,
-            _has_strict_tools(request.fields),
-            facts.sampled,
+            outcome.status, outcome.http_status, serving.version, sampling, strict, facts.sampled
         )
         return CallRecord(
             id=call_id,

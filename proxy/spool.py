@@ -15,6 +15,7 @@ from typing import Final
 
 from proxy.errors import SpoolInUse
 from proxy.segments import encode_frame
+from store.files import sync
 from store.ids import new_id
 from store.records import SpoolRecord
 
@@ -135,7 +136,8 @@ class Spool:
             self._file = os.open(segment, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
             self._segment = segment
             self._size = 0
-            _sync_folder(self.folder)
+            # The new file's name must be durable too.
+            sync(self.folder)
         return self._file
 
 
@@ -146,15 +148,6 @@ def _resolve(future: "asyncio.Future[None]", error: OSError | None) -> None:
         future.set_result(None)
     else:
         future.set_exception(error)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new file's name durable too."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _hold(path: Path) -> int:

@@ -9,7 +9,6 @@ The rename is the moment a version exists. Its manifest carries all that recordi
 update needs, so that a crash between the rename and the database ends in the same rows.
 """
 
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from hashlib import file_digest
@@ -20,6 +19,7 @@ from uuid import UUID
 import msgspec
 
 from store.claims import Outcome
+from store.files import sync
 from store.records import Record
 from trainer.errors import AdapterError
 
@@ -80,9 +80,9 @@ def write_version(
     )
     (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     for path in [*partial.rglob("*"), partial]:
-        _sync(path)
+        sync(path)
     partial.rename(place)
-    _sync(place.parent)
+    sync(place.parent)
     return place
 
 
@@ -131,11 +131,3 @@ def sweep(root: Path, policy: str) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

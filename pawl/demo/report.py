@@ -32,48 +32,35 @@ def draw(path: Path, progress: Progress) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 4.2), dpi=150)
     numbers = [wave.number for wave in progress.waves]
-    axes.plot(
-        numbers,
-        [wave.well_formed for wave in progress.waves],
-        color=FORMED,
-        marker="o",
-        markersize=4,
-        linewidth=1.5,
-        label="well-formed tool calls",
-    )
-    axes.plot(
-        numbers,
-        [wave.success for wave in progress.waves],
-        color=RISING,
-        marker="o",
-        linewidth=2.5,
-        label="right answers at work",
-    )
+    formed = [wave.well_formed for wave in progress.waves]
+    right = [wave.success for wave in progress.waves]
+    axes.plot(numbers, formed, "o-", color=FORMED, markersize=4, label="well-formed tool calls")
+    axes.plot(numbers, right, "o-", color=RISING, linewidth=2.5, label="right answers at work")
     last = numbers[-1] if numbers else 1
     for x, share in ((0, progress.before), (last + 1, progress.after)):
         if share is not None:
             axes.bar(x, share, width=0.7, color=INK, alpha=0.85)
-            axes.annotate(
-                f"{share:.0%}", (x, share), ha="center", va="bottom", fontweight="bold", color=INK
-            )
+            axes.annotate(f"{share:.0%}", (x, share), ha="center", va="bottom", weight="bold")
     axes.set_xticks([0, *numbers, last + 1])
-    axes.set_xticklabels(
-        ["held-out\nbefore", *[str(number) for number in numbers], "held-out\nafter"]
-    )
+    names = [str(number) for number in numbers]
+    axes.set_xticklabels(["held-out\nbefore", *names, "held-out\nafter"])
+    _dress(axes)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _dress(axes: Any) -> None:
     axes.set_ylim(0, 1.08)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_xlabel("wave (one update each)")
     axes.grid(axis="y", color=FAINT, alpha=0.4)
+    axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.set_title(
-        "An unchanged agent gets better while it works", loc="left", fontweight="bold", color=INK
-    )
-    axes.set_axisbelow(True)
+    title = "An unchanged agent gets better while it works"
+    axes.set_title(title, loc="left", fontweight="bold", color=INK)
     axes.legend(frameon=False, loc="lower center")
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
 
 
 def page(summary: dict[str, Any], progress: Progress, picture: bytes) -> str:

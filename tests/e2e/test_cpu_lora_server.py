@@ -1,12 +1,6 @@
 """A real vLLM server on the CPU: base model and adapter in one batch, each gets its own answer."""
 
 import asyncio
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +9,13 @@ import aiohttp
 import pytest
 import torch
 
+from benchmarks.vllm_server import vllm_server
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 BASE, ADAPTER = "base", "strong-adapter"
 PROMPT = "The capital of France is"
 SAMPLED_TOKENS = 24
-READY_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 30.0
-POLL_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -49,79 +42,20 @@ def adapter_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
-def server_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server of its own process group, killed with all it started."""
-    port = _free_port()
-    log = tmp_path_factory.mktemp("vllm") / "server.log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            _command(model_dir, port),
-            env=os.environ | _environment(),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        asyncio.run(_until_ready(f"http://127.0.0.1:{port}", process, log))
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        _stop(process)
-
-
-def _command(model_dir: Path, port: int) -> list[str]:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    command += ["--model", str(model_dir), "--served-model-name", BASE]
-    command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", "float32", "--max-model-len", "1024"]
-    command += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "16"]
+def server_url(model_dir: Path) -> Iterator[str]:
+    """A server with room for two adapters, our plugin in place."""
+    arguments = ["--model", str(model_dir), "--served-model-name", BASE]
+    arguments += ["--dtype", "float32", "--max-model-len", "1024"]
+    arguments += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "16"]
     # A cached prefix would be computed in one batch and read in another.
-    command += ["--no-enable-prefix-caching"]
-    return command
-
-
-def _environment() -> dict[str, str]:
-    return {
-        "HF_HUB_OFFLINE": "1",
+    arguments += ["--no-enable-prefix-caching"]
+    environment = {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-        "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "pawl_cpu_lora",
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-async def _until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    async with aiohttp.ClientSession() as session:
-        while not await _is_ready(session, url):
-            if process.poll() is not None or time.monotonic() > deadline:
-                tail = "\n".join(log.read_text().splitlines()[-30:])
-                raise RuntimeError(f"vLLM did not become ready:\n{tail}")
-            await asyncio.sleep(POLL_S)
-
-
-async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with session.get(f"{url}/health") as response:
-            return response.status == 200
-    except aiohttp.ClientConnectionError:
-        return False
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with vllm_server(arguments, environment) as url:
+        yield url
 
 
 async def _load_adapters(url: str, folder: Path, names: list[str]) -> None:
@@ -173,6 +107,31 @@ def test_each_request_of_a_mixed_batch_is_answered_by_its_own_model(
     together = [ADAPTER, BASE, other, BASE, ADAPTER, other, BASE, ADAPTER]
     for model, answer in zip(together, asyncio.run(_answers(server_url, together)), strict=True):
         assert_same(answer, base_alone if model == BASE else adapter_alone)
+
+
+async def _prompt_logprobs(session: aiohttp.ClientSession, model: str) -> list[float]:
+    request = {"model": model, "prompt": PROMPT, "max_tokens": 1, "prompt_logprobs": 0}
+    async with session.post("/v1/completions", json=request) as response:
+        assert response.status == 200, await response.text()
+        entries = (await response.json())["choices"][0]["prompt_logprobs"]
+    return [next(iter(entry.values()))["logprob"] for entry in entries[1:]]
+
+
+async def _probed_while_busy(url: str) -> tuple[list[float], list[float], list[Answer]]:
+    timeout = aiohttp.ClientTimeout(total=300)
+    async with aiohttp.ClientSession(url, timeout=timeout) as session:
+        alone = await _prompt_logprobs(session, ADAPTER)
+        busy = asyncio.gather(*(_answer(session, model) for model in [ADAPTER, BASE] * 3))
+        beside = await _prompt_logprobs(session, ADAPTER)
+        return alone, beside, await busy
+
+
+def test_prompt_log_probabilities_beside_other_requests_do_not_end_the_engine(
+    server_url: str, adapter_dir: Path
+) -> None:
+    alone, beside, answers = asyncio.run(_probed_while_busy(server_url))
+    assert beside == pytest.approx(alone, abs=1e-4)
+    assert len(answers) == 6
 
 
 def test_stock_operations_still_answer_rows_without_an_adapter_from_the_last_slot() -> None:

@@ -189,3 +189,18 @@ def test_going_back_to_the_base_forgets_the_adapter(tiny_model: str, tmp_path: P
     assert made.logprobs(batch) != base
     made.restore(None)
     assert made.logprobs(batch) == base
+
+
+def test_half_precision_trains_too(tiny_model: str, tmp_path: Path) -> None:
+    half = recipe().model_copy(update={"dtype": "bfloat16"})
+    made = Learner(tiny_model, half, seed=0, scratch=tmp_path)
+    batch = rows(members=2)
+    before = made.logprobs(batch)
+    for _ in range(10):
+        assert math.isfinite(made.update(batch)["grad_norm"])
+    after = made.logprobs(batch)
+    gains = [
+        (sum(new) - sum(old)) * (1 if row.advantage > 0.5 else -1)
+        for row, old, new in zip(batch, before, after, strict=True)
+    ]
+    assert sum(gains) > 0

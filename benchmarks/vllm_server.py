@@ -1,0 +1,89 @@
+"""A bare vLLM for the length of a block: what benchmarks and tests measure against.
+
+The stack's own (`pawl.stack`) is kept up and restarted; here a server that ends is a failure.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+
+READY_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 30.0
+POLL_S = 0.2
+QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def vllm_server(
+    arguments: Sequence[str], environment: Mapping[str, str], port: int | None = None
+) -> Iterator[str]:
+    """Its root URL, once it answers; its whole process group is gone when the block is left.
+
+    Raises:
+        RuntimeError: it did not come up; the message ends with its log's last lines.
+    """
+    port = port or free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.NamedTemporaryFile("w+", prefix="vllm-", suffix=".log") as log:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"),
+                *("--host", "127.0.0.1", "--port", str(port)),
+                *arguments,
+            ],
+            env=dict(os.environ) | QUIET | dict(environment),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            asyncio.run(_until_ready(url, process, Path(log.name)))
+            yield url
+        finally:
+            _stop(process)
+
+
+async def _until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    async with aiohttp.ClientSession() as session:
+        while not await _is_ready(session, url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                tail = "\n".join(log.read_text().splitlines()[-30:])
+                raise RuntimeError(f"vLLM did not become ready:\n{tail}")
+            await asyncio.sleep(POLL_S)
+
+
+async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health") as response:
+            return response.status == 200
+    except aiohttp.ClientConnectionError:
+        return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """The engine is a child of the server: the whole group goes, and is waited for."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
