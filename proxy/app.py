@@ -36,7 +36,7 @@ def data_app(relay: Relay, desk: FeedbackDesk, max_body_mb: int) -> web.Applicat
     async def handle(request: web.Request) -> web.StreamResponse:
         try:
             route = find_route(request.method, request.raw_path.partition("?")[0])
-            if route.kind is Kind.CHAT:
+            if route.kind is Kind.CALL:
                 return await relay.handle(request, route)
             if route.kind is Kind.FEEDBACK:
                 return await desk.handle(request)

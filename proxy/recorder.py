@@ -7,7 +7,7 @@ from uuid import UUID
 import msgspec
 import structlog
 
-from proxy.dialects.base import ChatRequest, ReplyFacts
+from proxy.dialects.base import ModelRequest, ReplyFacts
 from proxy.identity import Identity
 from proxy.metrics import DROPPED, NOT_TRAINABLE, RECORDED, SPOOLED, TOKENS, TOOL_STATUS
 from proxy.recent import Recent
@@ -68,9 +68,10 @@ class Recorder:
     def make_record(
         self,
         call_id: UUID,
+        dialect: str,
         identity: Identity,
         serving: Serving,
-        request: ChatRequest,
+        request: ModelRequest,
         facts: ReplyFacts,
         outcome: Outcome,
         tool_events: tuple[ToolEvent, ...],
@@ -88,7 +89,7 @@ class Recorder:
             method=identity.method,
             agent=identity.agent,
             task=identity.task,
-            dialect="chat",
+            dialect=dialect,
             policy=serving.policy,
             policy_version=serving.version,
             served_model=serving.served_name,

@@ -15,8 +15,8 @@ import aiohttp
 import structlog
 from aiohttp import web
 
-from proxy.dialects import chat
-from proxy.dialects.base import Transcript
+from proxy.dialects.base import Transcript, read_request
+from proxy.dialects.table import DIALECTS
 from proxy.errors import ProxyError, error_body
 from proxy.identity import Identity, identify
 from proxy.metrics import (
@@ -110,9 +110,10 @@ class Call:
         self.id = new_id()
         self._identity: Identity = identify(request.headers, route, self.id)
         self._tool_events, self._warnings = self._read_tool_status()
-        self._asked = self._rewritten = chat.read_request(b"")
+        self._dialect = DIALECTS[route.dialect or ""]
+        self._asked = self._rewritten = read_request(b"")
         self._serving = Serving(None, None, None)
-        self._transcript: Transcript = chat.WholeReply(self._asked, None)
+        self._transcript: Transcript = self._dialect.whole(self._asked, None)
         self._http_status: int | None = None
         self._first_chunk_ms: float | None = None
         self._raw: list[bytes] = []
@@ -133,7 +134,7 @@ class Call:
 
     async def run(self, body: bytes) -> web.StreamResponse:
         """Forward, pass on, record, end."""
-        self._asked = chat.read_request(body)
+        self._asked = read_request(body)
         status: CallStatus = "client_gone"
         try:
             await self._prepare()
@@ -164,7 +165,7 @@ class Call:
 
     def _rewrite(self, want_ids: bool) -> None:
         name = self._serving.served_name
-        self._rewritten = chat.rewrite_request(self._asked, name, want_ids=want_ids)
+        self._rewritten = self._dialect.rewrite(self._asked, name, want_ids=want_ids)
 
     async def _send(self) -> aiohttp.ClientResponse:
         """Send the request; one refused as malformed is sent again as the client wrote it.
@@ -190,7 +191,7 @@ class Call:
 
     async def _stream(self, reply: aiohttp.ClientResponse) -> tuple[web.StreamResponse, CallStatus]:
         self._http_status = reply.status
-        self._transcript = chat.StreamedReply(self._rewritten, self._serving.served_name)
+        self._transcript = self._dialect.streamed(self._rewritten, self._serving.served_name)
         headers = reply_headers(reply.headers, keep_length=False)
         headers.extend(self._own_headers())
         response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
@@ -232,7 +233,7 @@ class Call:
             return web.Response(status=502), "truncated"
         self._note_first_chunk()
         self._raw = [body]
-        self._transcript = chat.WholeReply(self._rewritten, self._serving.served_name)
+        self._transcript = self._dialect.whole(self._rewritten, self._serving.served_name)
         self._transcript.feed(body)
         out = self._transcript.finish()
         await self._end("complete")
@@ -274,6 +275,7 @@ class Call:
         )
         record = self._relay.recorder.make_record(
             self.id,
+            self._dialect.name,
             self._identity,
             self._serving,
             self._asked,

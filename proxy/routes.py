@@ -17,7 +17,7 @@ from proxy.errors import NotAllowed
 class Kind(Enum):
     """What is done with a request."""
 
-    CHAT = "chat"
+    CALL = "call"
     FORWARD = "forward"
     FEEDBACK = "feedback"
 
@@ -27,14 +27,15 @@ class Route(msgspec.Struct, frozen=True):
 
     kind: Kind
     path: str
+    dialect: str | None = None
     task: str | None = None
     episode: str | None = None
     agent: str | None = None
 
 
 _EXACT: Final = {
-    ("POST", "/v1/chat/completions"): Kind.CHAT,
-    ("POST", "/v1/completions"): Kind.FORWARD,
+    ("POST", "/v1/chat/completions"): Kind.CALL,
+    ("POST", "/v1/completions"): Kind.CALL,
     ("POST", "/v1/responses"): Kind.FORWARD,
     ("POST", "/v1/messages"): Kind.FORWARD,
     ("POST", "/v1/messages/count_tokens"): Kind.FORWARD,
@@ -44,6 +45,7 @@ _EXACT: Final = {
     ("POST", "/detokenize"): Kind.FORWARD,
     ("POST", "/feedback"): Kind.FEEDBACK,
 }
+DIALECT_OF: Final = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
 # A model's name may hold a slash and an adapter's version, and nothing that could climb.
 _MODEL: Final = re.compile(
     r"/v1/models/(?!.*\.\.)[A-Za-z0-9][\w.@:+-]*(?:/[\w.@:+-]+)*\Z", re.ASCII
@@ -70,7 +72,7 @@ def find_route(method: str, raw_path: str) -> Route:
     if kind is None:
         raise NotAllowed(_message(method, rest), code="unknown_url")
     named = {name: unquote(match[name]) for name in ("task", "episode", "agent") if match[name]}
-    return Route(kind=kind, path=rest, **named)
+    return Route(kind=kind, path=rest, dialect=DIALECT_OF.get(rest), **named)
 
 
 def _message(method: str, path: str) -> str:

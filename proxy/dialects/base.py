@@ -10,7 +10,7 @@ from store.records import ToolCall
 Object = dict[str, msgspec.Raw]
 
 
-class ChatRequest(msgspec.Struct, frozen=True):
+class ModelRequest(msgspec.Struct, frozen=True):
     """A request as it goes to the upstream, and what must be undone in its reply.
 
     `parsed` is its top level with values unparsed (None: it is no JSON object), `fields`
@@ -52,6 +52,65 @@ class Transcript(Protocol):
 
     def facts(self) -> ReplyFacts:
         """What was said, whole or not."""
+
+
+class Dialect(Protocol):
+    """One wire format: how a request is rewritten and its reply followed."""
+
+    @property
+    def name(self) -> str:
+        """As the ledger has it."""
+
+    def rewrite(
+        self, request: ModelRequest, served_name: str | None, *, want_ids: bool
+    ) -> ModelRequest:
+        """The request for the upstream; the client's own bytes where nothing must change."""
+
+    def whole(self, request: ModelRequest, served_name: str | None) -> Transcript:
+        """Follows a reply that comes in one piece."""
+
+    def streamed(self, request: ModelRequest, served_name: str | None) -> Transcript:
+        """Follows a reply of server-sent events."""
+
+
+def read_request(body: bytes) -> ModelRequest:
+    """A request as the client sent it.
+
+    A body that is no JSON object is kept as it is: the upstream says what is wrong with it.
+    """
+    parsed = parse_object(body)
+    if parsed is None:
+        return ModelRequest(body=body)
+    fields = {name: readable_value(raw) for name, raw in parsed.items()}
+    model = fields.get("model")
+    return ModelRequest(
+        body=body,
+        parsed=parsed,
+        fields=fields,
+        model=model if isinstance(model, str) else None,
+        stream=fields.get("stream") is True,
+    )
+
+
+def with_changes(request: ModelRequest, served_name: str | None, added: Object) -> ModelRequest:
+    """`request` under the version's name and with `added` fields, all else byte for byte."""
+    if request.parsed is None:
+        return request
+    changes: Object = {}
+    if served_name is not None and served_name != request.model:
+        changes["model"] = msgspec.Raw(msgspec.json.encode(served_name))
+    changes |= added
+    if not changes:
+        return request
+    body = msgspec.json.encode(request.parsed | changes)
+    return msgspec.structs.replace(request, body=body, injected=frozenset(added))
+
+
+def own_name(request: ModelRequest, served_name: str | None) -> msgspec.Raw | None:
+    """The model's name to put back into a reply; None where it was not changed."""
+    if served_name is None or request.model is None or served_name == request.model:
+        return None
+    return msgspec.Raw(msgspec.json.encode(request.model))
 
 
 def parse_object(body: bytes) -> Object | None:

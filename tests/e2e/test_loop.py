@@ -73,15 +73,19 @@ SCENARIOS: dict[str, Mapping[str, Any]] = {
     "stop": {"messages": [{"role": "user", "content": "Count to five"}], "stop": ["3", "."]},
     "bad request": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": -1},
     "no messages": {},
+    "text": {"prompt": "The capital of France is", "max_tokens": 8},
+    "text with its own logprobs": {"prompt": "Hello", "max_tokens": 4, "logprobs": 2},
+    "two texts": {"prompt": ["Hello", "Good"], "max_tokens": 4},
 }
 
 
 async def body_of(base_url: str, scenario: Mapping[str, Any], stream: bool) -> tuple[int, bytes]:
     """A seeded call's status and body, without what differs between any two calls."""
+    path = "completions" if "prompt" in scenario else "chat/completions"
     body = {"model": POLICY, "seed": 7, "temperature": 1.0, "max_tokens": 16, "stream": stream}
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{base_url}/chat/completions", json=body | dict(scenario)) as response,
+        session.post(f"{base_url}/{path}", json=body | dict(scenario)) as response,
     ):
         return response.status, normalised(await response.read())
 
@@ -90,7 +94,7 @@ def normalised(body: bytes) -> bytes:
     """Ids and times differ between any two calls; everything else must not."""
     import re
 
-    body = re.sub(rb'"id":"chatcmpl-[^"]*"', b'"id":"X"', body)
+    body = re.sub(rb'"id":"(chatcmpl|cmpl)-[^"]*"', b'"id":"X"', body)
     body = re.sub(rb'"id":"chatcmpl-tool-[^"]*"', b'"id":"T"', body)
     return re.sub(rb'"created":\d+', b'"created":0', body)
 

@@ -8,8 +8,8 @@ from proxy.identity import identify
 from proxy.routes import Kind, Route
 
 CALL = UUID("01a1f80b-8bb3-758b-b889-c07dbbff7a56")
-PLAIN = Route(kind=Kind.CHAT, path="/v1/chat/completions")
-NAMED = Route(kind=Kind.CHAT, path="/v1/chat/completions", task="t", episode="u", agent="a")
+PLAIN = Route(kind=Kind.CALL, path="/v1/chat/completions")
+NAMED = Route(kind=Kind.CALL, path="/v1/chat/completions", task="t", episode="u", agent="a")
 
 
 def test_without_any_sign_a_call_is_an_episode_of_its_own() -> None:

@@ -49,7 +49,7 @@ def test_nothing_but_the_listed_paths_gets_through(path: str) -> None:
 
 
 def test_a_chat_call_is_recorded_and_models_are_forwarded() -> None:
-    assert find_route("POST", "/v1/chat/completions").kind is Kind.CHAT
+    assert find_route("POST", "/v1/chat/completions").kind is Kind.CALL
     assert find_route("GET", "/v1/models").kind is Kind.FORWARD
     assert find_route("GET", "/v1/models/org/name@3").path == "/v1/models/org/name@3"
     assert find_route("POST", "/feedback").kind is Kind.FEEDBACK

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.chat import StreamedReply, WholeReply, read_request, rewrite_request
+from proxy.dialects.base import read_request
+from proxy.dialects.choices import CHAT, COMPLETIONS, StreamedReply, WholeReply
 
 ASKED = (
     b'{"model":"agent","messages":[{"role":"user","content":"h\xc3\xa9"}],'
@@ -19,7 +20,7 @@ ASKED = (
 def asked(body: bytes = ASKED, **fields: Any) -> Any:
     if fields:
         body = json.dumps(json.loads(b'{"model":"agent"}') | fields).encode()
-    return rewrite_request(read_request(body), "agent@3", want_ids=True)
+    return CHAT.rewrite(read_request(body), "agent@3", want_ids=True)
 
 
 def event(value: Any) -> bytes:
@@ -67,7 +68,7 @@ SEEN = (
 
 
 def run(pieces: list[bytes]) -> tuple[bytes, StreamedReply]:
-    reply = StreamedReply(asked(), "agent@3")
+    reply = StreamedReply(asked(), "agent@3", "chat.completion")
     out = b"".join(reply.feed(piece) for piece in pieces)
     return out + reply.finish(), reply
 
@@ -81,12 +82,12 @@ def test_the_request_keeps_its_bytes_but_for_what_is_added() -> None:
 
 def test_nothing_wanted_nothing_changed() -> None:
     request = read_request(ASKED)
-    assert rewrite_request(request, "agent", want_ids=False).body is request.body
+    assert CHAT.rewrite(request, "agent", want_ids=False).body is request.body
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"a":\xff}'])
 def test_what_is_no_json_object_goes_through(body: bytes) -> None:
-    request = rewrite_request(read_request(body), "agent@3", want_ids=True)
+    request = CHAT.rewrite(read_request(body), "agent@3", want_ids=True)
     assert request.body == body
     assert request.parsed is None
 
@@ -112,13 +113,13 @@ def test_byte_by_byte_and_with_carriage_returns() -> None:
 
 
 def test_the_end_is_held_back_until_it_is_asked_for() -> None:
-    reply = StreamedReply(asked(), "agent@3")
+    reply = StreamedReply(asked(), "agent@3", "chat.completion")
     assert b"[DONE]" not in reply.feed(STREAM)
     assert reply.finish() == b"data: [DONE]\n\n"
 
 
 def test_chunks_leave_as_soon_as_their_line_is_whole() -> None:
-    reply = StreamedReply(asked(), "agent@3")
+    reply = StreamedReply(asked(), "agent@3", "chat.completion")
     assert reply.feed(event(HEAD) + b"\n").startswith(b"data: ")
 
 
@@ -128,7 +129,7 @@ def test_a_torn_stream_is_not_whole() -> None:
 
 
 def test_what_the_client_asked_for_itself_stays() -> None:
-    reply = StreamedReply(asked(return_token_ids=True, logprobs=True), "agent@3")
+    reply = StreamedReply(asked(return_token_ids=True, logprobs=True), "agent@3", "chat.completion")
     seen = reply.feed(event(chunk({"content": "x"}, [4], [-0.5])) + b"\n\n")
     assert b'"token_ids":[4]' in seen
     assert b'"logprob":-0.5' in seen
@@ -196,7 +197,7 @@ def test_a_whole_reply_is_restored_and_recorded() -> None:
     ],
 )
 def test_odd_replies_reach_the_client_byte_for_byte(body: bytes) -> None:
-    reply = WholeReply(rewrite_request(read_request(b'{"a":1}'), None, want_ids=True), None)
+    reply = WholeReply(CHAT.rewrite(read_request(b'{"a":1}'), None, want_ids=True), None)
     reply.feed(body)
     out = reply.finish()
     assert out == body or json.loads(out) == json.loads(body)
@@ -205,7 +206,86 @@ def test_odd_replies_reach_the_client_byte_for_byte(body: bytes) -> None:
 
 @given(st.binary(max_size=300))
 def test_any_bytes_pass_through_a_stream(data: bytes) -> None:
-    reply = StreamedReply(asked(), "agent@3")
+    reply = StreamedReply(asked(), "agent@3", "chat.completion")
     out = reply.feed(data) + reply.finish()
     assert out == data or b"data:" in data
     reply.facts()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "index",
+                    "delta",
+                    "message",
+                    "logprobs",
+                    "content",
+                    "token_ids",
+                    "tool_calls",
+                    "text",
+                    "function",
+                    "id",
+                    "logprob",
+                    "finish_reason",
+                    "token_logprobs",
+                    "arguments",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.lists(JSON, max_size=3), JSON, JSON)
+def test_no_shape_of_a_reply_breaks_the_call(choices: Any, prompt_ids: Any, usage: Any) -> None:
+    body = json.dumps({"choices": choices, "prompt_token_ids": prompt_ids, "usage": usage}).encode()
+    for dialect in (CHAT, COMPLETIONS):
+        request = dialect.rewrite(read_request(b'{"model":"m"}'), "m@1", want_ids=True)
+        whole = dialect.whole(request, "m@1")
+        whole.feed(body)
+        assert isinstance(json.loads(whole.finish()), dict)
+        whole.facts()
+        streamed = dialect.streamed(request, "m@1")
+        out = streamed.feed(b"data: " + body + b"\n\n") + streamed.finish()
+        assert out.endswith(b"\n\n") or out == b""
+        streamed.facts()
+
+
+def test_a_text_completion_is_captured() -> None:
+    request = COMPLETIONS.rewrite(read_request(b'{"model":"m","prompt":"x"}'), None, want_ids=True)
+    assert b'"logprobs":0,"return_token_ids":true' in request.body
+    choice = {
+        "index": 0,
+        "text": "hi",
+        "logprobs": {"token_logprobs": [-0.5, -1.0]},
+        "token_ids": [4, 5],
+        "prompt_token_ids": [1, 2],
+    }
+    whole = COMPLETIONS.whole(request, None)
+    whole.feed(json.dumps({"id": "c", "choices": [choice]}).encode())
+    seen = json.loads(whole.finish())["choices"][0]
+    assert (seen["token_ids"], seen["prompt_token_ids"], seen["logprobs"]) == (None, None, None)
+    sampled = whole.facts().sampled
+    assert (sampled.prompt_ids, sampled.sampled_ids) == ((1, 2), (4, 5))
+    assert sampled.sampled_logprobs == (-0.5, -1.0)
+
+
+def test_a_streamed_text_completion_is_put_together() -> None:
+    request = COMPLETIONS.rewrite(read_request(b'{"model":"m"}'), None, want_ids=True)
+    reply = COMPLETIONS.streamed(request, None)
+    for text, token in (("h", 4), ("i", 5)):
+        choice = {"index": 0, "text": text, "token_ids": [token]}
+        reply.feed(event({"id": "c", "choices": [choice]}) + b"\n\n")
+    assert reply.feed(b"data: [DONE]\n\n") == b""
+    assert reply.finish() == b"data: [DONE]\n\n"
+    facts = reply.facts()
+    assert facts.whole
+    assert json.loads(facts.reply or b"")["choices"][0]["text"] == "hi"
+    assert facts.sampled.sampled_ids == (4, 5)

@@ -1,23 +1,27 @@
-"""`/v1/chat/completions`, streamed and not.
+"""The dialects that answer in `choices`: `/v1/chat/completions` and `/v1/completions`.
 
 What we add: `return_token_ids`, `logprobs` and the version's name as `model`. What comes
 back for it is put to `null` again, as vLLM sends it to those who did not ask, the model's
 name is put back, and the extra chunks with an empty delta that ids ride on are not passed on.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
 
 from proxy.dialects.base import (
     NULL,
-    ChatRequest,
+    ModelRequest,
     Object,
     ReplyFacts,
+    Transcript,
+    own_name,
     parse_object,
-    readable_value,
     value_of,
+    with_changes,
 )
+from proxy.dialects.events import EventStream, is_done
 from proxy.dialects.merge import merge_delta
 from proxy.trainable import Sampled
 from store.records import ToolCall
@@ -25,57 +29,65 @@ from store.records import ToolCall
 DONE: Final = b"[DONE]"
 IDS: Final = "return_token_ids"
 LOGPROBS: Final = "logprobs"
-_TRUE: Final = msgspec.Raw(b"true")
+# What reading a reply raises that is not of the API's shape. Such a reply is passed on as it
+# came, and its call is not trainable.
+ODD_SHAPE: Final = (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError)
 
 
-def read_request(body: bytes) -> ChatRequest:
-    """A request as the client sent it.
+class ChoicesDialect(msgspec.Struct, frozen=True):
+    """Chat completions or text completions.
 
-    A body that is no JSON object is kept as it is: the upstream says what is wrong with it.
+    `wanted` are the fields that make vLLM give ids and log-probabilities; `asked` says
+    whether a client's own value of one already does.
     """
-    parsed = parse_object(body)
-    if parsed is None:
-        return ChatRequest(body=body)
-    fields = {name: readable_value(raw) for name, raw in parsed.items()}
-    model = fields.get("model")
-    return ChatRequest(
-        body=body,
-        parsed=parsed,
-        fields=fields,
-        model=model if isinstance(model, str) else None,
-        stream=fields.get("stream") is True,
-    )
+
+    name: str
+    reply_object: str
+    wanted: Mapping[str, msgspec.Raw]
+    asked: Callable[[str, Any], bool]
+
+    def rewrite(
+        self, request: ModelRequest, served_name: str | None, *, want_ids: bool
+    ) -> ModelRequest:
+        """See `Dialect`."""
+        added: Object = {
+            field: value
+            for field, value in self.wanted.items()
+            if want_ids and not self.asked(field, request.fields.get(field))
+        }
+        return with_changes(request, served_name, added)
+
+    def whole(self, request: ModelRequest, served_name: str | None) -> Transcript:
+        """See `Dialect`."""
+        return WholeReply(request, served_name)
+
+    def streamed(self, request: ModelRequest, served_name: str | None) -> Transcript:
+        """See `Dialect`."""
+        return StreamedReply(request, served_name, self.reply_object)
 
 
-def rewrite_request(
-    request: ChatRequest, served_name: str | None, *, want_ids: bool
-) -> ChatRequest:
-    """The request for the upstream; the client's own bytes where nothing must change."""
-    if request.parsed is None:
-        return request
-    changes: Object = {}
-    if served_name is not None and served_name != request.model:
-        changes["model"] = msgspec.Raw(msgspec.json.encode(served_name))
-    injected = frozenset(
-        name for name in (IDS, LOGPROBS) if want_ids and request.fields.get(name) is not True
-    )
-    changes |= dict.fromkeys(sorted(injected), _TRUE)
-    if not changes:
-        return request
-    body = msgspec.json.encode(request.parsed | changes)
-    return msgspec.structs.replace(request, body=body, injected=injected)
+CHAT: Final = ChoicesDialect(
+    name="chat",
+    reply_object="chat.completion",
+    wanted={LOGPROBS: msgspec.Raw(b"true"), IDS: msgspec.Raw(b"true")},
+    asked=lambda _field, value: value is True,
+)
+COMPLETIONS: Final = ChoicesDialect(
+    name="completions",
+    reply_object="text_completion",
+    # Here `logprobs` is a number: how many alternatives beside the sampled token.
+    wanted={LOGPROBS: msgspec.Raw(b"0"), IDS: msgspec.Raw(b"true")},
+    asked=lambda field, value: value is True if field == IDS else value is not None,
+)
 
 
 class _Undo:
     """Takes out of a reply what the request's rewriting put in, and gathers it."""
 
-    def __init__(self, request: ChatRequest, served_name: str | None) -> None:
+    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         self.hide_ids = IDS in request.injected
         self._hide_logprobs = LOGPROBS in request.injected
-        renamed = served_name is not None and served_name != request.model
-        self._model = (
-            msgspec.Raw(msgspec.json.encode(request.model)) if renamed and request.model else None
-        )
+        self._model = own_name(request, served_name)
         self.prompt_ids: list[int] | None = None
         self.sampled_ids: list[int] | None = None
         self.sampled_logprobs: list[float] | None = None
@@ -90,18 +102,14 @@ class _Undo:
         """`restore`, or None for a reply of another shape than the API's: it is passed on as is."""
         try:
             return self.restore(parsed)
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        except ODD_SHAPE:
             return None
 
     def restore(self, parsed: Object) -> list[Object]:
         """Undo in place; returns the choices, for what else is to be read from them."""
         if self._model is not None and "model" in parsed:
             parsed["model"] = self._model
-        prompt_ids = value_of(parsed.get("prompt_token_ids"))
-        if prompt_ids is not None:
-            self.prompt_ids = prompt_ids
-            if self.hide_ids:
-                parsed["prompt_token_ids"] = NULL
+        self._take_prompt(parsed)
         raw_choices = parsed.get("choices")
         if raw_choices is None or bytes(raw_choices)[:1] != b"[":
             return []
@@ -111,18 +119,25 @@ class _Undo:
         parsed["choices"] = msgspec.Raw(msgspec.json.encode(choices))
         return choices
 
+    def _take_prompt(self, holder: Object) -> None:
+        """Prompt ids stand beside the choices in a chat, and in each choice in a completion."""
+        prompt_ids = value_of(holder.get("prompt_token_ids"))
+        if prompt_ids is not None:
+            self.prompt_ids = _ids(prompt_ids)
+            if self.hide_ids:
+                holder["prompt_token_ids"] = NULL
+
     def _take_choice(self, choice: Object) -> None:
-        self.indices.add(value_of(choice.get("index")) or 0)
+        self.indices.add(int(value_of(choice.get("index")) or 0))
+        self._take_prompt(choice)
         ids = value_of(choice.get("token_ids"))
         if ids is not None:
-            self.sampled_ids = (self.sampled_ids or []) + ids
+            self.sampled_ids = (self.sampled_ids or []) + _ids(ids)
             if self.hide_ids:
                 choice["token_ids"] = NULL
         logprobs = value_of(choice.get("logprobs"))
         if logprobs is not None:
-            content = logprobs.get("content") or []
-            values = [token["logprob"] for token in content]
-            self.sampled_logprobs = (self.sampled_logprobs or []) + values
+            self.sampled_logprobs = (self.sampled_logprobs or []) + _values(logprobs)
             if self._hide_logprobs:
                 choice["logprobs"] = NULL
 
@@ -136,15 +151,29 @@ class _Undo:
         )
 
 
+def _ids(value: Any) -> list[int]:
+    return msgspec.convert(value, list[int])
+
+
+def _values(logprobs: dict[str, Any]) -> list[float]:
+    """Log-probabilities in either form; an echoed prompt's first token has none (null)."""
+    if "token_logprobs" in logprobs:
+        found = [value for value in logprobs["token_logprobs"] if value is not None]
+    else:
+        found = [token["logprob"] for token in logprobs.get("content") or []]
+    return msgspec.convert(found, list[float])
+
+
 def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
     return None if values is None else tuple(values)
 
 
-def _tool_calls(message: dict[str, Any]) -> tuple[ToolCall, ...]:
+def _tool_calls(message: Any) -> tuple[ToolCall, ...]:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
     found = []
-    for call in message.get("tool_calls") or []:
-        function = call.get("function") or {}
-        if call.get("id"):
+    for call in calls if isinstance(calls, list) else []:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and call.get("id"):
             found.append(
                 ToolCall(
                     id=str(call["id"]),
@@ -158,7 +187,7 @@ def _tool_calls(message: dict[str, Any]) -> tuple[ToolCall, ...]:
 class WholeReply:
     """A reply that comes in one piece: nothing leaves before all of it is there."""
 
-    def __init__(self, request: ChatRequest, served_name: str | None) -> None:
+    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         self._undo = _Undo(request, served_name)
         self._pieces: list[bytes] = []
         self._facts: ReplyFacts | None = None
@@ -192,81 +221,56 @@ def _facts(reply: bytes | None, parsed: dict[str, Any], undo: _Undo, *, whole: b
     first = choices[0] if isinstance(choices, list) and choices else None
     first = first if isinstance(first, dict) else {}
     usage = parsed.get("usage") if isinstance(parsed.get("usage"), dict) else None
-    response_id = parsed.get("id")
     return ReplyFacts(
         reply=reply,
-        response_id=response_id if isinstance(response_id, str) else None,
-        finish=first.get("finish_reason"),
+        response_id=_text(parsed.get("id")),
+        finish=_text(first.get("finish_reason")),
         usage=usage,
-        tool_calls=_tool_calls(first.get("message") or {}),
+        tool_calls=_tool_calls(first.get("message")),
         sampled=undo.sampled(usage),
         whole=whole,
     )
 
 
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
 class StreamedReply:
-    """A reply as server-sent events (WHATWG HTML §9.2), followed line by line.
+    """A reply as server-sent events, put together as it passes."""
 
-    Every complete line leaves at once; from `data: [DONE]` on, bytes are held back.
-    """
-
-    def __init__(self, request: ChatRequest, served_name: str | None) -> None:
+    def __init__(self, request: ModelRequest, served_name: str | None, reply_object: str) -> None:
         self._undo = _Undo(request, served_name)
-        self._partial = b""
-        self._held = b""
-        self._ended = False
-        self._skip_blank = False
+        self._reply_object = reply_object
+        self._events = EventStream(self._data, is_done)
         self._head: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
         self._unread = 0
 
     def feed(self, chunk: bytes) -> bytes:
         """See `Transcript`."""
-        if self._ended:
-            self._held += chunk
-            return b""
-        lines = (self._partial + chunk).split(b"\n")
-        self._partial = lines.pop()
-        out = []
-        for position, line in enumerate(lines):
-            if self._is_done(line):
-                self._ended = True
-                self._held = b"\n".join([*lines[position:], self._partial])
-                self._partial = b""
-                break
-            out.append(self._line(line + b"\n"))
-        return b"".join(out)
+        return self._events.feed(chunk)
 
     def finish(self) -> bytes:
-        """See `Transcript`: the end marker, or what an unfinished line left."""
-        if not self._ended and self._is_done(self._partial):
-            self._ended = True
-        held, self._held = self._held + self._partial, b""
-        self._partial = b""
-        return held
+        """See `Transcript`."""
+        return self._events.finish()
 
-    @staticmethod
-    def _is_done(line: bytes) -> bool:
-        return line.startswith(b"data:") and line[5:].strip() == DONE
-
-    def _line(self, line: bytes) -> bytes:
-        if not line.strip():
-            skip, self._skip_blank = self._skip_blank, False
-            return b"" if skip else line
-        if not line.startswith(b"data:"):
-            return line
-        payload = line[5:].strip()
+    def _data(self, payload: bytes) -> bytes | None:
+        if payload == DONE:
+            return payload
         parsed = parse_object(payload)
         choices = None if parsed is None else self._undo.try_restore(parsed)
         if parsed is None or choices is None:
             self._unread += 1
-            return line
+            return payload
         if self._rides_on_nothing(parsed, choices):
-            self._skip_blank = True
-            return b""
+            return None
         out = payload if self._undo.changes_nothing else msgspec.json.encode(parsed)
-        self._gather(msgspec.json.decode(out))
-        return line.replace(payload, out, 1) if out is not payload else line
+        try:
+            self._gather(msgspec.json.decode(out))
+        except ODD_SHAPE:
+            self._unread += 1
+        return out
 
     def _rides_on_nothing(self, parsed: Object, choices: list[Object]) -> bool:
         """A chunk that is there only for its ids (vLLM parsers do)."""
@@ -281,18 +285,17 @@ class StreamedReply:
             )
         )
 
-    @property
-    def _undo_injected(self) -> frozenset[str]:
-        return frozenset([IDS] if self._undo.hide_ids else [])
-
     def _gather(self, event: dict[str, Any]) -> None:
         for choice in event.get("choices") or []:
-            known = self._choices.setdefault(choice.get("index", 0), {"message": {}})
-            merge_delta(known["message"], choice.get("delta") or {})
+            known = self._choices.setdefault(choice.get("index", 0), {})
+            if "delta" in choice:
+                merge_delta(known.setdefault("message", {}), choice["delta"] or {})
+            if "text" in choice:
+                known["text"] = known.get("text", "") + choice["text"]
             known |= {
                 name: value
                 for name, value in choice.items()
-                if name != "delta" and (value is not None or name not in known)
+                if name not in ("delta", "text") and (value is not None or name not in known)
             }
         self._head |= {
             name: value
@@ -303,8 +306,8 @@ class StreamedReply:
     def facts(self) -> ReplyFacts:
         """See `Transcript`; the events put together into one `chat.completion`."""
         if not self._head and not self._choices:
-            return _facts(None, {}, self._undo, whole=self._ended)
+            return _facts(None, {}, self._undo, whole=self._events.ended)
         choices = [self._choices[index] for index in sorted(self._choices)]
-        reply = self._head | {"object": "chat.completion", "choices": choices}
-        whole = self._ended and not self._unread
+        reply = self._head | {"object": self._reply_object, "choices": choices}
+        whole = self._events.ended and not self._unread
         return _facts(msgspec.json.encode(reply), reply, self._undo, whole=whole)
