@@ -36,8 +36,8 @@ class Route(msgspec.Struct, frozen=True):
 _EXACT: Final = {
     ("POST", "/v1/chat/completions"): Kind.CALL,
     ("POST", "/v1/completions"): Kind.CALL,
-    ("POST", "/v1/responses"): Kind.FORWARD,
-    ("POST", "/v1/messages"): Kind.FORWARD,
+    ("POST", "/v1/responses"): Kind.CALL,
+    ("POST", "/v1/messages"): Kind.CALL,
     ("POST", "/v1/messages/count_tokens"): Kind.FORWARD,
     ("POST", "/v1/embeddings"): Kind.FORWARD,
     ("GET", "/v1/models"): Kind.FORWARD,
@@ -45,7 +45,12 @@ _EXACT: Final = {
     ("POST", "/detokenize"): Kind.FORWARD,
     ("POST", "/feedback"): Kind.FEEDBACK,
 }
-DIALECT_OF: Final = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+DIALECT_OF: Final = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+}
 # A model's name may hold a slash and an adapter's version, and nothing that could climb.
 _MODEL: Final = re.compile(
     r"/v1/models/(?!.*\.\.)[A-Za-z0-9][\w.@:+-]*(?:/[\w.@:+-]+)*\Z", re.ASCII

@@ -309,5 +309,7 @@ class StreamedReply:
             return _facts(None, {}, self._undo, whole=self._events.ended)
         choices = [self._choices[index] for index in sorted(self._choices)]
         reply = self._head | {"object": self._reply_object, "choices": choices}
-        whole = self._events.ended and not self._unread
+        # Not every server sends [DONE]; a reason to finish in each choice says as much.
+        finished = bool(choices) and all(choice.get("finish_reason") for choice in choices)
+        whole = (self._events.ended or finished) and not self._unread
         return _facts(msgspec.json.encode(reply), reply, self._undo, whole=whole)

@@ -1,6 +1,8 @@
-"""Puts the deltas of a streamed message together (pure)."""
+"""Puts the pieces of a streamed reply together (pure)."""
 
 from typing import Any, Final
+
+import msgspec
 
 # Said once and for all, where other strings come in pieces.
 WHOLE_STRINGS: Final = frozenset({"role", "id", "type", "name"})
@@ -37,3 +39,45 @@ def _merge_indexed(
     for piece in pieces:
         merge_delta(by_index.setdefault(piece["index"], {}), piece)
     return [by_index[index] for index in sorted(by_index)]
+
+
+def merge_message_event(message: dict[str, Any], event: dict[str, Any]) -> None:
+    """Add one event of Anthropic's stream to `message`, in place; an odd one adds nothing."""
+    kind, index = event.get("type"), event.get("index")
+    if kind == "message_start" and isinstance(event.get("message"), dict):
+        message |= event["message"] | {"content": []}
+    elif kind == "message_delta":
+        for part in ("delta", "usage"):
+            told = event.get(part)
+            target = message if part == "delta" else message.setdefault("usage", {})
+            if isinstance(told, dict) and isinstance(target, dict):
+                target |= told
+    elif kind == "content_block_start" and isinstance(event.get("content_block"), dict):
+        message.setdefault("content", []).append(dict(event["content_block"]))
+    elif kind in ("content_block_delta", "content_block_stop"):
+        content = message.get("content", [])
+        if isinstance(index, int) and 0 <= index < len(content):
+            _merge_block(content[index], event.get("delta"), stop=kind == "content_block_stop")
+
+
+# A delta's type says which of its fields goes where in the block.
+_BLOCK_DELTAS: Final = {
+    "text_delta": ("text", "text"),
+    "thinking_delta": ("thinking", "thinking"),
+    "signature_delta": ("signature", "signature"),
+    "input_json_delta": ("partial_json", "_input"),
+}
+
+
+def _merge_block(block: dict[str, Any], delta: Any, *, stop: bool) -> None:
+    """Text is appended; a tool's input comes as JSON in pieces and is read at the block's end."""
+    if stop and "_input" in block:
+        text = block.pop("_input")
+        try:
+            block["input"] = msgspec.json.decode(text) if text else {}
+        except msgspec.DecodeError:
+            block["input"] = text
+    if isinstance(delta, dict) and delta.get("type") in _BLOCK_DELTAS:
+        source, target = _BLOCK_DELTAS[delta["type"]]
+        if isinstance(delta.get(source), str):
+            block[target] = str(block.get(target) or "") + delta[source]

@@ -21,6 +21,7 @@ from trainer.rows import Row
 from trainer.trees import build_tree
 
 STATE_FILE = "optimizer.pt"
+IN_BETWEEN = "trained on, and not saved as a version"
 Progress = Callable[[int, int], None]
 
 
@@ -39,7 +40,8 @@ class Learner:
         self._seed = seed
         self._scratch = scratch
         base, self._tokenizer = load_base(model, recipe)
-        self._restored: Path | None = None
+        # Where the model stands: a version's folder, None for the base, or in between.
+        self._stands_at: Path | str | None = None
         self._interrupted = threading.Event()
         self._start(base, None)
 
@@ -53,13 +55,13 @@ class Learner:
 
     def restore(self, adapter: Path | None) -> None:
         """Continue from `adapter` (None: from the base model), optimiser state included."""
-        if adapter == self._restored:
+        if adapter == self._stands_at:
             return
         self._start(self._model.unload(), adapter)
         state = None if adapter is None else adapter / "trainer" / STATE_FILE
         if state is not None and state.exists():
             self._trainer.optimizer.load_state_dict(torch.load(state, weights_only=True))
-        self._restored = adapter
+        self._stands_at = adapter
 
     def update(
         self, rows: Sequence[Row], progress: Progress = lambda _done, _all: None
@@ -70,7 +72,7 @@ class Learner:
             LearnerError: the gradient is not finite; the learner must be restored.
             Interrupted: see `interrupt`.
         """
-        self._restored = None
+        self._stands_at = IN_BETWEEN
         started = time.perf_counter()
         steps = split_steps(rows, self._recipe.grpo.steps)
         plans = [plan_micro_batches(step, self._recipe.grpo.micro_batch_tokens) for step in steps]
@@ -144,7 +146,7 @@ class Learner:
 
     def saved_as(self, adapter: Path) -> None:
         """What was trained last is now `adapter`: continuing from it needs no reading back."""
-        self._restored = adapter
+        self._stands_at = adapter
 
 
 def _mean(values: Sequence[float]) -> float:
