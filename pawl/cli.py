@@ -158,10 +158,10 @@ def migrate(
     settings = read_settings(StackSettings)
 
     async def run() -> None:
-        from pawl.stack.database import database_url
+        from pawl.stack.database import open_database
 
-        url = await database_url(settings)
-        await (downgrade(url, revision) if down else upgrade(url, revision))
+        async with open_database(settings) as url:
+            await (downgrade(url, revision) if down else upgrade(url, revision))
 
     asyncio.run(run())
 

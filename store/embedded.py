@@ -5,6 +5,7 @@ outlives the process that started it until `stop`, so that any of Pawl's process
 attach to it and none takes the others' database away by ending.
 """
 
+import os
 import shutil
 import subprocess
 import warnings
@@ -64,6 +65,19 @@ class EmbeddedPostgres:
                 f"the embedded PostgreSQL did not start; its log: {self.log}"
             ) from error
         return self.url
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the server is up, whoever started it."""
+        try:
+            pid = int((self.folder / "postmaster.pid").read_text().split()[0])
+            os.kill(pid, 0)
+        except (FileNotFoundError, IndexError, ValueError, ProcessLookupError):
+            return False
+        except PermissionError:
+            # It is there, and another user's.
+            return True
+        return True
 
     @property
     def log(self) -> Path:

@@ -85,11 +85,14 @@ def page(summary: dict[str, Any], progress: Progress, picture: bytes) -> str:
 body{{font:16px/1.5 system-ui,sans-serif;color:{INK};max-width:860px;
  margin:2rem auto;padding:0 1rem}}
 h1{{margin-bottom:0}} img{{width:100%}}
-.cards{{display:flex;flex-wrap:wrap;gap:.6rem;margin:1rem 0}}
-.card{{flex:1 1 6.5rem;background:#f1f3f5;border-radius:8px;padding:.6rem .8rem}}
+.cards{{display:grid;gap:.6rem;margin:1rem 0;
+ grid-template-columns:repeat(auto-fit,minmax(10.5rem,1fr))}}
+.card{{background:#f1f3f5;border-radius:8px;padding:.6rem .8rem}}
 .card b{{display:block;font-size:1.25rem}} .card span{{color:#52606d;font-size:.85rem}}
-table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:.9rem}}
-th,td{{text-align:right;padding:.25rem .5rem;border-bottom:1px solid #e9ecef}}
+table{{border-collapse:collapse;width:100%;font-size:.8rem;
+ font-variant-numeric:tabular-nums}}
+.wide{{overflow-x:auto}}
+th,td{{text-align:right;padding:.25rem .35rem;border-bottom:1px solid #e9ecef}}
 code{{background:#f1f3f5;padding:.1rem .3rem;border-radius:4px}}
 </style>
 <h1>Pawl demo</h1>
@@ -99,7 +102,7 @@ server kept running. Seed {summary["seed"]}.</p>
 <div class=cards>{cards}</div>
 <img alt="Right answers and well-formed tool calls, wave after wave"
  src="data:image/png;base64,{image}">
-<h2>Updates</h2>{_updates_table(progress)}
+<h2>Updates</h2><div class=wide>{_updates_table(progress)}</div>
 <p>The same figures for programs: <code>summary.json</code> beside this page.</p></html>
 """
 

@@ -2,8 +2,10 @@
 
 import asyncio
 import ctypes
+import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +13,7 @@ import structlog
 
 log = structlog.get_logger()
 
-STOP_S: Final = 20.0
+STOP_S: Final = 10.0
 RESTART_S: Final = 0.2
 PR_SET_PDEATHSIG: Final = 1
 # More restarts than this without the process ever living for a minute: it will not come up.
@@ -51,15 +53,17 @@ class Process:
         self._keeper = asyncio.create_task(self._keep(), name=f"keep-{self.name}")
 
     async def stop(self) -> None:
-        """End it: SIGTERM, and SIGKILL for what does not heed it."""
+        """End it and all that it started: SIGTERM, and SIGKILL for what does not heed it."""
         self._stopping = True
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             try:
                 await asyncio.wait_for(self._process.wait(), STOP_S)
             except TimeoutError:
-                self._process.kill()
+                log.warning("process_killed", process=self.name, after_s=STOP_S)
+                self._kill_group()
                 await self._process.wait()
+        self._kill_group()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.wait([self._keeper])
@@ -69,6 +73,12 @@ class Process:
         if not self.log_file.exists():
             return ""
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
+
+    def _kill_group(self) -> None:
+        """End what the process left behind: vLLM's engine is a child that can outlive it."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _spawn(self) -> None:
         with self.log_file.open("ab") as output:
@@ -92,6 +102,7 @@ class Process:
             code = await self._process.wait()
             if self._stopping:
                 return
+            self._kill_group()
             short_lives = short_lives + 1 if loop.time() - born < LIVED_S else 1
             log.warning("process_ended", process=self.name, code=code, restarts=self.restarts)
             if short_lives > MOST_RESTARTS or code == 2:
