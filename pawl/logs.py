@@ -2,17 +2,26 @@
 
 import logging
 import sys
+from collections.abc import Callable
 
+import msgspec
 import structlog
+
+
+def _to_json(event: object, **_: object) -> bytes:
+    return msgspec.json.encode(event, enc_hook=str)
 
 
 def configure_logging() -> None:
     """Set structlog up; called once, by the command that was started."""
     renderer: structlog.typing.Processor
+    factory: Callable[..., structlog.typing.WrappedLogger]
     if sys.stderr.isatty():
         renderer = structlog.dev.ConsoleRenderer()
+        factory = structlog.PrintLoggerFactory(sys.stderr)
     else:
-        renderer = structlog.processors.JSONRenderer()
+        renderer = structlog.processors.JSONRenderer(_to_json)
+        factory = structlog.BytesLoggerFactory(sys.stderr.buffer)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -22,6 +31,7 @@ def configure_logging() -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=factory,
+        cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)

@@ -1,9 +1,12 @@
 """Puts the proxy together, runs it, and takes it apart in the right order."""
 
 import asyncio
+import gc
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -30,10 +33,13 @@ log = structlog.get_logger()
 DRAIN_AT_EXIT_S = 5.0
 
 
-def data_app(relay: Relay, desk: FeedbackDesk, max_body_mb: int) -> web.Application:
-    """The data port: every request goes through the allow-list first."""
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
-    async def handle(request: web.Request) -> web.StreamResponse:
+
+def data_handler(relay: Relay, desk: FeedbackDesk) -> Handler:
+    """The data port: every request goes through the allow-list, the only router there is."""
+
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
         try:
             route = find_route(request.method, request.raw_path.partition("?")[0])
             if route.kind is Kind.CALL:
@@ -50,9 +56,7 @@ def data_app(relay: Relay, desk: FeedbackDesk, max_body_mb: int) -> web.Applicat
                 headers={"x-pawl-fault": error.fault},
             )
 
-    app = web.Application(client_max_size=max_body_mb * 2**20)
-    app.router.add_route("*", "/{path:.*}", handle)
-    return app
+    return handle
 
 
 @asynccontextmanager
@@ -78,8 +82,8 @@ async def running(settings: ProxySettings) -> AsyncIterator[None]:
         watching = asyncio.create_task(database.run(), name="pawl-database")
         draining = asyncio.create_task(drainer.run(), name="pawl-drain")
         runners = [
-            await _listen(data_app(relay, desk, settings.max_body_mb), settings.listen),
-            await _listen(admin_app(database), settings.admin_listen),
+            await _listen(_data_runner(data_handler(relay, desk), settings), settings.listen),
+            await _listen(web.AppRunner(admin_app(database)), settings.admin_listen),
         ]
         log.info("proxy_up", listen=settings.listen, admin=settings.admin_listen, spooled=waiting)
         try:
@@ -110,16 +114,26 @@ async def _drain_rest(drainer: Drainer) -> None:
         log.warning("spool_left", reason=type(error).__name__)
 
 
-async def _listen(app: web.Application, listen: str) -> web.AppRunner:
-    runner = web.AppRunner(
-        app,
+def _data_runner(handle: Handler, settings: ProxySettings) -> web.ServerRunner:
+    server = web.Server(
+        handle,
+        request_factory=partial(_make_request, settings.max_body_mb * 2**20),
         handler_cancellation=True,
         auto_decompress=False,
         access_log=None,
         max_line_size=65536,
         max_field_size=65536,
-        shutdown_timeout=30.0,
     )
+    return web.ServerRunner(server, shutdown_timeout=30.0)
+
+
+def _make_request(max_size: int, *parts: Any) -> web.BaseRequest:
+    message, payload, protocol, writer, task = parts
+    loop = asyncio.get_running_loop()
+    return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=max_size)
+
+
+async def _listen(runner: web.BaseRunner, listen: str) -> web.BaseRunner:
     await runner.setup()
     host, port = address(listen)
     await web.TCPSite(runner, host, port, backlog=1024).start()
@@ -132,5 +146,7 @@ async def serve(settings: ProxySettings) -> None:
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
+    # What is there now lives as long as the process: the collector need not look at it again.
+    gc.freeze()
     async with running(settings):
         await stop.wait()

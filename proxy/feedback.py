@@ -40,7 +40,7 @@ class FeedbackDesk:
         self._recent = recent
         self._connect = connect
 
-    async def handle(self, request: web.Request) -> web.Response:
+    async def handle(self, request: web.BaseRequest) -> web.Response:
         """Answer one POST.
 
         Raises:

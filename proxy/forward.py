@@ -9,7 +9,7 @@ from proxy.routes import Route
 from proxy.upstream import Upstream, reply_headers, request_headers
 
 
-async def forward(request: web.Request, route: Route, upstream: Upstream) -> web.StreamResponse:
+async def forward(request: web.BaseRequest, route: Route, upstream: Upstream) -> web.StreamResponse:
     """Pass a request on and its reply back, byte for byte."""
     body = request.content if request.body_exists else None
     headers = request_headers(request.headers)

@@ -5,7 +5,8 @@ from typing import Final, TypeVar
 
 from store.records import CallRecord
 
-CAPACITY: Final = 100_000
+# About 7,000 calls; the database knows the older ones.
+CAPACITY: Final = 20_000
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 

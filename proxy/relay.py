@@ -64,7 +64,7 @@ class Relay:
         self._recorder = recorder
         self._finishing: set[asyncio.Task[CallRecord]] = set()
 
-    async def handle(self, request: web.Request, route: Route) -> web.StreamResponse:
+    async def handle(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """Answer one call and record it."""
         with IN_FLIGHT.track_inprogress():
             call = Call(self, request, route)
@@ -101,7 +101,7 @@ class Relay:
 class Call:
     """One call's way through the proxy."""
 
-    def __init__(self, relay: Relay, request: web.Request, route: Route) -> None:
+    def __init__(self, relay: Relay, request: web.BaseRequest, route: Route) -> None:
         self._relay = relay
         self._request = request
         self._route = route

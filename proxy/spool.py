@@ -110,8 +110,9 @@ class Spool:
                 self._write(data)
         except OSError as failure:
             error = failure
-        for _, future in waiting:
-            future.get_loop().call_soon_threadsafe(_resolve, future, error)
+        # One wake-up of the loop for all that were waiting.
+        futures = [future for _, future in waiting]
+        futures[0].get_loop().call_soon_threadsafe(_resolve, futures, error)
 
     def _write(self, data: bytes) -> None:
         file = self._open_file()
@@ -141,13 +142,14 @@ class Spool:
         return self._file
 
 
-def _resolve(future: "asyncio.Future[None]", error: OSError | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
+def _resolve(futures: "list[asyncio.Future[None]]", error: OSError | None) -> None:
+    for future in futures:
+        if future.done():
+            continue
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
 
 
 def _hold(path: Path) -> int:

@@ -49,6 +49,7 @@ class Upstream:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             max_line_size=65536,
             max_field_size=65536,
         )
@@ -81,7 +82,6 @@ class Upstream:
                 headers=headers,
                 data=body,
                 allow_redirects=False,
-                skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             )
         except (aiohttp.ClientError, TimeoutError) as error:
             raise UpstreamUnreachable(

@@ -83,12 +83,15 @@ _TAKES_TASK = (
     " AND (episodes.task IS NULL OR excluded.first_call_id < episodes.first_call_id))"
 )
 _IS_EARLIER = "excluded.first_call_id < episodes.first_call_id"
-_UPSERT_EPISODE = text(
+_UPSERT_EPISODES = text(
     f"""
     INSERT INTO episodes (id, key, method, task, task_named, policy, policy_version,
                           first_call_id, last_call_at)
-    VALUES (:id, :key, :method, :task, :task_named, :policy, :policy_version,
-            :first_call_id, :last_call_at)
+    SELECT * FROM unnest(
+        CAST(:id AS uuid[]), CAST(:key AS text[]), CAST(:method AS text[]),
+        CAST(:task AS text[]), CAST(:task_named AS boolean[]), CAST(:policy AS text[]),
+        CAST(:policy_version AS integer[]), CAST(:first_call_id AS uuid[]),
+        CAST(:last_call_at AS timestamptz[]))
     ON CONFLICT (key) DO UPDATE SET
         last_call_at = GREATEST(episodes.last_call_at, excluded.last_call_at),
         first_call_id = LEAST(episodes.first_call_id, excluded.first_call_id),
@@ -97,7 +100,7 @@ _UPSERT_EPISODE = text(
         policy = CASE WHEN {_IS_EARLIER} THEN excluded.policy ELSE episodes.policy END,
         policy_version = CASE WHEN {_IS_EARLIER} THEN excluded.policy_version
                          ELSE episodes.policy_version END
-    RETURNING id
+    RETURNING key, id
     """
 )
 
@@ -105,24 +108,31 @@ _UPSERT_EPISODE = text(
 async def _upsert_episodes(
     connection: AsyncConnection, calls: Sequence[CallRecord]
 ) -> dict[str, UUID]:
-    """Merge each call into its episode, in the order of keys: no two drainers deadlock."""
-    ids: dict[str, UUID] = {}
+    """Merge the calls into their episodes, in the order of keys: no two drainers deadlock."""
+    by_key: dict[str, list[CallRecord]] = {}
     for call in sorted(calls, key=lambda call: (call.episode, call.id)):
-        ids[call.episode] = await connection.scalar(_UPSERT_EPISODE, _episode_row(call))
-    return ids
+        by_key.setdefault(call.episode, []).append(call)
+    rows = [episode_row(members) for members in by_key.values()]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    stored = await connection.execute(_UPSERT_EPISODES, columns)
+    return {row.key: row.id for row in stored}
 
 
-def _episode_row(call: CallRecord) -> dict[str, Any]:
+def episode_row(calls: Sequence[CallRecord]) -> dict[str, Any]:
+    """What one batch's calls, earliest first, say of their episode: the rules above (pure)."""
+    first = calls[0]
+    named = next((call.task for call in calls if call.task is not None), None)
+    derived = next((task for task in map(derived_task, calls) if task is not None), None)
     return {
         "id": new_id(),
-        "key": call.episode,
-        "method": call.method,
-        "task": call.task or derived_task(call),
-        "task_named": call.task is not None,
-        "policy": call.policy,
-        "policy_version": call.policy_version,
-        "first_call_id": call.id,
-        "last_call_at": call.started_at,
+        "key": first.episode,
+        "method": first.method,
+        "task": named if named is not None else derived,
+        "task_named": named is not None,
+        "policy": first.policy,
+        "policy_version": first.policy_version,
+        "first_call_id": first.id,
+        "last_call_at": max(call.started_at for call in calls),
     }
 
 
