@@ -1,8 +1,8 @@
-"""Whose call it is: episode, agent and task, from our headers or the URL (pure).
+"""Whose call it is: episode, agent and task (pure).
 
-The first that applies, each for itself: a header, then the URL's prefix. A call that names
-no episode gets one of its own. An unusable value never fails the call: it is put aside
-with a warning.
+The first that applies, each for itself: a header, then the URL's prefix; for the episode then
+what the call's content repeats (`proxy.stitch`). A call without any sign gets an episode of
+its own. An unusable value never fails the call: it is put aside with a warning.
 """
 
 from collections.abc import Mapping
@@ -29,12 +29,23 @@ class Identity(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()
 
 
-def identify(headers: Mapping[str, str], route: Route, call_id: UUID) -> Identity:
-    """Episode, agent and task of a call."""
+class Joined(msgspec.Struct, frozen=True):
+    """The episode that a call's content points to, and by which sign."""
+
+    episode: str
+    method: str
+
+
+def identify(
+    headers: Mapping[str, str], route: Route, call_id: UUID, joined: Joined | None = None
+) -> Identity:
+    """Episode, agent and task of a call; `joined` is what its content says of its episode."""
     warnings: list[str] = []
     episode, method = _pick(headers, "episode", route.episode, warnings)
     agent, _ = _pick(headers, "agent", route.agent, warnings)
     task, _ = _pick(headers, "task", route.task, warnings)
+    if episode is None and joined is not None:
+        episode, method = joined.episode, joined.method
     return Identity(
         episode=episode or str(call_id),
         method=method if episode else OWN_EPISODE,

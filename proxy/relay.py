@@ -18,7 +18,7 @@ from aiohttp import web
 from proxy.dialects.base import Transcript, read_request
 from proxy.dialects.table import DIALECTS
 from proxy.errors import ProxyError, error_body
-from proxy.identity import Identity, identify
+from proxy.identity import Identity, Joined, identify
 from proxy.metrics import (
     ADDED_SECONDS,
     CALL_SECONDS,
@@ -29,6 +29,7 @@ from proxy.metrics import (
 )
 from proxy.recorder import Outcome, Recorder
 from proxy.routes import Route
+from proxy.stitch import Stitches
 from proxy.tool_status import HEADER as TOOL_STATUS_HEADER
 from proxy.tool_status import ToolStatusError, parse_tool_status
 from proxy.upstream import Upstream, reply_headers, request_headers
@@ -62,6 +63,7 @@ class Relay:
         self._upstream = upstream
         self._versions = versions
         self._recorder = recorder
+        self.stitches = Stitches()
         self._finishing: set[asyncio.Task[CallRecord]] = set()
 
     async def handle(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
@@ -109,7 +111,8 @@ class Call:
         self._started_at = datetime.now(UTC)
         self.id = new_id()
         self._identity: Identity = identify(request.headers, route, self.id)
-        self._tool_events, self._warnings = self._read_tool_status()
+        self._tool_events: tuple[ToolEvent, ...] = ()
+        self._warnings: tuple[str, ...] = ()
         self._dialect = DIALECTS[route.dialect or ""]
         self._asked = self._rewritten = read_request(b"")
         self._serving = Serving(None, None, None)
@@ -135,6 +138,8 @@ class Call:
     async def run(self, body: bytes) -> web.StreamResponse:
         """Forward, pass on, record, end."""
         self._asked = read_request(body)
+        self._identity = identify(self._request.headers, self._route, self.id, self._joined())
+        self._tool_events, self._warnings = self._read_tool_status()
         status: CallStatus = "client_gone"
         try:
             await self._prepare()
@@ -157,6 +162,16 @@ class Call:
             if self._recorded is None:
                 await self._relay.finish(self, status)
             self._log()
+
+    def _joined(self) -> Joined | None:
+        """The episode that this call's content points to."""
+        stitches = self._relay.stitches
+        if self._retry_count() > 0:
+            episode = stitches.retried(self._asked.body)
+            if episode is not None:
+                return Joined(episode, "retry")
+        episode = stitches.joined(self._asked.fields)
+        return None if episode is None else Joined(episode, "tool_call")
 
     async def _prepare(self) -> None:
         """Choose the version and rewrite the request for it."""
@@ -285,8 +300,16 @@ class Call:
             self._retry_count(),
         )
         self._recorded = record
+        self._remember(record)
         await self._relay.recorder.record_call(record)
         return record
+
+    def _remember(self, record: CallRecord) -> None:
+        """What a later call may repeat; known before this one's end leaves."""
+        stitches = self._relay.stitches
+        stitches.handed_out((call.id for call in record.tool_calls), record.episode)
+        if record.status != "complete":
+            stitches.failed(self._asked.body, record.episode)
 
     def _retry_count(self) -> int:
         value = self._request.headers.get("x-stainless-retry-count", "0")

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
+from uuid import uuid4
 
 from aiohttp import web
 
@@ -42,7 +43,9 @@ class FakeUpstream:
         asked = self.requests[-1]
         if asked.get("stream"):
             return await self.stream(request, asked)
-        return web.json_response(whole_reply(asked, len(self.requests)))
+        wants_tool = asked.get("tools") and asked["messages"][-1]["role"] == "user"
+        reply = tool_call_reply if wants_tool else whole_reply
+        return web.json_response(reply(asked, len(self.requests)))
 
     async def stream(self, request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
         """Three chunks and the end."""
@@ -75,6 +78,15 @@ def whole_reply(asked: dict[str, Any], number: int) -> dict[str, Any]:
         "usage": {"completion_tokens": 2},
         "prompt_token_ids": [1, 2, 3] if ids else None,
     }
+
+
+def tool_call_reply(asked: dict[str, Any], number: int) -> dict[str, Any]:
+    """A reply that asks for a tool, under an id of its own."""
+    reply = whole_reply(asked, number)
+    function = {"name": "calc", "arguments": "{}"}
+    call = {"id": f"chatcmpl-tool-{uuid4().hex}", "type": "function", "function": function}
+    reply["choices"][0]["message"] |= {"content": None, "tool_calls": [call]}
+    return reply
 
 
 def stream_chunks(asked: dict[str, Any], number: int) -> list[bytes]:

@@ -262,3 +262,41 @@ async def test_two_proxies_do_not_share_a_spool(proxy: Proxy, tmp_path: Path) ->
     with pytest.raises(SpoolInUse, match="PAWL_SPOOL_DIR"):
         async with running(other):
             pass
+
+
+async def test_a_tool_conversation_without_any_name_is_one_episode(proxy: Proxy) -> None:
+    user = {"role": "user", "content": "q"}
+    first = await proxy.chat(messages=[user], tools=[{"type": "function"}])
+    message = first.json["choices"][0]["message"]
+    result = {"role": "tool", "content": "1", "tool_call_id": message["tool_calls"][0]["id"]}
+    second = await proxy.chat(messages=[user, message, result], tools=[{"type": "function"}])
+    assert second.headers["x-pawl-episode"] == first.headers["x-pawl-episode"]
+    assert (await proxy.feedback({"value": 1, "response": second.json["id"]}))[0] == 200
+
+    async def scored() -> bool:
+        [episode] = await proxy.episodes(2)
+        return [f.value for f in episode.feedback] == [1.0]
+
+    assert await eventually(scored)
+
+
+async def test_a_retry_by_the_clients_sdk_belongs_to_the_attempt_that_failed(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    async def gone(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    upstream.behave = gone
+    failed = await proxy.chat()
+    upstream.behave = None
+    again = await proxy.chat(headers={"x-stainless-retry-count": "1"})
+    assert again.headers["x-pawl-episode"] == failed.headers["x-pawl-episode"]
+    other = await proxy.chat(headers={"x-stainless-retry-count": "1"})
+    assert other.headers["x-pawl-episode"] != failed.headers["x-pawl-episode"]
+    [episode, _] = await proxy.episodes(3)
+    assert [(c.status, c.trainable) for c in episode.calls] == [
+        ("upstream_error", False),
+        ("complete", True),
+    ]
