@@ -1,6 +1,7 @@
 """`pawl`: parse, wire, run, exit code. Every command imports what it needs, and no more."""
 
 import asyncio
+import json
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -145,6 +146,37 @@ async def _export(settings: StackSettings, chosen: object, out: Path | None) -> 
         with out.open("wb") as file:
             count = await export(engine, chosen, file)
     print(f"{count} episodes written to {out}", file=sys.stderr)
+
+
+@app.command()
+def spool(
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Try to store the dead letters again.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For a script.")] = False,
+) -> None:
+    """Show what waits on disk to be stored, and what could not be."""
+    from pawl import spool as letters
+    from pawl.stack.database import open_engine
+    from proxy.settings import ProxySettings
+
+    folder = read_settings(ProxySettings).spool_dir
+    settings = read_settings(StackSettings)
+
+    async def try_again() -> tuple[int, list[str]]:
+        async with open_engine(settings) as engine:
+            return await letters.replay(folder, engine)
+
+    if replay:
+        stored, refused = asyncio.run(try_again())
+        print(f"{stored} dead letters stored, {len(refused)} refused again", file=sys.stderr)
+        for why in refused:
+            print(f"  {why}", file=sys.stderr)
+    view = letters.look(folder)
+    if as_json:
+        print(json.dumps(letters.as_json(view)))
+    else:
+        print("\n".join(letters.as_lines(view)))
 
 
 @app.command()

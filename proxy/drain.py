@@ -21,6 +21,7 @@ from proxy.metrics import DEAD_LETTERS, DRAIN_LAG, RECORDED, SPOOLED, STORED
 from proxy.segments import decode_payload, read_frames
 from proxy.spool import Spool
 from store.away import is_away
+from store.ids import new_id
 from store.ingest import ingest
 from store.records import SpoolRecord
 
@@ -168,7 +169,8 @@ class Drainer:
     def _dead_letter(self, payload: bytes, reason: str) -> None:
         folder = self._spool.folder / "dead"
         folder.mkdir(exist_ok=True)
-        name = f"{len(list(folder.glob('*.letter'))):06d}"
+        # A name that is never used again, whatever was replayed and removed meanwhile.
+        name = str(new_id())
         (folder / f"{name}.reason").write_text(reason)
         (folder / f"{name}.letter").write_bytes(payload)
         DEAD_LETTERS.inc()
