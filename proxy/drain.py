@@ -61,9 +61,11 @@ class Drainer:
             try:
                 moved = await self.drain_once()
             except Exception as error:
-                if not is_away(error):
-                    raise
-                log.warning("drain_waits", reason=type(error).__name__)
+                # Whatever it is, what is on disk waits, and this task must go on asking.
+                if is_away(error):
+                    log.warning("drain_waits", reason=type(error).__name__)
+                else:
+                    log.exception("drain_failed")
                 moved = None
             pause = RETRY_S if moved is None else IDLE_S if moved == 0 else 0
             if pause:

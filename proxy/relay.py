@@ -313,7 +313,7 @@ class Call:
 
     def _retry_count(self) -> int:
         value = self._request.headers.get("x-stainless-retry-count", "0")
-        return int(value) if value.isdecimal() else 0
+        return int(value) if value.isdecimal() and len(value) < 4 else 0
 
     def _log(self) -> None:
         """The one canonical line of a call; never a prompt, a key or a body."""

@@ -53,6 +53,16 @@ def _key(value: str | None) -> str | None:
     return value
 
 
+def _as_float(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
 class _Statement:
     """One statement being read; `where` says which in messages."""
 
@@ -124,10 +134,10 @@ class _Statement:
         value = self._fields.get(name)
         if value is None and not required:
             return None
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(float(value or 0)):
-            raise self._error(name, f"must be a finite number, not {value!r}")
-        return float(value or 0)
+        number = _as_float(value)
+        if number is None:
+            raise self._error(name, f"must be a finite number, not {str(value)[:40]!r}")
+        return number
 
     def _tool_event(self) -> ToolEvent:
         status = self._fields.get("value")

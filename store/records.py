@@ -62,7 +62,8 @@ class Tokens(Record, frozen=True, kw_only=True):
 class CallRecord(Record, frozen=True, kw_only=True, tag="call"):
     """One request to a model and its single outcome, as the proxy saw them.
 
-    `request` and `reply` are JSON; what the upstream said that is not JSON is `reply_raw`.
+    `request`, `reply`, `sampling` and `usage` are JSON as text, so that no number in it is
+    too large to be kept; what was said that is not JSON is `request_raw`, `reply_raw`.
     `policy_version` is what the upstream was asked for, at the start and to the end.
     """
 
@@ -84,12 +85,12 @@ class CallRecord(Record, frozen=True, kw_only=True, tag="call"):
     reply_raw: bytes | None
     response_id: str | None
     tokens: Tokens
-    sampling: dict[str, Any]
+    sampling: bytes
     trainable: bool
     reason: str | None
     tool_calls: tuple[ToolCall, ...]
     tool_events: tuple[ToolEvent, ...]
-    usage: dict[str, Any] | None
+    usage: bytes | None
     finish: str | None
     started_at: datetime
     first_chunk_ms: float | None

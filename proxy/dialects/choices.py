@@ -6,7 +6,7 @@ name is put back, and the extra chunks with an empty delta that ids ride on are 
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -151,8 +151,11 @@ class _Undo:
         )
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
 def _ids(value: Any) -> list[int]:
-    return msgspec.convert(value, list[int])
+    return msgspec.convert(value, list[TokenId])
 
 
 def _values(logprobs: dict[str, Any]) -> list[float]:

@@ -264,6 +264,19 @@ async def test_two_proxies_do_not_share_a_spool(proxy: Proxy, tmp_path: Path) ->
             pass
 
 
+async def test_numbers_of_any_size_are_passed_on_and_kept(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    seed = 10**30
+    headers = {"x-stainless-retry-count": "9" * 50}
+    assert (await proxy.chat(seed=seed, top_k=seed, headers=headers)).status == 200
+    assert upstream.requests[-1]["seed"] == seed
+    call = await proxy.only_call()
+    assert json.loads(call.request or b"")["seed"] == seed
+    assert call.sampling["top_k"] == seed
+    assert call.reason == "reshaped_distribution"
+
+
 async def test_a_tool_conversation_without_any_name_is_one_episode(proxy: Proxy) -> None:
     user = {"role": "user", "content": "q"}
     first = await proxy.chat(messages=[user], tools=[{"type": "function"}])

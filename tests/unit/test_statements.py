@@ -64,7 +64,8 @@ def test_what_is_wrong_is_named(body: Any, named: str) -> None:
 
 
 def test_infinite_numbers_and_bad_json_are_refused() -> None:
-    for body in (b'{"value": 1e999, "episode": "e"}', b'{"value": NaN}', b"{", b"\xff"):
+    huge = b'{"value": 1' + b"0" * 400 + b', "episode": "e"}'
+    for body in (b'{"value": 1e999, "episode": "e"}', huge, b'{"value": NaN}', b"{", b"\xff"):
         with pytest.raises(BadRequest):
             parse_feedback(body, NOW, None)
 
