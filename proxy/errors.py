@@ -43,6 +43,12 @@ class KeyReused(BadRequest):
     status = 409
 
 
+class TooLarge(BadRequest):
+    """The request's body is larger than `PAWL_MAX_BODY_MB`."""
+
+    status = 413
+
+
 class UpstreamUnreachable(ProxyError):
     """No connection to the upstream could be made, or it broke before any reply."""
 

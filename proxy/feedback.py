@@ -13,6 +13,7 @@ import structlog
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from proxy.bodies import read_body
 from proxy.errors import KeyReused, SpoolFull
 from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS
 from proxy.recent import Recent
@@ -48,7 +49,7 @@ class FeedbackDesk:
             SpoolFull: it could not be made durable; ask again later.
         """
         key = request.headers.get("Idempotency-Key")
-        record = parse_feedback(await request.read(), datetime.now(UTC), key)
+        record = parse_feedback(await read_body(request), datetime.now(UTC), key)
         repeated = await self._seen_before(record)
         known = await self._known(record)
         if not repeated:

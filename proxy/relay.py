@@ -15,6 +15,7 @@ import aiohttp
 import structlog
 from aiohttp import web
 
+from proxy.bodies import read_body
 from proxy.dialects.base import Transcript, read_request
 from proxy.dialects.table import DIALECTS
 from proxy.errors import ProxyError, error_body
@@ -69,8 +70,9 @@ class Relay:
     async def handle(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         """Answer one call and record it."""
         with IN_FLIGHT.track_inprogress():
-            call = Call(self, request, route)
-            return await call.run(await request.read())
+            arrived = perf_counter()
+            body = await read_body(request)
+            return await Call(self, request, route, body, arrived).run()
 
     async def finish(self, call: "Call", status: CallStatus) -> CallRecord:
         """Record how a call ended; runs to its end even if the client is gone by then."""
@@ -103,18 +105,19 @@ class Relay:
 class Call:
     """One call's way through the proxy."""
 
-    def __init__(self, relay: Relay, request: web.BaseRequest, route: Route) -> None:
+    def __init__(
+        self, relay: Relay, request: web.BaseRequest, route: Route, body: bytes, arrived: float
+    ) -> None:
         self._relay = relay
         self._request = request
         self._route = route
-        self._arrived = perf_counter()
+        self._arrived = arrived
         self._started_at = datetime.now(UTC)
         self.id = new_id()
-        self._identity: Identity = identify(request.headers, route, self.id)
-        self._tool_events: tuple[ToolEvent, ...] = ()
-        self._warnings: tuple[str, ...] = ()
         self._dialect = DIALECTS[route.dialect or ""]
-        self._asked = self._rewritten = read_request(b"")
+        self._asked = self._rewritten = read_request(body)
+        self._identity: Identity = identify(request.headers, route, self.id, self._joined())
+        self._tool_events, self._warnings = self._read_tool_status()
         self._serving = Serving(None, None, None)
         self._transcript: Transcript = self._dialect.whole(self._asked, None)
         self._http_status: int | None = None
@@ -135,11 +138,8 @@ class Call:
             WARNINGS.inc()
         return events, warnings
 
-    async def run(self, body: bytes) -> web.StreamResponse:
+    async def run(self) -> web.StreamResponse:
         """Forward, pass on, record, end."""
-        self._asked = read_request(body)
-        self._identity = identify(self._request.headers, self._route, self.id, self._joined())
-        self._tool_events, self._warnings = self._read_tool_status()
         status: CallStatus = "client_gone"
         try:
             await self._prepare()
@@ -308,7 +308,7 @@ class Call:
         """What a later call may repeat; known before this one's end leaves."""
         stitches = self._relay.stitches
         stitches.handed_out((call.id for call in record.tool_calls), record.episode)
-        if record.status != "complete":
+        if record.status != "complete" or (record.http_status or 0) >= 400:
             stitches.failed(self._asked.body, record.episode)
 
     def _retry_count(self) -> int:

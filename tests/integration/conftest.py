@@ -130,6 +130,7 @@ def settings_for(database_url: str | None, upstream_url: str, folder: Path) -> P
             "admin_listen": f"127.0.0.1:{free_port()}",
             "spool_dir": folder / "spool",
             "data_dir": folder,
+            "max_body_mb": 1,
         }
     )
 

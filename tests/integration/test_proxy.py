@@ -1,6 +1,7 @@
 """The proxy end to end: capture, transparency, identity, warnings, faults."""
 
 import asyncio
+import io
 import json
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from proxy.app import running
 from proxy.errors import SpoolInUse
 from store.policies import promote
 from store.tokens import unpack_ids, unpack_logprobs
-from tests.fake_upstream import FakeUpstream
+from tests.fake_upstream import FakeUpstream, Handler
 from tests.integration.conftest import Proxy, eventually, settings_for
 
 
@@ -164,11 +165,6 @@ async def test_errors_of_the_upstream_reach_the_client_byte_for_byte(
 async def test_an_unreachable_upstream_is_said_so_and_recorded(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
-    async def gone(request: web.Request) -> web.Response:
-        assert request.transport is not None
-        request.transport.abort()
-        return web.Response()
-
     upstream.behave = gone
     response = await proxy.chat()
     assert response.status == 502
@@ -293,15 +289,33 @@ async def test_a_tool_conversation_without_any_name_is_one_episode(proxy: Proxy)
     assert await eventually(scored)
 
 
-async def test_a_retry_by_the_clients_sdk_belongs_to_the_attempt_that_failed(
+async def gone(request: web.Request) -> web.Response:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def busy(_: web.Request) -> web.Response:
+    return web.Response(status=503)
+
+
+async def test_a_body_that_is_too_large_is_refused_by_name(
     proxy: Proxy, upstream: FakeUpstream
 ) -> None:
-    async def gone(request: web.Request) -> web.Response:
-        assert request.transport is not None
-        request.transport.abort()
-        return web.Response()
+    url, body = f"{proxy.url}/v1/chat/completions", io.BytesIO(b"x" * (2**20 + 1))
+    async with proxy.session.post(url, data=body) as response:
+        assert response.status == 413
+        assert "PAWL_MAX_BODY_MB" in (await response.json())["error"]["message"]
+    assert upstream.requests == []
 
-    upstream.behave = gone
+
+@pytest.mark.parametrize(
+    ("failure", "status"), [(gone, "upstream_error"), (busy, "complete")], ids=["torn", "busy"]
+)
+async def test_a_retry_by_the_clients_sdk_belongs_to_the_attempt_that_failed(
+    proxy: Proxy, upstream: FakeUpstream, failure: Handler, status: str
+) -> None:
+    upstream.behave = failure
     failed = await proxy.chat()
     upstream.behave = None
     again = await proxy.chat(headers={"x-stainless-retry-count": "1"})
@@ -310,6 +324,6 @@ async def test_a_retry_by_the_clients_sdk_belongs_to_the_attempt_that_failed(
     assert other.headers["x-pawl-episode"] != failed.headers["x-pawl-episode"]
     [episode, _] = await proxy.episodes(3)
     assert [(c.status, c.trainable) for c in episode.calls] == [
-        ("upstream_error", False),
+        (status, False),
         ("complete", True),
     ]
