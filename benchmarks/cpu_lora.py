@@ -1,6 +1,6 @@
 """vLLM's CPU LoRA operations against those of plugins/cpu_lora: speed and equality.
 
-    python -m benchmarks.cpu_lora --model DIR [--streams 32] [--dtype float32] [--json]
+    python -m benchmarks.cpu_lora [--model DIR] [--streams 32] [--dtype float32] [--json]
 
 Serves the same model and adapter twice, without and with the plugin, and
 counts sampled tokens a second while every stream decodes with the adapter.
@@ -9,7 +9,6 @@ counts sampled tokens a second while every stream decodes with the adapter.
 import argparse
 import asyncio
 import json
-import os
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.vllm_server import vllm_server
+from pawl.stack.model import unpacked_model
 
 if TYPE_CHECKING:
     import torch
@@ -84,8 +84,7 @@ def main() -> None:
 def _parse(arguments: list[str]) -> Options:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_lora", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    model = os.environ.get("PAWL_TEST_MODEL")
-    parser.add_argument("--model", type=Path, default=model, required=model is None)
+    parser.add_argument("--model", type=Path, help="a folder; left out: the packaged SmolLM2")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=128, help="prompt tokens a stream")
     parser.add_argument("--tokens", type=int, default=32, help="sampled tokens a stream")
@@ -93,7 +92,9 @@ def _parse(arguments: list[str]) -> Options:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    return Options(**vars(parser.parse_args(arguments)))
+    given = vars(parser.parse_args(arguments))
+    given["model"] = given["model"] or unpacked_model(Path("var/models"))
+    return Options(**given)
 
 
 def _table(options: Options, result: Result) -> Table:
