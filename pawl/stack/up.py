@@ -1,7 +1,6 @@
 """`pawl up`: the stack as configured, until it is told to stop."""
 
 import asyncio
-import os
 import signal
 
 from rich.console import Console
@@ -44,7 +43,7 @@ async def _pause(stop: asyncio.Event) -> None:
 def _plan(settings: StackSettings) -> StackPlan:
     proxy = read_settings(ProxySettings)
     trainer = read_settings(TrainerSettings)
-    outside = "PAWL_UPSTREAM_URL" in os.environ
+    outside = "upstream_url" in proxy.model_fields_set
     model = settings.model
     if model is None and not outside:
         model = str(unpacked_model(settings.data_dir / "models"))
