@@ -22,11 +22,12 @@ from proxy.recent import Recent
 from proxy.recorder import Recorder
 from proxy.relay import Relay
 from proxy.routes import Kind, find_route
-from proxy.settings import ProxySettings, address
+from proxy.settings import ProxySettings
 from proxy.spool import Spool
 from proxy.upstream import Upstream
 from proxy.versions import Versions
 from store.away import is_away
+from store.settings import address
 
 log = structlog.get_logger()
 
@@ -81,12 +82,14 @@ async def running(settings: ProxySettings) -> AsyncIterator[None]:
         SPOOLED.inc(waiting)
         watching = asyncio.create_task(database.run(), name="pawl-database")
         draining = asyncio.create_task(drainer.run(), name="pawl-drain")
-        runners = [
-            await _listen(_data_runner(data_handler(relay, desk), settings), settings.listen),
-            await _listen(web.AppRunner(admin_app(database)), settings.admin_listen),
-        ]
-        log.info("proxy_up", listen=settings.listen, admin=settings.admin_listen, spooled=waiting)
+        data = _data_runner(data_handler(relay, desk), settings)
+        runners: list[web.BaseRunner] = [data, web.AppRunner(admin_app(database))]
         try:
+            for runner, listen in zip(
+                runners, (settings.listen, settings.admin_listen), strict=True
+            ):
+                await _listen(runner, listen)
+            log.info("proxy_up", listen=settings.listen, spooled=waiting)
             yield
         finally:
             for runner in runners:
@@ -133,11 +136,10 @@ def _make_request(max_size: int, *parts: Any) -> web.BaseRequest:
     return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=max_size)
 
 
-async def _listen(runner: web.BaseRunner, listen: str) -> web.BaseRunner:
+async def _listen(runner: web.BaseRunner, listen: str) -> None:
     await runner.setup()
     host, port = address(listen)
     await web.TCPSite(runner, host, port, backlog=1024).start()
-    return runner
 
 
 async def serve(settings: ProxySettings) -> None:

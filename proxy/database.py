@@ -10,7 +10,6 @@ from typing import Final
 
 import msgspec
 import structlog
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from proxy.metrics import DATABASE_UP, SERVING
@@ -20,7 +19,7 @@ from proxy.versions import MAX_PINS, Versions
 from store.embedded import EmbeddedPostgres
 from store.engine import make_engine
 from store.migrate import upgrade
-from store.policies import list_versions
+from store.policies import list_versions, pinned_episodes
 from store.records import PolicyVersion
 
 log = structlog.get_logger()
@@ -28,11 +27,6 @@ log = structlog.get_logger()
 WATCH_S: Final = 0.5
 RETRY_S: Final = 1.0
 SNAPSHOT: Final = "policies.json"
-_PINS: Final = text(
-    "SELECT key, policy, policy_version FROM episodes"
-    " WHERE policy IS NOT NULL AND method <> 'own' AND last_call_at > now() - interval '1 day'"
-    " ORDER BY last_call_at DESC LIMIT :most"
-)
 
 
 class Database:
@@ -95,8 +89,8 @@ class Database:
 
     async def _load_pins(self, connection: AsyncConnection) -> None:
         """Episodes that are under way keep their version across a restart of the proxy."""
-        for row in await connection.execute(_PINS, {"most": MAX_PINS}):
-            self._versions.pin(row.policy, row.key, row.policy_version)
+        for policy, episode, version in await pinned_episodes(connection, MAX_PINS):
+            self._versions.pin(policy, episode, version)
 
     async def _watch_once(self) -> None:
         assert self._engine is not None

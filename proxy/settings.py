@@ -1,22 +1,11 @@
 """The proxy's settings: one frozen object, read once at the start."""
 
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import AfterValidator, Field, HttpUrl
+from pydantic import Field, HttpUrl
 from pydantic_settings import SettingsConfigDict
 
-from store.settings import StoreSettings
-
-
-def _host_and_port(value: str) -> str:
-    host, _, port = value.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{value!r} is not HOST:PORT, such as 127.0.0.1:8100")
-    return value
-
-
-Listen = Annotated[str, AfterValidator(_host_and_port)]
+from store.settings import Listen, StoreSettings
 
 
 class ProxySettings(StoreSettings):
@@ -40,9 +29,3 @@ class ProxySettings(StoreSettings):
     max_body_mb: int = Field(default=256, ge=1, description="largest request body taken, in MiB")
     segment_mb: int = Field(default=8, ge=1, description="size at which a spool segment is closed")
     drain_batch: int = Field(default=256, ge=1, description="records stored in one transaction")
-
-
-def address(listen: str) -> tuple[str, int]:
-    """`HOST:PORT` as a pair; brackets of an IPv6 host are taken off."""
-    host, _, port = listen.rpartition(":")
-    return host.strip("[]"), int(port)

@@ -80,8 +80,7 @@ class Versions:
         if pinned is not None and pinned in self._names[policy]:
             self._pins.move_to_end(key)
             return pinned
-        version = self._serving[policy]
-        self._pins[key] = version
-        if len(self._pins) > MAX_PINS:
-            self._pins.popitem(last=False)
-        return version
+        # What it was pinned to, if anything, can no longer be served.
+        self._pins.pop(key, None)
+        self.pin(policy, episode, self._serving[policy])
+        return self._serving[policy]

@@ -229,3 +229,17 @@ async def list_updates(connection: AsyncConnection, policy: str | None = None) -
         )
         for row in await connection.execute(query)
     ]
+
+
+async def hold_policy(connection: AsyncConnection, policy: str) -> bool:
+    """Whether this connection is the one that trains `policy`, for as long as it lives."""
+    query = text("SELECT pg_try_advisory_lock(hashtext(:name))")
+    held = await connection.scalar(query, {"name": f"pawl-trainer:{policy}"})
+    await connection.commit()
+    return bool(held)
+
+
+async def still_connected(connection: AsyncConnection) -> None:
+    """Raise (see `store.away`) if the connection, and with it the policy, is lost."""
+    await connection.execute(text("SELECT 1"))
+    await connection.commit()

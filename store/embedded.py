@@ -32,6 +32,7 @@ class EmbeddedPostgres:
     def __init__(self, data_dir: Path) -> None:
         self.folder = (data_dir / "postgres").resolve()
         self._server: PostgresServer | None = None
+        self._has_database = False
 
     def ensure_running(self) -> str:
         """Start the server unless it runs, and create the database `pawl` at first.
@@ -59,7 +60,9 @@ class EmbeddedPostgres:
             else:
                 with self._server._lock:
                     self._server.ensure_postgres_running()
-            self._create_database()
+            if not self._has_database:
+                self._create_database()
+                self._has_database = True
         except subprocess.SubprocessError as error:
             raise StoreError(
                 f"the embedded PostgreSQL did not start; its log: {self.log}"

@@ -5,10 +5,6 @@ class StoreError(Exception):
     """The store could not do what it was asked to."""
 
 
-class StoreUnavailable(StoreError):
-    """PostgreSQL cannot be reached. What asked may ask again later."""
-
-
 class ClaimLost(StoreError):
     """An update tried to consume episodes that it no longer holds."""
 

@@ -10,8 +10,6 @@ from store.errors import UnknownPolicy
 from store.records import PolicyState, PolicyVersion, policy_name
 from store.tables import policies
 
-CHANNEL = "pawl_policies"
-
 
 async def ensure_base(connection: AsyncConnection, name: str) -> None:
     """Make the base model version 0 of policy `name`, serving until something else does."""
@@ -61,7 +59,7 @@ async def add_version(
 async def set_state(
     connection: AsyncConnection, name: str, version: int, state: PolicyState
 ) -> None:
-    """Move one version to `state`, and tell who listens.
+    """Move one version to `state`.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -74,7 +72,6 @@ async def set_state(
     )
     if changed.first() is None:
         raise UnknownPolicy(f"policy {name!r} has no version {version}")
-    await connection.execute(text(f"NOTIFY {CHANNEL}"))
 
 
 async def promote(connection: AsyncConnection, name: str, version: int) -> None:
@@ -107,3 +104,17 @@ async def idle_versions(
     )
     idle = set(rows.scalars())
     return [v for v in await list_versions(connection, name) if v.version in idle]
+
+
+async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[str, str, int]]:
+    """(policy, episode, version) of the episodes of the last day that can go on, newest first."""
+    rows = await connection.execute(
+        text(
+            "SELECT policy, key, policy_version FROM episodes"
+            " WHERE policy IS NOT NULL AND method <> 'own'"
+            " AND last_call_at > now() - interval '1 day'"
+            " ORDER BY last_call_at DESC LIMIT :most"
+        ),
+        {"most": most},
+    )
+    return [(row.policy, row.key, row.policy_version) for row in rows]

@@ -1,11 +1,28 @@
-"""Which database: the one setting that both processes share."""
+"""Which database, and how addresses are written: what both processes' settings share."""
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import AliasChoices, Field, SecretStr, field_validator
+from pydantic import AfterValidator, AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from store.engine import async_url
+
+
+def _host_and_port(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{value!r} is not HOST:PORT, such as 127.0.0.1:8100")
+    return value
+
+
+Listen = Annotated[str, AfterValidator(_host_and_port)]
+
+
+def address(listen: str) -> tuple[str, int]:
+    """`HOST:PORT` as a pair; brackets of an IPv6 host are taken off."""
+    host, _, port = listen.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 class StoreSettings(BaseSettings):

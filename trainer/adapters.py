@@ -5,8 +5,8 @@
         manifest.json                                      update, parent, hashes, outcomes
         trainer/                                           what resuming needs
 
-The rename is the moment a version exists. Its manifest carries all that recording the
-update needs, so that a crash between the rename and the database ends in the same rows.
+The rename is the moment a version exists. Its manifest carries all that recording and
+probing it needs, so that a crash after the rename ends in the same rows and the same checks.
 """
 
 import shutil
@@ -22,6 +22,7 @@ from store.claims import Outcome
 from store.files import sync
 from store.records import Record
 from trainer.errors import AdapterError
+from trainer.probe import ProbeRow
 
 MANIFEST: Final = "manifest.json"
 SERVED: Final = ("adapter_config.json", "adapter_model.safetensors")
@@ -39,6 +40,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     sha256: dict[str, str]
     outcomes: tuple[Outcome, ...]
     metrics: Mapping[str, Any]
+    probe: tuple[ProbeRow, ...]
 
 
 def version_folder(root: Path, policy: str, version: int) -> Path:
@@ -56,6 +58,7 @@ def write_version(
     parent_version: int,
     outcomes: tuple[Outcome, ...],
     metrics: Mapping[str, Any],
+    probe: tuple[ProbeRow, ...],
 ) -> Path:
     """Have `save` write the files, then make the version exist.
 
@@ -77,6 +80,7 @@ def write_version(
         sha256={name: _sha256(partial / name) for name in SERVED},
         outcomes=outcomes,
         metrics=metrics,
+        probe=probe,
     )
     (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     for path in [*partial.rglob("*"), partial]:

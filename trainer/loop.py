@@ -8,6 +8,7 @@ manifest; one without is abandoned and its episodes are free again.
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 from uuid import UUID
@@ -19,9 +20,10 @@ from store import claims, policies
 from store.claims import Claim, ClaimRule
 from store.records import PolicyVersion
 from trainer import adapters
-from trainer.errors import LearnerError, PublishError
+from trainer.errors import AdapterError, LearnerError, PublishError
 from trainer.learning import Learning
 from trainer.metrics import EPISODES, TRAINED_TOKENS, UPDATE, UPDATE_SECONDS, UPDATES, VERSION
+from trainer.probe import ProbeRow
 from trainer.publish import Publisher
 from trainer.recipe import Recipe
 from trainer.rows import Row
@@ -68,7 +70,10 @@ class Loop:
         for version in written[:-1]:
             await self._set_rejected(version)
         for version in written[-1:]:
-            await self._publish(version, await self._serving(), (), ())
+            manifest = adapters.read_manifest(Path(version.adapter_path or ""))
+            if manifest is None:
+                raise AdapterError(f"the files of {version.served_name} are gone")
+            await self._publish(version, await self._serving(), manifest.probe)
 
     async def _finish_or_release(self, update_id: UUID) -> None:
         found = adapters.find_update(self._adapter_dir, self._policy, update_id)
@@ -119,6 +124,7 @@ class Loop:
             await self._consume(claim, plan, plan.metrics)
             return
         metrics = plan.metrics | await self._train(parent, plan.rows)
+        probe = await asyncio.to_thread(self._probe_rows, plan.rows)
         path = await asyncio.to_thread(
             adapters.write_version,
             self._adapter_dir,
@@ -129,13 +135,12 @@ class Loop:
             parent_version=parent.version,
             outcomes=plan.outcomes,
             metrics=metrics,
+            probe=probe,
         )
         self._learner.saved_as(path)
         await self._consume(claim, plan, metrics, next_version, str(path))
         version = next(v for v in await self._versions() if v.version == next_version)
-        rows = plan.rows[: self._recipe.publish.probe_rows]
-        trained = await asyncio.to_thread(self._learner.logprobs, rows)
-        await self._publish(version, parent, rows, trained)
+        await self._publish(version, parent, probe)
         adapters.sweep(self._adapter_dir, self._policy)
 
     async def _train(self, parent: PolicyVersion, rows: Sequence[Row]) -> dict[str, Any]:
@@ -148,6 +153,15 @@ class Loop:
             return self._learner.update(rows)
 
         return await asyncio.to_thread(work)
+
+    def _probe_rows(self, rows: Sequence[Row]) -> tuple[ProbeRow, ...]:
+        """A few of the update's rows with what the new policy gives them."""
+        chosen = rows[: self._recipe.publish.probe_rows]
+        found = self._learner.logprobs(chosen)
+        return tuple(
+            ProbeRow(ids=row.ids, logprobs=tuple(logprobs))
+            for row, logprobs in zip(chosen, found, strict=True)
+        )
 
     async def _consume(
         self,
@@ -183,25 +197,23 @@ class Loop:
         self,
         version: PolicyVersion,
         before: PolicyVersion,
-        rows: Sequence[Row],
-        trained: Sequence[Sequence[float]],
+        rows: Sequence[ProbeRow],
     ) -> None:
         try:
-            probe = await self._publisher.publish(version, before.served_name, rows, trained)
+            probe = await self._publisher.publish(version, before.served_name, rows)
         except PublishError:
             UPDATES.labels(self._policy, "rejected").inc()
             return
         VERSION.labels(self._policy).set(version.version)
-        if probe is not None:
-            UPDATE["probe_difference"].labels(self._policy).set(probe.mean_difference)
-            log.info(
-                "version_probed",
-                version=version.served_name,
-                mean_difference=round(probe.mean_difference, 5),
-                largest_difference=round(probe.largest_difference, 5),
-                moved=round(probe.moved, 5),
-                tokens=probe.tokens,
-            )
+        UPDATE["probe_difference"].labels(self._policy).set(probe.mean_difference)
+        log.info(
+            "version_probed",
+            version=version.served_name,
+            mean_difference=round(probe.mean_difference, 5),
+            largest_difference=round(probe.largest_difference, 5),
+            moved=round(probe.moved, 5),
+            tokens=probe.tokens,
+        )
 
     async def _give_up(self, claim: Claim, why: str) -> None:
         """An update that came out unusable: its episodes are spent, nothing is published.

@@ -5,6 +5,16 @@ from collections.abc import Sequence
 from store.records import Record
 
 
+class ProbeRow(Record, frozen=True, kw_only=True):
+    """A fixed sequence, and what the trainer gives its last tokens.
+
+    Shapes: `ids` (P + S,), `logprobs` (S,) in nats, at temperature one.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
 class Probe(Record, frozen=True, kw_only=True):
     """What a comparison found, in nats per token."""
 

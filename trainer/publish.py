@@ -14,9 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store import policies
 from store.records import PolicyState, PolicyVersion
 from trainer.errors import PublishError
-from trainer.probe import Probe, compare, what_is_wrong
+from trainer.probe import Probe, ProbeRow, compare, what_is_wrong
 from trainer.recipe import PublishPart
-from trainer.rows import Row
 from trainer.server import ModelServer
 
 log = structlog.get_logger()
@@ -40,13 +39,9 @@ class Publisher:
         self,
         version: PolicyVersion,
         before: str,
-        rows: Sequence[Row],
-        trained: Sequence[Sequence[float]],
-    ) -> Probe | None:
-        """Load and probe `version`, and give it the traffic.
-
-        `rows` and `trained` are the probe's sequences and the trainer's log-probabilities;
-        without any (a version found after a crash) only its listing is checked.
+        rows: Sequence[ProbeRow],
+    ) -> Probe:
+        """Load `version`, probe it with `rows`, and give it the traffic.
 
         Raises:
             PublishError: it was rejected; nothing changed for any request.
@@ -55,7 +50,7 @@ class Publisher:
         assert version.adapter_path is not None
         try:
             await self._server.load(version.served_name, Path(version.adapter_path))
-            probe = await self._probe(version.served_name, before, rows, trained)
+            probe = await self._probe(version.served_name, before, rows)
         except PublishError as error:
             await self._set_state(version.version, "rejected")
             await self._server.unload(version.served_name)
@@ -67,20 +62,17 @@ class Publisher:
         log.info("version_promoted", version=version.served_name)
         return probe
 
-    async def _probe(
-        self, name: str, before: str, rows: Sequence[Row], trained: Sequence[Sequence[float]]
-    ) -> Probe | None:
-        if not rows:
-            return None
+    async def _probe(self, name: str, before: str, rows: Sequence[ProbeRow]) -> Probe:
+        trained = [row.logprobs for row in rows]
         probe = compare(await self._served(name, rows), trained, await self._served(before, rows))
         wrong = what_is_wrong(probe, self._rule.tolerance)
         if wrong is not None:
             raise PublishError(wrong)
         return probe
 
-    async def _served(self, name: str, rows: Sequence[Row]) -> list[list[float]]:
+    async def _served(self, name: str, rows: Sequence[ProbeRow]) -> list[list[float]]:
         return [
-            (await self._server.prompt_logprobs(name, row.ids))[-len(row.sampled_ids) :]
+            (await self._server.prompt_logprobs(name, row.ids))[-len(row.logprobs) :]
             for row in rows
         ]
 
@@ -94,8 +86,16 @@ class Publisher:
         for version in await self._versions():
             wanted = version.state in ("serving", "published") and version.version > 0
             if wanted and version.served_name not in listed:
-                await self._server.load(version.served_name, Path(version.adapter_path or ""))
-                log.info("version_reloaded", version=version.served_name)
+                await self._load_again(version)
+
+    async def _load_again(self, version: PolicyVersion) -> None:
+        try:
+            await self._server.load(version.served_name, Path(version.adapter_path or ""))
+        except PublishError as error:
+            # Asked again at the next look; meanwhile training and the other versions go on.
+            log.error("version_not_reloaded", version=version.served_name, reason=str(error))
+            return
+        log.info("version_reloaded", version=version.served_name)
 
     async def retire_idle(self) -> None:
         """Take away published versions that no episode has used for a while.

@@ -6,14 +6,14 @@ from contextlib import AsyncExitStack
 
 import structlog
 from prometheus_client import start_http_server
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store import policies
+from store import claims, policies
 from store.away import is_away
 from store.embedded import EmbeddedPostgres
 from store.engine import make_engine
 from store.migrate import upgrade
+from store.settings import address
 from trainer.errors import TrainerError, UpstreamAway
 from trainer.learners.learner import Learner
 from trainer.loop import Loop
@@ -56,8 +56,8 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
         learner = await asyncio.to_thread(
             Learner, model, recipe, settings.seed, settings.adapter_dir / ".scratch"
         )
-        host, _, port = settings.trainer_listen.rpartition(":")
-        httpd, _ = start_http_server(int(port), host.strip("[]"))
+        host, port = address(settings.trainer_listen)
+        httpd, _ = start_http_server(port, host)
         stack.callback(httpd.shutdown)
         log.info("trainer_up", policy=policy, recipe=settings.recipe)
         stack.callback(learner.interrupt)
@@ -113,8 +113,7 @@ async def _session(
             await _ensure_base(engine, policy)
             await loop.recover()
             while True:
-                await guard.execute(text("SELECT 1"))
-                await guard.commit()
+                await claims.still_connected(guard)
                 await loop.tend()
                 updated = await loop.update_once()
                 if updated and once:
@@ -134,13 +133,11 @@ async def _database_url(settings: TrainerSettings) -> str:
 async def _be_the_only_one(guard: AsyncConnection, policy: str) -> None:
     """Hold the policy for as long as this connection lives; wait for whoever holds it."""
     waited = False
-    query = text("SELECT pg_try_advisory_lock(hashtext(:name))")
-    while not await guard.scalar(query, {"name": f"pawl-trainer:{policy}"}):
+    while not await claims.hold_policy(guard, policy):
         if not waited:
             log.warning("trainer_waits", reason=f"another trainer works on policy {policy}")
         waited = True
         await asyncio.sleep(RETRY_S)
-    await guard.commit()
 
 
 async def _ensure_base(engine: AsyncEngine, policy: str) -> None:

@@ -1,19 +1,11 @@
 """The trainer's settings: one frozen object, read once at the start."""
 
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import AfterValidator, Field, HttpUrl
+from pydantic import Field, HttpUrl
 from pydantic_settings import SettingsConfigDict
 
-from store.settings import StoreSettings
-
-
-def _host_and_port(value: str) -> str:
-    host, _, port = value.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{value!r} is not HOST:PORT, such as 127.0.0.1:8102")
-    return value
+from store.settings import Listen, StoreSettings
 
 
 class TrainerSettings(StoreSettings):
@@ -37,7 +29,7 @@ class TrainerSettings(StoreSettings):
         default=None,
         description="folder or name of the base model; unset: what the server says it serves",
     )
-    trainer_listen: Annotated[str, AfterValidator(_host_and_port)] = Field(
+    trainer_listen: Listen = Field(
         default="127.0.0.1:8102", description="where the trainer's /metrics are"
     )
     poll_s: float = Field(default=1.0, gt=0, description="pause between looks at the store")

@@ -304,7 +304,7 @@ class Demo:
     def _say_what_next(self, summary: dict[str, Any]) -> None:
         print_ = self._console.print
         print_(
-            f"\nHeld-out success rose from [bold]{summary['before']:.0%}[/] to "
+            f"\nHeld-out success went from [bold]{summary['before']:.0%}[/] to "
             f"[bold]{summary['after']:.0%}[/] in {summary['updates']} updates "
             f"({summary['seconds'] / 60:.1f} min); {summary['recorded']} of "
             f"{summary['calls']} calls recorded, {summary['failed_requests']} failed."

@@ -16,6 +16,7 @@ from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
 from store.embedded import EmbeddedPostgres
 from store.records import Record
+from store.settings import address
 
 log = structlog.get_logger()
 
@@ -102,19 +103,15 @@ async def running_stack(
 def preflight(plan: StackPlan) -> None:
     """Raise `NotReady` unless ports, memory and disk are there."""
     ports = {
-        "proxy": _port(plan.listen),
-        "proxy admin": _port(plan.admin_listen),
-        "trainer metrics": _port(plan.trainer_listen),
+        "proxy": address(plan.listen)[1],
+        "proxy admin": address(plan.admin_listen)[1],
+        "trainer metrics": address(plan.trainer_listen)[1],
     }
     if plan.upstream_url is None:
         ports["vLLM"] = plan.vllm.port
         check_memory()
     check_ports(ports)
     check_disk(plan.data_dir)
-
-
-def _port(listen: str) -> int:
-    return int(listen.rpartition(":")[2])
 
 
 async def _keep_postgres(postgres: EmbeddedPostgres) -> None:

@@ -139,4 +139,16 @@ def readable_value(raw: msgspec.Raw) -> Any:
         return bytes(raw).decode()
 
 
+def decoded_object(payload: bytes) -> dict[str, Any] | None:
+    """A JSON object with all its values; None where one is none that Python holds.
+
+    `parse_object` takes more: it leaves values alone, so that a lone surrogate or 1e400
+    passes through it. What is only read for the ledger must not fail where that did not.
+    """
+    try:
+        return msgspec.json.decode(payload, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return None
+
+
 NULL = msgspec.Raw(b"null")

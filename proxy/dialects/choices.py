@@ -16,6 +16,7 @@ from proxy.dialects.base import (
     Object,
     ReplyFacts,
     Transcript,
+    decoded_object,
     own_name,
     parse_object,
     value_of,
@@ -209,7 +210,8 @@ class WholeReply:
             return body
         read = self._undo.try_restore(parsed) is not None
         out = msgspec.json.encode(parsed) if read and not self._undo.changes_nothing else body
-        self._facts = _facts(out, msgspec.json.decode(out), self._undo, whole=True)
+        whole = decoded_object(out)
+        self._facts = _facts(out if whole else None, whole or {}, self._undo, whole=True)
         return out
 
     def facts(self) -> ReplyFacts:
@@ -266,10 +268,10 @@ class StreamedReply:
         if parsed is None or choices is None:
             self._unread += 1
             return payload
-        if self._rides_on_nothing(parsed, choices):
-            return None
         out = payload if self._undo.changes_nothing else msgspec.json.encode(parsed)
         try:
+            if self._rides_on_nothing(parsed, choices):
+                return None
             self._gather(msgspec.json.decode(out))
         except ODD_SHAPE:
             self._unread += 1

@@ -15,6 +15,7 @@ from proxy.dialects.base import (
     Object,
     ReplyFacts,
     Transcript,
+    decoded_object,
     own_name,
     parse_object,
     with_changes,
@@ -113,8 +114,7 @@ class PlainReply:
         """See `Transcript`."""
         body = b"".join(self._pieces)
         out = _restore(body, self._model)
-        reply = msgspec.json.decode(out) if parse_object(out) is not None else None
-        self._facts = self._dialect.facts(reply, whole=True)
+        self._facts = self._dialect.facts(decoded_object(out), whole=True)
         return out
 
     def facts(self) -> ReplyFacts:
@@ -151,8 +151,8 @@ class PlainStream:
 
     def _data(self, payload: bytes) -> bytes:
         out = _restore(payload, self._model)
-        if parse_object(out) is not None:
-            event = msgspec.json.decode(out)
+        event = decoded_object(out)
+        if event is not None:
             self._dialect.gather(self._reply, event)
         return out
 

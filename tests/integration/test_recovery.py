@@ -30,8 +30,9 @@ class Killed(BaseException):
 class FakeLearner:
     """Counts what it trains on. The real one is tested by itself; here only the steps matter."""
 
-    def __init__(self, server: FakeModelServer) -> None:
+    def __init__(self, server: FakeModelServer, folder: Path) -> None:
         self._server = server
+        self._versions = folder / "m"
         self.updates = 0
         self.restored: Path | None = None
         self.fails = False
@@ -50,12 +51,13 @@ class FakeLearner:
         (folder / "adapter_model.safetensors").write_bytes(b"weights")
 
     def saved_as(self, adapter: Path) -> None:
-        name = f"m@{adapter.name}"
-        self._server.logprobs.setdefault(name, -1.0 - int(adapter.name))
-        self.latest = name
+        assert adapter.parent == self._versions
 
     def logprobs(self, rows: Any) -> list[list[float]]:
-        value = -1.0 - int(self.latest.removeprefix("m@"))
+        """Version N gives every token −1 − N, here and on the server."""
+        version = 1 + len(list(self._versions.glob("[0-9]*")))
+        value = -1.0 - version
+        self._server.logprobs.setdefault(f"m@{version}", value)
         return [[value] * len(row.sampled_ids) for row in rows]
 
 
@@ -66,7 +68,7 @@ class Bench:
         self.engine = engine
         self.fake = server
         self.folder = folder
-        self.learner = FakeLearner(server)
+        self.learner = FakeLearner(server, folder.resolve())
 
     async def fill(self, name: str = "t") -> None:
         records: list[SpoolRecord] = []
@@ -177,7 +179,7 @@ async def test_killed_at(bench: Bench, monkeypatch: pytest.MonkeyPatch, step: st
     STEPS[step](monkeypatch)
     with pytest.raises(Killed):
         await run_once(bench)
-    bench.learner = FakeLearner(bench.fake)
+    bench.learner = FakeLearner(bench.fake, bench.folder.resolve())
     await run_once(bench)
     await run_once(bench)
     assert await bench.states() == {0: "published", 1: "serving"}
@@ -193,6 +195,28 @@ async def test_a_version_that_is_not_served_right_is_rejected(bench: Bench) -> N
     await run_once(bench)
     assert bench.learner.restored is None
     assert await bench.states() == {0: "published", 1: "rejected", 2: "serving"}
+
+
+async def test_a_version_found_after_a_crash_is_probed_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    STEPS["before publishing"](monkeypatch)
+    with pytest.raises(Killed):
+        await run_once(bench)
+    bench.fake.logprobs["m@1"] = -7.0
+    await run_once(bench)
+    assert await bench.states() == {0: "serving", 1: "rejected"}
+
+
+async def test_a_version_that_cannot_be_loaded_again_stops_nothing(bench: Bench) -> None:
+    await run_once(bench)
+    bench.fake.loaded.clear()
+    bench.fake.refuse_load = True
+    async with ModelServer(bench.fake.url) as server:
+        await bench.loop(server).tend()
+        bench.fake.refuse_load = False
+        await bench.loop(server).tend()
+    assert list(bench.fake.loaded) == ["m@1"]
 
 
 async def test_a_server_that_refuses_the_load_keeps_the_old_version(bench: Bench) -> None:

@@ -8,6 +8,7 @@ from store.claims import Outcome
 from store.ids import new_id
 from trainer.adapters import find_update, read_manifest, sweep, version_folder, write_version
 from trainer.errors import AdapterError
+from trainer.probe import ProbeRow
 
 
 def save(folder: Path) -> None:
@@ -23,6 +24,7 @@ def write(root: Path, version: int = 1, **changes: object) -> Path:
         "parent_version": 0,
         "outcomes": (Outcome(episode_id=new_id(), trained=True),),
         "metrics": {"loss": 0.5},
+        "probe": (ProbeRow(ids=(1, 2), logprobs=(-0.5,)),),
     } | changes
     return write_version(root, "org/m", version, save, **values)  # type: ignore[arg-type]
 
@@ -34,6 +36,7 @@ def test_what_is_written_is_found_by_its_update(tmp_path: Path) -> None:
     found = find_update(tmp_path, "org/m", update_id)
     assert found is not None
     assert found[1].metrics == {"loss": 0.5}
+    assert found[1].probe[0].logprobs == (-0.5,)
     assert find_update(tmp_path, "org/m", new_id()) is None
 
 
@@ -65,6 +68,7 @@ def test_a_save_that_breaks_off_leaves_no_version(tmp_path: Path) -> None:
             parent_version=0,
             outcomes=(),
             metrics={},
+            probe=(),
         )
     assert read_manifest(version_folder(tmp_path, "m", 1)) is None
     sweep(tmp_path, "m")

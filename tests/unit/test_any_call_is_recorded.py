@@ -1,10 +1,12 @@
 """Whatever client and server say to each other, a record comes of it that the spool can hold."""
 
 import json
+import re
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,3 +71,27 @@ def test_any_call_becomes_a_record(
     )
     [(_, payload)] = read_frames(encode_frame(record))
     assert decode_payload(payload) == record
+
+
+UNHOLDABLE = (
+    b'{"choices":[{"index":0,"delta":{"content":"\\ud83d"},"token_ids":[1],"logprobs":null}]}',
+    b'{"choices":[{"index":0,"delta":{},"finish_reason":"\\ud83d"}],"x":1e400}',
+    b'{"type":"message_start","message":{"model":"m@1","id":"\\udc00"},"usage":1e999}',
+    b'{"id":"r","model":"m@1","usage":{"x":1e400},"content":[{"type":"text","text":"\\ud800"}]}',
+)
+
+
+@pytest.mark.parametrize("body", UNHOLDABLE)
+@pytest.mark.parametrize("name", sorted(DIALECTS))
+def test_values_that_python_cannot_hold_reach_the_client(name: str, body: bytes) -> None:
+    """Halves of an emoji in a stream, numbers past any float: for the client, not for us."""
+    dialect = DIALECTS[name]
+    request = dialect.rewrite(read_request(b'{"model":"m"}'), "m@1", want_ids=True)
+    whole = dialect.whole(request, "m@1")
+    whole.feed(body)
+    streamed = dialect.streamed(request, "m@1")
+    passed = streamed.feed(b"data: " + body + b"\n\n") + streamed.finish()
+    for seen in (whole.finish(), passed):
+        assert all(part in seen for part in re.findall(rb"1e\d+|\\\\ud[0-9a-f]+", body))
+    whole.facts()
+    streamed.facts()

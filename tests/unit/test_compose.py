@@ -17,7 +17,8 @@ import yaml
 
 from pawl.settings import known_variables, refuse_unread
 from pawl.stack.vllm import VllmOptions, vllm_command
-from proxy.settings import ProxySettings, address
+from proxy.settings import ProxySettings
+from store.settings import address
 from trainer.recipe import load_recipe
 from trainer.settings import TrainerSettings
 

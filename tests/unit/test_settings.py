@@ -6,8 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from pawl.settings import UnreadSettings, known_variables, read_settings, refuse_unread
-from proxy.settings import ProxySettings, address
-from store.settings import StoreSettings
+from proxy.settings import ProxySettings
+from store.settings import StoreSettings, address
 
 
 @pytest.fixture(autouse=True)

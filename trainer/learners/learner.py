@@ -4,7 +4,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from trainer.trees import build_tree
 
 STATE_FILE = "optimizer.pt"
 IN_BETWEEN = "trained on, and not saved as a version"
-Progress = Callable[[int, int], None]
 
 
 class Learner:
@@ -63,9 +62,7 @@ class Learner:
             self._trainer.optimizer.load_state_dict(torch.load(state, weights_only=True))
         self._stands_at = adapter
 
-    def update(
-        self, rows: Sequence[Row], progress: Progress = lambda _done, _all: None
-    ) -> dict[str, Any]:
+    def update(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Train on `rows`, whose weights sum to one; returns the update's metrics.
 
         Raises:
@@ -76,8 +73,6 @@ class Learner:
         started = time.perf_counter()
         steps = split_steps(rows, self._recipe.grpo.steps)
         plans = [plan_micro_batches(step, self._recipe.grpo.micro_batch_tokens) for step in steps]
-        total = sum(len(plan) for plan in plans)
-        done = 0
         losses, norms = [], []
         for step, plan in zip(steps, plans, strict=True):
             share = sum(row.weight for row in step)
@@ -89,8 +84,6 @@ class Learner:
                 part = self._trainer.loss_of(micro_batch) / share
                 self._trainer.accelerator.backward(part)
                 loss += float(part.detach())
-                done += 1
-                progress(done, total)
             norms.append(self._optimizer_step())
             losses.append(loss)
         return {
