@@ -16,9 +16,11 @@ ToolStatus = Literal["ok", "error", "timeout", "malformed", "denied"]
 TargetKind = Literal["episode", "call", "response"]
 PolicyState = Literal["written", "published", "serving", "retired", "rejected"]
 EpisodeState = Literal["scored", "unscored", "failed", "open"]
+Confidence = Literal["certain", "likely", "doubtful"]
 
 CALL_STATUSES: Final = ("complete", "client_gone", "upstream_error", "truncated")
 TOOL_STATUSES: Final = ("ok", "error", "timeout", "malformed", "denied")
+CONFIDENCES: Final = ("certain", "likely", "doubtful")
 TARGET_KINDS: Final = ("episode", "call", "response")
 POLICY_STATES: Final = ("written", "published", "serving", "retired", "rejected")
 REWARD: Final = "reward"
@@ -96,6 +98,14 @@ class CallRecord(Record, frozen=True, kw_only=True, tag="call"):
     first_chunk_ms: float | None
     total_ms: float
     retry: int
+    # How sure it is that the call belongs to `episode`; a doubtful one is not trained on.
+    confidence: Confidence = "certain"
+    # Digests of what a later call may repeat of this one, and of what this one repeats, the
+    # surest first; the store joins by them what the proxy could not (16 bytes each).
+    offers: tuple[bytes, ...] = ()
+    asks: tuple[bytes, ...] = ()
+    # The attempt, sent by the same client before and come to no reply, that this one repeats.
+    retry_of: UUID | None = None
 
 
 class FeedbackItem(Record, frozen=True, kw_only=True):

@@ -23,6 +23,16 @@ class ModelRequest(msgspec.Struct, frozen=True):
     model: str | None = None
     stream: bool = False
     injected: frozenset[str] = frozenset()
+    # Where it is sent, if not to the path that the client asked.
+    path: str | None = None
+
+
+class Gist(msgspec.Struct, frozen=True):
+    """What a later call may repeat of a reply: its first choice's text and tool calls, its id."""
+
+    response_id: str | None = None
+    text: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class ReplyFacts(msgspec.Struct, frozen=True):
