@@ -38,12 +38,18 @@ def _fail(message: str) -> NoReturn:
 
 
 @app.command()
-def proxy() -> None:
+def proxy(
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Processes that take calls (PAWL_WORKERS).")
+    ] = None,
+) -> None:
     """Serve: pass calls on, record them, take feedback."""
-    from proxy.app import serve
+    from pawl.serving.supervisor import serve
     from proxy.settings import ProxySettings
 
     settings = read_settings(ProxySettings)
+    if workers is not None:
+        settings = settings.model_copy(update={"workers": workers})
     try:
         asyncio.run(serve(settings))
     except OSError as error:

@@ -1,12 +1,16 @@
 """The admin port: is it alive, is it ready, what does it count."""
 
+import os
+
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from proxy.database import Database
+from proxy.drain import Drainer
 
 
-def admin_app(database: Database) -> web.Application:
+def admin_app(database: Database, drainer: Drainer) -> web.Application:
     """`/healthz` (the process answers), `/readyz` (calls are taken), `/metrics`."""
 
     async def healthz(_: web.Request) -> web.Response:
@@ -23,10 +27,23 @@ def admin_app(database: Database) -> web.Application:
         )
 
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        # So that what was made durable before this scrape is in it.
+        await drainer.count()
+        return web.Response(
+            body=generate_latest(_registry()), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
 
     app = web.Application()
     app.router.add_get("/healthz", healthz)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics)
     return app
+
+
+def _registry() -> CollectorRegistry:
+    """What all processes of this proxy count together."""
+    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        return REGISTRY
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return registry

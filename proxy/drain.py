@@ -3,10 +3,14 @@
 A batch is stored in one transaction and only then counted as drained; records carry their
 ids, so that draining one twice stores it once. A batch that the database refuses is cut in
 halves until the record it refuses stands alone: that one becomes a dead letter, with the
-reason beside it. While the database is away, everything waits on disk.
+reason beside it. While the database is away, everything waits on disk, and is counted.
+
+The keeper alone counts records, as it finds them in the workers' folders: whatever is killed
+when, recorded = stored + spooled + dead-lettered + dropped.
 """
 
 import asyncio
+import zlib
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -17,39 +21,62 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.metrics import DEAD_LETTERS, DRAIN_LAG, RECORDED, SPOOLED, STORED
+from proxy.capture import Captured, Gap
+from proxy.metrics import (
+    DEAD_LETTERS,
+    DRAIN_LAG,
+    NOT_TRAINABLE,
+    RECORDED,
+    SPOOLED,
+    STORED,
+    TOKENS,
+    TOOL_STATUS,
+    labelled,
+)
 from proxy.segments import decode_payload, read_frames
-from proxy.spool import Spool
+from proxy.spool import OPEN, SEALED, is_held
+from proxy.transcribe import transcribe
 from store.away import is_away
 from store.ids import new_id
 from store.ingest import ingest
-from store.records import SpoolRecord
+from store.records import CallRecord, GapRecord, SpoolRecord
 
 log = structlog.get_logger()
 
 RETRY_S: Final = 1.0
-IDLE_S: Final = 0.2
-# Records of a proxy that was killed come back at its next start; an almost empty segment
-# that is drained is closed after this long, so that they are few.
-QUIET_S: Final = 5.0
+IDLE_S: Final = 0.1
+# So much of a segment is read at once.
+READ_BYTES: Final = 4 * 2**20
+
+
+class Segment:
+    """A segment on its way into the database."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.counted = 0
+        self.stored = 0
+
+    @property
+    def sealed(self) -> bool:
+        """Whether it will not grow: it was sealed, or who wrote it is gone."""
+        return self.path.suffix == SEALED or not is_held(self.path.parent / "lock")
 
 
 class Drainer:
-    """Drains one spool until told to stop."""
+    """Drains every worker's folder under `root` until told to stop."""
 
     def __init__(
-        self,
-        spool: Spool,
-        connect: Callable[[], AsyncEngine | None],
-        *,
-        batch: int,
+        self, root: Path, connect: Callable[[], AsyncEngine | None], *, batch: int
     ) -> None:
-        self._spool = spool
+        self._root = root
         self._connect = connect
         self._batch = batch
-        self._offsets: dict[Path, int] = {}
-        self._last_write = 0.0
+        self._segments: dict[str, Segment] = {}
+        self._spooled = 0
         self._stopping = asyncio.Event()
+        # Counting and draining read the same offsets.
+        self._busy = asyncio.Lock()
 
     def stop(self) -> None:
         """Return from `run` once the present batch is through."""
@@ -77,63 +104,70 @@ class Drainer:
         except TimeoutError:
             return
 
+    async def count(self) -> None:
+        """Count what the workers have written by now."""
+        async with self._busy:
+            self._look()
+            for segment in list(self._segments.values()):
+                if segment.path.stat().st_size > segment.counted:
+                    self._count(segment, await asyncio.to_thread(_read, segment, segment.counted))
+            self._show()
+
     async def drain_once(self) -> int | None:
         """Store one batch; returns how many left the spool, None if there is no database."""
         engine = self._connect()
         if engine is None:
+            await self.count()
             return None
-        for segment in self._spool.segments():
-            offset = self._offsets.get(segment, 0)
-            batch, end = await asyncio.to_thread(self._read, segment, offset)
-            if batch:
-                await self._store(engine, batch)
-                self._offsets[segment] = end
-                self._last_write = asyncio.get_running_loop().time()
-                return len(batch)
-            self._retire(segment)
-        DRAIN_LAG.set(0)
+        async with self._busy:
+            return await self._drain_from(engine)
+
+    async def _drain_from(self, engine: AsyncEngine) -> int:
+        self._look()
+        for segment in list(self._segments.values()):
+            # Before it is read: what a worker adds while it is sealed is read next time.
+            sealed = segment.sealed
+            data = await asyncio.to_thread(_read, segment, segment.stored)
+            self._count(segment, data[segment.counted - segment.stored :])
+            frames = list(islice(read_frames(data), self._batch))
+            if frames:
+                await self._store(engine, [payload for _, payload in frames])
+                segment.stored += frames[-1][0]
+                return len(frames)
+            if sealed:
+                self._retire(segment, data)
+        self._show()
         return 0
 
-    def _read(self, segment: Path, offset: int) -> tuple[list[bytes], int]:
-        """Up to one batch of payloads from `offset` on, and where the last of them ends."""
-        size = self._spool.durable_size(segment)
-        with segment.open("rb") as file:
-            file.seek(offset)
-            data = file.read(size - offset)
-        frames = list(islice(read_frames(data), self._batch))
-        end = offset + (frames[-1][0] if frames else 0)
-        DRAIN_LAG.set(size - end)
-        return [payload for _, payload in frames], end
+    def _look(self) -> None:
+        """Find what the workers wrote: `ID.open` while it grows, `ID.seg` when it is sealed."""
+        found = {path.stem: path for path in self._root.glob(f"*/*{OPEN}")}
+        found |= {path.stem: path for path in self._root.glob(f"*/*{SEALED}")}
+        for stem in sorted(found):
+            segment = self._segments.setdefault(stem, Segment(found[stem]))
+            segment.path = found[stem]
 
-    def count_waiting(self) -> int:
-        """How many records the spool holds, those of earlier processes included."""
-        return sum(
-            sum(1 for _ in read_frames(segment.read_bytes())) for segment in self._spool.segments()
-        )
+    def _count(self, segment: Segment, data: bytes) -> None:
+        """Count the frames of `data`, which begins where counting ended."""
+        begin = segment.counted
+        for end, _ in read_frames(data):
+            segment.counted = begin + end
+            self._spooled += 1
+            RECORDED.inc()
 
-    def _retire(self, segment: Path) -> None:
-        """Delete a segment that is drained to its end and no longer written."""
-        offset = self._offsets.get(segment, 0)
-        size = self._spool.durable_size(segment)
-        is_active = segment == self._spool.active
-        if is_active:
-            quiet = asyncio.get_running_loop().time() - self._last_write > QUIET_S
-            if not (quiet and offset == size > 0):
-                return
-            self._spool.close_segment(segment)
-            if segment.stat().st_size > offset:
-                return
-        if offset < size:
-            self._keep_torn_tail(segment, offset)
-        segment.unlink()
-        self._offsets.pop(segment, None)
+    def _show(self) -> None:
+        SPOOLED.set(self._spooled)
+        DRAIN_LAG.set(sum(s.counted - s.stored for s in self._segments.values()))
 
-    def _keep_torn_tail(self, segment: Path, offset: int) -> None:
-        """What a crash left half-written was never acknowledged; it is kept, not stored."""
-        tail = segment.read_bytes()[offset:]
-        RECORDED.inc()
-        SPOOLED.inc()
-        self._dead_letter(tail, f"a torn frame of {len(tail)} bytes at {offset}")
+    def _retire(self, segment: Segment, rest: bytes) -> None:
+        """Delete a segment that is drained to its end and will not grow."""
+        if rest:
+            # A crash left it half-written; it was never acknowledged. It is kept, not stored.
+            RECORDED.inc()
+            self._spooled += 1
+            self._dead_letter(rest, f"a torn frame of {len(rest)} bytes at {segment.stored}")
+        segment.path.unlink()
+        del self._segments[segment.path.stem]
 
     async def _store(self, engine: AsyncEngine, payloads: list[bytes]) -> None:
         """Store, halving a refused batch down to the record that is refused."""
@@ -141,9 +175,9 @@ class Drainer:
         sound: list[bytes] = []
         for payload in payloads:
             try:
-                records.append(decode_payload(payload))
+                records.append(record_of(payload))
                 sound.append(payload)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, zlib.error, KeyError) as error:
                 self._dead_letter(payload, f"cannot be read: {error}")
         await self._store_records(engine, records, sound)
 
@@ -166,15 +200,55 @@ class Drainer:
             await self._store_records(engine, records[middle:], payloads[middle:])
             return
         STORED.inc(len(records))
-        SPOOLED.dec(len(records))
+        self._spooled -= len(records)
+        for record in records:
+            if isinstance(record, CallRecord):
+                _count_call(record)
 
     def _dead_letter(self, payload: bytes, reason: str) -> None:
-        folder = self._spool.folder / "dead"
+        folder = self._root / "dead"
         folder.mkdir(exist_ok=True)
         # A name that is never used again, whatever was replayed and removed meanwhile.
         name = str(new_id())
         (folder / f"{name}.reason").write_text(reason)
         (folder / f"{name}.letter").write_bytes(payload)
         DEAD_LETTERS.inc()
-        SPOOLED.dec()
+        self._spooled -= 1
         log.error("dead_letter", reason=reason[:300], letter=name)
+
+
+def record_of(payload: bytes) -> SpoolRecord:
+    """The ledger's record in a spooled payload.
+
+    Raises:
+        msgspec.DecodeError, zlib.error, KeyError: there is none that this Pawl can read.
+    """
+    frame = decode_payload(payload)
+    if isinstance(frame, Captured):
+        return transcribe(frame)
+    if isinstance(frame, Gap):
+        return GapRecord(id=new_id(), episodes=frame.episodes)
+    return frame
+
+
+def _read(segment: Segment, offset: int) -> bytes:
+    """What is on disk from `offset` on, up to a limit that holds a whole frame."""
+    with segment.path.open("rb") as file:
+        file.seek(offset)
+        data = file.read(READ_BYTES)
+        while len(data) >= READ_BYTES and next(read_frames(data), None) is None:
+            more = file.read(len(data))
+            if not more:
+                break
+            data += more
+        return data
+
+
+def _count_call(record: CallRecord) -> None:
+    policy = record.policy or ""
+    labelled(TOKENS, policy, "prompt").inc(len(record.tokens.prompt_ids) // 4)
+    labelled(TOKENS, policy, "sampled").inc(len(record.tokens.sampled_ids) // 4)
+    if record.reason is not None:
+        labelled(NOT_TRAINABLE, record.reason).inc()
+    for event in record.tool_events:
+        labelled(TOOL_STATUS, event.status).inc()

@@ -50,9 +50,25 @@ class TooLarge(BadRequest):
 
 
 class UpstreamUnreachable(ProxyError):
-    """No connection to the upstream could be made, or it broke before any reply."""
+    """No connection to the upstream could be made."""
 
     status = 502
+    fault = "upstream"
+    kind = "upstream_error"
+
+
+class UpstreamBroke(ProxyError):
+    """A request was sent, and the connection broke before any reply."""
+
+    status = 502
+    fault = "upstream"
+    kind = "upstream_error"
+
+
+class UpstreamSilent(UpstreamBroke):
+    """A request was sent, and the upstream kept silent for longer than `PAWL_SILENCE_S`."""
+
+    status = 504
     fault = "upstream"
     kind = "upstream_error"
 
@@ -66,6 +82,10 @@ class SpoolFull(ProxyError):
 
 class SpoolInUse(ProxyError):
     """Another process holds the spool directory."""
+
+
+class DoesNotStart(ProxyError):
+    """A process of the proxy ends again and again as soon as it is started."""
 
 
 def error_body(error: ProxyError) -> bytes:

@@ -4,52 +4,54 @@ A target that was seen is 200 (`stored`); one that was not yet is 202 (`pending`
 matched when it arrives. Under an `Idempotency-Key`, a repeat states nothing new.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Final
 
+import msgspec
 import structlog
-from aiohttp import web
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from proxy.bodies import read_body
-from proxy.errors import KeyReused, SpoolFull
+from proxy.errors import KeyReused, SpoolFull, TooLarge
+from proxy.http.server import Exchange
+from proxy.http.wire import JSON, lowered
+from proxy.lookup import Lookup
 from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS
 from proxy.recent import Recent
 from proxy.recorder import Recorder
 from proxy.statements import parse_feedback
 from store import ingest
-from store.away import is_away
 from store.records import REWARD as REWARD_METRIC
 from store.records import FeedbackRecord
 
 log = structlog.get_logger()
 
 # Feedback never waits long for a database that is slow or away: it is durable without it.
-LOOK_UP_S = 0.25
-Answer = TypeVar("Answer")
+LOOK_UP_S: Final = 0.25
 
 
 class FeedbackDesk:
     """Takes statements."""
 
     def __init__(
-        self, recorder: Recorder, recent: Recent, connect: Callable[[], AsyncEngine | None]
+        self, recorder: Recorder, recent: Recent, lookup: Lookup, *, max_body: int
     ) -> None:
         self._recorder = recorder
         self._recent = recent
-        self._connect = connect
+        self._lookup = lookup
+        self._max_body = max_body
 
-    async def handle(self, request: web.BaseRequest) -> web.Response:
+    async def handle(self, exchange: Exchange) -> None:
         """Answer one POST.
 
         Raises:
             BadRequest, KeyReused: see `proxy.statements`; nothing was taken.
+            TooLarge: the body is larger than the proxy takes.
             SpoolFull: it could not be made durable; ask again later.
         """
-        key = request.headers.get("Idempotency-Key")
-        record = parse_feedback(await read_body(request), datetime.now(UTC), key)
+        body = await exchange.read(self._max_body)
+        if body is None:
+            raise TooLarge("The body is larger than PAWL_MAX_BODY_MB allows; send it in parts")
+        key = lowered(exchange.headers).get("idempotency-key")
+        record = parse_feedback(body, datetime.now(UTC), key)
         repeated = await self._seen_before(record)
         known = await self._known(record)
         if not repeated:
@@ -63,7 +65,8 @@ class FeedbackDesk:
         ]
         all_known = all(result["status"] == "stored" for result in results)
         log.info("feedback", items=len(results), repeated=repeated, all_known=all_known)
-        return web.json_response({"results": results}, status=200 if all_known else 202)
+        answer = msgspec.json.encode({"results": results})
+        exchange.reply(200 if all_known else 202, b"", [JSON], answer)
 
     async def _seen_before(self, record: FeedbackRecord) -> bool:
         key = record.idempotency_key
@@ -71,7 +74,9 @@ class FeedbackDesk:
             return False
         earlier = self._recent.body_hash_of(key)
         if earlier is None:
-            earlier = await self._ask(lambda connection: ingest.body_hash_of(connection, key))
+            earlier = await self._lookup.ask(
+                lambda connection: ingest.body_hash_of(connection, key), within_s=LOOK_UP_S
+            )
         if earlier is None:
             return False
         if earlier != record.body_hash:
@@ -88,23 +93,11 @@ class FeedbackDesk:
         }
         missing = targets - known
         if missing:
-            found = await self._ask(lambda connection: ingest.known_targets(connection, missing))
+            found = await self._lookup.ask(
+                lambda connection: ingest.known_targets(connection, missing), within_s=LOOK_UP_S
+            )
             known |= found or set[tuple[str, str]]()
         return known
-
-    async def _ask(self, question: Callable[[AsyncConnection], Awaitable[Answer]]) -> Answer | None:
-        """The database's answer; None where it gives none in time."""
-        engine = self._connect()
-        if engine is None:
-            return None
-        try:
-            async with asyncio.timeout(LOOK_UP_S), engine.connect() as connection:
-                return await question(connection)
-        except Exception as error:
-            if not is_away(error):
-                raise
-            log.warning("feedback_lookup_failed", reason=type(error).__name__)
-            return None
 
     async def _take(self, record: FeedbackRecord) -> None:
         if not await self._recorder.append(record):

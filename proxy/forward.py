@@ -1,49 +1,54 @@
 """Requests that are let through untouched and unrecorded, streamed both ways, any size."""
 
-import aiohttp
-from aiohttp import web
-
 from proxy.errors import ProxyError, error_body
+from proxy.http.client import Reply, Torn
+from proxy.http.server import Exchange
+from proxy.http.wire import JSON, for_client, for_upstream
 from proxy.metrics import FORWARDED
 from proxy.routes import Route
-from proxy.upstream import Upstream, reply_headers, request_headers
+from proxy.upstream import Upstream
 
 
-async def forward(request: web.BaseRequest, route: Route, upstream: Upstream) -> web.StreamResponse:
+async def forward(exchange: Exchange, route: Route, upstream: Upstream) -> None:
     """Pass a request on and its reply back, byte for byte."""
-    body = request.content if request.body_exists else None
-    headers = request_headers(request.headers)
-    if body is not None and request.content_length is not None:
-        headers["Content-Length"] = str(request.content_length)
-    query = request.raw_path.partition("?")[2]
-    url = upstream.url(route.path, query)
+    length, chunked = exchange.length, exchange.chunked
+    body = exchange.body if chunked or length is not None else None
+    if body is not None:
+        exchange.ask_on()
+    query = exchange.target.partition("?")[2]
+    target = f"{route.path}?{query}" if query else route.path
+    headers = for_upstream(exchange.headers, plain=False)
     try:
-        opened = await upstream.open(request.method, url, headers, body)
+        reply = await upstream.pass_on(
+            exchange.method, target, headers, None if chunked else length, body
+        )
     except ProxyError as error:
         FORWARDED.labels(_label(route), str(error.status)).inc()
-        return web.Response(
-            status=error.status,
-            body=error_body(error),
-            content_type="application/json",
-            headers={"x-pawl-fault": error.fault},
-        )
-    async with opened as reply:
-        FORWARDED.labels(_label(route), str(reply.status)).inc()
-        response = web.StreamResponse(
-            status=reply.status,
-            reason=reply.reason,
-            headers=reply_headers(reply.headers, keep_length=True),
-        )
-        await response.prepare(request)
-        try:
-            async for chunk in reply.content.iter_any():
-                await response.write(chunk)
-        except aiohttp.ClientError:
-            if request.transport is not None:
-                request.transport.abort()
-            return response
-        await response.write_eof()
-        return response
+        fault = (b"x-pawl-fault", error.fault.encode())
+        exchange.reply(error.status, b"", [JSON, fault], error_body(error))
+        return
+    FORWARDED.labels(_label(route), str(reply.status)).inc()
+    try:
+        await _pass_back(exchange, reply)
+    finally:
+        reply.close()
+
+
+async def _pass_back(exchange: Exchange, reply: Reply) -> None:
+    length = reply.header(b"content-length")
+    headers = for_client(reply.headers)
+    if length is None:
+        exchange.begin(reply.status, reply.reason, headers)
+    else:
+        exchange.begin_sized(reply.status, reply.reason, headers, length)
+    try:
+        async for piece in reply.pieces():
+            exchange.write(piece)
+            await exchange.drained()
+    except Torn:
+        exchange.tear()
+        return
+    exchange.end()
 
 
 def _label(route: Route) -> str:

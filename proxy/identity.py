@@ -13,6 +13,9 @@ import msgspec
 
 from proxy.routes import Route
 from store.ingest import OWN_EPISODE
+from proxy.dialects.base import ModelRequest
+from store.records import Confidence
+from typing import Any
 
 HEADER_PREFIX: Final = "x-pawl-"
 MAX_LENGTH: Final = 256
@@ -27,6 +30,9 @@ class Identity(msgspec.Struct, frozen=True):
     agent: str
     task: str | None
     warnings: tuple[str, ...] = ()
+    confidence: Confidence = "certain"
+    asks: tuple[bytes, ...] = ()
+    retry_of: UUID | None = None
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -37,8 +43,16 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 def identify(
-    headers: Mapping[str, str], route: Route, call_id: UUID, joined: Joined | None = None
+    headers: Mapping[str, str], route: Route, request: ModelRequest, call_id: UUID, stitches: Any
 ) -> Identity:
+    found = stitches.retried(request.body) if headers.get("x-stainless-retry-count", "0") not in ("0",) else None
+    if found: joined = Joined(found, "retry")
+    else:
+        found = stitches.joined(request.fields)
+        joined = Joined(found, "tool_call") if found else None
+    return _identify(headers, route, call_id, joined)
+
+def _identify(headers, route, call_id, joined):
     """Episode, agent and task of a call; `joined` is what its content says of its episode."""
     warnings: list[str] = []
     episode, method = _pick(headers, "episode", route.episode, warnings)

@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 from typing import Final, TypeVar
+from uuid import UUID
 
-from store.records import CallRecord
+from proxy.capture import Captured
 
 # About 7,000 calls; the database knows the older ones.
 CAPACITY: Final = 20_000
@@ -18,18 +19,23 @@ class Recent:
         self._targets: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
         self._keys: OrderedDict[str, str] = OrderedDict()
 
-    def remember_call(self, record: CallRecord) -> None:
-        """A call was made durable: it, its reply's id and its episode can be targets."""
+    def remember_call(self, record: Captured, response_id: str | None) -> None:
+        """A call was taken: it, its reply's id and its episode can be targets."""
         earner = (record.policy or "", str(record.policy_version or 0))
-        targets = [("call", str(record.id)), ("episode", record.episode)]
-        if record.response_id:
-            targets.append(("response", record.response_id))
-        for target in targets:
-            _put(self._targets, target, earner)
+        call = str(UUID(bytes=record.id))
+        _put(self._targets, ("call", call), earner)
+        if record.episode != call:
+            _put(self._targets, ("episode", record.episode), earner)
+        if response_id:
+            _put(self._targets, ("response", response_id), earner)
 
     def earner(self, kind: str, target: str) -> tuple[str, str] | None:
         """Policy and version of a target's call; None if it is not remembered."""
-        return self._targets.get((kind, target))
+        found = self._targets.get((kind, target))
+        if found is None and kind == "episode":
+            # An episode of its own has its one call's id.
+            return self._targets.get(("call", target))
+        return found
 
     def remember_key(self, key: str, body_hash: str) -> None:
         """An idempotency key was used for a body with this hash."""

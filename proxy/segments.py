@@ -13,17 +13,20 @@ from zlib import crc32
 
 import msgspec
 
-from store.records import CallRecord, FeedbackRecord, SpoolRecord
+from proxy.capture import Captured, Frame, Gap
+from store.records import FeedbackRecord
 
 HEADER: Final = struct.Struct("<II")
 
 _encoder: Final = msgspec.msgpack.Encoder()
-_decoder: Final[msgspec.msgpack.Decoder[SpoolRecord]] = msgspec.msgpack.Decoder(
-    CallRecord | FeedbackRecord
-)
+# Structs that are arrays on the wire cannot share a union with one that is a map.
+_captured: Final = msgspec.msgpack.Decoder(Captured | Gap)
+_feedback: Final = msgspec.msgpack.Decoder(FeedbackRecord)
+ARRAYS: Final = range(0x90, 0xA0)
+LONG_ARRAYS: Final = (0xDC, 0xDD)
 
 
-def encode_frame(record: SpoolRecord) -> bytes:
+def encode_frame(record: Frame) -> bytes:
     """One record as a frame."""
     payload = _encoder.encode(record)
     return HEADER.pack(len(payload), crc32(payload)) + payload
@@ -41,10 +44,13 @@ def read_frames(data: bytes, offset: int = 0) -> Iterator[tuple[int, bytes]]:
         yield offset, payload
 
 
-def decode_payload(payload: bytes) -> SpoolRecord:
+def decode_payload(payload: bytes) -> Frame:
     """The record in a payload.
 
     Raises:
         msgspec.DecodeError: it is none of ours (a newer or older Pawl wrote it).
     """
-    return _decoder.decode(payload)
+    first = payload[0] if payload else 0
+    if first in ARRAYS or first in LONG_ARRAYS:
+        return _captured.decode(payload)
+    return _feedback.decode(payload)

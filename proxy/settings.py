@@ -26,6 +26,12 @@ class ProxySettings(StoreSettings):
         ge=0,
         description="what the upstream samples with where a request names no temperature",
     )
+    workers: int = Field(default=1, ge=1, le=64, description="processes that take calls")
+    silence_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="how long the upstream may say nothing before a call is given up, in seconds",
+    )
     max_body_mb: int = Field(default=256, ge=1, description="largest request body taken, in MiB")
     segment_mb: int = Field(default=8, ge=1, description="size at which a spool segment is closed")
     drain_batch: int = Field(default=256, ge=1, description="records stored in one transaction")

@@ -1,8 +1,12 @@
 """Records on disk before the reply's end leaves: append-only segments, group-committed.
 
-One writer thread takes all frames that wait, writes them at once, and one `fdatasync`
-makes all of them durable (DESIGN §3.2). A frame that could not be written (disk full) is
-cut off again, so that the segment stays readable, and its caller is told.
+The loop gathers frames; one writer thread takes all that wait, writes them at once, and one
+`fdatasync` makes them durable (DESIGN §3.2). Frames that could not be written (disk full) are
+cut off again, so that the segment stays readable, and whoever waits is told.
+
+A worker holds a folder of its own under the spool's root. The segment that is being written
+is `ID.open`; one that will not grow any more is `ID.seg`. The keeper reads both and deletes
+the latter (`proxy.drain`).
 """
 
 import asyncio
@@ -10,24 +14,39 @@ import fcntl
 import os
 import queue
 import threading
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Final
 
+import structlog
+
 from proxy.errors import SpoolInUse
-from proxy.segments import encode_frame
 from store.files import sync
 from store.ids import new_id
-from store.records import SpoolRecord
 
-SUFFIX: Final = ".seg"
-Waiting = tuple[bytes, "asyncio.Future[None]"]
+log = structlog.get_logger()
+
+OPEN: Final = ".open"
+SEALED: Final = ".seg"
+# A segment that nothing was added to for so long is sealed, so that the keeper can delete it.
+QUIET_S: Final = 5.0
+Waiting = tuple[bytes, "asyncio.Future[bool]", str]
+Commit = tuple[list[Waiting], asyncio.AbstractEventLoop]
+OnCommit = Callable[[bool, list[str]], None]
+
+
+def _nothing(_durable: bool, _marks: list[str]) -> None:
+    """Nobody wants to be told."""
 
 
 class Spool:
-    """The directory of segments of one proxy process."""
+    """The segments of one worker."""
 
-    def __init__(self, folder: Path, *, segment_bytes: int) -> None:
-        """Take hold of `folder`.
+    def __init__(
+        self, folder: Path, *, segment_bytes: int, on_commit: OnCommit = _nothing
+    ) -> None:
+        """Take hold of `folder`; `on_commit` is told how each commit went, before who waits.
 
         Raises:
             SpoolInUse: another process holds it.
@@ -36,104 +55,96 @@ class Spool:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self._segment_bytes = segment_bytes
-        self._lock = _hold(folder / "lock")
-        self._queue: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
-        self._state = threading.Lock()
+        self._lock = hold(folder / "lock")
+        for left in folder.glob(f"*{OPEN}"):
+            left.rename(left.with_suffix(SEALED))
+        self._on_commit = on_commit
+        self._gathered: list[Waiting] = []
+        self._committing = False
+        self._queue: queue.SimpleQueue[Commit | None] = queue.SimpleQueue()
         self._segment: Path | None = None
         self._file: int | None = None
         self._size = 0
         self._thread = threading.Thread(target=self._run, name="pawl-spool", daemon=True)
         self._thread.start()
 
-    async def append(self, record: SpoolRecord) -> None:
-        """Return once `record` is on disk.
+    def append(self, frame: bytes, mark: str = "") -> "asyncio.Future[bool]":
+        """Take a frame; the future says whether it is on disk (False: it is not, nor will be).
 
-        Raises:
-            OSError: it is not, and will not be.
+        The frame is taken at once: whoever stops waiting does not take it back. `mark` is
+        what `on_commit` is told of it.
         """
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put((encode_frame(record), future))
-        await future
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[bool] = loop.create_future()
+        if not self._gathered and not self._committing:
+            # What this turn of the loop still brings goes along.
+            loop.call_soon(self._commit)
+        self._gathered.append((frame, future, mark))
+        return future
 
-    def segments(self) -> list[Path]:
-        """All segments, oldest first, the one being written last."""
-        return sorted(self.folder.glob(f"*{SUFFIX}"))
+    def _commit(self) -> None:
+        if self._gathered:
+            self._committing = True
+            self._queue.put((self._gathered, asyncio.get_running_loop()))
+            self._gathered = []
 
-    @property
-    def active(self) -> Path | None:
-        """The segment being written, if any."""
-        with self._state:
-            return self._segment
+    def _committed(self, waiting: list[Waiting], durable: bool) -> None:
+        self._committing = False
+        self._on_commit(durable, [mark for _, _, mark in waiting])
+        for _, future, _ in waiting:
+            if not future.done():
+                future.set_result(durable)
+        self._commit()
 
-    def durable_size(self, segment: Path) -> int:
-        """How many bytes of `segment` may be read: whole frames, synced."""
-        with self._state:
-            if segment == self._segment:
-                return self._size
-        return segment.stat().st_size
-
-    def close_segment(self, segment: Path) -> None:
-        """Write no more to `segment`; the next record begins a new one."""
-        with self._state:
-            if segment == self._segment and self._file is not None:
-                os.close(self._file)
-                self._file = self._segment = None
-                self._size = 0
+    async def flush(self) -> None:
+        """Wait until all that was taken is on disk, or was given up."""
+        while self._gathered or self._committing:
+            await asyncio.sleep(0.001)
 
     def close(self) -> None:
-        """Write what waits, and let go of the directory."""
+        """Seal the segment, and let go of the folder. `flush` comes first."""
         self._queue.put(None)
         self._thread.join()
-        if self._segment is not None:
-            self.close_segment(self._segment)
-        os.close(self._lock)
+        self._lock.release()
+
+    # the writer thread
 
     def _run(self) -> None:
-        while (first := self._queue.get()) is not None:
-            waiting = [first]
-            ending = False
-            while not self._queue.empty():
-                more = self._queue.get()
-                if more is None:
-                    ending = True
-                    break
-                waiting.append(more)
-            self._commit(waiting)
-            if ending:
+        while True:
+            try:
+                commit = self._queue.get(timeout=QUIET_S)
+            except queue.Empty:
+                self._seal()
+                continue
+            if commit is None:
+                self._seal()
                 return
+            waiting, loop = commit
+            durable = self._write(b"".join([frame for frame, _, _ in waiting]))
+            loop.call_soon_threadsafe(self._committed, waiting, durable)
 
-    def _commit(self, waiting: list[Waiting]) -> None:
-        data = b"".join(frame for frame, _ in waiting)
-        error: OSError | None = None
-        try:
-            with self._state:
-                self._write(data)
-        except OSError as failure:
-            error = failure
-        # One wake-up of the loop for all that were waiting.
-        futures = [future for _, future in waiting]
-        futures[0].get_loop().call_soon_threadsafe(_resolve, futures, error)
-
-    def _write(self, data: bytes) -> None:
-        file = self._open_file()
+    def _write(self, data: bytes) -> bool:
         before = self._size
         try:
+            file = self._open_file()
+            before = self._size
             view = memoryview(data)
             while view:
                 view = view[os.write(file, view) :]
             os.fdatasync(file)
-        except OSError:
-            os.ftruncate(file, before)
-            raise
+        except OSError as error:
+            log.error("spool_write_failed", bytes=len(data), reason=str(error))
+            if self._file is not None:
+                os.ftruncate(self._file, before)
+            return False
         self._size = before + len(data)
         if self._size >= self._segment_bytes:
-            os.close(file)
-            self._file = self._segment = None
-            self._size = 0
+            self._seal()
+        return True
 
     def _open_file(self) -> int:
         if self._file is None:
-            segment = self.folder / f"{new_id()}{SUFFIX}"
+            segment = self.folder / f"{new_id()}{OPEN}"
             self._file = os.open(segment, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
             self._segment = segment
             self._size = 0
@@ -141,18 +152,43 @@ class Spool:
             sync(self.folder)
         return self._file
 
+    def _seal(self) -> None:
+        if self._file is None or self._segment is None:
+            return
+        os.close(self._file)
+        self._segment.rename(self._segment.with_suffix(SEALED))
+        self._file = self._segment = None
+        self._size = 0
 
-def _resolve(futures: "list[asyncio.Future[None]]", error: OSError | None) -> None:
-    for future in futures:
-        if future.done():
+
+def take_folder(root: Path, *, segment_bytes: int, on_commit: OnCommit = _nothing) -> Spool:
+    """A spool in the first numbered folder under `root` that nobody holds."""
+    for number in count():
+        folder = root / str(number)
+        try:
+            return Spool(folder, segment_bytes=segment_bytes, on_commit=on_commit)
+        except SpoolInUse:
             continue
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
+    raise AssertionError("unreachable: count() has no end")
 
 
-def _hold(path: Path) -> int:
+class Lock:
+    """A file that this process holds for as long as it lives, or until `release`."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def release(self) -> None:
+        """Let go."""
+        os.close(self._handle)
+
+
+def hold(path: Path) -> Lock:
+    """Lock a file.
+
+    Raises:
+        SpoolInUse: another process holds it.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,4 +197,13 @@ def _hold(path: Path) -> int:
         raise SpoolInUse(
             f"another process spools to {path.parent}: stop it, or set PAWL_SPOOL_DIR"
         ) from error
-    return handle
+    return Lock(handle)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process holds the lock."""
+    try:
+        hold(path).release()
+    except SpoolInUse:
+        return True
+    return False

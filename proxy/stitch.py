@@ -69,7 +69,11 @@ class Stitches:
         }
         return found.pop() if len(found) == 1 else None
 
-    def failed(self, body: bytes, episode: str) -> None:
+    def offer(self, dialect, asked, gist, identity, call_id):
+        self.handed_out((c.id for c in gist.tool_calls), identity.episode)
+        return ()
+
+    def failed(self, body: bytes, episode: str, call_id=None) -> None:
         """An attempt with this body came to no reply; its client may send it again."""
         self._failed.setdefault(_digest(body), []).append(episode)
         if len(self._failed) > CAPACITY:

@@ -71,6 +71,11 @@ class Sampled(msgspec.Struct, frozen=True):
     completion_tokens: int | None
 
 
+NOTHING_SAMPLED: Final = Sampled(
+    prompt_ids=None, sampled_ids=None, sampled_logprobs=None, choices=1, completion_tokens=None
+)
+
+
 def sampling_settings(request: Mapping[str, Any], default_temperature: float) -> dict[str, Any]:
     """The settings a call was sampled with: the request's own, and the temperature always."""
     found = {name: request[name] for name in RECORDED if request.get(name) is not None}

@@ -1,122 +1,172 @@
-"""The one client session to the model server, and what is known of that server."""
+"""The model server: one or several replicas that serve the same, and what is known of it."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from types import TracebackType
-from typing import Final, Self
+import ssl
+from collections.abc import Iterable, Sequence
+from typing import Final
+from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 import structlog
-from multidict import CIMultiDict
-from yarl import URL
 
-from proxy.errors import UpstreamUnreachable
+from proxy.errors import UpstreamBroke, UpstreamSilent, UpstreamUnreachable
+from proxy.http.client import NoReply, NotSent, Pool, Reply, Silent, ask_bodyless, ask_streaming, ask_whole
+from proxy.http.flow import Inflow
+from proxy.http.wire import Headers
 
 log = structlog.get_logger()
 
-# RFC 9110 §7.6.1: these belong to one connection and are never passed on.
-HOP_BY_HOP: Final = frozenset(
-    {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    }
-)
-# vLLM closes idle connections after 5 s; one that is reused must be younger.
-KEEPALIVE_S: Final = 3.0
-CONNECT_S: Final = 10.0
 ENGINE: Final = "vllm"
+LOOK_S: Final = 10.0
+# A name that was not in the server's list of models may be in it later.
+LOOK_AGAIN_S: Final = 30.0
+# A replica that could not be reached is asked last for so long.
+AVOID_S: Final = 2.0
+SWEEP_S: Final = 1.0
+
+
+class Replica:
+    """One server: where it is, and the connections to it."""
+
+    def __init__(self, base_url: str, tls: ssl.SSLContext | None) -> None:
+        parts = urlsplit(base_url)
+        secure = parts.scheme == "https"
+        self.prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self.root = f"{parts.scheme}://{parts.netloc}{self.prefix}"
+        self.pool = Pool(
+            parts.hostname or "", parts.port or (443 if secure else 80), tls=tls if secure else None
+        )
+        self.avoid_until = 0.0
 
 
 class Upstream:
-    """Requests to the model server: no limit on connections, no total time, no redirects."""
+    """Requests to one model server's replicas, the least busy first.
 
-    def __init__(self, base_url: str) -> None:
-        self._root = base_url.rstrip("/").removesuffix("/v1")
+    A request goes to another replica only where nothing of it was sent (DESIGN §4): a model
+    must not answer one call twice.
+    """
+
+    def __init__(self, urls: Sequence[str], *, silence_s: float) -> None:
+        tls = ssl.create_default_context() if any(u.startswith("https") for u in urls) else None
+        self.replicas = [Replica(url, tls) for url in urls]
+        self._silence_s = silence_s
         self._gives_ids: dict[str, bool] = {}
+        self._looked_at: dict[str, float] = {}
         self._looking = asyncio.Lock()
 
-    async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            max_line_size=65536,
-            max_field_size=65536,
-        )
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._session.close()
-
-    def url(self, path: str, query: str = "") -> URL:
-        """The upstream's URL for a let-through path, not normalised in any way."""
-        return URL(f"{self._root}{path}" + (f"?{query}" if query else ""), encoded=True)
-
-    async def open(
-        self, method: str, url: URL, headers: CIMultiDict[str], body: object
-    ) -> aiohttp.ClientResponse:
-        """Send a request and return its response as soon as its headers are there.
+    async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> Reply:
+        """Send a request whose body is at hand; returns once the reply's head is there.
 
         Raises:
-            UpstreamUnreachable: there was no connection, or it broke before any reply.
+            UpstreamUnreachable: no replica took it.
+            UpstreamBroke: it was sent, and no reply came.
         """
-        try:
-            return await self._session.request(
-                method,
-                url,
-                headers=headers,
-                data=body,
-                allow_redirects=False,
-            )
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise UpstreamUnreachable(
-                f"The model server at {self._root} did not answer "
-                f"({type(error).__name__}). Is it running, and is PAWL_UPSTREAM_URL right?",
-                code="upstream_unreachable",
-            ) from error
+        unreached: NotSent | None = None
+        for replica in self._in_order():
+            try:
+                return await ask_whole(
+                    replica.pool, method, replica.prefix + target, headers, body
+                )
+            except NotSent as error:
+                unreached = self._unreached(replica, error)
+            except NoReply as error:
+                raise self._without_reply(replica, error) from error
+        raise self._unreachable() from unreached
+
+    async def pass_on(
+        self, method: str, target: str, headers: Headers, length: int | None, body: Inflow | None
+    ) -> Reply:
+        """Send a request with its body as it comes; see `ask`."""
+        unreached: NotSent | None = None
+        for replica in self._in_order():
+            where = replica.prefix + target
+            try:
+                if body is None:
+                    return await ask_bodyless(replica.pool, method, where, headers)
+                return await ask_streaming(replica.pool, method, where, headers, length, body)
+            except NotSent as error:
+                unreached = self._unreached(replica, error)
+            except NoReply as error:
+                raise self._without_reply(replica, error) from error
+        raise self._unreachable() from unreached
+
+    def _in_order(self) -> list[Replica]:
+        if len(self.replicas) == 1:
+            return self.replicas
+        now = asyncio.get_running_loop().time()
+        return sorted(self.replicas, key=lambda r: (r.avoid_until > now, r.pool.busy))
+
+    def _unreached(self, replica: Replica, error: NotSent) -> NotSent:
+        replica.avoid_until = asyncio.get_running_loop().time() + AVOID_S
+        log.warning("replica_unreachable", replica=replica.root, reason=str(error))
+        return error
+
+    def _without_reply(self, replica: Replica, error: NoReply) -> UpstreamBroke:
+        silent = isinstance(error, Silent)
+        kind = UpstreamSilent if silent else UpstreamBroke
+        return kind(
+            f"The model server at {replica.root} was sent the request and gave no reply: {error}. "
+            "Whether it worked on it cannot be known.",
+            code="upstream_silent" if silent else "upstream_broke",
+        )
+
+    def _unreachable(self) -> UpstreamUnreachable:
+        where = " and ".join(replica.root for replica in self.replicas)
+        return UpstreamUnreachable(
+            f"The model server at {where} could not be reached. "
+            "Is it running, and is PAWL_UPSTREAM_URL right?",
+            code="upstream_unreachable",
+        )
 
     async def gives_ids(self, model: str | None) -> bool:
-        """Whether `model` is served by vLLM, found out by looking at its list of models.
-
-        A server that cannot be asked now is asked again at the next call.
-        """
+        """Whether `model` is served by vLLM, found out by looking at its list of models."""
         if model is None:
             return False
-        if model not in self._gives_ids:
-            async with self._looking:
-                if model not in self._gives_ids:
-                    await self._look()
+        known = self._gives_ids.get(model)
+        if known is not None:
+            return known
+        async with self._looking:
+            now = asyncio.get_running_loop().time()
+            if now - self._looked_at.get(model, -LOOK_AGAIN_S) >= LOOK_AGAIN_S:
+                found = await self._look()
+                if found is None:
+                    return False
+                self._gives_ids |= found
+                self._looked_at[model] = now
         return self._gives_ids.get(model, False)
 
-    async def _look(self) -> None:
+    async def _look(self) -> dict[str, bool] | None:
+        """By model, whether it is vLLM's; None if the server cannot be asked now."""
         try:
-            async with self._session.get(
-                self.url("/v1/models"), timeout=aiohttp.ClientTimeout(total=CONNECT_S)
-            ) as response:
-                listed = msgspec.json.decode(await response.read(), type=_Models)
-        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            async with asyncio.timeout(LOOK_S):
+                reply = await self.pass_on("GET", "/v1/models", [], None, None)
+                listed = msgspec.json.decode(await reply.read(), type=_Models)
+        except (
+            UpstreamUnreachable,
+            UpstreamBroke,
+            ConnectionError,
+            TimeoutError,
+            msgspec.DecodeError,
+        ) as error:
             log.warning("models_unknown", reason=type(error).__name__)
-            return
-        self._gives_ids |= {model.id: model.owned_by == ENGINE for model in listed.data}
+            return None
+        return {model.id: model.owned_by == ENGINE for model in listed.data}
 
     def learn(self, served_names: Iterable[str]) -> None:
         """These are adapters that our own trainer loaded: the server is vLLM."""
         self._gives_ids |= dict.fromkeys(served_names, True)
+
+    async def sweep(self) -> None:
+        """For ever: close idle connections, give up on a server that is silent for too long."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for replica in self.replicas:
+                replica.pool.sweep(self._silence_s)
+
+    def close(self) -> None:
+        """Close every connection."""
+        for replica in self.replicas:
+            replica.pool.close()
 
 
 class _Model(msgspec.Struct):
@@ -126,27 +176,3 @@ class _Model(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Model]
-
-
-def request_headers(headers: Mapping[str, str], *, drop: Iterable[str] = ()) -> CIMultiDict[str]:
-    """The client's headers as the upstream gets them: less the connection's own and ours."""
-    unwanted = {"host", "content-length", *HOP_BY_HOP, *drop, *_named_by_connection(headers)}
-    return CIMultiDict(
-        (name, value)
-        for name, value in headers.items()
-        if name.lower() not in unwanted and not name.lower().startswith("x-pawl-")
-    )
-
-
-def reply_headers(headers: Mapping[str, str], *, keep_length: bool) -> CIMultiDict[str]:
-    """The upstream's headers as the client gets them."""
-    unwanted = {*HOP_BY_HOP, *_named_by_connection(headers)}
-    if not keep_length:
-        unwanted.add("content-length")
-    return CIMultiDict(
-        (name, value) for name, value in headers.items() if name.lower() not in unwanted
-    )
-
-
-def _named_by_connection(headers: Mapping[str, str]) -> set[str]:
-    return {name.strip().lower() for name in headers.get("Connection", "").split(",")}

@@ -129,7 +129,14 @@ class FeedbackRecord(Record, frozen=True, kw_only=True, tag="feedback"):
     body_hash: str | None = None
 
 
-SpoolRecord = CallRecord | FeedbackRecord
+class GapRecord(Record, frozen=True, kw_only=True, tag="gap"):
+    """Calls of these episodes were lost before they could be kept: they are not whole."""
+
+    id: UUID
+    episodes: tuple[str, ...]
+
+
+SpoolRecord = CallRecord | FeedbackRecord | GapRecord
 
 
 class Feedback(Record, frozen=True, kw_only=True):

@@ -6,10 +6,16 @@ from uuid import UUID
 
 import msgspec
 
+from proxy.capture import Captured
 from store.ids import new_id
 from store.records import CallRecord, FeedbackItem, FeedbackRecord, Tokens, ToolEvent
 from store.tokens import pack_ids, pack_logprobs
 
+REPLY = (
+    b'{"id":"r","choices":[{"index":0,"message":{"role":"assistant","content":"hi"},'
+    b'"logprobs":{"content":[{"logprob":-0.5},{"logprob":-1.5}]},"finish_reason":"stop",'
+    b'"token_ids":[4,5]}],"usage":{"completion_tokens":2},"prompt_token_ids":[1,2,3]}'
+)
 START = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
@@ -54,6 +60,39 @@ def call(episode: str = "e1", **changes: Any) -> CallRecord:
         first_chunk_ms=1.0,
         total_ms=2.0,
         retry=0,
+    )
+    return msgspec.structs.replace(record, **changes)
+
+
+def captured(episode: str = "e1", **changes: Any) -> Captured:
+    """A whole call as a worker writes it down."""
+    record = Captured(
+        id=new_id().bytes,
+        episode=episode,
+        method="header",
+        confidence="certain",
+        agent="default",
+        task=None,
+        dialect="chat",
+        policy="m",
+        policy_version=0,
+        served_model="m",
+        wanted_ids=True,
+        status="complete",
+        http_status=200,
+        streamed=False,
+        request=b'{"model":"m","messages":[]}',
+        reply=REPLY,
+        deflated=False,
+        offers=(),
+        asks=(),
+        retry_of=None,
+        retry=0,
+        tool_events=(),
+        default_temperature=1.0,
+        started_at=START.timestamp(),
+        first_chunk_ms=1.0,
+        total_ms=2.0,
     )
     return msgspec.structs.replace(record, **changes)
 

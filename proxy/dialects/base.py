@@ -1,6 +1,6 @@
 """What every dialect gives the relay."""
 
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -8,6 +8,8 @@ from proxy.trainable import Sampled
 from store.records import ToolCall
 
 Object = dict[str, msgspec.Raw]
+
+_objects: Final = msgspec.json.Decoder(Object)
 
 
 class ModelRequest(msgspec.Struct, frozen=True):
@@ -52,7 +54,15 @@ class ReplyFacts(msgspec.Struct, frozen=True):
 
 
 class Transcript(Protocol):
-    """Follows one reply: passes on what the client is to see, keeps what is recorded."""
+    """Follows one reply: passes on what the client is to see, and knows what was said.
+
+    Fed with the same bytes once more, one that was made for `reading` gives the facts: the
+    worker needs only what serving needs, the keeper reads the rest later.
+    """
+
+    @property
+    def ended(self) -> bool:
+        """Whether the reply came to its proper end."""
 
     def feed(self, chunk: bytes) -> bytes:
         """Take bytes as they came; return those that may leave at once."""
@@ -60,8 +70,11 @@ class Transcript(Protocol):
     def finish(self) -> bytes:
         """The upstream has ended: return the bytes held back until the record is durable."""
 
+    def gist(self) -> Gist:
+        """What a later call may repeat of it."""
+
     def facts(self) -> ReplyFacts:
-        """What was said, whole or not."""
+        """All that was said, whole or not; made for `reading` only."""
 
 
 class Dialect(Protocol):
@@ -76,10 +89,14 @@ class Dialect(Protocol):
     ) -> ModelRequest:
         """The request for the upstream; the client's own bytes where nothing must change."""
 
-    def whole(self, request: ModelRequest, served_name: str | None) -> Transcript:
+    def whole(
+        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+    ) -> Transcript:
         """Follows a reply that comes in one piece."""
 
-    def streamed(self, request: ModelRequest, served_name: str | None) -> Transcript:
+    def streamed(
+        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+    ) -> Transcript:
         """Follows a reply of server-sent events."""
 
 
@@ -130,8 +147,9 @@ def parse_object(body: bytes) -> Object | None:
     out as it went in.
     """
     try:
-        body.decode()
-        return msgspec.json.decode(body, type=Object)
+        if not body.isascii():
+            body.decode()
+        return _objects.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 

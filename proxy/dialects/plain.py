@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from proxy.dialects.base import (
+    Gist,
     ModelRequest,
     Object,
     ReplyFacts,
@@ -22,13 +23,10 @@ from proxy.dialects.base import (
 )
 from proxy.dialects.events import EventStream
 from proxy.dialects.merge import merge_message_event
-from proxy.trainable import Sampled
+from proxy.trainable import NOTHING_SAMPLED
 from store.records import ToolCall
 
 ENVELOPES: Final = ("message", "response")
-NOTHING_SAMPLED: Final = Sampled(
-    prompt_ids=None, sampled_ids=None, sampled_logprobs=None, choices=1, completion_tokens=None
-)
 Reply = dict[str, Any]
 
 
@@ -51,11 +49,15 @@ class PlainDialect(msgspec.Struct, frozen=True):
         """See `Dialect`; ids cannot be had."""
         return with_changes(request, served_name, {})
 
-    def whole(self, request: ModelRequest, served_name: str | None) -> Transcript:
+    def whole(
+        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+    ) -> Transcript:
         """See `Dialect`."""
         return PlainReply(self, own_name(request, served_name))
 
-    def streamed(self, request: ModelRequest, served_name: str | None) -> Transcript:
+    def streamed(
+        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+    ) -> Transcript:
         """See `Dialect`."""
         return PlainStream(self, own_name(request, served_name))
 
@@ -73,6 +75,10 @@ class PlainDialect(msgspec.Struct, frozen=True):
             sampled=NOTHING_SAMPLED,
             whole=whole,
         )
+
+
+def _gist(facts: ReplyFacts) -> Gist:
+    return Gist(response_id=facts.response_id, tool_calls=facts.tool_calls)
 
 
 def _restore(payload: bytes, model: msgspec.Raw | None) -> bytes:
@@ -117,6 +123,15 @@ class PlainReply:
         self._facts = self._dialect.facts(decoded_object(out), whole=True)
         return out
 
+    @property
+    def ended(self) -> bool:
+        """See `Transcript`."""
+        return self._facts.whole
+
+    def gist(self) -> Gist:
+        """See `Transcript`."""
+        return _gist(self._facts)
+
     def facts(self) -> ReplyFacts:
         """See `Transcript`."""
         return self._facts
@@ -138,6 +153,15 @@ class PlainStream:
     def finish(self) -> bytes:
         """See `Transcript`."""
         return self._events.finish()
+
+    @property
+    def ended(self) -> bool:
+        """See `Transcript`."""
+        return self._events.ended
+
+    def gist(self) -> Gist:
+        """See `Transcript`."""
+        return _gist(self.facts())
 
     def facts(self) -> ReplyFacts:
         """See `Transcript`."""

@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,11 @@ import aiohttp
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.app import running
+from pawl.serving.supervisor import listening
+from proxy.keeper import keeping
 from proxy.settings import ProxySettings
+from proxy.policies import WATCH_S
+from proxy.worker import serving
 from store.policies import ensure_base
 from store.reading import episode_ids, read_episodes
 from store.records import Episode, TransitionRow
@@ -112,6 +115,17 @@ class Proxy:
                 return "m" in (await reply.json())["serving"]
 
         await eventually(look)
+        # The worker reads the file that the keeper wrote a moment later.
+        await asyncio.sleep(2 * WATCH_S)
+
+
+@asynccontextmanager
+async def running(settings: ProxySettings) -> AsyncIterator[None]:
+    """A keeper and a worker in this process."""
+    async with keeping(settings):
+        listener = listening(settings.listen)
+        async with serving(settings, listener):
+            yield
 
 
 @pytest.fixture

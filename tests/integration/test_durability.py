@@ -8,18 +8,17 @@ import aiohttp
 import pytest
 from prometheus_client import REGISTRY
 
-from proxy.app import running
 from proxy.drain import Drainer
-from proxy.segments import HEADER
+from proxy.segments import HEADER, encode_frame
 from proxy.spool import Spool
 from store.embedded import EmbeddedPostgres
 from store.engine import make_engine
-from store.migrate import upgrade
+from store.ids import new_id
 from store.reading import episode_ids
 from tests.conftest import psql, url_of
 from tests.fake_upstream import FakeUpstream
-from tests.integration.conftest import Proxy, eventually, settings_for
-from tests.records import call, reward
+from tests.integration.conftest import Proxy, eventually, running, settings_for
+from tests.records import REPLY, captured, reward
 
 COUNTERS = ("", "_stored", "_dead_lettered", "_dropped")
 
@@ -70,9 +69,9 @@ async def _scored(proxy: Proxy) -> object:
 async def test_a_spool_left_by_a_killed_proxy_is_stored_at_the_next_start(
     database_url: str, upstream: FakeUpstream, tmp_path: Path
 ) -> None:
-    records = [call(f"e{number}") for number in range(30)]
-    spool = Spool(tmp_path / "spool", segment_bytes=4096)
-    await asyncio.gather(*[spool.append(record) for record in records])
+    spool = Spool(tmp_path / "spool" / "0", segment_bytes=4096)
+    frames = [encode_frame(captured(f"e{number}")) for number in range(30)]
+    await asyncio.gather(*[spool.append(frame) for frame in frames])
     spool.close()
     engine = make_engine(database_url)
     async with running(settings_for(database_url, upstream.url, tmp_path)):
@@ -86,44 +85,44 @@ async def test_a_spool_left_by_a_killed_proxy_is_stored_at_the_next_start(
     assert_adds_up()
 
 
-@pytest.mark.parametrize("kept", range(1, 60, 7))
-async def test_a_torn_end_is_set_aside_and_the_rest_stored(
-    database_url: str, tmp_path: Path, kept: int
+async def test_a_segment_cut_at_any_byte_loses_only_what_was_cut(
+    database_url: str, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "spool"
-    spool = Spool(folder, segment_bytes=2**20)
-    await spool.append(call("whole"))
-    await spool.append(call("torn"))
-    spool.close()
-    [segment] = folder.glob("*.seg")
-    data = segment.read_bytes()
-    length = HEADER.unpack_from(data)[0] + HEADER.size
-    segment.write_bytes(data[: length + kept])
-    await upgrade(database_url)
+    """Every offset of the last record; each cut is a worker's folder of its own."""
+    whole = encode_frame(captured("whole"))
+    torn = encode_frame(captured("torn"))
+    for kept in range(len(torn)):
+        folder = tmp_path / str(kept)
+        folder.mkdir()
+        (folder / f"{new_id()}.open").write_bytes(whole + torn[:kept])
     engine = make_engine(database_url)
-    spool = Spool(folder, segment_bytes=2**20)
-    drainer = Drainer(spool, lambda: engine, batch=10)
-    assert await drainer.drain_once() == 1
-    assert await drainer.drain_once() == 0
-    assert not list(folder.glob("*.seg"))
-    assert len(list((folder / "dead").glob("*.letter"))) == 1
-    spool.close()
+    drainer = Drainer(tmp_path, lambda: engine, batch=10)
+    moved = 0
+    while found := await drainer.drain_once():
+        moved += found
+    assert moved == len(torn)
+    assert not list(tmp_path.glob("*/*.open"))
+    # A cut at the record's own beginning leaves no trace of it.
+    assert len(list((tmp_path / "dead").glob("*.letter"))) == len(torn) - 1
+    async with engine.connect() as connection:
+        assert len(await episode_ids(connection)) == 1
     await engine.dispose()
+    assert_adds_up()
 
 
 async def test_one_record_that_cannot_be_stored_stops_no_other(
     database_url: str, tmp_path: Path
 ) -> None:
     engine = make_engine(database_url)
-    spool = Spool(tmp_path / "spool", segment_bytes=2**20)
-    bad = call("bad", response_id="nul\x00")
-    for record in [call("a"), call("b"), bad, call("c"), reward(1.0, episode="a")]:
-        await spool.append(record)
-    drainer = Drainer(spool, lambda: engine, batch=10)
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    bad = captured("bad", reply=REPLY.replace(b'"r"', b'"nul\\u0000"'))
+    for record in [captured("a"), captured("b"), bad, captured("c"), reward(1.0, episode="a")]:
+        await spool.append(encode_frame(record))
+    drainer = Drainer(tmp_path, lambda: engine, batch=10)
     assert await drainer.drain_once() == 5
     async with engine.connect() as connection:
         assert len(await episode_ids(connection)) == 3
-    [reason] = (tmp_path / "spool" / "dead").glob("*.reason")
+    [reason] = (tmp_path / "dead").glob("*.reason")
     assert "0x00" in reason.read_text()
     spool.close()
     await engine.dispose()
@@ -164,6 +163,6 @@ async def test_group_commit_makes_many_durable_with_few_syncs(
 
     monkeypatch.setattr(os, "fdatasync", counted)
     spool = Spool(tmp_path, segment_bytes=2**24)
-    await asyncio.gather(*[spool.append(call()) for _ in range(500)])
-    spool.close()
+    await asyncio.gather(*[spool.append(encode_frame(captured())) for _ in range(500)])
     assert syncs < 250
+    spool.close()

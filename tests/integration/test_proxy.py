@@ -11,7 +11,7 @@ from aiohttp import web
 from sqlalchemy import text
 from yarl import URL
 
-from proxy.app import running
+from tests.integration.conftest import running
 from proxy.errors import SpoolInUse
 from store.policies import promote
 from store.tokens import unpack_ids, unpack_logprobs
@@ -169,7 +169,7 @@ async def test_an_unreachable_upstream_is_said_so_and_recorded(
     response = await proxy.chat()
     assert response.status == 502
     assert response.headers["x-pawl-fault"] == "upstream"
-    assert "PAWL_UPSTREAM_URL" in response.json["error"]["message"]
+    assert "gave no reply" in response.json["error"]["message"]
     assert (await proxy.only_call()).status == "upstream_error"
 
 

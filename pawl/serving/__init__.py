@@ -1,0 +1,1 @@
+"""The processes of `pawl proxy`: a supervisor, a keeper, and workers."""

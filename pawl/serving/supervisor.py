@@ -1,0 +1,198 @@
+"""`pawl proxy`: one keeper and N workers on one listening socket, kept up.
+
+The socket is the supervisor's: while a worker is replaced, connections wait in its queue.
+SIGTERM and SIGINT end all of it, calls under way first; SIGHUP replaces the workers one after
+another, new code and settings included, without a failed request.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import structlog
+from prometheus_client.multiprocess import mark_process_dead
+
+from proxy.errors import DoesNotStart
+from proxy.settings import ProxySettings
+from store.settings import address
+
+log = structlog.get_logger()
+
+METRICS_DIR: Final = "metrics"
+BACKLOG: Final = 4096
+RESTART_S: Final = 0.2
+# A process that ends so soon after its start did not fail at its work.
+YOUNG_S: Final = 5.0
+MOST_EARLY_ENDS: Final = 5
+
+
+class Child:
+    """One process, started again whenever it ends by itself."""
+
+    def __init__(self, name: str, command: list[str], environment: Mapping[str, str], fd: int):
+        self.name = name
+        self._command = command
+        self._environment = environment
+        self._fd = fd
+        self._process: asyncio.subprocess.Process | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._early_ends = 0
+        self.stopping = False
+
+    async def start(self) -> None:
+        """Start it, and watch it from now on."""
+        await self._spawn()
+        self._watching = asyncio.create_task(self._watch(), name=f"pawl-watch-{self.name}")
+
+    async def _spawn(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            env=self._environment,
+            pass_fds=[self._fd],
+            # It ends with us, however we end: its standard input closes then.
+            stdin=asyncio.subprocess.PIPE,
+        )
+        log.info("child_started", child=self.name, pid=self._process.pid)
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._process is not None:
+            started = loop.time()
+            status = await self._process.wait()
+            mark_process_dead(self._process.pid, self._environment["PROMETHEUS_MULTIPROC_DIR"])  # type: ignore[no-untyped-call]
+            if self.stopping:
+                return
+            log.error("child_ended", child=self.name, status=status)
+            young = loop.time() - started < YOUNG_S
+            self._early_ends = self._early_ends + 1 if young else 0
+            if self._early_ends >= MOST_EARLY_ENDS:
+                raise DoesNotStart(f"{self.name} ends as soon as it is started; see its log above")
+            await asyncio.sleep(RESTART_S)
+            await self._spawn()
+
+    async def replace(self) -> None:
+        """Start another one, then let the present one finish its work and end."""
+        old, watching = self._process, self._watching
+        if watching is not None:
+            watching.cancel()
+        await self.start()
+        if old is not None:
+            _tell(old, signal.SIGTERM)
+            await old.wait()
+            mark_process_dead(old.pid, self._environment["PROMETHEUS_MULTIPROC_DIR"])  # type: ignore[no-untyped-call]
+
+    async def stop(self) -> None:
+        """Let it finish its work and end."""
+        self.stopping = True
+        if self._process is not None:
+            _tell(self._process, signal.SIGTERM)
+            await self._process.wait()
+
+    @property
+    def watching(self) -> asyncio.Task[None]:
+        """Ends with `DoesNotStart` if it cannot be kept up."""
+        assert self._watching is not None
+        return self._watching
+
+
+def _tell(process: asyncio.subprocess.Process, what: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        process.send_signal(what)
+
+
+def listening(listen: str) -> socket.socket:
+    """The data port's socket.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    host, port = address(listen)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError:
+        listener.close()
+        raise
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    listener.set_inheritable(True)
+    return listener
+
+
+async def serve(settings: ProxySettings) -> None:
+    """Run until SIGTERM or SIGINT.
+
+    Raises:
+        OSError: a port is taken.
+        DoesNotStart: a process cannot be kept up.
+    """
+    stop, replace = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop.set)
+    loop.add_signal_handler(signal.SIGHUP, replace.set)
+    listener = listening(settings.listen)
+    children = _children(settings, listener)
+    keeper, workers = children[0], children[1:]
+    try:
+        for child in children:
+            await child.start()
+        log.info("proxy_up", listen=settings.listen, workers=len(workers))
+        await _until_stopped(children, workers, stop, replace)
+    finally:
+        await asyncio.gather(*(worker.stop() for worker in workers))
+        # Last, so that it stores what the workers still wrote.
+        await keeper.stop()
+        listener.close()
+        log.info("proxy_down")
+
+
+async def _until_stopped(
+    children: list[Child], workers: list[Child], stop: asyncio.Event, replace: asyncio.Event
+) -> None:
+    stopping = asyncio.create_task(stop.wait())
+    while not stopping.done():
+        replacing = asyncio.create_task(replace.wait())
+        watched = {child.watching for child in children}
+        await asyncio.wait(
+            {stopping, replacing, *watched}, return_when=asyncio.FIRST_COMPLETED
+        )
+        replacing.cancel()
+        for task in watched:
+            if task.done() and not task.cancelled():
+                task.result()
+        if replace.is_set():
+            replace.clear()
+            for worker in workers:
+                await worker.replace()
+            log.info("workers_replaced", workers=len(workers))
+
+
+def _children(settings: ProxySettings, listener: socket.socket) -> list[Child]:
+    """The keeper first."""
+    metrics = settings.spool_dir / METRICS_DIR
+    environment = dict(os.environ) | {"PROMETHEUS_MULTIPROC_DIR": str(_emptied(metrics).resolve())}
+    fd = listener.fileno()
+    run = [sys.executable, "-m", "pawl.serving.child"]
+    keeper = Child("keeper", [*run, "keeper"], environment, fd)
+    workers = [
+        Child(f"worker {number}", [*run, "worker", str(fd)], environment, fd)
+        for number in range(settings.workers)
+    ]
+    return [keeper, *workers]
+
+
+def _emptied(folder: Path) -> Path:
+    """Counters begin at 0 with the proxy, as Prometheus expects of a process."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder

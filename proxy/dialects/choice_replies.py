@@ -1,0 +1,278 @@
+"""Follows replies in `choices`: what leaves, what a later call may repeat, what was sampled.
+
+A worker follows a reply only as far as serving needs (`feed`, `finish`, `gist`); the keeper
+follows the same bytes again, `reading`, for all that the ledger wants (`facts`).
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from proxy.dialects.base import (
+    NULL,
+    Gist,
+    ModelRequest,
+    Object,
+    ReplyFacts,
+    decoded_object,
+    parse_object,
+    value_of,
+)
+from proxy.dialects.events import EventStream, is_done
+from proxy.dialects.merge import merge_delta
+from proxy.dialects.undo import ODD_SHAPE, Undo
+from store.records import ToolCall
+
+DONE: Final = b"[DONE]"
+EMPTY: Final = msgspec.Raw(b"{}")
+ZERO: Final = msgspec.Raw(b"0")
+
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class _ToolPiece(msgspec.Struct):
+    index: int = 0
+    id: str | None = None
+    function: _Function | None = None
+
+
+class _Said(msgspec.Struct):
+    """A message or a delta, as far as a later call repeats it."""
+
+    content: Any = None
+    tool_calls: list[_ToolPiece] | None = None
+
+
+_said: Final = msgspec.json.Decoder(_Said)
+_text: Final = msgspec.json.Decoder(str)
+
+
+class _Gathering:
+    """The first choice's words and tool calls, piece by piece."""
+
+    def __init__(self) -> None:
+        self.response_id: str | None = None
+        self._words: list[str] = []
+        self._tools: dict[int, list[str]] = {}
+
+    def take(self, parsed: Object, choices: list[Object]) -> None:
+        """One event, or a whole reply."""
+        if self.response_id is None and "id" in parsed:
+            self.response_id = _string(value_of(parsed["id"]))
+        if not choices or choices[0].get("index", ZERO) != ZERO:
+            return
+        first = choices[0]
+        if (raw := first.get("delta") or first.get("message")) is not None:
+            self._take_message(_said.decode(raw))
+        elif (raw := first.get("text")) is not None:
+            self._words.append(_text.decode(raw))
+
+    def _take_message(self, said: _Said) -> None:
+        if isinstance(said.content, str):
+            self._words.append(said.content)
+        for position, piece in enumerate(said.tool_calls or ()):
+            # A whole message's calls have no index of their own.
+            index = piece.index or position
+            known = self._tools.setdefault(index, ["", "", ""])
+            function = piece.function or _Function()
+            known[0] = piece.id or known[0]
+            known[1] = function.name or known[1]
+            known[2] += function.arguments or ""
+
+    def gist(self) -> Gist:
+        """What was said so far."""
+        calls = [self._tools[index] for index in sorted(self._tools)]
+        return Gist(
+            response_id=self.response_id,
+            text="".join(self._words),
+            tool_calls=tuple(ToolCall(id=i, name=n, arguments=a) for i, n, a in calls),
+        )
+
+
+def _string(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+class WholeReply:
+    """A reply that comes in one piece: nothing leaves before all of it is there."""
+
+    def __init__(self, request: ModelRequest, served_name: str | None, *, reading: bool) -> None:
+        self._undo = Undo(request, served_name, reading=reading)
+        self._gathering = _Gathering()
+        self._pieces: list[bytes] = []
+        self._out: bytes | None = None
+        self.ended = False
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Keep; see `Transcript`."""
+        self._pieces.append(chunk)
+        return b""
+
+    def finish(self) -> bytes:
+        """The restored reply; byte for byte the upstream's where nothing was added."""
+        body = self._out = b"".join(self._pieces)
+        self.ended = True
+        parsed = parse_object(body)
+        choices = None if parsed is None else self._undo.try_restore(parsed)
+        if parsed is None or choices is None:
+            return body
+        if not self._undo.changes_nothing:
+            self._out = _encode(parsed)
+        try:
+            self._gathering.take(parsed, choices)
+        except ODD_SHAPE:
+            # Its gist is incomplete; the reply itself has not been touched.
+            return self._out
+        return self._out
+
+    def gist(self) -> Gist:
+        """See `Transcript`."""
+        return self._gathering.gist()
+
+    def facts(self) -> ReplyFacts:
+        """See `Transcript`."""
+        if self._out is None:
+            return _facts(None, {}, self._undo, whole=False)
+        whole = decoded_object(self._out)
+        return _facts(self._out if whole else None, whole or {}, self._undo, whole=True)
+
+
+def _facts(reply: bytes | None, parsed: dict[str, Any], undo: Undo, *, whole: bool) -> ReplyFacts:
+    choices = parsed.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    first = first if isinstance(first, dict) else {}
+    usage = parsed.get("usage") if isinstance(parsed.get("usage"), dict) else None
+    return ReplyFacts(
+        reply=reply,
+        response_id=_string(parsed.get("id")),
+        finish=_string(first.get("finish_reason")),
+        usage=usage,
+        tool_calls=_tool_calls(first.get("message")),
+        sampled=undo.sampled(usage),
+        whole=whole,
+    )
+
+
+def _tool_calls(message: Any) -> tuple[ToolCall, ...]:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    found = []
+    for call in calls if isinstance(calls, list) else []:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and call.get("id"):
+            found.append(
+                ToolCall(
+                    id=str(call["id"]),
+                    name=str(function.get("name") or ""),
+                    arguments=str(function.get("arguments") or ""),
+                )
+            )
+    return tuple(found)
+
+
+class StreamedReply:
+    """A reply as server-sent events, put together as it passes."""
+
+    def __init__(
+        self,
+        request: ModelRequest,
+        served_name: str | None,
+        reply_object: str,
+        *,
+        reading: bool,
+    ) -> None:
+        self._undo = Undo(request, served_name, reading=reading)
+        self._reply_object = reply_object
+        self._reading = reading
+        self._events = EventStream(self._data, is_done)
+        self._gathering = _Gathering()
+        self._head: dict[str, Any] = {}
+        self._choices: dict[int, dict[str, Any]] = {}
+        self._finished: dict[bytes, bool] = {}
+        self._unread = 0
+
+    def feed(self, chunk: bytes) -> bytes:
+        """See `Transcript`."""
+        return self._events.feed(chunk)
+
+    def finish(self) -> bytes:
+        """See `Transcript`."""
+        return self._events.finish()
+
+    @property
+    def ended(self) -> bool:
+        """Not every server sends [DONE]; a reason to finish in each choice says as much."""
+        finished = bool(self._finished) and all(self._finished.values())
+        return (self._events.ended or finished) and not self._unread
+
+    def gist(self) -> Gist:
+        """See `Transcript`."""
+        return self._gathering.gist()
+
+    def _data(self, payload: bytes) -> bytes | None:
+        if payload == DONE:
+            return payload
+        parsed = parse_object(payload)
+        choices = None if parsed is None else self._undo.try_restore(parsed)
+        if parsed is None or choices is None:
+            self._unread += 1
+            return payload
+        if self._rides_on_nothing(parsed, choices):
+            return None
+        out = payload if self._undo.changes_nothing else _encode(parsed)
+        try:
+            self._follow(parsed, choices, out)
+        except ODD_SHAPE:
+            self._unread += 1
+        return out
+
+    def _follow(self, parsed: Object, choices: list[Object], out: bytes) -> None:
+        for choice in choices:
+            index = bytes(choice.get("index", ZERO))
+            reason = choice.get("finish_reason")
+            self._finished[index] = (reason is not None and reason != NULL) or self._finished.get(
+                index, False
+            )
+        self._gathering.take(parsed, choices)
+        if self._reading:
+            self._gather(msgspec.json.decode(out))
+
+    def _rides_on_nothing(self, parsed: Object, choices: list[Object]) -> bool:
+        """A chunk that is there only for its ids (vLLM parsers do)."""
+        return (
+            self._undo.hide_ids
+            and bool(choices)
+            and all(choice.get("delta") == EMPTY for choice in choices)
+            and parsed.get("usage", NULL) == NULL
+            and all(choice.get("finish_reason", NULL) == NULL for choice in choices)
+        )
+
+    def _gather(self, event: dict[str, Any]) -> None:
+        for choice in event.get("choices") or []:
+            known = self._choices.setdefault(choice.get("index", 0), {})
+            if "delta" in choice:
+                merge_delta(known.setdefault("message", {}), choice["delta"] or {})
+            if "text" in choice:
+                known["text"] = known.get("text", "") + choice["text"]
+            known |= {
+                name: value
+                for name, value in choice.items()
+                if name not in ("delta", "text") and (value is not None or name not in known)
+            }
+        self._head |= {
+            name: value
+            for name, value in event.items()
+            if name != "choices" and (value is not None or name not in self._head)
+        }
+
+    def facts(self) -> ReplyFacts:
+        """See `Transcript`; the events put together into one `chat.completion`."""
+        if not self._head and not self._choices:
+            return _facts(None, {}, self._undo, whole=self._events.ended)
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        reply = self._head | {"object": self._reply_object, "choices": choices}
+        return _facts(_encode(reply), reply, self._undo, whole=self.ended)

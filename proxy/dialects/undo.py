@@ -1,0 +1,121 @@
+"""Takes out of a reply in `choices` what the request's rewriting put in (pure)."""
+
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from proxy.dialects.base import NULL, ModelRequest, Object, own_name, value_of
+from proxy.trainable import Sampled
+
+IDS: Final = "return_token_ids"
+LOGPROBS: Final = "logprobs"
+# What reading a reply raises that is not of the API's shape. Such a reply is passed on as it
+# came, and its call is not trainable.
+ODD_SHAPE: Final = (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError)
+
+_choices: Final = msgspec.json.Decoder(list[Object])
+_encode: Final = msgspec.json.Encoder().encode
+
+
+class Undo:
+    """Undoes, event by event; where `reading`, gathers what it takes out as well."""
+
+    def __init__(self, request: ModelRequest, served_name: str | None, *, reading: bool) -> None:
+        self.hide_ids = IDS in request.injected
+        self._hide_logprobs = LOGPROBS in request.injected
+        self._model = own_name(request, served_name)
+        self._reading = reading
+        self.prompt_ids: list[int] | None = None
+        self.sampled_ids: list[int] | None = None
+        self.sampled_logprobs: list[float] | None = None
+        self.indices: set[int] = set()
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether a reply goes through as it is."""
+        return not (self.hide_ids or self._hide_logprobs or self._model)
+
+    def try_restore(self, parsed: Object) -> list[Object] | None:
+        """`restore`, or None for a reply of another shape than the API's: it is passed on as is."""
+        try:
+            return self.restore(parsed)
+        except ODD_SHAPE:
+            return None
+
+    def restore(self, parsed: Object) -> list[Object]:
+        """Undo in place; returns the choices, for what else is to be read from them."""
+        if self._model is not None and "model" in parsed:
+            parsed["model"] = self._model
+        self._take_prompt(parsed)
+        raw_choices = parsed.get("choices")
+        if raw_choices is None or bytes(raw_choices)[:1] != b"[":
+            return []
+        choices = _choices.decode(raw_choices)
+        changed = False
+        for choice in choices:
+            changed |= self._take_choice(choice)
+        if changed:
+            parsed["choices"] = msgspec.Raw(_encode(choices))
+        return choices
+
+    def _take_prompt(self, holder: Object) -> bool:
+        """Prompt ids stand beside the choices in a chat, and in each choice in a completion."""
+        raw = holder.get("prompt_token_ids")
+        if raw is None or raw == NULL:
+            return False
+        if self._reading:
+            self.prompt_ids = _ids(value_of(raw))
+        if self.hide_ids:
+            holder["prompt_token_ids"] = NULL
+        return self.hide_ids
+
+    def _take_choice(self, choice: Object) -> bool:
+        """Whether anything of the choice was changed."""
+        if self._reading:
+            self.indices.add(int(value_of(choice.get("index")) or 0))
+        changed = self._take_prompt(choice)
+        ids = choice.get("token_ids")
+        if ids is not None and ids != NULL:
+            if self._reading:
+                self.sampled_ids = (self.sampled_ids or []) + _ids(value_of(ids))
+            if self.hide_ids:
+                choice["token_ids"] = NULL
+                changed = True
+        logprobs = choice.get("logprobs")
+        if logprobs is not None and logprobs != NULL:
+            if self._reading:
+                self.sampled_logprobs = (self.sampled_logprobs or []) + _values(value_of(logprobs))
+            if self._hide_logprobs:
+                choice["logprobs"] = NULL
+                changed = True
+        return changed
+
+    def sampled(self, usage: dict[str, Any] | None) -> Sampled:
+        """What was gathered."""
+        return Sampled(
+            prompt_ids=_tuple(self.prompt_ids),
+            sampled_ids=_tuple(self.sampled_ids),
+            sampled_logprobs=_tuple(self.sampled_logprobs),
+            choices=len(self.indices),
+            completion_tokens=(usage or {}).get("completion_tokens"),
+        )
+
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+def _ids(value: Any) -> list[int]:
+    return msgspec.convert(value, list[TokenId])
+
+
+def _values(logprobs: dict[str, Any]) -> list[float]:
+    """Log-probabilities in either form; an echoed prompt's first token has none (null)."""
+    if "token_logprobs" in logprobs:
+        found = [value for value in logprobs["token_logprobs"] if value is not None]
+    else:
+        found = [token["logprob"] for token in logprobs.get("content") or []]
+    return msgspec.convert(found, list[float])
+
+
+def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)

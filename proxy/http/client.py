@@ -1,0 +1,350 @@
+"""The client's side: kept connections to one server, and replies as they come."""
+
+import asyncio
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Final, cast
+
+import httptools
+
+from proxy.http import wire
+from proxy.http.flow import Inflow
+from proxy.http.wire import Headers
+
+# vLLM closes idle connections after 5 s; one that is reused must be younger.
+KEEPALIVE_S: Final = 3.0
+CONNECT_S: Final = 10.0
+
+
+class NotSent(ConnectionError):
+    """No connection could be made: nothing of the request has left."""
+
+
+class NoReply(ConnectionError):
+    """The connection broke before a reply began."""
+
+
+class Silent(NoReply):
+    """The server was silent for too long before a reply began."""
+
+
+class Torn(ConnectionError):
+    """A reply broke off in its middle."""
+
+
+class Reply:
+    """A reply whose head is there; its body may be, or may be coming."""
+
+    __slots__ = ("_connection", "body", "headers", "reason", "status")
+
+    def __init__(
+        self, connection: "UpstreamConnection", status: int, reason: bytes, headers: Headers
+    ) -> None:
+        self._connection = connection
+        self.status = status
+        self.reason = reason
+        self.headers = headers
+        self.body = Inflow(connection.transport)
+
+    def header(self, wanted: bytes) -> bytes | None:
+        """A header's value; `wanted` in lower case."""
+        for name, value in self.headers:
+            if len(name) == len(wanted) and name.lower() == wanted:
+                return value
+        return None
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body as it comes.
+
+        Raises:
+            Torn: it broke off.
+        """
+        while data := await self.body.more():
+            yield data
+
+    async def read(self) -> bytes:
+        """The whole body.
+
+        Raises:
+            Torn: it broke off.
+        """
+        return (await self.body.whole()) or b""
+
+    def close(self) -> None:
+        """Let go of it; if it has not ended, the server is told to stop."""
+        if not self.body.ended:
+            self._connection.abort()
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection: an httptools callback target."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, pool: "Pool") -> None:
+        self._pool = pool
+        self._parser = httptools.HttpResponseParser(self)
+        self._head: asyncio.Future[Reply] | None = None
+        self._reply: Reply | None = None
+        self._reason = b""
+        self._headers: Headers = []
+        self._interim = False
+        self._until_close = False
+        self._can_write: asyncio.Future[None] | None = None
+        self.sending = False
+        self.pushing: asyncio.Task[None] | None = None
+        self.last_heard = 0.0
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is open and owes nobody anything."""
+        return self._head is None and self._reply is None and not self.transport.is_closing()
+
+    def ask(self, data: bytes) -> "asyncio.Future[Reply]":
+        """Send a request (or its beginning); the future is the reply once its head is there."""
+        loop = asyncio.get_running_loop()
+        self.last_heard = loop.time()
+        self._head = loop.create_future()
+        self.transport.write(data)
+        return self._head
+
+    async def push(self, data: bytes) -> None:
+        """Send more of the request, no faster than the server reads it."""
+        self.transport.write(data)
+        if self._can_write is not None:
+            await self._can_write
+
+    def abort(self) -> None:
+        """Break it off."""
+        self.transport.abort()
+
+    def give_up(self, why: str) -> None:
+        """The server has been silent for too long."""
+        self._fail(why, Silent)
+        self.transport.abort()
+
+    @property
+    def waits_for_reply(self) -> bool:
+        """Whether a reply is due or under way, and we are the ones who wait."""
+        reading = self._reply is not None and self._reply.body.size == 0
+        return self._head is not None or reading
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self.transport = cast("asyncio.Transport", transport)
+        self._pool.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """What was waited for will not come, unless the close was the body's end."""
+        self._pool.forget(self)
+        if self.pushing is not None:
+            self.pushing.cancel()
+        if self._reply is not None and self._until_close and exc is None:
+            self._reply.body.end()
+        self._fail("the connection was closed")
+        if self._can_write is not None and not self._can_write.done():
+            self._can_write.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; what is not HTTP breaks the connection off."""
+        self.last_heard = asyncio.get_running_loop().time()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(f"not HTTP: {error}")
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        """The server reads more slowly than we write."""
+        self._can_write = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        if self._can_write is not None and not self._can_write.done():
+            self._can_write.set_result(None)
+        self._can_write = None
+
+    # httptools' side
+
+    def on_message_begin(self) -> None:
+        """A reply begins."""
+        self._reason = b""
+        self._headers = []
+
+    def on_status(self, status: bytes) -> None:
+        """A part of the reason phrase."""
+        self._reason += status
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header line."""
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """The head is there; a 1xx is only the announcement of one (RFC 9110 §15.2)."""
+        status = self._parser.get_status_code()
+        self._interim = 100 <= status < 200
+        if self._interim or self._head is None:
+            return
+        reply = Reply(self, status, self._reason, self._headers)
+        self._reply = reply
+        self._until_close = not any(
+            name.lower() in (b"content-length", b"transfer-encoding") for name, _ in self._headers
+        )
+        head, self._head = self._head, None
+        if not head.done():
+            head.set_result(reply)
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        if self._reply is not None:
+            self._reply.body.put(body)
+
+    def on_message_complete(self) -> None:
+        """The reply is there to its end; the connection is free, unless it is to be closed."""
+        if self._interim or self._reply is None:
+            return
+        reply, self._reply = self._reply, None
+        reply.body.end()
+        if self.sending or not self._parser.should_keep_alive():
+            self.transport.close()
+        else:
+            self._pool.free(self)
+
+    def _fail(self, why: str, kind: type[NoReply] = NoReply) -> None:
+        if self._head is not None and not self._head.done():
+            self._head.set_exception(kind(why))
+            # A client that left meanwhile does not ask for it.
+            self._head.exception()
+        self._head = None
+        if self._reply is not None:
+            self._reply.body.fail(Torn(why))
+            self._reply = None
+
+
+class Pool:
+    """Connections to one server, as many as are needed at once."""
+
+    def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None) -> None:
+        self.host = host
+        self.port = port
+        default = 443 if tls else 80
+        name = f"[{host}]" if ":" in host else host
+        self.authority = (name if port == default else f"{name}:{port}").encode("latin-1")
+        self._tls = tls
+        self._idle: deque[tuple[UpstreamConnection, float]] = deque()
+        self.connections: set[UpstreamConnection] = set()
+
+    @property
+    def busy(self) -> int:
+        """How many requests are under way."""
+        return len(self.connections) - len(self._idle)
+
+    async def connection(self) -> UpstreamConnection:
+        """An open connection that nobody uses.
+
+        Raises:
+            NotSent: none could be made.
+        """
+        youngest = asyncio.get_running_loop().time() - KEEPALIVE_S
+        while self._idle:
+            connection, since = self._idle.pop()
+            if since > youngest and connection.usable:
+                return connection
+            connection.transport.close()
+        return await self._connect()
+
+    async def _connect(self) -> UpstreamConnection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, connection = await loop.create_connection(
+                    lambda: UpstreamConnection(self), self.host, self.port, ssl=self._tls
+                )
+        except (OSError, TimeoutError) as error:
+            raise NotSent(f"{type(error).__name__}: {error}"[:200]) from error
+        return connection
+
+    def free(self, connection: UpstreamConnection) -> None:
+        """A reply has ended: the next request may use its connection."""
+        self._idle.append((connection, asyncio.get_running_loop().time()))
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """A connection is closed."""
+        self.connections.discard(connection)
+
+    def sweep(self, silence_s: float) -> None:
+        """Close what is idle for too long, give up on who is silent for too long."""
+        now = asyncio.get_running_loop().time()
+        while self._idle and self._idle[0][1] < now - KEEPALIVE_S:
+            self._idle.popleft()[0].transport.close()
+        for connection in list(self.connections):
+            if connection.waits_for_reply and now - connection.last_heard > silence_s:
+                connection.give_up(f"the server was silent for {silence_s:g} s")
+
+    def close(self) -> None:
+        """Close every connection."""
+        for connection in list(self.connections):
+            connection.transport.abort()
+
+
+async def ask_whole(
+    pool: Pool, method: str, target: str, headers: Headers, body: bytes
+) -> Reply:
+    """Send a request with a body that is at hand; returns once the reply's head is there.
+
+    Raises:
+        NotSent: there was no connection.
+        NoReply: it broke, or was silent for too long, before the reply.
+    """
+    connection = await pool.connection()
+    head = wire.request_head(method, target, pool.authority, headers, len(body))
+    return await _answer(connection, connection.ask(head + body))
+
+
+async def ask_bodyless(pool: Pool, method: str, target: str, headers: Headers) -> Reply:
+    """Send a request without a body; see `ask_whole`."""
+    connection = await pool.connection()
+    head = wire.bodyless_head(method, target, pool.authority, headers)
+    return await _answer(connection, connection.ask(head))
+
+
+async def ask_streaming(
+    pool: Pool, method: str, target: str, headers: Headers, length: int | None, body: Inflow
+) -> Reply:
+    """Send a request whose body comes in pieces; see `ask_whole`.
+
+    A server may answer before it has all of it: the rest is sent beside its answer, for as
+    long as that lasts.
+    """
+    connection = await pool.connection()
+    head = wire.request_head(method, target, pool.authority, headers, length)
+    connection.sending = True
+    answer = connection.ask(head)
+    pushing = asyncio.create_task(_push(connection, body, chunked=length is None))
+    connection.pushing = pushing
+    return await _answer(connection, answer)
+
+
+async def _push(connection: UpstreamConnection, body: Inflow, *, chunked: bool) -> None:
+    try:
+        while data := await body.more():
+            await connection.push(wire.chunk(data) if chunked else data)
+    except ConnectionError:
+        # The client left in the middle of its request: half of it is no request.
+        connection.abort()
+        return
+    if chunked:
+        await connection.push(wire.LAST_CHUNK)
+    connection.sending = False
+
+
+async def _answer(connection: UpstreamConnection, answer: "asyncio.Future[Reply]") -> Reply:
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        # Nobody wants the reply any more: the server must not go on making it.
+        connection.abort()
+        raise

@@ -1,0 +1,109 @@
+"""A body on its way: pieces that arrived, and brakes for whoever sends too fast."""
+
+import asyncio
+from typing import Final, Protocol
+
+# A sender is told to wait when so much lies unread, and to go on when it is taken.
+HIGH_WATER: Final = 256 * 1024
+
+
+class Brake(Protocol):
+    """What can be told to send no more for now: a transport."""
+
+    def pause_reading(self) -> None:
+        """Stop."""
+
+    def resume_reading(self) -> None:
+        """Go on."""
+
+
+class Inflow:
+    """Pieces of one body, from the parser to whoever reads them."""
+
+    __slots__ = ("_braked", "_failure", "_patient", "_pieces", "_size", "_source", "_waiter", "ended")
+
+    def __init__(self, source: Brake) -> None:
+        self._source = source
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: BaseException | None = None
+        self._braked = False
+        self._patient = True
+        self.ended = False
+
+    @property
+    def size(self) -> int:
+        """Bytes that lie here unread."""
+        return self._size
+
+    def put(self, data: bytes) -> None:
+        """More has arrived."""
+        self._pieces.append(data)
+        self._size += len(data)
+        if self._patient and self._size > HIGH_WATER and not self._braked:
+            self._braked = True
+            self._source.pause_reading()
+        self._wake()
+
+    def end(self) -> None:
+        """That was all."""
+        self.ended = True
+        self._wake()
+
+    def fail(self, error: BaseException) -> None:
+        """No more will come, and it was not all; who reads is told with `error`."""
+        if not self.ended and self._failure is None:
+            self._failure = error
+            self._wake()
+
+    def take(self) -> bytes:
+        """All that lies here; empty if nothing does."""
+        pieces = self._pieces
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self._pieces = []
+        self._size = 0
+        if self._braked:
+            self._braked = False
+            self._source.resume_reading()
+        return data
+
+    async def more(self) -> bytes:
+        """The next pieces; empty at the end.
+
+        Raises:
+            ConnectionError: it broke off before its end.
+        """
+        while not self._pieces and not self.ended:
+            await self._wait()
+        return self.take()
+
+    async def whole(self, limit: int | None = None) -> bytes | None:
+        """All of it; None once it is longer than `limit`.
+
+        Raises:
+            ConnectionError: it broke off before its end.
+        """
+        # Whoever wants all of it at once must not be kept waiting by the brake.
+        self._patient = False
+        if self._braked:
+            self._braked = False
+            self._source.resume_reading()
+        while not self.ended:
+            if limit is not None and self._size > limit:
+                return None
+            await self._wait()
+        return None if limit is not None and self._size > limit else self.take()
+
+    async def _wait(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

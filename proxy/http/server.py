@@ -1,0 +1,395 @@
+"""The server's side: connections, requests one after another, replies with back-pressure."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from email.utils import formatdate
+from functools import partial
+from typing import Final, cast
+
+import httptools
+
+from proxy.http import wire
+from proxy.http.flow import Inflow
+from proxy.http.wire import Headers
+
+MAX_HEAD_BYTES: Final = 256 * 1024
+MAX_PIPELINED: Final = 8
+IDLE_S: Final = 75.0
+
+
+class ClientGone(ConnectionError):
+    """The client closed its connection before it had its answer."""
+
+
+class Exchange:
+    """One request and the reply that is being given to it."""
+
+    __slots__ = (
+        "_connection",
+        "_framed",
+        "body",
+        "expects",
+        "headers",
+        "keep_alive",
+        "method",
+        "started",
+        "target",
+    )
+
+    def __init__(
+        self,
+        connection: "Connection",
+        method: str,
+        target: str,
+        headers: Headers,
+        *,
+        keep_alive: bool,
+        chunks: bool,
+        expects: bool,
+    ) -> None:
+        self._connection = connection
+        self.method = method
+        self.target = target
+        self.headers = headers
+        self.keep_alive = keep_alive
+        self.body = Inflow(connection.transport)
+        self.expects = expects
+        # An HTTP/1.0 client knows no chunks: its reply ends with the connection.
+        self._framed = chunks
+        self.started = False
+
+    @property
+    def length(self) -> int | None:
+        """The body's length, where the head says it."""
+        value = self._header(b"content-length")
+        return int(value) if value is not None and value.isdigit() else None
+
+    @property
+    def chunked(self) -> bool:
+        """Whether the body comes in chunks, its length unknown."""
+        return self._header(b"transfer-encoding") is not None
+
+    def _header(self, wanted: bytes) -> bytes | None:
+        return next((value for name, value in self.headers if name.lower() == wanted), None)
+
+    def ask_on(self) -> None:
+        """Tell a client that waits for it to send its body (RFC 9110 §10.1.1)."""
+        if self.expects and not self.started:
+            self.expects = False
+            self._connection.transport.write(wire.CONTINUE)
+
+    async def read(self, limit: int) -> bytes | None:
+        """The whole body; None if it is longer than `limit`.
+
+        Raises:
+            ClientGone: the client left before it was sent.
+        """
+        self.ask_on()
+        body = await self.body.whole(limit)
+        if body is None:
+            self.keep_alive = False
+        return body
+
+    def reply(self, status: int, reason: bytes, headers: Headers, body: bytes) -> None:
+        """Give the whole reply."""
+        framing: Headers = [(b"Content-Length", b"%d" % len(body))]
+        self._connection.transport.write(self._head(status, reason, headers, framing) + body)
+        self._connection.answered(self)
+
+    def begin(self, status: int, reason: bytes, headers: Headers) -> None:
+        """Give the reply's head; the body follows in pieces."""
+        if not self._framed:
+            self.keep_alive = False
+        framing: Headers = [wire.CHUNKED] if self._framed else []
+        self._connection.transport.write(self._head(status, reason, headers, framing))
+
+    def begin_sized(self, status: int, reason: bytes, headers: Headers, length: bytes) -> None:
+        """Give the head of a reply whose length is known; the body follows in pieces."""
+        self._framed = False
+        framing: Headers = [(b"Content-Length", length)]
+        self._connection.transport.write(self._head(status, reason, headers, framing))
+
+    def write(self, data: bytes) -> None:
+        """Give the next piece, at once."""
+        if data:
+            self._connection.transport.write(wire.chunk(data) if self._framed else data)
+
+    def end(self, data: bytes = b"") -> None:
+        """Give the last piece and the body's end, in one write."""
+        if self._framed:
+            data = (wire.chunk(data) if data else b"") + wire.LAST_CHUNK
+        if data:
+            self._connection.transport.write(data)
+        self._connection.answered(self)
+
+    async def drained(self) -> None:
+        """Wait while the client is slower than we are."""
+        await self._connection.drained()
+
+    def tear(self) -> None:
+        """Close in the middle of a body: what was sent arrives, and is seen not to be all."""
+        self._connection.transport.close()
+
+    def abort(self) -> None:
+        """Break the connection off at once."""
+        self._connection.transport.abort()
+
+    def _head(self, status: int, reason: bytes, headers: Headers, framing: Headers) -> bytes:
+        self.started = True
+        if self._connection.server.draining:
+            self.keep_alive = False
+        closing = [] if self.keep_alive else [wire.CLOSE]
+        return wire.reply_head(status, reason, [*headers, *framing, *closing])
+
+
+Handler = Callable[[Exchange], Awaitable[None]]
+
+
+class Server:
+    """All connections of one listening socket, and what is done with their requests."""
+
+    def __init__(self, handle: Handler) -> None:
+        self.handle = handle
+        self.draining = False
+        self.connections: set[Connection] = set()
+        self._listening: asyncio.Server | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+
+    async def listen(self, **where: object) -> None:
+        """Accept connections; `where` as `loop.create_server` takes it.
+
+        Raises:
+            OSError: the port is taken.
+        """
+        loop = asyncio.get_running_loop()
+        create = cast("Callable[..., Awaitable[asyncio.Server]]", loop.create_server)
+        self._listening = await create(partial(Connection, self), **where)
+        self._sweeping = asyncio.create_task(self._sweep(), name="pawl-http-sweep")
+
+    def stop_accepting(self) -> None:
+        """Take no new connection; those there are get their answers, and `close` with them."""
+        self.draining = True
+        if self._listening is not None:
+            self._listening.close()
+
+    async def finished(self, patience_s: float) -> None:
+        """Wait until every request is answered, or `patience_s` is over."""
+        deadline = asyncio.get_running_loop().time() + patience_s
+        while any(c.busy for c in self.connections):
+            if asyncio.get_running_loop().time() > deadline:
+                return
+            await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        """Break off what is left, and wait for its handlers to end."""
+        self.stop_accepting()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        left = [c for c in self.connections if c.task is not None]
+        for connection in list(self.connections):
+            connection.transport.abort()
+        await asyncio.gather(*(c.task for c in left if c.task), return_exceptions=True)
+
+    async def _sweep(self) -> None:
+        """Close connections that have had nothing to say for a while."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(IDLE_S / 10)
+            for connection in list(self.connections):
+                if not connection.busy and loop.time() - connection.idle_since > IDLE_S:
+                    connection.transport.close()
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection: an httptools callback target."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.task: asyncio.Task[None] | None = None
+        self.idle_since = 0.0
+        self._parser = httptools.HttpRequestParser(self)
+        self._target = b""
+        self._headers: Headers = []
+        self._head_bytes = 0
+        self._receiving: Exchange | None = None
+        self._current: Exchange | None = None
+        self._waiting: deque[Exchange] = deque()
+        self._can_write: asyncio.Future[None] | None = None
+        self._lost = False
+        # Set where a client offered an upgrade we do not take: its body is counted by hand.
+        self._unparsed: int | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being received or answered."""
+        return self._current is not None or self._receiving is not None
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self.transport = cast("asyncio.Transport", transport)
+        self.idle_since = asyncio.get_running_loop().time()
+        self.server.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone: whoever works for it must know at once."""
+        self._lost = True
+        self.server.connections.discard(self)
+        for exchange in (self._receiving, self._current, *self._waiting):
+            if exchange is not None:
+                exchange.body.fail(ClientGone("the client closed its connection"))
+        self._waiting.clear()
+        if self._can_write is not None and not self._can_write.done():
+            self._can_write.set_exception(ClientGone("the client closed its connection"))
+            # Nobody may be waiting for it any more.
+            self._can_write.exception()
+        if self.task is not None:
+            self.task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; a request that is none is answered and the connection closed."""
+        if self._unparsed is not None:
+            self._take_unparsed(data)
+            return
+        if self._receiving is None:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(400)
+        else:
+            if self._receiving is None and self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse(431)
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write."""
+        self._can_write = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        if self._can_write is not None and not self._can_write.done():
+            self._can_write.set_result(None)
+        self._can_write = None
+
+    async def drained(self) -> None:
+        """Wait while the client is slower than we are.
+
+        Raises:
+            ClientGone: it left meanwhile.
+        """
+        if self._can_write is not None:
+            await self._can_write
+
+    # httptools' side
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._target = b""
+        self._headers = []
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the target."""
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header line."""
+        self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """The head is there: the request can be worked on."""
+        self._head_bytes = 0
+        version = self._parser.get_http_version()
+        expects = any(
+            name.lower() == b"expect" and value.lower() == b"100-continue"
+            for name, value in self._headers
+        )
+        exchange = Exchange(
+            self,
+            self._parser.get_method().decode("latin-1"),
+            self._target.decode("latin-1"),
+            self._headers,
+            keep_alive=self._parser.should_keep_alive(),
+            chunks=version != "1.0",
+            expects=expects,
+        )
+        self._receiving = exchange
+        if self._current is None:
+            self._begin(exchange)
+        else:
+            self._waiting.append(exchange)
+            if len(self._waiting) >= MAX_PIPELINED:
+                self.transport.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        if self._receiving is not None:
+            self._receiving.body.put(body)
+
+    def on_message_complete(self) -> None:
+        """The request is there to its end."""
+        if self._receiving is not None and not self._parser.should_upgrade():
+            self._receiving.body.end()
+            self._receiving = None
+
+    # requests, one after another
+
+    def _begin(self, exchange: Exchange) -> None:
+        self._current = exchange
+        self.task = asyncio.get_running_loop().create_task(self._run(exchange))
+
+    async def _run(self, exchange: Exchange) -> None:
+        await self.server.handle(exchange)
+        if self._current is exchange and not self._lost:
+            # A handler that answered nothing leaves nothing to wait for.
+            self.transport.abort()
+
+    def answered(self, exchange: Exchange) -> None:
+        """A reply was given to its end: the next request, if it is there already."""
+        if self._current is not exchange:
+            return
+        self._current = None
+        self.task = None
+        self.idle_since = asyncio.get_running_loop().time()
+        if not exchange.keep_alive or (not exchange.body.ended and self._receiving is exchange):
+            # What a client still sends of a body nobody wants would be read as a request.
+            self.transport.close()
+        elif self._waiting:
+            if len(self._waiting) == MAX_PIPELINED:
+                self.transport.resume_reading()
+            self._begin(self._waiting.popleft())
+
+    def _refuse(self, status: int) -> None:
+        """What came is not HTTP as we speak it; nothing can be made of what follows either."""
+        reply = [(b"Date", formatdate(usegmt=True).encode()), (b"Content-Length", b"0"), wire.CLOSE]
+        if self._current is None:
+            self.transport.write(wire.reply_head(status, b"", reply))
+        self.transport.close()
+
+    # an upgrade that is offered and not taken (RFC 9110 §7.8: it may be ignored)
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        exchange = self._receiving
+        length = next((v for n, v in self._headers if n.lower() == b"content-length"), b"0")
+        if exchange is None or not length.isdigit():
+            self._refuse(400)
+            return
+        exchange.keep_alive = False
+        self._unparsed = int(length)
+        self._take_unparsed(rest)
+
+    def _take_unparsed(self, data: bytes) -> None:
+        exchange = self._receiving
+        if exchange is None or self._unparsed is None:
+            return
+        if data:
+            exchange.body.put(data[: self._unparsed])
+            self._unparsed -= min(len(data), self._unparsed)
+        if self._unparsed == 0:
+            exchange.body.end()
+            self._receiving = None

@@ -1,0 +1,68 @@
+"""The process beside the workers that keeps their records: drains, watches, counts, migrates.
+
+Serving needs none of it: while the keeper is away, records wait on disk.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+from aiohttp import web
+
+from proxy.admin import admin_app
+from proxy.database import Database
+from proxy.drain import Drainer
+from proxy.settings import ProxySettings
+from proxy.spool import hold
+from store.away import is_away
+from store.settings import address
+
+log = structlog.get_logger()
+
+DRAIN_AT_EXIT_S = 5.0
+
+
+@asynccontextmanager
+async def keeping(settings: ProxySettings) -> AsyncIterator[None]:
+    """A keeper: up when entered; what is spooled is stored, if it can be, when left.
+
+    Raises:
+        SpoolInUse: another keeper has the spool directory.
+        OSError: the admin port is taken.
+    """
+    settings.spool_dir.mkdir(parents=True, exist_ok=True)
+    lock = hold(settings.spool_dir / "lock")
+    database = Database(settings)
+    drainer = Drainer(settings.spool_dir, database.engine, batch=settings.drain_batch)
+    admin = web.AppRunner(admin_app(database, drainer), access_log=None)
+    await admin.setup()
+    host, port = address(settings.admin_listen)
+    await web.TCPSite(admin, host, port).start()
+    watching = asyncio.create_task(database.run(), name="pawl-database")
+    draining = asyncio.create_task(drainer.run(), name="pawl-drain")
+    log.info("keeper_up", admin=settings.admin_listen)
+    try:
+        yield
+    finally:
+        drainer.stop()
+        await asyncio.wait([draining])
+        await _drain_rest(drainer)
+        database.stop()
+        await asyncio.wait([watching])
+        await database.close()
+        await admin.cleanup()
+        lock.release()
+        log.info("keeper_down")
+
+
+async def _drain_rest(drainer: Drainer) -> None:
+    """Store what is left, for a few seconds; the next start stores the rest."""
+    try:
+        async with asyncio.timeout(DRAIN_AT_EXIT_S):
+            while await drainer.drain_once():
+                pass
+    except Exception as error:
+        if not is_away(error):
+            raise
+        log.warning("spool_left", reason=type(error).__name__)

@@ -1,0 +1,105 @@
+"""From what a worker captured to the ledger's record (pure): the same dialect reads it again."""
+
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from proxy.capture import Captured, inflate
+from proxy.dialects.base import ModelRequest, ReplyFacts, read_request
+from proxy.dialects.table import DIALECTS
+from proxy.trainable import NOTHING_SAMPLED, Sampled, sampling_settings, why_not_trainable
+from store.records import CallRecord, Tokens
+from store.tokens import pack_ids, pack_logprobs
+
+NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole=False)
+
+
+def transcribe(captured: Captured) -> CallRecord:
+    """The record of a call, its request as the client sent it.
+
+    Raises:
+        zlib.error: its reply was deflated and is damaged.
+    """
+    request = read_request(captured.request)
+    raw = inflate(captured.reply, captured.deflated)
+    facts = _facts(captured, request, raw)
+    sampling = sampling_settings(request.fields, captured.default_temperature)
+    strict = _has_strict_tools(request.fields)
+    reason = why_not_trainable(
+        captured.status,
+        captured.http_status,
+        captured.policy_version,
+        sampling,
+        strict,
+        facts.sampled,
+    )
+    return CallRecord(
+        id=UUID(bytes=captured.id),
+        episode=captured.episode,
+        method=captured.method,
+        confidence=captured.confidence,
+        agent=captured.agent,
+        task=captured.task,
+        dialect=captured.dialect,
+        policy=captured.policy,
+        policy_version=captured.policy_version,
+        served_model=captured.served_model,
+        status=captured.status,
+        http_status=captured.http_status,
+        stream=request.stream,
+        request=None if request.parsed is None else request.body,
+        request_raw=request.body if request.parsed is None else None,
+        reply=facts.reply,
+        reply_raw=raw or None if facts.reply is None else None,
+        response_id=facts.response_id,
+        tokens=_tokens(facts.sampled),
+        sampling=msgspec.json.encode(sampling),
+        trainable=reason is None,
+        reason=reason,
+        tool_calls=facts.tool_calls,
+        tool_events=captured.tool_events,
+        usage=None if facts.usage is None else msgspec.json.encode(facts.usage),
+        finish=facts.finish,
+        started_at=datetime.fromtimestamp(captured.started_at, UTC),
+        first_chunk_ms=captured.first_chunk_ms,
+        total_ms=captured.total_ms,
+        retry=captured.retry,
+        offers=captured.offers,
+        asks=captured.asks,
+        retry_of=None if captured.retry_of is None else UUID(bytes=captured.retry_of),
+    )
+
+
+def _facts(captured: Captured, request: ModelRequest, raw: bytes) -> ReplyFacts:
+    """What the reply said; nothing was sent to an upstream where it has no status."""
+    if captured.http_status is None:
+        return NO_REPLY
+    dialect = DIALECTS[captured.dialect]
+    asked = dialect.rewrite(request, captured.served_model, want_ids=captured.wanted_ids)
+    follow = dialect.streamed if captured.streamed else dialect.whole
+    transcript = follow(asked, captured.served_model, reading=True)
+    transcript.feed(raw)
+    if captured.streamed or captured.status == "complete":
+        transcript.finish()
+    return transcript.facts()
+
+
+def _tokens(sampled: Sampled) -> Tokens:
+    return Tokens(
+        prompt_ids=pack_ids(sampled.prompt_ids or ()),
+        sampled_ids=pack_ids(sampled.sampled_ids or ()),
+        sampled_logprobs=pack_logprobs(sampled.sampled_logprobs or ()),
+    )
+
+
+def _has_strict_tools(fields: dict[str, Any]) -> bool:
+    """vLLM holds strict tools to their schema by a grammar: another distribution."""
+    tools = fields.get("tools")
+    return isinstance(tools, list) and any(
+        isinstance(tool, dict)
+        and isinstance(tool.get("function"), dict)
+        and tool["function"].get("strict") is True
+        for tool in tools
+    )

@@ -1,0 +1,134 @@
+"""A worker: takes calls and feedback on the data port. It needs its disk, and nobody else."""
+
+import asyncio
+import gc
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import structlog
+
+from proxy.errors import ProxyError, error_body
+from proxy.feedback import FeedbackDesk
+from proxy.forward import forward
+from proxy.http.server import ClientGone, Exchange, Handler, Server
+from proxy.http.wire import JSON
+from proxy.lookup import Lookup
+from proxy.metrics import IN_FLIGHT, REFUSED
+from proxy.policies import PolicyFile
+from proxy.recent import Recent
+from proxy.recorder import Recorder
+from proxy.relay import Relay
+from proxy.routes import Kind, find_route
+from proxy.settings import ProxySettings
+from proxy.upstream import Upstream
+from proxy.versions import MAX_PINS, Versions
+from store.policies import pinned_episodes
+from store.records import PolicyVersion
+
+log = structlog.get_logger()
+
+FINISH_S = 600.0
+PINS_S = 5.0
+COUNT_S = 0.5
+
+
+def data_handler(relay: Relay, desk: FeedbackDesk) -> Handler:
+    """The data port: every request goes through the allow-list, the only router there is."""
+
+    async def handle(exchange: Exchange) -> None:
+        try:
+            route = find_route(exchange.method, exchange.target.partition("?")[0])
+            if route.kind is Kind.CALL:
+                await relay.handle(exchange, route)
+            elif route.kind is Kind.FEEDBACK:
+                await desk.handle(exchange)
+            else:
+                await forward(exchange, route, relay.upstream)
+        except ProxyError as error:
+            REFUSED.labels(type(error).__name__).inc()
+            headers = [JSON, (b"x-pawl-fault", error.fault.encode())]
+            exchange.reply(error.status, b"", headers, error_body(error))
+        except ClientGone:
+            # Its record, where it had got so far as to have one, is made.
+            log.info("client_gone", method=exchange.method)
+        except Exception:
+            log.exception("request_failed", method=exchange.method)
+            raise
+
+    return handle
+
+
+@asynccontextmanager
+async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIterator[Server]:
+    """A worker that takes connections from `listener`: up when entered.
+
+    When it is left, no new connection is taken and calls under way are finished first.
+    """
+    versions = Versions()
+    recent = Recent()
+    recorder = Recorder(
+        settings.spool_dir, segment_bytes=settings.segment_mb * 2**20, recent=recent
+    )
+    upstream = Upstream([str(settings.upstream_url)], silence_s=settings.silence_s)
+    lookup = Lookup(settings)
+    relay = Relay(
+        upstream,
+        versions,
+        recorder,
+        max_body=settings.max_body_mb * 2**20,
+        default_temperature=settings.default_temperature,
+    )
+    desk = FeedbackDesk(recorder, recent, lookup, max_body=relay.max_body)
+    server = Server(data_handler(relay, desk))
+
+    def take(known: list[PolicyVersion]) -> None:
+        versions.replace(known)
+        upstream.learn(version.served_name for version in known if version.version)
+
+    policies = PolicyFile(settings.spool_dir)
+    take(policies.read() or [])
+    beside = [
+        asyncio.create_task(policies.watch(take), name="pawl-policies"),
+        asyncio.create_task(_load_pins(lookup, versions), name="pawl-pins"),
+        asyncio.create_task(upstream.sweep(), name="pawl-sweep"),
+        asyncio.create_task(_count_in_flight(server), name="pawl-in-flight"),
+    ]
+    await server.listen(sock=listener, backlog=4096)
+    log.info("worker_up", listen=settings.listen)
+    try:
+        yield server
+    finally:
+        server.stop_accepting()
+        await server.finished(FINISH_S)
+        await server.close()
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+        upstream.close()
+        await recorder.close()
+        await lookup.close()
+        log.info("worker_down")
+
+
+async def _load_pins(lookup: Lookup, versions: Versions) -> None:
+    """Episodes that are under way keep their version across a restart of the proxy."""
+    while True:
+        found = await lookup.ask(lambda c: pinned_episodes(c, MAX_PINS), within_s=PINS_S)
+        if found is not None:
+            for policy, episode, version in found:
+                versions.pin(policy, episode, version)
+            return
+        await asyncio.sleep(1.0)
+
+
+async def _count_in_flight(server: Server) -> None:
+    while True:
+        IN_FLIGHT.set(sum(connection.busy for connection in server.connections))
+        await asyncio.sleep(COUNT_S)
+
+
+def freeze() -> None:
+    """What is there now lives as long as the process: the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
