@@ -1,16 +1,21 @@
 """`pawl spool`: what waits on disk to be stored, and what could not be; and another try at it."""
 
+import zlib
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from proxy.capture import Captured, Gap
+from proxy.drain import record_of
 from proxy.segments import decode_payload, read_frames
+from proxy.spool import OPEN, SEALED
 from store.away import is_away
 from store.ingest import ingest
-from store.records import CallRecord, Record
+from store.records import Record
 
 
 class DeadLetter(Record, frozen=True, kw_only=True):
@@ -33,7 +38,7 @@ class SpoolView(Record, frozen=True, kw_only=True):
 
 def look(folder: Path) -> SpoolView:
     """What waits in `folder`, and its dead letters, oldest first."""
-    segments = sorted(folder.glob("*.seg"))
+    segments = sorted([*folder.glob(f"*/*{SEALED}"), *folder.glob(f"*/*{OPEN}")])
     contents = [segment.read_bytes() for segment in segments]
     return SpoolView(
         segments=len(segments),
@@ -58,8 +63,10 @@ def _about(payload: bytes) -> str:
         record = decode_payload(payload)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return "not a record"
-    if isinstance(record, CallRecord):
-        return f"call {record.id} of episode {record.episode}"
+    if isinstance(record, Captured):
+        return f"call {UUID(bytes=record.id)} of episode {record.episode}"
+    if isinstance(record, Gap):
+        return f"the mark of {len(record.episodes)} episodes that miss a call"
     return f"feedback {record.id} ({len(record.items)} statements)"
 
 
@@ -76,8 +83,8 @@ async def replay(folder: Path, engine: AsyncEngine) -> tuple[int, list[str]]:
         path = Path(letter.path)
         try:
             async with engine.begin() as connection:
-                await ingest(connection, [decode_payload(path.read_bytes())])
-        except (SQLAlchemyError, msgspec.DecodeError, ValueError) as error:
+                await ingest(connection, [record_of(path.read_bytes())])
+        except (SQLAlchemyError, msgspec.DecodeError, ValueError, zlib.error) as error:
             if is_away(error):
                 raise
             refused.append(f"{path.name}: {str(error).splitlines()[0]}")

@@ -7,8 +7,6 @@ the same pure dialect and makes the ledger's record of them (`proxy.transcribe`)
 import zlib
 from typing import Final
 
-import msgspec
-
 from store.records import CallStatus, Confidence, FeedbackRecord, Record, ToolEvent
 
 # A long reply's bytes wait in memory until its end; from this size on they are deflated.
@@ -96,5 +94,3 @@ class Tape:
 def inflate(reply: bytes, deflated: bool) -> bytes:
     """What `Tape` was given."""
     return zlib.decompress(reply) if deflated else reply
-
-

@@ -6,16 +6,15 @@ its own. An unusable value never fails the call: it is put aside with a warning.
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 import msgspec
 
+from proxy.dialects.base import ModelRequest
 from proxy.routes import Route
 from store.ingest import OWN_EPISODE
-from proxy.dialects.base import ModelRequest
 from store.records import Confidence
-from typing import Any
 
 HEADER_PREFIX: Final = "x-pawl-"
 MAX_LENGTH: Final = 256
@@ -45,12 +44,18 @@ class Joined(msgspec.Struct, frozen=True):
 def identify(
     headers: Mapping[str, str], route: Route, request: ModelRequest, call_id: UUID, stitches: Any
 ) -> Identity:
-    found = stitches.retried(request.body) if headers.get("x-stainless-retry-count", "0") not in ("0",) else None
-    if found: joined = Joined(found, "retry")
+    found = (
+        stitches.retried(request.body)
+        if headers.get("x-stainless-retry-count", "0") not in ("0",)
+        else None
+    )
+    if found:
+        joined = Joined(found, "retry")
     else:
         found = stitches.joined(request.fields)
         joined = Joined(found, "tool_call") if found else None
     return _identify(headers, route, call_id, joined)
+
 
 def _identify(headers, route, call_id, joined):
     """Episode, agent and task of a call; `joined` is what its content says of its episode."""

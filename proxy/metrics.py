@@ -44,9 +44,7 @@ ADDED_SECONDS = Histogram(
     buckets=ADDED,
 )
 TOKENS = Counter("pawl_tokens_total", "Tokens recorded.", ["policy", "kind"])
-IN_FLIGHT = Gauge(
-    "pawl_calls_in_flight", "Calls being answered now.", multiprocess_mode="livesum"
-)
+IN_FLIGHT = Gauge("pawl_calls_in_flight", "Calls being answered now.", multiprocess_mode="livesum")
 FORWARDED = Counter(
     "pawl_forwarded_total", "Requests passed through unrecorded.", ["path", "status"]
 )

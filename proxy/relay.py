@@ -67,8 +67,7 @@ class Relay:
         body = await exchange.read(self.max_body)
         if body is None:
             raise TooLarge(
-                "The request's body is larger than this proxy takes; "
-                "PAWL_MAX_BODY_MB sets how much"
+                "The request's body is larger than this proxy takes; PAWL_MAX_BODY_MB sets how much"
             )
         await Call(self, exchange, route, body, arrived).run()
 

@@ -43,9 +43,7 @@ def _nothing(_durable: bool, _marks: list[str]) -> None:
 class Spool:
     """The segments of one worker."""
 
-    def __init__(
-        self, folder: Path, *, segment_bytes: int, on_commit: OnCommit = _nothing
-    ) -> None:
+    def __init__(self, folder: Path, *, segment_bytes: int, on_commit: OnCommit = _nothing) -> None:
         """Take hold of `folder`; `on_commit` is told how each commit went, before who waits.
 
         Raises:

@@ -10,7 +10,16 @@ import msgspec
 import structlog
 
 from proxy.errors import UpstreamBroke, UpstreamSilent, UpstreamUnreachable
-from proxy.http.client import NoReply, NotSent, Pool, Reply, Silent, ask_bodyless, ask_streaming, ask_whole
+from proxy.http.client import (
+    NoReply,
+    NotSent,
+    Pool,
+    Reply,
+    Silent,
+    ask_bodyless,
+    ask_streaming,
+    ask_whole,
+)
 from proxy.http.flow import Inflow
 from proxy.http.wire import Headers
 
@@ -64,9 +73,7 @@ class Upstream:
         unreached: NotSent | None = None
         for replica in self._in_order():
             try:
-                return await ask_whole(
-                    replica.pool, method, replica.prefix + target, headers, body
-                )
+                return await ask_whole(replica.pool, method, replica.prefix + target, headers, body)
             except NotSent as error:
                 unreached = self._unreached(replica, error)
             except NoReply as error:

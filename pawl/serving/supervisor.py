@@ -163,9 +163,7 @@ async def _until_stopped(
     while not stopping.done():
         replacing = asyncio.create_task(replace.wait())
         watched = {child.watching for child in children}
-        await asyncio.wait(
-            {stopping, replacing, *watched}, return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait({stopping, replacing, *watched}, return_when=asyncio.FIRST_COMPLETED)
         replacing.cancel()
         for task in watched:
             if task.done() and not task.cancelled():

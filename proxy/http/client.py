@@ -290,9 +290,7 @@ class Pool:
             connection.transport.abort()
 
 
-async def ask_whole(
-    pool: Pool, method: str, target: str, headers: Headers, body: bytes
-) -> Reply:
+async def ask_whole(pool: Pool, method: str, target: str, headers: Headers, body: bytes) -> Reply:
     """Send a request with a body that is at hand; returns once the reply's head is there.
 
     Raises:

@@ -20,7 +20,16 @@ class Brake(Protocol):
 class Inflow:
     """Pieces of one body, from the parser to whoever reads them."""
 
-    __slots__ = ("_braked", "_failure", "_patient", "_pieces", "_size", "_source", "_waiter", "ended")
+    __slots__ = (
+        "_braked",
+        "_failure",
+        "_patient",
+        "_pieces",
+        "_size",
+        "_source",
+        "_waiter",
+        "ended",
+    )
 
     def __init__(self, source: Brake) -> None:
         self._source = source

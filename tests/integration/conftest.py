@@ -15,8 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.serving.supervisor import listening
 from proxy.keeper import keeping
-from proxy.settings import ProxySettings
 from proxy.policies import WATCH_S
+from proxy.settings import ProxySettings
 from proxy.worker import serving
 from store.policies import ensure_base
 from store.reading import episode_ids, read_episodes

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from proxy.drain import Drainer
-from proxy.segments import HEADER, encode_frame
+from proxy.segments import encode_frame
 from proxy.spool import Spool
 from store.embedded import EmbeddedPostgres
 from store.engine import make_engine

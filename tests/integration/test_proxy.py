@@ -11,12 +11,11 @@ from aiohttp import web
 from sqlalchemy import text
 from yarl import URL
 
-from tests.integration.conftest import running
 from proxy.errors import SpoolInUse
 from store.policies import promote
 from store.tokens import unpack_ids, unpack_logprobs
 from tests.fake_upstream import FakeUpstream, Handler
-from tests.integration.conftest import Proxy, eventually, settings_for
+from tests.integration.conftest import Proxy, eventually, running, settings_for
 
 
 async def test_a_call_is_captured_token_exact(proxy: Proxy, upstream: FakeUpstream) -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.spool import as_json, as_lines, look, replay
+from proxy.capture import Frame
 from proxy.segments import encode_frame, read_frames
 from store.reading import episode_ids
-from store.records import SpoolRecord
-from tests.records import call, reward
+from tests.records import REPLY, captured, reward
 
 
-def payload(record: SpoolRecord) -> bytes:
+def payload(record: Frame) -> bytes:
     [(_, data)] = read_frames(encode_frame(record))
     return data
 
@@ -30,8 +30,10 @@ def test_an_empty_spool(tmp_path: Path) -> None:
 
 
 def test_what_waits_and_what_is_dead_is_told(tmp_path: Path) -> None:
-    (tmp_path / "a.seg").write_bytes(encode_frame(call()) + encode_frame(call()) + b"torn")
-    bury(tmp_path, "000000", payload(call("e7")), "refused\nbecause")
+    (tmp_path / "0").mkdir()
+    frames = encode_frame(captured()) + encode_frame(captured())
+    (tmp_path / "0" / "a.open").write_bytes(frames + b"torn")
+    bury(tmp_path, "000000", payload(captured("e7")), "refused\nbecause")
     bury(tmp_path, "000001", b"torn", "a torn frame")
     view = look(tmp_path)
     assert (view.segments, view.records) == (1, 2)
@@ -44,8 +46,9 @@ def test_what_waits_and_what_is_dead_is_told(tmp_path: Path) -> None:
 async def test_replaying_stores_what_can_be_stored_and_keeps_the_rest(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
-    bury(tmp_path, "0", payload(call("good")), "the partition was missing")
-    bury(tmp_path, "1", payload(call("bad", response_id="nul\x00")), "refused")
+    bad = REPLY.replace(b'"r"', b'"nul\\u0000"')
+    bury(tmp_path, "0", payload(captured("good")), "the partition was missing")
+    bury(tmp_path, "1", payload(captured("bad", reply=bad)), "refused")
     bury(tmp_path, "2", b"torn", "a torn frame")
     bury(tmp_path, "3", payload(reward(1.0, episode="good")), "refused")
     stored, refused = await replay(tmp_path, engine)

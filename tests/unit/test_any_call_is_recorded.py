@@ -2,24 +2,20 @@
 
 import json
 import re
-from datetime import UTC, datetime
 from typing import Any
-from uuid import UUID
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.dialects.base import read_request
 from proxy.dialects.table import DIALECTS
-from proxy.identity import Identity
-from proxy.recent import Recent
-from proxy.recorder import Outcome, Recorder
 from proxy.segments import decode_payload, encode_frame, read_frames
-from proxy.versions import Serving
+from proxy.transcribe import transcribe
+from store.records import CallRecord
+from tests.records import captured
 
-CALL = UUID("01a1f80b-8bb3-758b-b889-c07dbbff7a56")
-WHO = Identity(episode="e", method="own", agent="default", task=None)
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -48,29 +44,19 @@ def fields(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
 def test_any_call_becomes_a_record(
     name: str, request: dict[str, Any], reply: dict[str, Any], streamed: bool
 ) -> None:
-    dialect = DIALECTS[name]
-    asked = read_request(json.dumps(request).encode())
-    rewritten = dialect.rewrite(asked, "m@1", want_ids=True)
-    follow = dialect.streamed if streamed else dialect.whole
-    transcript = follow(rewritten, "m@1")
     body = json.dumps(reply).encode()
-    transcript.feed(b"data: " + body + b"\n\n" if streamed else body)
-    transcript.finish()
-    recorder = Recorder(None, Recent(), default_temperature=1.0)  # type: ignore[arg-type]
-    now = datetime.now(UTC)
-    record = recorder.make_record(
-        CALL,
-        name,
-        WHO,
-        Serving("m", 1, "m@1"),
-        asked,
-        transcript.facts(),
-        Outcome("complete", 200, now, 1.0, 2.0, body),
-        (),
-        0,
+    seen = captured(
+        dialect=name,
+        served_model="m@1",
+        streamed=streamed,
+        request=json.dumps(request).encode(),
+        reply=b"data: " + body + b"\n\n" if streamed else body,
     )
-    [(_, payload)] = read_frames(encode_frame(record))
-    assert decode_payload(payload) == record
+    [(_, payload)] = read_frames(encode_frame(seen))
+    assert decode_payload(payload) == seen
+    record = transcribe(seen)
+    assert record.request == seen.request
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=CallRecord) == record
 
 
 UNHOLDABLE = (
@@ -87,11 +73,12 @@ def test_values_that_python_cannot_hold_reach_the_client(name: str, body: bytes)
     """Halves of an emoji in a stream, numbers past any float: for the client, not for us."""
     dialect = DIALECTS[name]
     request = dialect.rewrite(read_request(b'{"model":"m"}'), "m@1", want_ids=True)
-    whole = dialect.whole(request, "m@1")
+    whole = dialect.whole(request, "m@1", reading=True)
     whole.feed(body)
-    streamed = dialect.streamed(request, "m@1")
+    streamed = dialect.streamed(request, "m@1", reading=True)
     passed = streamed.feed(b"data: " + body + b"\n\n") + streamed.finish()
     for seen in (whole.finish(), passed):
         assert all(part in seen for part in re.findall(rb"1e\d+|\\\\ud[0-9a-f]+", body))
-    whole.facts()
-    streamed.facts()
+    for transcript in (whole, streamed):
+        transcript.facts()
+        transcript.gist()
