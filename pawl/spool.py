@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.segments import decode_payload, read_frames
-from store.away import is_away
-from store.ingest import ingest
+from store.errors import Refused
+from store.ingest import Ingester
 from store.records import CallRecord, Record
 
 
@@ -71,15 +70,13 @@ async def replay(folder: Path, engine: AsyncEngine) -> tuple[int, list[str]]:
     Raises:
         Exception: the database is away (see `store.away`); what is left stays.
     """
+    ingester = Ingester()
     stored, refused = 0, []
     for letter in look(folder).dead_letters:
         path = Path(letter.path)
         try:
-            async with engine.begin() as connection:
-                await ingest(connection, [decode_payload(path.read_bytes())])
-        except (SQLAlchemyError, msgspec.DecodeError, ValueError) as error:
-            if is_away(error):
-                raise
+            await ingester.store(engine, [decode_payload(path.read_bytes())])
+        except (Refused, msgspec.DecodeError, UnicodeDecodeError) as error:
             refused.append(f"{path.name}: {str(error).splitlines()[0]}")
             continue
         path.unlink()

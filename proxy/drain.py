@@ -14,15 +14,15 @@ from typing import Final
 
 import msgspec
 import structlog
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.metrics import DEAD_LETTERS, DRAIN_LAG, RECORDED, SPOOLED, STORED
 from proxy.segments import decode_payload, read_frames
 from proxy.spool import Spool
 from store.away import is_away
+from store.errors import Refused
 from store.ids import new_id
-from store.ingest import ingest
+from store.ingest import Ingester
 from store.records import SpoolRecord
 
 log = structlog.get_logger()
@@ -47,6 +47,7 @@ class Drainer:
         self._spool = spool
         self._connect = connect
         self._batch = batch
+        self._ingester = Ingester()
         self._offsets: dict[Path, int] = {}
         self._last_write = 0.0
         self._stopping = asyncio.Event()
@@ -153,11 +154,8 @@ class Drainer:
         if not records:
             return
         try:
-            async with engine.begin() as connection:
-                await ingest(connection, records)
-        except (SQLAlchemyError, OSError, ValueError) as error:
-            if is_away(error):
-                raise
+            await self._ingester.store(engine, records)
+        except Refused as error:
             if len(records) == 1:
                 self._dead_letter(payloads[0], str(error))
                 return

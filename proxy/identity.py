@@ -12,7 +12,7 @@ from uuid import UUID
 import msgspec
 
 from proxy.routes import Route
-from store.ingest import OWN_EPISODE
+from store.records import OWN_EPISODE
 
 HEADER_PREFIX: Final = "x-pawl-"
 MAX_LENGTH: Final = 256
