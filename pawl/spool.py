@@ -6,15 +6,14 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.capture import Captured, Gap
 from proxy.drain import record_of
 from proxy.segments import decode_payload, read_frames
 from proxy.spool import OPEN, SEALED
-from store.away import is_away
-from store.ingest import ingest
+from store.errors import Refused
+from store.ingest import Ingester
 from store.records import Record
 
 
@@ -78,15 +77,13 @@ async def replay(folder: Path, engine: AsyncEngine) -> tuple[int, list[str]]:
     Raises:
         Exception: the database is away (see `store.away`); what is left stays.
     """
+    ingester = Ingester()
     stored, refused = 0, []
     for letter in look(folder).dead_letters:
         path = Path(letter.path)
         try:
-            async with engine.begin() as connection:
-                await ingest(connection, [record_of(path.read_bytes())])
-        except (SQLAlchemyError, msgspec.DecodeError, ValueError, zlib.error) as error:
-            if is_away(error):
-                raise
+            await ingester.store(engine, [record_of(path.read_bytes())])
+        except (Refused, msgspec.DecodeError, UnicodeDecodeError, zlib.error) as error:
             refused.append(f"{path.name}: {str(error).splitlines()[0]}")
             continue
         path.unlink()

@@ -18,7 +18,6 @@ from typing import Final
 
 import msgspec
 import structlog
-from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.capture import Captured, Gap
@@ -37,8 +36,9 @@ from proxy.segments import decode_payload, read_frames
 from proxy.spool import OPEN, SEALED, is_held
 from proxy.transcribe import transcribe
 from store.away import is_away
+from store.errors import Refused
 from store.ids import new_id
-from store.ingest import ingest
+from store.ingest import Ingester
 from store.records import CallRecord, GapRecord, SpoolRecord
 
 log = structlog.get_logger()
@@ -74,6 +74,7 @@ class Drainer:
         self._batch = batch
         self._segments: dict[str, Segment] = {}
         self._spooled = 0
+        self._ingester = Ingester()
         self._stopping = asyncio.Event()
         # Counting and draining read the same offsets.
         self._busy = asyncio.Lock()
@@ -187,11 +188,8 @@ class Drainer:
         if not records:
             return
         try:
-            async with engine.begin() as connection:
-                await ingest(connection, records)
-        except (SQLAlchemyError, OSError, ValueError) as error:
-            if is_away(error):
-                raise
+            await self._ingester.store(engine, records)
+        except Refused as error:
             if len(records) == 1:
                 self._dead_letter(payloads[0], str(error))
                 return

@@ -13,8 +13,7 @@ import msgspec
 
 from proxy.dialects.base import ModelRequest
 from proxy.routes import Route
-from store.ingest import OWN_EPISODE
-from store.records import Confidence
+from store.records import OWN_EPISODE, Confidence
 
 HEADER_PREFIX: Final = "x-pawl-"
 MAX_LENGTH: Final = 256

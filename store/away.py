@@ -25,4 +25,5 @@ def is_away(error: BaseException) -> bool:
     """Whether `error` says that PostgreSQL cannot be reached now (and may be later)."""
     if isinstance(error, DBAPIError) and error.connection_invalidated:
         return True
-    return isinstance(error, _AWAY)
+    # The driver's own word for a value that cannot be sent is an InterfaceError too.
+    return isinstance(error, _AWAY) and not isinstance(error, ValueError)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import insert, select, text, update
+from sqlalchemy import func, insert, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import ClaimLost
@@ -52,11 +52,16 @@ class Outcome(Record, frozen=True, kw_only=True):
     reason: str | None = None
 
 
-_READY = "policy = :policy AND task IS NOT NULL AND scored_at IS NOT NULL AND claimed_by IS NULL"
+# The parts of another episode are claimed with it, and what is in doubt never.
+_TASK = "COALESCE(joined_task, task)"
+_READY = (
+    f"policy = :policy AND {_TASK} IS NOT NULL AND scored_at IS NOT NULL"
+    " AND claimed_by IS NULL AND root IS NULL AND quarantined_reason IS NULL"
+)
 _GROUPS = text(
     f"""
-    SELECT task, count(*) AS members, extract(epoch FROM now() - min(scored_at)) AS age_s
-    FROM episodes WHERE {_READY} GROUP BY task
+    SELECT {_TASK} AS task, count(*) AS members, extract(epoch FROM now() - min(scored_at)) AS age_s
+    FROM episodes WHERE {_READY} GROUP BY 1
     HAVING count(*) >= :group_size
         OR (count(*) >= :smallest_group
             AND min(scored_at) < now() - make_interval(secs => :max_age_s))
@@ -65,7 +70,7 @@ _GROUPS = text(
 )
 _MEMBERS = text(
     f"""
-    SELECT id, task FROM episodes WHERE {_READY} AND task = ANY(:tasks)
+    SELECT id, {_TASK} AS task FROM episodes WHERE {_READY} AND {_TASK} = ANY(:tasks)
     ORDER BY scored_at, id FOR UPDATE SKIP LOCKED
     """
 )
@@ -132,7 +137,7 @@ async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
     held = (
         select(episodes.c.id)
         .where(episodes.c.claimed_by == update_id)
-        .order_by(episodes.c.task, episodes.c.first_call_id)
+        .order_by(func.coalesce(episodes.c.joined_task, episodes.c.task), episodes.c.first_call_id)
     )
     ids = list((await connection.execute(held)).scalars())
     by_task: dict[str, list[Any]] = {}

@@ -5,6 +5,14 @@ class StoreError(Exception):
     """The store could not do what it was asked to."""
 
 
+class Refused(StoreError):
+    """The database refuses a record of a batch; the batch's other records may be stored."""
+
+
+class Damaged(StoreError):
+    """A row cannot be read back as it was written."""
+
+
 class ClaimLost(StoreError):
     """An update tried to consume episodes that it no longer holds."""
 

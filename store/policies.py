@@ -107,13 +107,17 @@ async def idle_versions(
 
 
 async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[str, str, int]]:
-    """(policy, episode, version) of the episodes of the last day that can go on, newest first."""
+    """(policy, episode, version) of the episodes of the last day that can go on, newest first.
+
+    An episode that became a part of another goes on at that one's version.
+    """
     rows = await connection.execute(
         text(
-            "SELECT policy, key, policy_version FROM episodes"
-            " WHERE policy IS NOT NULL AND method <> 'own'"
-            " AND last_call_at > now() - interval '1 day'"
-            " ORDER BY last_call_at DESC LIMIT :most"
+            "SELECT r.policy, e.key, r.policy_version"
+            " FROM episodes e JOIN episodes r ON r.id = COALESCE(e.root, e.id)"
+            " WHERE r.policy IS NOT NULL AND (e.method <> 'own' OR e.linked)"
+            " AND e.last_call_at > now() - interval '1 day'"
+            " ORDER BY e.last_call_at DESC LIMIT :most"
         ),
         {"most": most},
     )

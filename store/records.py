@@ -24,6 +24,8 @@ CONFIDENCES: Final = ("certain", "likely", "doubtful")
 TARGET_KINDS: Final = ("episode", "call", "response")
 POLICY_STATES: Final = ("written", "published", "serving", "retired", "rejected")
 REWARD: Final = "reward"
+# The method of a call that named no episode and got one of its own.
+OWN_EPISODE: Final = "own"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +168,9 @@ class TransitionRow(Record, frozen=True, kw_only=True):
     tool_calls: tuple[ToolCall, ...]
     tool_events: tuple[ToolEvent, ...] = ()
     feedback: tuple[Feedback, ...] = ()
+    # How it is known that the call belongs to its episode.
+    method: str = "header"
+    confidence: str = "certain"
 
 
 class Episode(Record, frozen=True, kw_only=True):
@@ -179,6 +184,10 @@ class Episode(Record, frozen=True, kw_only=True):
     calls: tuple[TransitionRow, ...]
     feedback: tuple[Feedback, ...] = ()
     stray_tool_events: tuple[ToolEvent, ...] = ()
+    # The keys of episodes that turned out to be parts of this one.
+    aliases: tuple[str, ...] = ()
+    # Why it is never claimed; None where it may be.
+    quarantined_reason: str | None = None
 
 
 class Group(Record, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ _TOTALS = text(
     SELECT
       (SELECT count(*) FROM transitions) AS calls,
       (SELECT count(*) FROM transitions WHERE trainable) AS trainable_calls,
-      (SELECT count(*) FROM episodes) AS episodes,
+      (SELECT count(*) FROM episodes WHERE root IS NULL) AS episodes,
       (SELECT count(*) FROM consumptions) AS consumed_episodes,
       (SELECT count(*) FROM consumptions WHERE trained) AS trained_episodes,
       (SELECT count(*) FROM consumptions c JOIN episodes e ON e.id = c.episode_id

@@ -1,7 +1,8 @@
 """The schema (DESIGN.md §5): tables, constraints and indexes, nothing else.
 
 `transitions` is partitioned by day through its UUIDv7 key, so that the primary key stays
-`id` alone and `ON CONFLICT (id)` works. No foreign key points into it: a day can be dropped.
+`id` alone. No foreign key points into it: a day can be dropped. None points out of it
+either: the check would cost a third of storing a row, and only `store.ingest` writes there.
 """
 
 from sqlalchemy import (
@@ -25,7 +26,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
-from store.records import CALL_STATUSES, POLICY_STATES, TARGET_KINDS, TOOL_STATUSES
+from store.records import CALL_STATUSES, CONFIDENCES, POLICY_STATES, TARGET_KINDS, TOOL_STATUSES
 
 metadata = MetaData(
     naming_convention={
@@ -60,6 +61,15 @@ episodes = Table(
     Column("last_call_at", When, nullable=False),
     Column("scored_at", When),
     Column("claimed_by", Uuid, ForeignKey("updates.id")),
+    # A call was put into it in doubt.
+    Column("doubtful", Boolean, nullable=False, server_default=text("false")),
+    # What `store.settle` makes of all that is known (docs/decisions/011). `root` is the
+    # episode that this one is a part of; its own columns stay its own, so that it can be
+    # taken out again. A root has the task that one of its parts names in `joined_task`.
+    Column("linked", Boolean, nullable=False, server_default=text("false")),
+    Column("root", Uuid),
+    Column("joined_task", Text),
+    Column("quarantined_reason", Text),
     Index(
         "ix_episodes_ready",
         "policy",
@@ -67,15 +77,20 @@ episodes = Table(
         "scored_at",
         postgresql_where=text("scored_at IS NOT NULL AND claimed_by IS NULL"),
     ),
-    Index("ix_episodes_claimed_by", "claimed_by"),
-    Index("ix_episodes_last_call_at", "last_call_at"),
+    Index("ix_episodes_claimed_by", "claimed_by", postgresql_where=text("claimed_by IS NOT NULL")),
+    Index("ix_episodes_root", "root", postgresql_where=text("root IS NOT NULL")),
+    # BRIN: a later call then moves no index entry (a heap-only update).
+    Index("ix_episodes_last_call_at", "last_call_at", postgresql_using="brin"),
 )
 
 transitions = Table(
     "transitions",
     metadata,
     Column("id", Uuid, primary_key=True),
-    Column("episode_id", Uuid, ForeignKey("episodes.id"), nullable=False),
+    Column("episode_id", Uuid, nullable=False),
+    Column("method", Text, nullable=False),
+    Column("confidence", Text, nullable=False),
+    Column("retry_of", Uuid),
     Column("agent", Text, nullable=False),
     Column("dialect", Text, nullable=False),
     Column("policy", Text),
@@ -84,10 +99,15 @@ transitions = Table(
     Column("status", Text, nullable=False),
     Column("http_status", Integer),
     Column("stream", Boolean, nullable=False),
-    # `json`, not `jsonb`: key order, number formats and \u0000 stay as they were said.
-    Column("request", JSON(none_as_null=True)),
+    # JSON as it was said, to the byte. Where `parent_id` is set, `request` and `prompt_ids`
+    # keep what they add to that call's (`store.delta`): the counts are of bytes shared.
+    Column("parent_id", Uuid),
+    Column("request_prefix", Integer),
+    Column("request_suffix", Integer),
+    Column("prompt_prefix", Integer),
+    Column("request", LargeBinary),
     Column("request_raw", LargeBinary),
-    Column("reply", JSON(none_as_null=True)),
+    Column("reply", LargeBinary),
     Column("reply_raw", LargeBinary),
     Column("response_id", Text),
     Column("prompt_ids", LargeBinary, nullable=False),
@@ -104,10 +124,44 @@ transitions = Table(
     Column("total_ms", Double, nullable=False),
     Column("retry", Integer, nullable=False),
     one_of("status", CALL_STATUSES),
+    one_of("confidence", CONFIDENCES),
     CheckConstraint("trainable OR reason IS NOT NULL", name="reason_given"),
     Index("ix_transitions_episode_id", "episode_id"),
     Index("ix_transitions_response_id", "response_id"),
     postgresql_partition_by="RANGE (id)",
+)
+
+# Digests of what later calls may repeat, and of what calls repeat (16 bytes, as uuid: the
+# smallest type of that size). `links` holds the matches, few beside the others.
+offers = Table(
+    "offers",
+    metadata,
+    Column("digest", Uuid, nullable=False),
+    Column("episode_id", Uuid, nullable=False),
+    Index("ix_offers_digest", "digest"),
+)
+
+asks = Table(
+    "asks",
+    metadata,
+    Column("digest", Uuid, nullable=False),
+    Column("call_id", Uuid, nullable=False),
+    Column("episode_id", Uuid, nullable=False),
+    # 0: the surest; only the matches of the lowest level that has any count.
+    Column("level", Integer, nullable=False),
+    Index("ix_asks_digest", "digest"),
+    Index("ix_asks_call_id", "call_id"),
+)
+
+links = Table(
+    "links",
+    metadata,
+    Column("call_id", Uuid, primary_key=True),
+    Column("level", Integer, primary_key=True),
+    Column("offered_by", Uuid, primary_key=True),
+    Column("asked_by", Uuid, nullable=False),
+    Index("ix_links_offered_by", "offered_by"),
+    Index("ix_links_asked_by", "asked_by"),
 )
 
 tool_events = Table(

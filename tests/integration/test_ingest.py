@@ -8,19 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.errors import Refused
 from store.ids import lowest_id_at, new_id, time_of
-from store.ingest import ingest, known_targets
+from store.ingest import Ingester, known_targets
 from store.reading import episode_ids, read_episodes
 from store.records import Episode, SpoolRecord, ToolCall
 from tests.records import call, reward, statement, tokens, tool_event
 
 
 async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
-    async with engine.begin() as connection:
-        await ingest(connection, records)
+    await Ingester().store(engine, records)
 
 
 async def episodes(engine: AsyncEngine) -> list[Episode]:
@@ -149,7 +148,7 @@ async def test_known_targets(engine: AsyncEngine) -> None:
 async def test_the_database_holds_its_invariants(
     engine: AsyncEngine, changes: dict[str, Any]
 ) -> None:
-    with pytest.raises(DBAPIError):
+    with pytest.raises(Refused):
         await store(engine, call(**changes))
 
 

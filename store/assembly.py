@@ -1,0 +1,167 @@
+"""Rows put together into an episode as it was recorded (pure).
+
+An episode may have several parts (`store.joins`), the earliest first: it goes by that one's
+key. A call that a later one names as the attempt it repeats is left out: they are one call.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from store.delta import rebuild
+from store.errors import Damaged
+from store.records import (
+    OWN_EPISODE,
+    Episode,
+    Feedback,
+    Tokens,
+    ToolCall,
+    ToolEvent,
+    TransitionRow,
+)
+
+
+def assemble(
+    parts: Sequence[Any], rows: Sequence[Any], events: Iterable[Any], said: Iterable[Any]
+) -> Episode:
+    """The episode of `parts`; calls, events and statements come in the order of their ids.
+
+    Raises:
+        Damaged: a call's parent is missing, or too short for what is to come from it.
+    """
+    head = next((part for part in parts if part.root is None), parts[0])
+    whole = whole_texts(rows)
+    repeated_by = {row.retry_of: row.id for row in rows if row.retry_of is not None}
+    calls = [row for row in rows if row.id not in repeated_by]
+    known = {row.id for row in calls}
+    standing = _newest_events(events)
+    asked = {call["id"]: row.id for row in calls for call in row.tool_calls}
+    owner = {
+        event.id: _last(repeated_by, event.asked_by) or asked.get(event.tool_id)
+        for event in standing
+    }
+    statements = list(said)
+    own = {part.id for part in parts if part.method == OWN_EPISODE}
+    about = {
+        statement.id: None if statement.episode_id in own else _last(repeated_by, statement.call_id)
+        for statement in statements
+    }
+    return Episode(
+        id=head.id,
+        key=head.key,
+        task=head.joined_task or head.task,
+        method=head.method,
+        last_call_at=max(part.last_call_at for part in parts),
+        calls=tuple(
+            _transition(
+                row,
+                whole[row.id],
+                [event for event in standing if owner[event.id] == row.id],
+                [statement for statement in statements if about[statement.id] == row.id],
+            )
+            for row in calls
+        ),
+        feedback=tuple(_statement(row) for row in statements if about[row.id] is None),
+        stray_tool_events=tuple(_event(row) for row in standing if owner[row.id] not in known),
+        aliases=tuple(part.key for part in parts if part is not head),
+        quarantined_reason=head.quarantined_reason,
+    )
+
+
+def whole_texts(rows: Iterable[Any]) -> dict[UUID, tuple[bytes | None, bytes]]:
+    """Each call's request and prompt ids as they were said, whatever its row keeps of them.
+
+    Raises:
+        Damaged: a parent is missing, or too short.
+    """
+    by_id = {row.id: row for row in rows}
+    found: dict[UUID, tuple[bytes | None, bytes]] = {}
+    for row in by_id.values():
+        chain = [row]
+        while chain[-1].id not in found and chain[-1].parent_id is not None:
+            parent = by_id.get(chain[-1].parent_id)
+            if parent is None:
+                raise Damaged(f"call {chain[-1].id} adds to {chain[-1].parent_id}: not there")
+            chain.append(parent)
+        for call in reversed(chain):
+            if call.id not in found:
+                found[call.id] = _texts(call, by_id, found)
+    return found
+
+
+def _texts(
+    row: Any, by_id: Mapping[UUID, Any], found: Mapping[UUID, tuple[bytes | None, bytes]]
+) -> tuple[bytes | None, bytes]:
+    if row.parent_id is None:
+        return row.request, row.prompt_ids
+    request, prompt_ids = found[row.parent_id]
+    context = prompt_ids + by_id[row.parent_id].sampled_ids
+    try:
+        return (
+            rebuild(request or b"", row.request_prefix, row.request_suffix, row.request),
+            rebuild(context, row.prompt_prefix, 0, row.prompt_ids),
+        )
+    except ValueError as error:
+        raise Damaged(f"call {row.id} does not fit {row.parent_id}: {error}") from error
+
+
+def _last(repeated_by: Mapping[UUID, UUID], call_id: UUID | None) -> UUID | None:
+    """The attempt that counts for one that may have been repeated."""
+    while call_id is not None and call_id in repeated_by:
+        call_id = repeated_by[call_id]
+    return call_id
+
+
+def _newest_events(rows: Iterable[Any]) -> list[Any]:
+    """The newest statement about a tool call stands; those without an id all stand."""
+    standing: dict[Any, Any] = {}
+    for row in rows:
+        standing[row.tool_id or row.id] = row
+    return list(standing.values())
+
+
+def _transition(
+    row: Any, texts: tuple[bytes | None, bytes], events: list[Any], said: list[Any]
+) -> TransitionRow:
+    request, prompt_ids = texts
+    return TransitionRow(
+        id=row.id,
+        episode_id=row.episode_id,
+        agent=row.agent,
+        policy=row.policy,
+        policy_version=row.policy_version,
+        status=row.status,
+        http_status=row.http_status,
+        request=request,
+        reply=row.reply,
+        tokens=Tokens(
+            prompt_ids=prompt_ids,
+            sampled_ids=row.sampled_ids,
+            sampled_logprobs=row.sampled_logprobs,
+        ),
+        sampling=row.sampling,
+        trainable=row.trainable,
+        reason=row.reason,
+        tool_calls=tuple(msgspec.convert(call, ToolCall) for call in row.tool_calls),
+        tool_events=tuple(_event(event) for event in events),
+        feedback=tuple(_statement(statement) for statement in said),
+        method=row.method,
+        confidence=row.confidence,
+    )
+
+
+def _event(row: Any) -> ToolEvent:
+    return ToolEvent(
+        id=row.id,
+        tool_id=row.tool_id,
+        name=row.name,
+        status=row.status,
+        detail=row.detail,
+        ms=row.ms,
+    )
+
+
+def _statement(row: Any) -> Feedback:
+    return Feedback(metric=row.metric, value=row.value, at=row.at)

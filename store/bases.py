@@ -1,0 +1,133 @@
+"""The calls that later ones may be stored as additions to: the tips of recent threads.
+
+Bounded memory of one drainer. Only calls whose rows are committed may be remembered; a call
+whose base is not here is stored whole, so forgetting costs space and nothing else.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from datetime import date
+from typing import Final
+from uuid import UUID
+
+from store.delta import LEAST_SHARED, delta, shared_prefix
+from store.ids import time_of
+from store.records import CallRecord, Record
+
+CAPACITY_BYTES: Final = 64 * 2**20
+# What Python takes for a tip beside its bytes, about.
+OVERHEAD_BYTES: Final = 600
+# Threads of one episode (agents that take turns) that are followed side by side.
+TIPS: Final = 4
+
+
+class Base(Record, frozen=True, kw_only=True):
+    """A stored call: `context` are the ids that the next prompt may begin with."""
+
+    call_id: UUID
+    day: date
+    request: bytes
+    context: bytes
+
+
+class Stored(Record, frozen=True, kw_only=True):
+    """How a call's request and prompt ids are written down."""
+
+    parent_id: UUID | None = None
+    request_prefix: int | None = None
+    request_suffix: int | None = None
+    prompt_prefix: int | None = None
+    request: bytes | None
+    prompt_ids: bytes
+
+
+class Bases:
+    """Tips by episode, the episodes least lately used forgotten first."""
+
+    def __init__(self, capacity: int = CAPACITY_BYTES) -> None:
+        self._capacity = capacity
+        self._size = 0
+        self._tips: OrderedDict[str, list[Base]] = OrderedDict()
+
+    def batch(self) -> "Batch":
+        """A view in which the calls of one batch are bases of each other."""
+        return Batch(self)
+
+    def of(self, episode: str) -> list[Base]:
+        """The tips of an episode."""
+        return self._tips.get(episode, [])
+
+    def remember(self, episodes: Iterable[tuple[str, list[Base]]]) -> None:
+        """Take the tips of these episodes as they are now."""
+        for episode, tips in episodes:
+            self._forget(self._tips.pop(episode, ()))
+            self._tips[episode] = tips
+            self._size += sum(map(_size, tips))
+        while self._size > self._capacity:
+            _, tips = self._tips.popitem(last=False)
+            self._forget(tips)
+
+    def _forget(self, tips: Iterable[Base]) -> None:
+        self._size -= sum(map(_size, tips))
+
+
+class Batch:
+    """What one batch adds to the memory; kept apart until its rows are committed."""
+
+    def __init__(self, bases: Bases) -> None:
+        self._bases = bases
+        self._tips: dict[str, list[Base]] = {}
+
+    def store(self, call: CallRecord) -> Stored:
+        """How `call` is written down; it is a base for the calls that follow in the batch."""
+        request, prompt_ids = call.request, call.tokens.prompt_ids
+        whole = Stored(request=request, prompt_ids=prompt_ids)
+        if request is None:
+            return whole
+        tips = self._tips.get(call.episode)
+        if tips is None:
+            tips = self._tips[call.episode] = list(self._bases.of(call.episode))
+        day = time_of(call.id).date()
+        base = _nearest([tip for tip in tips if tip.day == day], request) if tips else None
+        stored = whole if base is None else _added(base, request, prompt_ids)
+        if base is not None and stored.parent_id is not None:
+            tips.remove(base)
+        tips.append(
+            Base(
+                call_id=call.id,
+                day=day,
+                request=request,
+                context=prompt_ids + call.tokens.sampled_ids,
+            )
+        )
+        del tips[:-TIPS]
+        return stored
+
+    def commit(self) -> None:
+        """The batch's rows are committed: its calls may be bases."""
+        self._bases.remember(self._tips.items())
+
+
+def _nearest(tips: list[Base], request: bytes) -> Base | None:
+    if len(tips) < 2:
+        return tips[0] if tips else None
+    return max(tips, key=lambda tip: shared_prefix(tip.request, request))
+
+
+def _added(base: Base, request: bytes, prompt_ids: bytes) -> Stored:
+    prefix, suffix, middle = delta(base.request, request)
+    if prefix + suffix < LEAST_SHARED:
+        return Stored(request=request, prompt_ids=prompt_ids)
+    shared = shared_prefix(base.context, prompt_ids)
+    return Stored(
+        parent_id=base.call_id,
+        request_prefix=prefix,
+        request_suffix=suffix,
+        prompt_prefix=shared,
+        request=middle,
+        prompt_ids=prompt_ids[shared:],
+    )
+
+
+def _size(base: Base) -> int:
+    return len(base.request) + len(base.context) + OVERHEAD_BYTES

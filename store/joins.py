@@ -1,0 +1,129 @@
+"""Which episodes are one (pure): a function of what was offered and asked, in no order.
+
+A call that could not be joined by the proxy asks for digests of what it repeats; a link says
+that an episode offers one of them. An ask that one episode answers joins the two. One that
+two different episodes answer is doubtful: it joins nothing, and whatever it touches is kept
+from training. Two that turn out to be one episode (by other asks) are no doubt.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from uuid import UUID
+
+from store.records import Confidence, Record
+
+DOUBTFUL_CALL = "a call was put into this episode in doubt"
+DOUBTFUL_ASK = "a call repeats what more than one episode was told"
+TOLD_MORE_THAN_ONE = "a call that repeats what this episode was told may belong to another"
+TOO_LATE = "the episode that this one continues was claimed before it was known"
+
+# By level: see `store.digests`.
+_JOINED_BY: tuple[tuple[str, Confidence], ...] = (("tool_call", "certain"), ("response", "certain"))
+_BY_PREFIX: tuple[str, Confidence] = ("prefix", "likely")
+
+
+class Part(Record, frozen=True, kw_only=True):
+    """An episode as the calls under its own key make it. `held`: claimed, alone or as a part."""
+
+    id: UUID
+    first_call_id: UUID
+    task: str | None
+    task_named: bool
+    doubtful: bool
+    held: bool
+
+
+class Link(Record, frozen=True, kw_only=True):
+    """Something that a call of `asked_by` repeats and `offered_by` was told."""
+
+    call_id: UUID
+    level: int
+    asked_by: UUID
+    offered_by: UUID
+
+
+class Place(Record, frozen=True, kw_only=True):
+    """What becomes of a part. `root` is None where it stands for the whole episode."""
+
+    root: UUID | None = None
+    joined_task: str | None = None
+    quarantined_reason: str | None = None
+
+
+class Joins(Record, frozen=True, kw_only=True):
+    """Places by part, and how each asking call was joined (None: it was not)."""
+
+    places: Mapping[UUID, Place]
+    calls: Mapping[UUID, tuple[str, Confidence] | None]
+
+
+def resolve(parts: Sequence[Part], links: Iterable[Link]) -> Joins:
+    """Put the parts together that are one episode. Parts that are held get no place: they stay."""
+    asks = _surest(links)
+    roots = {part.id: part.id for part in parts}
+    _unite(roots, asks)
+    doubts: dict[UUID, str] = {part.id: DOUBTFUL_CALL for part in parts if part.doubtful}
+    joined: dict[UUID, tuple[str, Confidence] | None] = {}
+    for call_id, (level, asked_by, offered_by) in asks.items():
+        if len({_root(roots, offered) for offered in offered_by}) == 1:
+            joined[call_id] = _JOINED_BY[level] if level < len(_JOINED_BY) else _BY_PREFIX
+            continue
+        joined[call_id] = None
+        doubts.setdefault(asked_by, DOUBTFUL_ASK)
+        for offered in offered_by:
+            doubts.setdefault(offered, TOLD_MORE_THAN_ONE)
+    by_root: dict[UUID, list[Part]] = {}
+    for part in parts:
+        by_root.setdefault(_root(roots, part.id), []).append(part)
+    places: dict[UUID, Place] = {}
+    for members in by_root.values():
+        places |= _places(members, doubts)
+    late = {part for part, place in places.items() if place.quarantined_reason == TOO_LATE}
+    held = {part.id for part in parts if part.held}
+    for call_id, (_, asked_by, _) in asks.items():
+        if asked_by in late:
+            joined[call_id] = None
+        elif asked_by in held:
+            del joined[call_id]
+    return Joins(places=places, calls=joined)
+
+
+def _surest(links: Iterable[Link]) -> dict[UUID, tuple[int, UUID, list[UUID]]]:
+    """Of each call's links those of the lowest level, in a stable order."""
+    found: dict[UUID, tuple[int, UUID, list[UUID]]] = {}
+    for link in sorted(links, key=lambda link: (link.call_id, link.level, link.offered_by)):
+        level, _, offered_by = found.setdefault(link.call_id, (link.level, link.asked_by, []))
+        if level == link.level:
+            offered_by.append(link.offered_by)
+    return found
+
+
+def _unite(roots: dict[UUID, UUID], asks: Mapping[UUID, tuple[int, UUID, list[UUID]]]) -> None:
+    """Join until nothing more joins: a join can only settle another ask's doubt, never make one."""
+    changed = True
+    while changed:
+        changed = False
+        for _, asked_by, offered_by in asks.values():
+            found = {_root(roots, part) for part in offered_by}
+            own = _root(roots, asked_by)
+            if len(found) == 1 and own not in found:
+                roots[own] = found.pop()
+                changed = True
+
+
+def _root(roots: dict[UUID, UUID], part: UUID) -> UUID:
+    while roots[part] != part:
+        roots[part] = part = roots[roots[part]]
+    return part
+
+
+def _places(members: list[Part], doubts: Mapping[UUID, str]) -> dict[UUID, Place]:
+    """One episode's parts: the earliest stands for it."""
+    if any(part.held for part in members):
+        return {part.id: Place(quarantined_reason=TOO_LATE) for part in members if not part.held}
+    ordered = sorted(members, key=lambda part: (part.first_call_id, part.id))
+    first, *others = ordered
+    reason = next((doubts[part.id] for part in ordered if part.id in doubts), None)
+    named = next((part.task for part in ordered if part.task_named), None)
+    places = {part.id: Place(root=first.id, quarantined_reason=reason) for part in others}
+    task = named if named != first.task else None
+    return places | {first.id: Place(joined_task=task, quarantined_reason=reason)}

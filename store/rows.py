@@ -1,0 +1,141 @@
+"""Records as rows: the order of columns that COPY is told, and the values in it (pure)."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from hashlib import sha256
+from typing import Any, Final
+from uuid import UUID
+
+from store.bases import Stored
+from store.engine import to_json
+from store.records import CallRecord, FeedbackItem, FeedbackRecord, ToolEvent
+
+Row = tuple[Any, ...]
+
+TRANSITION_COLUMNS: Final = (
+    *("id", "episode_id", "method", "confidence", "retry_of", "agent", "dialect"),
+    *("policy", "policy_version", "served_model", "status", "http_status", "stream"),
+    *("parent_id", "request_prefix", "request_suffix", "prompt_prefix"),
+    *("request", "request_raw", "reply", "reply_raw", "response_id"),
+    *("prompt_ids", "sampled_ids", "sampled_logprobs", "sampling", "trainable", "reason"),
+    *("tool_calls", "usage", "finish", "started_at", "first_chunk_ms", "total_ms", "retry"),
+)
+EVENT_COLUMNS: Final = (
+    *("id", "episode_id", "target_kind", "target", "tool_id", "name"),
+    *("status", "detail", "ms", "source", "at"),
+)
+FEEDBACK_COLUMNS: Final = ("id", "metric", "value", "target_kind", "target", "request_id", "at")
+
+
+def transition_row(call: CallRecord, episode_id: UUID, stored: Stored) -> Row:
+    """A call, in the order of `TRANSITION_COLUMNS`."""
+    tokens = call.tokens
+    return (
+        call.id,
+        episode_id,
+        call.method,
+        call.confidence,
+        call.retry_of,
+        call.agent,
+        call.dialect,
+        call.policy,
+        call.policy_version,
+        call.served_model,
+        call.status,
+        call.http_status,
+        call.stream,
+        stored.parent_id,
+        stored.request_prefix,
+        stored.request_suffix,
+        stored.prompt_prefix,
+        stored.request,
+        call.request_raw,
+        call.reply,
+        call.reply_raw,
+        call.response_id,
+        stored.prompt_ids,
+        tokens.sampled_ids,
+        tokens.sampled_logprobs,
+        call.sampling.decode(),
+        call.trainable,
+        call.reason,
+        to_json(call.tool_calls) if call.tool_calls else "[]",
+        None if call.usage is None else call.usage.decode(),
+        call.finish,
+        call.started_at,
+        call.first_chunk_ms,
+        call.total_ms,
+        call.retry,
+    )
+
+
+def event_row(
+    event: ToolEvent,
+    at: datetime,
+    source: str,
+    *,
+    episode_id: UUID | None = None,
+    item: FeedbackItem | None = None,
+) -> Row:
+    """A tool event, in the order of `EVENT_COLUMNS`."""
+    return (
+        event.id,
+        episode_id,
+        item.target_kind if item else None,
+        item.target if item else None,
+        event.tool_id,
+        event.name,
+        event.status,
+        event.detail,
+        event.ms,
+        source,
+        at,
+    )
+
+
+def feedback_row(item: FeedbackItem, record: FeedbackRecord) -> Row:
+    """A statement, in the order of `FEEDBACK_COLUMNS`."""
+    return (
+        item.id,
+        item.metric,
+        item.value,
+        item.target_kind,
+        item.target,
+        record.id,
+        record.at,
+    )
+
+
+def derived_task(record: CallRecord) -> str | None:
+    """The task of an episode that names none: what its first call asked, to the token.
+
+    None where the upstream gave no ids: such an episode has nobody to be compared with.
+    """
+    if not record.tokens.prompt_ids:
+        return None
+    return "prompt:" + sha256(record.tokens.prompt_ids).hexdigest()[:32]
+
+
+def episode_row(calls: Sequence[CallRecord]) -> Row:
+    """What one batch's calls, earliest first, say of their episode.
+
+    In the order that `store.ingest` upserts. An episode is known by the id of a call of
+    its own, so that no further id need be made.
+    """
+    first = calls[0]
+    named = next((call.task for call in calls if call.task is not None), None)
+    task = named
+    if named is None:
+        task = next((task for task in map(derived_task, calls) if task is not None), None)
+    return (
+        first.id,
+        first.episode,
+        first.method,
+        task,
+        named is not None,
+        first.policy,
+        first.policy_version,
+        first.id,
+        max(call.started_at for call in calls),
+        any(call.confidence == "doubtful" for call in calls),
+    )

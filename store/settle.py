@@ -1,0 +1,234 @@
+"""What refers to what: feedback to its target, a call to the one whose reply it repeats.
+
+One transaction at a time (an advisory lock), and only where something meets: most batches
+end with the first question. Every answer is made of all that is known, so that it does not
+matter in which order it became known, or how often it is asked.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+import msgspec
+
+from store.digests import as_uuid
+from store.joins import Link, Part, resolve
+from store.records import OWN_EPISODE, REWARD, CallRecord, FeedbackRecord
+
+# Held to the transaction's end by whoever settles.
+SETTLE_LOCK: Final = 0x5041574D
+
+
+class Target(NamedTuple):
+    """What feedback may name, and where that is."""
+
+    kind: str
+    name: str
+    episode_id: UUID
+    call_id: UUID | None
+
+
+class Written(msgspec.Struct):
+    """What a batch wrote, as far as something else may refer to it."""
+
+    calls: list[tuple[CallRecord, UUID]] = []
+    statements: list[FeedbackRecord] = []
+    # Episodes that are linked to others already; and ones whose first call may have changed.
+    linked: list[UUID] = []
+    rescored: list[UUID] = []
+
+    def offers(self) -> list[UUID]:
+        """The digests that the batch's calls offer."""
+        return [as_uuid(digest) for call, _ in self.calls for digest in call.offers]
+
+    def asking(self) -> list[UUID]:
+        """The calls that ask."""
+        return [call.id for call, _ in self.calls if call.asks]
+
+    def targets(self) -> list[Target]:
+        """All that feedback may name of the batch."""
+        found = []
+        for call, episode_id in self.calls:
+            found.append(Target("episode", call.episode, episode_id, None))
+            found.append(Target("call", str(call.id), episode_id, call.id))
+            if call.response_id is not None:
+                found.append(Target("response", call.response_id, episode_id, call.id))
+        return found
+
+
+_MEETS = """
+    SELECT EXISTS (SELECT FROM asks WHERE digest = ANY($1))
+        OR EXISTS (SELECT FROM feedback WHERE episode_id IS NULL)
+        OR EXISTS (SELECT FROM tool_events WHERE episode_id IS NULL)
+"""
+
+
+async def meets_others(driver: Any, written: Written) -> bool:
+    """Whether anything of the batch may refer to, or be referred to by, something else."""
+    if written.statements or written.linked or written.rescored or written.asking():
+        return True
+    return bool(written.calls) and bool(await driver.fetchval(_MEETS, written.offers()))
+
+
+async def settle(driver: Any, written: Written) -> None:
+    """Tie what the batch wrote to all that is there, in the driver's present transaction.
+
+    Raises:
+        asyncpg.PostgresError: the database is away.
+    """
+    await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
+    rescored = {*written.rescored, *await _match(driver, written)}
+    linked = await _linked(driver, await _link(driver, written))
+    await _lock(driver, {*rescored, *linked})
+    if linked:
+        await _join(driver, linked)
+    await _score(driver, {*rescored, *linked})
+
+
+# Feedback
+
+
+_MATCH = """
+    UPDATE {table} f SET episode_id = t.episode_id, {call} = t.call_id
+    FROM unnest($1::text[], $2::text[], $3::uuid[], $4::uuid[])
+        AS t (kind, name, episode_id, call_id)
+    WHERE f.episode_id IS NULL AND f.target_kind = t.kind AND f.target = t.name
+    RETURNING f.episode_id
+"""
+
+
+async def _match(driver: Any, written: Written) -> set[UUID]:
+    """Tie feedback and tool events to targets that have arrived; the episodes spoken of."""
+    wanted = {(item.target_kind, item.target) for said in written.statements for item in said.items}
+    targets = {*written.targets(), *await _stored_targets(driver, wanted)}
+    if not targets:
+        return set()
+    columns = [list(column) for column in zip(*sorted(targets, key=_in_order), strict=True)]
+    matched = await driver.fetch(_MATCH.format(table="feedback", call="call_id"), *columns)
+    await driver.execute(_MATCH.format(table="tool_events", call="asked_by"), *columns)
+    return {row[0] for row in matched}
+
+
+def _in_order(target: Target) -> tuple[str, str, str]:
+    return target.kind, target.name, str(target.call_id)
+
+
+_STORED = {
+    "episode": "SELECT key, id, NULL::uuid FROM episodes WHERE key = ANY($1)",
+    "response": "SELECT response_id, episode_id, id FROM transitions WHERE response_id = ANY($1)",
+    "call": "SELECT id::text, episode_id, id FROM transitions WHERE id = ANY($1::text[]::uuid[])",
+}
+
+
+async def _stored_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> list[Target]:
+    by_kind: dict[str, list[str]] = {}
+    for kind, name in wanted:
+        by_kind.setdefault(kind, []).append(name)
+    return [
+        Target(kind, name, episode_id, call_id)
+        for kind, names in by_kind.items()
+        for name, episode_id, call_id in await driver.fetch(_STORED[kind], names)
+    ]
+
+
+# An episode of its own is its one call: what is said of the call is said of the episode.
+_SCORE = f"""
+    WITH wanted AS (
+        SELECT DISTINCT COALESCE(root, id) AS id FROM episodes WHERE id = ANY($1)
+        UNION SELECT unnest($1)),
+    parts AS (
+        SELECT w.id AS whole, e.id, e.method FROM wanted w JOIN episodes e ON e.id = w.id
+        UNION ALL SELECT w.id, e.id, e.method FROM wanted w JOIN episodes e ON e.root = w.id),
+    scores AS (
+        SELECT p.whole, min(f.at) AS at FROM parts p LEFT JOIN feedback f
+            ON f.episode_id = p.id AND f.metric = '{REWARD}'
+            AND (f.call_id IS NULL OR p.method = '{OWN_EPISODE}')
+        GROUP BY p.whole)
+    UPDATE episodes e SET scored_at = s.at FROM scores s
+    WHERE e.id = s.whole AND e.claimed_by IS NULL AND e.scored_at IS DISTINCT FROM s.at
+"""
+
+
+async def _score(driver: Any, episodes: set[UUID]) -> None:
+    if episodes:
+        await driver.execute(_SCORE, list(episodes))
+
+
+# Joins
+
+_LINK = """
+    INSERT INTO links (call_id, level, offered_by, asked_by)
+    SELECT DISTINCT a.call_id, a.level, o.episode_id, a.episode_id
+    FROM asks a JOIN offers o USING (digest)
+    WHERE (a.digest = ANY($1) OR a.call_id = ANY($2)) AND a.episode_id <> o.episode_id
+    ON CONFLICT DO NOTHING RETURNING offered_by, asked_by
+"""
+_REACHED = """
+    WITH RECURSIVE reached (id) AS (
+        SELECT unnest($1::uuid[])
+        UNION
+        SELECT CASE WHEN l.asked_by = r.id THEN l.offered_by ELSE l.asked_by END
+        FROM reached r JOIN links l ON l.asked_by = r.id OR l.offered_by = r.id)
+    SELECT id FROM reached
+"""
+
+
+async def _link(driver: Any, written: Written) -> set[UUID]:
+    """Note which asks the batch answers or makes; the episodes to be looked at again."""
+    found = await driver.fetch(_LINK, written.offers(), written.asking())
+    return {*written.linked, *(part for row in found for part in row)}
+
+
+async def _linked(driver: Any, seeds: set[UUID]) -> set[UUID]:
+    """These episodes and all that links lead to from them."""
+    if not seeds:
+        return set()
+    return {row[0] for row in await driver.fetch(_REACHED, list(seeds))}
+
+
+async def _lock(driver: Any, episodes: set[UUID]) -> None:
+    """Hold these episodes and their wholes: in the order of keys, as `store.write` does."""
+    await driver.execute(
+        "SELECT FROM episodes WHERE id = ANY($1)"
+        " OR id IN (SELECT root FROM episodes WHERE id = ANY($1))"
+        " ORDER BY key FOR NO KEY UPDATE",
+        list(episodes),
+    )
+
+
+_PARTS = """
+    SELECT e.id, e.first_call_id, e.task, e.task_named, e.doubtful,
+        COALESCE(r.claimed_by, e.claimed_by) IS NOT NULL AS held
+    FROM episodes e LEFT JOIN episodes r ON r.id = e.root WHERE e.id = ANY($1)
+"""
+_PLACE = """
+    UPDATE episodes e SET linked = true, root = p.root, joined_task = p.joined_task,
+        quarantined_reason = p.quarantined_reason
+    FROM unnest($1::uuid[], $2::uuid[], $3::text[], $4::text[])
+        AS p (id, root, joined_task, quarantined_reason)
+    WHERE e.id = p.id AND (e.linked, e.root, e.joined_task, e.quarantined_reason)
+        IS DISTINCT FROM (true, p.root, p.joined_task, p.quarantined_reason)
+"""
+_TELL_CALLS = """
+    UPDATE transitions t SET method = j.method, confidence = j.confidence
+    FROM unnest($1::uuid[], $2::text[], $3::text[]) AS j (id, method, confidence)
+    WHERE t.id = j.id AND (t.method, t.confidence) IS DISTINCT FROM (j.method, j.confidence)
+"""
+
+
+async def _join(driver: Any, linked: set[UUID]) -> None:
+    """Put these episodes in the places that `store.joins` finds for them."""
+    ids = list(linked)
+    parts = [Part(**dict(row)) for row in await driver.fetch(_PARTS, ids)]
+    links = [
+        Link(**dict(row))
+        for row in await driver.fetch("SELECT * FROM links WHERE asked_by = ANY($1)", ids)
+    ]
+    joins = resolve(parts, links)
+    places = [(part, *msgspec.structs.astuple(place)) for part, place in joins.places.items()]
+    if places:
+        await driver.execute(_PLACE, *map(list, zip(*places, strict=True)))
+    await driver.execute("UPDATE episodes SET linked = true WHERE id = ANY($1) AND NOT linked", ids)
+    told = [(call, *(joined or (OWN_EPISODE, "doubtful"))) for call, joined in joins.calls.items()]
+    if told:
+        await driver.execute(_TELL_CALLS, *map(list, zip(*told, strict=True)))

@@ -1,0 +1,157 @@
+"""A batch's rows, written by COPY on the driver's own connection.
+
+Locks are taken in the order of episode keys, so that no two drainers deadlock. A call that
+is stored already is found by its key's violation: repeats are rare, and then the batch is
+written again with a look first.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import UUID
+
+from store.bases import Batch
+from store.digests import as_uuid, levels
+from store.ids import time_of
+from store.joins import DOUBTFUL_CALL
+from store.records import OWN_EPISODE, CallRecord, FeedbackRecord, SpoolRecord
+from store.rows import (
+    EVENT_COLUMNS,
+    FEEDBACK_COLUMNS,
+    TRANSITION_COLUMNS,
+    Row,
+    episode_row,
+    event_row,
+    feedback_row,
+    transition_row,
+)
+from store.settle import Written
+
+# A named task beats a derived one; among equals the earliest call's counts, and so for
+# the policy: whatever the order of arrival, the outcome is the same.
+_TAKES_TASK = (
+    "(excluded.task_named AND NOT episodes.task_named)"
+    " OR (excluded.task_named = episodes.task_named AND excluded.task IS NOT NULL"
+    " AND (episodes.task IS NULL OR excluded.first_call_id < episodes.first_call_id))"
+)
+_IS_EARLIER = "excluded.first_call_id < episodes.first_call_id"
+_UPSERT_EPISODES = f"""
+    INSERT INTO episodes (id, key, method, task, task_named, policy, policy_version,
+                          first_call_id, last_call_at, doubtful, quarantined_reason)
+    SELECT *, CASE WHEN doubtful THEN '{DOUBTFUL_CALL}' END
+    FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::boolean[], $6::text[],
+                $7::integer[], $8::uuid[], $9::timestamptz[], $10::boolean[])
+        AS said (id, key, method, task, task_named, policy, policy_version,
+                 first_call_id, last_call_at, doubtful)
+    ON CONFLICT (key) DO UPDATE SET
+        last_call_at = GREATEST(episodes.last_call_at, excluded.last_call_at),
+        first_call_id = LEAST(episodes.first_call_id, excluded.first_call_id),
+        method = CASE WHEN {_IS_EARLIER} THEN excluded.method ELSE episodes.method END,
+        task = CASE WHEN {_TAKES_TASK} THEN excluded.task ELSE episodes.task END,
+        task_named = episodes.task_named OR excluded.task_named,
+        policy = CASE WHEN {_IS_EARLIER} THEN excluded.policy ELSE episodes.policy END,
+        policy_version = CASE WHEN {_IS_EARLIER} THEN excluded.policy_version
+                         ELSE episodes.policy_version END,
+        doubtful = episodes.doubtful OR excluded.doubtful,
+        quarantined_reason = COALESCE(episodes.quarantined_reason, excluded.quarantined_reason)
+    RETURNING key, id, linked, xmax <> 0 AS was_there
+"""
+
+_INSERT_REQUESTS = """
+    INSERT INTO feedback_requests (id, idempotency_key, body_hash, at)
+    SELECT * FROM unnest($1::uuid[], $2::text[], $3::text[], $4::timestamptz[])
+    ON CONFLICT DO NOTHING RETURNING id
+"""
+
+
+async def write(
+    driver: Any, records: Sequence[SpoolRecord], batch: Batch, *, repeated: bool
+) -> Written:
+    """Write `records` in the driver's present transaction.
+
+    `repeated` says that some may be stored already.
+
+    Raises:
+        asyncpg.UniqueViolationError: some are, and `repeated` did not say so.
+        asyncpg.PostgresError: the database is away, or refuses a record.
+    """
+    calls = {record.id: record for record in records if isinstance(record, CallRecord)}
+    statements = {record.id: record for record in records if isinstance(record, FeedbackRecord)}
+    written = Written()
+    if calls:
+        known = await _known(driver, list(calls)) if repeated else set[UUID]()
+        await _write_calls(driver, list(calls.values()), known, batch, written)
+    if statements:
+        await _write_feedback(driver, list(statements.values()))
+        written.statements += statements.values()
+    return written
+
+
+async def _known(driver: Any, ids: list[UUID]) -> set[UUID]:
+    rows = await driver.fetch("SELECT id FROM transitions WHERE id = ANY($1)", ids)
+    return {row[0] for row in rows}
+
+
+async def _write_calls(
+    driver: Any, calls: list[CallRecord], known: set[UUID], batch: Batch, written: Written
+) -> None:
+    episode_ids = await _upsert_episodes(driver, calls, written)
+    rows: list[Row] = []
+    offers: list[Row] = []
+    asks: list[Row] = []
+    events: list[Row] = []
+    for call in calls:
+        episode_id = episode_ids[call.episode]
+        written.calls.append((call, episode_id))
+        if call.id in known:
+            continue
+        rows.append(transition_row(call, episode_id, batch.store(call)))
+        offers += [(as_uuid(digest), episode_id) for digest in call.offers]
+        asks += [
+            (as_uuid(digest), call.id, episode_id, level) for digest, level in levels(call.asks)
+        ]
+        events += [
+            event_row(event, time_of(call.id), "header", episode_id=episode_id)
+            for event in call.tool_events
+        ]
+    await _copy(driver, "transitions", TRANSITION_COLUMNS, rows)
+    await _copy(driver, "offers", ("digest", "episode_id"), offers)
+    await _copy(driver, "asks", ("digest", "call_id", "episode_id", "level"), asks)
+    await _copy(driver, "tool_events", EVENT_COLUMNS, events)
+
+
+async def _upsert_episodes(
+    driver: Any, calls: Sequence[CallRecord], written: Written
+) -> dict[str, UUID]:
+    by_key: dict[str, list[CallRecord]] = {}
+    for call in sorted(calls, key=lambda call: (call.episode, call.id)):
+        by_key.setdefault(call.episode, []).append(call)
+    columns = zip(*map(episode_row, by_key.values()), strict=True)
+    found = await driver.fetch(_UPSERT_EPISODES, *map(list, columns))
+    for row in found:
+        if row["linked"]:
+            written.linked.append(row["id"])
+        elif row["was_there"] and by_key[row["key"]][0].method == OWN_EPISODE:
+            written.rescored.append(row["id"])
+    return {row["key"]: row["id"] for row in found}
+
+
+async def _copy(driver: Any, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    if rows:
+        await driver.copy_records_to_table(table, columns=columns, records=rows)
+
+
+async def _write_feedback(driver: Any, records: Sequence[FeedbackRecord]) -> None:
+    """What was stated; a repeat under the same idempotency key states nothing new."""
+    ordered = sorted(records, key=lambda record: (record.idempotency_key or "", record.id))
+    rows = [(r.id, r.idempotency_key, r.body_hash, r.at) for r in ordered]
+    found = await driver.fetch(_INSERT_REQUESTS, *map(list, zip(*rows, strict=True)))
+    new = {row[0] for row in found}
+    said, events = [], []
+    for record in records:
+        for item in record.items if record.id in new else ():
+            if item.tool is None:
+                said.append(feedback_row(item, record))
+            else:
+                events.append(event_row(item.tool, record.at, "feedback", item=item))
+    await _copy(driver, "feedback", FEEDBACK_COLUMNS, said)
+    await _copy(driver, "tool_events", EVENT_COLUMNS, events)
