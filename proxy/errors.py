@@ -1,8 +1,6 @@
-"""What can go wrong in the proxy, by whose fault, and how a client is told (OpenAI's shape)."""
+"""What can go wrong in the proxy, and by whose fault."""
 
 from typing import ClassVar, Literal
-
-import msgspec
 
 Fault = Literal["client", "proxy", "upstream"]
 
@@ -86,17 +84,3 @@ class SpoolInUse(ProxyError):
 
 class DoesNotStart(ProxyError):
     """A process of the proxy ends again and again as soon as it is started."""
-
-
-def error_body(error: ProxyError) -> bytes:
-    """The JSON body that OpenAI's clients read."""
-    return msgspec.json.encode(
-        {
-            "error": {
-                "message": error.message,
-                "type": error.kind,
-                "param": error.param,
-                "code": error.code,
-            }
-        }
-    )

@@ -1,10 +1,11 @@
 """Requests that are let through untouched and unrecorded, streamed both ways, any size."""
 
-from proxy.errors import ProxyError, error_body
+from proxy.errors import ProxyError
 from proxy.http.client import Reply, Torn
 from proxy.http.server import Exchange
-from proxy.http.wire import JSON, for_client, for_upstream
+from proxy.http.wire import for_client, for_upstream
 from proxy.metrics import FORWARDED
+from proxy.refusal import refuse
 from proxy.routes import Route
 from proxy.upstream import Upstream
 
@@ -24,8 +25,7 @@ async def forward(exchange: Exchange, route: Route, upstream: Upstream) -> None:
         )
     except ProxyError as error:
         FORWARDED.labels(_label(route), str(error.status)).inc()
-        fault = (b"x-pawl-fault", error.fault.encode())
-        exchange.reply(error.status, b"", [JSON, fault], error_body(error))
+        refuse(exchange, error)
         return
     FORWARDED.labels(_label(route), str(reply.status)).inc()
     try:

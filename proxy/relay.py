@@ -14,14 +14,16 @@ import structlog
 from proxy.call_log import note_call
 from proxy.capture import Captured, Tape
 from proxy.dialects.base import Gist, ModelRequest, Transcript, read_request
+from proxy.dialects.errors import error_event
 from proxy.dialects.table import DIALECTS
-from proxy.errors import ProxyError, TooLarge, error_body
+from proxy.errors import ProxyError, TooLarge
 from proxy.http.client import Reply, Torn
 from proxy.http.server import Exchange
-from proxy.http.wire import JSON, Headers, for_client, for_upstream, lowered
+from proxy.http.wire import Headers, for_client, for_upstream, lowered
 from proxy.identity import Identity, identify
 from proxy.metrics import ADDED_SECONDS, FIRST_CHUNK_SECONDS, WARNINGS
 from proxy.recorder import Recorder
+from proxy.refusal import refuse
 from proxy.routes import Route
 from proxy.stitch import Stitches
 from proxy.tool_status import HEADER as TOOL_STATUS_HEADER
@@ -180,19 +182,25 @@ class Call:
                 exchange.write(transcript.feed(chunk))
                 await exchange.drained()
         except Torn as error:
-            await self._tear(transcript, str(error))
-            return
+            if not transcript.ended:
+                await self._tear(str(error))
+                return
         held = transcript.finish()
         self._status = "complete" if transcript.ended else "truncated"
         await self._durable()
         exchange.end(held)
 
-    async def _tear(self, transcript: Transcript, why: str) -> None:
-        """A torn stream ends torn: a clean end would turn it into a whole answer."""
+    async def _tear(self, why: str) -> None:
+        """A torn stream ends torn, after the event that says so in its API.
+
+        A clean end would turn it into a whole answer; the line that was cut says nothing.
+        """
         log.warning("stream_torn", call=str(self.id), reason=why)
         self._status = "truncated"
         await self._durable()
-        self._exchange.write(transcript.finish())
+        said = f"The model server's reply broke off: {why}."
+        event = error_event(self._dialect.name, said, "upstream_error")
+        self._exchange.write(event)
         self._exchange.tear()
 
     async def _whole(self, reply: Reply) -> None:
@@ -217,8 +225,7 @@ class Call:
     async def _refuse(self, error: ProxyError) -> None:
         self._status = "upstream_error"
         await self._durable()
-        headers = [JSON, (b"x-pawl-fault", error.fault.encode()), *self._own_headers()]
-        self._exchange.reply(error.status, b"", headers, error_body(error))
+        refuse(self._exchange, error, dialect=self._dialect.name, headers=self._own_headers())
 
     async def _durable(self) -> None:
         """Write the record down, and wait until it is on disk: the end may leave then."""

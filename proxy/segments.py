@@ -20,9 +20,7 @@ HEADER: Final = struct.Struct("<II")
 
 _encoder: Final = msgspec.msgpack.Encoder()
 # Structs that are arrays on the wire cannot share a union with one that is a map.
-_captured: Final[msgspec.msgpack.Decoder[Captured | Gap]] = msgspec.msgpack.Decoder(
-    Captured | Gap
-)
+_captured: Final[msgspec.msgpack.Decoder[Captured | Gap]] = msgspec.msgpack.Decoder(Captured | Gap)
 _feedback: Final = msgspec.msgpack.Decoder(FeedbackRecord)
 ARRAYS: Final = range(0x90, 0xA0)
 LONG_ARRAYS: Final = (0xDC, 0xDD)

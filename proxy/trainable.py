@@ -39,6 +39,8 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "allowed_token_ids": (),
     "logits_processors": (),
     "min_tokens": (0,),
+    # Past it, the end of the thinking is forced.
+    "thinking_token_budget": (),
 }
 GRAMMARS: Final = (
     "structured_outputs",
@@ -47,6 +49,8 @@ GRAMMARS: Final = (
     "guided_choice",
     "guided_grammar",
 )
+# As each API says that the model itself chooses whether to call a tool.
+FREE_CHOICES: Final = (None, "auto", "none", {"type": "auto"}, {"type": "none"})
 RECORDED: Final = (
     "temperature",
     "max_tokens",
@@ -56,6 +60,8 @@ RECORDED: Final = (
     "n",
     "tool_choice",
     "response_format",
+    # The same in the words of the Responses and the Messages API.
+    *("max_output_tokens", "stop_sequences", "text", "output_config", "thinking"),
     *NEUTRAL,
     *GRAMMARS,
 )
@@ -80,7 +86,16 @@ def sampling_settings(request: Mapping[str, Any], default_temperature: float) ->
     """The settings a call was sampled with: the request's own, and the temperature always."""
     found = {name: request[name] for name in RECORDED if request.get(name) is not None}
     found.setdefault("temperature", default_temperature)
+    if _has_strict_tool(request.get("tools")):
+        found["strict_tools"] = True
     return found
+
+
+def _has_strict_tool(tools: object) -> bool:
+    """In the Responses and the Messages API a tool says it itself, not its function."""
+    return isinstance(tools, list) and any(
+        isinstance(tool, dict) and tool.get("strict") is True for tool in tools
+    )
 
 
 def why_not_trainable(
@@ -124,15 +139,27 @@ def _distribution(sampling: Mapping[str, Any], strict_tools: bool) -> Reason | N
     for name, neutral in NEUTRAL.items():
         if name in sampling and sampling[name] not in neutral:
             return "reshaped_distribution"
-    if strict_tools or _constrained(sampling):
+    thinking = sampling.get("thinking")
+    if isinstance(thinking, dict) and thinking.get("budget_tokens") is not None:
+        return "reshaped_distribution"
+    if strict_tools or "strict_tools" in sampling or _constrained(sampling):
         return "constrained_sampling"
     return None
 
 
 def _constrained(sampling: Mapping[str, Any]) -> bool:
-    response_format = sampling.get("response_format")
-    free_format = response_format is None or (
-        isinstance(response_format, dict) and response_format.get("type") == "text"
+    choice = sampling.get("tool_choice")
+    if isinstance(choice, dict):
+        # How many calls a reply may hold is decided after it is sampled.
+        choice = {n: v for n, v in choice.items() if n != "disable_parallel_tool_use"}
+    free_tools = choice in FREE_CHOICES
+    return not (free_tools and _free_format(sampling)) or any(name in sampling for name in GRAMMARS)
+
+
+def _free_format(sampling: Mapping[str, Any]) -> bool:
+    holders = (sampling.get("text"), sampling.get("output_config"))
+    inner = (holder.get("format") for holder in holders if isinstance(holder, dict))
+    return all(
+        form is None or (isinstance(form, dict) and form.get("type") == "text")
+        for form in (sampling.get("response_format"), *inner)
     )
-    free_tools = sampling.get("tool_choice") in (None, "auto", "none")
-    return not (free_format and free_tools) or any(name in sampling for name in GRAMMARS)

@@ -8,16 +8,16 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from proxy.errors import ProxyError, error_body
+from proxy.errors import ProxyError
 from proxy.feedback import FeedbackDesk
 from proxy.forward import forward
 from proxy.http.server import ClientGone, Exchange, Handler, Server
-from proxy.http.wire import JSON
 from proxy.lookup import Lookup
 from proxy.metrics import IN_FLIGHT, REFUSED
 from proxy.policies import PolicyFile
 from proxy.recent import Recent
 from proxy.recorder import Recorder
+from proxy.refusal import refuse
 from proxy.relay import Relay
 from proxy.routes import Kind, find_route
 from proxy.settings import ProxySettings
@@ -47,8 +47,7 @@ def data_handler(relay: Relay, desk: FeedbackDesk) -> Handler:
                 await forward(exchange, route, relay.upstream)
         except ProxyError as error:
             REFUSED.labels(type(error).__name__).inc()
-            headers = [JSON, (b"x-pawl-fault", error.fault.encode())]
-            exchange.reply(error.status, b"", headers, error_body(error))
+            refuse(exchange, error)
         except ClientGone:
             # Its record, where it had got so far as to have one, is made.
             log.info("client_gone", method=exchange.method)

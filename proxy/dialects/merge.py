@@ -60,19 +60,21 @@ def merge_message_event(message: dict[str, Any], event: dict[str, Any]) -> None:
             _merge_block(content[index], event.get("delta"), stop=kind == "content_block_stop")
 
 
+# Where a tool's input is gathered until its block ends.
+PARTIAL_INPUT: Final = "_input"
 # A delta's type says which of its fields goes where in the block.
 _BLOCK_DELTAS: Final = {
     "text_delta": ("text", "text"),
     "thinking_delta": ("thinking", "thinking"),
     "signature_delta": ("signature", "signature"),
-    "input_json_delta": ("partial_json", "_input"),
+    "input_json_delta": ("partial_json", PARTIAL_INPUT),
 }
 
 
 def _merge_block(block: dict[str, Any], delta: Any, *, stop: bool) -> None:
     """Text is appended; a tool's input comes as JSON in pieces and is read at the block's end."""
-    if stop and "_input" in block:
-        text = block.pop("_input")
+    if stop and PARTIAL_INPUT in block:
+        text = block.pop(PARTIAL_INPUT)
         try:
             block["input"] = msgspec.json.decode(text) if text else {}
         except msgspec.DecodeError:

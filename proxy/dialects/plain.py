@@ -1,11 +1,9 @@
-"""The dialects that give no ids: recorded as they were said, and marked not trainable.
+"""Messages that are forwarded as they are: recorded as they were said, and not trainable.
 
-`/v1/messages` (Anthropic's) and `/v1/responses`. Nothing is added to a request but the
-version's name; in a reply the name is put back where it stands: on top, and in the
-`message` or `response` that a stream's events carry.
+Nothing is added to a request but the version's name; in a reply the name is put back where
+it stands: on top, and in the `message` that a stream's first event carries.
 """
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -22,26 +20,19 @@ from proxy.dialects.base import (
     with_changes,
 )
 from proxy.dialects.events import EventStream
-from proxy.dialects.merge import merge_message_event
-from proxy.trainable import NOTHING_SAMPLED
+from proxy.dialects.merge import PARTIAL_INPUT, merge_message_event
+from proxy.trainable import NOTHING_SAMPLED, Sampled
 from store.records import ToolCall
 
-ENVELOPES: Final = ("message", "response")
-Reply = dict[str, Any]
+ENVELOPE: Final = "message"
+LAST_EVENT: Final = b"message_stop"
+Message = dict[str, Any]
 
 
 class PlainDialect(msgspec.Struct, frozen=True):
-    """One API without ids.
+    """Anthropic's API at a server that gives no ids."""
 
-    `gather` adds one event to the reply that is being put together; `last_events` are the
-    types that end a stream; `tool_calls` and `finish` read a whole reply.
-    """
-
-    name: str
-    last_events: frozenset[str]
-    gather: Callable[[Reply, dict[str, Any]], None]
-    tool_calls: Callable[[Reply], tuple[ToolCall, ...]]
-    finish: Callable[[Reply], Any]
+    name: str = "messages"
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
@@ -53,32 +44,62 @@ class PlainDialect(msgspec.Struct, frozen=True):
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
     ) -> Transcript:
         """See `Dialect`."""
-        return PlainReply(self, own_name(request, served_name))
+        return PlainReply(own_name(request, served_name))
 
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
     ) -> Transcript:
         """See `Dialect`."""
-        return PlainStream(self, own_name(request, served_name))
+        return PlainStream(own_name(request, served_name))
 
-    def facts(self, reply: Reply | None, *, whole: bool) -> ReplyFacts:
-        """What a reply says; of one that has another shape than the API's, only that it came."""
-        if reply is None:
-            return ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole)
-        usage, finish = reply.get("usage"), self.finish(reply)
-        return ReplyFacts(
-            reply=msgspec.json.encode(reply),
-            response_id=reply["id"] if isinstance(reply.get("id"), str) else None,
-            finish=finish if isinstance(finish, str) else None,
-            usage=usage if isinstance(usage, dict) else None,
-            tool_calls=self.tool_calls(reply),
-            sampled=NOTHING_SAMPLED,
-            whole=whole,
+
+MESSAGES: Final = PlainDialect()
+
+
+def message_facts(message: Message | None, sampled: Sampled, *, whole: bool) -> ReplyFacts:
+    """What a message says; of one that has another shape than the API's, only that it came."""
+    if message is None:
+        return ReplyFacts(None, None, None, None, (), sampled, whole)
+    usage = message.get("usage")
+    return ReplyFacts(
+        reply=msgspec.json.encode(message),
+        response_id=_text(message.get("id")),
+        finish=_text(message.get("stop_reason")),
+        usage=usage if isinstance(usage, dict) else None,
+        tool_calls=_tool_calls(message),
+        sampled=sampled,
+        whole=whole,
+    )
+
+
+def message_gist(message: Message) -> Gist:
+    """What a message said so far; a tool's block counts once it is whole."""
+    texts = (_text(block.get("text")) or "" for block in _blocks(message, "text"))
+    return Gist(
+        response_id=_text(message.get("id")), text="".join(texts), tool_calls=_tool_calls(message)
+    )
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _blocks(message: Message, kind: str) -> list[dict[str, Any]]:
+    found = message.get("content")
+    members = found if isinstance(found, list) else []
+    return [m for m in members if isinstance(m, dict) and m.get("type") == kind]
+
+
+def _tool_calls(message: Message) -> tuple[ToolCall, ...]:
+    return tuple(
+        ToolCall(
+            id=str(block.get("id")),
+            name=str(block.get("name")),
+            arguments=msgspec.json.encode(block.get("input")).decode(),
         )
-
-
-def _gist(facts: ReplyFacts) -> Gist:
-    return Gist(response_id=facts.response_id, tool_calls=facts.tool_calls)
+        for block in _blocks(message, "tool_use")
+        if PARTIAL_INPUT not in block
+    )
 
 
 def _restore(payload: bytes, model: msgspec.Raw | None) -> bytes:
@@ -87,11 +108,10 @@ def _restore(payload: bytes, model: msgspec.Raw | None) -> bytes:
     if parsed is None or model is None:
         return payload
     changed = _rename(parsed, model)
-    for name in ENVELOPES:
-        inner = parse_object(bytes(parsed[name])) if name in parsed else None
-        if inner is not None and _rename(inner, model):
-            parsed[name] = msgspec.Raw(msgspec.json.encode(inner))
-            changed = True
+    inner = parse_object(bytes(parsed[ENVELOPE])) if ENVELOPE in parsed else None
+    if inner is not None and _rename(inner, model):
+        parsed[ENVELOPE] = msgspec.Raw(msgspec.json.encode(inner))
+        changed = True
     return msgspec.json.encode(parsed) if changed else payload
 
 
@@ -105,11 +125,11 @@ def _rename(holder: Object, model: msgspec.Raw) -> bool:
 class PlainReply:
     """A reply in one piece."""
 
-    def __init__(self, dialect: PlainDialect, model: msgspec.Raw | None) -> None:
-        self._dialect = dialect
+    def __init__(self, model: msgspec.Raw | None) -> None:
         self._model = model
         self._pieces: list[bytes] = []
-        self._facts = dialect.facts(None, whole=False)
+        self._message: Message | None = None
+        self._whole = False
 
     def feed(self, chunk: bytes) -> bytes:
         """See `Transcript`."""
@@ -118,33 +138,31 @@ class PlainReply:
 
     def finish(self) -> bytes:
         """See `Transcript`."""
-        body = b"".join(self._pieces)
-        out = _restore(body, self._model)
-        self._facts = self._dialect.facts(decoded_object(out), whole=True)
+        out = _restore(b"".join(self._pieces), self._model)
+        self._message, self._whole = decoded_object(out), True
         return out
 
     @property
     def ended(self) -> bool:
         """See `Transcript`."""
-        return self._facts.whole
-
-    def gist(self) -> Gist:
-        """See `Transcript`."""
-        return _gist(self._facts)
+        return self._whole
 
     def facts(self) -> ReplyFacts:
         """See `Transcript`."""
-        return self._facts
+        return message_facts(self._message, NOTHING_SAMPLED, whole=self._whole)
+
+    def gist(self) -> Gist:
+        """See `Transcript`."""
+        return message_gist(self._message or {})
 
 
 class PlainStream:
     """A reply as events, each of which says its type."""
 
-    def __init__(self, dialect: PlainDialect, model: msgspec.Raw | None) -> None:
-        self._dialect = dialect
+    def __init__(self, model: msgspec.Raw | None) -> None:
         self._model = model
-        self._events = EventStream(self._data, self._is_end)
-        self._reply: Reply = {}
+        self._events = EventStream(self._data, _is_end)
+        self._message: Message = {}
 
     def feed(self, chunk: bytes) -> bytes:
         """See `Transcript`."""
@@ -159,75 +177,22 @@ class PlainStream:
         """See `Transcript`."""
         return self._events.ended
 
-    def gist(self) -> Gist:
-        """See `Transcript`."""
-        return _gist(self.facts())
-
     def facts(self) -> ReplyFacts:
         """See `Transcript`."""
-        return self._dialect.facts(self._reply or None, whole=self._events.ended)
+        return message_facts(self._message or None, NOTHING_SAMPLED, whole=self._events.ended)
 
-    def _is_end(self, line: bytes) -> bool:
-        name, _, value = line.partition(b":")
-        return name == b"event" and value.strip().decode(errors="replace") in (
-            self._dialect.last_events
-        )
+    def gist(self) -> Gist:
+        """See `Transcript`."""
+        return message_gist(self._message)
 
     def _data(self, payload: bytes) -> bytes:
         out = _restore(payload, self._model)
         event = decoded_object(out)
         if event is not None:
-            self._dialect.gather(self._reply, event)
+            merge_message_event(self._message, event)
         return out
 
 
-def _gather_response(reply: Reply, event: dict[str, Any]) -> None:
-    """The events of a response carry it whole at its beginning and at its end."""
-    response = event.get("response")
-    if isinstance(response, dict):
-        reply.clear()
-        reply |= response
-
-
-def _items(reply: Reply, field: str, kind: str) -> list[dict[str, Any]]:
-    found = reply.get(field)
-    members = found if isinstance(found, list) else []
-    return [m for m in members if isinstance(m, dict) and m.get("type") == kind]
-
-
-def _response_tool_calls(reply: Reply) -> tuple[ToolCall, ...]:
-    return tuple(
-        ToolCall(
-            id=str(item.get("call_id")),
-            name=str(item.get("name")),
-            arguments=str(item.get("arguments")),
-        )
-        for item in _items(reply, "output", "function_call")
-    )
-
-
-def _message_tool_calls(reply: Reply) -> tuple[ToolCall, ...]:
-    return tuple(
-        ToolCall(
-            id=str(block.get("id")),
-            name=str(block.get("name")),
-            arguments=msgspec.json.encode(block.get("input")).decode(),
-        )
-        for block in _items(reply, "content", "tool_use")
-    )
-
-
-RESPONSES: Final = PlainDialect(
-    name="responses",
-    last_events=frozenset({"response.completed", "response.incomplete", "response.failed"}),
-    gather=_gather_response,
-    tool_calls=_response_tool_calls,
-    finish=lambda reply: reply.get("status"),
-)
-MESSAGES: Final = PlainDialect(
-    name="messages",
-    last_events=frozenset({"message_stop"}),
-    gather=merge_message_event,
-    tool_calls=_message_tool_calls,
-    finish=lambda reply: reply.get("stop_reason"),
-)
+def _is_end(line: bytes) -> bool:
+    name, _, value = line.partition(b":")
+    return name == b"event" and value.strip() == LAST_EVENT

@@ -13,6 +13,8 @@ LOGPROBS: Final = "logprobs"
 # came, and its call is not trainable.
 ODD_SHAPE: Final = (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError)
 
+ARRAY, OBJECT = b"["[0], b"{"[0]
+
 _choices: Final = msgspec.json.Decoder(list[Object])
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -48,7 +50,7 @@ class Undo:
             parsed["model"] = self._model
         self._take_prompt(parsed)
         raw_choices = parsed.get("choices")
-        if raw_choices is None or bytes(raw_choices)[:1] != b"[":
+        if raw_choices is None or not _begins(raw_choices, ARRAY):
             return []
         choices = _choices.decode(raw_choices)
         changed = False
@@ -61,7 +63,7 @@ class Undo:
     def _take_prompt(self, holder: Object) -> bool:
         """Prompt ids stand beside the choices in a chat, and in each choice in a completion."""
         raw = holder.get("prompt_token_ids")
-        if raw is None or raw == NULL:
+        if raw is None or not _begins(raw, ARRAY):
             return False
         if self._reading:
             self.prompt_ids = _ids(value_of(raw))
@@ -75,14 +77,14 @@ class Undo:
             self.indices.add(int(value_of(choice.get("index")) or 0))
         changed = self._take_prompt(choice)
         ids = choice.get("token_ids")
-        if ids is not None and ids != NULL:
+        if ids is not None and _begins(ids, ARRAY):
             if self._reading:
                 self.sampled_ids = (self.sampled_ids or []) + _ids(value_of(ids))
             if self.hide_ids:
                 choice["token_ids"] = NULL
                 changed = True
         logprobs = choice.get("logprobs")
-        if logprobs is not None and logprobs != NULL:
+        if logprobs is not None and _begins(logprobs, OBJECT):
             if self._reading:
                 self.sampled_logprobs = (self.sampled_logprobs or []) + _values(value_of(logprobs))
             if self._hide_logprobs:
@@ -99,6 +101,11 @@ class Undo:
             choices=len(self.indices),
             completion_tokens=(usage or {}).get("completion_tokens"),
         )
+
+
+def _begins(raw: msgspec.Raw, with_byte: int) -> bool:
+    """Whether a value is of the kind that the API gives; any other is none of ours to touch."""
+    return memoryview(raw)[0] == with_byte
 
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]

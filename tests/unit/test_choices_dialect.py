@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.dialects.base import read_request
-from proxy.dialects.choices import CHAT, COMPLETIONS, StreamedReply, WholeReply
+from proxy.dialects.choice_replies import StreamedReply, WholeReply
+from proxy.dialects.choices import CHAT, COMPLETIONS
 
 ASKED = (
     b'{"model":"agent","messages":[{"role":"user","content":"h\xc3\xa9"}],'
@@ -68,7 +69,7 @@ SEEN = (
 
 
 def run(pieces: list[bytes]) -> tuple[bytes, StreamedReply]:
-    reply = StreamedReply(asked(), "agent@3", "chat.completion")
+    reply = StreamedReply(asked(), "agent@3", "chat.completion", reading=True)
     out = b"".join(reply.feed(piece) for piece in pieces)
     return out + reply.finish(), reply
 
@@ -113,13 +114,13 @@ def test_byte_by_byte_and_with_carriage_returns() -> None:
 
 
 def test_the_end_is_held_back_until_it_is_asked_for() -> None:
-    reply = StreamedReply(asked(), "agent@3", "chat.completion")
+    reply = StreamedReply(asked(), "agent@3", "chat.completion", reading=True)
     assert b"[DONE]" not in reply.feed(STREAM)
     assert reply.finish() == b"data: [DONE]\n\n"
 
 
 def test_chunks_leave_as_soon_as_their_line_is_whole() -> None:
-    reply = StreamedReply(asked(), "agent@3", "chat.completion")
+    reply = StreamedReply(asked(), "agent@3", "chat.completion", reading=True)
     assert reply.feed(event(HEAD) + b"\n").startswith(b"data: ")
 
 
@@ -129,7 +130,9 @@ def test_a_torn_stream_is_not_whole() -> None:
 
 
 def test_what_the_client_asked_for_itself_stays() -> None:
-    reply = StreamedReply(asked(return_token_ids=True, logprobs=True), "agent@3", "chat.completion")
+    reply = StreamedReply(
+        asked(return_token_ids=True, logprobs=True), "agent@3", "chat.completion", reading=True
+    )
     seen = reply.feed(event(chunk({"content": "x"}, [4], [-0.5])) + b"\n\n")
     assert b'"token_ids":[4]' in seen
     assert b'"logprob":-0.5' in seen
@@ -175,7 +178,7 @@ WHOLE = {
 
 
 def test_a_whole_reply_is_restored_and_recorded() -> None:
-    reply = WholeReply(asked(), "agent@3")
+    reply = WholeReply(asked(), "agent@3", reading=True)
     assert reply.feed(json.dumps(WHOLE).encode()) == b""
     seen = json.loads(reply.finish())
     choice = WHOLE["choices"][0] | {"logprobs": None, "token_ids": None}  # type: ignore[index]
@@ -185,6 +188,7 @@ def test_a_whole_reply_is_restored_and_recorded() -> None:
     assert (facts.response_id, facts.finish) == ("r1", "length")
 
 
+@pytest.mark.parametrize("reading", [False, True])
 @pytest.mark.parametrize(
     "body",
     [
@@ -196,8 +200,9 @@ def test_a_whole_reply_is_restored_and_recorded() -> None:
         b"\xff",
     ],
 )
-def test_odd_replies_reach_the_client_byte_for_byte(body: bytes) -> None:
-    reply = WholeReply(CHAT.rewrite(read_request(b'{"a":1}'), None, want_ids=True), None)
+def test_odd_replies_reach_the_client_byte_for_byte(body: bytes, reading: bool) -> None:
+    asked = CHAT.rewrite(read_request(b'{"a":1}'), None, want_ids=True)
+    reply = WholeReply(asked, None, reading=reading)
     reply.feed(body)
     out = reply.finish()
     assert out == body or json.loads(out) == json.loads(body)
@@ -206,7 +211,7 @@ def test_odd_replies_reach_the_client_byte_for_byte(body: bytes) -> None:
 
 @given(st.binary(max_size=300))
 def test_any_bytes_pass_through_a_stream(data: bytes) -> None:
-    reply = StreamedReply(asked(), "agent@3", "chat.completion")
+    reply = StreamedReply(asked(), "agent@3", "chat.completion", reading=True)
     out = reply.feed(data) + reply.finish()
     assert out == data or b"data:" in data
     reply.facts()
@@ -268,7 +273,7 @@ def test_a_text_completion_is_captured() -> None:
         "token_ids": [4, 5],
         "prompt_token_ids": [1, 2],
     }
-    whole = COMPLETIONS.whole(request, None)
+    whole = COMPLETIONS.whole(request, None, reading=True)
     whole.feed(json.dumps({"id": "c", "choices": [choice]}).encode())
     seen = json.loads(whole.finish())["choices"][0]
     assert (seen["token_ids"], seen["prompt_token_ids"], seen["logprobs"]) == (None, None, None)
@@ -279,7 +284,7 @@ def test_a_text_completion_is_captured() -> None:
 
 def test_a_streamed_text_completion_is_put_together() -> None:
     request = COMPLETIONS.rewrite(read_request(b'{"model":"m"}'), None, want_ids=True)
-    reply = COMPLETIONS.streamed(request, None)
+    reply = COMPLETIONS.streamed(request, None, reading=True)
     for text, token in (("h", 4), ("i", 5)):
         choice = {"index": 0, "text": text, "token_ids": [token]}
         reply.feed(event({"id": "c", "choices": [choice]}) + b"\n\n")
@@ -289,3 +294,21 @@ def test_a_streamed_text_completion_is_put_together() -> None:
     assert facts.whole
     assert json.loads(facts.reply or b"")["choices"][0]["text"] == "hi"
     assert facts.sampled.sampled_ids == (4, 5)
+
+
+@given(st.lists(st.integers(1, len(STREAM) - 1), max_size=8), st.sampled_from([STREAM]))
+def test_a_worker_passes_on_what_the_keeper_reads(cuts: list[int], stream: bytes) -> None:
+    """Followed for serving alone, a reply leaves as the same bytes, and its gist is the same."""
+    followers = [
+        StreamedReply(asked(), "agent@3", "chat.completion", reading=reading)
+        for reading in (False, True)
+    ]
+    edges = [0, *sorted(set(cuts)), len(stream)]
+    for reply in followers:
+        reply.out = b"".join(reply.feed(stream[a:b]) for a, b in pairwise(edges))  # type: ignore[attr-defined]
+        reply.out += reply.finish()  # type: ignore[attr-defined]
+    serving, reading = followers
+    assert serving.out == reading.out  # type: ignore[attr-defined]
+    assert serving.gist() == reading.gist()
+    assert serving.ended
+    assert reading.ended

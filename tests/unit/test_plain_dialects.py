@@ -1,4 +1,4 @@
-"""Responses and messages: passed on untouched but for the name, and put together for the ledger."""
+"""Where ids are not wanted: untouched but for the name, and put together for the ledger."""
 
 import json
 from itertools import pairwise
@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.base import read_request
-from proxy.dialects.plain import MESSAGES, RESPONSES, PlainDialect
+from proxy.dialects.base import Dialect, read_request
+from proxy.dialects.messages import MESSAGES
+from proxy.dialects.responses import RESPONSES
 
 
 def sse(*events: dict[str, Any]) -> bytes:
@@ -56,11 +57,14 @@ RESPONSE_EVENTS: list[dict[str, Any]] = [
     {"type": "response.output_text.delta", "delta": "h\u00e9"},
     {"type": "response.completed", "response": RESPONSE},
 ]
-STREAMS = {"messages": (MESSAGES, MESSAGE_EVENTS), "responses": (RESPONSES, RESPONSE_EVENTS)}
+STREAMS: dict[str, tuple[Dialect, list[dict[str, Any]]]] = {
+    "messages": (MESSAGES, MESSAGE_EVENTS),
+    "responses": (RESPONSES, RESPONSE_EVENTS),
+}
 
 
-def follow(dialect: PlainDialect, served: str | None, pieces: list[bytes]) -> tuple[bytes, Any]:
-    request = dialect.rewrite(read_request(b'{"model":"m"}'), served, want_ids=True)
+def follow(dialect: Dialect, served: str | None, pieces: list[bytes]) -> tuple[bytes, Any]:
+    request = dialect.rewrite(read_request(b'{"model":"m"}'), served, want_ids=False)
     reply = dialect.streamed(request, served)
     out = b"".join(reply.feed(piece) for piece in pieces)
     return out + reply.finish(), reply.facts()
@@ -70,7 +74,7 @@ def follow(dialect: PlainDialect, served: str | None, pieces: list[bytes]) -> tu
 def test_without_a_swap_every_byte_is_the_upstreams(name: str) -> None:
     dialect, events = STREAMS[name]
     request = read_request(b'{"model": "m",  "x": 1}')
-    assert dialect.rewrite(request, "m", want_ids=True) is request
+    assert dialect.rewrite(request, "m", want_ids=False) is request
     stream = sse(*events)
     assert follow(dialect, "m", [stream])[0] == stream
 
@@ -121,7 +125,7 @@ def test_a_torn_stream_is_not_whole(name: str) -> None:
 
 
 def test_a_whole_reply_gets_its_name_back() -> None:
-    request = MESSAGES.rewrite(read_request(b'{"model":"m","z":1e400}'), "m@2", want_ids=True)
+    request = MESSAGES.rewrite(read_request(b'{"model":"m","z":1e400}'), "m@2", want_ids=False)
     assert request.body == b'{"model":"m@2","z":1e400}'
     reply = MESSAGES.whole(request, "m@2")
     reply.feed(json.dumps(MESSAGE).encode())

@@ -55,10 +55,33 @@ def test_tokens_that_do_not_add_up(changes: dict[str, Any], reason: str) -> None
         ({"response_format": {"type": "json_object"}}, "constrained_sampling"),
         ({"tool_choice": "required"}, "constrained_sampling"),
         ({"guided_regex": "a+"}, "constrained_sampling"),
+        ({"tool_choice": {"type": "any"}}, "constrained_sampling"),
+        ({"tool_choice": {"type": "tool", "name": "x"}}, "constrained_sampling"),
+        ({"tool_choice": {"type": "function", "name": "x"}}, "constrained_sampling"),
+        ({"tool_choice": {}}, "constrained_sampling"),
+        ({"tools": [{"name": "x", "strict": True}]}, "constrained_sampling"),
+        ({"text": {"format": {"type": "json_schema"}}}, "constrained_sampling"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "constrained_sampling"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, "reshaped_distribution"),
+        ({"thinking_token_budget": 100}, "reshaped_distribution"),
     ],
 )
 def test_distributions_that_cannot_be_computed_again(request_: dict[str, Any], reason: str) -> None:
     assert why(request_) == reason
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+        {"tool_choice": {"type": "none"}},
+        {"tools": [{"name": "x", "strict": False}, "odd"], "text": {"format": {"type": "text"}}},
+        {"text": {"verbosity": "low"}, "output_config": {"effort": "low"}},
+        {"thinking": {"type": "adaptive"}, "stop_sequences": ["x"], "max_output_tokens": 5},
+    ],
+)
+def test_the_other_apis_words_for_plain_sampling(request_: dict[str, Any]) -> None:
+    assert why(request_) is None
 
 
 def test_incomplete_failed_and_unknown() -> None:

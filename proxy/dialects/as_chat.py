@@ -1,0 +1,290 @@
+"""A request to Anthropic's Messages API in the words of chat completions (pure).
+
+The way there is vLLM's own (`vllm/entrypoints/anthropic/serving.py`), so that a chat
+template renders the same prompt whichever way a request came. What that way cannot say
+(documents, server tools, fields that we do not know) is not said by halves: such a request
+is forwarded as it is.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+Fields = Mapping[str, Any]
+Message = dict[str, Any]
+
+# What vLLM takes no notice of, and a chat request has no word for.
+IGNORED: Final = frozenset({"metadata", "service_tier", "context_management", "inference_geo"})
+# Said in the same words, in Anthropic's API or vLLM's additions to it.
+SAME: Final = (
+    *("model", "max_tokens", "temperature", "top_p", "top_k"),
+    *("cache_salt", "watermarking", "vllm_xargs", "chat_template_kwargs"),
+)
+TRANSLATED: Final = frozenset(
+    {
+        *("messages", "system", "tools", "tool_choice", "stop_sequences"),
+        *("stream", "thinking", "output_config"),
+    }
+)
+KNOWN: Final = IGNORED | TRANSLATED | frozenset(SAME)
+# Claude Code's first system block: a hash a request, which vLLM leaves out of the prompt.
+BILLING: Final = "x-anthropic-billing-header"
+CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
+LEAST_THINKING: Final = 1024
+
+
+class Inexpressible(Exception):
+    """Chat completions has no words for this part of a request."""
+
+
+def chat_request(fields: Fields) -> dict[str, Any] | None:
+    """The chat request that vLLM would make of `fields`; None if there is none."""
+    try:
+        return _chat_request(fields)
+    except Inexpressible:
+        return None
+
+
+def _chat_request(fields: Fields) -> dict[str, Any]:
+    if not KNOWN.issuperset(fields):
+        raise Inexpressible
+    _expect(isinstance(fields.get("model"), str))
+    max_tokens = _count(fields.get("max_tokens"), 1)
+    request = {name: fields[name] for name in SAME if fields.get(name) is not None}
+    request["messages"] = [*_system(fields.get("system")), *_messages(fields.get("messages"))]
+    if fields.get("stop_sequences") is not None:
+        request["stop"] = fields["stop_sequences"]
+    if fields.get("stream") is True:
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        request |= {"stream": True, "stream_options": usage}
+    else:
+        _expect(fields.get("stream") in (None, False))
+    request |= _output(fields.get("output_config"))
+    request |= _thinking(fields.get("thinking"), max_tokens)
+    return request | _tools(fields.get("tools"), fields.get("tool_choice"))
+
+
+def _expect(condition: bool) -> None:
+    if not condition:
+        raise Inexpressible
+
+
+def _count(value: object, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise Inexpressible
+    return value
+
+
+def _object(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Inexpressible
+    return value
+
+
+def _only(value: object, *known: str) -> dict[str, Any]:
+    """`value` as an object with no field beside `known`."""
+    found = _object(value)
+    _expect(set(known).issuperset(found))
+    return found
+
+
+def _list(value: object) -> list[Any]:
+    if not isinstance(value, list):
+        raise Inexpressible
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise Inexpressible
+    return value
+
+
+def _system(value: object) -> list[Message]:
+    text = _system_text(value) if value is not None else ""
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _system_text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    texts = [_text(block["text"]) for block in _blocks(value, "text")]
+    return "".join(text for text in texts if not text.startswith(BILLING))
+
+
+def _blocks(value: object, *kinds: str) -> list[dict[str, Any]]:
+    """Content blocks, all of these kinds; a text among them has its text."""
+    blocks = [_object(block) for block in _list(value)]
+    for block in blocks:
+        _expect(block.get("type") in kinds)
+        _expect(block["type"] != "text" or isinstance(block.get("text"), str))
+    return blocks
+
+
+def _messages(value: object) -> list[Message]:
+    told: list[Message] = []
+    for message in _list(value):
+        role, content = _only(message, "role", "content").get("role"), message.get("content")
+        if role == "system":
+            told += _inline_system(content)
+        elif isinstance(content, str) and role in ("user", "assistant"):
+            told.append({"role": role, "content": content})
+        elif role == "user":
+            told += _user(content)
+        elif role == "assistant":
+            told.append(_assistant(content))
+        else:
+            raise Inexpressible
+    return told
+
+
+def _inline_system(content: object) -> list[Message]:
+    if isinstance(content, str) and content.startswith(BILLING):
+        return []
+    return _system(content)
+
+
+def _user(content: object) -> list[Message]:
+    """Results of tools stand before what else the user says, wherever they stood."""
+    results: list[Message] = []
+    parts: list[Message] = []
+    for block in _blocks(content, "text", "image", "tool_result"):
+        if block["type"] == "tool_result":
+            results += _tool_result(block)
+        else:
+            parts += _part(block)
+    said = _content(parts)
+    return results if said is None else [*results, {"role": "user", "content": said}]
+
+
+def _assistant(content: object) -> Message:
+    message: Message = {"role": "assistant"}
+    thoughts: list[str] = []
+    calls: list[Message] = []
+    parts: list[Message] = []
+    for block in _blocks(content, "text", "image", "thinking", "redacted_thinking", "tool_use"):
+        if block["type"] == "thinking":
+            thoughts.append(_text(block.get("thinking")))
+        elif block["type"] == "tool_use":
+            calls.append(_tool_call(block))
+        elif block["type"] != "redacted_thinking":
+            parts += _part(block)
+    said = _content(parts)
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message if said is None else message | {"content": said}
+
+
+def _part(block: dict[str, Any]) -> list[Message]:
+    if block["type"] == "image":
+        return [_image(block)]
+    return [{"type": "text", "text": block["text"]}] if block["text"] else []
+
+
+def _content(parts: list[Message]) -> str | list[Message] | None:
+    if len(parts) == 1 and parts[0]["type"] == "text":
+        return _text(parts[0]["text"])
+    return parts or None
+
+
+def _image(block: dict[str, Any]) -> Message:
+    source = _object(block.get("source"))
+    if source.get("type") == "url":
+        url = _text(source.get("url"))
+    else:
+        _expect(source.get("type") == "base64")
+        url = f"data:{_text(source.get('media_type'))};base64,{_text(source.get('data'))}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _tool_call(block: dict[str, Any]) -> Message:
+    arguments = _object(block.get("input") or {})
+    function = {"name": _text(block.get("name")), "arguments": json.dumps(arguments)}
+    return {"id": _text(block.get("id")), "type": "function", "function": function}
+
+
+def _tool_result(block: dict[str, Any]) -> list[Message]:
+    """A tool's message, and its images as a user's: no tool's message can show any."""
+    content = block.get("content")
+    texts: list[str] = []
+    images: list[Message] = []
+    if isinstance(content, str):
+        texts.append(content)
+    elif content is not None:
+        for part in _blocks(content, "text", "image"):
+            if part["type"] == "text":
+                texts.append(part["text"])
+            else:
+                images.append(_image(part))
+    tool: Message = {"role": "tool", "tool_call_id": _text(block.get("tool_use_id"))}
+    tool["content"] = "\n".join(texts)
+    return [tool, {"role": "user", "content": images}] if images else [tool]
+
+
+def _output(value: object) -> Message:
+    if value is None:
+        return {}
+    config = _only(value, "effort", "format")
+    told: Message = {}
+    if config.get("format") is not None:
+        form = _only(config["format"], "type", "schema")
+        _expect(form.get("type") == "json_schema")
+        schema = {"name": "json_schema", "schema": _object(form.get("schema"))}
+        told["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if config.get("effort") is not None:
+        _expect(config["effort"] in EFFORTS)
+        told["reasoning_effort"] = config["effort"]
+    return told
+
+
+def _thinking(value: object, max_tokens: int) -> Message:
+    if value is None:
+        return {}
+    config = _only(value, "type", "budget_tokens", "display")
+    match config.get("type"):
+        case "disabled":
+            return {"reasoning_effort": "none"}
+        case "adaptive":
+            return {}
+        case "enabled":
+            budget = _count(config.get("budget_tokens"), LEAST_THINKING)
+            _expect(budget < max_tokens)
+            return {"thinking_token_budget": budget}
+    raise Inexpressible
+
+
+def _tools(tools: object, choice: object) -> Message:
+    told: Message = {}
+    if choice is not None:
+        chosen = _only(choice, "type", "name", "disable_parallel_tool_use")
+        told["tool_choice"] = _tool_choice(chosen)
+        told["parallel_tool_calls"] = not chosen.get("disable_parallel_tool_use")
+    if tools is not None:
+        told.setdefault("tool_choice", "auto")
+        told["tools"] = [_tool(tool) for tool in _list(tools)]
+    return told
+
+
+def _tool_choice(choice: dict[str, Any]) -> str | Message:
+    if choice.get("type") == "tool":
+        return {"type": "function", "function": {"name": _text(choice.get("name"))}}
+    kind = _text(choice.get("type"))
+    _expect(kind in CHOICES)
+    return CHOICES[kind]
+
+
+def _tool(value: object) -> Message:
+    """A tool of the client's own; those that a server runs have a type of their own."""
+    tool = _object(value)
+    _expect(tool.get("type") in (None, "custom"))
+    schema = _object(tool.get("input_schema"))
+    function = {
+        "name": _text(tool.get("name")),
+        "description": tool.get("description"),
+        "parameters": schema if "type" in schema else schema | {"type": "object"},
+    }
+    told = {name: tool[name] for name in ("strict", "defer_loading") if tool.get(name) is not None}
+    return {"type": "function", "function": function | told}

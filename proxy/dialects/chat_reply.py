@@ -1,0 +1,127 @@
+"""What a message is made of: the parts of a chat completion, whole or in chunks, that count.
+
+Each is parsed once, into these types; all other fields are skipped unparsed.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+
+from proxy.trainable import Sampled
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class Function(msgspec.Struct):
+    """A tool call's name, said once, and its arguments, which come in pieces."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class Call(msgspec.Struct):
+    """A tool call, or a piece of one."""
+
+    index: int = 0
+    id: str | None = None
+    function: Function = msgspec.field(default_factory=Function)
+
+
+class Said(msgspec.Struct):
+    """A message, or a piece of one."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Call] | None = None
+
+
+class Token(msgspec.Struct):
+    """What one sampled token's log-probability was."""
+
+    logprob: float
+
+
+class Logprobs(msgspec.Struct):
+    """Those of one choice, or of one piece of it."""
+
+    content: list[Token] | None = None
+
+
+class Choice(msgspec.Struct):
+    """The one choice of a whole reply (`message`) or of a chunk (`delta`)."""
+
+    message: Said | None = None
+    delta: Said | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[TokenId] | None = None
+    logprobs: Logprobs | None = None
+
+
+class Details(msgspec.Struct):
+    """What of a prompt was in a cache."""
+
+    cached_tokens: int | None = None
+    created_cache_tokens: int | None = None
+
+
+class Usage(msgspec.Struct):
+    """Tokens counted."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: Details | None = None
+
+
+class Reply(msgspec.Struct):
+    """A chat completion, a chunk of one, or an error in its place."""
+
+    id: str | None = None
+    model: str | None = None
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    error: Any = None
+
+
+def read_reply(payload: bytes) -> Reply | None:
+    """The reply or chunk; None where it is none."""
+    try:
+        return msgspec.json.decode(payload, type=Reply)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+class Tokens:
+    """Gathers ids and log-probabilities, chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._prompt: list[int] | None = None
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._told: set[str] = set()
+        self._counted: int | None = None
+
+    def take(self, reply: Reply) -> None:
+        """Add what a reply, or a chunk of one, brings."""
+        if reply.prompt_token_ids is not None:
+            self._prompt = reply.prompt_token_ids
+        if reply.usage is not None:
+            self._counted = reply.usage.completion_tokens
+        for choice in reply.choices or ():
+            if choice.token_ids is not None:
+                self._told.add("ids")
+                self._ids += choice.token_ids
+            if choice.logprobs is not None:
+                self._told.add("logprobs")
+                self._logprobs += (token.logprob for token in choice.logprobs.content or ())
+
+    def sampled(self) -> Sampled:
+        """All of it; None for what was not told at all."""
+        return Sampled(
+            prompt_ids=None if self._prompt is None else tuple(self._prompt),
+            sampled_ids=tuple(self._ids) if "ids" in self._told else None,
+            sampled_logprobs=tuple(self._logprobs) if "logprobs" in self._told else None,
+            choices=1,
+            completion_tokens=self._counted,
+        )

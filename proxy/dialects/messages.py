@@ -1,0 +1,208 @@
+"""`/v1/messages`: answered through chat completions where vLLM serves the model.
+
+vLLM gives ids on its chat completions and none on its messages, which it makes of those
+anyway. So the request is sent there, and the reply turned into the message that it says.
+A request that chat completions has no words for, and one to any other server, is forwarded
+as it is. So is one that chat completions refuses as malformed: the refusal is the API's own.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from proxy.dialects.as_chat import chat_request
+from proxy.dialects.base import (
+    Gist,
+    ModelRequest,
+    ReplyFacts,
+    Transcript,
+    decoded_object,
+    own_name,
+    value_of,
+)
+from proxy.dialects.chat_reply import Reply, Tokens, read_reply
+from proxy.dialects.choice_replies import DONE
+from proxy.dialects.errors import error_body, error_event
+from proxy.dialects.events import is_done
+from proxy.dialects.merge import merge_message_event
+from proxy.dialects.message_events import Event, MessageEvents, encode_event, whole_message
+from proxy.dialects.plain import MESSAGES as FORWARDED
+from proxy.dialects.plain import message_facts, message_gist
+
+CHAT_PATH: Final = "/v1/chat/completions"
+ASKED_FOR: Final = {"logprobs": True, "return_token_ids": True}
+UNREADABLE: Final = "The model server sent a chunk that is none of a chat completion."
+
+
+class MessagesDialect(msgspec.Struct, frozen=True):
+    """Anthropic's API."""
+
+    name: str = "messages"
+
+    def rewrite(
+        self, request: ModelRequest, served_name: str | None, *, want_ids: bool
+    ) -> ModelRequest:
+        """See `Dialect`; with ids wanted, the request goes another way if it can."""
+        chat = chat_request(request.fields) if want_ids else None
+        if chat is None:
+            return FORWARDED.rewrite(request, served_name, want_ids=False)
+        if served_name is not None:
+            chat["model"] = served_name
+        return msgspec.structs.replace(
+            request,
+            body=msgspec.json.encode(chat | ASKED_FOR),
+            injected=frozenset(ASKED_FOR),
+            path=CHAT_PATH,
+        )
+
+    def whole(
+        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+    ) -> Transcript:
+        """See `Dialect`."""
+        if request.path is None:
+            return FORWARDED.whole(request, served_name)
+        return WholeMessage(request, served_name)
+
+    def streamed(
+        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+    ) -> Transcript:
+        """See `Dialect`."""
+        if request.path is None:
+            return FORWARDED.streamed(request, served_name)
+        return StreamedMessage(request, served_name)
+
+
+MESSAGES: Final = MessagesDialect()
+
+
+class WholeMessage:
+    """A chat completion in one piece, or the error that came in its place."""
+
+    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        self._model = _asked_model(request, served_name)
+        self._pieces: list[bytes] = []
+        self._tokens = Tokens()
+        self._message: dict[str, Any] | None = None
+        self._whole = False
+
+    def feed(self, chunk: bytes) -> bytes:
+        """See `Transcript`."""
+        self._pieces.append(chunk)
+        return b""
+
+    def finish(self) -> bytes:
+        """The message, or the error in Anthropic's shape; what is neither as it came."""
+        body = b"".join(self._pieces)
+        out = self._translated(read_reply(body)) or _translated_error(body) or body
+        self._message, self._whole = decoded_object(out), True
+        return out
+
+    def _translated(self, reply: Reply | None) -> bytes | None:
+        if reply is None or not reply.choices or reply.choices[0].message is None:
+            return None
+        self._tokens.take(reply)
+        model = self._model or reply.model
+        return msgspec.json.encode(whole_message(reply, reply.choices[0], model))
+
+    @property
+    def ended(self) -> bool:
+        """See `Transcript`."""
+        return self._whole
+
+    def facts(self) -> ReplyFacts:
+        """See `Transcript`."""
+        return message_facts(self._message, self._tokens.sampled(), whole=self._whole)
+
+    def gist(self) -> Gist:
+        """See `Transcript`."""
+        return message_gist(self._message or {})
+
+
+class StreamedMessage:
+    """A chat completion's chunks, each turned into its events as it comes."""
+
+    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        self._events = MessageEvents(_asked_model(request, served_name))
+        self._tokens = Tokens()
+        self._message: dict[str, Any] = {}
+        self._partial = b""
+        self._held = b""
+        self._ended = False
+        self._failed = False
+
+    def feed(self, chunk: bytes) -> bytes:
+        """See `Transcript`; each complete line leaves at once as its events."""
+        lines = (self._partial + chunk).split(b"\n")
+        self._partial = lines.pop()
+        return b"".join(self._line(line) for line in lines)
+
+    def finish(self) -> bytes:
+        """See `Transcript`; a line that was cut off says nothing."""
+        if is_done(self._partial):
+            self._line(self._partial)
+        held, self._partial, self._held = self._held, b"", b""
+        return held
+
+    def _line(self, line: bytes) -> bytes:
+        if line.startswith(b":"):
+            return line.rstrip(b"\r") + b"\n\n"
+        if not line.startswith(b"data:") or self._ended or self._failed:
+            return b""
+        payload = line[5:].strip()
+        if payload == DONE:
+            self._ended = True
+            self._held = self._say(self._events.stop())
+            return b""
+        return self._chunk(read_reply(payload), payload)
+
+    def _chunk(self, chunk: Reply | None, payload: bytes) -> bytes:
+        if chunk is None or chunk.choices is None:
+            self._failed = True
+            said = decoded_object(payload) or {}
+            return error_event(FORWARDED.name, _message_of(said) or UNREADABLE)
+        self._tokens.take(chunk)
+        return self._say(self._events.take(chunk))
+
+    def _say(self, events: list[Event]) -> bytes:
+        for event in events:
+            merge_message_event(self._message, event)
+        return b"".join(encode_event(event) for event in events)
+
+    @property
+    def ended(self) -> bool:
+        """See `Transcript`."""
+        return self._ended
+
+    def facts(self) -> ReplyFacts:
+        """See `Transcript`."""
+        sampled = self._tokens.sampled()
+        return message_facts(self._message or None, sampled, whole=self._ended)
+
+    def gist(self) -> Gist:
+        """See `Transcript`."""
+        return message_gist(self._message)
+
+
+def _asked_model(request: ModelRequest, served_name: str | None) -> str | None:
+    name = value_of(own_name(request, served_name))
+    return name if isinstance(name, str) else None
+
+
+def _translated_error(body: bytes) -> bytes | None:
+    """vLLM's error in Anthropic's shape, of the type that vLLM's own messages give it."""
+    said = decoded_object(body) or {}
+    message = _message_of(said)
+    if message is None:
+        return None
+    error = said.get("error")
+    kind = (error if isinstance(error, dict) else said).get("type")
+    return error_body(FORWARDED.name, message, kind if isinstance(kind, str) else "api_error")
+
+
+def _message_of(said: dict[str, Any]) -> str | None:
+    """The message of an error in OpenAI's shape, or in that of vLLM before 0.10."""
+    error = said.get("error")
+    if not isinstance(error, dict):
+        error = said if said.get("object") == "error" else {}
+    message = error.get("message")
+    return message if isinstance(message, str) else None

@@ -1,0 +1,16 @@
+"""Tells a client what went wrong, in the words of the API it speaks, and whose fault it was."""
+
+from proxy.dialects.errors import error_body
+from proxy.errors import ProxyError
+from proxy.http.server import Exchange
+from proxy.http.wire import JSON, Headers
+
+
+def refuse(
+    exchange: Exchange, error: ProxyError, *, dialect: str | None = None, headers: Headers = []
+) -> None:
+    """Answer with an error; `dialect` None: that of the path that was asked."""
+    spoken = dialect or ("messages" if "/v1/messages" in exchange.target else "chat")
+    body = error_body(spoken, error.message, error.kind, error.param, error.code)
+    fault = (b"x-pawl-fault", error.fault.encode())
+    exchange.reply(error.status, b"", [JSON, fault, *headers], body)
