@@ -1,0 +1,157 @@
+"""Responses: what is asked for beside the client's own request, and taken out again."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.dialects.base import ModelRequest, read_request
+from proxy.dialects.responses import IDS, INCLUDE, LOGPROBS, RESPONSES
+
+LOGPROB = {"token": "t", "logprob": -0.5, "top_logprobs": []}
+TEXT = {"type": "output_text", "text": "hi", "annotations": [], "logprobs": [LOGPROB, LOGPROB]}
+MESSAGE = {"type": "message", "id": "msg_1", "content": [TEXT]}
+RESPONSE: dict[str, Any] = {
+    "id": "resp_1",
+    "model": "agent@3",
+    "status": "completed",
+    "output": [MESSAGE],
+    "top_logprobs": 0,
+    "usage": {"output_tokens": 2},
+    "input_messages": [{"type": "raw_message_tokens", "message": "x", "tokens": [1, 2]}],
+    "output_messages": [{"type": "raw_message_tokens", "message": "hi", "tokens": [3, 4]}],
+}
+
+
+def rewritten(want_ids: bool = True, **fields: Any) -> ModelRequest:
+    body = json.dumps({"model": "agent", "input": "x"} | fields).encode()
+    return RESPONSES.rewrite(read_request(body), "agent@3", want_ids=want_ids)
+
+
+def answered(request: ModelRequest, body: Any) -> tuple[dict[str, Any], Any]:
+    reply = RESPONSES.whole(request, "agent@3")
+    reply.feed(json.dumps(body).encode())
+    return json.loads(reply.finish()), reply.facts()
+
+
+@pytest.mark.parametrize(
+    ("fields", "added"),
+    [
+        ({}, {IDS: True, INCLUDE: [LOGPROBS]}),
+        ({"include": None}, {IDS: True, INCLUDE: [LOGPROBS]}),
+        ({"include": ["a"]}, {IDS: True, INCLUDE: ["a", LOGPROBS]}),
+        ({"include": [LOGPROBS]}, {IDS: True}),
+        ({IDS: True}, {INCLUDE: [LOGPROBS]}),
+        ({IDS: True, "include": [LOGPROBS], "top_logprobs": 2}, {}),
+        ({"top_logprobs": 50}, {IDS: True, INCLUDE: [LOGPROBS], "top_logprobs": 0}),
+        ({"top_logprobs": -1}, {IDS: True, INCLUDE: [LOGPROBS]}),
+        ({"include": "odd"}, {}),
+        ({"background": True}, {}),
+    ],
+)
+def test_what_is_added(fields: dict[str, Any], added: dict[str, Any]) -> None:
+    request = rewritten(**fields)
+    own = {"model": "agent@3", "input": "x"} | fields
+    assert json.loads(request.body) == own | added
+    assert request.injected == frozenset(added)
+
+
+def test_nothing_is_added_where_no_ids_are_wanted() -> None:
+    request = rewritten(want_ids=False)
+    assert json.loads(request.body) == {"model": "agent@3", "input": "x"}
+
+
+def test_a_whole_reply_is_restored_and_recorded() -> None:
+    seen, facts = answered(rewritten(), RESPONSE)
+    bare = MESSAGE | {"content": [TEXT | {"logprobs": None}]}
+    nothing = dict.fromkeys(("top_logprobs", "input_messages", "output_messages"))
+    assert seen == RESPONSE | {"model": "agent", "output": [bare]} | nothing
+    sampled = facts.sampled
+    assert (sampled.prompt_ids, sampled.sampled_ids) == ((1, 2), (3, 4))
+    assert sampled.sampled_logprobs == (-0.5, -0.5)
+    assert sampled.completion_tokens == 2
+
+
+def test_what_the_client_asked_for_itself_stays() -> None:
+    seen, facts = answered(rewritten(**{IDS: True, "include": [LOGPROBS]}), RESPONSE)
+    assert seen == RESPONSE | {"model": "agent"}
+    assert facts.sampled.sampled_ids == (3, 4)
+
+
+TURNS = RESPONSE["input_messages"] * 2
+ODD = [{"author": {"role": "user"}, "type": "message"}]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"input_messages": TURNS},
+        {"input_messages": ODD, "output_messages": ODD},
+        {"input_messages": None, "output_messages": None},
+        {"output": [MESSAGE, {"type": "mcp_call"}]},
+        {"output": [MESSAGE, {"type": "web_search_call"}]},
+    ],
+)
+def test_where_not_all_was_sampled_from_one_prompt_there_are_no_ids(change: Any) -> None:
+    sampled = answered(rewritten(), RESPONSE | change)[1].sampled
+    assert (sampled.prompt_ids, sampled.sampled_ids) == (None, None)
+
+
+def test_tool_calls_alone_have_no_log_probabilities() -> None:
+    item = {"type": "function_call", "call_id": "c1", "name": "calc", "arguments": "{}"}
+    _, facts = answered(rewritten(), RESPONSE | {"output": [item]})
+    assert facts.sampled.sampled_ids == (3, 4)
+    assert facts.sampled.sampled_logprobs is None
+    assert facts.tool_calls[0].id == "c1"
+
+
+def test_an_error_passes_byte_for_byte() -> None:
+    reply = RESPONSES.whole(rewritten(), "agent@3")
+    reply.feed(b'{"error": {"message":  "no"}}')
+    assert reply.finish() == b'{"error": {"message":  "no"}}'
+
+
+def test_a_torn_streams_gist_is_the_text_so_far() -> None:
+    reply: Any = RESPONSES.streamed(rewritten(stream=True), "agent@3")
+    for event in (
+        {"type": "response.created", "response": {"id": "resp_1", "output": []}},
+        {"type": "response.output_text.delta", "delta": "h\u00e9", "logprobs": [LOGPROB]},
+        {"type": "response.output_text.delta", "delta": "llo", "logprobs": []},
+    ):
+        out = reply.feed(b"data: " + json.dumps(event).encode() + b"\n\n")
+        assert b"-0.5" not in out
+    assert (reply.gist().response_id, reply.gist().text) == ("resp_1", "h\u00e9llo")
+    assert not reply.facts().whole
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(
+            st.sampled_from(["type", "tokens", "content", "logprobs", "logprob", "output", "id"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+EVENTS = ["response.output_text.delta", "response.content_part.done", "response.output_item.done"]
+
+
+@given(
+    st.dictionaries(st.sampled_from(sorted(RESPONSE)), JSON),
+    st.sampled_from(EVENTS),
+    st.dictionaries(st.sampled_from(["response", "delta", "part", "item", "logprobs"]), JSON),
+)
+def test_no_shape_of_a_reply_breaks_the_call(reply: Any, kind: str, event: Any) -> None:
+    seen, _ = answered(rewritten(), RESPONSE | reply)
+    assert seen.keys() == RESPONSE.keys()
+    streamed: Any = RESPONSES.streamed(rewritten(), "agent@3")
+    data = b"data: " + json.dumps(event | {"type": kind}).encode() + b"\n\n"
+    out = streamed.feed(data) + streamed.finish()
+    assert json.loads(out[6:]).keys() == event.keys() | {"type"}
+    streamed.facts()
+    streamed.gist()
