@@ -16,10 +16,10 @@ import structlog
 from aiohttp import web
 
 from proxy.bodies import read_body
-from proxy.dialects.base import Transcript, read_request
+from proxy.dialects.base import Gist, Transcript, read_request
 from proxy.dialects.table import DIALECTS
 from proxy.errors import ProxyError, error_body
-from proxy.identity import Identity, Joined, identify
+from proxy.identity import Identity, identify
 from proxy.metrics import (
     ADDED_SECONDS,
     CALL_SECONDS,
@@ -30,6 +30,7 @@ from proxy.metrics import (
 )
 from proxy.recorder import Outcome, Recorder
 from proxy.routes import Route
+from proxy.signs import offers_of
 from proxy.stitch import Stitches
 from proxy.tool_status import HEADER as TOOL_STATUS_HEADER
 from proxy.tool_status import ToolStatusError, parse_tool_status
@@ -116,7 +117,9 @@ class Call:
         self.id = new_id()
         self._dialect = DIALECTS[route.dialect or ""]
         self._asked = self._rewritten = read_request(body)
-        self._identity: Identity = identify(request.headers, route, self.id, self._joined())
+        self._identity: Identity = identify(
+            request.headers, route, self._asked.fields, body, self.id, relay.stitches
+        )
         self._tool_events, self._warnings = self._read_tool_status()
         self._serving = Serving(None, None, None)
         self._transcript: Transcript = self._dialect.whole(self._asked, None)
@@ -162,16 +165,6 @@ class Call:
             if self._recorded is None:
                 await self._relay.finish(self, status)
             self._log()
-
-    def _joined(self) -> Joined | None:
-        """The episode that this call's content points to."""
-        stitches = self._relay.stitches
-        if self._retry_count() > 0:
-            episode = stitches.retried(self._asked.body)
-            if episode is not None:
-                return Joined(episode, "retry")
-        episode = stitches.joined(self._asked.fields)
-        return None if episode is None else Joined(episode, "tool_call")
 
     async def _prepare(self) -> None:
         """Choose the version and rewrite the request for it."""
@@ -297,7 +290,7 @@ class Call:
             self._transcript.facts(),
             outcome,
             self._tool_events,
-            self._retry_count(),
+            self._identity.retry,
         )
         self._recorded = record
         self._remember(record)
@@ -307,13 +300,12 @@ class Call:
     def _remember(self, record: CallRecord) -> None:
         """What a later call may repeat; known before this one's end leaves."""
         stitches = self._relay.stitches
-        stitches.handed_out((call.id for call in record.tool_calls), record.episode)
+        gist = Gist(response_id=record.response_id, tool_calls=record.tool_calls)
+        said = self._identity.conversation
+        offers = offers_of(record.dialect, self._asked.fields, gist, said)
+        stitches.offer(offers, record.episode)
         if record.status != "complete" or (record.http_status or 0) >= 400:
-            stitches.failed(self._asked.body, record.episode)
-
-    def _retry_count(self) -> int:
-        value = self._request.headers.get("x-stainless-retry-count", "0")
-        return int(value) if value.isdecimal() and len(value) < 4 else 0
+            stitches.failed(self._asked.body, record.episode, record.id)
 
     def _log(self) -> None:
         """The one canonical line of a call; never a prompt, a key or a body."""
