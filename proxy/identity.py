@@ -1,27 +1,39 @@
 """Whose call it is: episode, agent and task (pure).
 
-The first that applies, each for itself: a header, then the URL's prefix; for the episode then
-what the call's content repeats (`proxy.stitch`). A call without any sign gets an episode of
-its own. An unusable value never fails the call: it is put aside with a warning.
+The first that applies, each for itself: our headers, our URL; then the names that tools and
+frameworks give their sessions (`proxy.names`). A call whose episode has no name joins the
+attempt it repeats, or the episode whose reply it repeats (`proxy.stitch`), or the trace it
+is part of; and else it is an episode of its own. An unusable value never fails the call: it
+is put aside with a warning. `user` is never read: it names a person, not a run.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Final
 from uuid import UUID
 
 import msgspec
 
-from proxy.dialects.base import ModelRequest
+from proxy.baggage import trace_id
+from proxy.conversation import Conversation, read_conversation
+from proxy.names import Name, Told, episode_names, read_told, what_is_wrong
 from proxy.routes import Route
+from proxy.signs import asks_of, attempt_of
+from proxy.stitch import Doubt, Joined, Stitches
 from store.records import OWN_EPISODE, Confidence
 
 HEADER_PREFIX: Final = "x-pawl-"
-MAX_LENGTH: Final = 256
+RETRY_COUNT: Final = "x-stainless-retry-count"
 DEFAULT_AGENT: Final = "default"
+_LONGEST_COUNT: Final = 3
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who called, by which method that was found out, and what was wrong with the asking."""
+    """Who called, by which method that was found out, how surely, and what was wrong.
+
+    `asks` is what the ledger is to join by, or to see confirmed. `conversation` is the
+    request's as far as it was read, for `offers_of`.
+    """
 
     episode: str
     method: str
@@ -30,71 +42,132 @@ class Identity(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()
     confidence: Confidence = "certain"
     asks: tuple[bytes, ...] = ()
+    retry: int = 0
     retry_of: UUID | None = None
+    conversation: Conversation | None = None
 
 
-class Joined(msgspec.Struct, frozen=True):
-    """The episode that a call's content points to, and by which sign."""
-
-    episode: str
+class _Episode(msgspec.Struct, frozen=True):
+    key: str
     method: str
+    confidence: Confidence = "certain"
+    asks: tuple[bytes, ...] = ()
+    retry_of: UUID | None = None
+    conversation: Conversation | None = None
 
 
 def identify(
-    headers: Mapping[str, str], route: Route, request: ModelRequest, call_id: UUID, stitches: Any
+    headers: Mapping[str, str],
+    route: Route,
+    fields: dict[str, Any],
+    body: bytes,
+    call_id: UUID,
+    stitches: Stitches,
 ) -> Identity:
-    found = (
-        stitches.retried(request.body)
-        if headers.get("x-stainless-retry-count", "0") not in ("0",)
-        else None
-    )
-    if found:
-        joined = Joined(found, "retry")
-    else:
-        found = stitches.joined(request.fields)
-        joined = Joined(found, "tool_call") if found else None
-    return _identify(headers, route, call_id, joined)
+    """Episode, agent and task of a call.
 
-
-def _identify(headers, route, call_id, joined):
-    """Episode, agent and task of a call; `joined` is what its content says of its episode."""
+    Args:
+        headers: looked up in lower case.
+        route: what the URL's prefix names.
+        fields: the request's, parsed; empty if it is no JSON object.
+        body: its bytes; looked at only where they may repeat an attempt.
+        call_id: names the episode where nothing else does.
+        stitches: what this proxy remembers of earlier calls.
+    """
     warnings: list[str] = []
-    episode, method = _pick(headers, "episode", route.episode, warnings)
-    agent, _ = _pick(headers, "agent", route.agent, warnings)
-    task, _ = _pick(headers, "task", route.task, warnings)
-    if episode is None and joined is not None:
-        episode, method = joined.episode, joined.method
+    told = read_told(headers, fields)
+    retry = retry_count(headers)
+    names = chain(_ours(headers, "episode", route.episode), episode_names(told, fields))
+    name = _first_usable(names, warnings)
+    if name is not None:
+        episode = _named(name, body if retry else None, stitches)
+    else:
+        episode = _unnamed(headers, route, fields, body if retry else None, call_id, stitches)
+    agent = _role(headers, "agent", route.agent, told, told.agents(), warnings)
     return Identity(
-        episode=episode or str(call_id),
-        method=method if episode else OWN_EPISODE,
+        episode=episode.key,
+        method=episode.method,
         agent=agent or DEFAULT_AGENT,
-        task=task,
+        task=_role(headers, "task", route.task, told, (), warnings),
         warnings=tuple(warnings),
+        confidence=episode.confidence,
+        asks=episode.asks,
+        retry=retry,
+        retry_of=episode.retry_of,
+        conversation=episode.conversation,
     )
 
 
-def _pick(
-    headers: Mapping[str, str], name: str, from_url: str | None, warnings: list[str]
-) -> tuple[str | None, str]:
-    header = HEADER_PREFIX + name
-    for value, method, where in (
-        (headers.get(header), "header", header),
-        (from_url, "url", f"/{name}/ in the URL"),
-    ):
-        if value is None:
-            continue
-        wrong = _what_is_wrong(value)
+def retry_count(headers: Mapping[str, str]) -> int:
+    """How often an SDK says it has sent this request before; 0 where it says nothing."""
+    value = headers.get(RETRY_COUNT, "0")
+    return int(value) if value.isdecimal() and len(value) <= _LONGEST_COUNT else 0
+
+
+def _named(name: Name, repeated: bytes | None, stitches: Stitches) -> _Episode:
+    attempt = None if repeated is None else stitches.retried(repeated, name.key)
+    return _Episode(name.key, name.method, retry_of=attempt.call_id if attempt else None)
+
+
+def _unnamed(
+    headers: Mapping[str, str],
+    route: Route,
+    fields: dict[str, Any],
+    repeated: bytes | None,
+    call_id: UUID,
+    stitches: Stitches,
+) -> _Episode:
+    """The episode of a call that names none, from what it repeats."""
+    said = read_conversation(fields)
+    attempt = None if repeated is None else stitches.retried(repeated)
+    if attempt is not None:
+        return _Episode(attempt.episode, "retry", "likely", (), attempt.call_id, said)
+    asks = asks_of(route.dialect or "", fields, said)
+    found = stitches.find(asks)
+    if isinstance(found, Joined):
+        # What one proxy saw offered once may have been offered at another, too.
+        return _Episode(found.episode, found.method, found.confidence, asks, None, said)
+    if isinstance(found, Doubt):
+        return _Episode(str(call_id), OWN_EPISODE, "doubtful", asks, None, said)
+    if repeated is not None:
+        # The attempt was another proxy's.
+        asks = (*asks, attempt_of(repeated))
+    trace = trace_id(headers.get("traceparent", ""))
+    if trace is not None:
+        return _Episode(f"trace:{trace}", "trace", "likely", asks, None, said)
+    confidence: Confidence = "likely" if asks else "certain"
+    return _Episode(str(call_id), OWN_EPISODE, confidence, asks, None, said)
+
+
+def _role(
+    headers: Mapping[str, str],
+    role: str,
+    from_url: str | None,
+    told: Told,
+    others: Iterable[Name],
+    warnings: list[str],
+) -> str | None:
+    """The agent or the task: ours first, then what tools tell."""
+    names = chain(_ours(headers, role, from_url), told.own(role), others)
+    name = _first_usable(names, warnings)
+    return None if name is None else name.key
+
+
+def _ours(headers: Mapping[str, str], role: str, from_url: str | None) -> Iterator[Name]:
+    """Our header, then our URL."""
+    header = HEADER_PREFIX + role
+    value = headers.get(header)
+    if value is not None:
+        yield Name(value, "header", header)
+    if from_url is not None:
+        yield Name(from_url, "url", f"/{role}/ in the URL")
+
+
+def _first_usable(names: Iterable[Name], warnings: list[str]) -> Name | None:
+    """The first name that can be one; of those before it, a warning each."""
+    for name in names:
+        wrong = what_is_wrong(name.value)
         if wrong is None:
-            return value, method
-        warnings.append(f"{where} {wrong}; ignored")
-    return None, ""
-
-
-def _what_is_wrong(value: str) -> str | None:
-    if not value.strip():
-        return "is empty"
-    if len(value) > MAX_LENGTH:
-        return f"is longer than {MAX_LENGTH} characters"
-    if not value.isprintable():
-        return "holds unprintable characters"
+            return name
+        warnings.append(f"{name.where} {wrong}; ignored")
     return None

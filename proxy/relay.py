@@ -25,6 +25,7 @@ from proxy.metrics import ADDED_SECONDS, FIRST_CHUNK_SECONDS, WARNINGS
 from proxy.recorder import Recorder
 from proxy.refusal import refuse
 from proxy.routes import Route
+from proxy.signs import attempt_of, offers_of
 from proxy.stitch import Stitches
 from proxy.tool_status import HEADER as TOOL_STATUS_HEADER
 from proxy.tool_status import ToolStatusError, parse_tool_status
@@ -36,6 +37,7 @@ from store.records import CallStatus, ToolEvent
 log = structlog.get_logger()
 
 EVENT_STREAM: Final = b"text/event-stream"
+ERRORS: Final = 400
 REFUSED_AS_MALFORMED: Final = (400, 422)
 NOBODY: Final = Serving(None, None, None)
 
@@ -91,7 +93,7 @@ class Call:
         self._asked: ModelRequest = read_request(body)
         self._rewritten = self._asked
         self._identity: Identity = identify(
-            self._lower, route, self._asked, self.id, relay.stitches
+            self._lower, route, self._asked.fields, body, self.id, relay.stitches
         )
         self._tool_events, self._warnings = self._read_tool_status()
         self._serving = NOBODY
@@ -261,9 +263,7 @@ class Call:
         if self._record is not None:
             return
         gist = Gist() if self._transcript is None else self._transcript.gist()
-        offers = self._relay.stitches.offer(
-            self._dialect.name, self._asked, gist, self._identity, self.id
-        )
+        offers = self._offer(gist)
         reply, deflated = self._tape.take()
         identity, serving, request = self._identity, self._serving, self._asked
         record = self._record = Captured(
@@ -287,21 +287,25 @@ class Call:
             offers=offers,
             asks=identity.asks,
             retry_of=None if identity.retry_of is None else identity.retry_of.bytes,
-            retry=self._retry_count(),
+            retry=identity.retry,
             tool_events=self._tool_events,
             default_temperature=self._relay.default_temperature,
             started_at=self._started_at,
             first_chunk_ms=self._first_chunk_ms,
             total_ms=(perf_counter() - self._arrived) * 1000,
         )
-        failed = self._status != "complete" or (record.http_status or 0) >= 400
-        if failed:
-            self._relay.stitches.failed(request.body, identity.episode, self.id)
         self._on_disk = self._relay.recorder.take(record, gist.response_id)
 
-    def _retry_count(self) -> int:
-        value = self._lower.get("x-stainless-retry-count", "0")
-        return int(value) if value.isdecimal() and len(value) < 4 else 0
+    def _offer(self, gist: Gist) -> tuple[bytes, ...]:
+        """What a later call may repeat of this one; known before its end leaves."""
+        stitches, identity, request = self._relay.stitches, self._identity, self._asked
+        offers = offers_of(self._dialect.name, request.fields, gist, identity.conversation)
+        stitches.offer(offers, identity.episode)
+        answered = self._reply is not None and self._reply.status < ERRORS
+        if answered and self._status == "complete":
+            return offers
+        stitches.failed(request.body, identity.episode, self.id)
+        return (*offers, attempt_of(request.body))
 
     def _note(self) -> None:
         if self._record is not None:

@@ -1,94 +1,107 @@
 """Which episode a call without a name belongs to, from what it repeats (pure, bounded memory).
 
-A tool-call id that a reply handed out and a later request brings back joins that request to
-the reply's episode. An id that two episodes were given joins nothing: a doubtful join is
-never guessed (DESIGN §4). A request that an SDK sends again after it failed joins the
-attempt that failed.
+What a call offers is remembered with its episode; a call that asks for it joins that episode.
+An offer that two episodes made joins nothing: such a call is in doubt, and a doubtful join is
+never guessed (DESIGN §4). A request that an SDK sends again after it failed joins the attempt
+that failed.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from hashlib import sha256
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
+from uuid import UUID
 
+import msgspec
+
+from proxy.generations import Generations
+from proxy.signs import METHODS, PREFIX, attempt_of
+from store.records import Confidence
+
+# Of offers, and of failed attempts. An offer takes about 250 bytes.
 CAPACITY: Final = 50_000
-# Shorter ids ("call_1") are counters: servers hand the same ones to everybody.
-SHORTEST_ID: Final = 12
+_SEVERAL: Final = ""
+_CONFIDENCE: Final[dict[str, Confidence]] = {"prefix": "likely"}
 
 
-def repeated_tool_ids(fields: dict[str, Any]) -> Iterator[str]:
-    """The ids of tool calls whose results a request brings back, newest first.
+class Joined(msgspec.Struct, frozen=True):
+    """The episode that a call's content points to, by which sign, and how surely."""
 
-    Reads all three forms: chat's `tool` messages, `function_call_output` items of a
-    response's input, `tool_result` blocks of Anthropic's messages.
-    """
-    for field in ("messages", "input"):
-        members = fields.get(field)
-        for member in reversed(members if isinstance(members, list) else []):
-            if isinstance(member, dict):
-                yield from _ids_of(member)
+    episode: str
+    method: str
+    confidence: Confidence
 
 
-def _ids_of(member: dict[str, Any]) -> Iterator[str]:
-    content = member.get("content")
-    blocks = [
-        block for block in (content if isinstance(content, list) else []) if isinstance(block, dict)
-    ]
-    candidates = [
-        member.get("tool_call_id"),
-        member.get("call_id") if member.get("type") == "function_call_output" else None,
-        *[block.get("tool_use_id") for block in reversed(blocks)],
-    ]
-    for value in candidates:
-        if isinstance(value, str) and len(value) >= SHORTEST_ID:
-            yield value
+class Doubt(msgspec.Struct, frozen=True):
+    """A call's content points to several episodes."""
+
+
+class Attempt(msgspec.Struct, frozen=True):
+    """A call that came to no reply."""
+
+    episode: str
+    call_id: UUID
 
 
 class Stitches:
-    """What replies handed out, and which attempts failed."""
+    """What replies offered, and which attempts failed."""
 
-    def __init__(self) -> None:
-        # None: two episodes were given this id.
-        self._tool_ids: OrderedDict[str, str | None] = OrderedDict()
-        self._failed: OrderedDict[bytes, list[str]] = OrderedDict()
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._offers: Generations[bytes, str] = Generations(capacity)
+        self._failed: Generations[bytes, tuple[Attempt, ...]] = Generations(capacity)
 
-    def handed_out(self, tool_ids: Iterable[str], episode: str) -> None:
-        """A reply of `episode` asked for these tool calls."""
-        for tool_id in tool_ids:
-            known = self._tool_ids.get(tool_id, episode)
-            self._tool_ids[tool_id] = episode if known == episode else None
-            if len(self._tool_ids) > CAPACITY:
-                self._tool_ids.popitem(last=False)
+    def offer(self, digests: Iterable[bytes], episode: str) -> None:
+        """A call of `episode` made these offers."""
+        for digest in digests:
+            known = self._offers.get(digest)
+            if known is None:
+                self._offers.put(digest, episode)
+            elif known != episode:
+                self._offers.put(digest, _SEVERAL)
 
-    def joined(self, fields: dict[str, Any]) -> str | None:
-        """The episode whose tool calls a request answers; None if none, or if in doubt."""
-        found = {
-            self._tool_ids[tool_id]
-            for tool_id in repeated_tool_ids(fields)
-            if tool_id in self._tool_ids
-        }
-        return found.pop() if len(found) == 1 else None
+    def find(self, asks: Iterable[bytes]) -> Joined | Doubt | None:
+        """The episode that made the offers asked for; doubt if several did.
 
-    def offer(self, dialect, asked, gist, identity, call_id):
-        self.handed_out((c.id for c in gist.tool_calls), identity.episode)
-        return ()
+        Signs of one kind must agree, and a surer kind decides before the others. Of prefixes
+        only the longest is looked at: that a shorter one is known here, and the longest is
+        not, says that another proxy knows more. The ledger, which knows all, goes on from there.
+        """
+        doubt = False
+        kind, found = 0, set[str]()
+        for digest in asks:
+            if digest[0] != kind:
+                if found:
+                    break
+                kind = digest[0]
+            elif kind == PREFIX:
+                break
+            known = self._offers.get(digest)
+            if known == _SEVERAL:
+                doubt = True
+            elif known is not None:
+                found.add(known)
+        if len(found) == 1:
+            method = METHODS[kind]
+            return Joined(found.pop(), method, _CONFIDENCE.get(method, "certain"))
+        return Doubt() if doubt or found else None
 
-    def failed(self, body: bytes, episode: str, call_id=None) -> None:
+    def failed(self, body: bytes, episode: str, call_id: UUID) -> None:
         """An attempt with this body came to no reply; its client may send it again."""
-        self._failed.setdefault(_digest(body), []).append(episode)
-        if len(self._failed) > CAPACITY:
-            self._failed.popitem(last=False)
+        digest = attempt_of(body)
+        attempts = self._failed.get(digest) or ()
+        self._failed.put(digest, (*attempts, Attempt(episode, call_id)))
 
-    def retried(self, body: bytes) -> str | None:
-        """The episode of a failed attempt that this body repeats; each is joined once."""
-        episodes = self._failed.get(_digest(body))
-        if not episodes:
-            return None
-        episode = episodes.pop()
-        if not episodes:
-            del self._failed[_digest(body)]
-        return episode
+    def retried(self, body: bytes, episode: str | None = None) -> Attempt | None:
+        """The failed attempt that this body repeats, the latest first; each is repeated once.
 
-
-def _digest(body: bytes) -> bytes:
-    return sha256(body).digest()
+        With `episode`, one of that episode's attempts.
+        """
+        digest = attempt_of(body)
+        attempts = self._failed.get(digest) or ()
+        for attempt in reversed(attempts):
+            if episode is None or attempt.episode == episode:
+                left = tuple(other for other in attempts if other is not attempt)
+                if left:
+                    self._failed.put(digest, left)
+                else:
+                    self._failed.forget(digest)
+                return attempt
+        return None

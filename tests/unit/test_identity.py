@@ -1,38 +1,182 @@
-"""Who a call belongs to: headers first, then the URL, else an episode of its own."""
+"""Who a call belongs to: what names it first, then what it repeats, else an episode of its own."""
 
+import json
+from typing import Any
 from uuid import UUID
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from proxy.identity import identify
+from proxy.dialects.base import Gist
+from proxy.identity import Identity, identify, retry_count
 from proxy.routes import Kind, Route
+from proxy.signs import attempt_of, offers_of
+from proxy.stitch import Stitches
+from store.records import ToolCall
 
-CALL = UUID("01a1f80b-8bb3-758b-b889-c07dbbff7a56")
-PLAIN = Route(kind=Kind.CALL, path="/v1/chat/completions")
+CALL, EARLIER = UUID("01a1f80b-8bb3-758b-b889-c07dbbff7a56"), UUID(int=1)
+PLAIN = Route(kind=Kind.CALL, path="/v1/chat/completions", dialect="chat")
 NAMED = Route(kind=Kind.CALL, path="/v1/chat/completions", task="t", episode="u", agent="a")
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+FIRST: dict[str, Any] = {"messages": [{"role": "user", "content": "q"}]}
+NEXT: dict[str, Any] = {
+    "messages": [
+        *FIRST["messages"],
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "r"},
+    ]
+}
+
+
+def who(
+    headers: dict[str, str] | None = None,
+    route: Route = PLAIN,
+    fields: dict[str, Any] | None = None,
+    stitches: Stitches | None = None,
+) -> Identity:
+    fields = FIRST if fields is None else fields
+    body = json.dumps(fields).encode()
+    return identify(headers or {}, route, fields, body, CALL, stitches or Stitches())
+
+
+def remembering(*episodes: str) -> Stitches:
+    """A memory in which each of these was asked FIRST, and replied "a"."""
+    stitches = Stitches()
+    for episode in episodes:
+        stitches.offer(offers_of("chat", FIRST, Gist(text="a")), episode)
+    return stitches
 
 
 def test_without_any_sign_a_call_is_an_episode_of_its_own() -> None:
-    found = identify({}, PLAIN, CALL)
+    found = who()
     assert (found.episode, found.method, found.agent) == (str(CALL), "own", "default")
-    assert found.task is None
+    assert (found.task, found.confidence, found.asks) == (None, "certain", ())
 
 
-def test_headers_win_over_the_url() -> None:
-    found = identify({"x-pawl-episode": "h"}, NAMED, CALL)
+def test_headers_win_over_the_url_and_the_url_over_the_rest() -> None:
+    others = {"x-session-id": "s", "baggage": "pawl.agent=b,pawl.task=c"}
+    found = who(others | {"x-pawl-episode": "h"}, NAMED)
     assert (found.episode, found.method) == ("h", "header")
     assert (found.agent, found.task) == ("a", "t")
+    found = who(others, NAMED)
+    assert (found.episode, found.method, found.confidence) == ("u", "url", "certain")
 
 
-def test_the_url_names_an_episode() -> None:
-    assert identify({}, NAMED, CALL).method == "url"
+def test_a_tools_session_wins_over_what_the_content_says() -> None:
+    found = who({"x-session-id": "s"}, fields=NEXT, stitches=remembering("e1"))
+    assert (found.episode, found.method, found.asks) == ("session:s", "session", ())
 
 
 @pytest.mark.parametrize(
     ("value", "wrong"), [("", "empty"), ("x" * 257, "longer"), ("a\x00b", "unprintable")]
 )
-def test_an_unusable_name_is_a_warning_not_an_error(value: str, wrong: str) -> None:
-    found = identify({"x-pawl-episode": value}, PLAIN, CALL)
+@pytest.mark.parametrize("header", ["x-pawl-episode", "x-session-id"])
+def test_an_unusable_name_is_a_warning_not_an_error(header: str, value: str, wrong: str) -> None:
+    found = who({header: value})
     assert found.method == "own"
     assert wrong in found.warnings[0]
-    assert "x-pawl-episode" in found.warnings[0]
+    assert header in found.warnings[0]
+
+
+def test_an_unusable_name_gives_way_to_the_next() -> None:
+    found = who({"x-pawl-episode": "", "x-session-id": "s"})
+    assert (found.episode, len(found.warnings)) == ("session:s", 1)
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "agent"),
+    [
+        ({"x-openai-subagent": "review"}, {}, "review"),
+        ({"x-litellm-agent-id": "writer"}, {}, "writer"),
+        ({"x-claude-code-agent-id": "a1b2"}, {}, "subagent"),
+        ({"x-parent-session-id": "p", "x-session-id": "s"}, {}, "subagent"),
+        ({}, {"metadata": {"agent_name": "checker"}}, "checker"),
+        ({}, {"metadata": {"pawl_agent": "w", "agent_name": "checker"}}, "w"),
+        ({"baggage": "gen_ai.agent.name=b"}, {}, "b"),
+        ({"baggage": "gen_ai.agent.name=b,pawl.agent=p"}, {}, "p"),
+        ({"x-pawl-agent": "ours", "x-openai-subagent": "review"}, {}, "ours"),
+    ],
+)
+def test_the_agents_role(headers: dict[str, str], fields: dict[str, Any], agent: str) -> None:
+    assert who(headers, fields=fields).agent == agent
+
+
+def test_the_task_by_metadata_and_baggage() -> None:
+    assert who(fields={"metadata": {"pawl_task": "t1"}}).task == "t1"
+    assert who({"baggage": "pawl.task=t2"}).task == "t2"
+
+
+def test_a_conversation_that_goes_on_is_its_episode() -> None:
+    found = who(fields=NEXT, stitches=remembering("e1"))
+    assert (found.episode, found.method, found.confidence) == ("e1", "prefix", "likely")
+    # The ledger sees whether another proxy was offered the same.
+    assert found.asks == offers_of("chat", FIRST, Gist(text="a"))
+
+
+def test_a_conversation_that_two_episodes_had_is_in_doubt() -> None:
+    found = who({"traceparent": TRACEPARENT}, fields=NEXT, stitches=remembering("e1", "e2"))
+    assert (found.episode, found.method, found.confidence) == (str(CALL), "own", "doubtful")
+    assert found.asks
+
+
+def test_a_conversation_that_nobody_here_had_is_left_to_the_ledger() -> None:
+    found = who(fields=NEXT)
+    assert (found.method, found.confidence, len(found.asks)) == ("own", "likely", 1)
+
+
+def test_a_tool_call_that_is_answered_joins() -> None:
+    call = ToolCall(id="chatcmpl-tool-0123456789abcdef", name="f", arguments="{}")
+    stitches = Stitches()
+    stitches.offer(offers_of("chat", FIRST, Gist(tool_calls=(call,))), "e1")
+    answer = {"messages": [{"role": "tool", "tool_call_id": call.id, "content": "1"}]}
+    found = who({"traceparent": TRACEPARENT}, fields=answer, stitches=stitches)
+    assert (found.episode, found.method, found.confidence) == ("e1", "tool_call", "certain")
+
+
+def test_a_trace_joins_what_nothing_else_does() -> None:
+    found = who({"traceparent": TRACEPARENT})
+    assert found.episode == f"trace:{TRACEPARENT[3:35]}"
+    assert (found.method, found.confidence) == ("trace", "likely")
+    assert who({"traceparent": "00-broken"}).method == "own"
+    joined = who({"traceparent": TRACEPARENT}, fields=NEXT, stitches=remembering("e1"))
+    assert joined.episode == "e1"
+
+
+def test_a_retry_joins_the_attempt_that_failed() -> None:
+    stitches = Stitches()
+    stitches.failed(json.dumps(FIRST).encode(), "e1", EARLIER)
+    assert who(stitches=stitches).method == "own"
+    found = who({"x-stainless-retry-count": "1"}, stitches=stitches)
+    assert (found.episode, found.method, found.retry) == ("e1", "retry", 1)
+    assert (found.retry_of, found.confidence) == (EARLIER, "likely")
+    again = who({"x-stainless-retry-count": "2"}, stitches=stitches)
+    assert (again.method, again.asks) == ("own", (attempt_of(json.dumps(FIRST).encode()),))
+
+
+def test_a_named_retry_repeats_its_own_attempt() -> None:
+    stitches = Stitches()
+    stitches.failed(json.dumps(FIRST).encode(), "e1", EARLIER)
+    headers = {"x-stainless-retry-count": "1"}
+    other = who(headers | {"x-pawl-episode": "e2"}, stitches=stitches)
+    same = who(headers | {"x-pawl-episode": "e1"}, stitches=stitches)
+    assert (other.retry_of, same.retry_of, same.method) == (None, EARLIER, "header")
+
+
+@pytest.mark.parametrize(
+    ("value", "count"), [("0", 0), ("3", 3), ("", 0), ("-1", 0), ("many", 0), ("9999", 0), ("²", 0)]
+)
+def test_what_an_sdk_counts(value: str, count: int) -> None:
+    assert retry_count({"x-stainless-retry-count": value}) == count
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["x-pawl-episode", "x-session-id", "baggage", "traceparent"]), st.text()
+    ),
+    st.dictionaries(st.sampled_from(["metadata", "conversation", "session_id"]), st.text()),
+)
+def test_no_value_fails_a_call(headers: dict[str, str], fields: dict[str, Any]) -> None:
+    found = who(headers, fields=fields)
+    assert found.episode.strip()
+    assert found.episode.isprintable()

@@ -1,71 +1,140 @@
-"""Joining calls without a name: by a tool call that is answered, by an attempt that is repeated."""
+"""Joining calls without a name: what is offered, what is asked for, and when neither will do."""
 
-from typing import Any
+from uuid import UUID
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.stitch import Stitches, repeated_tool_ids
+from proxy.generations import Generations
+from proxy.signs import PREFIX, RESPONSE, TOOL_CALL
+from proxy.stitch import Attempt, Doubt, Joined, Stitches
 
-A, B = "chatcmpl-tool-aaaaaaaa", "chatcmpl-tool-bbbbbbbb"
-FORMS: list[dict[str, Any]] = [
-    {"messages": [{"role": "tool", "tool_call_id": A, "content": "1"}]},
-    {"input": [{"type": "function_call_output", "call_id": A, "output": "1"}]},
-    {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": A}]}]},
-]
+FIRST, SECOND = UUID(int=1), UUID(int=2)
 
 
-@pytest.mark.parametrize("fields", FORMS, ids=["chat", "responses", "messages"])
-def test_an_answered_tool_call_joins_its_episode(fields: dict[str, Any]) -> None:
+def sign(kind: int, number: int) -> bytes:
+    return bytes((kind,)) + number.to_bytes(15)
+
+
+A, B = sign(TOOL_CALL, 1), sign(TOOL_CALL, 2)
+LONG, SHORT = sign(PREFIX, 1), sign(PREFIX, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "confidence"),
+    [
+        (TOOL_CALL, "tool_call", "certain"),
+        (RESPONSE, "response", "certain"),
+        (PREFIX, "prefix", "likely"),
+    ],
+)
+def test_an_offer_joins_who_asks_for_it(kind: int, method: str, confidence: str) -> None:
     stitches = Stitches()
-    assert stitches.joined(fields) is None
-    stitches.handed_out([A], "e1")
-    assert stitches.joined(fields) == "e1"
+    assert stitches.find([sign(kind, 1)]) is None
+    stitches.offer([sign(kind, 1)], "e1")
+    found = stitches.find([sign(kind, 1)])
+    assert isinstance(found, Joined)
+    assert (found.episode, found.method, found.confidence) == ("e1", method, confidence)
 
 
-def test_an_id_that_two_episodes_were_given_joins_nothing() -> None:
+def test_what_two_episodes_offered_is_in_doubt() -> None:
     stitches = Stitches()
-    stitches.handed_out([A], "e1")
-    stitches.handed_out([A], "e2")
-    assert stitches.joined(FORMS[0]) is None
+    stitches.offer([A], "e1")
+    stitches.offer([A], "e2")
+    stitches.offer([A], "e1")
+    assert stitches.find([A]) == Doubt()
 
 
-def test_a_request_that_answers_two_episodes_is_in_doubt() -> None:
+def test_branches_of_one_episode_are_that_episode() -> None:
     stitches = Stitches()
-    stitches.handed_out([A], "e1")
-    stitches.handed_out([B], "e2")
-    both = [{"role": "tool", "tool_call_id": tool_id} for tool_id in (A, B)]
-    assert stitches.joined({"messages": both}) is None
+    stitches.offer([LONG], "e1")
+    stitches.offer([LONG], "e1")
+    assert stitches.find([LONG]) == Joined("e1", "prefix", "likely")
 
 
-def test_counters_are_no_sign() -> None:
+def test_results_of_two_episodes_tools_are_in_doubt() -> None:
     stitches = Stitches()
-    stitches.handed_out(["call_1"], "e1")
-    assert stitches.joined({"messages": [{"role": "tool", "tool_call_id": "call_1"}]}) is None
+    stitches.offer([A], "e1")
+    stitches.offer([B], "e2")
+    assert stitches.find([A, B]) == Doubt()
 
 
-def test_a_failed_attempt_is_joined_once() -> None:
+def test_a_surer_sign_decides_before_the_others() -> None:
     stitches = Stitches()
-    stitches.failed(b"body", "e1")
-    stitches.failed(b"body", "e2")
-    assert {stitches.retried(b"body"), stitches.retried(b"body")} == {"e1", "e2"}
+    stitches.offer([A], "e1")
+    stitches.offer([LONG], "e2")
+    assert stitches.find([A, LONG]) == Joined("e1", "tool_call", "certain")
+
+
+def test_a_sign_of_several_episodes_leaves_it_to_the_next() -> None:
+    stitches = Stitches()
+    for episode in ("e1", "e2"):
+        stitches.offer([A], episode)
+    stitches.offer([LONG], "e1")
+    assert stitches.find([A, LONG]) == Joined("e1", "prefix", "likely")
+
+
+def test_a_shorter_prefix_is_left_to_the_ledger() -> None:
+    stitches = Stitches()
+    stitches.offer([SHORT], "e1")
+    assert stitches.find([LONG, SHORT]) is None
+
+
+def test_a_failed_attempt_is_repeated_once() -> None:
+    stitches = Stitches()
+    stitches.failed(b"body", "e1", FIRST)
+    stitches.failed(b"body", "e2", SECOND)
+    found = {stitches.retried(b"body"), stitches.retried(b"body")}
+    assert found == {Attempt("e1", FIRST), Attempt("e2", SECOND)}
     assert stitches.retried(b"body") is None
     assert stitches.retried(b"other") is None
 
 
-JSON = st.recursive(
-    st.none() | st.integers() | st.text(max_size=14),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["content", "tool_call_id", "call_id", "type", "tool_use_id"]), inner
-        )
-    ),
+def test_a_named_episode_repeats_its_own_attempts_only() -> None:
+    stitches = Stitches()
+    stitches.failed(b"body", "e1", FIRST)
+    stitches.failed(b"body", "e2", SECOND)
+    assert stitches.retried(b"body", "e3") is None
+    assert stitches.retried(b"body", "e1") == Attempt("e1", FIRST)
+    assert stitches.retried(b"body", "e1") is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["e1", "e2"])), max_size=200),
+    st.integers(0, 40),
 )
+def test_a_bounded_memory_names_only_who_made_the_offer(
+    offers: list[tuple[int, str]], asked: int
+) -> None:
+    """What was forgotten is not found, or found of one of two: the ledger looks again."""
+    stitches = Stitches(capacity=8)
+    offered: dict[int, set[str]] = {}
+    for number, episode in offers:
+        stitches.offer([sign(PREFIX, number)], episode)
+        offered.setdefault(number, set()).add(episode)
+    found = stitches.find([sign(PREFIX, asked)])
+    if isinstance(found, Joined):
+        assert found.episode in offered[asked]
+    elif isinstance(found, Doubt):
+        assert len(offered[asked]) == 2
 
 
-@given(JSON, JSON)
-def test_any_request_can_be_read(messages: Any, given_input: Any) -> None:
-    found = list(repeated_tool_ids({"messages": messages, "input": given_input}))
-    assert all(isinstance(tool_id, str) for tool_id in found)
+@given(st.lists(st.integers(0, 30), max_size=200), st.integers(1, 8))
+def test_the_entries_touched_last_are_kept(keys: list[int], size: int) -> None:
+    memory: Generations[int, int] = Generations(size)
+    for key in keys:
+        memory.put(key, key)
+        assert len(memory) <= 2 * size
+    latest = list(dict.fromkeys(reversed(keys)))[:size]
+    assert [memory.get(key) for key in reversed(latest)] == list(reversed(latest))
+
+
+def test_what_is_asked_for_stays() -> None:
+    memory: Generations[int, int] = Generations(2)
+    memory.put(0, 0)
+    for key in range(1, 20):
+        memory.put(key, key)
+        assert memory.get(0) == 0
+    memory.forget(0)
+    assert memory.get(0) is None

@@ -1,0 +1,169 @@
+"""The names that a call goes by: what tools and frameworks tell of their sessions (pure).
+
+A name of ours (`pawl_episode`, `pawl.episode`) is an episode's key as it is. A foreign one
+gets its namespace before it (`claude-code:UUID`), so that the equal ids of two tools are two
+episodes; the namespace is the tool's, or the kind of id where many tools use the name. Which
+tool sends what, and where that was read, stands in docs/decisions/012-identity.md.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from proxy.baggage import parse_baggage
+
+Table = tuple[tuple[str, str], ...]
+
+MAX_LENGTH: Final = 256
+SUB_AGENT: Final = "subagent"
+
+# Header, namespace; the first that is told counts. A parent's session comes before the
+# session's own: a sub-agent works in the episode of the one who sent it.
+SESSION_HEADERS: Final = (
+    ("x-claude-code-session-id", "claude-code"),
+    ("x-litellm-trace-id", "litellm"),
+    ("x-litellm-session-id", "litellm"),
+    ("helicone-session-id", "helicone"),
+    ("x-opencode-session", "opencode"),
+    ("x-parent-session-id", "session"),
+    ("x-session-id", "session"),
+    ("x-session-affinity", "session"),
+    ("session-id", "codex"),
+    ("session_id", "codex"),
+)
+METADATA: Final = (
+    ("pawl_episode", ""),
+    ("litellm_session_id", "litellm"),
+    ("session_id", "session"),
+    ("conversation_id", "conversation"),
+    ("thread_id", "thread"),
+)
+FIELDS: Final = (
+    ("litellm_session_id", "litellm"),
+    ("litellm_trace_id", "litellm"),
+    ("session_id", "session"),
+)
+BAGGAGE: Final = (
+    ("pawl.episode", ""),
+    ("session.id", "session"),
+    ("langfuse_session_id", "langfuse"),
+    ("gen_ai.conversation.id", "conversation"),
+)
+# Told once a sub-agent: its presence says the role, its value is only an id.
+_SUB_AGENT_HEADERS: Final = ("x-claude-code-agent-id", "x-parent-session-id")
+_AGENT_HEADERS: Final = (("x-openai-subagent", ""), ("x-litellm-agent-id", ""))
+_AGENT_METADATA: Final = (("agent_name", ""),)
+_AGENT_BAGGAGE: Final = (("gen_ai.agent.name", ""),)
+_IN_USER_ID: Final = (("session_id", "claude-code"),)
+_IN_CONVERSATION: Final = (("id", "conversation"),)
+_OLD_USER_ID: Final = re.compile(r"user_.*_session_(?P<session>[0-9A-Fa-f-]{36})", re.DOTALL)
+
+
+class Name(msgspec.Struct, frozen=True):
+    """One name that a call goes by: how it was told, and where, for warnings."""
+
+    value: str
+    method: str
+    where: str
+    namespace: str = ""
+
+    @property
+    def key(self) -> str:
+        """The episode's key."""
+        return f"{self.namespace}:{self.value}" if self.namespace else self.value
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a request's headers and fields tell beside our own headers and URL."""
+
+    headers: Mapping[str, str]
+    metadata: dict[str, Any]
+    baggage: dict[str, str]
+
+    def own(self, name: str) -> Iterator[Name]:
+        """What is told of the `agent` or `task` under a name of ours."""
+        if self.metadata:
+            yield from _told(self.metadata, ((f"pawl_{name}", ""),), "metadata", "metadata.")
+        if self.baggage:
+            yield from _told(self.baggage, ((f"pawl.{name}", ""),), "baggage", "baggage ")
+
+    def agents(self) -> Iterator[Name]:
+        """What tools tell of the agent's role, ours left out."""
+        yield from _told(self.headers, _AGENT_HEADERS, "session", "")
+        for header in _SUB_AGENT_HEADERS:
+            if header in self.headers:
+                yield Name(SUB_AGENT, "session", header)
+        if self.metadata:
+            yield from _told(self.metadata, _AGENT_METADATA, "metadata", "metadata.")
+        if self.baggage:
+            yield from _told(self.baggage, _AGENT_BAGGAGE, "baggage", "baggage ")
+
+
+def read_told(headers: Mapping[str, str], fields: dict[str, Any]) -> Told:
+    """What a request tells; what has another shape than its convention's tells nothing."""
+    metadata, baggage = fields.get("metadata"), headers.get("baggage")
+    return Told(
+        headers=headers,
+        metadata=metadata if isinstance(metadata, dict) else {},
+        baggage=parse_baggage(baggage) if baggage else {},
+    )
+
+
+def episode_names(told: Told, fields: dict[str, Any]) -> Iterator[Name]:
+    """The names an episode is told by, those first that count first."""
+    yield from _told(told.headers, SESSION_HEADERS, "session", "")
+    if told.metadata:
+        yield from _claude_code_session(told.metadata.get("user_id"))
+        yield from _told(told.metadata, METADATA, "metadata", "metadata.")
+    yield from _told(fields, FIELDS, "metadata", "")
+    if "conversation" in fields:
+        yield from _conversation(fields["conversation"])
+    if told.baggage:
+        yield from _told(told.baggage, BAGGAGE, "baggage", "baggage ")
+
+
+def what_is_wrong(value: str) -> str | None:
+    """Why a value names nothing; None if it does."""
+    if not value.strip():
+        return "is empty"
+    if len(value) > MAX_LENGTH:
+        return f"is longer than {MAX_LENGTH} characters"
+    if not value.isprintable():
+        return "holds unprintable characters"
+    return None
+
+
+def _told(source: Mapping[str, Any], table: Table, method: str, prefix: str) -> Iterator[Name]:
+    for name, namespace in table:
+        value = source.get(name)
+        if value is None:
+            continue
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = str(value)
+        if isinstance(value, str):
+            yield Name(value, method, prefix + name, namespace)
+
+
+def _claude_code_session(user_id: Any) -> Iterator[Name]:
+    """Claude Code's session within `metadata.user_id`; the rest of it names a person.
+
+    Two forms: `user_…_session_UUID`, and since 2.1.86 an object as JSON text.
+    """
+    if not isinstance(user_id, str):
+        return
+    if match := _OLD_USER_ID.fullmatch(user_id):
+        yield Name(match["session"], "session", "metadata.user_id", "claude-code")
+    elif user_id.startswith("{"):
+        try:
+            parsed = msgspec.json.decode(user_id, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            return
+        yield from _told(parsed, _IN_USER_ID, "session", "metadata.user_id.")
+
+
+def _conversation(conversation: Any) -> Iterator[Name]:
+    """The Responses API's `conversation`: an id, or an object with one."""
+    source = conversation if isinstance(conversation, dict) else {"id": conversation}
+    yield from _told(source, _IN_CONVERSATION, "response", "conversation ")

@@ -1,0 +1,378 @@
+"""Signs: every way in which a client sends a conversation back is the same, another is not."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.conversation import canonical_arguments, is_unique, read_conversation
+from proxy.dialects.base import Gist
+from proxy.signs import ATTEMPT, PREFIX, RESPONSE, TOOL_CALL, asks_of, attempt_of, offers_of
+from store.records import ToolCall
+
+ID, OTHER_ID = "chatcmpl-tool-0123456789abcdef", "toolu_01A09q90qw90lq917835"
+Fields = dict[str, Any]
+Message = dict[str, Any]
+
+
+def chat(*messages: Message) -> Fields:
+    return {"model": "m", "messages": list(messages)}
+
+
+def user(text: Any) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: Any, *calls: tuple[str, str, str], **more: Any) -> Message:
+    told = [
+        {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for id_, name, arguments in calls
+    ]
+    return {"role": "assistant", "content": text, **({"tool_calls": told} if told else {}), **more}
+
+
+def result(tool_id: str, text: Any) -> Message:
+    return {"role": "tool", "tool_call_id": tool_id, "content": text}
+
+
+def gist(text: str = "", *calls: tuple[str, str, str], response_id: str | None = None) -> Gist:
+    told = tuple(ToolCall(id=id_, name=name, arguments=text_) for id_, name, text_ in calls)
+    return Gist(response_id, text, told)
+
+
+def prefixes(signs: tuple[bytes, ...]) -> list[bytes]:
+    return [sign for sign in signs if sign[0] == PREFIX]
+
+
+ADD = (ID, "add", '{"a": 1, "b": 2.0}')
+COUNTER = ("call_1", "add", '{"a": 1, "b": 2.0}')
+
+# How clients send back an assistant's "Let me see." with a call of a tool.
+REBUILT: dict[str, Callable[[tuple[str, str, str]], Message]] = {
+    "verbatim": lambda call: assistant("Let me see.", call),
+    "nulls": lambda call: assistant("Let me see.", call, refusal=None, audio=None, reasoning=None),
+    "parts": lambda call: assistant([{"type": "text", "text": "Let me see."}], call),
+    "named": lambda call: assistant("Let me see.", call, name="calculator"),
+    "stripped": lambda call: assistant("\n\nLet me see.\n", call),
+    "reasoning repeated": lambda call: assistant("Let me see.", call, reasoning_content="Hm."),
+    "reasoning within": lambda call: assistant("<think>Hm.</think>\n\nLet me see.", call),
+    "marked": lambda call: assistant(
+        [{"type": "text", "text": "Let me see.", "cache_control": {"type": "ephemeral"}}], call
+    ),
+    "arguments compact": lambda call: assistant("Let me see.", (*call[:2], '{"b":2,"a":1}')),
+    "arguments parsed": lambda call: assistant("Let me see.", (*call[:2], {"a": 1, "b": 2})),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("call", [ADD, COUNTER], ids=["unique", "counter"])
+@pytest.mark.parametrize("form", REBUILT)
+def test_a_reply_is_the_same_however_it_is_sent_back(form: str, call: tuple[str, str, str]) -> None:
+    offers = offers_of("chat", chat(user("2 + 1?")), gist("Let me see.", call))
+    again = chat(user("2 + 1?"), REBUILT[form](call), result(call[0], "3"))
+    assert prefixes(asks_of("chat", again)) == prefixes(offers)
+
+
+@pytest.mark.parametrize("content", [None, "", []])
+def test_a_call_without_words_is_the_same_with_null_or_nothing(content: Any) -> None:
+    offers = offers_of("chat", chat(user("q")), gist("", ADD))
+    again = chat(user("q"), assistant(content, ADD), result(ID, "3"))
+    missing = chat(
+        user("q"), {"role": "assistant", "tool_calls": again["messages"][1]["tool_calls"]}
+    )
+    assert prefixes(asks_of("chat", again)) == prefixes(offers)
+    assert prefixes(asks_of("chat", missing)) == prefixes(offers)
+
+
+def test_a_system_prompt_is_no_part_of_a_conversation() -> None:
+    offers = offers_of(
+        "chat", chat({"role": "system", "content": "It is noon."}, user("q")), gist("a")
+    )
+    later = chat(
+        {"role": "developer", "content": "It is one."}, user("q"), assistant("a"), user("r")
+    )
+    assert prefixes(asks_of("chat", later)) == prefixes(offers)
+
+
+def test_a_response_echoed_as_items_is_the_reply() -> None:
+    offers = offers_of(
+        "responses",
+        {"input": "q"},
+        gist("Let me see.", ADD, (OTHER_ID, "look", "{}"), response_id="resp_1"),
+    )
+    call = {"type": "function_call", "name": "add", "arguments": '{"a":1,"b":2.0}', "call_id": ID}
+    text = {"type": "output_text", "text": "Let me see.", "annotations": []}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "message", "id": "msg_1", "role": "assistant", "content": [text]},
+        call | {"id": "fc_1", "status": "completed"},
+        {"type": "function_call", "name": "look", "arguments": "{}", "call_id": OTHER_ID},
+        {"type": "function_call_output", "call_id": ID, "output": "3"},
+        {
+            "type": "function_call_output",
+            "call_id": OTHER_ID,
+            "output": [{"type": "input_text", "text": "x"}],
+        },
+    ]
+    bare = [items[0], {"role": "assistant", "content": "Let me see."}, call, *items[4:]]
+    assert [sign[0] for sign in offers] == [TOOL_CALL, TOOL_CALL, RESPONSE, PREFIX]
+    assert [sign[0] for sign in asks_of("responses", {"input": items})] == [
+        TOOL_CALL,
+        TOOL_CALL,
+        PREFIX,
+    ]
+    assert set(asks_of("responses", {"input": items})) == set(offers) - {offers[2]}
+    assert asks_of("responses", {"input": bare}) == asks_of("responses", {"input": items})
+
+
+def test_anthropics_blocks_are_the_reply() -> None:
+    marked = [{"type": "text", "text": "q", "cache_control": {"type": "ephemeral"}}]
+    offers = offers_of("messages", chat(user(marked)), gist("Let me see.", ADD))
+    blocks = [
+        {"type": "thinking", "thinking": "Hm.", "signature": "s"},
+        {"type": "text", "text": "Let me see."},
+        {"type": "tool_use", "id": ID, "name": "add", "input": {"b": 2.0, "a": 1}},
+    ]
+    results = [{"type": "tool_result", "tool_use_id": ID, "content": "3"}]
+    again = chat(user("q"), {"role": "assistant", "content": blocks}, user(results))
+    assert set(asks_of("messages", again)) == set(offers)
+
+
+def test_a_response_that_goes_on_from_another_asks_for_it() -> None:
+    offers = offers_of("responses", {"input": "q"}, gist("a", response_id="resp_1"))
+    fields = {"input": [user("r")], "previous_response_id": "resp_1"}
+    assert asks_of("responses", fields) == (offers[0],)
+    assert [sign[0] for sign in offers] == [RESPONSE, PREFIX]
+    # What it shows is not all that was said: it is no prefix of anything.
+    later = offers_of("responses", fields, gist("b", response_id="resp_2"))
+    assert [sign[0] for sign in later] == [RESPONSE]
+
+
+def test_only_responses_offer_their_id() -> None:
+    assert [sign[0] for sign in offers_of("chat", chat(user("q")), gist("a", response_id="x"))] == [
+        PREFIX
+    ]
+
+
+def test_earlier_replies_are_asked_for_after_the_newest() -> None:
+    asks: list[bytes] = []
+    messages: list[Message] = []
+    for turn in range(7):
+        messages.append(user(f"q{turn}"))
+        asks += offers_of("chat", chat(*messages), gist(f"a{turn}"))
+        messages.append(assistant(f"a{turn}"))
+    assert list(asks_of("chat", chat(*messages, user("now")))) == asks[:-5:-1]
+    # The last reply is to be continued: those that were answered come first.
+    assert list(asks_of("chat", chat(*messages))) == [*asks[-2:-6:-1], asks[-1]]
+
+
+def test_a_continued_reply_is_one_reply() -> None:
+    begun = chat(user("q"), assistant("Once upon"))
+    offers = offers_of("chat", begun, gist("a time."))
+    whole = chat(user("q"), assistant("Once upon"), assistant("a time."), user("More!"))
+    assert prefixes(asks_of("chat", whole)) == prefixes(offers)
+
+
+def test_a_reply_that_said_nothing_offers_nothing() -> None:
+    assert offers_of("chat", chat(user("q")), gist()) == ()
+    assert asks_of("chat", chat(user("q"), assistant(""), user("r"))) == ()
+
+
+@pytest.mark.parametrize(
+    ("tool_id", "unique"),
+    [
+        (ID, True),
+        (OTHER_ID, True),
+        ("call_8z3hq1xd", True),
+        ("D681PevKs", True),
+        ("call_0_550e8400-e29b-41d4-a716-44665544000a", True),
+        ("call_1", False),
+        ("functions.get_weather:0", False),
+        ("call_get_weather", False),
+        ("call_00000000000000000001", False),
+        ("", False),
+    ],
+)
+def test_counters_are_no_sign(tool_id: str, unique: bool) -> None:
+    assert is_unique(tool_id) is unique
+    call = (tool_id, "add", "{}")
+    offers = offers_of("chat", chat(user("q")), gist("", call))
+    asks = asks_of("chat", chat(user("q"), assistant(None, call), result(tool_id, "1")))
+    assert (TOOL_CALL in [sign[0] for sign in offers]) is unique
+    assert set(asks) == set(offers)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (chat(user("q"), assistant("a"), user("r")), chat(user("Q"), assistant("a"), user("r"))),
+        (chat(user("q"), assistant("a"), user("r")), chat(user("q"), assistant("b"), user("r"))),
+        (
+            chat(user("q"), user("s"), assistant("a"), user("r")),
+            chat(user("qs"), assistant("a"), user("r")),
+        ),
+        (
+            chat(user("q"), assistant("", COUNTER), result("call_1", "1")),
+            chat(user("q"), assistant("", ("call_1", "add", '{"a": 2}')), result("call_1", "1")),
+        ),
+        (
+            chat(
+                user("q"), assistant("", COUNTER), result("call_1", "1"), assistant("a"), user("r")
+            ),
+            chat(
+                user("q"), assistant("", COUNTER), result("call_1", "2"), assistant("a"), user("r")
+            ),
+        ),
+        (
+            chat(
+                user([{"type": "image_url", "image_url": {"url": "x"}}]), assistant("a"), user("r")
+            ),
+            chat(
+                user([{"type": "image_url", "image_url": {"url": "y"}}]), assistant("a"), user("r")
+            ),
+        ),
+        (
+            chat(user("a"), assistant("b"), user("r")),
+            chat(assistant("a"), user("b"), assistant("r")),
+        ),
+    ],
+    ids=["question", "answer", "split", "arguments", "result", "image", "roles"],
+)
+def test_other_conversations_are_others(one: Fields, other: Fields) -> None:
+    assert set(asks_of("chat", one)[:1]).isdisjoint(asks_of("chat", other)[:1])
+
+
+def test_an_attempt_is_its_body() -> None:
+    assert attempt_of(b"body") == attempt_of(b"body") != attempt_of(b"other")
+    assert attempt_of(b"body")[0] == ATTEMPT
+    assert len(attempt_of(b"body")) == 16
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+SPOKEN = TEXTS.filter(lambda text: "</think>" not in text and bool(text.strip()))
+IDS = st.sampled_from([ID, OTHER_ID, "call_1", "call_2"])
+ARGUMENTS = st.dictionaries(
+    TEXTS, st.integers(-9, 9) | TEXTS | st.none() | st.booleans(), max_size=3
+)
+STEPS = st.one_of(
+    st.tuples(st.just("user"), TEXTS),
+    st.tuples(st.just("assistant"), SPOKEN),
+    st.tuples(st.just("call"), st.tuples(IDS, ARGUMENTS)),
+    st.tuples(st.just("result"), st.tuples(IDS, TEXTS)),
+)
+
+
+def as_sent(
+    steps: list[tuple[str, Any]], rebuilt: Callable[[str], Any], dump: Any
+) -> list[Message]:
+    """The steps as a chat's messages, contents and arguments written as a client would."""
+    messages: list[Message] = []
+    for kind, what in steps:
+        if kind == "call":
+            messages.append(assistant(None, (what[0], "f", dump(what[1]))))
+        elif kind == "result":
+            messages.append(result(what[0], rebuilt(what[1])))
+        else:
+            messages.append({"role": kind, "content": rebuilt(what)})
+    return messages
+
+
+@given(st.lists(STEPS, max_size=8))
+def test_every_conversation_survives_being_rebuilt(steps: list[tuple[str, Any]]) -> None:
+    plain = as_sent(steps, lambda text: text, json.dumps)
+    parts = as_sent(
+        steps,
+        lambda text: [{"type": "text", "text": text}],
+        lambda value: json.dumps(dict(reversed(value.items())), ensure_ascii=False, indent=1),
+    )
+    assert asks_of("chat", chat(*plain)) == asks_of("chat", chat(*parts))
+    assert offers_of("chat", chat(*plain), gist("a")) == offers_of("chat", chat(*parts), gist("a"))
+
+
+@given(st.lists(STEPS, max_size=6), st.lists(STEPS, max_size=6))
+def test_different_conversations_differ(
+    one: list[tuple[str, Any]], other: list[tuple[str, Any]]
+) -> None:
+    signs = [
+        prefixes(offers_of("chat", chat(*as_sent(steps, str, json.dumps)), gist("a")))
+        for steps in (one, other)
+    ]
+    assert (signs[0] == signs[1]) == (told(one) == told(other))
+
+
+def told(steps: list[tuple[str, Any]]) -> list[Any]:
+    """What counts of a conversation: words by whom, calls, results; runs of replies are one."""
+    found: list[Any] = []
+    for kind, what in [*steps, ("assistant", "a")]:
+        if kind in ("assistant", "call"):
+            if not found or found[-1][0] != "said":
+                found.append(("said", [], []))
+            if kind == "assistant":
+                found[-1][1].append(what.strip())
+            else:
+                unique = is_unique(what[0])
+                found[-1][2].append(
+                    what[0] if unique else (what[0], json.dumps(what[1], sort_keys=True))
+                )
+        elif kind == "result":
+            found.append(("result", what[0], None if is_unique(what[0]) else what[1]))
+        else:
+            found.append(("user", what))
+    return [
+        ("said", "".join(entry[1]), entry[2]) if entry[0] == "said" else entry for entry in found
+    ]
+
+
+@given(st.lists(STEPS, max_size=8), SPOKEN)
+def test_what_a_call_offers_the_next_one_asks_for(steps: list[tuple[str, Any]], reply: str) -> None:
+    messages = as_sent([*steps, ("user", "q")], str, json.dumps)
+    offers = offers_of("chat", chat(*messages), gist(reply))
+    asks = asks_of("chat", chat(*messages, assistant(reply), user("next")))
+    assert prefixes(asks)[0] == offers[-1]
+
+
+@given(st.lists(STEPS, max_size=8))
+def test_reading_once_for_both_is_reading_twice(steps: list[tuple[str, Any]]) -> None:
+    fields = chat(*as_sent(steps, str, json.dumps))
+    read = read_conversation(fields)
+    assert asks_of("chat", fields, read) == asks_of("chat", fields)
+    assert offers_of("chat", fields, gist("a"), read) == offers_of("chat", fields, gist("a"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ('{"a":1,"b":2.0}', '{ "b": 2, "a": 1.0 }'),
+        ("", "{}"),
+        (None, {}),
+        ('{"a":"ä"}', '{"a":"\\u00e4"}'),
+        ("not json ", "not json"),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_arguments_are_compared_parsed(one: Any, other: Any) -> None:
+    assert canonical_arguments(one) == canonical_arguments(other)
+
+
+KEYS = [
+    *("role", "content", "type", "text", "id", "name", "tool_calls", "function", "arguments"),
+    *("input", "output", "tool_call_id", "call_id", "tool_use_id"),
+]
+WORDS = st.sampled_from(["assistant", "user", "tool", "tool_result", "tool_use", "function_call"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=14),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner | WORDS)
+    ),
+)
+
+
+@given(JSON, JSON, JSON)
+def test_any_request_can_be_read(messages: Any, given_input: Any, previous: Any) -> None:
+    fields = {"messages": messages, "input": given_input, "previous_response_id": previous}
+    for dialect in ("chat", "responses", "messages", "completions"):
+        signs = asks_of(dialect, fields) + offers_of(dialect, fields, gist("a", ADD))
+        assert all(len(sign) == 16 for sign in signs)
