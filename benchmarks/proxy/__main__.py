@@ -8,6 +8,7 @@ Needs nginx and wrk (Debian: nginx-light, wrk).
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
@@ -105,7 +106,14 @@ def _machine() -> str:
 def _as_json(peers: dict[str, Peer], promises: list[Bar], busy: float) -> dict[str, Any]:
     judged = {bar.name: {**asdict(bar), "holds": bar.holds} for bar in promises}
     found = {name: asdict(peer) for name, peer in peers.items()}
-    return {"bars": judged, "peers": found, "busy_before": round(busy, 3)}
+    return dict(_finite({"bars": judged, "peers": found, "busy_before": round(busy, 3)}))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _finite(held) for key, held in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 if __name__ == "__main__":

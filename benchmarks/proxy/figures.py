@@ -34,7 +34,7 @@ class Calls:
     @property
     def sustained_per_s(self) -> float:
         """Calls a second, counted until all were stored."""
-        if self.drain_s is None or not self.calls:
+        if self.drain_s is None:
             return self.calls_per_s
         return self.calls / (self.calls / self.calls_per_s + self.drain_s)
 

@@ -53,7 +53,9 @@ class Environment:
         command = [self.program("python"), "-m", "pip", "install", "--quiet", *step]
         reason = ""
         for number in range(TRIES):
-            console.print(f"  pip install {' '.join(step)}" + (" (again)" if number else ""))
+            again = " (again)" if number else ""
+            # An extra's brackets are no markup.
+            console.print(f"  pip install {' '.join(step)}{again}", markup=False)
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 return
@@ -62,7 +64,7 @@ class Environment:
         raise CannotInstall(f"pip install {' '.join(step)}: {reason}")
 
 
-LITELLM_VERSION = "1.109.1"
+LITELLM_VERSION = "1.106.2"
 LITELLM = Environment("litellm", [[f"litellm[proxy]=={LITELLM_VERSION}"]])
 
 AGENT_LIGHTNING_VERSION = "1.0.2"

@@ -114,7 +114,8 @@ def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: P
     deadline = time.monotonic() + READY_TIMEOUT_S
     while not ready():
         if process.poll() is not None or time.monotonic() > deadline:
-            raise NotUp(f"{process.args!r} did not come up:\n{last_lines(log)}")
+            tail = last_lines(log)
+            raise NotUp(f"it did not come up: {tail.rpartition(chr(10))[2]}\n{tail}")
         time.sleep(0.1)
 
 

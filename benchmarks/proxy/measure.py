@@ -99,6 +99,8 @@ def _calls(
     watch = Watch(up.roots, up.port)
     before = watch.cpu_seconds()
     seen = wrk.run(up.url, folder, seconds, at_once, chars)
+    if not seen.calls:
+        raise probe.WrongAnswer(f"none of {at_once} calls at once was answered in {seconds} s")
     stored, drain_s = None, None
     if up.ledger is not None:
         count, drain_s = up.ledger.settled(before_stored + seen.calls)

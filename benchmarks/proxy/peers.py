@@ -113,7 +113,7 @@ def litellm(folder: Path, upstream: int) -> Iterator[Running]:
     # JSON is YAML as well.
     config.write_text(json.dumps(settings))
     quiet = {"LITELLM_LOG": "ERROR", "LITELLM_MODE": "PRODUCTION"}
-    environment = quiet | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_TELEMETRY": "False"}
+    environment = quiet | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": wire.KEY}
     command = [LITELLM.program("litellm"), "--config", str(config), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--num_workers", "1", "--telemetry", "False"]
     with running(command, MEASURED_CORE, log, environment) as process:

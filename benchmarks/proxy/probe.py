@@ -41,8 +41,8 @@ def one_call(url: str, mark: str, chars: int = wire.PROMPT_CHARS) -> tuple[Mappi
     at = urlsplit(url)
     connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=30)
     try:
-        body = wire.prompt(mark, chars)
-        connection.request("POST", at.path, body, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {wire.KEY}"}
+        connection.request("POST", at.path, wire.prompt(mark, chars), headers)
         response = connection.getresponse()
         said = response.read()
         if response.status != 200:

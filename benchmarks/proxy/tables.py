@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
+from rich.text import Text
 
 from benchmarks.proxy.figures import ALONE, MANY, Bar, Peer
 
@@ -22,8 +23,8 @@ class Rows:
 
     def rich(self) -> Table:
         """For the terminal."""
-        notes = "\n".join(self.notes)
-        table = Table(title=self.title, caption=notes, title_justify="left", caption_justify="left")
+        table = Table(title=self.title, title_justify="left", caption_justify="left")
+        table.caption = Text("\n".join(self.notes))
         for number, head in enumerate(self.heads):
             table.add_column(head, justify="right" if number else "left")
         for line in self.lines:
@@ -65,7 +66,7 @@ def calls_table(peers: Iterable[Peer]) -> Rows:
 
 def _calls_line(peer: Peer, width: int) -> list[str]:
     alone, many = peer.calls.get(ALONE), peer.calls.get(MANY)
-    if peer.missing or alone is None or many is None:
+    if alone is None or many is None:
         return [_title(peer), "missing", *[NONE] * (width - 2)]
     return [
         _title(peer),
@@ -89,9 +90,9 @@ def streams_table(peers: Iterable[Peer]) -> Rows:
     lines: list[list[str]] = []
     notes: list[str] = []
     for peer in peers:
-        reason = peer.missing or peer.no_streams
-        if reason:
+        if not peer.streams:
             lines.append([_title(peer), "none", *[NONE] * (len(heads) - 2)])
+            reason = peer.missing or peer.no_streams or "not asked for (--streams)"
             notes.append(f"{_title(peer)} has no streams: {reason}.")
         lines += _stream_lines(peer)
     return Rows("Streams of ten chunks a second", heads, lines, notes)

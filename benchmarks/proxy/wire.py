@@ -5,6 +5,8 @@ import re
 from typing import Final
 
 MODEL: Final = "m"
+# Sent with every call; LiteLLM does not start without one.
+KEY: Final = "sk-only-for-this-benchmark"
 PROMPT_CHARS: Final = 4000
 PROMPT_TOKENS: Final = 200
 MODELS: Final = json.dumps({"object": "list", "data": [{"id": MODEL, "owned_by": "vllm"}]})
@@ -58,7 +60,7 @@ def post(host: str, path: str, body: bytes) -> bytes:
     """The whole HTTP request."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        f"Authorization: Bearer none\r\nContent-Length: {len(body)}\r\n\r\n"
+        f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
 
