@@ -1,0 +1,1 @@
+"""`python -m benchmarks.proxy`: what Pawl costs, beside nginx, LiteLLM and Agent Lightning."""

@@ -1,0 +1,159 @@
+"""What is measured, and the bars it is held against. Pure."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
+
+BATCH_GAP_S: Final = 0.05
+ALONE, MANY = 1, 64
+STREAMS: Final = (1, 256, 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Whole calls, so many at once. CPU is given a call, by group of processes."""
+
+    at_once: int
+    calls: int
+    failed: int
+    calls_per_s: float
+    median_ms: float
+    p99_ms: float
+    cpu_us: Mapping[str, float]
+    # Of a peer that stores its calls: until the last was stored, from the load's end on.
+    stored: int | None = None
+    drain_s: float | None = None
+
+    @property
+    def cpu_us_in_all(self) -> float:
+        """Of all groups."""
+        return sum(self.cpu_us.values())
+
+    @property
+    def sustained_per_s(self) -> float:
+        """Calls a second, counted until all were stored."""
+        if self.drain_s is None:
+            return self.calls_per_s
+        return self.calls / (self.calls / self.calls_per_s + self.drain_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Streams of ten chunks a second, so many at once; `failed` counts by reason."""
+
+    at_once: int
+    started: int
+    failed: Mapping[str, int]
+    batched: int
+    chunks: int
+    first_median_ms: float
+    first_p99_ms: float
+    delay_median_ms: float
+    delay_p99_ms: float
+    cpu_us: Mapping[str, float]
+
+    @property
+    def failures(self) -> int:
+        """For whatever reason."""
+        return sum(self.failed.values())
+
+    @property
+    def cpu_us_in_all(self) -> float:
+        """Of all groups, a chunk."""
+        return sum(self.cpu_us.values())
+
+
+@dataclass(slots=True)
+class Peer:
+    """One row: what was found, or why nothing was. `no_streams` says why there are none."""
+
+    name: str
+    version: str = ""
+    missing: str = ""
+    no_streams: str = ""
+    calls: dict[int, Calls] = field(default_factory=dict)
+    large: Calls | None = None
+    streams: dict[int, Streams] = field(default_factory=dict)
+    memory_mib: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A promise: `value` at least, or at most, `limit`. None: it was not measured."""
+
+    name: str
+    value: float | None
+    limit: float
+    at_least: bool = False
+
+    @property
+    def holds(self) -> bool | None:
+        """None where there is nothing to judge."""
+        if self.value is None:
+            return None
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that `share` of all do not exceed (nearest rank); NaN of none."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def batched(stamps: Sequence[float]) -> int:
+    """How many chunks of one delivered piece had waited for a later one."""
+    return sum(later - earlier >= BATCH_GAP_S for earlier, later in pairwise(stamps))
+
+
+def bars(peers: Mapping[str, Peer]) -> list[Bar]:
+    """Pawl's promises, as far as this run can judge them."""
+    pawl = peers.get("pawl", Peer("pawl"))
+    return [
+        Bar("calls_per_nginx", _ratio(peers, "nginx"), 1 / 9, at_least=True),
+        Bar("calls_per_litellm", _ratio(peers, "litellm"), 40, at_least=True),
+        Bar("calls_per_agent_lightning", _ratio(peers, "agent-lightning"), 13, at_least=True),
+        *_bars_of_calls(pawl.calls.get(MANY)),
+        Bar("added_ms", _added_ms(peers), 0.8),
+        Bar("large_reply_cpu_us", pawl.large.cpu_us_in_all if pawl.large else None, 600),
+        *_bars_of_streams(pawl.streams.get(STREAMS[-1])),
+    ]
+
+
+def _bars_of_calls(found: Calls | None) -> list[Bar]:
+    lost = None
+    if found is not None and found.stored is not None:
+        lost = float(max(0, found.calls - found.stored))
+    return [
+        Bar("calls_failed", float(found.failed) if found else None, 0),
+        Bar("calls_not_stored", lost, 0),
+    ]
+
+
+def _bars_of_streams(found: Streams | None) -> list[Bar]:
+    return [
+        Bar("streams_failed", float(found.failures) if found else None, 0),
+        Bar("streams_batched", float(found.batched) if found else None, 0),
+        Bar("chunk_delay_p99_ms", found.delay_p99_ms if found else None, 10),
+        Bar("first_chunk_p99_ms", found.first_p99_ms if found else None, 25),
+        Bar("chunk_cpu_us", found.cpu_us_in_all if found else None, 80),
+    ]
+
+
+def _ratio(peers: Mapping[str, Peer], other: str) -> float | None:
+    ours, theirs = _calls(peers, "pawl", MANY), _calls(peers, other, MANY)
+    if ours is None or theirs is None or not theirs.calls_per_s:
+        return None
+    return ours.calls_per_s / theirs.calls_per_s
+
+
+def _added_ms(peers: Mapping[str, Peer]) -> float | None:
+    ours, direct = _calls(peers, "pawl", ALONE), _calls(peers, "direct", ALONE)
+    return None if ours is None or direct is None else ours.median_ms - direct.median_ms
+
+
+def _calls(peers: Mapping[str, Peer], name: str, at_once: int) -> Calls | None:
+    return peers[name].calls.get(at_once) if name in peers else None

@@ -1,0 +1,188 @@
+"""One peer through everything: whole calls, the large reply, streams."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.proxy import probe, wrk
+from benchmarks.proxy.figures import ALONE, MANY, STREAMS, Calls, Peer, Streams
+from benchmarks.proxy.install import CannotInstall
+from benchmarks.proxy.machine import LOAD_CORE, NotUp, Watch, on_core, running, wait_for
+from benchmarks.proxy.nginx import LARGE_TOKENS, TOKENS, model_server, nginx
+from benchmarks.proxy.peers import Contender, Running
+from benchmarks.proxy.stream_client import Plan, as_argument
+from benchmarks.proxy.wire import PROMPT_CHARS
+from benchmarks.vllm_server import free_port
+
+WORK = Path("var/bench")
+INTERVAL_S = 0.1
+CHUNKS = 50
+WARM_S = 2
+SAMPLE = 20
+LARGE_AT_ONCE = 8
+SMALL_PROMPT_CHARS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long each load lasts, and how many streams at once there are in turn."""
+
+    seconds: int
+    streams: tuple[int, ...] = STREAMS
+
+
+def measured(contender: Contender, lengths: Lengths, console: Console) -> Peer:
+    """The peer's row; one that cannot be had says why."""
+    peer = Peer(contender.name, contender.version, no_streams=contender.no_streams)
+    try:
+        if contender.environment is not None:
+            contender.environment.ensure(console)
+        _whole_calls(contender, peer, lengths, console)
+        if not contender.no_streams:
+            _streams(contender, peer, lengths, console)
+    except (CannotInstall, NotUp, probe.WrongAnswer) as error:
+        if contender.environment is None:
+            raise
+        peer.missing = str(error).splitlines()[0]
+        console.print(f"{contender.name} is missing: {error}", markup=False)
+    return peer
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A place of its own, on the disk that the checkout is on: syncs must be real ones."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=WORK.resolve()) as name:
+        yield Path(name)
+
+
+def _whole_calls(contender: Contender, peer: Peer, lengths: Lengths, console: Console) -> None:
+    upstream = free_port()
+    with _folder() as folder:
+        server = model_server(upstream, folder)
+        with (
+            nginx(folder / "model", upstream, server, LOAD_CORE),
+            contender.start(folder, upstream) as up,
+        ):
+            _check(up)
+            console.print(f"{contender.name}: {ALONE} call at once, then {MANY}, then 100 KB")
+            _calls(up, folder, WARM_S, MANY)
+            for at_once in (ALONE, MANY):
+                peer.calls[at_once] = _calls(up, folder, lengths.seconds, at_once)
+            _note_memory(peer, up)
+            large = max(2, lengths.seconds // 2)
+            peer.large = _calls(up, folder, large, LARGE_AT_ONCE, SMALL_PROMPT_CHARS)
+
+
+def _check(up: Running) -> None:
+    for number in range(SAMPLE):
+        headers, reply = probe.one_call(up.url, f"sample {number} ")
+        probe.check_reply(reply, TOKENS)
+        if up.ledger is not None:
+            probe.check_hidden(headers, reply)
+    probe.check_reply(probe.one_call(up.url, "large ", SMALL_PROMPT_CHARS)[1], LARGE_TOKENS)
+
+
+def _calls(
+    up: Running, folder: Path, seconds: int, at_once: int, chars: int = PROMPT_CHARS
+) -> Calls:
+    """One run of wrk; a peer that stores has stored all before and after."""
+    before_stored = 0 if up.ledger is None else up.ledger.settled(0)[0]
+    watch = Watch(up.roots, up.port)
+    before = watch.cpu_seconds()
+    seen = wrk.run(up.url, folder, seconds, at_once, chars)
+    if not seen.calls:
+        raise probe.WrongAnswer(f"none of {at_once} calls at once was answered in {seconds} s")
+    stored, drain_s = None, None
+    if up.ledger is not None:
+        count, drain_s = up.ledger.settled(before_stored + seen.calls)
+        stored = count - before_stored
+    return Calls(
+        at_once=at_once,
+        calls=seen.calls,
+        failed=seen.failed,
+        calls_per_s=seen.calls_per_s,
+        median_ms=seen.median_ms,
+        p99_ms=seen.p99_ms,
+        cpu_us=_each_us(before, watch.cpu_seconds(), seen.calls),
+        stored=stored,
+        drain_s=drain_s,
+    )
+
+
+def _each_us(
+    before: Mapping[str, float], after: Mapping[str, float], count: int
+) -> dict[str, float]:
+    return {
+        group: 1e6 * (seconds - before.get(group, 0.0)) / max(1, count)
+        for group, seconds in after.items()
+    }
+
+
+def _note_memory(peer: Peer, up: Running) -> None:
+    """The most that was seen."""
+    for group, now in Watch(up.roots, up.port).memory_mib().items():
+        peer.memory_mib[group] = max(now, peer.memory_mib.get(group, 0.0))
+
+
+def _streams(contender: Contender, peer: Peer, lengths: Lengths, console: Console) -> None:
+    upstream = free_port()
+    command = [sys.executable, "-m", "benchmarks.proxy.stream_server"]
+    command += [str(upstream), str(INTERVAL_S)]
+    with _folder() as folder:
+        log = folder / "model.log"
+        with running(command, LOAD_CORE, log) as server:
+            models = f"http://127.0.0.1:{upstream}/v1/models"
+            wait_for(lambda: probe.answers(models), server, log)
+            with contender.start(folder, upstream) as up:
+                for at_once in lengths.streams:
+                    console.print(f"{contender.name}: {at_once} streams at once")
+                    peer.streams[at_once] = _streams_at_once(up, folder, at_once, lengths.seconds)
+                    _note_memory(peer, up)
+
+
+def _streams_at_once(up: Running, folder: Path, at_once: int, seconds: int) -> Streams:
+    """Streams of five seconds. One at a time, first chunks come from streams of one chunk."""
+    found = _load(up, folder, Plan(up.port, up.path, at_once, CHUNKS, INTERVAL_S, seconds))
+    if at_once == ALONE:
+        single = _load(up, folder, Plan(up.port, up.path, at_once, 1, INTERVAL_S, seconds / 2))
+        for name in ("first_median_ms", "first_p99_ms"):
+            found[name] = single[name]
+        for name in ("started", "batched"):
+            found[name] += single[name]
+        found["failed"] |= single["failed"]
+    return Streams(at_once=at_once, **found)
+
+
+def _load(up: Running, folder: Path, plan: Plan) -> dict[str, Any]:
+    """One run of the generator; CPU is what was used while its window was open."""
+    stored = 0 if up.ledger is None else up.ledger.settled(0)[0]
+    watch = Watch(up.roots, up.port)
+    cpu: list[dict[str, float]] = []
+    command = [sys.executable, "-m", "benchmarks.proxy.stream_client", as_argument(plan)]
+    found: dict[str, Any] = {}
+    with (
+        (folder / "load.log").open("ab") as log,
+        on_core(LOAD_CORE),
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as load,
+    ):
+        assert load.stdout is not None
+        for line in load.stdout:
+            found = json.loads(line)
+            if "now" in found:
+                cpu.append(watch.cpu_seconds())
+    if load.returncode != 0:
+        raise RuntimeError(f"the generator failed:\n{(folder / 'load.log').read_text()}")
+    found["cpu_us"] = _each_us(cpu[0], cpu[1], found["chunks"])
+    if up.ledger is not None:
+        ended = found["started"] - sum(found["failed"].values())
+        up.ledger.settled(stored + ended)
+    return found

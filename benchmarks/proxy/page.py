@@ -1,0 +1,30 @@
+"""`docs/benchmarks.md`: the page's own words stay, the figures between its marks are replaced."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.proxy.tables import Rows
+
+PAGE = Path("docs/benchmarks.md")
+PICTURE = Path("docs/benchmarks.png")
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+
+
+class NoMarks(Exception):
+    """The page has no place for the figures: a line for their begin, and one for their end."""
+
+
+def with_figures(page: str, tables: Sequence[Rows], machine: str) -> str:
+    """The page with these figures in the place of those before.
+
+    Raises:
+        NoMarks: see there.
+    """
+    before, begun, rest = page.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not begun or not ended:
+        raise NoMarks(f"{PAGE} needs a line {BEGIN} and a line {END}")
+    parts = [f"Measured on {machine}.", f"![the figures as bars]({PICTURE.name})"]
+    parts += [f"## {table.title}\n\n{table.markdown()}" for table in tables]
+    body = "\n\n".join(parts)
+    return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"
