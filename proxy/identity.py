@@ -18,7 +18,7 @@ from proxy.baggage import trace_id
 from proxy.conversation import Conversation, read_conversation
 from proxy.names import Name, Told, episode_names, read_told, what_is_wrong
 from proxy.routes import Route
-from proxy.signs import asks_of, attempt_of
+from proxy.signs import asks_of
 from proxy.stitch import Doubt, Joined, Stitches
 from store.records import OWN_EPISODE, Confidence
 
@@ -129,9 +129,6 @@ def _unnamed(
         return _Episode(found.episode, found.method, found.confidence, asks, None, said)
     if isinstance(found, Doubt):
         return _Episode(str(call_id), OWN_EPISODE, "doubtful", asks, None, said)
-    if repeated is not None:
-        # The attempt was another proxy's.
-        asks = (*asks, attempt_of(repeated))
     trace = trace_id(headers.get("traceparent", ""))
     if trace is not None:
         return _Episode(f"trace:{trace}", "trace", "likely", asks, None, said)

@@ -7,10 +7,14 @@ from proxy.http.wire import JSON, Headers
 
 
 def refuse(
-    exchange: Exchange, error: ProxyError, *, dialect: str | None = None, headers: Headers = []
+    exchange: Exchange,
+    error: ProxyError,
+    *,
+    dialect: str | None = None,
+    headers: Headers | None = None,
 ) -> None:
     """Answer with an error; `dialect` None: that of the path that was asked."""
     spoken = dialect or ("messages" if "/v1/messages" in exchange.target else "chat")
     body = error_body(spoken, error.message, error.kind, error.param, error.code)
     fault = (b"x-pawl-fault", error.fault.encode())
-    exchange.reply(error.status, b"", [JSON, fault, *headers], body)
+    exchange.reply(error.status, b"", [JSON, fault, *(headers or [])], body)

@@ -25,7 +25,7 @@ from proxy.metrics import ADDED_SECONDS, FIRST_CHUNK_SECONDS, WARNINGS
 from proxy.recorder import Recorder
 from proxy.refusal import refuse
 from proxy.routes import Route
-from proxy.signs import attempt_of, offers_of
+from proxy.signs import offers_of
 from proxy.stitch import Stitches
 from proxy.tool_status import HEADER as TOOL_STATUS_HEADER
 from proxy.tool_status import ToolStatusError, parse_tool_status
@@ -302,10 +302,9 @@ class Call:
         offers = offers_of(self._dialect.name, request.fields, gist, identity.conversation)
         stitches.offer(offers, identity.episode)
         answered = self._reply is not None and self._reply.status < ERRORS
-        if answered and self._status == "complete":
-            return offers
-        stitches.failed(request.body, identity.episode, self.id)
-        return (*offers, attempt_of(request.body))
+        if not answered or self._status != "complete":
+            stitches.failed(request.body, identity.episode, self.id)
+        return offers
 
     def _note(self) -> None:
         if self._record is not None:

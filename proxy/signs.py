@@ -19,7 +19,6 @@ METHODS: Final = {
     TOOL_CALL: "tool_call",
     RESPONSE: "response",
     PREFIX: "prefix",
-    ATTEMPT: "retry",
 }
 
 # How many replies before the newest are asked for: a client may have put in one of its own.
@@ -74,7 +73,11 @@ def offers_of(
 
 
 def attempt_of(body: bytes) -> bytes:
-    """What a failed attempt offers to, and a retry asks of, the proxies: the request itself."""
+    """What a failed attempt and its repeat share: the request itself.
+
+    Never in the ledger: eight samples of one question have one body, and which of them an
+    attempt was, only the proxy that saw it fail can tell.
+    """
     return bytes((ATTEMPT,)) + blake2b(body, digest_size=SIZE).digest()[1:]
 
 

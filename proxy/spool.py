@@ -58,7 +58,7 @@ class Spool:
             left.rename(left.with_suffix(SEALED))
         self._on_commit = on_commit
         self._gathered: list[Waiting] = []
-        self._committing = False
+        self._in_commit: list[Waiting] = []
         self._queue: queue.SimpleQueue[Commit | None] = queue.SimpleQueue()
         self._segment: Path | None = None
         self._file: int | None = None
@@ -74,7 +74,7 @@ class Spool:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bool] = loop.create_future()
-        if not self._gathered and not self._committing:
+        if not self._gathered and not self._in_commit:
             # What this turn of the loop still brings goes along.
             loop.call_soon(self._commit)
         self._gathered.append((frame, future, mark))
@@ -82,12 +82,11 @@ class Spool:
 
     def _commit(self) -> None:
         if self._gathered:
-            self._committing = True
-            self._queue.put((self._gathered, asyncio.get_running_loop()))
-            self._gathered = []
+            self._in_commit, self._gathered = self._gathered, []
+            self._queue.put((self._in_commit, asyncio.get_running_loop()))
 
     def _committed(self, waiting: list[Waiting], durable: bool) -> None:
-        self._committing = False
+        self._in_commit = []
         self._on_commit(durable, [mark for _, _, mark in waiting])
         for _, future, _ in waiting:
             if not future.done():
@@ -96,8 +95,8 @@ class Spool:
 
     async def flush(self) -> None:
         """Wait until all that was taken is on disk, or was given up."""
-        while self._gathered or self._committing:
-            await asyncio.sleep(0.001)
+        while waiting := [*self._gathered, *self._in_commit]:
+            await asyncio.wait([future for _, future, _ in waiting])
 
     def close(self) -> None:
         """Seal the segment, and let go of the folder. `flush` comes first."""

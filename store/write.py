@@ -11,9 +11,10 @@ from uuid import UUID
 
 from store.bases import Batch
 from store.digests import as_uuid, levels
+from store.gaps import mark_gaps
 from store.ids import time_of
 from store.joins import DOUBTFUL_CALL
-from store.records import OWN_EPISODE, CallRecord, FeedbackRecord, SpoolRecord
+from store.records import OWN_EPISODE, CallRecord, FeedbackRecord, GapRecord, SpoolRecord
 from store.rows import (
     EVENT_COLUMNS,
     FEEDBACK_COLUMNS,
@@ -80,6 +81,7 @@ async def write(
     if calls:
         known = await _known(driver, list(calls)) if repeated else set[UUID]()
         await _write_calls(driver, list(calls.values()), known, batch, written)
+    await mark_gaps(driver, [record for record in records if isinstance(record, GapRecord)])
     if statements:
         await _write_feedback(driver, list(statements.values()))
         written.statements += statements.values()

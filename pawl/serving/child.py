@@ -1,4 +1,4 @@
-"""`python -m pawl.serving.child keeper | worker FD`: a process of the supervisor's. Not for users."""
+"""`python -m pawl.serving.child keeper | worker FD`: one of the supervisor's processes."""
 
 import asyncio
 import os

@@ -137,7 +137,7 @@ async def test_a_full_disk_drops_the_record_says_so_and_serves_on(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    assert (await proxy.chat()).status == 200
+    assert (await proxy.chat(headers={"x-pawl-episode": "gap"})).status == 200
     status, body = await proxy.feedback({"value": 1, "episode": "e"})
     assert status == 507
     assert "PAWL_SPOOL_DIR" in body["error"]["message"]
@@ -145,7 +145,15 @@ async def test_a_full_disk_drops_the_record_says_so_and_serves_on(
     assert_adds_up()
     assert (await proxy.chat()).status == 200
     assert (await proxy.counters())["pawl_records_dropped_total"] >= 2
-    await proxy.only_call()
+    assert (await proxy.chat(headers={"x-pawl-episode": "gap"})).status == 200
+
+    async def marked() -> bool:
+        [*found] = await proxy.episodes(2)
+        gap = next(episode for episode in found if episode.key == "gap")
+        return "lost" in (gap.quarantined_reason or "")
+
+    assert await eventually(marked)
+    assert_adds_up()
 
 
 async def test_group_commit_makes_many_durable_with_few_syncs(

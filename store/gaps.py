@@ -1,0 +1,27 @@
+"""Episodes that miss a call which was lost before it could be kept: never trained on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from store.ids import new_id, time_of
+from store.records import OWN_EPISODE, GapRecord
+
+LOST_CALL = "a call of this episode was lost: its record could not be written to disk"
+
+# The episode may have no other call, yet or ever: it is there all the same, and says why.
+_MARK = f"""
+    INSERT INTO episodes (id, key, method, task_named, first_call_id, last_call_at, doubtful,
+                          quarantined_reason)
+    SELECT id, key, '{OWN_EPISODE}', false, call, at, true, '{LOST_CALL}'
+    FROM unnest($1::uuid[], $2::text[], $3::uuid[], $4::timestamptz[]) AS g (id, key, call, at)
+    ON CONFLICT (key) DO UPDATE SET doubtful = true,
+        quarantined_reason = COALESCE(episodes.quarantined_reason, excluded.quarantined_reason)
+"""
+
+
+async def mark_gaps(driver: Any, gaps: Sequence[GapRecord]) -> None:
+    """Keep these episodes from training, in the driver's present transaction."""
+    keys = {key: gap for gap in gaps for key in gap.episodes}
+    rows = [(new_id(), key, gap.id, time_of(gap.id)) for key, gap in sorted(keys.items())]
+    if rows:
+        await driver.execute(_MARK, *map(list, zip(*rows, strict=True)))
