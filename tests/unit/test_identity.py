@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from proxy.dialects.base import Gist
 from proxy.identity import Identity, identify, retry_count
 from proxy.routes import Kind, Route
-from proxy.signs import attempt_of, offers_of
+from proxy.signs import offers_of
 from proxy.stitch import Stitches
 from store.records import ToolCall
 
@@ -151,7 +151,7 @@ def test_a_retry_joins_the_attempt_that_failed() -> None:
     assert (found.episode, found.method, found.retry) == ("e1", "retry", 1)
     assert (found.retry_of, found.confidence) == (EARLIER, "likely")
     again = who({"x-stainless-retry-count": "2"}, stitches=stitches)
-    assert (again.method, again.asks) == ("own", (attempt_of(json.dumps(FIRST).encode()),))
+    assert (again.method, again.asks) == ("own", ())
 
 
 def test_a_named_retry_repeats_its_own_attempt() -> None:
