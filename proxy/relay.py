@@ -168,7 +168,7 @@ class Call:
 
     async def _prepare(self) -> None:
         """Choose the version and rewrite the request for it."""
-        self._serving = self._relay.versions.resolve(self._asked.model, self._identity.episode)
+        self._serving = self._relay.versions.resolve(self._asked.model, self._identity.follows)
         self._rewrite(await self._relay.upstream.gives_ids(self._serving.served_name))
 
     def _rewrite(self, want_ids: bool) -> None:
@@ -303,7 +303,7 @@ class Call:
         gist = Gist(response_id=record.response_id, tool_calls=record.tool_calls)
         said = self._identity.conversation
         offers = offers_of(record.dialect, self._asked.fields, gist, said)
-        stitches.offer(offers, record.episode)
+        stitches.offer(offers, record.episode, self._identity.follows)
         if record.status != "complete" or (record.http_status or 0) >= 400:
             stitches.failed(self._asked.body, record.episode, record.id)
 
