@@ -11,9 +11,9 @@ import msgspec
 
 from benchmarks.stitching_server import Exchange
 from proxy.dialects.base import Gist
-from proxy.identity import Identity, identify
+from proxy.identity import Identity, identify, retry_count
 from proxy.routes import Kind, Route
-from proxy.signs import attempt_of, offers_of
+from proxy.signs import RESPONSE, offers_of
 from proxy.stitch import Stitches
 from store.ids import new_id
 from store.records import ToolCall
@@ -34,6 +34,7 @@ def replay(runs: list[list[Exchange]], proxies: int, seed: int) -> list[Seen]:
     random = Random(seed)
     memories = [Stitches() for _ in range(proxies)]
     left = {run: list(exchanges) for run, exchanges in enumerate(runs)}
+    connected: dict[int, Stitches] = {}
     flying: dict[int, tuple[Seen, Exchange, bytes, Stitches]] = {}
     seen: list[Seen] = []
     active = list(left)
@@ -46,7 +47,11 @@ def replay(runs: list[list[Exchange]], proxies: int, seed: int) -> list[Seen]:
                 active[place] = active[-1]
                 active.pop()
             continue
-        exchange, memory = left[run].pop(0), random.choice(memories)
+        exchange = left[run].pop(0)
+        # An SDK sends its retry over the connection that it still has.
+        if retry_count(exchange.headers) == 0:
+            connected[run] = random.choice(memories)
+        memory = connected[run]
         body = json.dumps(exchange.body).encode()
         route = Route(kind=Kind.CALL, path="", dialect=exchange.dialect)
         call = new_id()
@@ -62,11 +67,10 @@ def _finish(call: Seen, exchange: Exchange, body: bytes, memory: Stitches) -> No
     before = perf_counter()
     said = call.who.conversation
     call.offers = offers_of(exchange.dialect, exchange.body, gist, said)
-    memory.offer(call.offers, call.who.episode)
+    memory.offer(call.offers, call.who.episode, call.who.follows)
     call.seconds += perf_counter() - before
     if exchange.status >= 400:
         memory.failed(body, call.who.episode, call.id)
-        call.offers += (attempt_of(body),)
 
 
 def gist_of(dialect: str, reply: dict[str, Any]) -> Gist:
@@ -103,30 +107,48 @@ def gist_of(dialect: str, reply: dict[str, Any]) -> Gist:
 def join_in_ledger(seen: list[Seen]) -> list[tuple[str, bool]]:
     """Each call's episode, and whether it is in doubt, once the ledger knows all records.
 
-    By the proxies' own rule: the surest offer that any earlier call made decides, and offers
-    of several episodes none. A prefix that a proxy joined by is looked at again.
+    Of what a call asks for, the surest sign that other episodes offered counts. If they are
+    one episode, the call's is that one, too; if not, all of them are in doubt. Joins are made
+    until there are no more to be made, as one may settle the doubt of another.
     """
-    offered: dict[bytes, list[Seen]] = defaultdict(list)
-    episodes: dict[UUID, str] = {}
-    result = []
-    moved: dict[str, str] = {}
+    offered: dict[bytes, set[str]] = defaultdict(set)
     for call in seen:
-        key = moved.get(call.who.episode, call.who.episode)
-        doubtful = call.who.confidence == "doubtful"
-        for digest in call.who.asks:
-            owners = {episodes[other.id] for other in offered[digest] if other.id < call.id}
-            if len(owners) == 1 and call.who.method in ("own", "trace"):
-                key = moved[call.who.episode] = owners.pop()
-                doubtful = False
-                break
-            if owners:
-                doubtful = owners != {key}
-                break
-        episodes[call.id] = key
-        result.append((key, doubtful))
         for digest in call.offers:
-            offered[digest].append(call)
-    return result
+            offered[digest].add(call.who.episode)
+    answers = {call.id: _answer(call, offered) for call in seen if call.who.asks}
+    roots = {call.who.episode: call.who.episode for call in seen}
+    changed = True
+    while changed:
+        changed = False
+        for call in seen:
+            found = {_root(roots, key) for key in answers.get(call.id, ())}
+            own = _root(roots, call.who.episode)
+            if len(found) == 1 and own not in found:
+                roots[own] = found.pop()
+                changed = True
+    doubted = {call.who.episode for call in seen if call.who.confidence == "doubtful"}
+    for call in seen:
+        answer = answers.get(call.id, set())
+        if len({_root(roots, key) for key in answer}) > 1:
+            doubted |= answer | {call.who.episode}
+    roots_in_doubt = {_root(roots, key) for key in doubted}
+    ends = [_root(roots, call.who.episode) for call in seen]
+    return [(key, key in roots_in_doubt) for key in ends]
+
+
+def _answer(call: Seen, offered: dict[bytes, set[str]]) -> set[str]:
+    """The other episodes that offered the surest sign asked for; all ids of a kind are one."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for place, digest in enumerate(call.who.asks):
+        level = digest[0] if digest[0] <= RESPONSE else RESPONSE + 1 + place
+        found[level] |= offered[digest] - {call.who.episode}
+    return next((found[level] for level in sorted(found) if found[level]), set())
+
+
+def _root(roots: dict[str, str], key: str) -> str:
+    while roots[key] != key:
+        roots[key] = key = roots[roots[key]]
+    return key
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -164,8 +186,3 @@ def score(seen: list[Seen], outcome: list[tuple[str, bool]]) -> Score:
                 counts["right" if key == first[call.run] else "own"] += 1
         counts["false"] += wrong and key not in doubted
     return Score(**counts)
-
-
-def as_recorded(seen: list[Seen]) -> list[tuple[str, bool]]:
-    """What the proxies made of the calls, with no ledger behind them."""
-    return [(call.who.episode, call.who.confidence == "doubtful") for call in seen]

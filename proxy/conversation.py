@@ -37,13 +37,15 @@ class Conversation:
     """A hash chain over what was said and heard.
 
     `replies` are its prefixes up to and including each run of the assistant's messages that
-    something followed, `results` the ids of the tool results that came after the last.
+    something followed, each with whether it holds a unique id; `results` are the ids of the
+    tool results that came after the last.
     """
 
     def __init__(self) -> None:
-        self.replies: list[bytes] = []
+        self.replies: list[tuple[bytes, bool]] = []
         self.results: list[str] = []
         self._state = bytes(SIZE)
+        self._unique = False
         self._texts: list[str] = []
         self._calls: list[bytes] = []
 
@@ -55,8 +57,11 @@ class Conversation:
     def result(self, tool_id: Any, content: Any) -> None:
         """A tool's result came back."""
         name = tool_id if isinstance(tool_id, str) else ""
-        unique = is_unique(name)
-        self.heard(b"t" + _encoded(name) + (b"" if unique else b"\0" + heard_bytes(content)))
+        if is_unique(name):
+            self._unique = True
+            self.heard(b"t" + _encoded(name))
+        else:
+            self.heard(b"t" + _encoded(name) + b"\0" + heard_bytes(content))
         self.results.append(name)
 
     def said(self, content: Any) -> None:
@@ -70,24 +75,25 @@ class Conversation:
         """The assistant called a tool."""
         identifier = tool_id if isinstance(tool_id, str) else ""
         if is_unique(identifier):
+            self._unique = True
             self._calls.append(_encoded(identifier))
         else:
             told = _encoded(f"{identifier}\0{name}\0")
             self._calls.append(told + canonical_arguments(arguments))
 
-    def open_reply(self) -> bytes | None:
+    def open_reply(self) -> tuple[bytes, bool] | None:
         """The prefix up to and including what the assistant said last, if nothing followed it."""
         if not (self._texts or self._calls):
             return None
         pieces = [_encoded("".join(self._texts)), *self._calls]
         lengths = ",".join([str(len(piece)) for piece in pieces])
         run = b"".join([self._state, b"a", lengths.encode(), b":", *pieces])
-        return blake2b(run, digest_size=SIZE).digest()
+        return blake2b(run, digest_size=SIZE).digest(), self._unique
 
     def _close(self) -> None:
         reply = self.open_reply()
         if reply is not None:
-            self._state = reply
+            self._state = reply[0]
             self.replies.append(reply)
             self.results = []
             self._texts, self._calls = [], []

@@ -5,6 +5,10 @@ frameworks give their sessions (`proxy.names`). A call whose episode has no name
 attempt it repeats, or the episode whose reply it repeats (`proxy.stitch`), or the trace it
 is part of; and else it is an episode of its own. An unusable value never fails the call: it
 is put aside with a warning. `user` is never read: it names a person, not a run.
+
+What is joined here is joined by what can have one source only. Anything else goes to the
+ledger as an episode of its own with what it asks for (`Identity.asks`): there the offers of
+all proxies are known, and only there can it be seen that nobody else made one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +35,9 @@ _LONGEST_COUNT: Final = 3
 class Identity(msgspec.Struct, frozen=True):
     """Who called, by which method that was found out, how surely, and what was wrong.
 
-    `asks` is what the ledger is to join by, or to see confirmed. `conversation` is the
+    `asks` is what the ledger is to join by. `follows` is the episode whose policy version the
+    call is to keep: its own, or the one that this proxy saw it go on from most likely (to be
+    wrong about it costs nothing, for any live version may answer). `conversation` is the
     request's as far as it was read, for `offers_of`.
     """
 
@@ -39,6 +45,7 @@ class Identity(msgspec.Struct, frozen=True):
     method: str
     agent: str
     task: str | None
+    follows: str = ""
     warnings: tuple[str, ...] = ()
     confidence: Confidence = "certain"
     asks: tuple[bytes, ...] = ()
@@ -52,8 +59,8 @@ class _Episode(msgspec.Struct, frozen=True):
     method: str
     confidence: Confidence = "certain"
     asks: tuple[bytes, ...] = ()
+    follows: str | None = None
     retry_of: UUID | None = None
-    conversation: Conversation | None = None
 
 
 def identify(
@@ -79,22 +86,26 @@ def identify(
     retry = retry_count(headers)
     names = chain(_ours(headers, "episode", route.episode), episode_names(told, fields))
     name = _first_usable(names, warnings)
+    said = None
     if name is not None:
         episode = _named(name, body if retry else None, stitches)
     else:
-        episode = _unnamed(headers, route, fields, body if retry else None, call_id, stitches)
+        said = read_conversation(fields)
+        asks = asks_of(route.dialect or "", fields, said)
+        episode = _unnamed(headers, asks, body if retry else None, str(call_id), stitches)
     agent = _role(headers, "agent", route.agent, told, told.agents(), warnings)
     return Identity(
         episode=episode.key,
         method=episode.method,
         agent=agent or DEFAULT_AGENT,
         task=_role(headers, "task", route.task, told, (), warnings),
+        follows=episode.follows or episode.key,
         warnings=tuple(warnings),
         confidence=episode.confidence,
         asks=episode.asks,
         retry=retry,
         retry_of=episode.retry_of,
-        conversation=episode.conversation,
+        conversation=said,
     )
 
 
@@ -111,29 +122,27 @@ def _named(name: Name, repeated: bytes | None, stitches: Stitches) -> _Episode:
 
 def _unnamed(
     headers: Mapping[str, str],
-    route: Route,
-    fields: dict[str, Any],
+    asks: tuple[bytes, ...],
     repeated: bytes | None,
-    call_id: UUID,
+    own: str,
     stitches: Stitches,
 ) -> _Episode:
     """The episode of a call that names none, from what it repeats."""
-    said = read_conversation(fields)
+    found = stitches.find(asks)
+    follows = found.follows if isinstance(found, Joined) else stitches.followed(asks)
     attempt = None if repeated is None else stitches.retried(repeated)
     if attempt is not None:
-        return _Episode(attempt.episode, "retry", "likely", (), attempt.call_id, said)
-    asks = asks_of(route.dialect or "", fields, said)
-    found = stitches.find(asks)
+        return _Episode(attempt.episode, "retry", "likely", (), follows, attempt.call_id)
     if isinstance(found, Joined):
-        # What one proxy saw offered once may have been offered at another, too.
-        return _Episode(found.episode, found.method, found.confidence, asks, None, said)
+        return _Episode(found.episode, found.method, found.confidence, (), follows)
     if isinstance(found, Doubt):
-        return _Episode(str(call_id), OWN_EPISODE, "doubtful", asks, None, said)
+        return _Episode(own, OWN_EPISODE, "doubtful", asks)
+    if asks:
+        return _Episode(own, OWN_EPISODE, "likely", asks, follows)
     trace = trace_id(headers.get("traceparent", ""))
     if trace is not None:
-        return _Episode(f"trace:{trace}", "trace", "likely", asks, None, said)
-    confidence: Confidence = "likely" if asks else "certain"
-    return _Episode(str(call_id), OWN_EPISODE, confidence, asks, None, said)
+        return _Episode(f"trace:{trace}", "trace", "likely")
+    return _Episode(own, OWN_EPISODE)
 
 
 def _role(

@@ -139,7 +139,7 @@ class Call:
     async def _prepare(self) -> None:
         """Choose the version and rewrite the request for it."""
         relay = self._relay
-        self._serving = relay.versions.resolve(self._asked.model, self._identity.episode)
+        self._serving = relay.versions.resolve(self._asked.model, self._identity.follows)
         self._rewrite(await relay.upstream.gives_ids(self._serving.served_name))
 
     def _rewrite(self, want_ids: bool) -> None:
@@ -300,7 +300,7 @@ class Call:
         """What a later call may repeat of this one; known before its end leaves."""
         stitches, identity, request = self._relay.stitches, self._identity, self._asked
         offers = offers_of(self._dialect.name, request.fields, gist, identity.conversation)
-        stitches.offer(offers, identity.episode)
+        stitches.offer(offers, identity.episode, identity.follows)
         answered = self._reply is not None and self._reply.status < ERRORS
         if not answered or self._status != "complete":
             stitches.failed(request.body, identity.episode, self.id)

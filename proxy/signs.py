@@ -1,8 +1,8 @@
 """Signs by which calls without a name are joined: 16-byte digests, the first byte the kind.
 
 A call offers what a later one may repeat of it, and asks for what it repeats itself. The
-digests go to the ledger with the record, so that what one proxy did not see is joined there
-by the same rule.
+digests go to the ledger with the record, which knows the offers of all proxies and joins by
+them what one proxy could not, or must not alone: a prefix of mere words may be others', too.
 """
 
 from hashlib import blake2b
@@ -13,13 +13,12 @@ from proxy.dialects.base import Gist
 
 TOOL_CALL: Final = 1
 RESPONSE: Final = 2
+# A conversation's beginning, up to and including a reply: of words that any number of
+# conversations may begin with, or with a tool call's unique id among them.
 PREFIX: Final = 3
-ATTEMPT: Final = 4
-METHODS: Final = {
-    TOOL_CALL: "tool_call",
-    RESPONSE: "response",
-    PREFIX: "prefix",
-}
+UNIQUE_PREFIX: Final = 4
+PREFIXES: Final = (PREFIX, UNIQUE_PREFIX)
+METHODS: Final = {TOOL_CALL: "tool_call", RESPONSE: "response", UNIQUE_PREFIX: "prefix"}
 
 # How many replies before the newest are asked for: a client may have put in one of its own.
 EARLIER_REPLIES: Final = 3
@@ -72,19 +71,11 @@ def offers_of(
     return tuple(dict.fromkeys(offers))
 
 
-def attempt_of(body: bytes) -> bytes:
-    """What a failed attempt and its repeat share: the request itself.
-
-    Never in the ledger: eight samples of one question have one body, and which of them an
-    attempt was, only the proxy that saw it fail can tell.
-    """
-    return bytes((ATTEMPT,)) + blake2b(body, digest_size=SIZE).digest()[1:]
-
-
 def _sign(kind: int, name: str) -> bytes:
     digest = blake2b(name.encode(errors="surrogatepass"), digest_size=SIZE).digest()
     return bytes((kind,)) + digest[1:]
 
 
-def _prefix(reply: bytes) -> bytes:
-    return bytes((PREFIX,)) + reply[1:]
+def _prefix(reply: tuple[bytes, bool]) -> bytes:
+    digest, unique = reply
+    return bytes((UNIQUE_PREFIX if unique else PREFIX,)) + digest[1:]

@@ -28,6 +28,9 @@ NEXT: dict[str, Any] = {
     ]
 }
 
+TOOL = ToolCall(id="chatcmpl-tool-0123456789abcdef", name="f", arguments="{}")
+ANSWER = {"messages": [{"role": "tool", "tool_call_id": TOOL.id, "content": "1"}]}
+
 
 def who(
     headers: dict[str, str] | None = None,
@@ -107,40 +110,42 @@ def test_the_task_by_metadata_and_baggage() -> None:
     assert who({"baggage": "pawl.task=t2"}).task == "t2"
 
 
-def test_a_conversation_that_goes_on_is_its_episode() -> None:
-    found = who(fields=NEXT, stitches=remembering("e1"))
-    assert (found.episode, found.method, found.confidence) == ("e1", "prefix", "likely")
-    # The ledger sees whether another proxy was offered the same.
+def test_words_that_go_on_are_left_to_the_ledger_and_keep_their_version() -> None:
+    found = who({"traceparent": TRACEPARENT}, fields=NEXT, stitches=remembering("e1"))
+    assert (found.episode, found.method, found.confidence) == (str(CALL), "own", "likely")
     assert found.asks == offers_of("chat", FIRST, Gist(text="a"))
+    assert found.follows == "e1"
 
 
-def test_a_conversation_that_two_episodes_had_is_in_doubt() -> None:
-    found = who({"traceparent": TRACEPARENT}, fields=NEXT, stitches=remembering("e1", "e2"))
+@pytest.mark.parametrize("episodes", [(), ("e1", "e2")])
+def test_words_that_nobody_or_several_said_are_followed_by_nobody(episodes: tuple[str]) -> None:
+    found = who(fields=NEXT, stitches=remembering(*episodes))
+    assert (found.method, found.confidence, len(found.asks)) == ("own", "likely", 1)
+    assert found.follows == found.episode == str(CALL)
+
+
+def test_a_tool_call_that_is_answered_joins() -> None:
+    stitches = Stitches()
+    stitches.offer(offers_of("chat", FIRST, Gist(tool_calls=(TOOL,))), "e1", "e0")
+    found = who({"traceparent": TRACEPARENT}, fields=ANSWER, stitches=stitches)
+    assert (found.episode, found.method, found.confidence) == ("e1", "tool_call", "certain")
+    assert (found.follows, found.asks) == ("e0", ())
+
+
+def test_a_tool_call_that_two_episodes_were_given_is_in_doubt() -> None:
+    stitches = Stitches()
+    for episode in ("e1", "e2"):
+        stitches.offer(offers_of("chat", FIRST, Gist(tool_calls=(TOOL,))), episode)
+    found = who({"traceparent": TRACEPARENT}, fields=ANSWER, stitches=stitches)
     assert (found.episode, found.method, found.confidence) == (str(CALL), "own", "doubtful")
     assert found.asks
 
 
-def test_a_conversation_that_nobody_here_had_is_left_to_the_ledger() -> None:
-    found = who(fields=NEXT)
-    assert (found.method, found.confidence, len(found.asks)) == ("own", "likely", 1)
-
-
-def test_a_tool_call_that_is_answered_joins() -> None:
-    call = ToolCall(id="chatcmpl-tool-0123456789abcdef", name="f", arguments="{}")
-    stitches = Stitches()
-    stitches.offer(offers_of("chat", FIRST, Gist(tool_calls=(call,))), "e1")
-    answer = {"messages": [{"role": "tool", "tool_call_id": call.id, "content": "1"}]}
-    found = who({"traceparent": TRACEPARENT}, fields=answer, stitches=stitches)
-    assert (found.episode, found.method, found.confidence) == ("e1", "tool_call", "certain")
-
-
-def test_a_trace_joins_what_nothing_else_does() -> None:
+def test_a_trace_joins_what_repeats_nothing() -> None:
     found = who({"traceparent": TRACEPARENT})
     assert found.episode == f"trace:{TRACEPARENT[3:35]}"
     assert (found.method, found.confidence) == ("trace", "likely")
     assert who({"traceparent": "00-broken"}).method == "own"
-    joined = who({"traceparent": TRACEPARENT}, fields=NEXT, stitches=remembering("e1"))
-    assert joined.episode == "e1"
 
 
 def test_a_retry_joins_the_attempt_that_failed() -> None:
@@ -151,7 +156,7 @@ def test_a_retry_joins_the_attempt_that_failed() -> None:
     assert (found.episode, found.method, found.retry) == ("e1", "retry", 1)
     assert (found.retry_of, found.confidence) == (EARLIER, "likely")
     again = who({"x-stainless-retry-count": "2"}, stitches=stitches)
-    assert (again.method, again.asks) == ("own", ())
+    assert (again.method, again.retry_of) == ("own", None)
 
 
 def test_a_named_retry_repeats_its_own_attempt() -> None:

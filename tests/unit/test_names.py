@@ -2,6 +2,7 @@
 
 import json
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -118,8 +119,6 @@ def test_any_baggage_is_read(header: str) -> None:
 
 @given(st.dictionaries(st.from_regex(r"[a-z._]{1,8}", fullmatch=True), st.text(max_size=8)))
 def test_baggage_is_read_as_it_was_written(members: dict[str, str]) -> None:
-    from urllib.parse import quote
-
     header = ",".join(f"{key}={quote(value, safe='')};p=1" for key, value in members.items())
     assert parse_baggage(header) == members
 

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from proxy.conversation import canonical_arguments, is_unique, read_conversation
 from proxy.dialects.base import Gist
-from proxy.signs import ATTEMPT, PREFIX, RESPONSE, TOOL_CALL, asks_of, attempt_of, offers_of
+from proxy.signs import (
+    PREFIX,
+    PREFIXES,
+    RESPONSE,
+    TOOL_CALL,
+    UNIQUE_PREFIX,
+    asks_of,
+    offers_of,
+)
 from store.records import ToolCall
 
 ID, OTHER_ID = "chatcmpl-tool-0123456789abcdef", "toolu_01A09q90qw90lq917835"
@@ -44,7 +52,7 @@ def gist(text: str = "", *calls: tuple[str, str, str], response_id: str | None =
 
 
 def prefixes(signs: tuple[bytes, ...]) -> list[bytes]:
-    return [sign for sign in signs if sign[0] == PREFIX]
+    return [sign for sign in signs if sign[0] in PREFIXES]
 
 
 ADD = (ID, "add", '{"a": 1, "b": 2.0}')
@@ -118,11 +126,11 @@ def test_a_response_echoed_as_items_is_the_reply() -> None:
         },
     ]
     bare = [items[0], {"role": "assistant", "content": "Let me see."}, call, *items[4:]]
-    assert [sign[0] for sign in offers] == [TOOL_CALL, TOOL_CALL, RESPONSE, PREFIX]
+    assert [sign[0] for sign in offers] == [TOOL_CALL, TOOL_CALL, RESPONSE, UNIQUE_PREFIX]
     assert [sign[0] for sign in asks_of("responses", {"input": items})] == [
         TOOL_CALL,
         TOOL_CALL,
-        PREFIX,
+        UNIQUE_PREFIX,
     ]
     assert set(asks_of("responses", {"input": items})) == set(offers) - {offers[2]}
     assert asks_of("responses", {"input": bare}) == asks_of("responses", {"input": items})
@@ -245,10 +253,17 @@ def test_other_conversations_are_others(one: Fields, other: Fields) -> None:
     assert set(asks_of("chat", one)[:1]).isdisjoint(asks_of("chat", other)[:1])
 
 
-def test_an_attempt_is_its_body() -> None:
-    assert attempt_of(b"body") == attempt_of(b"body") != attempt_of(b"other")
-    assert attempt_of(b"body")[0] == ATTEMPT
-    assert len(attempt_of(b"body")) == 16
+def test_a_conversation_is_unique_from_its_first_unique_id_on() -> None:
+    talk = [user("q"), assistant("a"), user("r")]
+    tools = [assistant("", ADD), result(ID, "3"), assistant("It is 3."), user("s")]
+    counted = [assistant("", COUNTER), result("call_1", "3"), assistant("It is 3."), user("s")]
+    assert [sign[0] for sign in asks_of("chat", chat(*talk, *tools))] == [
+        UNIQUE_PREFIX,
+        UNIQUE_PREFIX,
+        PREFIX,
+    ]
+    assert {sign[0] for sign in asks_of("chat", chat(*talk, *counted))} == {PREFIX}
+    assert {sign[0] for sign in asks_of("chat", chat(user("q"), *tools[1:]))} == {UNIQUE_PREFIX}
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)

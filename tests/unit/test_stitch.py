@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.generations import Generations
-from proxy.signs import PREFIX, RESPONSE, TOOL_CALL
+from proxy.signs import PREFIX, RESPONSE, TOOL_CALL, UNIQUE_PREFIX
 from proxy.stitch import Attempt, Doubt, Joined, Stitches
 
 FIRST, SECOND = UUID(int=1), UUID(int=2)
@@ -18,7 +18,8 @@ def sign(kind: int, number: int) -> bytes:
 
 
 A, B = sign(TOOL_CALL, 1), sign(TOOL_CALL, 2)
-LONG, SHORT = sign(PREFIX, 1), sign(PREFIX, 2)
+LONG, SHORT = sign(UNIQUE_PREFIX, 1), sign(UNIQUE_PREFIX, 2)
+WORDS, FEWER_WORDS = sign(PREFIX, 1), sign(PREFIX, 2)
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ LONG, SHORT = sign(PREFIX, 1), sign(PREFIX, 2)
     [
         (TOOL_CALL, "tool_call", "certain"),
         (RESPONSE, "response", "certain"),
-        (PREFIX, "prefix", "likely"),
+        (UNIQUE_PREFIX, "prefix", "likely"),
     ],
 )
 def test_an_offer_joins_who_asks_for_it(kind: int, method: str, confidence: str) -> None:
@@ -50,7 +51,7 @@ def test_branches_of_one_episode_are_that_episode() -> None:
     stitches = Stitches()
     stitches.offer([LONG], "e1")
     stitches.offer([LONG], "e1")
-    assert stitches.find([LONG]) == Joined("e1", "prefix", "likely")
+    assert stitches.find([LONG]) == Joined("e1", "prefix", "likely", "e1")
 
 
 def test_results_of_two_episodes_tools_are_in_doubt() -> None:
@@ -64,7 +65,7 @@ def test_a_surer_sign_decides_before_the_others() -> None:
     stitches = Stitches()
     stitches.offer([A], "e1")
     stitches.offer([LONG], "e2")
-    assert stitches.find([A, LONG]) == Joined("e1", "tool_call", "certain")
+    assert stitches.find([A, LONG]) == Joined("e1", "tool_call", "certain", "e1")
 
 
 def test_a_sign_of_several_episodes_leaves_it_to_the_next() -> None:
@@ -72,13 +73,33 @@ def test_a_sign_of_several_episodes_leaves_it_to_the_next() -> None:
     for episode in ("e1", "e2"):
         stitches.offer([A], episode)
     stitches.offer([LONG], "e1")
-    assert stitches.find([A, LONG]) == Joined("e1", "prefix", "likely")
+    assert stitches.find([A, LONG]) == Joined("e1", "prefix", "likely", "e1")
 
 
 def test_a_shorter_prefix_is_left_to_the_ledger() -> None:
     stitches = Stitches()
     stitches.offer([SHORT], "e1")
     assert stitches.find([LONG, SHORT]) is None
+
+
+def test_words_join_nothing_here_but_say_what_is_most_likely_followed() -> None:
+    stitches = Stitches()
+    stitches.offer([WORDS], "e1")
+    assert stitches.find([WORDS]) is None
+    assert stitches.followed([WORDS]) == "e1"
+    assert stitches.followed([A]) is None
+    assert stitches.followed([FEWER_WORDS, WORDS]) is None
+    stitches.offer([FEWER_WORDS], "e2", follows="e1")
+    assert stitches.followed([FEWER_WORDS]) == "e1"
+    stitches.offer([WORDS], "e3")
+    assert stitches.followed([WORDS]) is None
+    assert stitches.find([WORDS]) is None
+
+
+def test_what_is_followed_is_handed_on() -> None:
+    stitches = Stitches()
+    stitches.offer([A], "e2", follows="e1")
+    assert stitches.find([A]) == Joined("e2", "tool_call", "certain", "e1")
 
 
 def test_a_failed_attempt_is_repeated_once() -> None:
@@ -111,9 +132,9 @@ def test_a_bounded_memory_names_only_who_made_the_offer(
     stitches = Stitches(capacity=8)
     offered: dict[int, set[str]] = {}
     for number, episode in offers:
-        stitches.offer([sign(PREFIX, number)], episode)
+        stitches.offer([sign(UNIQUE_PREFIX, number)], episode)
         offered.setdefault(number, set()).add(episode)
-    found = stitches.find([sign(PREFIX, asked)])
+    found = stitches.find([sign(UNIQUE_PREFIX, asked)])
     if isinstance(found, Joined):
         assert found.episode in offered[asked]
     elif isinstance(found, Doubt):
