@@ -3,8 +3,6 @@
 Never a prompt, a key or a body.
 """
 
-from uuid import UUID
-
 import structlog
 
 from proxy.capture import Captured
@@ -13,8 +11,8 @@ from proxy.metrics import CALL_SECONDS, CALLS, labelled
 log = structlog.get_logger()
 
 
-def note_call(record: Captured, model: str | None, warnings: int) -> None:
-    """Count a call and log its line."""
+def note_call(record: Captured, call: str, model: str | None, warnings: int) -> None:
+    """Count a call and log its line; `call` is its id."""
     stream = "true" if record.streamed else "false"
     version = "" if record.policy_version is None else str(record.policy_version)
     labelled(CALLS, record.policy or "", version, record.status, stream).inc()
@@ -22,7 +20,7 @@ def note_call(record: Captured, model: str | None, warnings: int) -> None:
     first = record.first_chunk_ms
     log.info(
         "call",
-        call=str(UUID(bytes=record.id)),
+        call=call,
         episode=record.episode,
         method=record.method,
         agent=record.agent,

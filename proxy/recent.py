@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from typing import Final, TypeVar
-from uuid import UUID
 
 from proxy.capture import Captured
 
@@ -19,10 +18,9 @@ class Recent:
         self._targets: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
         self._keys: OrderedDict[str, str] = OrderedDict()
 
-    def remember_call(self, record: Captured, response_id: str | None) -> None:
+    def remember_call(self, record: Captured, call: str, response_id: str | None) -> None:
         """A call was taken: it, its reply's id and its episode can be targets."""
         earner = (record.policy or "", str(record.policy_version or 0))
-        call = str(UUID(bytes=record.id))
         _put(self._targets, ("call", call), earner)
         if record.episode != call:
             _put(self._targets, ("episode", record.episode), earner)

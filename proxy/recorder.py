@@ -31,9 +31,9 @@ class Recorder:
         self._gaps: dict[str, None] = {}
         self._spool = take_folder(root, segment_bytes=segment_bytes, on_commit=self._committed)
 
-    def take(self, record: Captured, response_id: str | None) -> "asyncio.Future[bool]":
+    def take(self, record: Captured, call: str, response_id: str | None) -> "asyncio.Future[bool]":
         """Take a call's record; it goes to disk whether or not anybody waits for it."""
-        self._recent.remember_call(record, response_id)
+        self._recent.remember_call(record, call, response_id)
         return self._spool.append(encode_frame(record), record.episode)
 
     async def append(self, record: Frame) -> bool:

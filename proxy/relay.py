@@ -88,6 +88,7 @@ class Call:
         self._arrived = arrived
         self._started_at = time()
         self.id = new_id()
+        self._name = str(self.id)
         self._lower = lowered(exchange.headers)
         self._dialect = DIALECTS[route.dialect or ""]
         self._asked: ModelRequest = read_request(body)
@@ -197,7 +198,7 @@ class Call:
 
         A clean end would turn it into a whole answer; the line that was cut says nothing.
         """
-        log.warning("stream_torn", call=str(self.id), reason=why)
+        log.warning("stream_torn", call=self._name, reason=why)
         self._status = "truncated"
         await self._durable()
         said = f"The model server's reply broke off: {why}."
@@ -209,12 +210,11 @@ class Call:
         try:
             body = await reply.read()
         except Torn as error:
-            log.warning("reply_torn", call=str(self.id), reason=str(error))
+            log.warning("reply_torn", call=self._name, reason=str(error))
             self._status = "truncated"
             await self._durable()
             self._exchange.abort()
             return
-        self._note_first_chunk()
         self._tape.add(body)
         name = self._serving.served_name
         transcript = self._transcript = self._dialect.whole(self._rewritten, name)
@@ -247,7 +247,7 @@ class Call:
 
     def _own_headers(self) -> Headers:
         headers = [
-            (b"x-pawl-call", str(self.id).encode()),
+            (b"x-pawl-call", self._name.encode()),
             (b"x-pawl-episode", self._identity.episode.encode()),
         ]
         serving = self._serving
@@ -294,7 +294,7 @@ class Call:
             first_chunk_ms=self._first_chunk_ms,
             total_ms=(perf_counter() - self._arrived) * 1000,
         )
-        self._on_disk = self._relay.recorder.take(record, gist.response_id)
+        self._on_disk = self._relay.recorder.take(record, self._name, gist.response_id)
 
     def _offer(self, gist: Gist) -> tuple[bytes, ...]:
         """What a later call may repeat of this one; known before its end leaves."""
@@ -308,4 +308,4 @@ class Call:
 
     def _note(self) -> None:
         if self._record is not None:
-            note_call(self._record, self._asked.model, len(self._warnings))
+            note_call(self._record, self._name, self._asked.model, len(self._warnings))

@@ -16,6 +16,7 @@ from proxy.http.wire import Headers
 MAX_HEAD_BYTES: Final = 256 * 1024
 MAX_PIPELINED: Final = 8
 IDLE_S: Final = 75.0
+EXPECT: Final = b"expect"
 
 
 class ClientGone(ConnectionError):
@@ -214,6 +215,7 @@ class Connection(asyncio.Protocol):
         self._target = b""
         self._headers: Headers = []
         self._head_bytes = 0
+        self._expects = False
         self._receiving: Exchange | None = None
         self._current: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
@@ -292,6 +294,7 @@ class Connection(asyncio.Protocol):
         """A request begins."""
         self._target = b""
         self._headers = []
+        self._expects = False
 
     def on_url(self, url: bytes) -> None:
         """A part of the target."""
@@ -300,15 +303,13 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header line."""
         self._headers.append((name, value))
+        if len(name) == len(EXPECT) and name.lower() == EXPECT:
+            self._expects = value.lower() == b"100-continue"
 
     def on_headers_complete(self) -> None:
         """The head is there: the request can be worked on."""
         self._head_bytes = 0
         version = self._parser.get_http_version()
-        expects = any(
-            name.lower() == b"expect" and value.lower() == b"100-continue"
-            for name, value in self._headers
-        )
         exchange = Exchange(
             self,
             self._parser.get_method().decode("latin-1"),
@@ -316,7 +317,7 @@ class Connection(asyncio.Protocol):
             self._headers,
             keep_alive=self._parser.should_keep_alive(),
             chunks=version != "1.0",
-            expects=expects,
+            expects=self._expects,
         )
         self._receiving = exchange
         if self._current is None:
