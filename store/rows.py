@@ -135,7 +135,6 @@ def episode_row(calls: Sequence[CallRecord]) -> Row:
         named is not None,
         first.policy,
         first.policy_version,
-        first.id,
         max(call.started_at for call in calls),
         any(call.confidence == "doubtful" for call in calls),
     )
