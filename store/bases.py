@@ -88,7 +88,7 @@ class Batch:
             tips = self._tips[call.episode] = list(self._bases.of(call.episode))
         base = _nearest(tips, call) if tips else None
         stored = whole if base is None else _added(base, request, prompt_ids)
-        if base is not None and stored.parent_id is not None:
+        if base is not None and _continues(stored, base):
             tips.remove(base)
         tips.append(
             Base(
@@ -113,6 +113,12 @@ def _nearest(tips: list[Base], call: CallRecord) -> Base | None:
     if len(of_its_day) < 2:
         return of_its_day[0] if of_its_day else None
     return max(of_its_day, key=lambda tip: shared_prefix(tip.request, request))
+
+
+def _continues(stored: Stored, base: Base) -> bool:
+    """Whether next to nothing of the base is missing: then it need not be kept beside."""
+    shared = (stored.request_prefix or 0) + (stored.request_suffix or 0)
+    return len(base.request) - shared < LEAST_SHARED
 
 
 def _added(base: Base, request: bytes, prompt_ids: bytes) -> Stored:

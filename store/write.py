@@ -29,24 +29,27 @@ from store.settle import Written
 # A named task beats a derived one; among equals the earliest call's counts, and so for
 # the policy: whatever the order of arrival, the outcome is the same.
 _TAKES_TASK = (
-    "(excluded.task_named AND NOT episodes.task_named)"
-    " OR (excluded.task_named = episodes.task_named AND excluded.task IS NOT NULL"
-    " AND (episodes.task IS NULL OR excluded.first_call_id < episodes.first_call_id))"
+    "excluded.task IS NOT NULL AND (episodes.task IS NULL"
+    " OR (excluded.task_named AND NOT episodes.task_named)"
+    " OR (excluded.task_named = episodes.task_named"
+    " AND excluded.task_from < episodes.task_from))"
 )
 _IS_EARLIER = "excluded.first_call_id < episodes.first_call_id"
 _UPSERT_EPISODES = f"""
-    INSERT INTO episodes (id, key, method, task, task_named, policy, policy_version,
+    INSERT INTO episodes (id, key, method, task, task_named, task_from, policy, policy_version,
                           first_call_id, last_call_at, doubtful, quarantined_reason)
-    SELECT id, key, method, task, task_named, policy, policy_version, id, last_call_at,
+    SELECT id, key, method, task, task_named, task_from, policy, policy_version, id, last_call_at,
         doubtful, CASE WHEN doubtful THEN '{DOUBTFUL_CALL}' END
-    FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::boolean[], $6::text[],
-                $7::integer[], $8::timestamptz[], $9::boolean[])
-        AS said (id, key, method, task, task_named, policy, policy_version, last_call_at, doubtful)
+    FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::boolean[], $6::uuid[],
+                $7::text[], $8::integer[], $9::timestamptz[], $10::boolean[])
+        AS said (id, key, method, task, task_named, task_from, policy, policy_version,
+                 last_call_at, doubtful)
     ON CONFLICT (key) DO UPDATE SET
         last_call_at = GREATEST(episodes.last_call_at, excluded.last_call_at),
         first_call_id = LEAST(episodes.first_call_id, excluded.first_call_id),
         method = CASE WHEN {_IS_EARLIER} THEN excluded.method ELSE episodes.method END,
         task = CASE WHEN {_TAKES_TASK} THEN excluded.task ELSE episodes.task END,
+        task_from = CASE WHEN {_TAKES_TASK} THEN excluded.task_from ELSE episodes.task_from END,
         task_named = episodes.task_named OR excluded.task_named,
         policy = CASE WHEN {_IS_EARLIER} THEN excluded.policy ELSE episodes.policy END,
         policy_version = CASE WHEN {_IS_EARLIER} THEN excluded.policy_version

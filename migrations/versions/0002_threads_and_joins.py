@@ -61,6 +61,8 @@ def upgrade() -> None:
         "episodes",
         sa.Column("linked", sa.Boolean(), server_default=sa.text("false"), nullable=False),
     )
+    op.add_column("episodes", sa.Column("task_from", sa.Uuid()))
+    op.execute("UPDATE episodes SET task_from = first_call_id WHERE task IS NOT NULL")
     op.add_column("episodes", sa.Column("root", sa.Uuid()))
     op.add_column("episodes", sa.Column("joined_task", sa.Text()))
     op.add_column("episodes", sa.Column("quarantined_reason", sa.Text()))
@@ -132,7 +134,7 @@ def downgrade() -> None:
     op.drop_index("ix_episodes_claimed_by", "episodes")
     op.create_index("ix_episodes_claimed_by", "episodes", ["claimed_by"])
     op.drop_index("ix_episodes_root", "episodes")
-    for column in ("quarantined_reason", "joined_task", "root", "linked", "doubtful"):
+    for column in ("quarantined_reason", "joined_task", "root", "linked", "doubtful", "task_from"):
         op.drop_column("episodes", column)
     op.create_foreign_key(
         op.f("fk_transitions_episode_id"), "transitions", "episodes", ["episode_id"], ["id"]
