@@ -6,12 +6,11 @@ whose base is not here is stored whole, so forgetting costs space and nothing el
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from datetime import date
 from typing import Final
 from uuid import UUID
 
 from store.delta import LEAST_SHARED, delta, shared_prefix
-from store.ids import time_of
+from store.ids import day_of
 from store.records import CallRecord, Record
 
 CAPACITY_BYTES: Final = 64 * 2**20
@@ -22,12 +21,12 @@ TIPS: Final = 4
 
 
 class Base(Record, frozen=True, kw_only=True):
-    """A stored call: `context` are the ids that the next prompt may begin with."""
+    """A stored call: its ids, prompt and sampled, are what the next prompt may begin with."""
 
     call_id: UUID
-    day: date
     request: bytes
-    context: bytes
+    prompt_ids: bytes
+    sampled_ids: bytes
 
 
 class Stored(Record, frozen=True, kw_only=True):
@@ -87,17 +86,16 @@ class Batch:
         tips = self._tips.get(call.episode)
         if tips is None:
             tips = self._tips[call.episode] = list(self._bases.of(call.episode))
-        day = time_of(call.id).date()
-        base = _nearest([tip for tip in tips if tip.day == day], request) if tips else None
+        base = _nearest(tips, call) if tips else None
         stored = whole if base is None else _added(base, request, prompt_ids)
-        if base is not None and stored.parent_id is not None:
+        if base is not None and _continues(stored, base):
             tips.remove(base)
         tips.append(
             Base(
                 call_id=call.id,
-                day=day,
                 request=request,
-                context=prompt_ids + call.tokens.sampled_ids,
+                prompt_ids=prompt_ids,
+                sampled_ids=call.tokens.sampled_ids,
             )
         )
         del tips[:-TIPS]
@@ -108,17 +106,26 @@ class Batch:
         self._bases.remember(self._tips.items())
 
 
-def _nearest(tips: list[Base], request: bytes) -> Base | None:
-    if len(tips) < 2:
-        return tips[0] if tips else None
-    return max(tips, key=lambda tip: shared_prefix(tip.request, request))
+def _nearest(tips: list[Base], call: CallRecord) -> Base | None:
+    """The tip whose request begins most like the call's; of its day, as days are dropped whole."""
+    request, day = call.request or b"", day_of(call.id)
+    of_its_day = [tip for tip in tips if day_of(tip.call_id) == day]
+    if len(of_its_day) < 2:
+        return of_its_day[0] if of_its_day else None
+    return max(of_its_day, key=lambda tip: shared_prefix(tip.request, request))
+
+
+def _continues(stored: Stored, base: Base) -> bool:
+    """Whether next to nothing of the base is missing: then it need not be kept beside."""
+    shared = (stored.request_prefix or 0) + (stored.request_suffix or 0)
+    return len(base.request) - shared < LEAST_SHARED
 
 
 def _added(base: Base, request: bytes, prompt_ids: bytes) -> Stored:
     prefix, suffix, middle = delta(base.request, request)
     if prefix + suffix < LEAST_SHARED:
         return Stored(request=request, prompt_ids=prompt_ids)
-    shared = shared_prefix(base.context, prompt_ids)
+    shared = shared_prefix(base.prompt_ids + base.sampled_ids, prompt_ids)
     return Stored(
         parent_id=base.call_id,
         request_prefix=prefix,
@@ -130,4 +137,4 @@ def _added(base: Base, request: bytes, prompt_ids: bytes) -> Stored:
 
 
 def _size(base: Base) -> int:
-    return len(base.request) + len(base.context) + OVERHEAD_BYTES
+    return len(base.request) + len(base.prompt_ids) + len(base.sampled_ids) + OVERHEAD_BYTES

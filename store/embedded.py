@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SETTINGS = {
     "max_connections": "100",
     "shared_buffers": "128MB",
-    "max_wal_size": "512MB",
+    "max_wal_size": "1GB",
     "password_encryption": "scram-sha-256",
 }
 

@@ -21,3 +21,8 @@ def time_of(identifier: UUID) -> datetime:
     """When a UUIDv7 was made (UTC, ms resolution)."""
     epoch = datetime(1970, 1, 1, tzinfo=UTC)
     return epoch + timedelta(milliseconds=identifier.int >> 80)
+
+
+def day_of(identifier: UUID) -> int:
+    """The day (UTC) on which a UUIDv7 was made, counted from 1970."""
+    return (identifier.int >> 80) // 86_400_000

@@ -28,6 +28,7 @@ class Part(Record, frozen=True, kw_only=True):
     first_call_id: UUID
     task: str | None
     task_named: bool
+    task_from: UUID | None
     doubtful: bool
     held: bool
 
@@ -123,7 +124,13 @@ def _places(members: list[Part], doubts: Mapping[UUID, str]) -> dict[UUID, Place
     ordered = sorted(members, key=lambda part: (part.first_call_id, part.id))
     first, *others = ordered
     reason = next((doubts[part.id] for part in ordered if part.id in doubts), None)
-    named = next((part.task for part in ordered if part.task_named), None)
     places = {part.id: Place(root=first.id, quarantined_reason=reason) for part in others}
-    task = named if named != first.task else None
+    task = _task(members)
+    task = None if task == first.task else task
     return places | {first.id: Place(joined_task=task, quarantined_reason=reason)}
+
+
+def _task(members: list[Part]) -> str | None:
+    """As within a part: a named task beats a derived one, and an earlier a later."""
+    having = [(not part.task_named, part.task_from, part) for part in members if part.task_from]
+    return min(having, key=lambda one: one[:2])[2].task if having else None

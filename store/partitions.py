@@ -7,7 +7,7 @@ from uuid import UUID
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.ids import lowest_id_at, time_of
+from store.ids import day_of, lowest_id_at
 
 
 def partition_name(day: date) -> str:
@@ -23,7 +23,8 @@ def day_bounds(day: date) -> tuple[UUID, UUID]:
 
 def days_of(call_ids: Iterable[UUID]) -> list[date]:
     """The days (UTC) on which these ids were made, in order."""
-    return sorted({time_of(call_id).date() for call_id in call_ids})
+    epoch = date(1970, 1, 1)
+    return [epoch + timedelta(days=day) for day in sorted({day_of(call) for call in call_ids})]
 
 
 async def ensure_partition(connection: AsyncConnection, day: date) -> None:

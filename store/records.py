@@ -28,8 +28,8 @@ REWARD: Final = "reward"
 OWN_EPISODE: Final = "own"
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all records: frozen, by keyword only."""
+class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Base of all records: frozen, by keyword only; they cannot make a cycle."""
 
 
 class ToolCall(Record, frozen=True, kw_only=True):

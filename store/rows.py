@@ -123,19 +123,27 @@ def episode_row(calls: Sequence[CallRecord]) -> Row:
     its own, so that no further id need be made.
     """
     first = calls[0]
-    named = next((call.task for call in calls if call.task is not None), None)
-    task = named
-    if named is None:
-        task = next((task for task in map(derived_task, calls) if task is not None), None)
+    task, task_named, task_from = _task(calls)
     return (
         first.id,
         first.episode,
         first.method,
         task,
-        named is not None,
+        task_named,
+        task_from,
         first.policy,
         first.policy_version,
-        first.id,
         max(call.started_at for call in calls),
         any(call.confidence == "doubtful" for call in calls),
     )
+
+
+def _task(calls: Sequence[CallRecord]) -> tuple[str | None, bool, UUID | None]:
+    """The first task that is named, else the first that can be derived; and of which call."""
+    for call in calls:
+        if call.task is not None:
+            return call.task, True, call.id
+    for call in calls:
+        if (derived := derived_task(call)) is not None:
+            return derived, False, call.id
+    return None, False, None

@@ -197,7 +197,7 @@ async def _lock(driver: Any, episodes: set[UUID]) -> None:
 
 
 _PARTS = """
-    SELECT e.id, e.first_call_id, e.task, e.task_named, e.doubtful,
+    SELECT e.id, e.first_call_id, e.task, e.task_named, e.task_from, e.doubtful,
         COALESCE(r.claimed_by, e.claimed_by) IS NOT NULL AS held
     FROM episodes e LEFT JOIN episodes r ON r.id = e.root WHERE e.id = ANY($1)
 """

@@ -55,6 +55,8 @@ episodes = Table(
     Column("method", Text, nullable=False),
     Column("task", Text),
     Column("task_named", Boolean, nullable=False),
+    # The call that the task comes from.
+    Column("task_from", Uuid),
     Column("policy", Text),
     Column("policy_version", Integer),
     Column("first_call_id", Uuid, nullable=False),

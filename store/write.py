@@ -30,24 +30,27 @@ from store.settle import Written
 # A named task beats a derived one; among equals the earliest call's counts, and so for
 # the policy: whatever the order of arrival, the outcome is the same.
 _TAKES_TASK = (
-    "(excluded.task_named AND NOT episodes.task_named)"
-    " OR (excluded.task_named = episodes.task_named AND excluded.task IS NOT NULL"
-    " AND (episodes.task IS NULL OR excluded.first_call_id < episodes.first_call_id))"
+    "excluded.task IS NOT NULL AND (episodes.task IS NULL"
+    " OR (excluded.task_named AND NOT episodes.task_named)"
+    " OR (excluded.task_named = episodes.task_named"
+    " AND excluded.task_from < episodes.task_from))"
 )
 _IS_EARLIER = "excluded.first_call_id < episodes.first_call_id"
 _UPSERT_EPISODES = f"""
-    INSERT INTO episodes (id, key, method, task, task_named, policy, policy_version,
+    INSERT INTO episodes (id, key, method, task, task_named, task_from, policy, policy_version,
                           first_call_id, last_call_at, doubtful, quarantined_reason)
-    SELECT *, CASE WHEN doubtful THEN '{DOUBTFUL_CALL}' END
-    FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::boolean[], $6::text[],
-                $7::integer[], $8::uuid[], $9::timestamptz[], $10::boolean[])
-        AS said (id, key, method, task, task_named, policy, policy_version,
-                 first_call_id, last_call_at, doubtful)
+    SELECT id, key, method, task, task_named, task_from, policy, policy_version, id, last_call_at,
+        doubtful, CASE WHEN doubtful THEN '{DOUBTFUL_CALL}' END
+    FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::boolean[], $6::uuid[],
+                $7::text[], $8::integer[], $9::timestamptz[], $10::boolean[])
+        AS said (id, key, method, task, task_named, task_from, policy, policy_version,
+                 last_call_at, doubtful)
     ON CONFLICT (key) DO UPDATE SET
         last_call_at = GREATEST(episodes.last_call_at, excluded.last_call_at),
         first_call_id = LEAST(episodes.first_call_id, excluded.first_call_id),
         method = CASE WHEN {_IS_EARLIER} THEN excluded.method ELSE episodes.method END,
         task = CASE WHEN {_TAKES_TASK} THEN excluded.task ELSE episodes.task END,
+        task_from = CASE WHEN {_TAKES_TASK} THEN excluded.task_from ELSE episodes.task_from END,
         task_named = episodes.task_named OR excluded.task_named,
         policy = CASE WHEN {_IS_EARLIER} THEN excluded.policy ELSE episodes.policy END,
         policy_version = CASE WHEN {_IS_EARLIER} THEN excluded.policy_version
@@ -97,25 +100,23 @@ async def _write_calls(
     driver: Any, calls: list[CallRecord], known: set[UUID], batch: Batch, written: Written
 ) -> None:
     episode_ids = await _upsert_episodes(driver, calls, written)
-    rows: list[Row] = []
-    offers: list[Row] = []
-    asks: list[Row] = []
-    events: list[Row] = []
-    for call in calls:
-        episode_id = episode_ids[call.episode]
-        written.calls.append((call, episode_id))
-        if call.id in known:
-            continue
-        rows.append(transition_row(call, episode_id, batch.store(call)))
-        offers += [(as_uuid(digest), episode_id) for digest in call.offers]
-        asks += [
-            (as_uuid(digest), call.id, episode_id, level) for digest, level in levels(call.asks)
-        ]
-        events += [
-            event_row(event, time_of(call.id), "header", episode_id=episode_id)
-            for event in call.tool_events
-        ]
-    await _copy(driver, "transitions", TRANSITION_COLUMNS, rows)
+    written.calls += [(call, episode_ids[call.episode]) for call in calls]
+    new = [(call, episode) for call, episode in written.calls if call.id not in known]
+    # A generator: a row lives only until it is sent.
+    rows = (transition_row(call, episode, batch.store(call)) for call, episode in new)
+    offers = [(as_uuid(digest), episode) for call, episode in new for digest in call.offers]
+    asks = [
+        (as_uuid(digest), call.id, episode, level)
+        for call, episode in new
+        for digest, level in levels(call.asks)
+    ]
+    events = [
+        event_row(event, time_of(call.id), "header", episode_id=episode)
+        for call, episode in new
+        for event in call.tool_events
+    ]
+    if new:
+        await driver.copy_records_to_table("transitions", columns=TRANSITION_COLUMNS, records=rows)
     await _copy(driver, "offers", ("digest", "episode_id"), offers)
     await _copy(driver, "asks", ("digest", "call_id", "episode_id", "level"), asks)
     await _copy(driver, "tool_events", EVENT_COLUMNS, events)
@@ -129,12 +130,12 @@ async def _upsert_episodes(
         by_key.setdefault(call.episode, []).append(call)
     columns = zip(*map(episode_row, by_key.values()), strict=True)
     found = await driver.fetch(_UPSERT_EPISODES, *map(list, columns))
-    for row in found:
-        if row["linked"]:
-            written.linked.append(row["id"])
-        elif row["was_there"] and by_key[row["key"]][0].method == OWN_EPISODE:
-            written.rescored.append(row["id"])
-    return {row["key"]: row["id"] for row in found}
+    for key, episode_id, linked, was_there in found:
+        if linked:
+            written.linked.append(episode_id)
+        elif was_there and by_key[key][0].method == OWN_EPISODE:
+            written.rescored.append(episode_id)
+    return {row[0]: row[1] for row in found}
 
 
 async def _copy(driver: Any, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:

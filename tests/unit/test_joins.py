@@ -1,0 +1,127 @@
+"""Which episodes are one: by content, in no order, and never by a guess."""
+
+import random
+from uuid import UUID
+
+import pytest
+
+from store.digests import PREFIX, RESPONSE, TOOL_CALL, levels
+from store.joins import (
+    DOUBTFUL_ASK,
+    DOUBTFUL_CALL,
+    TOLD_MORE_THAN_ONE,
+    TOO_LATE,
+    Link,
+    Part,
+    resolve,
+)
+
+
+def uid(number: int) -> UUID:
+    return UUID(int=number)
+
+
+def part(number: int, **changes: object) -> Part:
+    fields = {
+        "id": uid(number),
+        "first_call_id": uid(100 + number),
+        "task": f"derived {number}",
+        "task_named": False,
+        "task_from": uid(100 + number),
+        "doubtful": False,
+        "held": False,
+    }
+    return Part(**(fields | changes))  # type: ignore[arg-type]
+
+
+def link(asking: int, *offering: int, level: int = 2, call: int | None = None) -> list[Link]:
+    call_id = uid(100 + asking if call is None else call)
+    return [
+        Link(call_id=call_id, level=level, asked_by=uid(asking), offered_by=uid(offered))
+        for offered in offering
+    ]
+
+
+def parts(*numbers: int) -> list[Part]:
+    return [part(number) for number in numbers]
+
+
+def test_an_ask_that_one_episode_answers_joins_it() -> None:
+    joins = resolve(parts(1, 2), link(2, 1))
+    assert joins.places[uid(2)].root == uid(1)
+    assert joins.places[uid(1)].root is None
+    assert joins.calls == {uid(102): ("prefix", "likely")}
+
+
+@pytest.mark.parametrize(("level", "method"), [(0, "tool_call"), (1, "response")])
+def test_ids_are_certain(level: int, method: str) -> None:
+    assert resolve(parts(1, 2), link(2, 1, level=level)).calls[uid(102)] == (method, "certain")
+
+
+def test_an_ask_that_two_answer_joins_neither_and_all_are_kept_apart() -> None:
+    joins = resolve(parts(1, 2, 3), link(3, 1, 2))
+    assert {place.root for place in joins.places.values()} == {None}
+    assert joins.places[uid(3)].quarantined_reason == DOUBTFUL_ASK
+    assert joins.places[uid(1)].quarantined_reason == TOLD_MORE_THAN_ONE
+    assert joins.places[uid(2)].quarantined_reason == TOLD_MORE_THAN_ONE
+    assert joins.calls == {uid(103): None}
+
+
+def test_two_that_are_one_by_another_ask_are_no_doubt() -> None:
+    joins = resolve(parts(1, 2, 3), [*link(3, 1, 2), *link(2, 1)])
+    assert joins.places[uid(3)].root == joins.places[uid(2)].root == uid(1)
+    assert all(place.quarantined_reason is None for place in joins.places.values())
+
+
+def test_the_surest_sign_counts_alone() -> None:
+    joins = resolve(parts(1, 2, 3), [*link(3, 1, level=0), *link(3, 1, 2, level=2)])
+    assert joins.places[uid(3)].root == uid(1)
+    assert joins.places[uid(2)].root is None
+    assert joins.places[uid(2)].quarantined_reason is None
+
+
+def test_a_doubt_is_the_whole_episodes() -> None:
+    joins = resolve([part(1), part(2, doubtful=True)], link(2, 1))
+    assert {p.quarantined_reason for p in joins.places.values()} == {DOUBTFUL_CALL}
+
+
+def test_a_task_that_a_part_names_is_the_whole_episodes() -> None:
+    joins = resolve([part(1), part(2, task="named", task_named=True)], link(2, 1))
+    assert joins.places[uid(1)].joined_task == "named"
+    named_first = resolve([part(1, task="x", task_named=True), part(2)], link(2, 1))
+    assert named_first.places[uid(1)].joined_task is None
+
+
+def test_what_is_held_stays_and_who_comes_late_is_kept_apart() -> None:
+    joins = resolve([part(1, held=True), part(2)], link(2, 1))
+    assert uid(1) not in joins.places
+    assert joins.places[uid(2)].root is None
+    assert joins.places[uid(2)].quarantined_reason == TOO_LATE
+    assert joins.calls == {uid(102): None}
+
+
+def test_no_order_matters() -> None:
+    dice = random.Random(5)
+    for _ in range(300):
+        some = parts(*range(1, 8))
+        links = [
+            found
+            for asking in range(2, 8)
+            for found in link(
+                asking, *{dice.randrange(1, 8) for _ in range(dice.randrange(3))} - {asking}
+            )
+        ]
+        first = resolve(some, links)
+        dice.shuffle(some)
+        dice.shuffle(links)
+        again = resolve(some, links)
+        assert dict(again.places) == dict(first.places)
+        assert dict(again.calls) == dict(first.calls)
+
+
+def test_levels_put_ids_before_prefixes() -> None:
+    def digest(kind: int, number: int) -> bytes:
+        return bytes([kind]) + bytes([number]) * 15
+
+    asks = [digest(TOOL_CALL, 1), digest(TOOL_CALL, 2), digest(RESPONSE, 3), digest(PREFIX, 4)]
+    assert [level for _, level in levels([*asks, digest(PREFIX, 5)])] == [0, 0, 1, 5, 6]
