@@ -43,7 +43,7 @@ def _bars(axes: Any, names: Sequence[str], values: Sequence[float], title: str) 
     axes.set_xscale("log")
     axes.margins(x=0.3)
     axes.invert_yaxis()
-    axes.set_title(title, fontsize=10, color=INK)
+    axes.set_title(f"{title} (log scale)", fontsize=10, color=INK)
     axes.set_xticks([])
     axes.minorticks_off()
     for side in ("top", "right", "bottom"):

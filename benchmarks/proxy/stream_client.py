@@ -68,21 +68,23 @@ class Load:
             self.firsts.append((now - began) * 1000)
         self.delays += [(now - stamp) * 1000 for stamp in stamps]
 
+    def is_closed(self) -> bool:
+        """Whether no stream is to begin any more."""
+        return time.perf_counter() >= self.closes
+
     def ended(self, stream: "Stream", failure: str | None) -> None:
         """One stream is over; another takes its place while the window is not closed."""
         self.open.discard(stream)
         if failure is not None:
             self.failed[failure] += 1
-        if time.perf_counter() < self.closes:
-            transport = stream.transport
-            if failure is None and transport and not transport.is_closing():
-                stream.begin()
-            else:
-                self._start()
+        if failure is None and not self.is_closed() and stream.is_connected():
+            stream.begin()
             return
         if stream.transport is not None:
             stream.transport.close()
-        if not self.open:
+        if not self.is_closed():
+            self._start()
+        elif not self.open:
             self._idle.set()
 
     async def _connect(self) -> None:
@@ -134,6 +136,7 @@ class Stream(asyncio.Protocol):
         self._load = load
         self.transport: asyncio.Transport | None = None
         self._reset()
+        self._over = True
 
     def _reset(self) -> None:
         self._began = time.perf_counter()
@@ -147,7 +150,14 @@ class Stream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self.transport = cast(asyncio.Transport, transport)
-        self.begin()
+        if self._load.is_closed():
+            self.transport.close()
+        else:
+            self.begin()
+
+    def is_connected(self) -> bool:
+        """Whether another stream can follow on the same connection."""
+        return self.transport is not None and not self.transport.is_closing()
 
     def begin(self) -> None:
         """Send the request."""
