@@ -57,6 +57,7 @@ def environment(base_url: str) -> dict[str, str]:
 
 async def converse(stack: Stack, *command: str | Path) -> dict[str, Any]:
     """Run a client to its end; what it says it saw."""
+    assert BINARIES.is_dir(), "no clients here: `make test` or scripts/install_clients.py gets them"
     process = await asyncio.create_subprocess_exec(
         *map(str, command),
         env=environment(stack.base_url),
