@@ -29,7 +29,7 @@ from benchmarks.openai_suite.compare import (
     outcomes,
     requests_seen,
 )
-from benchmarks.openai_suite.sources import ROOT, VERSION, Suite, prepare, templates
+from benchmarks.openai_suite.sources import REPOSITORY, ROOT, VERSION, Suite, prepare, templates
 from benchmarks.vllm_server import free_port
 
 READY_S = 60.0
@@ -69,7 +69,8 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 def run_suite(suite: Suite, base_url: str, report: Path, selection: list[str]) -> float:
     """Run the suite once against a server; how long it took, in seconds."""
     workers = str(len(os.sched_getaffinity(0)))
-    options = ["-q", "-n", workers, "-p", "no:cacheprovider", "--tb=short", "--durations=0"]
+    # Thousands of tracebacks: pytest's own style takes longer than the tests.
+    options = ["-q", "-n", workers, "-p", "no:cacheprovider", "--tb=native", "--durations=0"]
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -117,12 +118,12 @@ async def measure(suite: Suite, folder: Path, selection: list[str]) -> dict[str,
 def main() -> None:
     """Parse, fetch, run twice, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--spec", type=Path, help="openapi.transformed.yml, where GitHub is away")
+    parser.add_argument("--repository", default=REPOSITORY, help="openai-python's, or a mirror")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("tests", nargs="*", help="files of the suite (all)")
     options = parser.parse_args()
     folder = ROOT / "var" / "openai_suite"
-    suite = prepare(folder, options.spec)
+    suite = prepare(folder, options.repository)
     found = asyncio.run(measure(suite, folder, options.tests))
     table = Table("openai-python " + VERSION, "tests")
     for state, count in found["same"].items():  # type: ignore[attr-defined]

@@ -1,18 +1,15 @@
 """What the suite needs, fetched once into `var/openai_suite`: sources, packages, mock server.
 
-The suite and its locked packages come with openai-python's source distribution; the mock
-server it is run against is `@stdy/cli`, at the version that the sources name. Only the API's
-description, which that server answers from, is on GitHub alone.
+The sources come from openai-python's repository, whose tag also holds the description of the
+API that the mock server (`@stdy/cli`, at the version that the sources name) answers from: the
+source distribution has neither that nor all tests.
 """
 
-import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +18,9 @@ from store.records import Record
 ROOT = Path(__file__).parents[2]
 VERSION = "3.3.1"
 MOCK = "@stdy/cli@0.22.1"
-SPEC_URL = (
-    f"https://raw.githubusercontent.com/openai/openai-python/v{VERSION}"
-    "/api_reference/openapi.transformed.yml"
-)
-SPEC_SHA256 = "98d75b34112b8e6b3c587764ee2cbf7236ebb8b605f57a24866500d72dd974a8"
+COMMIT = "753ab5c1a81cd85e8bf0aef4c04c51a2e8dae6cd"
+REPOSITORY = "https://github.com/openai/openai-python"
+SPEC = "api_reference/openapi.transformed.yml"
 
 
 class Suite(Record, frozen=True, kw_only=True):
@@ -37,33 +32,34 @@ class Suite(Record, frozen=True, kw_only=True):
     spec: Path
 
 
-def prepare(folder: Path, spec: Path | None) -> Suite:
-    """Fetch what is not there yet; `spec` is the API's description where GitHub is out of reach.
+def prepare(folder: Path, repository: str) -> Suite:
+    """Fetch what is not there yet; `repository` is openai-python's, or a mirror of it.
 
     Raises:
-        subprocess.CalledProcessError: a package could not be installed.
-        OSError: the description could not be had.
-        ValueError: it is not the one that belongs to this version of the suite.
+        subprocess.CalledProcessError: something could not be fetched or installed.
+        ValueError: the repository's tag is another commit than ours.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    sources = _sources(folder)
+    sources = _sources(folder, repository)
     return Suite(
         sources=sources,
         python=_environment(folder, sources),
         mock=_mock(folder),
-        spec=_spec(folder, spec),
+        spec=_spec(folder, sources),
     )
 
 
-def _sources(folder: Path) -> Path:
-    unpacked = folder / f"openai-{VERSION}"
-    if not unpacked.exists():
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        wanted = ["--no-binary", "openai", f"openai=={VERSION}", "--dest", str(folder)]
-        subprocess.run([*pip, *wanted], check=True)
-        with tarfile.open(folder / f"openai-{VERSION}.tar.gz") as archive:
-            archive.extractall(folder, filter="data")
-    return unpacked
+def _sources(folder: Path, repository: str) -> Path:
+    sources = folder / f"openai-python-{VERSION}"
+    if not sources.exists():
+        clone = ["git", "clone", "--quiet", "--depth", "1", "--branch", f"v{VERSION}"]
+        quiet = ["-c", "advice.detachedHead=false"]
+        subprocess.run([*clone, *quiet, repository, str(sources)], check=True)
+    head = ["git", "-C", str(sources), "rev-parse", "HEAD"]
+    found = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
+    if found != COMMIT:
+        raise ValueError(f"{sources} is at {found}, not at v{VERSION} ({COMMIT}): remove it")
+    return sources
 
 
 def _environment(folder: Path, sources: Path) -> Path:
@@ -100,23 +96,11 @@ def _mock(folder: Path) -> Path:
     return server
 
 
-def _spec(folder: Path, given: Path | None) -> Path:
+def _spec(folder: Path, sources: Path) -> Path:
     """The description with its paths under /v1, where a server has them."""
     mounted = folder / "openapi.v1.yml"
-    if not mounted.exists():
-        raw = _download() if given is None else given.read_bytes()
-        if hashlib.sha256(raw).hexdigest() != SPEC_SHA256:
-            raise ValueError(f"{given or SPEC_URL} is not the API's description of v{VERSION}")
-        mounted.write_text("\n".join(under_v1(raw.decode().split("\n"))))
+    mounted.write_text("\n".join(under_v1((sources / SPEC).read_text().split("\n"))))
     return mounted
-
-
-def _download() -> bytes:
-    try:
-        with urllib.request.urlopen(SPEC_URL, timeout=60) as reply:
-            return bytes(reply.read())
-    except OSError as error:
-        raise OSError(f"{SPEC_URL}: {error}; fetch it elsewhere and name it with --spec") from error
 
 
 def under_v1(lines: list[str]) -> Iterator[str]:
