@@ -16,7 +16,8 @@ install:  ## make .venv with everything in it
 demo: install  ## an agent gets better while it works, on this machine (ARGS="--seed 1")
 	@$(BIN)/pawl demo $(ARGS)
 
-test: install  ## all tests: real PostgreSQL, real vLLM (ARGS="-k name")
+test: install  ## all tests: real PostgreSQL, vLLM and clients (ARGS="-k name")
+	@$(BIN)/python scripts/install_clients.py
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: install  ## ruff, mypy --strict, import-linter
@@ -33,4 +34,4 @@ lock: install  ## lock all roles to exact versions again
 	@scripts/lock.sh
 
 clean:  ## remove .venv and everything that ran here
-	@rm -rf .venv var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-clients tests/clients/node/node_modules var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

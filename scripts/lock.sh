@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Locks every role to exact versions: requirements/{proxy,trainer,cpu,gpu}.txt.
+# Locks every role to exact versions: requirements/{proxy,trainer,cpu,gpu}.txt, and
+# the clients that the tests drive (clients.txt, in an environment of their own).
 # `cpu` is what `make install` installs without a GPU (all roles and the
 # development tools); the others are held to its versions wherever they share a
 # package. The files name no index, so that any mirror can serve them.
@@ -11,7 +12,13 @@ find_links=$(python3 -m pip config get global.find-links 2>/dev/null || true)
 lock() { # lock FILE FIND_LINKS ARGS...
   local file=$1 links=$2
   shift 2
-  UV_FIND_LINKS=$links "$uv" pip compile pyproject.toml "$@" --python-version 3.11 \
+  lock_from pyproject.toml "$file" "$links" "$@"
+}
+
+lock_from() { # lock_from SOURCE FILE FIND_LINKS ARGS...
+  local source=$1 file=$2 links=$3
+  shift 3
+  UV_FIND_LINKS=$links "$uv" pip compile "$source" "$@" --python-version 3.11 \
     --no-header --no-annotate --quiet -o "$file"
   # The local label is the installer's choice (`+cpu` from PyTorch's CPU index).
   sed -i -E 's/^(torch==[0-9.]+)\+cpu/\1/' "$file"
@@ -25,3 +32,5 @@ grep -v '^triton==' requirements/cpu.txt >"$shared"
 lock requirements/proxy.txt "" -c "$shared"
 lock requirements/trainer.txt "" -c "$shared" --extra trainer
 lock requirements/gpu.txt "" --extra embedded --extra trainer --extra serve-gpu --extra demo --extra dev
+# litellm wants the certificates of the week; which ones does not matter here.
+lock_from requirements/clients.in requirements/clients.txt "" --overrides <(echo "certifi>=2026")
