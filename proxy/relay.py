@@ -21,6 +21,7 @@ from proxy.http.client import Reply, Torn
 from proxy.http.server import Exchange
 from proxy.http.wire import Headers, for_client, for_upstream, lowered
 from proxy.identity import Identity, identify
+from proxy.lookup import Lookup
 from proxy.metrics import ADDED_SECONDS, FIRST_CHUNK_SECONDS, WARNINGS
 from proxy.recorder import Recorder
 from proxy.refusal import refuse
@@ -32,6 +33,7 @@ from proxy.tool_status import ToolStatusError, parse_tool_status
 from proxy.upstream import Upstream
 from proxy.versions import Serving, Versions
 from store.ids import new_id
+from store.policies import pinned_version
 from store.records import CallStatus, ToolEvent
 
 log = structlog.get_logger()
@@ -39,6 +41,8 @@ log = structlog.get_logger()
 EVENT_STREAM: Final = b"text/event-stream"
 ERRORS: Final = 400
 REFUSED_AS_MALFORMED: Final = (400, 422)
+# How long a call may wait to be told its episode's version; a local answer takes 1 ms.
+PIN_S: Final = 0.05
 NOBODY: Final = Serving(None, None, None)
 
 
@@ -50,6 +54,7 @@ class Relay:
         upstream: Upstream,
         versions: Versions,
         recorder: Recorder,
+        lookup: Lookup,
         *,
         max_body: int,
         default_temperature: float,
@@ -57,6 +62,7 @@ class Relay:
         self.upstream = upstream
         self.versions = versions
         self.recorder = recorder
+        self._lookup = lookup
         self.stitches = Stitches()
         self.max_body = max_body
         self.default_temperature = default_temperature
@@ -74,6 +80,19 @@ class Relay:
                 "The request's body is larger than this proxy takes; PAWL_MAX_BODY_MB sets how much"
             )
         await Call(self, exchange, route, body, arrived).run()
+
+    async def learn_pin(self, model: str, episode: str) -> None:
+        """Ask the ledger for the version of an episode that may have begun at another proxy.
+
+        Only while a policy has several versions that can be served, and never for long.
+        """
+        if self.versions.knows(model, episode):
+            return
+        version = await self._lookup.ask(
+            lambda connection: pinned_version(connection, model, episode), within_s=PIN_S
+        )
+        if version is not None:
+            self.versions.pin(model, episode, version)
 
 
 class Call:
@@ -139,8 +158,10 @@ class Call:
 
     async def _prepare(self) -> None:
         """Choose the version and rewrite the request for it."""
-        relay = self._relay
-        self._serving = relay.versions.resolve(self._asked.model, self._identity.follows)
+        relay, model, follows = self._relay, self._asked.model, self._identity.follows
+        if follows != self._name and model is not None:
+            await relay.learn_pin(model, follows)
+        self._serving = relay.versions.resolve(model, follows)
         self._rewrite(await relay.upstream.gives_ids(self._serving.served_name))
 
     def _rewrite(self, want_ids: bool) -> None:

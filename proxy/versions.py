@@ -14,6 +14,7 @@ import msgspec
 from store.records import PolicyVersion
 
 MAX_PINS: Final = 200_000
+SEVERAL: Final = 2
 SERVABLE: Final = ("serving", "published")
 
 
@@ -51,6 +52,17 @@ class Versions:
     def serving(self) -> dict[str, int]:
         """The version that new episodes of each policy get."""
         return dict(self._serving)
+
+    def knows(self, model: str | None, episode: str) -> bool:
+        """Whether `resolve` needs to ask nobody else which version an episode has.
+
+        An episode that began at another proxy may have another than the one serving now.
+        """
+        return (
+            model not in self._serving
+            or len(self._names.get(model, ())) < SEVERAL
+            or (model, episode) in self._pins
+        )
 
     def pin(self, policy: str, episode: str, version: int) -> None:
         """Remember that `episode` was begun on `version`; an older memory stands."""

@@ -75,6 +75,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         upstream,
         versions,
         recorder,
+        lookup,
         max_body=settings.max_body_mb * 2**20,
         default_temperature=settings.default_temperature,
     )

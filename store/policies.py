@@ -122,3 +122,15 @@ async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[
         {"most": most},
     )
     return [(row.policy, row.key, row.policy_version) for row in rows]
+
+
+async def pinned_version(connection: AsyncConnection, policy: str, episode: str) -> int | None:
+    """The version that an episode began with; None if it has no call of this policy yet."""
+    version = await connection.scalar(
+        text(
+            "SELECT COALESCE(r.policy_version, e.policy_version) FROM episodes e"
+            " LEFT JOIN episodes r ON r.id = e.root WHERE e.key = :key AND e.policy = :policy"
+        ),
+        {"key": episode, "policy": policy},
+    )
+    return None if version is None else int(version)

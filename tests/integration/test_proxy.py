@@ -213,10 +213,7 @@ async def test_a_client_that_leaves_stops_the_generation_and_leaves_a_record(
     assert (await proxy.only_call()).status == "client_gone"
 
 
-async def test_an_episode_keeps_its_version_across_a_swap(
-    proxy: Proxy, upstream: FakeUpstream
-) -> None:
-    await proxy.chat(headers={"x-pawl-episode": "old"})
+async def promote_version_1(proxy: Proxy) -> None:
     async with proxy.engine.begin() as connection:
         await connection.execute(
             text(
@@ -236,12 +233,34 @@ async def test_an_episode_keeps_its_version_across_a_swap(
         return (await proxy.chat()).headers["x-pawl-policy"] == "m@1"
 
     await eventually(swapped)
+
+
+async def test_an_episode_keeps_its_version_across_a_swap(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    await proxy.chat(headers={"x-pawl-episode": "old"})
+    await promote_version_1(proxy)
     response = await proxy.chat(headers={"x-pawl-episode": "old"})
     assert response.headers["x-pawl-policy"] == "m@0"
     assert upstream.requests[-1]["model"] == "m"
     response = await proxy.chat(headers={"x-pawl-episode": "new"})
     assert upstream.requests[-1]["model"] == "m@1"
     assert response.json["model"] == "m"
+
+
+async def test_an_episode_keeps_its_version_at_another_proxy(
+    proxy: Proxy, database_url: str, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    settings = settings_for(database_url, upstream.url, tmp_path / "other")
+    async with running(settings), aiohttp.ClientSession() as session:
+        other = Proxy(settings, proxy.engine, session)
+        await other.policies_known()
+        await proxy.chat(headers={"x-pawl-episode": "old"})
+        await proxy.episodes(1)
+        await promote_version_1(proxy)
+        await other.chat(headers={"x-pawl-episode": "unknown before"})
+        response = await other.chat(headers={"x-pawl-episode": "old"})
+    assert response.headers["x-pawl-policy"] == "m@0"
 
 
 async def test_health_and_readiness(proxy: Proxy) -> None:
