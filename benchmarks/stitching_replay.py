@@ -11,10 +11,10 @@ import msgspec
 
 from benchmarks.stitching_server import Exchange
 from proxy.dialects.base import Gist
-from proxy.identity import Identity, identify, retry_count
+from proxy.identity.identify import Identity, identify, retry_count
+from proxy.identity.signs import RESPONSE, offers_of
+from proxy.identity.stitch import Stitches
 from proxy.routes import Kind, Route
-from proxy.signs import RESPONSE, offers_of
-from proxy.stitch import Stitches
 from store.ids import new_id
 from store.records import ToolCall
 

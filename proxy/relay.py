@@ -20,14 +20,14 @@ from proxy.errors import ProxyError, TooLarge
 from proxy.http.client import Reply, Torn
 from proxy.http.server import Exchange
 from proxy.http.wire import Headers, for_client, for_upstream, lowered
-from proxy.identity import Identity, identify
+from proxy.identity.identify import Identity, identify
+from proxy.identity.signs import offers_of
+from proxy.identity.stitch import Stitches
 from proxy.lookup import Lookup
 from proxy.metrics import ADDED_SECONDS, FIRST_CHUNK_SECONDS, WARNINGS
 from proxy.recorder import Recorder
 from proxy.refusal import refuse
 from proxy.routes import Route
-from proxy.signs import offers_of
-from proxy.stitch import Stitches
 from proxy.tool_status import HEADER as TOOL_STATUS_HEADER
 from proxy.tool_status import ToolStatusError, parse_tool_status
 from proxy.upstream import Upstream

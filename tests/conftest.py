@@ -8,6 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from hypothesis import settings
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.embedded import EmbeddedPostgres
@@ -15,6 +16,10 @@ from store.engine import make_engine
 from store.migrate import upgrade
 
 ROOT = Path(__file__).parents[1]
+
+# A machine busy with something else is no reason for a test to fail.
+settings.register_profile("pawl", deadline=None)
+settings.load_profile("pawl")
 
 
 @pytest.fixture(scope="session", autouse=True)

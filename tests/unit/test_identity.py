@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.dialects.base import Gist
-from proxy.identity import Identity, identify, retry_count
+from proxy.identity.identify import Identity, identify, retry_count
+from proxy.identity.signs import offers_of
+from proxy.identity.stitch import Stitches
 from proxy.routes import Kind, Route
-from proxy.signs import offers_of
-from proxy.stitch import Stitches
 from store.records import ToolCall
 
 CALL, EARLIER = UUID("01a1f80b-8bb3-758b-b889-c07dbbff7a56"), UUID(int=1)

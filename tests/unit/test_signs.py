@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.conversation import canonical_arguments, is_unique, read_conversation
 from proxy.dialects.base import Gist
-from proxy.signs import (
+from proxy.identity.conversation import canonical_arguments, is_unique, read_conversation
+from proxy.identity.signs import (
     PREFIX,
     PREFIXES,
     RESPONSE,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.generations import Generations
-from proxy.signs import PREFIX, RESPONSE, TOOL_CALL, UNIQUE_PREFIX
-from proxy.stitch import Attempt, Doubt, Joined, Stitches
+from proxy.identity.generations import Generations
+from proxy.identity.signs import PREFIX, RESPONSE, TOOL_CALL, UNIQUE_PREFIX
+from proxy.identity.stitch import Attempt, Doubt, Joined, Stitches
 
 FIRST, SECOND = UUID(int=1), UUID(int=2)
 

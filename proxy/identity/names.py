@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.baggage import parse_baggage
+from proxy.identity.baggage import parse_baggage
 
 Table = tuple[tuple[str, str], ...]
 

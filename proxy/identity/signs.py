@@ -8,8 +8,8 @@ them what one proxy could not, or must not alone: a prefix of mere words may be 
 from hashlib import blake2b
 from typing import Any, Final
 
-from proxy.conversation import SIZE, Conversation, is_unique, read_conversation
 from proxy.dialects.base import Gist
+from proxy.identity.conversation import SIZE, Conversation, is_unique, read_conversation
 
 TOOL_CALL: Final = 1
 RESPONSE: Final = 2

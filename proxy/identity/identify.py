@@ -1,8 +1,8 @@
 """Whose call it is: episode, agent and task (pure).
 
 The first that applies, each for itself: our headers, our URL; then the names that tools and
-frameworks give their sessions (`proxy.names`). A call whose episode has no name joins the
-attempt it repeats, or the episode whose reply it repeats (`proxy.stitch`), or the trace it
+frameworks give their sessions (`proxy.identity.names`). A call whose episode has no name joins the
+attempt it repeats, or the episode whose reply it repeats (`proxy.identity.stitch`), or the trace it
 is part of; and else it is an episode of its own. An unusable value never fails the call: it
 is put aside with a warning. `user` is never read: it names a person, not a run.
 
@@ -18,12 +18,12 @@ from uuid import UUID
 
 import msgspec
 
-from proxy.baggage import trace_id
-from proxy.conversation import Conversation, read_conversation
-from proxy.names import Name, Told, episode_names, read_told, what_is_wrong
+from proxy.identity.baggage import trace_id
+from proxy.identity.conversation import Conversation, read_conversation
+from proxy.identity.names import Name, Told, episode_names, read_told, what_is_wrong
+from proxy.identity.signs import asks_of
+from proxy.identity.stitch import Doubt, Joined, Stitches
 from proxy.routes import Route
-from proxy.signs import asks_of
-from proxy.stitch import Doubt, Joined, Stitches
 from store.records import OWN_EPISODE, Confidence
 
 HEADER_PREFIX: Final = "x-pawl-"
