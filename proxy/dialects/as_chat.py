@@ -14,7 +14,9 @@ Fields = Mapping[str, Any]
 Message = dict[str, Any]
 
 # What vLLM takes no notice of, and a chat request has no word for.
-IGNORED: Final = frozenset({"metadata", "service_tier", "context_management", "inference_geo"})
+IGNORED: Final = frozenset(
+    {"metadata", "service_tier", "context_management", "inference_geo", "cache_control"}
+)
 # Said in the same words, in Anthropic's API or vLLM's additions to it.
 SAME: Final = (
     *("model", "max_tokens", "temperature", "top_p", "top_k"),
@@ -258,14 +260,16 @@ def _thinking(value: object, max_tokens: int) -> Message:
 
 def _tools(tools: object, choice: object) -> Message:
     told: Message = {}
+    if not tools:
+        # Chat completions takes no choice among no tools; without one it is the same prompt.
+        _expect(_tool_choice(_object(choice or {"type": "none"})) in ("auto", "none"))
+        return told
     if choice is not None:
         chosen = _only(choice, "type", "name", "disable_parallel_tool_use")
         told["tool_choice"] = _tool_choice(chosen)
         told["parallel_tool_calls"] = not chosen.get("disable_parallel_tool_use")
-    if tools is not None:
-        told.setdefault("tool_choice", "auto")
-        told["tools"] = [_tool(tool) for tool in _list(tools)]
-    return told
+    told.setdefault("tool_choice", "auto")
+    return told | {"tools": [_tool(tool) for tool in _list(tools)]}
 
 
 def _tool_choice(choice: dict[str, Any]) -> str | Message:

@@ -141,18 +141,21 @@ def test_results_alone_make_no_message_of_the_users() -> None:
 CHOICES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
     ({"tools": [TOOL]}, {"tool_choice": "auto", "tools": [CHAT_TOOL]}),
+    ({"tools": []}, {}),
+    ({"tools": [], "tool_choice": {"type": "auto"}}, {}),
+    ({"tool_choice": {"type": "none"}}, {}),
     (
-        {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
-        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+        {"tools": [CHAT_TOOL], "tool_choice": "required", "parallel_tool_calls": False},
     ),
     (
         {"tools": [TOOL], "tool_choice": {"type": "auto"}},
         {"tools": [CHAT_TOOL], "tool_choice": "auto", "parallel_tool_calls": True},
     ),
-    ({"tool_choice": {"type": "none"}}, {"tool_choice": "none", "parallel_tool_calls": True}),
     (
-        {"tool_choice": {"type": "tool", "name": "calc"}},
+        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "calc"}},
         {
+            "tools": [CHAT_TOOL],
             "tool_choice": {"type": "function", "function": {"name": "calc"}},
             "parallel_tool_calls": True,
         },
@@ -211,8 +214,9 @@ INEXPRESSIBLE: list[dict[str, Any]] = [
     {"system": [{"type": "image"}]},
     {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
     {"tools": [{"name": "x"}]},
-    {"tools": {}},
-    {"tool_choice": {"type": "tool"}},
+    {"tools": {"a": 1}},
+    {"tools": [TOOL], "tool_choice": {"type": "tool"}},
+    {"tool_choice": {"type": "any"}},
     {"tool_choice": {"type": ["auto"]}},
     {"tool_choice": "auto"},
     {"thinking": {"type": "enabled", "budget_tokens": 1000}, "max_tokens": 2000},

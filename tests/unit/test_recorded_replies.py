@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.recordings import asked, cut, follow, normalised, recordings, renamed
@@ -70,6 +70,7 @@ def test_streamed_and_whole_are_the_same_tokens(kind: str) -> None:
 
 @pytest.mark.parametrize("name", STREAMED)
 @pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 20_000), max_size=10))
 def test_any_way_of_cutting_a_stream_gives_the_same(
     name: str, ending: bytes, cuts: list[int]
