@@ -24,10 +24,10 @@ async def forward(exchange: Exchange, route: Route, upstream: Upstream) -> None:
             exchange.method, target, headers, None if chunked else length, body
         )
     except ProxyError as error:
-        FORWARDED.labels(_label(route), str(error.status)).inc()
+        FORWARDED.labels(route.label, str(error.status)).inc()
         refuse(exchange, error)
         return
-    FORWARDED.labels(_label(route), str(reply.status)).inc()
+    FORWARDED.labels(route.label, str(reply.status)).inc()
     try:
         await _pass_back(exchange, reply)
     finally:
@@ -49,7 +49,3 @@ async def _pass_back(exchange: Exchange, reply: Reply) -> None:
         exchange.tear()
         return
     exchange.end()
-
-
-def _label(route: Route) -> str:
-    return "/v1/models" if route.path.startswith("/v1/models/") else route.path

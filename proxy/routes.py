@@ -12,6 +12,7 @@ from urllib.parse import unquote
 import msgspec
 
 from proxy.errors import NotAllowed
+from proxy.openai_paths import openai_rule
 
 
 class Kind(Enum):
@@ -31,6 +32,10 @@ class Route(msgspec.Struct, frozen=True):
     task: str | None = None
     episode: str | None = None
     agent: str | None = None
+    # What it is counted as: never a path with ids in it.
+    label: str = ""
+    # Manages the account at the provider: only with the client's own key.
+    administers: bool = False
 
 
 _EXACT: Final = {
@@ -51,6 +56,10 @@ DIALECT_OF: Final = {
     "/v1/responses": "responses",
     "/v1/messages": "messages",
 }
+_PLAIN: Final = {
+    (method, path): Route(kind=kind, path=path, dialect=DIALECT_OF.get(path), label=path)
+    for (method, path), kind in _EXACT.items()
+}
 # A model's name may hold a slash and an adapter's version, and nothing that could climb.
 _MODEL: Final = re.compile(
     r"/v1/models/(?!.*\.\.)[A-Za-z0-9][\w.@:+-]*(?:/[\w.@:+-]+)*\Z", re.ASCII
@@ -67,17 +76,25 @@ def find_route(method: str, raw_path: str) -> Route:
     Raises:
         NotAllowed: it is none that the proxy forwards.
     """
+    plain = _PLAIN.get((method, raw_path))
+    if plain is not None:
+        return plain
     match = _PREFIX.match(raw_path)
     if match is None:
         raise NotAllowed(_message(method, raw_path), code="unknown_url")
     rest = match["rest"]
-    kind = _EXACT.get((method, rest))
-    if kind is None and method == "GET" and _MODEL.match(rest):
-        kind = Kind.FORWARD
-    if kind is None:
-        raise NotAllowed(_message(method, rest), code="unknown_url")
     named = {name: unquote(match[name]) for name in ("task", "episode", "agent") if match[name]}
-    return Route(kind=kind, path=rest, dialect=DIALECT_OF.get(rest), **named)
+    plain = _PLAIN.get((method, rest))
+    if plain is not None:
+        return msgspec.structs.replace(plain, **named)
+    if method == "GET" and _MODEL.match(rest):
+        return Route(kind=Kind.FORWARD, path=rest, label="/v1/models", **named)
+    rule = openai_rule(method, rest)
+    if rule is None:
+        raise NotAllowed(_message(method, rest), code="unknown_url")
+    return Route(
+        kind=Kind.FORWARD, path=rest, label=rule.label, administers=rule.administers, **named
+    )
 
 
 def _message(method: str, path: str) -> str:

@@ -84,7 +84,9 @@ NOTHING_SAMPLED: Final = Sampled(
 
 def sampling_settings(request: Mapping[str, Any], default_temperature: float) -> dict[str, Any]:
     """The settings a call was sampled with: the request's own, and the temperature always."""
-    found = {name: request[name] for name in RECORDED if request.get(name) is not None}
+    found = {
+        name: value for name, value in request.items() if value is not None and name in RECORDED
+    }
     found.setdefault("temperature", default_temperature)
     if _has_strict_tool(request.get("tools")):
         found["strict_tools"] = True
@@ -136,8 +138,8 @@ def _tokens(sampled: Sampled) -> Reason | None:
 def _distribution(sampling: Mapping[str, Any], strict_tools: bool) -> Reason | None:
     if sampling["temperature"] == 0:
         return "greedy"
-    for name, neutral in NEUTRAL.items():
-        if name in sampling and sampling[name] not in neutral:
+    for name, value in sampling.items():
+        if name in NEUTRAL and value not in NEUTRAL[name]:
             return "reshaped_distribution"
     thinking = sampling.get("thinking")
     if isinstance(thinking, dict) and thinking.get("budget_tokens") is not None:

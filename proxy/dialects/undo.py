@@ -15,6 +15,22 @@ ODD_SHAPE: Final = (msgspec.MsgspecError, KeyError, TypeError, AttributeError, V
 
 ARRAY, OBJECT = b"["[0], b"{"[0]
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    """A chat's `content`, or a completion's `token_logprobs`."""
+
+    content: list[_Token] | None = None
+    token_logprobs: list[float | None] | None = None
+
+
+_ids: Final = msgspec.json.Decoder(list[TokenId])
+_logprobs: Final = msgspec.json.Decoder(_Logprobs)
 _choices: Final = msgspec.json.Decoder(list[Object])
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -66,7 +82,7 @@ class Undo:
         if raw is None or not _begins(raw, ARRAY):
             return False
         if self._reading:
-            self.prompt_ids = _ids(value_of(raw))
+            self.prompt_ids = _ids.decode(raw)
         if self.hide_ids:
             holder["prompt_token_ids"] = NULL
         return self.hide_ids
@@ -79,14 +95,14 @@ class Undo:
         ids = choice.get("token_ids")
         if ids is not None and _begins(ids, ARRAY):
             if self._reading:
-                self.sampled_ids = (self.sampled_ids or []) + _ids(value_of(ids))
+                self.sampled_ids = (self.sampled_ids or []) + _ids.decode(ids)
             if self.hide_ids:
                 choice["token_ids"] = NULL
                 changed = True
         logprobs = choice.get("logprobs")
         if logprobs is not None and _begins(logprobs, OBJECT):
             if self._reading:
-                self.sampled_logprobs = (self.sampled_logprobs or []) + _values(value_of(logprobs))
+                self.sampled_logprobs = (self.sampled_logprobs or []) + _values(logprobs)
             if self._hide_logprobs:
                 choice["logprobs"] = NULL
                 changed = True
@@ -108,20 +124,12 @@ def _begins(raw: msgspec.Raw, with_byte: int) -> bool:
     return memoryview(raw)[0] == with_byte
 
 
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-
-
-def _ids(value: Any) -> list[int]:
-    return msgspec.convert(value, list[TokenId])
-
-
-def _values(logprobs: dict[str, Any]) -> list[float]:
+def _values(raw: msgspec.Raw) -> list[float]:
     """Log-probabilities in either form; an echoed prompt's first token has none (null)."""
-    if "token_logprobs" in logprobs:
-        found = [value for value in logprobs["token_logprobs"] if value is not None]
-    else:
-        found = [token["logprob"] for token in logprobs.get("content") or []]
-    return msgspec.convert(found, list[float])
+    logprobs = _logprobs.decode(raw)
+    if logprobs.token_logprobs is not None:
+        return [value for value in logprobs.token_logprobs if value is not None]
+    return [token.logprob for token in logprobs.content or ()]
 
 
 def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:

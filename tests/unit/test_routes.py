@@ -1,5 +1,9 @@
 """The allow-list: exact paths, the URL's prefix, and no spelling that climbs around it."""
 
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,4 +75,68 @@ def test_a_missing_v1_and_a_wrong_method_get_a_hint() -> None:
     with pytest.raises(NotAllowed, match="missing its /v1"):
         find_route("POST", "/chat/completions")
     with pytest.raises(NotAllowed, match="Use POST"):
-        find_route("GET", "/v1/chat/completions")
+        find_route("GET", "/v1/messages")
+
+
+OF_OPENAI = [
+    ("GET", "/v1/files"),
+    ("GET", "/v1/files/file-1/content"),
+    ("POST", "/v1/audio/transcriptions"),
+    ("POST", "/v1/images/generations"),
+    ("GET", "/v1/responses/resp_1"),
+    ("POST", "/v1/responses/resp_1/cancel"),
+    ("GET", "/v1/chat/completions/chatcmpl-1/messages"),
+    ("DELETE", "/v1/models/ft:gpt:1"),
+    ("GET", "/v1/organization/projects/p/api_keys"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), OF_OPENAI)
+def test_the_rest_of_openais_api_is_forwarded(method: str, path: str) -> None:
+    route = find_route(method, "/episode/e" + path)
+    assert (route.kind, route.path, route.episode) == (Kind.FORWARD, path, "e")
+    assert route.label.startswith("/v1/")
+    assert "1" not in route.label.removeprefix("/v1/")
+
+
+# What a client of the model may ask of vLLM; `{…}` as in its source.
+FOR_CLIENTS = {
+    "/v1/models",
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/responses/{response_id}",
+    "/v1/responses/{response_id}/cancel",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v1/audio/transcriptions",
+    "/v1/audio/translations",
+    "/v1/audio/speech",
+    "/v1/audio/voices",
+    "/tokenize",
+    "/detokenize",
+}
+
+
+def vllm_paths() -> list[str]:
+    """Every path that the installed vLLM's source names for a route."""
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    declared = re.compile(
+        r"""(?:router|app)\.(?:get|post|put|delete|patch|head|api_route|websocket|route)"""
+        r"""\(\s*f?"(/[^"]*)\""""
+    )
+    sources = Path(spec.origin).parent.rglob("*.py")
+    found = {path for source in sources for path in declared.findall(source.read_text())}
+    assert "/v1/load_lora_adapter" in found
+    assert len(found) > 40
+    return sorted(found - FOR_CLIENTS)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE"])
+def test_no_other_path_of_vllm_gets_through(method: str) -> None:
+    for path in vllm_paths():
+        with pytest.raises(NotAllowed):
+            find_route(method, re.sub(r"\{[^}]*\}", "x", path))
