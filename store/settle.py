@@ -154,17 +154,22 @@ _SCORE = f"""
 
 # Joins
 
-# Of a digest that more episodes offer than count, so many links are made that it is worn.
+# Only the surest sign of a call counts, so no others are linked. Of a digest that more
+# episodes offer than count, so many links are made that it is worn.
 _LINK = f"""
     INSERT INTO links (call_id, level, offered_by, asked_by)
-    SELECT DISTINCT a.call_id, a.level, o.episode_id, a.episode_id
-    FROM asks a CROSS JOIN LATERAL (
-        SELECT DISTINCT episode_id FROM (
-            SELECT episode_id FROM offers WHERE digest = a.digest LIMIT {64 * MOST_OFFERING}) told
-        WHERE episode_id <> a.episode_id LIMIT {MOST_OFFERING + 1}) o
-    WHERE (a.digest = ANY($1) OR a.call_id = ANY($2))
-        AND NOT EXISTS (SELECT FROM links l
-                        WHERE l.call_id = a.call_id AND l.level = a.level AND l.worn)
+    SELECT DISTINCT call_id, level, offered_by, asked_by FROM (
+        SELECT a.call_id, a.level, o.episode_id AS offered_by, a.episode_id AS asked_by,
+            min(a.level) OVER (PARTITION BY a.call_id) AS surest
+        FROM asks a CROSS JOIN LATERAL (
+            SELECT DISTINCT episode_id FROM (
+                SELECT episode_id FROM offers WHERE digest = a.digest
+                LIMIT {64 * MOST_OFFERING}) told
+            WHERE episode_id <> a.episode_id LIMIT {MOST_OFFERING + 1}) o
+        WHERE (a.digest = ANY($1) OR a.call_id = ANY($2))
+            AND NOT EXISTS (SELECT FROM links l WHERE l.call_id = a.call_id
+                            AND (l.level < a.level OR l.level = a.level AND l.worn))) found
+    WHERE level = surest
     ON CONFLICT DO NOTHING RETURNING call_id
 """
 _WEAR = f"""
