@@ -1,4 +1,7 @@
-"""Telling a database that is away from one that refuses: the first is waited for."""
+"""Telling a database that is away from one that refuses: the first is waited for.
+
+Away is also one that takes no record at all now, whatever is in it.
+"""
 
 from typing import Final
 
@@ -17,7 +20,13 @@ _AWAY: Final = (
     asyncpg.InterfaceError,
     asyncpg.OperatorInterventionError,
     asyncpg.InvalidCatalogNameError,
-    asyncpg.TooManyConnectionsError,
+    # Not the fault of any record: full disks, deadlocks, a standby, a schema that is being moved.
+    asyncpg.InsufficientResourcesError,
+    asyncpg.TransactionRollbackError,
+    asyncpg.PostgresSystemError,
+    asyncpg.ReadOnlySQLTransactionError,
+    asyncpg.SyntaxOrAccessError,
+    asyncpg.InvalidCachedStatementError,
 )
 
 

@@ -3,13 +3,18 @@
 A call that could not be joined by the proxy asks for digests of what it repeats; a link says
 that an episode offers one of them. An ask that one episode answers joins the two. One that
 two different episodes answer is doubtful: it joins nothing, and whatever it touches is kept
-from training. Two that turn out to be one episode (by other asks) are no doubt.
+from training. Two that turn out to be one episode (by other asks) are no doubt. What more
+than `MOST_OFFERING` episodes were told is worn: it says nothing of any of them, and the
+work of a join stays bounded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 from uuid import UUID
 
 from store.records import Confidence, Record
+
+MOST_OFFERING: Final = 8
 
 DOUBTFUL_CALL = "a call was put into this episode in doubt"
 DOUBTFUL_ASK = "a call repeats what more than one episode was told"
@@ -65,12 +70,13 @@ def resolve(parts: Sequence[Part], links: Iterable[Link]) -> Joins:
     doubts: dict[UUID, str] = {part.id: DOUBTFUL_CALL for part in parts if part.doubtful}
     joined: dict[UUID, tuple[str, Confidence] | None] = {}
     for call_id, (level, asked_by, offered_by) in asks.items():
-        if len({_root(roots, offered) for offered in offered_by}) == 1:
+        worn = len(offered_by) > MOST_OFFERING
+        if not worn and len({_root(roots, offered) for offered in offered_by}) == 1:
             joined[call_id] = _JOINED_BY[level] if level < len(_JOINED_BY) else _BY_PREFIX
             continue
         joined[call_id] = None
         doubts.setdefault(asked_by, DOUBTFUL_ASK)
-        for offered in offered_by:
+        for offered in () if worn else offered_by:
             doubts.setdefault(offered, TOLD_MORE_THAN_ONE)
     by_root: dict[UUID, list[Part]] = {}
     for part in parts:
@@ -104,6 +110,8 @@ def _unite(roots: dict[UUID, UUID], asks: Mapping[UUID, tuple[int, UUID, list[UU
     while changed:
         changed = False
         for _, asked_by, offered_by in asks.values():
+            if len(offered_by) > MOST_OFFERING:
+                continue
             found = {_root(roots, part) for part in offered_by}
             own = _root(roots, asked_by)
             if len(found) == 1 and own not in found:

@@ -12,7 +12,7 @@ from uuid import UUID
 import msgspec
 
 from store.digests import as_uuid
-from store.joins import Link, Part, resolve
+from store.joins import MOST_OFFERING, Link, Part, resolve
 from store.records import OWN_EPISODE, REWARD, CallRecord, FeedbackRecord
 
 # Held to the transaction's end by whoever settles.
@@ -79,10 +79,13 @@ async def settle(driver: Any, written: Written) -> None:
     await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
     rescored = {*written.rescored, *await _match(driver, written)}
     linked = await _linked(driver, await _link(driver, written))
-    await _lock(driver, {*rescored, *linked})
+    touched = {*rescored, *linked}
+    if not touched:
+        return
+    await _lock(driver, touched)
     if linked:
         await _join(driver, linked)
-    await _score(driver, {*rescored, *linked})
+    await driver.execute(_SCORE, list(touched))
 
 
 # Feedback
@@ -149,34 +152,51 @@ _SCORE = f"""
 """
 
 
-async def _score(driver: Any, episodes: set[UUID]) -> None:
-    if episodes:
-        await driver.execute(_SCORE, list(episodes))
-
-
 # Joins
 
-_LINK = """
+# Only the surest sign of a call counts, so no others are linked. Of a digest that more
+# episodes offer than count, so many links are made that it is worn.
+_LINK = f"""
     INSERT INTO links (call_id, level, offered_by, asked_by)
-    SELECT DISTINCT a.call_id, a.level, o.episode_id, a.episode_id
-    FROM asks a JOIN offers o USING (digest)
-    WHERE (a.digest = ANY($1) OR a.call_id = ANY($2)) AND a.episode_id <> o.episode_id
-    ON CONFLICT DO NOTHING RETURNING offered_by, asked_by
+    SELECT DISTINCT call_id, level, offered_by, asked_by FROM (
+        SELECT a.call_id, a.level, o.episode_id AS offered_by, a.episode_id AS asked_by,
+            min(a.level) OVER (PARTITION BY a.call_id) AS surest
+        FROM asks a CROSS JOIN LATERAL (
+            SELECT DISTINCT episode_id FROM (
+                SELECT episode_id FROM offers WHERE digest = a.digest
+                LIMIT {64 * MOST_OFFERING}) told
+            WHERE episode_id <> a.episode_id LIMIT {MOST_OFFERING + 1}) o
+        WHERE (a.digest = ANY($1) OR a.call_id = ANY($2))
+            AND NOT EXISTS (SELECT FROM links l WHERE l.call_id = a.call_id
+                            AND (l.level < a.level OR l.level = a.level AND l.worn))) found
+    WHERE level = surest
+    ON CONFLICT DO NOTHING RETURNING call_id
 """
+_WEAR = f"""
+    UPDATE links SET worn = true WHERE (call_id, level) IN (
+        SELECT call_id, level FROM links WHERE call_id = ANY($1)
+        GROUP BY 1, 2 HAVING count(*) > {MOST_OFFERING})
+"""
+_ENDS = "SELECT DISTINCT unnest(ARRAY[asked_by, offered_by]) FROM links WHERE call_id = ANY($1)"
 _REACHED = """
     WITH RECURSIVE reached (id) AS (
         SELECT unnest($1::uuid[])
         UNION
         SELECT CASE WHEN l.asked_by = r.id THEN l.offered_by ELSE l.asked_by END
-        FROM reached r JOIN links l ON l.asked_by = r.id OR l.offered_by = r.id)
+        FROM reached r JOIN links l
+            ON (l.asked_by = r.id OR l.offered_by = r.id) AND NOT l.worn)
     SELECT id FROM reached
 """
 
 
 async def _link(driver: Any, written: Written) -> set[UUID]:
     """Note which asks the batch answers or makes; the episodes to be looked at again."""
-    found = await driver.fetch(_LINK, written.offers(), written.asking())
-    return {*written.linked, *(part for row in found for part in row)}
+    rows = await driver.fetch(_LINK, written.offers(), written.asking())
+    calls = list({row[0] for row in rows})
+    if not calls:
+        return set(written.linked)
+    await driver.execute(_WEAR, calls)
+    return {*written.linked, *(row[0] for row in await driver.fetch(_ENDS, calls))}
 
 
 async def _linked(driver: Any, seeds: set[UUID]) -> set[UUID]:
@@ -201,6 +221,7 @@ _PARTS = """
         COALESCE(r.claimed_by, e.claimed_by) IS NOT NULL AS held
     FROM episodes e LEFT JOIN episodes r ON r.id = e.root WHERE e.id = ANY($1)
 """
+_LINKS = "SELECT call_id, level, asked_by, offered_by FROM links WHERE asked_by = ANY($1)"
 _PLACE = """
     UPDATE episodes e SET linked = true, root = p.root, joined_task = p.joined_task,
         quarantined_reason = p.quarantined_reason
@@ -220,10 +241,7 @@ async def _join(driver: Any, linked: set[UUID]) -> None:
     """Put these episodes in the places that `store.joins` finds for them."""
     ids = list(linked)
     parts = [Part(**dict(row)) for row in await driver.fetch(_PARTS, ids)]
-    links = [
-        Link(**dict(row))
-        for row in await driver.fetch("SELECT * FROM links WHERE asked_by = ANY($1)", ids)
-    ]
+    links = [Link(**dict(row)) for row in await driver.fetch(_LINKS, ids)]
     joins = resolve(parts, links)
     places = [(part, *msgspec.structs.astuple(place)) for part, place in joins.places.items()]
     if places:

@@ -162,6 +162,8 @@ links = Table(
     Column("level", Integer, primary_key=True),
     Column("offered_by", Uuid, primary_key=True),
     Column("asked_by", Uuid, nullable=False),
+    # What so many offer leads nowhere: it is not followed from one episode to the next.
+    Column("worn", Boolean, nullable=False, server_default=text("false")),
     Index("ix_links_offered_by", "offered_by"),
     Index("ix_links_asked_by", "asked_by"),
 )

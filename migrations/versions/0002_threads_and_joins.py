@@ -102,6 +102,7 @@ def upgrade() -> None:
         sa.Column("level", sa.Integer(), nullable=False),
         sa.Column("offered_by", sa.Uuid(), nullable=False),
         sa.Column("asked_by", sa.Uuid(), nullable=False),
+        sa.Column("worn", sa.Boolean(), server_default=sa.text("false"), nullable=False),
         sa.PrimaryKeyConstraint("call_id", "level", "offered_by", name=op.f("pk_links")),
     )
     op.create_index("ix_links_offered_by", "links", ["offered_by"])

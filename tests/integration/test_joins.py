@@ -14,7 +14,7 @@ from store import claims
 from store.claims import ClaimRule
 from store.digests import PREFIX, RESPONSE, TOOL_CALL
 from store.ingest import Ingester, known_targets
-from store.joins import DOUBTFUL_ASK, DOUBTFUL_CALL, TOLD_MORE_THAN_ONE, TOO_LATE
+from store.joins import DOUBTFUL_ASK, DOUBTFUL_CALL, MOST_OFFERING, TOLD_MORE_THAN_ONE, TOO_LATE
 from store.policies import ensure_base, pinned_episodes
 from store.reading import episode_ids, read_episodes
 from store.records import CallRecord, Episode, SpoolRecord
@@ -137,6 +137,21 @@ async def test_in_doubt_nothing_is_joined_and_nothing_trained(engine: AsyncEngin
     assert [c.confidence for c in found["c"].calls] == ["doubtful"]
     async with engine.begin() as connection:
         assert await claims.claim(connection, RULE, 0, {}) is None
+
+
+@pytest.mark.parametrize("batch", [1, 4, 100])
+async def test_what_many_were_told_says_nothing_of_them(engine: AsyncEngine, batch: int) -> None:
+    dice = random.Random(batch)
+    records = [own(f"a{number}", told=["hello"]) for number in range(MOST_OFFERING + 3)]
+    records += [own(f"b{number}", repeats=["hello"]) for number in range(3)]
+    dice.shuffle(records)
+    for start in range(0, len(records), batch):
+        await store(engine, *records[start : start + batch])
+    found = await episodes(engine)
+    assert len(found) == len(records)
+    assert {e.key: e.quarantined_reason for e in found} == {
+        e.key: DOUBTFUL_ASK if e.key.startswith("b") else None for e in found
+    }
 
 
 async def test_a_call_that_the_proxy_placed_in_doubt_quarantines(engine: AsyncEngine) -> None:

@@ -1,9 +1,16 @@
 """The one migration path: up, down, and no drift between tables and migrations."""
 
+import json
+
 from sqlalchemy import text
 
 from store.engine import make_engine
+from store.ids import new_id, time_of
+from store.ingest import Ingester
 from store.migrate import check, downgrade, upgrade
+from store.partitions import ensure_partition
+from store.reading import episode_ids, read_episodes
+from tests.records import call, reward, tokens
 
 
 async def tables(url: str) -> set[str]:
@@ -37,3 +44,75 @@ async def test_migrating_twice_changes_nothing(database_url: str) -> None:
     before = await tables(database_url)
     await upgrade(database_url)
     assert await tables(database_url) == before
+
+
+OLD_EPISODE = """
+    INSERT INTO episodes (id, key, method, task, task_named, policy, policy_version,
+                          first_call_id, last_call_at)
+    VALUES (:id, 'old', 'own', 'prompt:1', false, 'm', 0, :id, now())
+"""
+OLD_CALL = """
+    INSERT INTO transitions (id, episode_id, agent, dialect, policy, policy_version, status,
+        stream, request, reply, prompt_ids, sampled_ids, sampled_logprobs, sampling, trainable,
+        tool_calls, started_at, total_ms, retry)
+    VALUES (:id, :id, 'default', 'chat', 'm', 0, 'complete', false, CAST(:request AS json),
+        CAST(:reply AS json), :ids, '', '', '{}', true, '[]', now(), 1, 0)
+"""
+ODD = '{"z":1, "a":12345678901234567890,"nul":"\\u0000","twice":1,"twice":2}'
+
+
+async def test_what_was_stored_survives_up_and_down(empty_database_url: str) -> None:
+    await upgrade(empty_database_url, "0001")
+    engine = make_engine(empty_database_url)
+    old = new_id()
+    async with engine.begin() as connection:
+        await ensure_partition(connection, time_of(old).date())
+        await connection.execute(text(OLD_EPISODE), {"id": old})
+        values = {"id": old, "request": ODD, "reply": '{"id": "r"}', "ids": b"\x01\x00\x00\x00"}
+        await connection.execute(text(OLD_CALL), values)
+    await engine.dispose()
+
+    await upgrade(empty_database_url)
+    thread = [
+        call(
+            "new",
+            method="own",
+            request=json.dumps({"messages": ["turn"] * 40 * turn}).encode(),
+            tokens=tokens(list(range(turn)), [turn]),
+            offers=(b"3" * 16,),
+        )
+        for turn in range(1, 4)
+    ]
+    joined = call("other", method="own", task="named", asks=(b"3" * 16,), request=ODD.encode())
+    await Ingester().store(engine, [*thread, joined, reward(1.0, call=str(joined.id))])
+    async with engine.connect() as connection:
+        before = await read_episodes(connection, await episode_ids(connection))
+        added = await connection.execute(text("SELECT count(parent_id) FROM transitions"))
+        assert added.scalar() == 2
+    assert [len(episode.calls) for episode in before] == [1, 4]
+    assert before[0].calls[0].request == ODD.encode()
+    await engine.dispose()
+
+    await downgrade(empty_database_url, "0001")
+    async with engine.connect() as connection:
+        rows = await connection.execute(
+            text("SELECT id, request::text, prompt_ids FROM transitions ORDER BY id")
+        )
+        assert [(row.id, row.request.encode(), row.prompt_ids) for row in rows] == [
+            (c.id, c.request, c.tokens.prompt_ids) for episode in before for c in episode.calls
+        ]
+        kept = await connection.execute(
+            text("SELECT key, task, scored_at IS NOT NULL FROM episodes ORDER BY first_call_id")
+        )
+        assert [tuple(row) for row in kept] == [("old", "prompt:1", False), ("new", "named", True)]
+    await engine.dispose()
+
+    await upgrade(empty_database_url)
+    async with engine.connect() as connection:
+        after = await read_episodes(connection, await episode_ids(connection))
+    await engine.dispose()
+    assert [[c.request for c in e.calls] for e in after] == [
+        [c.request for c in e.calls] for e in before
+    ]
+    assert [[said.value for said in e.feedback] for e in after] == [[], [1.0]]
+    await check(empty_database_url)

@@ -9,6 +9,7 @@ from store.digests import PREFIX, RESPONSE, TOOL_CALL, levels
 from store.joins import (
     DOUBTFUL_ASK,
     DOUBTFUL_CALL,
+    MOST_OFFERING,
     TOLD_MORE_THAN_ONE,
     TOO_LATE,
     Link,
@@ -78,6 +79,16 @@ def test_the_surest_sign_counts_alone() -> None:
     assert joins.places[uid(3)].root == uid(1)
     assert joins.places[uid(2)].root is None
     assert joins.places[uid(2)].quarantined_reason is None
+
+
+def test_what_too_many_were_told_is_the_askers_doubt_alone() -> None:
+    offering = range(1, MOST_OFFERING + 2)
+    some = link(50, *offering)
+    few = resolve(parts(*offering, 50), some[:-1])
+    assert few.places[uid(1)].quarantined_reason == TOLD_MORE_THAN_ONE
+    many = resolve(parts(*offering, 50), some)
+    assert many.places[uid(50)].quarantined_reason == DOUBTFUL_ASK
+    assert many.places[uid(1)].quarantined_reason is None
 
 
 def test_a_doubt_is_the_whole_episodes() -> None:

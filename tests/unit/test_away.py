@@ -1,0 +1,35 @@
+"""What is waited for, and what is a record's own fault."""
+
+import asyncpg
+import pytest
+
+from store.away import is_away
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionRefusedError(),
+        TimeoutError(),
+        asyncpg.AdminShutdownError("shutting down"),
+        asyncpg.DiskFullError("no space"),
+        asyncpg.DeadlockDetectedError("deadlock"),
+        asyncpg.UndefinedTableError("not migrated"),
+        asyncpg.TooManyConnectionsError("full"),
+    ],
+)
+def test_no_records_fault_is_waited_for(error: Exception) -> None:
+    assert is_away(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        asyncpg.CheckViolationError("status"),
+        asyncpg.CharacterNotInRepertoireError("0x00"),
+        asyncpg.exceptions._base.DataError("cannot be sent"),
+        ValueError("not 16 bytes"),
+    ],
+)
+def test_a_records_own_fault_is_told(error: Exception) -> None:
+    assert not is_away(error)
