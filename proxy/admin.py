@@ -1,6 +1,7 @@
 """The admin port: is it alive, is it ready, what does it count."""
 
 import os
+from typing import Final
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
@@ -8,6 +9,9 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from proxy.database import Database
 from proxy.drain import Drainer
+
+MULTIPROCESS: Final = "PROMETHEUS_MULTIPROC_DIR"
+ENDS: Final = ("stored", "dead_lettered", "dropped")
 
 
 def admin_app(database: Database, drainer: Drainer) -> web.Application:
@@ -40,9 +44,18 @@ def admin_app(database: Database, drainer: Drainer) -> web.Application:
     return app
 
 
+def unsettled() -> int:
+    """How many records earlier keepers of this proxy counted that have not ended anywhere yet."""
+    if MULTIPROCESS not in os.environ:
+        return 0
+    samples = {s.name: s.value for metric in _registry().collect() for s in metric.samples}
+    ended = sum(samples.get(f"pawl_records_{how}_total", 0.0) for how in ENDS)
+    return int(samples.get("pawl_records_total", 0.0) - ended)
+
+
 def _registry() -> CollectorRegistry:
     """What all processes of this proxy count together."""
-    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+    if MULTIPROCESS not in os.environ:
         return REGISTRY
     registry = CollectorRegistry()
     MultiProcessCollector(registry)  # type: ignore[no-untyped-call]

@@ -14,16 +14,18 @@ import zlib
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from proxy.backlog import Segment, segment_files
 from proxy.capture import Captured, Gap
 from proxy.metrics import (
     DEAD_LETTERS,
     DRAIN_LAG,
+    DROPPED,
     NOT_TRAINABLE,
     RECORDED,
     SPOOLED,
@@ -33,7 +35,6 @@ from proxy.metrics import (
     labelled,
 )
 from proxy.segments import decode_payload, read_frames
-from proxy.spool import OPEN, SEALED, is_held
 from proxy.transcribe import transcribe
 from store.away import is_away
 from store.errors import Refused
@@ -45,35 +46,34 @@ log = structlog.get_logger()
 
 RETRY_S: Final = 1.0
 IDLE_S: Final = 0.1
-# So much of a segment is read at once.
-READ_BYTES: Final = 4 * 2**20
 
 
-class Segment:
-    """A segment on its way into the database."""
+class Entry(NamedTuple):
+    """A frame, where it ends in its segment, and its record, or why there is none."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.counted = 0
-        self.stored = 0
-
-    @property
-    def sealed(self) -> bool:
-        """Whether it will not grow: it was sealed, or who wrote it is gone."""
-        return self.path.suffix == SEALED or not is_held(self.path.parent / "lock")
+    end: int
+    payload: bytes
+    record: SpoolRecord | None
+    reason: str
 
 
 class Drainer:
     """Drains every worker's folder under `root` until told to stop."""
 
     def __init__(
-        self, root: Path, connect: Callable[[], AsyncEngine | None], *, batch: int
+        self,
+        root: Path,
+        connect: Callable[[], AsyncEngine | None],
+        *,
+        batch: int,
+        counted_before: int = 0,
     ) -> None:
+        """`counted_before`: so many of what waits on disk were counted by a killed keeper."""
         self._root = root
         self._connect = connect
         self._batch = batch
+        self._counted_before = counted_before
         self._segments: dict[str, Segment] = {}
-        self._spooled = 0
         self._ingester = Ingester()
         self._stopping = asyncio.Event()
         # Counting and draining read the same offsets.
@@ -109,9 +109,9 @@ class Drainer:
         """Count what the workers have written by now."""
         async with self._busy:
             self._look()
-            for segment in list(self._segments.values()):
-                if segment.path.stat().st_size > segment.counted:
-                    self._count(segment, await asyncio.to_thread(_read, segment, segment.counted))
+            for segment in self._segments.values():
+                if segment.grown():
+                    self._count(segment, await asyncio.to_thread(segment.read, segment.counted))
             self._show()
 
     async def drain_once(self) -> int | None:
@@ -128,12 +128,13 @@ class Drainer:
         for segment in list(self._segments.values()):
             # Before it is read: what a worker adds while it is sealed is read next time.
             sealed = segment.sealed
-            data = await asyncio.to_thread(_read, segment, segment.stored)
-            self._count(segment, data[segment.counted - segment.stored :])
+            begin = segment.stored
+            data = await asyncio.to_thread(segment.read, begin)
+            self._count(segment, data[segment.counted - begin :])
             frames = list(islice(read_frames(data), self._batch))
             if frames:
-                await self._store(engine, [payload for _, payload in frames])
-                segment.stored += frames[-1][0]
+                entries = [_entry(begin + end, payload) for end, payload in frames]
+                await self._settle(engine, segment, entries)
                 return len(frames)
             if sealed:
                 self._retire(segment, data)
@@ -141,78 +142,88 @@ class Drainer:
         return 0
 
     def _look(self) -> None:
-        """Find what the workers wrote: `ID.open` while it grows, `ID.seg` when it is sealed."""
-        found = {path.stem: path for path in self._root.glob(f"*/*{OPEN}")}
-        found |= {path.stem: path for path in self._root.glob(f"*/*{SEALED}")}
-        for stem in sorted(found):
-            segment = self._segments.setdefault(stem, Segment(found[stem]))
-            segment.path = found[stem]
+        """Find what the workers wrote."""
+        found = dict(segment_files(self._root))
+        for stem, path in found.items():
+            segment = self._segments.setdefault(stem, Segment(path))
+            segment.path = path
+        for stem in self._segments.keys() - found.keys():
+            # Not our doing: somebody made room.
+            lost = self._segments.pop(stem).waiting
+            DROPPED.inc(lost)
+            log.error("segment_vanished", segment=stem, records=lost)
 
     def _count(self, segment: Segment, data: bytes) -> None:
         """Count the frames of `data`, which begins where counting ended."""
         begin = segment.counted
         for end, _ in read_frames(data):
             segment.counted = begin + end
-            self._spooled += 1
+            self._count_one(segment)
+
+    def _count_one(self, segment: Segment) -> None:
+        segment.waiting += 1
+        if self._counted_before:
+            self._counted_before -= 1
+        else:
             RECORDED.inc()
 
     def _show(self) -> None:
-        SPOOLED.set(self._spooled)
+        SPOOLED.set(sum(s.waiting for s in self._segments.values()))
         DRAIN_LAG.set(sum(s.counted - s.stored for s in self._segments.values()))
 
     def _retire(self, segment: Segment, rest: bytes) -> None:
         """Delete a segment that is drained to its end and will not grow."""
         if rest:
             # A crash left it half-written; it was never acknowledged. It is kept, not stored.
-            RECORDED.inc()
-            self._spooled += 1
-            self._dead_letter(rest, f"a torn frame of {len(rest)} bytes at {segment.stored}")
-        segment.path.unlink()
+            self._count_one(segment)
+            reason = f"a torn frame of {len(rest)} bytes at {segment.stored}"
+            self._dead_letter(segment, segment.stored + len(rest), rest, reason)
         del self._segments[segment.path.stem]
+        segment.remove()
 
-    async def _store(self, engine: AsyncEngine, payloads: list[bytes]) -> None:
-        """Store, halving a refused batch down to the record that is refused."""
-        records: list[SpoolRecord] = []
-        sound: list[bytes] = []
-        for payload in payloads:
-            try:
-                records.append(record_of(payload))
-                sound.append(payload)
-            except (msgspec.DecodeError, UnicodeDecodeError, zlib.error, KeyError) as error:
-                self._dead_letter(payload, f"cannot be read: {error}")
-        await self._store_records(engine, records, sound)
+    async def _settle(self, engine: AsyncEngine, segment: Segment, entries: list[Entry]) -> None:
+        """Store, halving a refused batch down to the record that is refused.
 
-    async def _store_records(
-        self, engine: AsyncEngine, records: list[SpoolRecord], payloads: list[bytes]
-    ) -> None:
-        if not records:
-            return
+        What is settled stays so if the database goes away in the middle.
+        """
+        records = [entry.record for entry in entries if entry.record is not None]
         try:
-            await self._ingester.store(engine, records)
+            if records:
+                await self._ingester.store(engine, records)
         except Refused as error:
-            if len(records) == 1:
-                self._dead_letter(payloads[0], str(error))
+            if len(entries) == 1:
+                self._dead_letter(segment, entries[0].end, entries[0].payload, str(error))
                 return
-            middle = len(records) // 2
-            await self._store_records(engine, records[:middle], payloads[:middle])
-            await self._store_records(engine, records[middle:], payloads[middle:])
+            middle = len(entries) // 2
+            await self._settle(engine, segment, entries[:middle])
+            await self._settle(engine, segment, entries[middle:])
             return
         STORED.inc(len(records))
-        self._spooled -= len(records)
+        for entry in entries:
+            if entry.record is None:
+                self._dead_letter(segment, entry.end, entry.payload, entry.reason)
+        segment.advance(entries[-1].end, len(records))
         for record in records:
             if isinstance(record, CallRecord):
                 _count_call(record)
 
-    def _dead_letter(self, payload: bytes, reason: str) -> None:
+    def _dead_letter(self, segment: Segment, end: int, payload: bytes, reason: str) -> None:
         folder = self._root / "dead"
         folder.mkdir(exist_ok=True)
-        # A name that is never used again, whatever was replayed and removed meanwhile.
-        name = str(new_id())
+        # A name that no other record ever has; the same one if a kill makes us do this again.
+        name = f"{segment.path.stem}-{end}"
         (folder / f"{name}.reason").write_text(reason)
         (folder / f"{name}.letter").write_bytes(payload)
         DEAD_LETTERS.inc()
-        self._spooled -= 1
+        segment.advance(end, 1)
         log.error("dead_letter", reason=reason[:300], letter=name)
+
+
+def _entry(end: int, payload: bytes) -> Entry:
+    try:
+        return Entry(end, payload, record_of(payload), "")
+    except (msgspec.DecodeError, UnicodeDecodeError, zlib.error, KeyError) as error:
+        return Entry(end, payload, None, f"cannot be read: {error}")
 
 
 def record_of(payload: bytes) -> SpoolRecord:
@@ -227,19 +238,6 @@ def record_of(payload: bytes) -> SpoolRecord:
     if isinstance(frame, Gap):
         return GapRecord(id=new_id(), episodes=frame.episodes)
     return frame
-
-
-def _read(segment: Segment, offset: int) -> bytes:
-    """What is on disk from `offset` on, up to a limit that holds a whole frame."""
-    with segment.path.open("rb") as file:
-        file.seek(offset)
-        data = file.read(READ_BYTES)
-        while len(data) >= READ_BYTES and next(read_frames(data), None) is None:
-            more = file.read(len(data))
-            if not more:
-                break
-            data += more
-        return data
 
 
 def _count_call(record: CallRecord) -> None:

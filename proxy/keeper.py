@@ -6,35 +6,45 @@ Serving needs none of it: while the keeper is away, records wait on disk.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import structlog
 from aiohttp import web
 
-from proxy.admin import admin_app
+from proxy.admin import admin_app, unsettled
 from proxy.database import Database
 from proxy.drain import Drainer
+from proxy.errors import SpoolInUse
 from proxy.settings import ProxySettings
-from proxy.spool import hold
+from proxy.spool import Lock, hold
 from store.away import is_away
 from store.settings import address
 
 log = structlog.get_logger()
 
 DRAIN_AT_EXIT_S = 5.0
+LOOK_S = 0.1
 
 
 @asynccontextmanager
-async def keeping(settings: ProxySettings) -> AsyncIterator[None]:
+async def keeping(settings: ProxySettings, *, patience_s: float = 0.0) -> AsyncIterator[None]:
     """A keeper: up when entered; what is spooled is stored, if it can be, when left.
+
+    For `patience_s` another keeper that has the spool directory is waited for.
 
     Raises:
         SpoolInUse: another keeper has the spool directory.
         OSError: the admin port is taken.
     """
     settings.spool_dir.mkdir(parents=True, exist_ok=True)
-    lock = hold(settings.spool_dir / "lock")
+    lock = await _hold_patiently(settings.spool_dir / "lock", patience_s)
     database = Database(settings)
-    drainer = Drainer(settings.spool_dir, database.engine, batch=settings.drain_batch)
+    drainer = Drainer(
+        settings.spool_dir,
+        database.engine,
+        batch=settings.drain_batch,
+        counted_before=unsettled(),
+    )
     admin = web.AppRunner(admin_app(database, drainer), access_log=None)
     await admin.setup()
     host, port = address(settings.admin_listen)
@@ -54,6 +64,18 @@ async def keeping(settings: ProxySettings) -> AsyncIterator[None]:
         await admin.cleanup()
         lock.release()
         log.info("keeper_down")
+
+
+async def _hold_patiently(path: Path, patience_s: float) -> Lock:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    while True:
+        try:
+            return hold(path)
+        except SpoolInUse:
+            if loop.time() >= deadline:
+                raise
+        await asyncio.sleep(LOOK_S)
 
 
 async def _drain_rest(drainer: Drainer) -> None:

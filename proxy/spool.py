@@ -133,6 +133,8 @@ class Spool:
             log.error("spool_write_failed", bytes=len(data), reason=str(error))
             if self._file is not None:
                 os.ftruncate(self._file, before)
+                # The keeper may have read what was cut off: nothing else may stand in its place.
+                self._seal()
             return False
         self._size = before + len(data)
         if self._size >= self._segment_bytes:

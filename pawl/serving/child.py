@@ -5,11 +5,14 @@ import os
 import signal
 import socket
 import sys
+from typing import Final
 
 import uvloop
 
 from pawl.logs import configure_logging
 from proxy.settings import ProxySettings
+
+PATIENCE_S: Final = 30.0
 
 
 async def _until_told() -> None:
@@ -32,7 +35,8 @@ async def _until_told() -> None:
 async def _keep() -> None:
     from proxy.keeper import keeping
 
-    async with keeping(ProxySettings()):
+    # A predecessor whose supervisor was killed stores what it can before it ends.
+    async with keeping(ProxySettings(), patience_s=PATIENCE_S):
         await _until_told()
 
 

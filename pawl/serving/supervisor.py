@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -36,11 +36,13 @@ MOST_EARLY_ENDS: Final = 5
 class Child:
     """One process, started again whenever it ends by itself."""
 
-    def __init__(self, name: str, command: list[str], environment: Mapping[str, str], fd: int):
+    def __init__(
+        self, name: str, command: list[str], environment: Mapping[str, str], fds: Sequence[int]
+    ) -> None:
         self.name = name
         self._command = command
         self._environment = environment
-        self._fd = fd
+        self._fds = fds
         self._process: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
         self._early_ends = 0
@@ -55,7 +57,7 @@ class Child:
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
             env=self._environment,
-            pass_fds=[self._fd],
+            pass_fds=self._fds,
             # It ends with us, however we end: its standard input closes then.
             stdin=asyncio.subprocess.PIPE,
         )
@@ -70,7 +72,8 @@ class Child:
             if self.stopping:
                 return
             log.error("child_ended", child=self.name, status=status)
-            young = loop.time() - started < YOUNG_S
+            # One that somebody killed (the kernel, for its memory) did not fail to start.
+            young = status != -signal.SIGKILL and loop.time() - started < YOUNG_S
             self._early_ends = self._early_ends + 1 if young else 0
             if self._early_ends >= MOST_EARLY_ENDS:
                 raise DoesNotStart(f"{self.name} ends as soon as it is started; see its log above")
@@ -149,10 +152,11 @@ async def serve(settings: ProxySettings) -> None:
         log.info("proxy_up", listen=settings.listen, workers=len(workers))
         await _until_stopped(children, workers, stop, replace)
     finally:
+        # Refused from now on: in the queue of a socket that nobody accepts from they would hang.
+        listener.close()
         await asyncio.gather(*(worker.stop() for worker in workers))
         # Last, so that it stores what the workers still wrote.
         await keeper.stop()
-        listener.close()
         log.info("proxy_down")
 
 
@@ -180,10 +184,11 @@ def _children(settings: ProxySettings, listener: socket.socket) -> list[Child]:
     metrics = settings.spool_dir / METRICS_DIR
     environment = dict(os.environ) | {"PROMETHEUS_MULTIPROC_DIR": str(_emptied(metrics).resolve())}
     fd = listener.fileno()
+    # The keeper does not get it: who holds it, holds the port, whether he accepts or not.
     run = [sys.executable, "-m", "pawl.serving.child"]
-    keeper = Child("keeper", [*run, "keeper"], environment, fd)
+    keeper = Child("keeper", [*run, "keeper"], environment, ())
     workers = [
-        Child(f"worker {number}", [*run, "worker", str(fd)], environment, fd)
+        Child(f"worker {number}", [*run, "worker", str(fd)], environment, (fd,))
         for number in range(settings.workers)
     ]
     return [keeper, *workers]

@@ -1,0 +1,1 @@
+"""Processes killed, a database taken away, many calls: what is lost."""

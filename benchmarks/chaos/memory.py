@@ -1,0 +1,56 @@
+"""Many calls: does a process of the proxy grow with them?"""
+
+import asyncio
+from typing import Any, Final
+
+from benchmarks.chaos.load import Load
+from benchmarks.chaos.scrape import Scrapes, drained
+from benchmarks.chaos.stand import Stand
+
+AT_ONCE: Final = 16
+POINTS: Final = 10
+# Caches fill, the allocator finds its size: what comes after this share is judged.
+WARM_UP: Final = 0.3
+DRAIN_S: Final = 300.0
+
+
+async def memory(stand: Stand, calls: int) -> dict[str, Any]:
+    """Resident memory of worker and keeper, ten times on the way through so many calls."""
+    await stand.ready()
+    load = Load(stand.port, at_once=AT_ONCE, pause_s=0.0, calls_per_episode=10)
+    load.start()
+    points: list[dict[str, float]] = []
+    for number in range(1, POINTS + 1):
+        wanted = calls * number // POINTS
+        await load.reached(wanted)
+        points.append({"calls": len(load.outcome.complete), **_resident(stand)})
+    await load.stop()
+    drain_s = await drained(stand.admin, Scrapes(), within_s=DRAIN_S)
+    idle = _resident(stand)
+    await asyncio.to_thread(stand.stop)
+    judged = [p for p in points if p["calls"] >= WARM_UP * calls]
+    return {
+        "points": points,
+        "after_drain": idle,
+        "drain_s": drain_s,
+        "failed": [why for _, why in load.outcome.failed],
+        "bytes_a_call": {name: slope(judged, name) for name in idle},
+    }
+
+
+def _resident(stand: Stand) -> dict[str, float]:
+    """MiB by process."""
+    found = {}
+    for kind in ("keeper", "worker"):
+        for number, process in enumerate(stand.processes(kind)):
+            found[f"{kind} {number}"] = round(process.memory_info().rss / 2**20, 1)
+    return found
+
+
+def slope(points: list[dict[str, float]], name: str) -> float:
+    """Bytes a call by which a process grows: a line through the points, least squares."""
+    xs, ys = [p["calls"] for p in points], [p[name] * 2**20 for p in points]
+    middle_x, middle_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    spread = sum((x - middle_x) ** 2 for x in xs)
+    rise = sum((x - middle_x) * (y - middle_y) for x, y in zip(xs, ys, strict=True))
+    return round(rise / spread, 1) if spread else 0.0

@@ -1,0 +1,82 @@
+"""`/metrics` read again and again: do the four outcomes add up to what was recorded?"""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Final
+
+from benchmarks.chaos.load import BROKEN, fetch
+
+RECORDED: Final = "pawl_records_total"
+SPOOLED: Final = "pawl_records_spooled"
+OUTCOMES: Final = (
+    "pawl_records_stored_total",
+    SPOOLED,
+    "pawl_records_dead_lettered_total",
+    "pawl_records_dropped_total",
+)
+EVERY_S: Final = 0.25
+
+
+@dataclass(slots=True)
+class Scrapes:
+    """What was seen."""
+
+    read: int = 0
+    # The keeper was away, or not up yet.
+    unanswered: int = 0
+    # Answered, and not with metrics.
+    failed: list[str] = field(default_factory=list)
+    off: list[dict[str, float]] = field(default_factory=list)
+    most_spooled: float = 0.0
+
+    def note(self, samples: dict[str, float]) -> None:
+        """One scrape."""
+        self.read += 1
+        self.most_spooled = max(self.most_spooled, samples.get(SPOOLED, 0.0))
+        if not adds_up(samples):
+            self.off.append({name: samples.get(name, 0.0) for name in (RECORDED, *OUTCOMES)})
+
+
+def adds_up(samples: dict[str, float]) -> bool:
+    """recorded = stored + spooled + dead letters + dropped."""
+    return samples.get(RECORDED, 0.0) == sum(samples.get(name, 0.0) for name in OUTCOMES)
+
+
+def parsed(text: str) -> dict[str, float]:
+    """The samples without labels (Prometheus' text format)."""
+    pairs = [line.split(" ") for line in text.splitlines() if line[:1] != "#" and "{" not in line]
+    return {name: float(value) for name, value in pairs}
+
+
+async def scrape(admin: int, found: Scrapes) -> dict[str, float] | None:
+    """Once; None if there was no answer."""
+    try:
+        answer = await asyncio.wait_for(fetch(admin, "/metrics"), 10)
+    except (*BROKEN, TimeoutError):
+        found.unanswered += 1
+        return None
+    if answer.status != 200:
+        found.failed.append(answer.body[-200:].decode(errors="replace"))
+        return None
+    samples = parsed(answer.body.decode())
+    found.note(samples)
+    return samples
+
+
+async def scraping(admin: int, found: Scrapes) -> None:
+    """Until cancelled."""
+    while True:
+        await scrape(admin, found)
+        await asyncio.sleep(EVERY_S)
+
+
+async def drained(admin: int, found: Scrapes, *, within_s: float) -> float | None:
+    """Wait until nothing is spooled; after how many seconds, None if it never was."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while loop.time() - began < within_s:
+        samples = await scrape(admin, found)
+        if samples is not None and samples.get(SPOOLED) == 0:
+            return loop.time() - began
+        await asyncio.sleep(EVERY_S)
+    return None

@@ -1,0 +1,164 @@
+"""What is set up: a model server, PostgreSQL, and `pawl proxy`, each of which can be killed."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, Literal
+
+import psutil
+
+from benchmarks.chaos.load import BROKEN, fetch
+from benchmarks.proxy.machine import running
+from benchmarks.vllm_server import free_port
+from store.embedded import EmbeddedPostgres
+from store.errors import StoreError
+
+Part = Literal["worker", "keeper", "supervisor", "postgres"]
+PARTS: Final[tuple[Part, ...]] = ("worker", "keeper", "supervisor", "postgres")
+READY_S: Final = 60.0
+POLL_S: Final = 0.05
+
+
+class NotReady(Exception):
+    """What was killed did not come back; the message ends with the proxy's last log lines."""
+
+
+class Stand:
+    """A running proxy and what it needs."""
+
+    def __init__(self, folder: Path, upstream_port: int, workers: int) -> None:
+        self.port, self.admin = free_port(), free_port()
+        self.workers = workers
+        self.spool = folder / "spool"
+        self.postgres = EmbeddedPostgres(folder)
+        self.url = self.postgres.ensure_running()
+        self.log = folder / "pawl.log"
+        self._environment = dict(os.environ) | {
+            "DATABASE_URL": self.url,
+            "PAWL_UPSTREAM_URL": f"http://127.0.0.1:{upstream_port}/v1",
+            "PAWL_LISTEN": f"127.0.0.1:{self.port}",
+            "PAWL_ADMIN_LISTEN": f"127.0.0.1:{self.admin}",
+            "PAWL_SPOOL_DIR": str(self.spool),
+        }
+        self.supervisor = self._start()
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "pawl.cli", "proxy", "--workers", str(self.workers)]
+        with self.log.open("ab") as log:
+            return subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
+
+    def processes(self, kind: str) -> list[psutil.Process]:
+        """The supervisor's workers, or its keeper."""
+        found = []
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.supervisor.pid).children():
+                with suppress(psutil.NoSuchProcess):
+                    if kind in process.cmdline():
+                        found.append(process)
+        return found
+
+    async def kill(self, part: Part, which: int) -> None:
+        """`kill -9`; of several workers that with number `which`. Returns when all is back.
+
+        Raises:
+            NotReady: see there.
+        """
+        if part == "supervisor":
+            self.supervisor.kill()
+            self.supervisor.wait()
+            await self.restart()
+        elif part == "postgres":
+            assert self.postgres.pid is not None
+            await _kill(psutil.Process(self.postgres.pid))
+            await self.start_postgres()
+        else:
+            victims = self.processes(part)
+            await _kill(victims[which % len(victims)])
+        await self.ready()
+
+    async def restart(self) -> None:
+        """Start the proxy again, as a service manager does: until it has its port."""
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            self.supervisor = self._start()
+            while self.supervisor.poll() is None:
+                if self.processes("worker"):
+                    return
+                await asyncio.sleep(POLL_S)
+        raise NotReady(self._last_words())
+
+    async def start_postgres(self) -> None:
+        """Start it again; what is left of a killed one may hold its memory for a moment."""
+        deadline = time.monotonic() + READY_S
+        while True:
+            try:
+                await asyncio.to_thread(self.postgres.ensure_running)
+            except (StoreError, OSError, RuntimeError):
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.2)
+            else:
+                return
+
+    async def ready(self) -> None:
+        """Until keeper and workers are there and the database is up.
+
+        Raises:
+            NotReady: they are not, after a minute.
+        """
+        deadline = time.monotonic() + READY_S
+        while not await self._is_ready():
+            if self.supervisor.poll() is not None or time.monotonic() > deadline:
+                raise NotReady(self._last_words())
+            await asyncio.sleep(POLL_S)
+
+    async def _is_ready(self) -> bool:
+        if len(self.processes("worker")) < self.workers or not self.processes("keeper"):
+            return False
+        try:
+            said = json.loads((await fetch(self.admin, "/readyz")).body)
+            models = await fetch(self.port, "/v1/models")
+        except BROKEN:
+            return False
+        return said["database"] == "up" and models.status == 200
+
+    def _last_words(self) -> str:
+        """The end of the proxy's log, less its lines about calls."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join([line for line in lines if '"event":"call"' not in line][-40:])
+
+    def stop(self) -> None:
+        """SIGTERM; what is spooled is stored first, as far as it can be."""
+        self.supervisor.terminate()
+        try:
+            self.supervisor.wait(READY_S)
+        except subprocess.TimeoutExpired:
+            self.supervisor.kill()
+            raise
+
+
+async def _kill(process: psutil.Process) -> None:
+    """Until it is reaped: before that it is still listed."""
+    process.kill()
+    await asyncio.to_thread(psutil.wait_procs, [process], READY_S)
+
+
+@contextmanager
+def standing(folder: Path, workers: int) -> Iterator[Stand]:
+    """All of it, up; gone when the block is left."""
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.chaos.upstream", str(port)]
+    with running(command, max(os.sched_getaffinity(0)), folder / "upstream.log"):
+        stand = Stand(folder, port, workers)
+        try:
+            yield stand
+        finally:
+            if stand.supervisor.poll() is None:
+                stand.stop()
+            stand.postgres.stop()

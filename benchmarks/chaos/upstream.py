@@ -1,0 +1,75 @@
+"""A model server that answers at once: `python -m benchmarks.chaos.upstream PORT`.
+
+Whole replies of 20 tokens; streams of five chunks, five milliseconds apart.
+"""
+
+import asyncio
+import gc
+import sys
+import time
+from typing import Final, cast
+
+import uvloop
+
+from benchmarks.proxy import wire
+from benchmarks.proxy.stream_server import END, STREAM_HEAD, whole_request
+
+CHUNKS: Final = 5
+INTERVAL_S: Final = 0.005
+WHOLE: Final = wire.reply(20)
+
+
+class Connection(asyncio.Protocol):
+    """One connection: requests one after another."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._received = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        self._transport = None
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        self._received += data
+        request = whole_request(self._received)
+        if request is not None and self._transport is not None:
+            self._received = b""
+            if b'"stream":true' in request:
+                self._transport.write(STREAM_HEAD)
+                self._stream(0)
+            else:
+                said = wire.MODELS if request.startswith(b"GET ") else WHOLE
+                self._transport.write(whole(said))
+
+    def _stream(self, number: int) -> None:
+        if self._transport is None:
+            return
+        last = number + 1 == CHUNKS
+        piece = wire.chunk(time.perf_counter(), first=number == 0, last=last, ids=True)
+        self._transport.write(wire.framed(piece) + (END if last else b""))
+        if not last:
+            asyncio.get_running_loop().call_later(INTERVAL_S, self._stream, number + 1)
+
+
+def whole(said: str) -> bytes:
+    """A whole reply."""
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(said)}"
+    return f"{head}\r\n\r\n{said}".encode()
+
+
+async def serve(port: int) -> None:
+    """Until the process is ended."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(Connection, "127.0.0.1", port, backlog=4096)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    gc.disable()
+    uvloop.run(serve(int(sys.argv[1])))
