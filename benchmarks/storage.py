@@ -20,14 +20,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 from rich.console import Console
 from rich.table import Table
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.segments import decode_payload
+from benchmarks.proxy import wire
+from proxy.capture import Captured
+from proxy.drain import record_of
+from proxy.segments import encode_frame, read_frames
 from store.digests import PREFIX
 from store.embedded import EmbeddedPostgres
 from store.engine import make_engine
@@ -104,16 +106,45 @@ def record(
     )
 
 
-def single_call(dice: random.Random) -> CallRecord:
-    """One question of 4 KB (200 ids here, as in `benchmarks.proxy`), a reply of 2.9 KB."""
-    request = {"model": "m", "messages": [{"role": "user", "content": prose(4000, dice)}]}
-    reply = {"id": "chatcmpl-x", "choices": [{"message": {"content": prose(2800, dice)}}]}
-    tokens = Tokens(
-        prompt_ids=pack_ids(some_ids(200, dice)),
-        sampled_ids=pack_ids(some_ids(20, dice)),
-        sampled_logprobs=pack_logprobs([-dice.random() for _ in range(20)]),
+def single_call(dice: random.Random) -> bytes:
+    """What a worker spools of one question of 4 KB (200 ids), a reply of 2.9 KB with 20 ids."""
+    call_id = new_id()
+    captured = Captured(
+        id=call_id.bytes,
+        episode=str(call_id),
+        method="own",
+        confidence="certain",
+        agent="default",
+        task=None,
+        dialect="chat",
+        policy="m",
+        policy_version=0,
+        served_model="m",
+        wanted_ids=True,
+        status="complete",
+        http_status=200,
+        streamed=False,
+        request=_json({"model": "m", "messages": [{"role": "user", "content": prose(4000, dice)}]}),
+        reply=wire.reply(20).encode(),
+        deflated=False,
+        offers=(bytes((PREFIX,)) + dice.randbytes(15),),
+        asks=(),
+        retry_of=None,
+        retry=0,
+        tool_events=(),
+        default_temperature=1.0,
+        started_at=time.time(),
+        first_chunk_ms=None,
+        total_ms=1.0,
     )
-    return record(_json(request), _json(reply), tokens)
+    [(_, payload)] = read_frames(encode_frame(captured))
+    return payload
+
+
+def _read(payload: bytes) -> CallRecord:
+    record = record_of(payload)
+    assert isinstance(record, CallRecord)
+    return record
 
 
 def agent_calls(dice: random.Random, turns: int = TURNS) -> list[CallRecord]:
@@ -203,15 +234,14 @@ def server_seconds(pid: int) -> float:
 async def speed(
     engine: AsyncEngine, pid: int, calls: int, batch: int, dice: random.Random
 ) -> dict[str, float]:
-    """Decode and store `calls`, in batches; what a call costs."""
-    encoder = msgspec.msgpack.Encoder()
+    """Read and store what was spooled of `calls`, in batches; what a call costs."""
     ingester = Ingester()
 
     async def drain(count: int) -> tuple[float, float, float]:
-        payloads = [encoder.encode(single_call(dice)) for _ in range(count)]
+        payloads = [single_call(dice) for _ in range(count)]
         before = time.perf_counter(), time.process_time(), server_seconds(pid)
         for start in range(0, count, batch):
-            some = [decode_payload(payload) for payload in payloads[start : start + batch]]
+            some = [record_of(payload) for payload in payloads[start : start + batch]]
             await ingester.store(engine, some)
         after = time.perf_counter(), time.process_time(), server_seconds(pid)
         wall, python, server = (b - a for a, b in zip(before, after, strict=True))
@@ -266,7 +296,7 @@ async def measure(calls: int, batch: int, runs: int) -> dict[str, dict[str, floa
         pid = int((Path(folder) / "postgres" / "postmaster.pid").read_text().split()[0])
         found = {"drain": await speed(engine, pid, calls, batch, dice)}
         found[f"agent_{TURNS}_turns"] = await size(engine, [agent_calls(dice) for _ in range(runs)])
-        singles = [single_call(dice) for _ in range(runs * TURNS)]
+        singles = [_read(single_call(dice)) for _ in range(runs * TURNS)]
         found["single_calls"] = await size(engine, [singles])
         await engine.dispose()
     return found

@@ -84,17 +84,19 @@ def find_route(method: str, raw_path: str) -> Route:
         raise NotAllowed(_message(method, raw_path), code="unknown_url")
     rest = match["rest"]
     named = {name: unquote(match[name]) for name in ("task", "episode", "agent") if match[name]}
-    plain = _PLAIN.get((method, rest))
+    return msgspec.structs.replace(_route(method, rest), **named)
+
+
+def _route(method: str, path: str) -> Route:
+    plain = _PLAIN.get((method, path))
     if plain is not None:
-        return msgspec.structs.replace(plain, **named)
-    if method == "GET" and _MODEL.match(rest):
-        return Route(kind=Kind.FORWARD, path=rest, label="/v1/models", **named)
-    rule = openai_rule(method, rest)
+        return plain
+    if method == "GET" and _MODEL.match(path):
+        return Route(kind=Kind.FORWARD, path=path, label="/v1/models")
+    rule = openai_rule(method, path)
     if rule is None:
-        raise NotAllowed(_message(method, rest), code="unknown_url")
-    return Route(
-        kind=Kind.FORWARD, path=rest, label=rule.label, administers=rule.administers, **named
-    )
+        raise NotAllowed(_message(method, path), code="unknown_url")
+    return Route(kind=Kind.FORWARD, path=path, label=rule.label, administers=rule.administers)
 
 
 def _message(method: str, path: str) -> str:
