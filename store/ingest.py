@@ -56,7 +56,7 @@ class Ingester:
                     await self._store_on(await _driver_of(connection), records, repeated)
                 return
             except (asyncpg.UniqueViolationError, asyncpg.CheckViolationError):
-                # Some were stored before, or a day was dropped with all that it held: both are rare.
+                # Some were stored before, or a day was dropped with all it held: both are rare.
                 if repeated:
                     raise
                 self._days.clear()
