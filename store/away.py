@@ -34,5 +34,8 @@ def is_away(error: BaseException) -> bool:
     """Whether `error` says that PostgreSQL cannot be reached now (and may be later)."""
     if isinstance(error, DBAPIError) and error.connection_invalidated:
         return True
+    driver_error = error.orig.__cause__ if isinstance(error, DBAPIError) and error.orig else None
+    if driver_error is not None and is_away(driver_error):
+        return True
     # The driver's own word for a value that cannot be sent is an InterfaceError too.
     return isinstance(error, _AWAY) and not isinstance(error, ValueError)

@@ -56,10 +56,11 @@ class Ingester:
                     await self._store_on(await _driver_of(connection), records, repeated)
                 return
             except (asyncpg.UniqueViolationError, asyncpg.CheckViolationError):
-                # Some were stored before, or a day's partition was dropped: both are rare.
+                # Some were stored before, or a day was dropped with all it held: both are rare.
                 if repeated:
                     raise
                 self._days.clear()
+                self._bases = Bases()
 
     async def _store_on(self, driver: Any, records: Sequence[SpoolRecord], repeated: bool) -> None:
         batch = self._bases.batch()

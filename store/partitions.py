@@ -31,11 +31,23 @@ async def ensure_partition(connection: AsyncConnection, day: date) -> None:
     """Create the partition of `day` unless it is there. Safe to call from several drainers."""
     low, high = day_bounds(day)
     name = partition_name(day)
-    exists = await connection.scalar(text("SELECT to_regclass(:name)"), {"name": name})
-    if exists is not None:
+    if await _exists(connection, name):
         return
     await connection.execute(text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": name})
+    if await _exists(connection, name):
+        return
+    # Attached, not created as a partition: that would wait for everybody who reads any day.
     await connection.exec_driver_sql(
-        f"CREATE TABLE IF NOT EXISTS {name} PARTITION OF transitions "
-        f"FOR VALUES FROM ('{low}') TO ('{high}')"
+        f"CREATE TABLE {name} (LIKE transitions INCLUDING CONSTRAINTS INCLUDING STORAGE)"
     )
+    await connection.exec_driver_sql(
+        f"ALTER TABLE transitions ATTACH PARTITION {name} FOR VALUES FROM ('{low}') TO ('{high}')"
+    )
+
+
+async def _exists(connection: AsyncConnection, name: str) -> bool:
+    # Not `to_regclass`: its answer may be as old as this connection's last lock of a table.
+    query = text(
+        "SELECT EXISTS (SELECT FROM pg_class WHERE relname = :name AND pg_table_is_visible(oid))"
+    )
+    return bool(await connection.scalar(query, {"name": name}))

@@ -1,5 +1,6 @@
 """The ledger: any order, repetition or lateness of records ends in the same rows."""
 
+import asyncio
 import itertools
 import random
 from datetime import UTC, datetime, timedelta
@@ -13,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.errors import Refused
 from store.ids import lowest_id_at, new_id, time_of
 from store.ingest import Ingester, known_targets
+from store.partitions import partition_name
 from store.reading import episode_ids, read_episodes
 from store.records import Episode, SpoolRecord, ToolCall
 from tests.records import call, reward, statement, tokens, tool_event
@@ -136,6 +138,27 @@ async def test_calls_of_several_days_find_their_partitions(engine: AsyncEngine) 
         assert list(rows.scalars())[:2] == ["transitions_20260228", "transitions_20260301"]
 
 
+async def test_a_new_day_does_not_wait_for_readers(engine: AsyncEngine) -> None:
+    await store(engine, call())
+    yesterday = lowest_id_at(datetime.now(UTC) - timedelta(days=1))
+    async with engine.connect() as reader:
+        await read_episodes(reader, await episode_ids(reader))
+        await asyncio.wait_for(store(engine, call("e2", id=yesterday)), timeout=5)
+    assert len(await episodes(engine)) == 2
+
+
+async def test_a_partition_that_was_dropped_is_made_again(engine: AsyncEngine) -> None:
+    ingester = Ingester()
+    request = b"the same" * 40
+    await ingester.store(engine, [call("a", request=request)])
+    async with engine.begin() as connection:
+        day = partition_name(datetime.now(UTC).date())
+        await connection.execute(text(f"DROP TABLE {day}"))
+    await ingester.store(engine, [call("a", request=request)])
+    [episode] = await episodes(engine)
+    assert [c.request for c in episode.calls] == [request]
+
+
 async def test_known_targets(engine: AsyncEngine) -> None:
     record = call(response_id="r1")
     await store(engine, record)
@@ -153,8 +176,6 @@ async def test_the_database_holds_its_invariants(
 
 
 async def test_two_drainers_do_not_deadlock(engine: AsyncEngine) -> None:
-    import asyncio
-
     batches = [[call(f"e{random.randrange(8)}") for _ in range(40)] for _ in range(6)]
     await asyncio.gather(*[store(engine, *batch) for batch in batches])
     assert sum(len(e.calls) for e in await episodes(engine)) == 240
