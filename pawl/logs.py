@@ -5,6 +5,7 @@ import atexit
 import logging
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import BinaryIO
 
 import msgspec
@@ -13,6 +14,15 @@ import structlog
 
 def _to_json(event: object, **_: object) -> bytes:
     return msgspec.json.encode(event, enc_hook=str)
+
+
+def _level_and_time(
+    _logger: object, level: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """What the usual processors add, in one step; the renderer writes the time."""
+    event["level"] = level
+    event["timestamp"] = datetime.now(UTC)
+    return event
 
 
 class GatheringLogger:
@@ -71,6 +81,12 @@ def configure_logging(*, gather: bool = False) -> None:
     """
     renderer: structlog.typing.Processor
     factory: Callable[..., structlog.typing.WrappedLogger]
+    processors: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.format_exc_info,
+    ]
     if sys.stderr.isatty():
         renderer = structlog.dev.ConsoleRenderer()
         factory = structlog.PrintLoggerFactory(sys.stderr)
@@ -78,19 +94,14 @@ def configure_logging(*, gather: bool = False) -> None:
         renderer = structlog.processors.JSONRenderer(_to_json)
         factory = structlog.BytesLoggerFactory(sys.stderr.buffer)
         if gather:
+            processors = [_level_and_time, structlog.processors.format_exc_info]
             logger = GatheringLogger(sys.stderr.buffer)
 
             def factory(*_: object) -> GatheringLogger:
                 return logger
 
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
+        processors=[*processors, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=factory,
         cache_logger_on_first_use=True,

@@ -13,6 +13,8 @@ from proxy.trainable import NOTHING_SAMPLED, Sampled, sampling_settings, why_not
 from store.records import CallRecord, Tokens
 from store.tokens import pack_ids, pack_logprobs
 
+# What was asked is kept as bytes; where the reply is read without it, it is not parsed.
+UNREAD = {"chat": ("messages",), "completions": ("prompt",)}
 NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole=False)
 
 
@@ -22,7 +24,7 @@ def transcribe(captured: Captured) -> CallRecord:
     Raises:
         zlib.error: its reply was deflated and is damaged.
     """
-    request = read_request(captured.request)
+    request = read_request(captured.request, without=UNREAD.get(captured.dialect, ()))
     raw = inflate(captured.reply, captured.deflated)
     facts = _facts(captured, request, raw)
     sampling = sampling_settings(request.fields, captured.default_temperature)

@@ -1,7 +1,6 @@
 """A worker: takes calls and feedback on the data port. It needs its disk, and nobody else."""
 
 import asyncio
-import gc
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -126,9 +125,3 @@ async def _count_in_flight(server: Server) -> None:
     while True:
         IN_FLIGHT.set(sum(connection.busy for connection in server.connections))
         await asyncio.sleep(COUNT_S)
-
-
-def freeze() -> None:
-    """What is there now lives as long as the process: the collector need not look at it again."""
-    gc.collect()
-    gc.freeze()

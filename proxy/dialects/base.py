@@ -100,14 +100,16 @@ class Dialect(Protocol):
         """Follows a reply of server-sent events."""
 
 
-def read_request(body: bytes) -> ModelRequest:
-    """A request as the client sent it.
+def read_request(body: bytes, *, without: tuple[str, ...] = ()) -> ModelRequest:
+    """A request as the client sent it; fields `without` which it can be read are left out.
 
     A body that is no JSON object is kept as it is: the upstream says what is wrong with it.
     """
     parsed = parse_object(body)
     if parsed is None:
         return ModelRequest(body=body)
+    for name in without:
+        parsed.pop(name, None)
     fields = {name: readable_value(raw) for name, raw in parsed.items()}
     model = fields.get("model")
     return ModelRequest(

@@ -16,6 +16,7 @@ from proxy.dialects.base import (
     ReplyFacts,
     decoded_object,
     parse_object,
+    readable_value,
     value_of,
 )
 from proxy.dialects.events import EventStream, is_done
@@ -25,6 +26,8 @@ from store.records import ToolCall
 
 DONE: Final = b"[DONE]"
 EMPTY: Final = msgspec.Raw(b"{}")
+READ: Final = ("id", "usage")
+OF_CHOICE: Final = ("finish_reason", "message")
 ZERO: Final = msgspec.Raw(b"0")
 
 _encode: Final = msgspec.json.Encoder().encode
@@ -105,6 +108,8 @@ class WholeReply:
         self._undo = Undo(request, served_name, reading=reading)
         self._gathering = _Gathering()
         self._pieces: list[bytes] = []
+        self._parsed: Object | None = None
+        self._choices: list[Object] = []
         self._out: bytes | None = None
         self.ended = False
 
@@ -121,6 +126,7 @@ class WholeReply:
         choices = None if parsed is None else self._undo.try_restore(parsed)
         if parsed is None or choices is None:
             return body
+        self._parsed, self._choices = parsed, choices
         if not self._undo.changes_nothing:
             self._out = _encode(parsed)
         try:
@@ -136,10 +142,15 @@ class WholeReply:
 
     def facts(self) -> ReplyFacts:
         """See `Transcript`."""
-        if self._out is None:
-            return _facts(None, {}, self._undo, whole=False)
-        whole = decoded_object(self._out)
-        return _facts(self._out if whole else None, whole or {}, self._undo, whole=True)
+        if self._parsed is None:
+            reply = {} if self._out is None else decoded_object(self._out)
+            return _facts(self._out if reply else None, reply or {}, self._undo, whole=self.ended)
+        # What stands beside the words is small; the words themselves are not read again.
+        head = {name: readable_value(self._parsed[name]) for name in READ if name in self._parsed}
+        first = self._choices[0] if self._choices else {}
+        choice = {name: readable_value(first[name]) for name in OF_CHOICE if name in first}
+        read = head | {"choices": [choice]}
+        return _facts(self._out, read, self._undo, whole=True)
 
 
 def _facts(reply: bytes | None, parsed: dict[str, Any], undo: Undo, *, whole: bool) -> ReplyFacts:

@@ -1,6 +1,6 @@
 """Takes out of a reply in `choices` what the request's rewriting put in (pure)."""
 
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -13,9 +13,8 @@ LOGPROBS: Final = "logprobs"
 # came, and its call is not trainable.
 ODD_SHAPE: Final = (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError)
 
+TOO_LARGE: Final = 2**31
 ARRAY, OBJECT = b"["[0], b"{"[0]
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class _Token(msgspec.Struct):
@@ -29,7 +28,7 @@ class _Logprobs(msgspec.Struct):
     token_logprobs: list[float | None] | None = None
 
 
-_ids: Final = msgspec.json.Decoder(list[TokenId])
+_ids: Final = msgspec.json.Decoder(list[int])
 _logprobs: Final = msgspec.json.Decoder(_Logprobs)
 _choices: Final = msgspec.json.Decoder(list[Object])
 _encode: Final = msgspec.json.Encoder().encode
@@ -82,7 +81,7 @@ class Undo:
         if raw is None or not _begins(raw, ARRAY):
             return False
         if self._reading:
-            self.prompt_ids = _ids.decode(raw)
+            self.prompt_ids = _read_ids(raw)
         if self.hide_ids:
             holder["prompt_token_ids"] = NULL
         return self.hide_ids
@@ -95,7 +94,7 @@ class Undo:
         ids = choice.get("token_ids")
         if ids is not None and _begins(ids, ARRAY):
             if self._reading:
-                self.sampled_ids = (self.sampled_ids or []) + _ids.decode(ids)
+                self.sampled_ids = (self.sampled_ids or []) + _read_ids(ids)
             if self.hide_ids:
                 choice["token_ids"] = NULL
                 changed = True
@@ -122,6 +121,18 @@ class Undo:
 def _begins(raw: msgspec.Raw, with_byte: int) -> bool:
     """Whether a value is of the kind that the API gives; any other is none of ours to touch."""
     return memoryview(raw)[0] == with_byte
+
+
+def _read_ids(raw: msgspec.Raw) -> list[int]:
+    """Token ids.
+
+    Raises:
+        ValueError: one of them cannot be one.
+    """
+    ids = _ids.decode(raw)
+    if ids and not (min(ids) >= 0 and max(ids) < TOO_LARGE):
+        raise ValueError("no token has such an id")
+    return ids
 
 
 def _values(raw: msgspec.Raw) -> list[float]:

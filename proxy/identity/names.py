@@ -61,6 +61,11 @@ _IN_CONVERSATION: Final = (("id", "conversation"),)
 _OLD_USER_ID: Final = re.compile(r"user_.*_session_(?P<session>[0-9A-Fa-f-]{36})", re.DOTALL)
 
 
+# Most calls tell nothing by header: one look instead of one for each.
+_EPISODE_HEADERS: Final = frozenset(name for name, _ in SESSION_HEADERS)
+_ROLE_HEADERS: Final = frozenset((*_SUB_AGENT_HEADERS, *(name for name, _ in _AGENT_HEADERS)))
+
+
 class Name(msgspec.Struct, frozen=True):
     """One name that a call goes by: how it was told, and where, for warnings."""
 
@@ -91,10 +96,11 @@ class Told(msgspec.Struct, frozen=True):
 
     def agents(self) -> Iterator[Name]:
         """What tools tell of the agent's role, ours left out."""
-        yield from _told(self.headers, _AGENT_HEADERS, "session", "")
-        for header in _SUB_AGENT_HEADERS:
-            if header in self.headers:
-                yield Name(SUB_AGENT, "session", header)
+        if not _ROLE_HEADERS.isdisjoint(self.headers):
+            yield from _told(self.headers, _AGENT_HEADERS, "session", "")
+            for header in _SUB_AGENT_HEADERS:
+                if header in self.headers:
+                    yield Name(SUB_AGENT, "session", header)
         if self.metadata:
             yield from _told(self.metadata, _AGENT_METADATA, "metadata", "metadata.")
         if self.baggage:
@@ -113,7 +119,8 @@ def read_told(headers: Mapping[str, str], fields: dict[str, Any]) -> Told:
 
 def episode_names(told: Told, fields: dict[str, Any]) -> Iterator[Name]:
     """The names an episode is told by, those first that count first."""
-    yield from _told(told.headers, SESSION_HEADERS, "session", "")
+    if not _EPISODE_HEADERS.isdisjoint(told.headers):
+        yield from _told(told.headers, SESSION_HEADERS, "session", "")
     if told.metadata:
         yield from _claude_code_session(told.metadata.get("user_id"))
         yield from _told(told.metadata, METADATA, "metadata", "metadata.")
