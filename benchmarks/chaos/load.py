@@ -49,6 +49,8 @@ class Load:
         self._stopping = False
         self._sent = 0
         self._clients: list[asyncio.Task[None]] = []
+        self._wanted = 0
+        self._reached = asyncio.Event()
         self.outcome = Outcome()
 
     def start(self) -> None:
@@ -62,8 +64,9 @@ class Load:
 
     async def reached(self, calls: int) -> None:
         """Wait until so many are complete."""
-        while len(self.outcome.complete) < calls:
-            await asyncio.sleep(0.02)
+        self._wanted = calls
+        self._reached.clear()
+        await self._reached.wait()
 
     async def _client(self) -> None:
         connection: _Connection | None = None
@@ -98,6 +101,8 @@ class Load:
         now = time.monotonic()
         self.outcome.complete.append(answer.headers["x-pawl-call"])
         self.outcome.took.append((now, now - began))
+        if len(self.outcome.complete) >= self._wanted:
+            self._reached.set()
         if answer.headers.get("connection") == "close":
             connection.close()
             return None

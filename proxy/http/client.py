@@ -114,6 +114,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport.write(data)
         if self._can_write is not None:
             await self._can_write
+        # It is the client who is slow.
+        self.last_heard = asyncio.get_running_loop().time()
 
     def abort(self) -> None:
         """Break it off."""
@@ -170,7 +172,9 @@ class UpstreamConnection(asyncio.Protocol):
     # httptools' side
 
     def on_message_begin(self) -> None:
-        """A reply begins."""
+        """A reply begins; one that nobody asked for must not become the next one's answer."""
+        if self._head is None:
+            self.transport.abort()
         self._reason = b""
         self._headers = []
 
@@ -190,9 +194,9 @@ class UpstreamConnection(asyncio.Protocol):
             return
         reply = Reply(self, status, self._reason, self._headers)
         self._reply = reply
-        self._until_close = not any(
-            name.lower() in (b"content-length", b"transfer-encoding") for name, _ in self._headers
-        )
+        self._until_close = not any(name.lower() in wire.FRAMING for name, _ in self._headers)
+        # What comes after a body is no header (RFC 9110 §6.5.1): it is left out.
+        self._headers = []
         head, self._head = self._head, None
         if not head.done():
             head.set_result(reply)

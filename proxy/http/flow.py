@@ -46,6 +46,11 @@ class Inflow:
         """Bytes that lie here unread."""
         return self._size
 
+    @property
+    def braked(self) -> bool:
+        """Whether the sender was told to wait."""
+        return self._braked
+
     def put(self, data: bytes) -> None:
         """More has arrived."""
         self._pieces.append(data)

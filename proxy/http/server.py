@@ -3,7 +3,6 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from email.utils import formatdate
 from functools import partial
 from typing import Final, cast
 
@@ -16,7 +15,8 @@ from proxy.http.wire import Headers
 MAX_HEAD_BYTES: Final = 256 * 1024
 MAX_PIPELINED: Final = 8
 IDLE_S: Final = 75.0
-EXPECT: Final = b"expect"
+# How long a connection that is to be closed is still listened to.
+LINGER_S: Final = 1.0
 
 
 class ClientGone(ConnectionError):
@@ -94,13 +94,17 @@ class Exchange:
 
     def reply(self, status: int, reason: bytes, headers: Headers, body: bytes) -> None:
         """Give the whole reply."""
-        framing: Headers = [(b"Content-Length", b"%d" % len(body))]
+        framing: Headers = []
+        if status not in wire.BODYLESS:
+            framing = [(b"Content-Length", b"%d" % len(body))]
         self._connection.transport.write(self._head(status, reason, headers, framing) + body)
         self._connection.answered(self)
 
     def begin(self, status: int, reason: bytes, headers: Headers) -> None:
         """Give the reply's head; the body follows in pieces."""
-        if not self._framed:
+        if status in wire.BODYLESS:
+            self._framed = False
+        elif not self._framed:
             self.keep_alive = False
         framing: Headers = [wire.CHUNKED] if self._framed else []
         self._connection.transport.write(self._head(status, reason, headers, framing))
@@ -175,10 +179,16 @@ class Server:
             self._listening.close()
 
     async def finished(self, patience_s: float) -> None:
-        """Wait until every request is answered, or `patience_s` is over."""
-        deadline = asyncio.get_running_loop().time() + patience_s
-        while any(c.busy for c in self.connections):
-            if asyncio.get_running_loop().time() > deadline:
+        """Wait until every request is answered, or `patience_s` is over.
+
+        A kept connection may have its next request on the way: for a moment it is still
+        answered, with `close`; only then is the connection closed.
+        """
+        loop = asyncio.get_running_loop()
+        linger = loop.time() + LINGER_S
+        deadline = loop.time() + patience_s
+        while any(c.busy or loop.time() < linger for c in self.connections):
+            if loop.time() > deadline:
                 return
             await asyncio.sleep(0.02)
 
@@ -189,17 +199,19 @@ class Server:
             self._sweeping.cancel()
         left = [c for c in self.connections if c.task is not None]
         for connection in list(self.connections):
-            connection.transport.abort()
+            if connection.busy:
+                connection.transport.abort()
+            else:
+                connection.transport.close()
         await asyncio.gather(*(c.task for c in left if c.task), return_exceptions=True)
 
     async def _sweep(self) -> None:
-        """Close connections that have had nothing to say for a while."""
+        """Look after connections that have had nothing to say for a while."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(IDLE_S / 10)
             for connection in list(self.connections):
-                if not connection.busy and loop.time() - connection.idle_since > IDLE_S:
-                    connection.transport.close()
+                connection.sweep(loop.time() - IDLE_S)
 
 
 class Connection(asyncio.Protocol):
@@ -211,23 +223,32 @@ class Connection(asyncio.Protocol):
         self.server = server
         self.task: asyncio.Task[None] | None = None
         self.idle_since = 0.0
+        self._heard = 0.0
         self._parser = httptools.HttpRequestParser(self)
         self._target = b""
         self._headers: Headers = []
         self._head_bytes = 0
-        self._expects = False
         self._receiving: Exchange | None = None
         self._current: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
         self._can_write: asyncio.Future[None] | None = None
         self._lost = False
-        # Set where a client offered an upgrade we do not take: its body is counted by hand.
-        self._unparsed: int | None = None
+        # While a new parser is brought to where the one before it stopped.
+        self._resuming = False
+        self._closing = False
 
     @property
     def busy(self) -> bool:
         """Whether a request is being received or answered."""
         return self._current is not None or self._receiving is not None
+
+    def sweep(self, before: float) -> None:
+        """Close it if it was idle since `before`, or said nothing more of a request it began."""
+        if not self.busy:
+            if self.idle_since < before:
+                self.transport.close()
+        elif self._heard < before and self._receiving and not self._receiving.body.braked:
+            self._refuse(408)
 
     # asyncio's side
 
@@ -254,9 +275,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; a request that is none is answered and the connection closed."""
-        if self._unparsed is not None:
-            self._take_unparsed(data)
+        if self._closing:
             return
+        self._heard = asyncio.get_running_loop().time()
         if self._receiving is None:
             self._head_bytes += len(data)
         try:
@@ -294,7 +315,6 @@ class Connection(asyncio.Protocol):
         """A request begins."""
         self._target = b""
         self._headers = []
-        self._expects = False
 
     def on_url(self, url: bytes) -> None:
         """A part of the target."""
@@ -303,29 +323,46 @@ class Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header line."""
         self._headers.append((name, value))
-        if len(name) == len(EXPECT) and name.lower() == EXPECT:
-            self._expects = value.lower() == b"100-continue"
 
     def on_headers_complete(self) -> None:
         """The head is there: the request can be worked on."""
         self._head_bytes = 0
-        version = self._parser.get_http_version()
+        if self._resuming:
+            return
+        # Of what is not HTTP/1.1 nothing is asked but that it reads until we close.
+        modern = self._parser.get_http_version() == "1.1"
         exchange = Exchange(
             self,
             self._parser.get_method().decode("latin-1"),
             self._target.decode("latin-1"),
             self._headers,
-            keep_alive=self._parser.should_keep_alive(),
-            chunks=version != "1.0",
-            expects=self._expects,
+            keep_alive=modern and self._parser.should_keep_alive(),
+            chunks=modern,
+            expects=self._read_head(),
         )
         self._receiving = exchange
+        # What comes after a body is no header (RFC 9110 §6.5.1): it is left out.
+        self._headers = []
         if self._current is None:
             self._begin(exchange)
         else:
             self._waiting.append(exchange)
             if len(self._waiting) >= MAX_PIPELINED:
                 self.transport.pause_reading()
+
+    def _read_head(self) -> bool:
+        """Whether the client waits to be told to send its body.
+
+        Raises:
+            ValueError: its body is in a coding that we cannot pass on as it is.
+        """
+        expects = False
+        for name, value in self._headers:
+            if len(name) == 6 and name.lower() == b"expect":
+                expects = value.lower() == b"100-continue"
+            elif name.lower() == b"transfer-encoding" and value.lower() != b"chunked":
+                raise ValueError("a transfer coding that is not chunked")
+        return expects
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
@@ -359,38 +396,60 @@ class Connection(asyncio.Protocol):
         self.idle_since = asyncio.get_running_loop().time()
         if not exchange.keep_alive or (not exchange.body.ended and self._receiving is exchange):
             # What a client still sends of a body nobody wants would be read as a request.
-            self.transport.close()
+            if exchange.body.ended:
+                self.transport.close()
+            else:
+                self._close_gently()
         elif self._waiting:
             if len(self._waiting) == MAX_PIPELINED:
                 self.transport.resume_reading()
             self._begin(self._waiting.popleft())
 
     def _refuse(self, status: int) -> None:
-        """What came is not HTTP as we speak it; nothing can be made of what follows either."""
-        reply = [(b"Date", formatdate(usegmt=True).encode()), (b"Content-Length", b"0"), wire.CLOSE]
-        if self._current is None:
-            self.transport.write(wire.reply_head(status, b"", reply))
-        self.transport.close()
+        """What came is not HTTP as we speak it; nothing can be made of what follows either.
+
+        Requests before it are answered first.
+        """
+        self._closing = True
+        self._waiting.clear()
+        broken, self._receiving = self._receiving, None
+        if broken is not None:
+            broken.body.fail(ClientGone("the client's request broke off"))
+        current = self._current
+        if current is not None and current is not broken:
+            current.keep_alive = False
+        elif current is not None and current.started:
+            self.transport.abort()
+        else:
+            self.transport.write(wire.refusal_head(status))
+            self._close_gently()
+
+    def _close_gently(self) -> None:
+        """Close once the client has read what it was told.
+
+        While it still sends, closing at once would be a reset, and that takes the reply away
+        from it (RFC 9112 §9.6).
+        """
+        self._closing = True
+        if self._current is not None and self.task is not None:
+            self.task.cancel()
+        self._receiving = self._current = None
+        if not self.transport.is_closing():
+            self.transport.write_eof()
+            asyncio.get_running_loop().call_later(LINGER_S, self.transport.close)
 
     # an upgrade that is offered and not taken (RFC 9110 §7.8: it may be ignored)
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """The parser takes what follows for another protocol: a new one reads the body."""
         exchange = self._receiving
-        length = next((v for n, v in self._headers if n.lower() == b"content-length"), b"0")
-        if exchange is None or not length.isdigit():
+        if exchange is None:
             self._refuse(400)
             return
-        exchange.keep_alive = False
-        self._unparsed = int(length)
-        self._take_unparsed(rest)
-
-    def _take_unparsed(self, data: bytes) -> None:
-        exchange = self._receiving
-        if exchange is None or self._unparsed is None:
-            return
-        if data:
-            exchange.body.put(data[: self._unparsed])
-            self._unparsed -= min(len(data), self._unparsed)
-        if self._unparsed == 0:
-            exchange.body.end()
-            self._receiving = None
+        framing = [pair for pair in exchange.headers if pair[0].lower() in wire.FRAMING]
+        self._parser = httptools.HttpRequestParser(self)
+        self._resuming = True
+        self._parser.feed_data(wire.head(b"POST / HTTP/1.1\r\n", framing))
+        self._resuming = False
+        if rest:
+            self.data_received(rest)

@@ -5,6 +5,7 @@ reaches the other side unchanged.
 """
 
 from collections.abc import Iterable, Mapping
+from email.utils import formatdate
 from http import HTTPStatus
 from typing import Final
 
@@ -18,6 +19,9 @@ CHUNKED: Final = (b"Transfer-Encoding", b"chunked")
 CLOSE: Final = (b"Connection", b"close")
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
+FRAMING: Final = (b"content-length", b"transfer-encoding")
+# Replies that have no body and say no length (RFC 9110 §8.6, §15.4.5).
+BODYLESS: Final = (204, 304)
 
 # RFC 9110 §7.6.1: these belong to one connection and are never passed on.
 HOP_BY_HOP: Final = frozenset(
@@ -103,6 +107,12 @@ def bodyless_head(method: str, target: str, host: bytes, headers: Headers) -> by
 def reply_head(status: int, reason: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """A reply's head."""
     return head(b"HTTP/1.1 %d %b\r\n" % (status, reason or REASONS.get(status, b"")), headers)
+
+
+def refusal_head(status: int) -> bytes:
+    """The whole reply to what is no request."""
+    date = formatdate(usegmt=True).encode()
+    return reply_head(status, b"", [(b"Date", date), (b"Content-Length", b"0"), CLOSE])
 
 
 def chunk(data: bytes) -> bytes:
