@@ -18,6 +18,7 @@ class FakeUpstream:
     def __init__(self) -> None:
         self.url = ""
         self.owned_by = "vllm"
+        self.models: list[str] | None = ["m"]
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.other: list[tuple[str, str, bytes]] = []
@@ -28,8 +29,7 @@ class FakeUpstream:
         """Any path."""
         body = await request.read()
         if request.path == "/v1/models":
-            model = {"id": "m", "owned_by": self.owned_by, "parent": None, "root": "m"}
-            return web.json_response({"object": "list", "data": [model]})
+            return self.list_models()
         if request.path != "/v1/chat/completions":
             self.other.append((request.method, request.raw_path, body))
             return web.Response(body=b"other:" + body, headers={"x-upstream": "1"})
@@ -46,6 +46,14 @@ class FakeUpstream:
         wants_tool = asked.get("tools") and asked["messages"][-1]["role"] == "user"
         reply = tool_call_reply if wants_tool else whole_reply
         return web.json_response(reply(asked, len(self.requests)))
+
+    def list_models(self) -> web.Response:
+        """As vLLM lists its base model; without a list, as a balancer before no server."""
+        if self.models is None:
+            return web.Response(status=503)
+        model = {"owned_by": self.owned_by, "parent": None, "root": "m"}
+        listed = [{"id": name} | model for name in self.models]
+        return web.json_response({"object": "list", "data": listed})
 
     async def stream(self, request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
         """Three chunks and the end."""
@@ -106,14 +114,14 @@ def stream_chunks(asked: dict[str, Any], number: int) -> list[bytes]:
 
 
 @asynccontextmanager
-async def fake_upstream() -> AsyncIterator[FakeUpstream]:
-    """A running one, on a free port."""
+async def fake_upstream(port: int = 0) -> AsyncIterator[FakeUpstream]:
+    """A running one, on a free port unless one is named."""
     upstream = FakeUpstream()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", upstream.handle)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()
     upstream.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
     try:
