@@ -81,12 +81,23 @@ def read_asked(path: str, body: bytes, upstream: str) -> Asked:
             param=unknown[0],
             code="unknown_parameter",
         )
+    if any(isinstance(tool, dict) and tool.get("type") == "mcp" for tool in _tools(request.fields)):
+        # litellm would call such a server from this machine.
+        raise BadRequest(
+            "tools: one of type mcp is not passed on; use functions, or the server's own client",
+            param="tools",
+        )
     given = {
         name: value
         for name, value in request.fields.items()
         if value is not None and name not in NOTES and name != "model"
     }
     return Asked(path, request.model, request.stream, given)
+
+
+def _tools(fields: Mapping[str, Any]) -> list[Any]:
+    tools = fields.get("tools")
+    return tools if isinstance(tools, list) else []
 
 
 def whole_reply(reply: dict[str, Any], model: str) -> bytes:
@@ -130,7 +141,9 @@ def refusal(error: Exception) -> bytes:
     kind, param, code = (
         _text(told.get(name, getattr(error, name, None))) for name in ("type", "param", "code")
     )
-    return error_body("chat", str(message), kind or "upstream_error", param, code)
+    # litellm appends its own stack, with this machine's paths, to what it did not expect.
+    message = str(message).partition("\nTraceback ")[0]
+    return error_body("chat", message, kind or "upstream_error", param, code)
 
 
 def retry_headers(error: object) -> list[tuple[bytes, bytes]]:

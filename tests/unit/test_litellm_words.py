@@ -57,6 +57,7 @@ def test_a_client_chooses_no_server_and_no_credentials(field: str) -> None:
         (CHAT, b"[]", "not a JSON object"),
         (CHAT, b'{"messages": []}', "model is missing"),
         (CHAT, b'{"model": "m"}', "messages is missing"),
+        (CHAT, body(tools=[{"type": "mcp", "server_url": "litellm_proxy"}]), "type mcp"),
         (EMBEDDINGS, b'{"model": "m"}', "input is missing"),
     ],
 )
@@ -100,7 +101,7 @@ def test_a_providers_error_is_told_in_openais_shape() -> None:
 
 
 def test_an_error_that_says_little_is_told_too() -> None:
-    error = ValueError("no route")
+    error = ValueError('no route\nTraceback (most recent call last):\n  File "/secret/place.py"')
     assert (status_of(error), retry_headers(error)) == (502, [])
     assert json.loads(refusal(error))["error"] == {
         "message": "no route",
