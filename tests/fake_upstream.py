@@ -23,6 +23,7 @@ class FakeUpstream:
         self.headers: list[dict[str, str]] = []
         self.other: list[tuple[str, str, bytes]] = []
         self.behave: Handler | None = None
+        self.behave_otherwise: Handler | None = None
         self.cancelled = asyncio.Event()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -32,7 +33,7 @@ class FakeUpstream:
             return self.list_models()
         if request.path != "/v1/chat/completions":
             self.other.append((request.method, request.raw_path, body))
-            return web.Response(body=b"other:" + body, headers={"x-upstream": "1"})
+            return await (self.behave_otherwise or echo)(request)
         self.headers.append(dict(request.headers))
         try:
             self.requests.append(json.loads(body))
@@ -63,6 +64,11 @@ class FakeUpstream:
             await response.write(chunk)
         await response.write(b"data: [DONE]\n\n")
         return response
+
+
+async def echo(request: web.Request) -> web.Response:
+    """Says again what was said."""
+    return web.Response(body=b"other:" + await request.read(), headers={"x-upstream": "1"})
 
 
 def whole_reply(asked: dict[str, Any], number: int) -> dict[str, Any]:

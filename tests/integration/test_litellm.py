@@ -214,11 +214,21 @@ async def test_what_litellm_makes_up_itself(setup: Setup) -> None:
 
 
 async def test_embeddings(setup: Setup) -> None:
+    vector = {"object": "embedding", "index": 0, "embedding": [0.5, -0.25]}
+    usage = {"prompt_tokens": 1, "total_tokens": 1}
+
+    async def embed(_: web.Request) -> web.Response:
+        reply = {"object": "list", "model": "x", "data": [vector], "usage": usage}
+        return web.json_response(reply)
+
+    setup.provider.behave_otherwise = embed
     response = await setup.post("/v1/embeddings", model="far", input=["a"])
-    # The scripted server gives none: its reply is no JSON.
-    assert response.status >= 400
-    assert setup.provider.other[0][:2] == ("POST", "/v1/embeddings")
-    assert json.loads(setup.provider.other[0][2])["input"] == ["a"]
+    assert response.status == 200
+    assert response.json["model"] == "far"
+    assert response.json["data"] == [vector]
+    [(method, path, asked)] = setup.provider.other
+    assert (method, path) == ("POST", "/v1/embeddings")
+    assert json.loads(asked)["input"] == ["a"]
 
 
 async def test_the_list_of_models_names_those_claimed_whole(setup: Setup) -> None:

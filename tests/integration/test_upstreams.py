@@ -1,6 +1,9 @@
 """Several upstreams: a request goes where its model is, and nowhere else."""
 
 import io
+import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.errors import BadUpstreams
 from proxy.upstreams import check_upstreams, open_upstreams
 from store.policies import ensure_base, promote
+from tests.conftest import ROOT
 from tests.fake_upstream import FakeUpstream, fake_upstream
 from tests.integration.conftest import Proxy, eventually, running, settings_for
 
@@ -218,3 +222,55 @@ async def test_a_file_that_cannot_be_used_stops_the_start(tmp_path: Path) -> Non
     for start in (check_upstreams, open_upstreams):
         with pytest.raises(BadUpstreams, match="did you mean urls"):
             start(settings)
+
+
+def run_pawl(folder: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` beside a litellm that must not be imported."""
+    (folder / "litellm.py").write_text("raise AssertionError('litellm was imported')")
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+def test_pawl_proxy_does_not_start_and_says_why_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "u.toml"
+    path.write_text(FILE.format(local="http://a/v1", hosted="http://b/v1", default=""))
+    start = "import sys; sys.argv = ['pawl', 'proxy']; from pawl.cli import main; main()"
+    ended = run_pawl(tmp_path, start, PAWL_UPSTREAMS=str(path))
+    assert ended.returncode == 2
+    [line] = ended.stderr.splitlines()
+    assert line.startswith(f"pawl: {path}: upstream 'hosted': api_key_env: the variable HOSTED_KEY")
+
+
+def test_litellm_is_imported_for_none_but_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "u.toml"
+    path.write_text(FILE.format(local="http://a/v1", hosted="http://b/v1", default=""))
+    # The key stands in `.env`, as settings do.
+    (tmp_path / ".env").write_text("HOSTED_KEY=sk\n")
+    opened = (
+        "from proxy.settings import ProxySettings; import proxy.worker, proxy.upstreams as u;"
+        "u.check_upstreams(ProxySettings()); u.open_upstreams(ProxySettings())"
+    )
+    ended = run_pawl(tmp_path, opened, PAWL_UPSTREAMS=str(path))
+    assert ended.returncode == 0, ended.stderr
+    path.write_text("[[upstream]]\nname = 'x'\nkind = 'litellm'\nmodels = ['x']")
+    ended = run_pawl(tmp_path, opened, PAWL_UPSTREAMS=str(path))
+    assert "litellm was imported" in ended.stderr
+
+
+def test_litellm_that_is_not_there_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    path = tmp_path / "u.toml"
+    path.write_text("[[upstream]]\nname = 'x'\nkind = 'litellm'\nmodels = ['x']")
+    settings = settings_for(None, "http://a/v1", tmp_path).model_copy(update={"upstreams": path})
+    with pytest.raises(BadUpstreams, match=r"upstream 'x'.*pip install 'pawl\[litellm\]'"):
+        check_upstreams(settings)
