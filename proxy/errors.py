@@ -47,6 +47,12 @@ class TooLarge(BadRequest):
     status = 413
 
 
+class NoUpstream(BadRequest):
+    """Nobody answers for the model that was asked for."""
+
+    status = 404
+
+
 class UpstreamUnreachable(ProxyError):
     """No connection to the upstream could be made."""
 
@@ -71,6 +77,14 @@ class UpstreamSilent(UpstreamBroke):
     kind = "upstream_error"
 
 
+class NoModels(ProxyError):
+    """The upstream answered, and gave no list of its models."""
+
+    status = 502
+    fault = "upstream"
+    kind = "upstream_error"
+
+
 class SpoolFull(ProxyError):
     """What must be durable before it is answered could not be written down."""
 
@@ -84,3 +98,7 @@ class SpoolInUse(ProxyError):
 
 class DoesNotStart(ProxyError):
     """A process of the proxy ends again and again as soon as it is started."""
+
+
+class BadUpstreams(ProxyError):
+    """The file that `PAWL_UPSTREAMS` names cannot be used."""

@@ -17,7 +17,7 @@ from proxy.dialects.base import Gist, ModelRequest, Transcript, read_request
 from proxy.dialects.errors import error_event
 from proxy.dialects.table import DIALECTS
 from proxy.errors import ProxyError, TooLarge
-from proxy.http.client import Reply, Torn
+from proxy.http.client import Torn
 from proxy.http.server import Exchange
 from proxy.http.wire import Headers, for_client, for_upstream, lowered
 from proxy.identity.identify import Identity, identify
@@ -25,12 +25,13 @@ from proxy.identity.signs import offers_of
 from proxy.identity.stitch import Stitches
 from proxy.lookup import Lookup
 from proxy.metrics import ADDED_SECONDS, FIRST_CHUNK_SECONDS, WARNINGS
+from proxy.model_server import ModelServer, Reply
 from proxy.recorder import Recorder
 from proxy.refusal import refuse
 from proxy.routes import Route
 from proxy.tool_status import HEADER as TOOL_STATUS_HEADER
 from proxy.tool_status import ToolStatusError, parse_tool_status
-from proxy.upstream import Upstream
+from proxy.upstreams import Upstreams
 from proxy.versions import Serving, Versions
 from store.ids import new_id
 from store.policies import pinned_version
@@ -51,7 +52,7 @@ class Relay:
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstreams: Upstreams,
         versions: Versions,
         recorder: Recorder,
         lookup: Lookup,
@@ -59,7 +60,7 @@ class Relay:
         max_body: int,
         default_temperature: float,
     ) -> None:
-        self.upstream = upstream
+        self.upstreams = upstreams
         self.versions = versions
         self.recorder = recorder
         self._lookup = lookup
@@ -97,6 +98,8 @@ class Relay:
 
 class Call:
     """One call's way through the proxy."""
+
+    _upstream: ModelServer
 
     def __init__(
         self, relay: Relay, exchange: Exchange, route: Route, body: bytes, arrived: float
@@ -157,12 +160,14 @@ class Call:
             self._note()
 
     async def _prepare(self) -> None:
-        """Choose the version and rewrite the request for it."""
+        """Choose the version and who serves it, and rewrite the request for both."""
         relay, model, follows = self._relay, self._asked.model, self._identity.follows
         if follows != self._name and model is not None:
             await relay.learn_pin(model, follows)
         self._serving = relay.versions.resolve(model, follows)
-        self._rewrite(await relay.upstream.gives_ids(self._serving.served_name))
+        # A version is served where its policy is.
+        self._upstream = relay.upstreams.for_model(self._serving.policy or model)
+        self._rewrite(await self._upstream.gives_ids(self._serving.served_name))
 
     def _rewrite(self, want_ids: bool) -> None:
         name = self._serving.served_name
@@ -187,7 +192,7 @@ class Call:
         query = self._exchange.target.partition("?")[2]
         if query:
             target = f"{target}?{query}"
-        return await self._relay.upstream.ask("POST", target, headers, self._rewritten.body)
+        return await self._upstream.ask("POST", target, headers, self._rewritten.body)
 
     @staticmethod
     def _comes_in_events(reply: Reply) -> bool:

@@ -18,6 +18,10 @@ class ProxySettings(StoreSettings):
     upstream_url: HttpUrl = Field(
         default=HttpUrl("http://127.0.0.1:8000/v1"), description="the model server, with its /v1"
     )
+    upstreams: Path | None = Field(
+        default=None,
+        description="a TOML file of several upstreams by model; unset: the one of upstream_url",
+    )
     listen: Listen = Field(default="127.0.0.1:8100", description="data port: calls and feedback")
     admin_listen: Listen = Field(default="127.0.0.1:8101", description="health and metrics")
     spool_dir: Path = Field(default=Path("var/spool"), description="where records wait on disk")

@@ -9,19 +9,21 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
-from proxy.errors import UpstreamBroke, UpstreamSilent, UpstreamUnreachable
+from proxy.errors import NoModels, ProxyError, UpstreamBroke, UpstreamSilent, UpstreamUnreachable
 from proxy.http.client import (
     NoReply,
     NotSent,
     Pool,
     Reply,
     Silent,
+    Torn,
     ask_bodyless,
     ask_streaming,
     ask_whole,
 )
 from proxy.http.flow import Inflow
 from proxy.http.wire import Headers
+from proxy.keys import Key
 
 log = structlog.get_logger()
 
@@ -32,6 +34,7 @@ LOOK_AGAIN_S: Final = 30.0
 # A replica that could not be reached is asked last for so long.
 AVOID_S: Final = 2.0
 SWEEP_S: Final = 1.0
+REFUSED: Final = range(400, 500)
 
 
 class Replica:
@@ -55,10 +58,21 @@ class Upstream:
     must not answer one call twice.
     """
 
-    def __init__(self, urls: Sequence[str], *, silence_s: float) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        silence_s: float,
+        key: Key | None = None,
+        named_in: str = "PAWL_UPSTREAM_URL",
+    ) -> None:
         tls = ssl.create_default_context() if any(u.startswith("https") for u in urls) else None
         self.replicas = [Replica(url, tls) for url in urls]
         self._silence_s = silence_s
+        self._key = key
+        # Whether requests go with a key of ours in place of the client's.
+        self.keyed = key is not None
+        self._named_in = named_in
         self._gives_ids: dict[str, bool] = {}
         self._looked_at: dict[str, float] = {}
         self._looking = asyncio.Lock()
@@ -70,6 +84,8 @@ class Upstream:
             UpstreamUnreachable: no replica took it.
             UpstreamBroke: it was sent, and no reply came.
         """
+        if self._key is not None:
+            headers = self._key.shown(headers, target)
         unreached: NotSent | None = None
         for replica in self._in_order():
             try:
@@ -84,6 +100,8 @@ class Upstream:
         self, method: str, target: str, headers: Headers, length: int | None, body: Inflow | None
     ) -> Reply:
         """Send a request with its body as it comes; see `ask`."""
+        if self._key is not None:
+            headers = self._key.shown(headers, target)
         unreached: NotSent | None = None
         for replica in self._in_order():
             where = replica.prefix + target
@@ -96,6 +114,10 @@ class Upstream:
             except NoReply as error:
                 raise self._without_reply(replica, error) from error
         raise self._unreachable() from unreached
+
+    async def fetch(self, target: str, headers: Headers) -> Reply:
+        """GET; see `ask`."""
+        return await self.pass_on("GET", target, headers, None, None)
 
     def _in_order(self) -> list[Replica]:
         if len(self.replicas) == 1:
@@ -121,7 +143,7 @@ class Upstream:
         where = " and ".join(replica.root for replica in self.replicas)
         return UpstreamUnreachable(
             f"The model server at {where} could not be reached. "
-            "Is it running, and is PAWL_UPSTREAM_URL right?",
+            f"Is it running, and is {self._named_in} right?",
             code="upstream_unreachable",
         )
 
@@ -145,19 +167,33 @@ class Upstream:
     async def _look(self) -> dict[str, bool] | None:
         """By model, whether it is vLLM's; None if the server cannot be asked now."""
         try:
+            listed = await self.models([])
+        except ProxyError as error:
+            log.warning("models_unknown", reason=error.message)
+            # One that answers and does not tell us is not asked again before every call.
+            return {} if isinstance(error, NoModels) else None
+        return {name: _owner(entry) == ENGINE for name, entry in listed.items()}
+
+    async def models(self, headers: Headers) -> dict[str, msgspec.Raw]:
+        """What it lists at `/v1/models`, by id.
+
+        Raises:
+            UpstreamUnreachable, UpstreamBroke: it cannot be asked now.
+            NoModels: it does not say.
+        """
+        try:
             async with asyncio.timeout(LOOK_S):
-                reply = await self.pass_on("GET", "/v1/models", [], None, None)
-                listed = msgspec.json.decode(await reply.read(), type=_Models)
-        except (
-            UpstreamUnreachable,
-            UpstreamBroke,
-            ConnectionError,
-            TimeoutError,
-            msgspec.DecodeError,
-        ) as error:
-            log.warning("models_unknown", reason=type(error).__name__)
-            return None
-        return {model.id: model.owned_by == ENGINE for model in listed.data}
+                reply = await self.fetch("/v1/models", headers)
+                body = await reply.read()
+        except (Torn, TimeoutError) as error:
+            raise UpstreamBroke(f"no list of models came: {type(error).__name__}") from error
+        if reply.status in REFUSED:
+            raise NoModels(f"the server refuses its list of models: {reply.status}")
+        try:
+            entries = msgspec.json.decode(body, type=_Models).data
+            return {msgspec.json.decode(entry, type=_Model).id: entry for entry in entries}
+        except msgspec.DecodeError as error:
+            raise UpstreamBroke(f"the list of models is none: {reply.status} {error}") from error
 
     def learn(self, served_names: Iterable[str]) -> None:
         """These are adapters that our own trainer loaded: the server is vLLM."""
@@ -170,7 +206,7 @@ class Upstream:
             for replica in self.replicas:
                 replica.pool.sweep(self._silence_s)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close every connection."""
         for replica in self.replicas:
             replica.pool.close()
@@ -182,4 +218,8 @@ class _Model(msgspec.Struct):
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[msgspec.Raw]
+
+
+def _owner(entry: msgspec.Raw) -> str | None:
+    return msgspec.json.decode(entry, type=_Model).owned_by

@@ -20,7 +20,7 @@ from proxy.refusal import refuse
 from proxy.relay import Relay
 from proxy.routes import Kind, find_route
 from proxy.settings import ProxySettings
-from proxy.upstream import Upstream
+from proxy.upstreams import open_upstreams
 from proxy.versions import MAX_PINS, Versions
 from store.policies import pinned_episodes
 from store.records import PolicyVersion
@@ -43,7 +43,7 @@ def data_handler(relay: Relay, desk: FeedbackDesk) -> Handler:
             elif route.kind is Kind.FEEDBACK:
                 await desk.handle(exchange)
             else:
-                await forward(exchange, route, relay.upstream)
+                await forward(exchange, route, relay.upstreams, max_body=relay.max_body)
         except ProxyError as error:
             REFUSED.labels(type(error).__name__).inc()
             refuse(exchange, error)
@@ -68,10 +68,10 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     recorder = Recorder(
         settings.spool_dir, segment_bytes=settings.segment_mb * 2**20, recent=recent
     )
-    upstream = Upstream([str(settings.upstream_url)], silence_s=settings.silence_s)
+    upstreams = open_upstreams(settings)
     lookup = Lookup(settings)
     relay = Relay(
-        upstream,
+        upstreams,
         versions,
         recorder,
         lookup,
@@ -83,14 +83,14 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
 
     def take(known: list[PolicyVersion]) -> None:
         versions.replace(known)
-        upstream.learn(version.served_name for version in known if version.version)
+        upstreams.learn(known)
 
     policies = PolicyFile(settings.spool_dir)
     take(policies.read() or [])
     beside = [
         asyncio.create_task(policies.watch(take), name="pawl-policies"),
         asyncio.create_task(_load_pins(lookup, versions), name="pawl-pins"),
-        asyncio.create_task(upstream.sweep(), name="pawl-sweep"),
+        asyncio.create_task(upstreams.sweep(), name="pawl-sweep"),
         asyncio.create_task(_count_in_flight(server), name="pawl-in-flight"),
     ]
     await server.listen(sock=listener, backlog=4096)
@@ -104,7 +104,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
-        upstream.close()
+        await upstreams.close()
         await recorder.close()
         await lookup.close()
         log.info("worker_down")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Locks every role to exact versions: requirements/{proxy,trainer,cpu,gpu}.txt, and
+# Locks every role to exact versions: requirements/{proxy,litellm,trainer,cpu,gpu}.txt, and
 # the clients that the tests drive (clients.txt, in an environment of their own).
 # `cpu` is what `make install` installs without a GPU (all roles and the
 # development tools); the others are held to its versions wherever they share a
@@ -30,6 +30,10 @@ lock requirements/cpu.txt "${PIP_FIND_LINKS:-$find_links}" \
 shared=$(mktemp)
 grep -v '^triton==' requirements/cpu.txt >"$shared"
 lock requirements/proxy.txt "" -c "$shared"
+# litellm is behind the others: openai < 3, huggingface-hub < 2, filelock < 4.
+behind=$(mktemp)
+grep -vE '^(openai|huggingface-hub|filelock|python-dateutil)==' "$shared" >"$behind"
+lock requirements/litellm.txt "" -c "$behind" --extra litellm
 lock requirements/trainer.txt "" -c "$shared" --extra trainer
 lock requirements/gpu.txt "" --extra embedded --extra trainer --extra serve-gpu --extra demo --extra dev
 # litellm wants the certificates of the week; which ones does not matter here.

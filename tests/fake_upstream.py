@@ -18,21 +18,22 @@ class FakeUpstream:
     def __init__(self) -> None:
         self.url = ""
         self.owned_by = "vllm"
+        self.models: list[str] | None = ["m"]
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.other: list[tuple[str, str, bytes]] = []
         self.behave: Handler | None = None
+        self.behave_otherwise: Handler | None = None
         self.cancelled = asyncio.Event()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Any path."""
         body = await request.read()
         if request.path == "/v1/models":
-            model = {"id": "m", "owned_by": self.owned_by, "parent": None, "root": "m"}
-            return web.json_response({"object": "list", "data": [model]})
+            return self.list_models()
         if request.path != "/v1/chat/completions":
             self.other.append((request.method, request.raw_path, body))
-            return web.Response(body=b"other:" + body, headers={"x-upstream": "1"})
+            return await (self.behave_otherwise or echo)(request)
         self.headers.append(dict(request.headers))
         try:
             self.requests.append(json.loads(body))
@@ -47,6 +48,14 @@ class FakeUpstream:
         reply = tool_call_reply if wants_tool else whole_reply
         return web.json_response(reply(asked, len(self.requests)))
 
+    def list_models(self) -> web.Response:
+        """As vLLM lists its base model; without a list, as a balancer before no server."""
+        if self.models is None:
+            return web.Response(status=503)
+        model = {"owned_by": self.owned_by, "parent": None, "root": "m"}
+        listed = [{"id": name} | model for name in self.models]
+        return web.json_response({"object": "list", "data": listed})
+
     async def stream(self, request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
         """Three chunks and the end."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -55,6 +64,11 @@ class FakeUpstream:
             await response.write(chunk)
         await response.write(b"data: [DONE]\n\n")
         return response
+
+
+async def echo(request: web.Request) -> web.Response:
+    """Says again what was said."""
+    return web.Response(body=b"other:" + await request.read(), headers={"x-upstream": "1"})
 
 
 def whole_reply(asked: dict[str, Any], number: int) -> dict[str, Any]:
@@ -106,14 +120,14 @@ def stream_chunks(asked: dict[str, Any], number: int) -> list[bytes]:
 
 
 @asynccontextmanager
-async def fake_upstream() -> AsyncIterator[FakeUpstream]:
-    """A running one, on a free port."""
+async def fake_upstream(port: int = 0) -> AsyncIterator[FakeUpstream]:
+    """A running one, on a free port unless one is named."""
     upstream = FakeUpstream()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", upstream.handle)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", port)
     await site.start()
     upstream.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
     try:

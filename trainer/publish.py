@@ -16,6 +16,7 @@ from store.records import PolicyState, PolicyVersion
 from trainer.errors import PublishError
 from trainer.probe import Probe, ProbeRow, compare, what_is_wrong
 from trainer.recipe import PublishPart
+from trainer.replicas import Replicas
 from trainer.server import ModelServer
 
 log = structlog.get_logger()
@@ -28,10 +29,10 @@ class Publisher:
     """Publishes the versions of one policy."""
 
     def __init__(
-        self, engine: AsyncEngine, server: ModelServer, policy: str, rule: PublishPart
+        self, engine: AsyncEngine, servers: Replicas, policy: str, rule: PublishPart
     ) -> None:
         self._engine = engine
-        self._server = server
+        self._servers = servers
         self._policy = policy
         self._rule = rule
 
@@ -49,11 +50,11 @@ class Publisher:
         """
         assert version.adapter_path is not None
         try:
-            await self._server.load(version.served_name, Path(version.adapter_path))
+            await self._servers.load(version.served_name, Path(version.adapter_path))
             probe = await self._probe(version.served_name, before, rows)
         except PublishError as error:
             await self._set_state(version.version, "rejected")
-            await self._server.unload(version.served_name)
+            await self._servers.unload(version.served_name)
             log.error("version_rejected", version=version.served_name, reason=str(error))
             raise
         await self._set_state(version.version, "published")
@@ -63,18 +64,22 @@ class Publisher:
         return probe
 
     async def _probe(self, name: str, before: str, rows: Sequence[ProbeRow]) -> Probe:
+        """What the worst of the replicas gave."""
+        probes = [
+            await self._probe_one(server, name, before, rows) for server in self._servers.each
+        ]
+        return max(probes, key=lambda probe: probe.mean_difference)
+
+    async def _probe_one(
+        self, server: ModelServer, name: str, before: str, rows: Sequence[ProbeRow]
+    ) -> Probe:
         trained = [row.logprobs for row in rows]
-        probe = compare(await self._served(name, rows), trained, await self._served(before, rows))
+        served = await _served(server, name, rows)
+        probe = compare(served, trained, await _served(server, before, rows))
         wrong = what_is_wrong(probe, self._rule.tolerance)
         if wrong is not None:
             raise PublishError(wrong)
         return probe
-
-    async def _served(self, name: str, rows: Sequence[ProbeRow]) -> list[list[float]]:
-        return [
-            (await self._server.prompt_logprobs(name, row.ids))[-len(row.logprobs) :]
-            for row in rows
-        ]
 
     async def _set_state(self, version: int, state: PolicyState) -> None:
         async with self._engine.begin() as connection:
@@ -82,7 +87,7 @@ class Publisher:
 
     async def keep_loaded(self) -> None:
         """Load again what should be servable and is not: the server was restarted."""
-        listed = await self._server.models()
+        listed = await self._servers.models()
         for version in await self._versions():
             wanted = version.state in ("serving", "published") and version.version > 0
             if wanted and version.served_name not in listed:
@@ -90,7 +95,7 @@ class Publisher:
 
     async def _load_again(self, version: PolicyVersion) -> None:
         try:
-            await self._server.load(version.served_name, Path(version.adapter_path or ""))
+            await self._servers.load(version.served_name, Path(version.adapter_path or ""))
         except PublishError as error:
             # Asked again at the next look; meanwhile training and the other versions go on.
             log.error("version_not_reloaded", version=version.served_name, reason=str(error))
@@ -104,9 +109,10 @@ class Publisher:
         vLLM's engine dies over a folder that is gone.
         """
         for version in await self._idle("retired", PROXIES_KNOW_S):
-            if version.served_name in await self._server.models():
-                await self._server.unload(version.served_name)
-                log.info("version_unloaded", version=version.served_name)
+            for server in self._servers.each:
+                if version.served_name in await server.models():
+                    await server.unload(version.served_name)
+                    log.info("version_unloaded", version=version.served_name)
         for version in await self._idle("published", self._rule.retire_after_s):
             await self._set_state(version.version, "retired")
 
@@ -117,3 +123,7 @@ class Publisher:
     async def _versions(self) -> list[PolicyVersion]:
         async with self._engine.connect() as connection:
             return await policies.list_versions(connection, self._policy)
+
+
+async def _served(server: ModelServer, name: str, rows: Sequence[ProbeRow]) -> list[list[float]]:
+    return [(await server.prompt_logprobs(name, row.ids))[-len(row.logprobs) :] for row in rows]

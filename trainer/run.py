@@ -19,7 +19,7 @@ from trainer.learners.learner import Learner
 from trainer.loop import Loop
 from trainer.publish import Publisher
 from trainer.recipe import Recipe, load_recipe
-from trainer.server import ModelServer
+from trainer.replicas import Replicas
 from trainer.settings import TrainerSettings
 
 log = structlog.get_logger()
@@ -51,7 +51,8 @@ async def train(settings: TrainerSettings, *, once: bool = False) -> None:
 
 async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> None:
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(ModelServer(str(settings.upstream_url)))
+        urls = [str(url) for url in (settings.upstream_url, *settings.replica_urls)]
+        server = await stack.enter_async_context(Replicas(urls))
         policy, model = await _what_to_train(settings, server)
         learner = await asyncio.to_thread(
             Learner, model, recipe, settings.seed, settings.adapter_dir / ".scratch"
@@ -72,7 +73,7 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
             await asyncio.sleep(RETRY_S)
 
 
-async def _what_to_train(settings: TrainerSettings, server: ModelServer) -> tuple[str, str]:
+async def _what_to_train(settings: TrainerSettings, server: Replicas) -> tuple[str, str]:
     """The policy's name and the model under it, from the settings or from the server."""
     if settings.policy and settings.model:
         return settings.policy, settings.model
@@ -95,7 +96,7 @@ async def _what_to_train(settings: TrainerSettings, server: ModelServer) -> tupl
 async def _session(
     settings: TrainerSettings,
     recipe: Recipe,
-    server: ModelServer,
+    server: Replicas,
     learner: Learner,
     policy: str,
     *,

@@ -1,11 +1,19 @@
 """The trainer's settings: one frozen object, read once at the start."""
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, HttpUrl
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, Field, HttpUrl
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from store.settings import Listen, StoreSettings
+
+
+def _separated(value: object) -> object:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(_separated)]
 
 
 class TrainerSettings(StoreSettings):
@@ -17,6 +25,10 @@ class TrainerSettings(StoreSettings):
 
     upstream_url: HttpUrl = Field(
         default=HttpUrl("http://127.0.0.1:8000/v1"), description="the model server, with its /v1"
+    )
+    replica_urls: Urls = Field(
+        default=(),
+        description="its other replicas, separated by commas: adapters are loaded on each",
     )
     adapter_dir: Path = Field(
         default=Path("var/adapters"), description="where versions are kept; the server reads it too"

@@ -19,8 +19,9 @@ from typing import Final
 import structlog
 from prometheus_client.multiprocess import mark_process_dead
 
-from proxy.errors import DoesNotStart
+from proxy.errors import BadUpstreams, DoesNotStart
 from proxy.settings import ProxySettings
+from proxy.upstreams import check_upstreams
 from store.settings import address
 
 log = structlog.get_logger()
@@ -136,8 +137,10 @@ async def serve(settings: ProxySettings) -> None:
 
     Raises:
         OSError: a port is taken.
+        BadUpstreams: the file of upstreams cannot be used.
         DoesNotStart: a process cannot be kept up.
     """
+    check_upstreams(settings)
     stop, replace = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -150,7 +153,7 @@ async def serve(settings: ProxySettings) -> None:
         for child in children:
             await child.start()
         log.info("proxy_up", listen=settings.listen, workers=len(workers))
-        await _until_stopped(children, workers, stop, replace)
+        await _until_stopped(settings, children, stop, replace)
     finally:
         # Refused from now on: in the queue of a socket that nobody accepts from they would hang.
         listener.close()
@@ -161,7 +164,10 @@ async def serve(settings: ProxySettings) -> None:
 
 
 async def _until_stopped(
-    children: list[Child], workers: list[Child], stop: asyncio.Event, replace: asyncio.Event
+    settings: ProxySettings,
+    children: list[Child],
+    stop: asyncio.Event,
+    replace: asyncio.Event,
 ) -> None:
     stopping = asyncio.create_task(stop.wait())
     while not stopping.done():
@@ -174,9 +180,19 @@ async def _until_stopped(
                 task.result()
         if replace.is_set():
             replace.clear()
-            for worker in workers:
-                await worker.replace()
-            log.info("workers_replaced", workers=len(workers))
+            await _replace(settings, children[1:])
+
+
+async def _replace(settings: ProxySettings, workers: list[Child]) -> None:
+    """One after another; none where the new ones could not start."""
+    try:
+        check_upstreams(settings)
+    except BadUpstreams as error:
+        log.error("workers_not_replaced", reason=error.message)
+        return
+    for worker in workers:
+        await worker.replace()
+    log.info("workers_replaced", workers=len(workers))
 
 
 def _children(settings: ProxySettings, listener: socket.socket) -> list[Child]:

@@ -19,6 +19,7 @@ from trainer.errors import LearnerError
 from trainer.loop import Loop
 from trainer.publish import Publisher
 from trainer.recipe import ClaimPart, PublishPart, Recipe
+from trainer.replicas import Replicas
 from trainer.server import ModelServer
 from trainer.settings import TrainerSettings
 
@@ -82,7 +83,7 @@ class Bench:
             await ensure_base(connection, "m")
             await ingest(connection, records)
 
-    def loop(self, server: ModelServer) -> Loop:
+    def loop(self, server: Replicas) -> Loop:
         recipe = Recipe(
             claim=ClaimPart(group_size=2, groups=2, max_age_s=1e9),
             publish=PublishPart(retire_after_s=1e9),
@@ -111,7 +112,7 @@ async def bench(engine: AsyncEngine, tmp_path: Path) -> AsyncIterator[Bench]:
 
 
 async def run_once(bench: Bench) -> bool:
-    async with ModelServer(bench.fake.url) as server:
+    async with Replicas([bench.fake.url]) as server:
         loop = bench.loop(server)
         await loop.recover()
         return await loop.update_once()
@@ -123,6 +124,32 @@ async def test_an_update_goes_live(bench: Bench) -> None:
     assert bench.fake.loads == ["m@1"]
     await bench.assert_spent_once(4)
     assert not await run_once(bench)
+
+
+async def test_an_update_goes_live_on_every_replica(bench: Bench) -> None:
+    async with fake_model_server() as other:
+        other.logprobs = bench.fake.logprobs
+        async with Replicas([bench.fake.url, other.url]) as servers:
+            loop = bench.loop(servers)
+            await loop.recover()
+            assert await loop.update_once()
+            assert bench.fake.loads == other.loads == ["m@1"]
+            # One was restarted: it alone loads again.
+            other.loaded.clear()
+            await loop.tend()
+            assert (bench.fake.loads, other.loads) == (["m@1"], ["m@1", "m@1"])
+
+
+async def test_a_version_that_one_replica_serves_wrongly_is_taken_from_all(bench: Bench) -> None:
+    async with fake_model_server() as other:
+        other.logprobs["m@1"] = -9.0
+        async with Replicas([bench.fake.url, other.url]) as servers:
+            loop = bench.loop(servers)
+            await loop.recover()
+            await loop.update_once()
+    assert (await bench.states())[1] == "rejected"
+    assert not bench.fake.loaded
+    assert not other.loaded
 
 
 async def test_the_next_update_continues_from_the_serving_version(bench: Bench) -> None:
@@ -212,7 +239,7 @@ async def test_a_version_that_cannot_be_loaded_again_stops_nothing(bench: Bench)
     await run_once(bench)
     bench.fake.loaded.clear()
     bench.fake.refuse_load = True
-    async with ModelServer(bench.fake.url) as server:
+    async with Replicas([bench.fake.url]) as server:
         await bench.loop(server).tend()
         bench.fake.refuse_load = False
         await bench.loop(server).tend()
@@ -235,6 +262,6 @@ async def test_an_update_that_comes_out_unusable_spends_its_episodes(bench: Benc
 async def test_a_restarted_server_gets_its_adapters_back(bench: Bench) -> None:
     await run_once(bench)
     bench.fake.loaded.clear()
-    async with ModelServer(bench.fake.url) as server:
+    async with Replicas([bench.fake.url]) as server:
         await bench.loop(server).tend()
     assert list(bench.fake.loaded) == ["m@1"]

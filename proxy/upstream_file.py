@@ -1,0 +1,229 @@
+"""The file of upstreams: which servers there are, and which models each answers for (TOML).
+
+Parsing is pure; `load_upstreams` reads the file. What is wrong is said with the file, the
+table, the key and what to write instead.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationError,
+    model_validator,
+)
+
+from proxy.errors import BadUpstreams
+from proxy.keys import Style
+
+TABLE: Final = "upstream"
+ANTHROPIC: Final = "api.anthropic.com"
+
+REMEDIES: Final[Mapping[str, str]] = {
+    "name": 'name = "local"',
+    "kind": 'kind = "openai" or kind = "litellm"',
+    "urls": 'urls = ["http://127.0.0.1:8000/v1"], a replica each',
+    "models": 'models = ["calculator", "qwen*"], a name or the beginning of names and one *',
+    "default": "default = true, in one table",
+    "api_key_env": 'api_key_env = "OPENAI_API_KEY", the variable that holds the key',
+    "api_key_header": 'api_key_header = "authorization" or "x-api-key"',
+    "provider": 'provider = "gemini", as litellm writes it before a model\'s name',
+    "options": 'options = { api_version = "2024-10-21" }, as litellm.acompletion takes them',
+}
+# What a request says, or another key of the table does.
+NOT_OPTIONS: Final = frozenset(
+    {"model", "messages", "input", "stream", "api_key", "api_base", "base_url", "timeout"}
+)
+
+
+def _url(value: str) -> str:
+    parts = urlsplit(value)
+    plain = not (parts.query or parts.fragment or parts.username or parts.password)
+    if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
+        raise ValueError(f"{value!r} is not an http or https URL of host, port and path alone")
+    try:
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"{value!r} has a port that is none") from error
+    return value.rstrip("/")
+
+
+def _pattern(value: str) -> str:
+    if value == "*":
+        raise ValueError("a server for all other models has default = true, not *")
+    if not value or "*" in value[:-1]:
+        raise ValueError(
+            f"{value!r} is no model's name: one * may stand at its end, and only there"
+        )
+    return value
+
+
+Url = Annotated[str, AfterValidator(_url)]
+Pattern = Annotated[str, AfterValidator(_pattern)]
+
+
+class UpstreamSpec(BaseModel):
+    """One table of the file: a server, or several replicas that serve the same."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    kind: Literal["openai", "litellm"] = "openai"
+    urls: tuple[Url, ...] = ()
+    models: tuple[Pattern, ...] = ()
+    default: StrictBool = False
+    api_key_env: Annotated[str, Field(min_length=1)] | None = None
+    api_key_header: Literal["authorization", "x-api-key"] | None = None
+    provider: Annotated[str, Field(min_length=1)] | None = None
+    options: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _is_reached(self) -> "UpstreamSpec":
+        if not self.models and not self.default:
+            raise ValueError("no request reaches it: give it models, or default = true")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("urls names one replica twice")
+        return self
+
+    @model_validator(mode="after")
+    def _has_the_keys_of_its_kind(self) -> "UpstreamSpec":
+        if self.kind == "litellm":
+            self._check_litellm()
+            return self
+        if not self.urls:
+            raise ValueError(f"urls is missing; write {REMEDIES['urls']}")
+        for url in self.urls:
+            if not url.endswith("/v1"):
+                raise ValueError(
+                    f"urls: {url} does not end in /v1. For an API under another path use kind = "
+                    '"litellm"'
+                )
+        for key in ("provider", "options"):
+            if getattr(self, key):
+                raise ValueError(f'{key} is for kind = "litellm" alone; leave it out')
+        return self
+
+    def _check_litellm(self) -> None:
+        if len(self.urls) > 1:
+            raise ValueError("urls: litellm knows one address; make each replica a table")
+        if self.api_key_header is not None:
+            raise ValueError("api_key_header: litellm chooses the header itself; leave it out")
+        taken = sorted(NOT_OPTIONS & self.options.keys())
+        if taken:
+            raise ValueError(
+                f"options.{taken[0]} is said by the request or by another key; leave it out"
+            )
+
+    @property
+    def key_style(self) -> Style:
+        """How the key is shown there."""
+        of_anthropic = any(urlsplit(url).hostname == ANTHROPIC for url in self.urls)
+        return self.api_key_header or ("anthropic" if of_anthropic else "authorization")
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    upstream: Annotated[tuple[UpstreamSpec, ...], Field(min_length=1)]
+
+
+def load_upstreams(path: Path, environment: Mapping[str, str]) -> tuple[UpstreamSpec, ...]:
+    """The upstreams in a file, all of whose keys are in the environment.
+
+    Raises:
+        BadUpstreams: the file cannot be read or used, or a key is not set.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadUpstreams(
+            f"PAWL_UPSTREAMS names {path}, which cannot be read: {error}. "
+            "Unset it to use PAWL_UPSTREAM_URL alone"
+        ) from error
+    specs = parse_upstreams(text, str(path))
+    for spec in specs:
+        if spec.api_key_env is not None and not environment.get(spec.api_key_env):
+            raise BadUpstreams(
+                f"{path}: upstream {spec.name!r}: api_key_env: the variable {spec.api_key_env} "
+                "is not set; set it, or leave the key out to pass the clients' own keys on"
+            )
+    return specs
+
+
+def parse_upstreams(text: str, where: str) -> tuple[UpstreamSpec, ...]:
+    """The upstreams in `text`; `where` names it in messages.
+
+    Raises:
+        BadUpstreams: something in it is wrong.
+    """
+    try:
+        values: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BadUpstreams(f"{where} is not TOML: {error}") from error
+    try:
+        specs = _File.model_validate(values).upstream
+    except ValidationError as error:
+        problems = "; ".join(_problem(detail, values) for detail in error.errors())
+        raise BadUpstreams(f"{where}: {problems}") from error
+    problem = _clash(specs)
+    if problem is not None:
+        raise BadUpstreams(f"{where}: {problem}")
+    return specs
+
+
+def _clash(specs: Sequence[UpstreamSpec]) -> str | None:
+    """What two tables cannot both say."""
+    claims: dict[str, str] = {}
+    names: set[str] = set()
+    for spec in specs:
+        if spec.name in names:
+            return f"two upstreams are named {spec.name!r}; give each a name of its own"
+        names.add(spec.name)
+        for pattern in spec.models:
+            if pattern in claims:
+                both = " and ".join(sorted({repr(claims[pattern]), repr(spec.name)}))
+                return f"models: {pattern!r} is claimed twice, by {both}; leave it in one place"
+            claims[pattern] = spec.name
+    defaults = [repr(spec.name) for spec in specs if spec.default]
+    if len(defaults) > 1:
+        return f"default: {' and '.join(defaults)} are both the default; leave it to one"
+    return None
+
+
+def _problem(detail: Any, values: Mapping[str, Any]) -> str:
+    path = [part for part in detail["loc"] if not isinstance(part, int)]
+    table, key = _table(detail["loc"], values), ".".join(path[1:])
+    if detail["type"] == "extra_forbidden":
+        return _unknown(table, key or path[0], bool(path[1:]))
+    if not table:
+        return f"there is no table [[{TABLE}]]; write one for each server"
+    # A check of our own says all; pydantic's own words name no remedy.
+    message = detail["msg"].removeprefix("Value error, ")
+    remedy = f"; write {REMEDIES[path[1]]}" if path[1:] and path[1] in REMEDIES else ""
+    return f"{table}: {key}: {message}{remedy}" if key else f"{table}: {message}"
+
+
+def _unknown(table: str, key: str, in_table: bool) -> str:
+    known = list(UpstreamSpec.model_fields) if in_table else [TABLE]
+    near = get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    if not in_table:
+        hint = f"every server is a table [[{TABLE}]]"
+    return f"{table + ': ' if table else ''}unknown key {key!r}: {hint}"
+
+
+def _table(loc: Sequence[str | int], values: Mapping[str, Any]) -> str:
+    """A table by its name, or its number where it has none."""
+    if len(loc) < 2 or not isinstance(loc[1], int):
+        return ""
+    table = values[TABLE][loc[1]]
+    name = table.get("name") if isinstance(table, dict) else None
+    return f"{TABLE} {name!r}" if isinstance(name, str) else f"{TABLE} number {loc[1] + 1}"

@@ -1,0 +1,111 @@
+"""OpenAI's words to litellm's and back."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from proxy.errors import BadRequest
+from proxy.litellm_words import (
+    CHAT,
+    EMBEDDINGS,
+    chunk_event,
+    read_asked,
+    refusal,
+    retry_headers,
+    status_of,
+    whole_reply,
+)
+
+MESSAGES = [{"role": "user", "content": "q"}]
+
+
+def body(**more: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": MESSAGES} | more).encode()
+
+
+def test_what_openai_defines_becomes_arguments() -> None:
+    asked = read_asked(CHAT, body(temperature=0.5, stream=True, seed=None), "u")
+    assert (asked.model, asked.stream) == ("m", True)
+    assert asked.arguments == {"messages": MESSAGES, "temperature": 0.5, "stream": True}
+
+
+def test_the_clients_notes_are_its_own() -> None:
+    assert "metadata" not in read_asked(CHAT, body(metadata={"run": "1"}), "u").arguments
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("api_base", "base_url", "api_key", "mock_response", "custom_llm_provider", "fallbacks"),
+        *("extra_headers", "callbacks", "vertex_credentials", "aws_role_name", "num_retries"),
+    ],
+)
+def test_a_client_chooses_no_server_and_no_credentials(field: str) -> None:
+    with pytest.raises(BadRequest, match=f"{field} is no field that upstream 'u'") as caught:
+        read_asked(CHAT, body(**{field: "http://evil"}), "u")
+    assert caught.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("path", "sent", "named"),
+    [
+        ("/v1/responses", body(), "answers /v1/chat/completions and /v1/embeddings here, not"),
+        ("/v1/messages", body(), "not /v1/messages"),
+        ("/tokenize", body(), "not /tokenize"),
+        (CHAT, b"[]", "not a JSON object"),
+        (CHAT, b'{"messages": []}', "model is missing"),
+        (CHAT, b'{"model": "m"}', "messages is missing"),
+        (CHAT, body(tools=[{"type": "mcp", "server_url": "litellm_proxy"}]), "type mcp"),
+        (EMBEDDINGS, b'{"model": "m"}', "input is missing"),
+    ],
+)
+def test_what_litellm_has_no_words_for_is_refused(path: str, sent: bytes, named: str) -> None:
+    with pytest.raises(BadRequest, match=named):
+        read_asked(path, sent, "u")
+
+
+def test_a_reply_has_openais_nulls_and_the_name_that_was_asked_for() -> None:
+    call = {"id": "t", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    reply = {"id": "c", "model": "x", "choices": [{"index": 0, "message": {"tool_calls": [call]}}]}
+    told = json.loads(whole_reply(reply, "m"))
+    assert told["model"] == "m"
+    [choice] = told["choices"]
+    assert choice["message"] == {"tool_calls": [call], "content": None}
+    assert choice["finish_reason"] is None
+    assert choice["logprobs"] is None
+
+
+def test_the_usage_comes_without_a_choice() -> None:
+    choice = {"index": 0, "delta": {}}
+    event = chunk_event({"id": "c", "choices": [choice], "usage": {"total_tokens": 1}}, "m")
+    assert event.endswith(b"\n\n")
+    assert json.loads(event[6:]) == {
+        "id": "c",
+        "choices": [],
+        "usage": {"total_tokens": 1},
+        "model": "m",
+    }
+    last = chunk_event({"choices": [choice | {"finish_reason": "stop"}], "usage": {}}, "m")
+    assert json.loads(last[6:])["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_providers_error_is_told_in_openais_shape() -> None:
+    said = {"message": "slow down", "type": "rate_limit", "code": "rl", "param": None}
+    headers = {"retry-after": "7", "date": "now"}
+    error: Any = SimpleNamespace(status_code=429, body=said, litellm_response_headers=headers)
+    assert status_of(error) == 429
+    assert json.loads(refusal(error)) == {"error": said}
+    assert retry_headers(error) == [(b"retry-after", b"7")]
+
+
+def test_an_error_that_says_little_is_told_too() -> None:
+    error = ValueError('no route\nTraceback (most recent call last):\n  File "/secret/place.py"')
+    assert (status_of(error), retry_headers(error)) == (502, [])
+    assert json.loads(refusal(error))["error"] == {
+        "message": "no route",
+        "type": "upstream_error",
+        "param": None,
+        "code": None,
+    }

@@ -1,0 +1,147 @@
+"""The file of upstreams: every key known, every value usable, and the message names what is not."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.errors import BadUpstreams
+from proxy.upstream_file import load_upstreams, parse_upstreams
+
+WHOLE = """
+[[upstream]]
+name = "local"
+urls = ["http://a:8000/v1", "http://b:8000/v1/"]
+models = ["calculator", "qwen*"]
+default = true
+
+[[upstream]]
+name = "openai"
+urls = ["https://api.openai.com/v1"]
+models = ["gpt-*"]
+api_key_env = "OPENAI_API_KEY"
+
+[[upstream]]
+name = "claude"
+urls = ["https://api.anthropic.com/v1"]
+models = ["claude-*"]
+
+[[upstream]]
+name = "gemini"
+kind = "litellm"
+provider = "gemini"
+models = ["gemini-2.5-pro"]
+options = { drop_params = true }
+"""
+ONE = '[[upstream]]\nname = "a"\nurls = ["http://a/v1"]\nmodels = ["m"]\n'
+TWO = ONE + '[[upstream]]\nname = "b"\nurls = ["http://b/v1"]\n'
+GEMINI = '[[upstream]]\nname = "g"\nkind = "litellm"\nmodels = ["m"]\n'
+
+
+def test_a_file_is_read_whole() -> None:
+    local, openai, claude, gemini = parse_upstreams(WHOLE, "u.toml")
+    assert local.urls == ("http://a:8000/v1", "http://b:8000/v1")
+    assert (local.models, local.default, local.kind) == (("calculator", "qwen*"), True, "openai")
+    assert (openai.api_key_env, openai.key_style) == ("OPENAI_API_KEY", "authorization")
+    assert claude.key_style == "anthropic"
+    assert (gemini.provider, gemini.options) == ("gemini", {"drop_params": True})
+
+
+def test_what_was_read_cannot_be_changed() -> None:
+    [spec] = parse_upstreams(ONE, "u.toml")
+    with pytest.raises(ValueError, match="frozen"):
+        spec.name = "b"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[[upstream]", "u.toml is not TOML"),
+        ("", r"there is no table \[\[upstream\]\]; write one"),
+        ("upstream = []", r"there is no table \[\[upstream\]\]"),
+        ('upstream = "a"', r"there is no table \[\[upstream\]\]"),
+        ("[[upstreams]]\nname = 'a'", r"unknown key 'upstreams': every server is a table"),
+        (ONE + "url = 1", "upstream 'a': unknown key 'url': did you mean urls?"),
+        (ONE + "api_key = 'x'", "upstream 'a': unknown key 'api_key': did you mean api_key_env?"),
+        (ONE + "colour = 1", "unknown key 'colour': there are name, kind"),
+        ("[[upstream]]\nurls = ['http://a/v1']", "upstream number 1: name: .*; write name = "),
+        (ONE.replace('"a"', '"a b"'), "name: .*; write name = "),
+        (ONE + "kind = 'vllm'", "kind: .*; write kind = "),
+        (ONE + "default = 'yes'", "default: .*; write default = true"),
+        (ONE.replace('["http://a/v1"]', '"http://a/v1"'), "urls: .*; write urls = "),
+        (ONE.replace("/v1", ""), "does not end in /v1"),
+        (ONE.replace("http:", "ftp:"), "is not an http or https URL"),
+        (ONE.replace("//a", "//user:secret@a"), "is not an http or https URL"),
+        (ONE.replace("//a", "//a:70000"), "a port that is none"),
+        (ONE.replace('["http://a/v1"]', '["http://a/v1", "http://a/v1/"]'), "one replica twice"),
+        (ONE.replace('urls = ["http://a/v1"]', ""), "upstream 'a': urls is missing; write urls"),
+        (ONE.replace('["m"]', '["*"]'), r"has default = true, not \*"),
+        (ONE.replace('["m"]', '["a*b"]'), r"one \* may stand at its end"),
+        (ONE.replace('["m"]', "[]"), "no request reaches it: give it models, or default = true"),
+        (ONE + "provider = 'x'", 'provider is for kind = "litellm" alone'),
+        (ONE + "options = {a = 1}", 'options is for kind = "litellm" alone'),
+        (GEMINI + "urls = ['http://a', 'http://b']", "litellm knows one address"),
+        (GEMINI + "api_key_header = 'x-api-key'", "litellm chooses the header itself"),
+        (GEMINI + "options = {api_base = 'x'}", "options.api_base is said by the request"),
+        (TWO + "models = ['m']", "'m' is claimed twice, by 'a' and 'b'"),
+        (ONE.replace('["m"]', '["m", "m"]'), "'m' is claimed twice, by 'a'; leave"),
+        (TWO.replace('"b"', '"a"') + "models = ['n']", "two upstreams are named 'a'"),
+        (ONE + "default = true\n" + TWO[len(ONE) :] + "default = true", "'a' and 'b' are both"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, named: str) -> None:
+    with pytest.raises(BadUpstreams, match=named) as caught:
+        parse_upstreams(text, "u.toml")
+    assert caught.value.message.startswith("u.toml")
+
+
+@given(st.text())
+def test_any_text_is_read_or_refused(text: str) -> None:
+    with suppress(BadUpstreams):
+        parse_upstreams(text, "u.toml")
+
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 9) | st.sampled_from(["a", "http://a/v1", "m*"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "name", "urls"]), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_toml(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return {True: "true", False: "false"}.get(value, repr(value)) if value is not None else "0"  # type: ignore[call-overload]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["name", "kind", "urls", "models", "default", "options", "nmae"]), _values
+    )
+)
+def test_any_table_is_read_or_refused(table: dict[str, object]) -> None:
+    text = "[[upstream]]\n" + "\n".join(f"{name} = {_toml(value)}" for name, value in table.items())
+    with suppress(BadUpstreams):
+        parse_upstreams(text, "u.toml")
+
+
+def test_keys_come_from_the_environment(tmp_path: Path) -> None:
+    path = tmp_path / "u.toml"
+    path.write_text(WHOLE)
+    with pytest.raises(BadUpstreams, match="'openai': api_key_env: the variable OPENAI_API_KEY"):
+        load_upstreams(path, {})
+    with pytest.raises(BadUpstreams, match="is not set"):
+        load_upstreams(path, {"OPENAI_API_KEY": ""})
+    assert len(load_upstreams(path, {"OPENAI_API_KEY": "sk"})) == 4
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BadUpstreams, match=r"PAWL_UPSTREAMS names .*nope\.toml.*Unset it"):
+        load_upstreams(tmp_path / "nope.toml", {})
