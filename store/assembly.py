@@ -22,17 +22,21 @@ from store.records import (
     TransitionRow,
 )
 
+Texts = Mapping[UUID, tuple[bytes | None, bytes]]
+
 
 def assemble(
-    parts: Sequence[Any], rows: Sequence[Any], events: Iterable[Any], said: Iterable[Any]
+    parts: Sequence[Any],
+    rows: Sequence[Any],
+    events: Iterable[Any],
+    said: Iterable[Any],
+    whole: Texts,
 ) -> Episode:
     """The episode of `parts`; calls, events and statements come in the order of their ids.
 
-    Raises:
-        Damaged: a call's parent is missing, or too short for what is to come from it.
+    `whole` is what `whole_texts` says of at least these calls.
     """
     head = next((part for part in parts if part.root is None), parts[0])
-    whole = whole_texts(rows)
     repeated_by = {row.retry_of: row.id for row in rows if row.retry_of is not None}
     calls = [row for row in rows if row.id not in repeated_by]
     known = {row.id for row in calls}

@@ -27,6 +27,7 @@ class Base(Record, frozen=True, kw_only=True):
     request: bytes
     prompt_ids: bytes
     sampled_ids: bytes
+    offers: tuple[bytes, ...] = ()
 
 
 class Stored(Record, frozen=True, kw_only=True):
@@ -47,6 +48,7 @@ class Bases:
         self._capacity = capacity
         self._size = 0
         self._tips: OrderedDict[str, list[Base]] = OrderedDict()
+        self._offered_by: dict[bytes, str] = {}
 
     def batch(self) -> "Batch":
         """A view in which the calls of one batch are bases of each other."""
@@ -56,18 +58,31 @@ class Bases:
         """The tips of an episode."""
         return self._tips.get(episode, [])
 
+    def asked_for(self, asks: Iterable[bytes]) -> list[Base]:
+        """The tips of the first episode that offered what is asked for.
+
+        A call without a name may have an episode of its own until the store joins it.
+        """
+        keys = (self._offered_by.get(digest) for digest in asks)
+        key = next((key for key in keys if key is not None), None)
+        return [] if key is None else self.of(key)
+
     def remember(self, episodes: Iterable[tuple[str, list[Base]]]) -> None:
         """Take the tips of these episodes as they are now."""
         for episode, tips in episodes:
             self._forget(self._tips.pop(episode, ()))
             self._tips[episode] = tips
+            self._offered_by |= {digest: episode for tip in tips for digest in tip.offers}
             self._size += sum(map(_size, tips))
         while self._size > self._capacity:
             _, tips = self._tips.popitem(last=False)
             self._forget(tips)
 
     def _forget(self, tips: Iterable[Base]) -> None:
+        tips = list(tips)
         self._size -= sum(map(_size, tips))
+        for digest in (digest for tip in tips for digest in tip.offers):
+            self._offered_by.pop(digest, None)
 
 
 class Batch:
@@ -76,6 +91,7 @@ class Batch:
     def __init__(self, bases: Bases) -> None:
         self._bases = bases
         self._tips: dict[str, list[Base]] = {}
+        self._offered_by: dict[bytes, str] = {}
 
     def store(self, call: CallRecord) -> Stored:
         """How `call` is written down; it is a base for the calls that follow in the batch."""
@@ -86,9 +102,9 @@ class Batch:
         tips = self._tips.get(call.episode)
         if tips is None:
             tips = self._tips[call.episode] = list(self._bases.of(call.episode))
-        base = _nearest(tips, call) if tips else None
+        base = _nearest(tips or self._asked_for(call), call)
         stored = whole if base is None else _added(base, request, prompt_ids)
-        if base is not None and _continues(stored, base):
+        if base is not None and base in tips and _continues(stored, base):
             tips.remove(base)
         tips.append(
             Base(
@@ -96,10 +112,18 @@ class Batch:
                 request=request,
                 prompt_ids=prompt_ids,
                 sampled_ids=call.tokens.sampled_ids,
+                offers=call.offers,
             )
         )
+        self._offered_by |= dict.fromkeys(call.offers, call.episode)
         del tips[:-TIPS]
         return stored
+
+    def _asked_for(self, call: CallRecord) -> list[Base]:
+        for digest in call.asks:
+            if digest in self._offered_by:
+                return self._tips[self._offered_by[digest]]
+        return self._bases.asked_for(call.asks)
 
     def commit(self) -> None:
         """The batch's rows are committed: its calls may be bases."""
@@ -108,6 +132,8 @@ class Batch:
 
 def _nearest(tips: list[Base], call: CallRecord) -> Base | None:
     """The tip whose request begins most like the call's; of its day, as days are dropped whole."""
+    if not tips:
+        return None
     request, day = call.request or b"", day_of(call.id)
     of_its_day = [tip for tip in tips if day_of(tip.call_id) == day]
     if len(of_its_day) < 2:

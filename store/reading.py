@@ -8,7 +8,7 @@ from uuid import UUID
 from sqlalchemy import Row, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.assembly import assemble
+from store.assembly import assemble, whole_texts
 from store.records import Episode
 from store.tables import episodes, feedback, tool_events, transitions
 
@@ -65,12 +65,13 @@ async def read_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> lis
     calls = await _rows(connection, _CALLS.where(transitions.c.episode_id.in_(all_parts)))
     events = await _rows(connection, _EVENTS.where(tool_events.c.episode_id.in_(all_parts)))
     said = await _rows(connection, _FEEDBACK.where(feedback.c.episode_id.in_(all_parts)))
+    texts = whole_texts([*calls, *await _bases(connection, calls)])
     by_whole = [_grouped(rows, whole_of) for rows in (calls, events, said)]
     members: dict[UUID, list[Row[Any]]] = {}
     for part in parts:
         members.setdefault(whole_of[part.id], []).append(part)
     return [
-        assemble(members[whole], *(rows.get(whole, []) for rows in by_whole))
+        assemble(members[whole], *(rows.get(whole, []) for rows in by_whole), texts)
         for whole in wanted
         if whole in members
     ]
@@ -85,6 +86,22 @@ _FEEDBACK = select(feedback).order_by(feedback.c.at, feedback.c.id)
 
 async def _rows(connection: AsyncConnection, query: Any) -> Sequence[Row[Any]]:
     return (await connection.execute(query)).all()
+
+
+async def _bases(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> list[Row[Any]]:
+    """The calls that these add to, and that are not among them.
+
+    They are other episodes' only where a join by what was said is in doubt.
+    """
+    found: list[Row[Any]] = []
+    known = {row.id for row in calls}
+    missing = {row.parent_id for row in calls if row.parent_id is not None} - known
+    while missing:
+        rows = await _rows(connection, _CALLS.where(transitions.c.id.in_(missing)))
+        found += rows
+        known |= missing
+        missing = {row.parent_id for row in rows if row.parent_id is not None} - known
+    return found
 
 
 def _grouped(rows: Iterable[Row[Any]], whole_of: Mapping[UUID, UUID]) -> dict[UUID, list[Row[Any]]]:

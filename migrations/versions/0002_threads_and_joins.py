@@ -13,6 +13,10 @@ down_revision = "0001"
 branch_labels = None
 depends_on = None
 
+CALLS = (
+    "SELECT id, parent_id, request, request_prefix, request_suffix, prompt_ids, prompt_prefix,"
+    " sampled_ids FROM transitions"
+)
 BATCH = 200
 TEXTS = ("request", "reply")
 # Not compressed by the server: pglz takes longer than all the rest of storing a call.
@@ -112,9 +116,12 @@ def upgrade() -> None:
 def downgrade() -> None:
     connection = op.get_bind()
     for rows in _threads(connection):
-        whole = _whole(rows)
+        whole = _whole([*rows, *_bases(connection, rows)])
         connection.execute(
-            sa.text("UPDATE transitions SET request = :request, prompt_ids = :ids WHERE id = :id"),
+            sa.text(
+                "UPDATE transitions SET request = :request, prompt_ids = :ids, parent_id = NULL"
+                " WHERE id = :id"
+            ),
             [
                 {"id": row.id, "request": whole[row.id][0], "ids": whole[row.id][1]}
                 for row in rows
@@ -164,12 +171,23 @@ def _threads(connection: sa.Connection) -> Iterator[Any]:
     )
     for start in range(0, len(ids), BATCH):
         yield connection.execute(
-            sa.text(
-                "SELECT id, parent_id, request, request_prefix, request_suffix, prompt_ids,"
-                " prompt_prefix, sampled_ids FROM transitions WHERE episode_id = ANY(:ids)"
-            ),
-            {"ids": ids[start : start + BATCH]},
+            sa.text(f"{CALLS} WHERE episode_id = ANY(:ids)"), {"ids": ids[start : start + BATCH]}
         ).all()
+
+
+def _bases(connection: sa.Connection, rows: Any) -> list[Any]:
+    """The calls of other episodes that these add to."""
+    found: list[Any] = []
+    known = {row.id for row in rows}
+    missing = {row.parent_id for row in rows if row.parent_id is not None} - known
+    while missing:
+        more = connection.execute(
+            sa.text(f"{CALLS} WHERE id = ANY(:ids)"), {"ids": list(missing)}
+        ).all()
+        found += more
+        known |= missing
+        missing = {row.parent_id for row in more if row.parent_id is not None} - known
+    return found
 
 
 def _whole(rows: Any) -> dict[Any, tuple[bytes, bytes]]:

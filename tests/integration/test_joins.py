@@ -139,6 +139,28 @@ async def test_in_doubt_nothing_is_joined_and_nothing_trained(engine: AsyncEngin
         assert await claims.claim(connection, RULE, 0, {}) is None
 
 
+async def test_a_call_in_doubt_is_read_though_it_adds_to_another_episodes(
+    engine: AsyncEngine,
+) -> None:
+    talk = b'{"messages":[' + b"x" * 300
+    ingester = Ingester()
+    records = [
+        own("a", told=["1"], request=talk + b"]}"),
+        own("b", told=["1"], request=talk + b"]}"),
+        own("c", told=["2"], repeats=["1"], request=talk + b',"y"]}'),
+        own("d", repeats=["2"], request=talk + b',"y","z"]}'),
+    ]
+    for record in records:
+        await ingester.store(engine, [record])
+    async with engine.connect() as connection:
+        parents = text("SELECT count(*) FROM transitions WHERE parent_id IS NOT NULL")
+        assert await connection.scalar(parents) == 2
+    found = await episodes(engine)
+    assert sorted(e.key for e in found) == ["a", "b", "c"]
+    read = {c.id: c.request for e in found for c in e.calls}
+    assert read == {record.id: record.request for record in records}
+
+
 @pytest.mark.parametrize("batch", [1, 4, 100])
 async def test_what_many_were_told_says_nothing_of_them(engine: AsyncEngine, batch: int) -> None:
     dice = random.Random(batch)

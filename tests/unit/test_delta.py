@@ -3,6 +3,7 @@
 import json
 from datetime import UTC, datetime, timedelta
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,6 +95,20 @@ def test_a_threads_calls_keep_what_they_add() -> None:
     assert [row.parent_id for row in rows] == [None, *[c.id for c in calls[:-1]]]  # type: ignore[attr-defined]
     assert all(len(row.request) < 100 for row in rows[1:])  # type: ignore[attr-defined]
     assert all(len(row.prompt_ids) == 3 * 4 for row in rows[1:])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_calls_without_a_name_add_to_what_they_ask_for(at_once: bool) -> None:
+    """Each has an episode of its own until the store joins them."""
+    said = [bytes([3]) + bytes([turn]) * 15 for turn in range(6)]
+    calls = [
+        msgspec.structs.replace(c, episode=str(turn), offers=(said[turn],), asks=said[:turn][::-1])
+        for turn, c in enumerate(thread(6))
+    ]
+    bases = Bases()
+    rows = stored(bases, calls) if at_once else [row for c in calls for row in stored(bases, [c])]
+    assert [row.parent_id for row in rows] == [None, *[c.id for c in calls[:-1]]]  # type: ignore[attr-defined]
+    assert_whole(rows, calls)
 
 
 def test_agents_that_take_turns_add_to_their_own_calls() -> None:
