@@ -76,7 +76,7 @@ class LitellmUpstream:
             answer = await call(**arguments)
         except self._library.exceptions.Timeout as error:
             raise UpstreamSilent(
-                f"upstream {self._spec.name!r} gave no reply in {self._silence_s:g} s",
+                f"Upstream {self._spec.name!r} gave no reply in time: {error}"[:500],
                 code="upstream_silent",
             ) from error
         except self.errors as error:

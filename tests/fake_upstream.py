@@ -18,7 +18,9 @@ class FakeUpstream:
     def __init__(self) -> None:
         self.url = ""
         self.owned_by = "vllm"
-        self.models: list[str] | None = ["m"]
+        self.models = ["m"]
+        self.list_status = 200
+        self.looks = 0
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.other: list[tuple[str, str, bytes]] = []
@@ -49,9 +51,10 @@ class FakeUpstream:
         return web.json_response(reply(asked, len(self.requests)))
 
     def list_models(self) -> web.Response:
-        """As vLLM lists its base model; without a list, as a balancer before no server."""
-        if self.models is None:
-            return web.Response(status=503)
+        """As vLLM lists its base model, unless another status is wanted."""
+        self.looks += 1
+        if self.list_status != 200:
+            return web.Response(status=self.list_status)
         model = {"owned_by": self.owned_by, "parent": None, "root": "m"}
         listed = [{"id": name} | model for name in self.models]
         return web.json_response({"object": "list", "data": listed})

@@ -75,7 +75,7 @@ async def setup(
         path = tmp_path / "upstreams.toml"
         path.write_text(FILE.format(local=local.url, provider=provider.url))
         settings = settings_for(database_url, local.url, tmp_path)
-        settings = settings.model_copy(update={"upstreams": path})
+        settings = settings.model_copy(update={"upstreams": path, "silence_s": 2.0})
         await exits.enter_async_context(running(settings))
         session = await exits.enter_async_context(aiohttp.ClientSession())
         proxy = Proxy(settings, engine, session)
@@ -174,7 +174,7 @@ async def test_a_torn_stream_ends_torn(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("status", [400, 401, 404, 429, 500, 503])
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 500, 503])
 async def test_an_error_keeps_its_status_and_words_and_is_not_tried_again(
     setup: Setup, status: int, stream: bool
 ) -> None:
@@ -205,6 +205,20 @@ async def test_a_provider_that_breaks_off_is_not_asked_again(setup: Setup) -> No
     assert response.status >= 500
     assert "error" in response.json
     assert len(setup.provider.requests) == 1
+
+
+async def test_a_provider_that_is_silent_is_given_up(setup: Setup) -> None:
+    async def silent(_: web.Request) -> web.Response:
+        await asyncio.sleep(30)
+        return web.Response()
+
+    setup.provider.behave = silent
+    response = await setup.proxy.chat(model="far")
+    assert response.status == 504
+    assert response.json["error"]["code"] == "upstream_silent"
+    assert response.headers["x-pawl-fault"] == "upstream"
+    assert len(setup.provider.requests) == 1
+    assert (await setup.proxy.only_call()).status == "upstream_error"
 
 
 async def test_what_litellm_makes_up_itself(setup: Setup) -> None:

@@ -1,7 +1,9 @@
 """Several upstreams: a request goes where its model is, and nowhere else."""
 
+import asyncio
 import io
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -159,6 +161,14 @@ async def test_it_is_refused_in_the_words_of_the_clients_api(setup: Setup) -> No
     assert "There is no model 'who' here" in body["error"]["message"]
 
 
+async def test_a_server_that_refuses_its_list_is_not_asked_before_every_call(setup: Setup) -> None:
+    setup.hosted.list_status = 401
+    for _ in range(3):
+        assert (await setup.proxy.chat(model="gpt-4")).status == 200
+    assert setup.hosted.looks == 1
+    assert "return_token_ids" not in setup.hosted.requests[-1]
+
+
 async def test_the_lists_of_models_are_one(setup: Setup) -> None:
     async with setup.proxy.session.get(f"{setup.proxy.url}/v1/models") as reply:
         assert "x-pawl-warning" not in reply.headers
@@ -171,12 +181,12 @@ async def test_the_lists_of_models_are_one(setup: Setup) -> None:
 
 
 async def test_a_list_that_is_missing_is_warned_of(setup: Setup) -> None:
-    setup.hosted.models = None
+    setup.hosted.list_status = 401
     async with setup.proxy.session.get(f"{setup.proxy.url}/v1/models") as reply:
         assert reply.status == 200
         assert reply.headers["x-pawl-warning"] == "no list of models from upstream hosted"
         assert [model["id"] for model in (await reply.json())["data"]] == ["m"]
-    setup.local.models = None
+    setup.local.list_status = 503
     async with setup.proxy.session.get(f"{setup.proxy.url}/v1/models") as reply:
         assert reply.status == 502
         assert "local, hosted" in (await reply.json())["error"]["message"]
@@ -274,3 +284,60 @@ def test_litellm_that_is_not_there_is_asked_for(
     settings = settings_for(None, "http://a/v1", tmp_path).model_copy(update={"upstreams": path})
     with pytest.raises(BadUpstreams, match=r"upstream 'x'.*pip install 'pawl\[litellm\]'"):
         check_upstreams(settings)
+
+
+async def test_the_file_is_read_again_at_sighup_unless_it_cannot_be_used(
+    database_url: str, tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as exits:
+        old = await exits.enter_async_context(fake_upstream())
+        new = await exits.enter_async_context(fake_upstream())
+        path = tmp_path / "u.toml"
+        table = "[[upstream]]\nname = 'a'\ndefault = true\nurls = ['{}']"
+        path.write_text(table.format(old.url))
+        settings = settings_for(database_url, "http://127.0.0.1:9/v1", tmp_path)
+        started = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "pawl.cli", "proxy"),
+            cwd=tmp_path,
+            env={
+                "PATH": os.environ["PATH"],
+                "PYTHONPATH": str(ROOT),
+                "DATABASE_URL": database_url,
+                "PAWL_UPSTREAMS": str(path),
+                "PAWL_LISTEN": settings.listen,
+                "PAWL_ADMIN_LISTEN": settings.admin_listen,
+                "PAWL_SPOOL_DIR": str(settings.spool_dir),
+            },
+            stderr=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+        )
+        exits.push_async_callback(started.wait)
+        exits.callback(started.terminate)
+        assert started.stderr is not None
+        session = await exits.enter_async_context(aiohttp.ClientSession())
+        url = f"http://{settings.listen}/v1/chat/completions"
+
+        async def answers() -> bool:
+            try:
+                async with session.post(url, json={"model": "m", "messages": []}) as reply:
+                    return reply.status == 200
+            except aiohttp.ClientError:
+                return False
+
+        async def said(what: bytes) -> None:
+            assert started.stderr is not None
+            while what not in await started.stderr.readline():
+                pass
+
+        await eventually(answers)
+        path.write_text("[[upstream]")
+        started.send_signal(signal.SIGHUP)
+        await asyncio.wait_for(said(b"workers_not_replaced"), 20)
+        assert await answers()
+        assert not new.requests
+
+        path.write_text(table.format(new.url))
+        started.send_signal(signal.SIGHUP)
+        await asyncio.wait_for(said(b"workers_replaced"), 20)
+        assert await answers()
+        assert new.requests

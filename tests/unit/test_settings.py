@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from pawl.settings import UnreadSettings, known_variables, read_settings, refuse_unread
 from proxy.settings import ProxySettings
 from store.settings import StoreSettings, address
+from trainer.settings import TrainerSettings
 
 
 @pytest.fixture(autouse=True)
@@ -68,3 +69,18 @@ def test_settings_are_frozen_and_secrets_masked(monkeypatch: pytest.MonkeyPatch)
 def test_addresses() -> None:
     assert address("127.0.0.1:80") == ("127.0.0.1", 80)
     assert address("[::1]:80") == ("::1", 80)
+
+
+def test_replicas_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAWL_REPLICA_URLS", "http://b:8000/v1, http://c:8000/v1")
+    urls = read_settings(TrainerSettings).replica_urls
+    assert [str(url) for url in urls] == ["http://b:8000/v1", "http://c:8000/v1"]
+    monkeypatch.setenv("PAWL_REPLICA_URLS", "http://b:8000/v1, c:8000")
+    with pytest.raises(UnreadSettings, match="PAWL_REPLICA_URLS"):
+        read_settings(TrainerSettings)
+
+
+def test_the_file_of_upstreams_is_unset_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings(ProxySettings).upstreams is None
+    monkeypatch.setenv("PAWL_UPSTREAMS", "u.toml")
+    assert read_settings(ProxySettings).upstreams == Path("u.toml")
