@@ -77,6 +77,11 @@ class Reply:
             self._connection.abort()
 
 
+    def discard(self) -> None:
+        """Let go of it and of its connection, ended or not."""
+        self._connection.abort()
+
+
 class UpstreamConnection(asyncio.Protocol):
     """One connection: an httptools callback target."""
 
