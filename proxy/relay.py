@@ -180,7 +180,8 @@ class Call:
         """
         reply = await self._send_once()
         if reply.status in REFUSED_AS_MALFORMED and self._rewritten.injected:
-            reply.close()
+            # Who refuses may close without saying so: the second try takes another connection.
+            reply.discard()
             self._rewrite(want_ids=False)
             reply = await self._send_once()
         return reply

@@ -76,6 +76,10 @@ class Reply:
         if not self.body.ended:
             self._connection.abort()
 
+    def discard(self) -> None:
+        """Let go of it and of its connection, ended or not."""
+        self._connection.abort()
+
 
 class UpstreamConnection(asyncio.Protocol):
     """One connection: an httptools callback target."""
@@ -129,7 +133,7 @@ class UpstreamConnection(asyncio.Protocol):
     @property
     def waits_for_reply(self) -> bool:
         """Whether a reply is due or under way, and we are the ones who wait."""
-        reading = self._reply is not None and self._reply.body.size == 0
+        reading = self._reply is not None and self._reply.body.awaited
         return self._head is not None or reading
 
     # asyncio's side

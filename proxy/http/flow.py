@@ -42,9 +42,9 @@ class Inflow:
         self.ended = False
 
     @property
-    def size(self) -> int:
-        """Bytes that lie here unread."""
-        return self._size
+    def awaited(self) -> bool:
+        """Whether somebody waits for more."""
+        return self._waiter is not None
 
     @property
     def braked(self) -> bool:
