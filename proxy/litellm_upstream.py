@@ -152,6 +152,10 @@ class WholeReply:
     def close(self) -> None:
         """See `Reply`."""
 
+    def discard(self) -> None:
+        """See `Reply`."""
+        self.close()
+
 
 class StreamedReply(WholeReply):
     """A reply as OpenAI's events, each when litellm gives its chunk."""

@@ -43,6 +43,9 @@ class Reply(Protocol):
     def close(self) -> None:
         """Let go of it; if it has not ended, who makes it is told to stop."""
 
+    def discard(self) -> None:
+        """Let go of it and of what it came over, ended or not."""
+
 
 class ModelServer(Protocol):
     """Answers requests for some models."""

@@ -66,12 +66,18 @@ async def read_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> lis
     events = await _rows(connection, _EVENTS.where(tool_events.c.episode_id.in_(all_parts)))
     said = await _rows(connection, _FEEDBACK.where(feedback.c.episode_id.in_(all_parts)))
     texts = whole_texts([*calls, *await _bases(connection, calls)])
-    by_whole = [_grouped(rows, whole_of) for rows in (calls, events, said)]
+    calls_of, events_of, said_of = (_grouped(rows, whole_of) for rows in (calls, events, said))
     members: dict[UUID, list[Row[Any]]] = {}
     for part in parts:
         members.setdefault(whole_of[part.id], []).append(part)
     return [
-        assemble(members[whole], *(rows.get(whole, []) for rows in by_whole), texts)
+        assemble(
+            members[whole],
+            calls_of.get(whole, []),
+            events_of.get(whole, []),
+            said_of.get(whole, []),
+            texts,
+        )
         for whole in wanted
         if whole in members
     ]
