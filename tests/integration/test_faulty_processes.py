@@ -195,6 +195,14 @@ async def test_hup_replaces_the_workers_and_no_request_fails(
     await stored(stand, load.outcome.complete)
 
 
+async def refused(stand: Stand) -> bool:
+    """Whether nobody takes a connection any more."""
+    with suppress(ConnectionRefusedError):
+        await raw_ask(stand.port, b"")
+        return False
+    return True
+
+
 async def test_term_finishes_streams_and_takes_no_new_connection(
     stand: Stand, upstream: FakeUpstream
 ) -> None:
@@ -203,13 +211,7 @@ async def test_term_finishes_streams_and_takes_no_new_connection(
     reader, writer = await begun(stand.port)
     stand.supervisor.send_signal(signal.SIGTERM)
 
-    async def refused() -> bool:
-        with suppress(ConnectionRefusedError):
-            await raw_ask(stand.port, b"")
-            return False
-        return True
-
-    await eventually(refused)
+    await eventually(lambda: refused(stand))
     assert stand.supervisor.poll() is None
     go_on.set()
     assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
@@ -217,6 +219,26 @@ async def test_term_finishes_streams_and_takes_no_new_connection(
     await asyncio.to_thread(stand.supervisor.wait, 20)
     assert stand.supervisor.returncode == 0
     assert (await kept(stand.url, [], own_episodes=False)).stored == 1
+
+
+async def test_term_is_heeded_in_the_middle_of_a_rolling_restart(
+    stand: Stand, upstream: FakeUpstream
+) -> None:
+    go_on = asyncio.Event()
+    slow(go_on, upstream)
+    streams = [await begun(stand.port) for _ in range(8)]
+    stand.supervisor.send_signal(signal.SIGHUP)
+    await asyncio.sleep(2.0)
+    stand.supervisor.send_signal(signal.SIGTERM)
+    await eventually(lambda: refused(stand))
+    assert stand.supervisor.poll() is None
+    go_on.set()
+    for reader, writer in streams:
+        assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        writer.close()
+    await asyncio.to_thread(stand.supervisor.wait, 20)
+    assert stand.supervisor.returncode == 0
+    assert (await kept(stand.url, [], own_episodes=False)).stored == len(streams)
 
 
 async def test_a_reader_who_sleeps_costs_no_memory(tmp_path: Path) -> None:
