@@ -22,7 +22,7 @@ from benchmarks.chaos.outage import outage
 from benchmarks.chaos.stand import standing
 
 # Memory that is flat may still wander by pages: so many bytes a call are no growth.
-FLAT: Final = 25.0
+FLAT: Final = 50.0
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Final
 
 from benchmarks.chaos.ledger import kept
@@ -67,7 +68,7 @@ def _report(done: list[Kill], outcome: Outcome, scrapes: Scrapes) -> dict[str, A
         away.setdefault(kill.part, []).append(kill.back - kill.at)
     return {
         "kills": dict(Counter(kill.part for kill in done)),
-        "back_after_s": {part: round(max(times), 2) for part, times in away.items()},
+        "back_after_s": {part: _middle_and_worst(times) for part, times in away.items()},
         "answered": len(outcome.complete),
         "failed_by_kills": {part: n for part, n in blamed.items() if part is not None},
         "failed_otherwise": unexplained,
@@ -77,6 +78,10 @@ def _report(done: list[Kill], outcome: Outcome, scrapes: Scrapes) -> dict[str, A
         "scrapes_failed": scrapes.failed,
         "scrapes_off": scrapes.off,
     }
+
+
+def _middle_and_worst(times: list[float]) -> list[float]:
+    return [round(median(times), 2), round(max(times), 2)]
 
 
 def blame(at: float, done: list[Kill]) -> Part | None:

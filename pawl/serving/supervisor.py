@@ -46,6 +46,7 @@ class Child:
         self._fds = fds
         self._process: asyncio.subprocess.Process | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._leaving: asyncio.subprocess.Process | None = None
         self._early_ends = 0
         self.stopping = False
 
@@ -88,16 +89,20 @@ class Child:
             watching.cancel()
         await self.start()
         if old is not None:
-            _tell(old, signal.SIGTERM)
-            await old.wait()
-            mark_process_dead(old.pid, self._environment["PROMETHEUS_MULTIPROC_DIR"])  # type: ignore[no-untyped-call]
+            self._leaving = old
+            await self._end(old)
+            self._leaving = None
 
     async def stop(self) -> None:
-        """Let it finish its work and end."""
+        """Let it finish its work and end, and one that is being replaced."""
         self.stopping = True
-        if self._process is not None:
-            _tell(self._process, signal.SIGTERM)
-            await self._process.wait()
+        present = (self._process, self._leaving)
+        await asyncio.gather(*(self._end(process) for process in present if process is not None))
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        _tell(process, signal.SIGTERM)
+        await process.wait()
+        mark_process_dead(process.pid, self._environment["PROMETHEUS_MULTIPROC_DIR"])  # type: ignore[no-untyped-call]
 
     @property
     def watching(self) -> asyncio.Task[None]:
@@ -170,21 +175,25 @@ async def _until_stopped(
     replace: asyncio.Event,
 ) -> None:
     stopping = asyncio.create_task(stop.wait())
+    replacing = asyncio.create_task(_replace_once(settings, children[1:], replace))
     while not stopping.done():
-        replacing = asyncio.create_task(replace.wait())
-        watched = {child.watching for child in children}
+        # That of a process which is being replaced is cancelled, and watches nothing any more.
+        watched = {child.watching for child in children if not child.watching.cancelled()}
         await asyncio.wait({stopping, replacing, *watched}, return_when=asyncio.FIRST_COMPLETED)
-        replacing.cancel()
-        for task in watched:
+        for task in (replacing, *watched):
             if task.done() and not task.cancelled():
                 task.result()
-        if replace.is_set():
-            replace.clear()
-            await _replace(settings, children[1:])
+        if replacing.done():
+            replacing = asyncio.create_task(_replace_once(settings, children[1:], replace))
+    replacing.cancel()
 
 
-async def _replace(settings: ProxySettings, workers: list[Child]) -> None:
+async def _replace_once(
+    settings: ProxySettings, workers: list[Child], replace: asyncio.Event
+) -> None:
     """One after another; none where the new ones could not start."""
+    await replace.wait()
+    replace.clear()
     try:
         check_upstreams(settings)
     except BadUpstreams as error:

@@ -85,15 +85,19 @@ class Ledger:
         """What is there now does not count."""
         self._before |= set(await self._ids())
 
-    async def new_episodes(self, calls: int) -> list[Episode]:
-        """The new episodes, oldest first, once they hold so many calls or time is up."""
+    async def new_episodes(self, count: int, calls: int) -> list[Episode]:
+        """The new episodes, oldest first, once so many hold so many calls, or time is up.
+
+        Calls that are joined by what was said are joined just after they are stored.
+        """
         deadline = asyncio.get_running_loop().time() + DEADLINE_S
         while True:
             ids = await self._ids()
             async with self._engine.connect() as connection:
                 found = await read_episodes(connection, ids)
             late = asyncio.get_running_loop().time() > deadline
-            if late or sum(len(episode.calls) for episode in found) >= calls:
+            held = sum(len(episode.calls) for episode in found)
+            if late or (held >= calls and len(found) <= count):
                 return found
             await asyncio.sleep(0.1)
 
@@ -113,6 +117,10 @@ def check_episodes(episodes: Sequence[Episode]) -> None:
     """One episode a conversation, with its calls in order and nothing else."""
     assert [len(episode.calls) for episode in episodes] == [CALLS_A_CONVERSATION] * 2
     assert all(episode.method not in NAMED for episode in episodes)
+    assert all(episode.quarantined_reason is None for episode in episodes)
+    joined = [episode.calls[1].method for episode in episodes]
+    assert joined[0] in ("tool_call", "response")
+    assert joined[1] in ("prefix", "response")
     tool_using, streamed = episodes
     asking, answering = tool_using.calls
     [asked] = asking.tool_calls
@@ -134,7 +142,7 @@ async def check_client(stack: Stack, *command: str | Path) -> None:
     try:
         await ledger.mark()
         check_conversations(await converse(stack, *command))
-        check_episodes(await ledger.new_episodes(2 * CALLS_A_CONVERSATION))
+        check_episodes(await ledger.new_episodes(2, 2 * CALLS_A_CONVERSATION))
     finally:
         await ledger.close()
 

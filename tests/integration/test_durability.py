@@ -1,15 +1,17 @@
 """Nothing is lost: a database that is away, a disk that is full, a record nobody can store."""
 
 import asyncio
+import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
+from zlib import crc32
 
 import aiohttp
 import pytest
 from prometheus_client import REGISTRY
 
 from proxy.drain import Drainer
-from proxy.segments import encode_frame
+from proxy.segments import HEADER, encode_frame
 from proxy.spool import Spool
 from store.embedded import EmbeddedPostgres
 from store.engine import make_engine
@@ -20,6 +22,8 @@ from tests.fake_upstream import FakeUpstream
 from tests.integration.conftest import Proxy, eventually, running, settings_for
 from tests.records import REPLY, captured, reward
 
+# A whole frame that is none of ours.
+FOREIGN = HEADER.pack(3, crc32(b"\x93\x01\x02")) + b"\x93\x01\x02"
 COUNTERS = ("", "_stored", "_dead_lettered", "_dropped")
 
 
@@ -154,6 +158,104 @@ async def test_a_full_disk_drops_the_record_says_so_and_serves_on(
 
     assert await eventually(marked)
     assert_adds_up()
+
+
+async def test_what_a_full_disk_cut_off_hides_nothing_that_comes_later(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper reads whole frames of a commit that is then cut off again."""
+    import os
+
+    engine = make_engine(database_url)
+    drainer = Drainer(tmp_path, lambda: engine, batch=10)
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    assert await spool.append(encode_frame(captured("first")))
+    real = os.write
+    read_by_keeper = threading.Event()
+
+    def half(handle: int, data: memoryview) -> int:
+        if len(data) < 2 * len(encode_frame(captured("lost"))):
+            read_by_keeper.wait(5)
+            raise OSError(28, "No space left on device")
+        return real(handle, data[: len(data) // 2])
+
+    monkeypatch.setattr(os, "write", half)
+    lost = asyncio.gather(*[spool.append(encode_frame(captured("lost"))) for _ in range(2)])
+    await asyncio.sleep(0.1)
+    assert await drainer.drain_once() == 2
+    read_by_keeper.set()
+    assert await lost == [False, False]
+    monkeypatch.undo()
+    assert await spool.append(encode_frame(captured("later")))
+    await drainer.drain_once()
+    async with engine.connect() as connection:
+        assert len(await episode_ids(connection)) == 3
+    spool.close()
+    await engine.dispose()
+
+
+async def test_a_record_that_cannot_be_read_is_one_dead_letter_however_long_the_database_is_away(
+    database_url: str, tmp_path: Path
+) -> None:
+    engine = make_engine("postgresql://nobody@127.0.0.1:1/none")
+    drainer = Drainer(tmp_path, lambda: engine, batch=10)
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    for frame in (encode_frame(captured("a")), FOREIGN, encode_frame(captured("b"))):
+        await spool.append(frame)
+    spool.close()
+    for _ in range(3):
+        with pytest.raises(OSError, match="onnect"):
+            await drainer.drain_once()
+    await drainer.count()
+    assert_adds_up()
+    assert not (tmp_path / "dead").exists()
+    await engine.dispose()
+    engine = make_engine(database_url)
+    assert await drainer.drain_once() == 3
+    assert len(list((tmp_path / "dead").glob("*.letter"))) == 1
+    await drainer.count()
+    assert_adds_up()
+    await engine.dispose()
+
+
+async def test_the_next_keeper_goes_on_where_a_killed_one_ended(
+    database_url: str, tmp_path: Path
+) -> None:
+    engine = make_engine(database_url)
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    for number in range(5):
+        await spool.append(encode_frame(captured(f"e{number}")))
+    killed = Drainer(tmp_path, lambda: engine, batch=2)
+    await killed.count()
+    assert await killed.drain_once() == 2
+    await spool.append(encode_frame(captured("new")))
+    before = ledger()
+    follower = Drainer(tmp_path, lambda: engine, batch=10, counted_before=3)
+    assert await follower.drain_once() == 4
+    await follower.count()
+    after = ledger()
+    assert after["pawl_records_total"] - before["pawl_records_total"] == 1
+    assert after["pawl_records_stored_total"] - before["pawl_records_stored_total"] == 4
+    assert_adds_up()
+    spool.close()
+    await engine.dispose()
+
+
+async def test_a_segment_that_somebody_removed_is_counted_as_dropped(
+    database_url: str, tmp_path: Path
+) -> None:
+    engine = make_engine(database_url)
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    await spool.append(encode_frame(captured("a")))
+    drainer = Drainer(tmp_path, lambda: engine, batch=10)
+    await drainer.count()
+    before = ledger()["pawl_records_dropped_total"]
+    [segment] = (tmp_path / "0").glob("*.open")
+    segment.unlink()
+    assert await drainer.drain_once() == 0
+    assert ledger()["pawl_records_dropped_total"] == before + 1
+    assert_adds_up()
+    await engine.dispose()
 
 
 async def test_group_commit_makes_many_durable_with_few_syncs(
