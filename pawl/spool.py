@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.capture import Captured, Gap
-from proxy.drain import record_of
+from proxy.keeping.drain import record_of
 from proxy.segments import decode_payload, read_frames
 from proxy.spool import OPEN, SEALED
 from store.errors import Refused

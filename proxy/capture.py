@@ -1,7 +1,7 @@
 """What a worker writes down of a call: the bytes as they were, and what only it could know.
 
 Nothing is parsed here that serving does not need: the keeper reads the bytes again through
-the same pure dialect and makes the ledger's record of them (`proxy.transcribe`).
+the same pure dialect and makes the ledger's record of them (`proxy.keeping.transcribe`).
 """
 
 import zlib

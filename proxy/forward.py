@@ -12,11 +12,11 @@ from proxy.http.client import Torn
 from proxy.http.server import Exchange
 from proxy.http.wire import JSON, Headers, for_client, for_upstream
 from proxy.metrics import FORWARDED
-from proxy.model_server import Reply
 from proxy.refusal import refuse
 from proxy.routes import Route
-from proxy.upstream import Upstream
-from proxy.upstreams import Upstreams
+from proxy.upstreams.members import Upstreams
+from proxy.upstreams.model_server import Reply
+from proxy.upstreams.upstream import Upstream
 
 MODELS: Final = "/v1/models"
 

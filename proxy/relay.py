@@ -25,13 +25,13 @@ from proxy.identity.signs import offers_of
 from proxy.identity.stitch import Stitches
 from proxy.lookup import Lookup
 from proxy.metrics import ADDED_SECONDS, FIRST_CHUNK_SECONDS, WARNINGS
-from proxy.model_server import ModelServer, Reply
 from proxy.recorder import Recorder
 from proxy.refusal import refuse
 from proxy.routes import Route
 from proxy.tool_status import HEADER as TOOL_STATUS_HEADER
 from proxy.tool_status import ToolStatusError, parse_tool_status
-from proxy.upstreams import Upstreams
+from proxy.upstreams.members import Upstreams
+from proxy.upstreams.model_server import ModelServer, Reply
 from proxy.versions import Serving, Versions
 from store.ids import new_id
 from store.policies import pinned_version

@@ -6,7 +6,7 @@ cut off again, so that the segment stays readable, and whoever waits is told.
 
 A worker holds a folder of its own under the spool's root. The segment that is being written
 is `ID.open`; one that will not grow any more is `ID.seg`. The keeper reads both and deletes
-the latter (`proxy.drain`).
+the latter (`proxy.keeping.drain`).
 """
 
 import asyncio

@@ -20,7 +20,7 @@ from proxy.refusal import refuse
 from proxy.relay import Relay
 from proxy.routes import Kind, find_route
 from proxy.settings import ProxySettings
-from proxy.upstreams import open_upstreams
+from proxy.upstreams.members import open_upstreams
 from proxy.versions import MAX_PINS, Versions
 from store.policies import pinned_episodes
 from store.records import PolicyVersion

@@ -53,7 +53,7 @@ def spare_the_counters() -> None:
 
 
 async def _keep() -> None:
-    from proxy.keeper import keeping
+    from proxy.keeping.keeper import keeping
 
     spare_the_collector()
     # A predecessor whose supervisor was killed stores what it can before it ends.

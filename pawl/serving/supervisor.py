@@ -21,7 +21,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from proxy.errors import BadUpstreams, DoesNotStart
 from proxy.settings import ProxySettings
-from proxy.upstreams import check_upstreams
+from proxy.upstreams.members import check_upstreams
 from store.settings import address
 
 log = structlog.get_logger()

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.serving.supervisor import listening
-from proxy.keeper import keeping
+from proxy.keeping.keeper import keeping
 from proxy.policies import WATCH_S
 from proxy.settings import ProxySettings
 from proxy.worker import serving

@@ -144,7 +144,8 @@ def test_exactly_the_lock_is_installed(image: Stage) -> None:
 
 def test_no_torch_is_there_and_none_is_imported(image: Stage) -> None:
     image.sh(
-        "python -c \"import proxy.worker, proxy.keeper, sys; assert 'torch' not in sys.modules\""
+        'python -c "import proxy.worker, proxy.keeping.keeper, sys;'
+        " assert 'torch' not in sys.modules\""
     )
     names = installed(image).keys()
     assert not {name for name in names if "torch" in name or name.startswith("nvidia")}

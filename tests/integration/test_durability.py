@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from prometheus_client import REGISTRY
 
-from proxy.drain import Drainer
+from proxy.keeping.drain import Drainer
 from proxy.segments import HEADER, encode_frame
 from proxy.spool import Spool
 from store.embedded import EmbeddedPostgres

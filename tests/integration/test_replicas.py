@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from proxy.errors import UpstreamBroke, UpstreamUnreachable
-from proxy.upstream import Upstream
+from proxy.upstreams.upstream import Upstream
 from tests.fake_upstream import FakeUpstream, fake_upstream
 from tests.integration.conftest import eventually, free_port
 
@@ -55,7 +55,7 @@ async def test_the_least_busy_is_asked(two: tuple[FakeUpstream, FakeUpstream]) -
 async def test_one_that_refuses_is_passed_over_avoided_and_comes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("proxy.upstream.AVOID_S", 0.3)
+    monkeypatch.setattr("proxy.upstreams.upstream.AVOID_S", 0.3)
     port = free_port()
     async with AsyncExitStack() as exits:
         up = await exits.enter_async_context(fake_upstream())

@@ -17,7 +17,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.errors import BadUpstreams
-from proxy.upstreams import check_upstreams, open_upstreams
+from proxy.upstreams.members import check_upstreams, open_upstreams
 from store.policies import ensure_base, promote
 from tests.conftest import ROOT
 from tests.fake_upstream import FakeUpstream, fake_upstream
@@ -265,7 +265,7 @@ def test_litellm_is_imported_for_none_but_its_own(tmp_path: Path) -> None:
     # The key stands in `.env`, as settings do.
     (tmp_path / ".env").write_text("HOSTED_KEY=sk\n")
     opened = (
-        "from proxy.settings import ProxySettings; import proxy.worker, proxy.upstreams as u;"
+        "from proxy.settings import ProxySettings; import proxy.worker, proxy.upstreams.members as u;"
         "u.check_upstreams(ProxySettings()); u.open_upstreams(ProxySettings())"
     )
     ended = run_pawl(tmp_path, opened, PAWL_UPSTREAMS=str(path))

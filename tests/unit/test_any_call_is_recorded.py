@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from proxy.dialects.base import read_request
 from proxy.dialects.table import DIALECTS
+from proxy.keeping.transcribe import transcribe
 from proxy.segments import decode_payload, encode_frame, read_frames
-from proxy.transcribe import transcribe
 from store.records import CallRecord
 from tests.records import captured
 

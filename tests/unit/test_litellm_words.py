@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.errors import BadRequest
-from proxy.litellm_words import (
+from proxy.upstreams.litellm_words import (
     CHAT,
     EMBEDDINGS,
     chunk_event,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.routing import ModelTable
+from proxy.upstreams.routing import ModelTable
 
 TABLE = ModelTable(
     [["calculator", "qwen*"], ["gpt-*", "qwen-max", "claude@20240620"], ["gpt-oss*"]], default=0

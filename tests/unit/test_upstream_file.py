@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.errors import BadUpstreams
-from proxy.upstream_file import load_upstreams, parse_upstreams
+from proxy.upstreams.file import load_upstreams, parse_upstreams
 
 WHOLE = """
 [[upstream]]

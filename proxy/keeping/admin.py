@@ -7,8 +7,8 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from proxy.database import Database
-from proxy.drain import Drainer
+from proxy.keeping.database import Database
+from proxy.keeping.drain import Drainer
 
 MULTIPROCESS: Final = "PROMETHEUS_MULTIPROC_DIR"
 ENDS: Final = ("stored", "dead_lettered", "dropped")

@@ -11,13 +11,13 @@ from dotenv import dotenv_values
 
 from proxy.errors import NoUpstream, ProxyError, UpstreamUnreachable
 from proxy.http.wire import Headers
-from proxy.keys import Key
-from proxy.litellm_upstream import LitellmUpstream
-from proxy.model_server import ModelServer
-from proxy.routing import ModelTable
 from proxy.settings import ProxySettings
-from proxy.upstream import Upstream
-from proxy.upstream_file import UpstreamSpec, load_upstreams
+from proxy.upstreams.file import UpstreamSpec, load_upstreams
+from proxy.upstreams.keys import Key
+from proxy.upstreams.litellm_upstream import LitellmUpstream
+from proxy.upstreams.model_server import ModelServer
+from proxy.upstreams.routing import ModelTable
+from proxy.upstreams.upstream import Upstream
 from store.records import PolicyVersion
 
 log = structlog.get_logger()

@@ -23,7 +23,7 @@ from proxy.http.client import (
 )
 from proxy.http.flow import Inflow
 from proxy.http.wire import Headers
-from proxy.keys import Key
+from proxy.upstreams.keys import Key
 
 log = structlog.get_logger()
 

@@ -20,8 +20,9 @@ import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.backlog import Segment, segment_files
 from proxy.capture import Captured, Gap
+from proxy.keeping.backlog import Segment, segment_files
+from proxy.keeping.transcribe import transcribe
 from proxy.metrics import (
     DEAD_LETTERS,
     DRAIN_LAG,
@@ -35,7 +36,6 @@ from proxy.metrics import (
     labelled,
 )
 from proxy.segments import decode_payload, read_frames
-from proxy.transcribe import transcribe
 from store.away import is_away
 from store.errors import Refused
 from store.ids import new_id

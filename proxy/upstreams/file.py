@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from proxy.errors import BadUpstreams
-from proxy.keys import Style
+from proxy.upstreams.keys import Style
 
 TABLE: Final = "upstream"
 ANTHROPIC: Final = "api.anthropic.com"

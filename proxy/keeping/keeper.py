@@ -11,10 +11,10 @@ from pathlib import Path
 import structlog
 from aiohttp import web
 
-from proxy.admin import admin_app, unsettled
-from proxy.database import Database
-from proxy.drain import Drainer
 from proxy.errors import SpoolInUse
+from proxy.keeping.admin import admin_app, unsettled
+from proxy.keeping.database import Database
+from proxy.keeping.drain import Drainer
 from proxy.settings import ProxySettings
 from proxy.spool import Lock, hold
 from store.away import is_away

@@ -16,7 +16,8 @@ from proxy.dialects.choice_replies import DONE
 from proxy.errors import BadUpstreams, UpstreamSilent
 from proxy.http.client import Torn
 from proxy.http.wire import JSON, Headers
-from proxy.litellm_words import (
+from proxy.upstreams.file import UpstreamSpec
+from proxy.upstreams.litellm_words import (
     EMBEDDINGS,
     chunk_event,
     read_asked,
@@ -25,8 +26,7 @@ from proxy.litellm_words import (
     status_of,
     whole_reply,
 )
-from proxy.model_server import Reply
-from proxy.upstream_file import UpstreamSpec
+from proxy.upstreams.model_server import Reply
 
 LIBRARY: Final = "litellm"
 EVENTS: Final = (b"Content-Type", b"text/event-stream; charset=utf-8")

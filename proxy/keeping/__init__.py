@@ -1,0 +1,1 @@
+"""The keeper: reads what workers wrote down, stores it, watches who serves, and counts."""
