@@ -265,7 +265,8 @@ def test_litellm_is_imported_for_none_but_its_own(tmp_path: Path) -> None:
     # The key stands in `.env`, as settings do.
     (tmp_path / ".env").write_text("HOSTED_KEY=sk\n")
     opened = (
-        "from proxy.settings import ProxySettings; import proxy.worker, proxy.upstreams.members as u;"
+        "from proxy.settings import ProxySettings; import proxy.worker;"
+        "import proxy.upstreams.members as u;"
         "u.check_upstreams(ProxySettings()); u.open_upstreams(ProxySettings())"
     )
     ended = run_pawl(tmp_path, opened, PAWL_UPSTREAMS=str(path))
