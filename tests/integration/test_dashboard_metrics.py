@@ -16,7 +16,7 @@ TRIES: Final = 50
 
 async def scrape(proxy: Proxy) -> dict[str, set[str]]:
     """Every series that the proxy exports now, with the labels that its samples have."""
-    async with proxy.session.get(f"{proxy.keeping.admin}/metrics") as reply:
+    async with proxy.session.get(f"{proxy.admin}/metrics") as reply:
         text = await reply.text()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
@@ -70,6 +70,6 @@ async def test_what_the_dashboard_asks_for_is_in_the_scrape(proxy: Proxy) -> Non
 async def test_a_reward_is_seen_by_the_version_that_earned_it(proxy: Proxy) -> None:
     await proxy.chat("/episode/e")
     await proxy.feedback({"episode": "e", "value": 1.0})
-    async with proxy.session.get(f"{proxy.keeping.admin}/metrics") as reply:
+    async with proxy.session.get(f"{proxy.admin}/metrics") as reply:
         lines = (await reply.text()).splitlines()
     assert any(line.startswith('pawl_reward_count{policy="m",version="0"}') for line in lines)

@@ -265,7 +265,7 @@ async def test_an_episode_keeps_its_version_at_another_proxy(
 
 async def test_health_and_readiness(proxy: Proxy) -> None:
     for path in ("/healthz", "/readyz", "/metrics"):
-        async with proxy.session.get(proxy.keeping.admin + path) as response:
+        async with proxy.session.get(proxy.admin + path) as response:
             assert response.status == 200
     async with proxy.session.get(proxy.url + "/metrics") as response:
         assert response.status == 404
