@@ -28,6 +28,7 @@ from store.records import PolicyVersion
 log = structlog.get_logger()
 
 FINISH_S = 600.0
+QUEUE_S = 0.05
 PINS_S = 5.0
 COUNT_S = 0.5
 
@@ -98,6 +99,8 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     try:
         yield server
     finally:
+        # Who is in the queue already is let in: with the socket's end they would be reset.
+        await asyncio.sleep(QUEUE_S)
         server.stop_accepting()
         await server.finished(FINISH_S)
         await server.close()

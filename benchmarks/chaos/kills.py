@@ -61,7 +61,11 @@ async def kills(stand: Stand, count: int, seed: int) -> dict[str, Any]:
 
 
 def _report(done: list[Kill], outcome: Outcome, scrapes: Scrapes) -> dict[str, Any]:
-    blamed = Counter(blame(at, done) for at, _ in outcome.failed)
+    blamed: dict[str, Counter[str]] = {}
+    for at, why in outcome.failed:
+        part = blame(at, done)
+        if part is not None:
+            blamed.setdefault(part, Counter())[why] += 1
     unexplained = [why for at, why in outcome.failed if blame(at, done) is None]
     away: dict[str, list[float]] = {}
     for kill in done:
@@ -70,7 +74,8 @@ def _report(done: list[Kill], outcome: Outcome, scrapes: Scrapes) -> dict[str, A
         "kills": dict(Counter(kill.part for kill in done)),
         "back_after_s": {part: _middle_and_worst(times) for part, times in away.items()},
         "answered": len(outcome.complete),
-        "failed_by_kills": {part: n for part, n in blamed.items() if part is not None},
+        "failed_by_kills": {part: reasons.total() for part, reasons in blamed.items()},
+        "failed_how": {part: dict(reasons.most_common(5)) for part, reasons in blamed.items()},
         "failed_otherwise": unexplained,
         "refused_connections": outcome.refused,
         "scrapes": scrapes.read,

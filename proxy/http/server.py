@@ -187,9 +187,12 @@ class Server:
         loop = asyncio.get_running_loop()
         linger = loop.time() + LINGER_S
         deadline = loop.time() + patience_s
-        while any(c.busy or loop.time() < linger for c in self.connections):
-            if loop.time() > deadline:
-                return
+        while self.connections and loop.time() < deadline:
+            if loop.time() >= linger:
+                for connection in [c for c in self.connections if not c.busy]:
+                    connection.transport.close()
+                if not any(c.busy for c in self.connections):
+                    return
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:

@@ -226,10 +226,12 @@ async def test_a_torn_whole_reply_breaks_the_clients_connection_off(
     assert (await proxy.only_call()).status == "truncated"
 
 
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("said", [b"", EVENTS + chunked(b'data: {"choices":[]}\n\n')])
 async def test_a_client_that_leaves_stops_the_upstream_within_a_second(
-    proxy: Proxy, upstream: RawUpstream, said: bytes
+    proxy: Proxy, upstream: RawUpstream, said: bytes, half: bool
 ) -> None:
+    """One that closes only its sending half has left too."""
     upstream.script = says(said, then="hang")
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
     writer.write(post(CHAT, APIS[CHAT]))
@@ -237,9 +239,13 @@ async def test_a_client_that_leaves_stops_the_upstream_within_a_second(
     if said:
         await reader.readuntil(b"\r\n\r\n")
     upstream.left.clear()
-    writer.close()
+    if half:
+        writer.write_eof()
+    else:
+        writer.close()
     await asyncio.wait_for(upstream.left.wait(), 1.0)
     assert (await proxy.only_call()).status == "client_gone"
+    writer.close()
 
 
 async def test_a_client_that_leaves_while_it_uploads(proxy: Proxy, upstream: RawUpstream) -> None:
