@@ -60,7 +60,7 @@ Frame = Captured | FeedbackRecord | Gap
 
 
 class Tape:
-    """A reply's bytes as they come, small in memory however long it gets."""
+    """A reply's bytes as they come, small in memory however long a stream gets."""
 
     __slots__ = ("_deflater", "_packed", "_pieces", "_size")
 
@@ -70,8 +70,12 @@ class Tape:
         self._packed: list[bytes] = []
         self._deflater: zlib._Compress | None = None
 
+    def keep(self, data: bytes) -> None:
+        """Keep a reply that came in one piece: it is in memory anyway."""
+        self._pieces.append(data)
+
     def add(self, data: bytes) -> None:
-        """Keep a piece."""
+        """Keep a piece of a stream."""
         self._pieces.append(data)
         self._size += len(data)
         if self._size > DEFLATE_FROM:

@@ -242,7 +242,7 @@ class Call:
             await self._durable()
             self._exchange.abort()
             return
-        self._tape.add(body)
+        self._tape.keep(body)
         name = self._serving.served_name
         transcript = self._transcript = self._dialect.whole(self._rewritten, name)
         transcript.feed(body)

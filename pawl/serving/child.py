@@ -16,6 +16,7 @@ from pawl.logs import configure_logging
 from proxy.settings import ProxySettings
 
 PATIENCE_S: Final = 30.0
+KEEPER_NICENESS: Final = 10
 GC_THRESHOLDS: Final = (20_000, 20, 20)
 
 
@@ -56,6 +57,8 @@ async def _keep() -> None:
     from proxy.keeping.keeper import keeping
 
     spare_the_collector()
+    # Records can wait on disk; calls and streams cannot wait for their records to be stored.
+    os.nice(KEEPER_NICENESS)
     # A predecessor whose supervisor was killed stores what it can before it ends.
     async with keeping(ProxySettings(), patience_s=PATIENCE_S):
         await _until_told()
