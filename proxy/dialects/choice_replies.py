@@ -127,7 +127,7 @@ class WholeReply:
         if parsed is None or choices is None:
             return body
         self._parsed, self._choices = parsed, choices
-        if not self._undo.changes_nothing:
+        if self._undo.changed:
             self._out = _encode(parsed)
         try:
             self._gathering.take(parsed, choices)
@@ -234,7 +234,7 @@ class StreamedReply:
             return payload
         if self._rides_on_nothing(parsed, choices):
             return None
-        out = payload if self._undo.changes_nothing else _encode(parsed)
+        out = _encode(parsed) if self._undo.changed else payload
         try:
             self._follow(parsed, choices, out)
         except ODD_SHAPE:

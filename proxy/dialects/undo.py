@@ -42,15 +42,12 @@ class Undo:
         self._hide_logprobs = LOGPROBS in request.injected
         self._model = own_name(request, served_name)
         self._reading = reading
+        # Whether the last `restore` changed anything: what it did not goes on as it came.
+        self.changed = False
         self.prompt_ids: list[int] | None = None
         self.sampled_ids: list[int] | None = None
         self.sampled_logprobs: list[float] | None = None
         self.indices: set[int] = set()
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether a reply goes through as it is."""
-        return not (self.hide_ids or self._hide_logprobs or self._model)
 
     def try_restore(self, parsed: Object) -> list[Object] | None:
         """`restore`, or None for a reply of another shape than the API's: it is passed on as is."""
@@ -61,9 +58,10 @@ class Undo:
 
     def restore(self, parsed: Object) -> list[Object]:
         """Undo in place; returns the choices, for what else is to be read from them."""
-        if self._model is not None and "model" in parsed:
+        self.changed = self._model is not None and "model" in parsed
+        if self._model is not None and self.changed:
             parsed["model"] = self._model
-        self._take_prompt(parsed)
+        self.changed |= self._take_prompt(parsed)
         raw_choices = parsed.get("choices")
         if raw_choices is None or not _begins(raw_choices, ARRAY):
             return []
@@ -73,6 +71,7 @@ class Undo:
             changed |= self._take_choice(choice)
         if changed:
             parsed["choices"] = msgspec.Raw(_encode(choices))
+        self.changed |= changed
         return choices
 
     def _take_prompt(self, holder: Object) -> bool:
