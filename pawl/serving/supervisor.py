@@ -1,6 +1,6 @@
-"""`pawl proxy`: one keeper and N workers on one listening socket, kept up.
+"""`pawl proxy`: one keeper and N workers on one port, kept up.
 
-The socket is the supervisor's: while a worker is replaced, connections wait in its queue.
+The sockets are the supervisor's: while a worker is replaced, connections wait in its queue.
 SIGTERM and SIGINT end all of it, calls under way first; SIGHUP replaces the workers one after
 another, new code and settings included, without a failed request.
 """
@@ -116,25 +116,37 @@ def _tell(process: asyncio.subprocess.Process, what: signal.Signals) -> None:
         process.send_signal(what)
 
 
-def listening(listen: str) -> socket.socket:
-    """The data port's socket.
+def listening(listen: str, count: int) -> list[socket.socket]:
+    """The data port's sockets, one a worker: the kernel spreads connections over them.
+
+    On one socket whoever wakes first takes all that wait. They are ours to the end: a worker
+    that is replaced leaves its socket, and who waits there, to the next one.
 
     Raises:
         OSError: the port is taken.
     """
     host, port = address(listen)
+    # Sockets that share a port share it with anybody who asks: see that nobody has it.
+    _bound(host, port, shared=False).close()
+    listeners = [_bound(host, port, shared=True) for _ in range(count)]
+    for listener in listeners:
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+        listener.set_inheritable(True)
+    return listeners
+
+
+def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
     try:
-        listener.bind((host, port))
+        bound.bind((host, port))
     except OSError:
-        listener.close()
+        bound.close()
         raise
-    listener.listen(BACKLOG)
-    listener.setblocking(False)
-    listener.set_inheritable(True)
-    return listener
+    return bound
 
 
 async def serve(settings: ProxySettings) -> None:
@@ -151,8 +163,8 @@ async def serve(settings: ProxySettings) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
     loop.add_signal_handler(signal.SIGHUP, replace.set)
-    listener = listening(settings.listen)
-    children = _children(settings, listener)
+    listeners = listening(settings.listen, settings.workers)
+    children = _children(settings, listeners)
     keeper, workers = children[0], children[1:]
     try:
         for child in children:
@@ -161,7 +173,8 @@ async def serve(settings: ProxySettings) -> None:
         await _until_stopped(settings, children, stop, replace)
     finally:
         # Refused from now on: in the queue of a socket that nobody accepts from they would hang.
-        listener.close()
+        for listener in listeners:
+            listener.close()
         await asyncio.gather(*(worker.stop() for worker in workers))
         # Last, so that it stores what the workers still wrote.
         await keeper.stop()
@@ -204,17 +217,16 @@ async def _replace_once(
     log.info("workers_replaced", workers=len(workers))
 
 
-def _children(settings: ProxySettings, listener: socket.socket) -> list[Child]:
+def _children(settings: ProxySettings, listeners: list[socket.socket]) -> list[Child]:
     """The keeper first."""
     metrics = settings.spool_dir / METRICS_DIR
     environment = dict(os.environ) | {"PROMETHEUS_MULTIPROC_DIR": str(_emptied(metrics).resolve())}
-    fd = listener.fileno()
     # The keeper does not get it: who holds it, holds the port, whether he accepts or not.
     run = [sys.executable, "-m", "pawl.serving.child"]
     keeper = Child("keeper", [*run, "keeper"], environment, ())
     workers = [
         Child(f"worker {number}", [*run, "worker", str(fd)], environment, (fd,))
-        for number in range(settings.workers)
+        for number, fd in enumerate(listener.fileno() for listener in listeners)
     ]
     return [keeper, *workers]
 

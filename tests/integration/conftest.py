@@ -123,7 +123,7 @@ class Proxy:
 async def running(settings: ProxySettings) -> AsyncIterator[None]:
     """A keeper and a worker in this process."""
     async with keeping(settings):
-        listener = listening(settings.listen)
+        [listener] = listening(settings.listen, 1)
         async with serving(settings, listener):
             yield
 
