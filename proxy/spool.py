@@ -31,6 +31,10 @@ OPEN: Final = ".open"
 SEALED: Final = ".seg"
 # A segment that nothing was added to for so long is sealed, so that the keeper can delete it.
 QUIET_S: Final = 5.0
+# Where a commit brought so many, the next one waits a little for more: each costs a wake-up of
+# the writer, which the calls themselves have to wait for.
+BUSY: Final = 4
+GATHER_S: Final = 0.002
 Waiting = tuple[bytes, "asyncio.Future[bool]", str]
 Commit = tuple[list[Waiting], asyncio.AbstractEventLoop]
 OnCommit = Callable[[bool, list[str]], None]
@@ -59,6 +63,7 @@ class Spool:
         self._on_commit = on_commit
         self._gathered: list[Waiting] = []
         self._in_commit: list[Waiting] = []
+        self._busy = False
         self._queue: queue.SimpleQueue[Commit | None] = queue.SimpleQueue()
         self._segment: Path | None = None
         self._file: int | None = None
@@ -75,8 +80,11 @@ class Spool:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bool] = loop.create_future()
         if not self._gathered and not self._in_commit:
-            # What this turn of the loop still brings goes along.
-            loop.call_soon(self._commit)
+            if self._busy:
+                loop.call_later(GATHER_S, self._commit)
+            else:
+                # What this turn of the loop still brings goes along.
+                loop.call_soon(self._commit)
         self._gathered.append((frame, future, mark))
         return future
 
@@ -87,11 +95,15 @@ class Spool:
 
     def _committed(self, waiting: list[Waiting], durable: bool) -> None:
         self._in_commit = []
+        self._busy = len(waiting) >= BUSY
         self._on_commit(durable, [mark for _, _, mark in waiting])
         for _, future, _ in waiting:
             if not future.done():
                 future.set_result(durable)
-        self._commit()
+        if self._gathered and self._busy:
+            asyncio.get_running_loop().call_later(GATHER_S, self._commit)
+        else:
+            self._commit()
 
     async def flush(self) -> None:
         """Wait until all that was taken is on disk, or was given up."""

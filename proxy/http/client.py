@@ -4,6 +4,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator
+from time import monotonic
 from typing import Final, cast
 
 import httptools
@@ -107,9 +108,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def ask(self, data: bytes) -> "asyncio.Future[Reply]":
         """Send a request (or its beginning); the future is the reply once its head is there."""
-        loop = asyncio.get_running_loop()
-        self.last_heard = loop.time()
-        self._head = loop.create_future()
+        self.last_heard = monotonic()
+        self._head = asyncio.get_running_loop().create_future()
         self.transport.write(data)
         return self._head
 
@@ -119,7 +119,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._can_write is not None:
             await self._can_write
         # It is the client who is slow.
-        self.last_heard = asyncio.get_running_loop().time()
+        self.last_heard = monotonic()
 
     def abort(self) -> None:
         """Break it off."""
@@ -156,7 +156,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; what is not HTTP breaks the connection off."""
-        self.last_heard = asyncio.get_running_loop().time()
+        self.last_heard = monotonic()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -256,7 +256,7 @@ class Pool:
         Raises:
             NotSent: none could be made.
         """
-        youngest = asyncio.get_running_loop().time() - KEEPALIVE_S
+        youngest = monotonic() - KEEPALIVE_S
         while self._idle:
             connection, since = self._idle.pop()
             if since > youngest and connection.usable:
@@ -277,7 +277,7 @@ class Pool:
 
     def free(self, connection: UpstreamConnection) -> None:
         """A reply has ended: the next request may use its connection."""
-        self._idle.append((connection, asyncio.get_running_loop().time()))
+        self._idle.append((connection, monotonic()))
 
     def forget(self, connection: UpstreamConnection) -> None:
         """A connection is closed."""
@@ -285,7 +285,7 @@ class Pool:
 
     def sweep(self, silence_s: float) -> None:
         """Close what is idle for too long, give up on who is silent for too long."""
-        now = asyncio.get_running_loop().time()
+        now = monotonic()
         while self._idle and self._idle[0][1] < now - KEEPALIVE_S:
             self._idle.popleft()[0].transport.close()
         for connection in list(self.connections):

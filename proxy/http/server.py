@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
+from time import monotonic
 from typing import Final, cast
 
 import httptools
@@ -184,11 +185,10 @@ class Server:
         A kept connection may have its next request on the way: for a moment it is still
         answered, with `close`; only then is the connection closed.
         """
-        loop = asyncio.get_running_loop()
-        linger = loop.time() + LINGER_S
-        deadline = loop.time() + patience_s
-        while self.connections and loop.time() < deadline:
-            if loop.time() >= linger:
+        linger = monotonic() + LINGER_S
+        deadline = monotonic() + patience_s
+        while self.connections and monotonic() < deadline:
+            if monotonic() >= linger:
                 for connection in [c for c in self.connections if not c.busy]:
                     connection.transport.close()
                 if not any(c.busy for c in self.connections):
@@ -210,11 +210,10 @@ class Server:
 
     async def _sweep(self) -> None:
         """Look after connections that have had nothing to say for a while."""
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(IDLE_S / 10)
             for connection in list(self.connections):
-                connection.sweep(loop.time() - IDLE_S)
+                connection.sweep(monotonic() - IDLE_S)
 
 
 class Connection(asyncio.Protocol):
@@ -258,7 +257,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self.transport = cast("asyncio.Transport", transport)
-        self.idle_since = asyncio.get_running_loop().time()
+        self.idle_since = monotonic()
         self.server.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -280,7 +279,7 @@ class Connection(asyncio.Protocol):
         """Parse; a request that is none is answered and the connection closed."""
         if self._closing:
             return
-        self._heard = asyncio.get_running_loop().time()
+        self._heard = monotonic()
         if self._receiving is None:
             self._head_bytes += len(data)
         try:
@@ -396,7 +395,7 @@ class Connection(asyncio.Protocol):
             return
         self._current = None
         self.task = None
-        self.idle_since = asyncio.get_running_loop().time()
+        self.idle_since = monotonic()
         if not exchange.keep_alive or (not exchange.body.ended and self._receiving is exchange):
             # What a client still sends of a body nobody wants would be read as a request.
             if exchange.body.ended:

@@ -16,6 +16,8 @@ from typing import Any, Final
 import msgspec
 
 SIZE: Final = 16
+# From 2048 bytes on hashlib lets other threads run meanwhile: they would, and we should wait.
+_PIECE: Final = 2000
 _UNHEARD_ROLES: Final = ("system", "developer")
 _TOOL_ROLES: Final = ("tool", "function")
 _TEXT_TYPES: Final = ("text", "input_text", "output_text")
@@ -52,7 +54,7 @@ class Conversation:
     def heard(self, piece: bytes) -> None:
         """Somebody else said `piece`."""
         self._close()
-        self._state = blake2b(self._state + piece, digest_size=SIZE).digest()
+        self._state = _digest(self._state + piece)
 
     def result(self, tool_id: Any, content: Any) -> None:
         """A tool's result came back."""
@@ -88,7 +90,7 @@ class Conversation:
         pieces = [_encoded("".join(self._texts)), *self._calls]
         lengths = ",".join([str(len(piece)) for piece in pieces])
         run = b"".join([self._state, b"a", lengths.encode(), b":", *pieces])
-        return blake2b(run, digest_size=SIZE).digest(), self._unique
+        return _digest(run), self._unique
 
     def _close(self) -> None:
         reply = self.open_reply()
@@ -216,3 +218,10 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 def _encoded(text: str) -> bytes:
     return text.encode(errors="surrogatepass")
+
+
+def _digest(data: bytes) -> bytes:
+    state = blake2b(data[:_PIECE], digest_size=SIZE)
+    for start in range(_PIECE, len(data), _PIECE):
+        state.update(data[start : start + _PIECE])
+    return state.digest()
