@@ -85,6 +85,14 @@ class NoModels(ProxyError):
     kind = "upstream_error"
 
 
+class ReplyTooLarge(ProxyError):
+    """A recorded reply in one piece is larger than `PAWL_MAX_REPLY_MB`."""
+
+    status = 502
+    fault = "proxy"
+    kind = "server_error"
+
+
 class SpoolFull(ProxyError):
     """What must be durable before it is answered could not be written down."""
 

@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from proxy.errors import KeyReused, SpoolFull, TooLarge
-from proxy.http.server import Exchange
+from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, lowered
 from proxy.lookup import Lookup
 from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS

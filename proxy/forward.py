@@ -9,7 +9,7 @@ from typing import Final
 from proxy.dialects.base import read_request
 from proxy.errors import NotAllowed, ProxyError, TooLarge
 from proxy.http.client import Torn
-from proxy.http.server import Exchange
+from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers, for_client, for_upstream
 from proxy.metrics import FORWARDED
 from proxy.refusal import refuse

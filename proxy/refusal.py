@@ -2,7 +2,7 @@
 
 from proxy.dialects.errors import error_body
 from proxy.errors import ProxyError
-from proxy.http.server import Exchange
+from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers
 
 

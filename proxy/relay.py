@@ -16,9 +16,9 @@ from proxy.capture import Captured, Tape
 from proxy.dialects.base import Gist, ModelRequest, Transcript, read_request
 from proxy.dialects.errors import error_event
 from proxy.dialects.table import DIALECTS
-from proxy.errors import ProxyError, TooLarge
+from proxy.errors import ProxyError, ReplyTooLarge, TooLarge
 from proxy.http.client import Torn
-from proxy.http.server import Exchange
+from proxy.http.exchange import Exchange
 from proxy.http.wire import Headers, for_client, for_upstream, lowered
 from proxy.identity.identify import Identity, identify
 from proxy.identity.signs import offers_of
@@ -58,6 +58,7 @@ class Relay:
         lookup: Lookup,
         *,
         max_body: int,
+        max_reply: int,
         default_temperature: float,
     ) -> None:
         self.upstreams = upstreams
@@ -66,6 +67,7 @@ class Relay:
         self._lookup = lookup
         self.stitches = Stitches()
         self.max_body = max_body
+        self.max_reply = max_reply
         self.default_temperature = default_temperature
 
     async def handle(self, exchange: Exchange, route: Route) -> None:
@@ -235,13 +237,18 @@ class Call:
 
     async def _whole(self, reply: Reply) -> None:
         try:
-            body = await reply.read()
+            body = await reply.read(self._relay.max_reply)
         except Torn as error:
             log.warning("reply_torn", call=self._name, reason=str(error))
             self._status = "truncated"
             await self._durable()
             self._exchange.abort()
             return
+        if body is None:
+            raise ReplyTooLarge(
+                "The model server's reply, which comes in one piece, is larger than this proxy "
+                "holds to record it; PAWL_MAX_REPLY_MB sets how much, and a stream has no limit"
+            )
         self._tape.keep(body)
         name = self._serving.served_name
         transcript = self._transcript = self._dialect.whole(self._rewritten, name)

@@ -37,5 +37,8 @@ class ProxySettings(StoreSettings):
         description="how long the upstream may say nothing before a call is given up, in seconds",
     )
     max_body_mb: int = Field(default=256, ge=1, description="largest request body taken, in MiB")
+    max_reply_mb: int = Field(
+        default=256, ge=1, description="largest recorded reply in one piece, in MiB"
+    )
     segment_mb: int = Field(default=8, ge=1, description="size at which a spool segment is closed")
     drain_batch: int = Field(default=256, ge=1, description="records stored in one transaction")

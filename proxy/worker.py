@@ -10,7 +10,8 @@ import structlog
 from proxy.errors import ProxyError
 from proxy.feedback import FeedbackDesk
 from proxy.forward import forward
-from proxy.http.server import ClientGone, Exchange, Handler, Server
+from proxy.http.exchange import ClientGone, Exchange
+from proxy.http.server import Handler, Server
 from proxy.lookup import Lookup
 from proxy.metrics import IN_FLIGHT, REFUSED
 from proxy.policies import PolicyFile
@@ -77,6 +78,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         recorder,
         lookup,
         max_body=settings.max_body_mb * 2**20,
+        max_reply=settings.max_reply_mb * 2**20,
         default_temperature=settings.default_temperature,
     )
     desk = FeedbackDesk(recorder, recent, lookup, max_body=relay.max_body)

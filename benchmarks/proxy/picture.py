@@ -18,7 +18,7 @@ def draw(path: Path, peers: Mapping[str, Peer]) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(1, 3, figsize=(11, 3.4), dpi=150)
+    figure, panels = plt.subplots(1, 3, figsize=(13, 3.4), dpi=150)
     present = [peer for peer in peers.values() if MANY in peer.calls]
     names = [peer.name for peer in present]
     calls = [peer.calls[MANY] for peer in present]
@@ -29,7 +29,7 @@ def draw(path: Path, peers: Mapping[str, Peer]) -> None:
         panels[2],
         [peer.name for peer in streaming],
         [peer.streams[STREAMS[-1]].delay_p99_ms for peer in streaming],
-        f"ms, chunk delay p99, {STREAMS[-1]:,} streams",
+        f"ms, chunk p99, {STREAMS[-1]:,} streams",
     )
     figure.tight_layout()
     figure.savefig(path)

@@ -64,13 +64,13 @@ class Reply:
         while data := await self.body.more():
             yield data
 
-    async def read(self) -> bytes:
-        """The whole body.
+    async def read(self, limit: int | None = None) -> bytes | None:
+        """The whole body; None once it is longer than `limit`.
 
         Raises:
             Torn: it broke off.
         """
-        return (await self.body.whole()) or b""
+        return await self.body.whole(limit)
 
     def close(self) -> None:
         """Let go of it; if it has not ended, the server is told to stop."""

@@ -145,7 +145,7 @@ class WholeReply:
         """See `Reply`."""
         yield self._body
 
-    async def read(self) -> bytes:
+    async def read(self, limit: int | None = None) -> bytes | None:
         """See `Reply`."""
         return self._body
 
@@ -178,7 +178,7 @@ class StreamedReply(WholeReply):
         self._ended = True
         yield b"data: %s\n\n" % DONE
 
-    async def read(self) -> bytes:
+    async def read(self, limit: int | None = None) -> bytes | None:
         """See `Reply`."""
         return b"".join([piece async for piece in self.pieces()])
 

@@ -33,8 +33,8 @@ class Reply(Protocol):
             Torn: it broke off.
         """
 
-    async def read(self) -> bytes:
-        """The whole body.
+    async def read(self, limit: int | None = None) -> bytes | None:
+        """The whole body; None once it is longer than `limit`.
 
         Raises:
             Torn: it broke off.

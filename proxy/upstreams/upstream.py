@@ -184,7 +184,7 @@ class Upstream:
         try:
             async with asyncio.timeout(LOOK_S):
                 reply = await self.fetch("/v1/models", headers)
-                body = await reply.read()
+                body = await reply.read() or b""
         except (Torn, TimeoutError) as error:
             raise UpstreamBroke(f"no list of models came: {type(error).__name__}") from error
         if reply.status in REFUSED:

@@ -48,7 +48,7 @@ async def proxy(
         await ensure_base(connection, "m")
     async with AsyncExitStack() as exits:
         settings = settings_for(database_url, upstream.url, tmp_path)
-        settings = settings.model_copy(update={"silence_s": SILENCE_S})
+        settings = settings.model_copy(update={"silence_s": SILENCE_S, "max_reply_mb": 24})
         await exits.enter_async_context(running(settings))
         session = await exits.enter_async_context(aiohttp.ClientSession())
         found = Proxy(settings, engine, session)
@@ -373,3 +373,13 @@ async def test_an_upstream_that_is_not_there(
             return [call.status for call in calls] == ["upstream_error"] * 4
 
         assert await eventually(recorded)
+
+
+async def test_a_reply_too_large_to_be_held_is_given_up_by_name(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
+    upstream.script = says(sized(b"200 OK", b"x" * (25 * 2**20), b"Content-Type: application/json"))
+    response = await proxy.chat()
+    assert response.status == 502
+    assert "PAWL_MAX_REPLY_MB" in response.json["error"]["message"]
+    assert (await proxy.only_call()).status == "upstream_error"

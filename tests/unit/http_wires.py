@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from proxy.http.client import Pool, UpstreamConnection
-from proxy.http.server import Connection, Exchange, Handler, Server
+from proxy.http.exchange import Exchange
+from proxy.http.server import Connection, Handler, Server
 
 
 class Wire(asyncio.Transport):

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.http import server as module
+from proxy.http.exchange import Exchange
 from proxy.http.flow import HIGH_WATER
-from proxy.http.server import MAX_HEAD_BYTES, Exchange
+from proxy.http.server import MAX_HEAD_BYTES
 from tests.unit.http_wires import Seen, client, cuts, feed, settle
 
 HEAD = b"POST /v1/x?y=%2F HTTP/1.1\r\nHost: a\r\nX-Case: Kept\r\nx-case: again\r\n"
