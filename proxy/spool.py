@@ -154,6 +154,10 @@ class Spool:
         return True
 
     def _open_file(self) -> int:
+        if self._file is not None and os.fstat(self._file).st_nlink == 0:
+            log.error("segment_removed", segment=str(self._segment), by="somebody else")
+            os.close(self._file)
+            self._file = None
         if self._file is None:
             segment = self.folder / f"{new_id()}{OPEN}"
             self._file = os.open(segment, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
@@ -167,7 +171,11 @@ class Spool:
         if self._file is None or self._segment is None:
             return
         os.close(self._file)
-        self._segment.rename(self._segment.with_suffix(SEALED))
+        try:
+            self._segment.rename(self._segment.with_suffix(SEALED))
+        except OSError as error:
+            # It was removed, or stays `.open` until its worker is gone; the next one is begun.
+            log.error("segment_not_sealed", segment=str(self._segment), reason=str(error))
         self._file = self._segment = None
         self._size = 0
 

@@ -255,6 +255,12 @@ async def test_a_segment_that_somebody_removed_is_counted_as_dropped(
     assert await drainer.drain_once() == 0
     assert ledger()["pawl_records_dropped_total"] == before + 1
     assert_adds_up()
+    # What comes after it is written where it can be found.
+    assert await spool.append(encode_frame(captured("b")))
+    spool.close()
+    assert await drainer.drain_once() == 1
+    async with engine.connect() as connection:
+        assert len(await episode_ids(connection)) == 1
     await engine.dispose()
 
 
