@@ -41,10 +41,10 @@ class Lookup:
             async with asyncio.timeout(within_s), engine.connect() as connection:
                 return await question(connection)
         except Exception as error:
-            if not is_away(error):
-                raise
+            # Whatever it is: no call and no feedback fails for what the database says.
             self._not_before = loop.time() + PAUSE_S
-            log.warning("lookup_failed", reason=type(error).__name__)
+            tell = log.warning if is_away(error) else log.exception
+            tell("lookup_failed", reason=type(error).__name__)
             return None
 
     def _connect(self) -> AsyncEngine | None:

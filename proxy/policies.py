@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import structlog
 
 from store.records import PolicyVersion
+
+log = structlog.get_logger()
 
 NAME: Final = "policies.json"
 WATCH_S: Final = 0.1
@@ -41,9 +44,14 @@ class PolicyFile:
     async def watch(self, take: Callable[[list[PolicyVersion]], None]) -> None:
         """For ever: hand on what it says, whenever that changes."""
         while True:
-            versions = self.read()
-            if versions is not None:
-                take(versions)
+            try:
+                versions = self.read()
+            except (OSError, msgspec.MsgspecError) as error:
+                # Who serves stays as it was last known; the next look may be luckier.
+                log.error("policies_unreadable", path=str(self._path), reason=str(error))
+            else:
+                if versions is not None:
+                    take(versions)
             await asyncio.sleep(WATCH_S)
 
 

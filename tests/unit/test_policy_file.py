@@ -1,0 +1,29 @@
+"""Who serves, as a file: what a worker does with one it cannot read."""
+
+import asyncio
+from pathlib import Path
+
+from proxy.policies import NAME, PolicyFile
+from store.records import PolicyVersion
+
+BASE = PolicyVersion(
+    name="m", version=0, state="serving", served_name="m", adapter_path=None, update_id=None
+)
+
+
+async def test_a_damaged_file_is_waited_out(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text('[{"name":')
+    taken: asyncio.Queue[list[PolicyVersion]] = asyncio.Queue()
+    watching = asyncio.create_task(PolicyFile(tmp_path).watch(taken.put_nowait))
+    await asyncio.sleep(0)
+    PolicyFile(tmp_path).write([BASE])
+    assert await asyncio.wait_for(taken.get(), 10) == [BASE]
+    watching.cancel()
+
+
+async def test_what_has_not_changed_is_not_read_again(tmp_path: Path) -> None:
+    file = PolicyFile(tmp_path)
+    assert file.read() is None
+    file.write([BASE])
+    assert file.read() == [BASE]
+    assert file.read() is None
