@@ -289,7 +289,7 @@ class Call:
             headers.append((b"x-pawl-policy", f"{serving.policy}@{serving.version}".encode()))
         if self._warnings:
             text = "; ".join(self._warnings).replace("\r", " ").replace("\n", " ")
-            headers.append((b"x-pawl-warning", text.encode()))
+            headers.append((b"x-pawl-warning", text.encode(errors="replace")))
         return headers
 
     def _write_down(self) -> None:

@@ -94,9 +94,16 @@ def sampling_settings(request: Mapping[str, Any], default_temperature: float) ->
 
 
 def _has_strict_tool(tools: object) -> bool:
-    """In the Responses and the Messages API a tool says it itself, not its function."""
+    """vLLM holds strict tools to their schema by a grammar: another distribution.
+
+    In a chat the tool's function says it, in the other APIs the tool itself.
+    """
     return isinstance(tools, list) and any(
-        isinstance(tool, dict) and tool.get("strict") is True for tool in tools
+        holder.get("strict") is True
+        for tool in tools
+        if isinstance(tool, dict)
+        for holder in (tool, tool.get("function"))
+        if isinstance(holder, dict)
     )
 
 
@@ -105,7 +112,6 @@ def why_not_trainable(
     http_status: int | None,
     policy_version: int | None,
     sampling: Mapping[str, Any],
-    strict_tools: bool,
     sampled: Sampled,
 ) -> Reason | None:
     """The first reason that a call cannot be trained on; None if it can."""
@@ -115,7 +121,7 @@ def why_not_trainable(
         return "error_reply"
     if sampled.choices > 1:
         return "several_choices"
-    reason = _tokens(sampled) or _distribution(sampling, strict_tools)
+    reason = _tokens(sampled) or _distribution(sampling)
     if reason is None and policy_version is None:
         return "unknown_policy"
     return reason
@@ -135,7 +141,7 @@ def _tokens(sampled: Sampled) -> Reason | None:
     return None
 
 
-def _distribution(sampling: Mapping[str, Any], strict_tools: bool) -> Reason | None:
+def _distribution(sampling: Mapping[str, Any]) -> Reason | None:
     if sampling["temperature"] == 0:
         return "greedy"
     for name, value in sampling.items():
@@ -144,7 +150,7 @@ def _distribution(sampling: Mapping[str, Any], strict_tools: bool) -> Reason | N
     thinking = sampling.get("thinking")
     if isinstance(thinking, dict) and thinking.get("budget_tokens") is not None:
         return "reshaped_distribution"
-    if strict_tools or "strict_tools" in sampling or _constrained(sampling):
+    if "strict_tools" in sampling or _constrained(sampling):
         return "constrained_sampling"
     return None
 

@@ -45,10 +45,13 @@ OURS: Final = b"x-pawl-"
 
 
 def lowered(headers: Headers) -> dict[str, str]:
-    """Values by lower-case name, for looking up; of a name given twice, the first."""
+    """Values by lower-case name, for looking up; of a name given twice, the first.
+
+    A value is UTF-8, as our own names are told in feedback; what is not is unprintable.
+    """
     found: dict[str, str] = {}
     for name, value in headers:
-        found.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+        found.setdefault(name.decode("latin-1").lower(), value.decode(errors="surrogateescape"))
     return found
 
 

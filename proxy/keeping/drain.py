@@ -15,6 +15,7 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
+from uuid import UUID
 
 import msgspec
 import structlog
@@ -38,7 +39,6 @@ from proxy.metrics import (
 from proxy.segments import decode_payload, read_frames
 from store.away import is_away
 from store.errors import Refused
-from store.ids import new_id
 from store.ingest import Ingester
 from store.records import CallRecord, GapRecord, SpoolRecord
 
@@ -236,7 +236,7 @@ def record_of(payload: bytes) -> SpoolRecord:
     if isinstance(frame, Captured):
         return transcribe(frame)
     if isinstance(frame, Gap):
-        return GapRecord(id=new_id(), episodes=frame.episodes)
+        return GapRecord(id=UUID(bytes=frame.id), episodes=frame.episodes)
     return frame
 
 

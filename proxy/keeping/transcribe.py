@@ -1,7 +1,6 @@
 """From what a worker captured to the ledger's record (pure): the same dialect reads it again."""
 
 from datetime import UTC, datetime
-from typing import Any
 from uuid import UUID
 
 import msgspec
@@ -28,13 +27,11 @@ def transcribe(captured: Captured) -> CallRecord:
     raw = inflate(captured.reply, captured.deflated)
     facts = _facts(captured, request, raw)
     sampling = sampling_settings(request.fields, captured.default_temperature)
-    strict = _has_strict_tools(request.fields)
     reason = why_not_trainable(
         captured.status,
         captured.http_status,
         captured.policy_version,
         sampling,
-        strict,
         facts.sampled,
     )
     return CallRecord(
@@ -93,15 +90,4 @@ def _tokens(sampled: Sampled) -> Tokens:
         prompt_ids=pack_ids(sampled.prompt_ids or ()),
         sampled_ids=pack_ids(sampled.sampled_ids or ()),
         sampled_logprobs=pack_logprobs(sampled.sampled_logprobs or ()),
-    )
-
-
-def _has_strict_tools(fields: dict[str, Any]) -> bool:
-    """vLLM holds strict tools to their schema by a grammar: another distribution."""
-    tools = fields.get("tools")
-    return isinstance(tools, list) and any(
-        isinstance(tool, dict)
-        and isinstance(tool.get("function"), dict)
-        and tool["function"].get("strict") is True
-        for tool in tools
     )

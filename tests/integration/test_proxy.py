@@ -16,6 +16,7 @@ from store.policies import promote
 from store.tokens import unpack_ids, unpack_logprobs
 from tests.fake_upstream import FakeUpstream, Handler
 from tests.integration.conftest import Proxy, eventually, running, settings_for
+from tests.raw_upstream import post, raw_ask
 
 
 async def test_a_call_is_captured_token_exact(proxy: Proxy, upstream: FakeUpstream) -> None:
@@ -84,6 +85,21 @@ async def test_headers_name_episode_agent_and_task_and_are_not_passed_on(
     assert upstream.headers[0]["x-my"] == "1"
     [episode] = await proxy.episodes(1)
     assert (episode.key, episode.task, episode.calls[0].agent) == ("e7", "t1", "writer")
+
+
+async def test_a_name_may_hold_any_letters_and_none_fails_the_call(proxy: Proxy) -> None:
+    body = b'{"model":"m","messages":[]}'
+    for name, told in (("\u00e9t\u00e9".encode(), "\u00e9t\u00e9"), (b"\xff\xfe", None)):
+        reply = await raw_ask(
+            int(proxy.settings.listen.rpartition(":")[2]),
+            post("/v1/chat/completions", body, b"x-pawl-episode: " + name),
+        )
+        assert reply.startswith(b"HTTP/1.1 200")
+        if told is None:
+            assert b"x-pawl-warning: x-pawl-episode" in reply
+        else:
+            assert b"x-pawl-episode: " + told.encode() in reply
+            assert (await proxy.feedback({"value": 1, "episode": told}))[0] == 200
 
 
 async def test_the_url_names_them_too(proxy: Proxy) -> None:

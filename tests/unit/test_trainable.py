@@ -17,9 +17,7 @@ WHOLE = Sampled(
 
 def why(request: dict[str, Any] | None = None, **changes: Any) -> str | None:
     sampled = Sampled(**{**{f: getattr(WHOLE, f) for f in WHOLE.__struct_fields__}, **changes})
-    return why_not_trainable(
-        "complete", 200, 3, sampling_settings(request or {}, 1.0), False, sampled
-    )
+    return why_not_trainable("complete", 200, 3, sampling_settings(request or {}, 1.0), sampled)
 
 
 def test_a_whole_call_is_trainable() -> None:
@@ -86,10 +84,11 @@ def test_the_other_apis_words_for_plain_sampling(request_: dict[str, Any]) -> No
 
 def test_incomplete_failed_and_unknown() -> None:
     settings = sampling_settings({}, 1.0)
-    assert why_not_trainable("truncated", 200, 1, settings, False, WHOLE) == "incomplete"
-    assert why_not_trainable("complete", 400, 1, settings, False, WHOLE) == "error_reply"
-    assert why_not_trainable("complete", 200, None, settings, False, WHOLE) == "unknown_policy"
-    assert why_not_trainable("complete", 200, 1, settings, True, WHOLE) == "constrained_sampling"
+    assert why_not_trainable("truncated", 200, 1, settings, WHOLE) == "incomplete"
+    assert why_not_trainable("complete", 400, 1, settings, WHOLE) == "error_reply"
+    assert why_not_trainable("complete", 200, None, settings, WHOLE) == "unknown_policy"
+    strict = {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}
+    assert why(strict) == "constrained_sampling"
 
 
 def test_the_servers_temperature_is_recorded_where_none_is_named() -> None:
