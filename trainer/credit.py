@@ -19,7 +19,7 @@ from uuid import UUID
 
 from store.records import REWARD, Episode, Feedback, Group, Record, TransitionRow
 from trainer.air import air_reward, standing_events
-from trainer.recipe import CreditPart
+from trainer.recipe_parts import CreditPart
 
 EpisodeReason = Literal["unscored", "alone", "no_spread", "stale", "no_trainable_call"]
 FAILED: Final = "failed"
@@ -44,6 +44,8 @@ class TransitionCredit(Record, frozen=True, kw_only=True):
     episode_id: UUID
     episode: str
     call: TransitionRow
+    # The call's place among the episode's.
+    position: int
     r_final: float | None
     r_air: float
     r_total: float | None
@@ -95,9 +97,9 @@ def assign_credit(
     judged = [pair for group in groups for pair in _judge_group(group, rule, oldest_version)]
     trained = sum(1 for _, _, reason in judged if reason is None)
     return [
-        _transition_credit(earned, call, advantage, reason, trained)
+        _transition_credit(earned, position, advantage, reason, trained)
         for earned, advantage, reason in judged
-        for call in earned.episode.calls
+        for position in range(len(earned.episode.calls))
     ]
 
 
@@ -133,17 +135,19 @@ def _judge_episode(earned: EpisodeReturn, advantage: float, oldest_version: int)
 
 def _transition_credit(
     earned: EpisodeReturn,
-    call: TransitionRow,
+    position: int,
     advantage: float | None,
     episode_reason: str | None,
     episodes_trained: int,
 ) -> TransitionCredit:
+    call = earned.episode.calls[position]
     reason = episode_reason or (None if call.trainable else call.reason)
     trainable_calls = sum(1 for other in earned.episode.calls if other.trainable)
     return TransitionCredit(
         episode_id=earned.episode.id,
         episode=earned.episode.key,
         call=call,
+        position=position,
         r_final=earned.r_final,
         r_air=earned.r_air,
         r_total=earned.r_total,

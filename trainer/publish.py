@@ -15,7 +15,7 @@ from store import policies
 from store.records import PolicyState, PolicyVersion
 from trainer.errors import PublishError
 from trainer.probe import Probe, ProbeRow, compare, what_is_wrong
-from trainer.recipe import PublishPart
+from trainer.recipe_parts import PublishPart
 from trainer.replicas import Replicas
 from trainer.server import ModelServer
 

@@ -3,98 +3,37 @@
 import tomllib
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError
 
-from store.records import TOOL_STATUSES
 from trainer.errors import RecipeError
-
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ClaimPart(_Part):
-    """Which episodes make an update (see `store.claims.ClaimRule`)."""
-
-    group_size: Annotated[int, Field(ge=2)] = 8
-    groups: Count = 16
-    smallest_group: Annotated[int, Field(ge=2)] = 2
-    max_age_s: Positive = 600.0
-    max_staleness: Annotated[int, Field(ge=0)] = 4
-
-    @model_validator(mode="after")
-    def _smallest_is_no_larger(self) -> "ClaimPart":
-        if self.smallest_group > self.group_size:
-            raise ValueError("smallest_group must not be larger than group_size")
-        return self
+from trainer.recipe_parts import (
+    BatchPart,
+    ClaimPart,
+    CreditPart,
+    KlPart,
+    LoraPart,
+    OffPolicyPart,
+    OptimizerPart,
+    Part,
+    PpoPart,
+    PublishPart,
+)
 
 
-class CreditPart(_Part):
-    """How returns become advantages (see `trainer.credit`)."""
-
-    assignment: Literal["identical"] = "identical"
-    smallest_spread: Positive = 0.1
-    failed_reward: float | None = None
-    air_lambda: Annotated[float, Field(ge=0, le=0.2)] = 0.2
-    air_scores: dict[str, float] = Field(
-        default={"ok": 1.0, "error": -0.5, "timeout": -0.5, "denied": -0.5, "malformed": -1.0}
-    )
-
-    @model_validator(mode="after")
-    def _statuses_are_known(self) -> "CreditPart":
-        if set(self.air_scores) != set(TOOL_STATUSES):
-            known = ", ".join(TOOL_STATUSES)
-            raise ValueError(f"air_scores must give a score to each of {known}, and to no other")
-        failed = min(score for name, score in self.air_scores.items() if name != "malformed")
-        if self.air_scores["malformed"] >= failed:
-            raise ValueError("air_scores: malformed must score below one that failed cleanly")
-        return self
-
-
-class GrpoPart(_Part):
-    """GRPO's numbers. `ratio_cap` truncates policy/sampled; `steps` optimiser steps an update."""
-
-    learning_rate: Positive = 2e-4
-    ratio_cap: Positive = 2.0
-    max_grad_norm: Positive = 1.0
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    steps: Count = 1
-    micro_batch_tokens: Annotated[int, Field(ge=64)] = 1024
-
-
-class LoraPart(_Part):
-    """The adapter's shape. `rank` must not exceed the server's --max-lora-rank."""
-
-    rank: Count = 16
-    alpha: Positive = 32.0
-    target_modules: str | list[str] = "all-linear"
-
-
-class PublishPart(_Part):
-    """When a version counts as served right, and when an idle one is taken away.
-
-    `tolerance` bounds the mean |served − trainer| log-probability of the probe's tokens, in
-    nats: about 0.001 between float32 and float32, 0.05 where the server computes in bf16.
-    """
-
-    tolerance: Positive = 0.15
-    probe_rows: Count = 4
-    retire_after_s: Positive = 900.0
-
-
-class Recipe(_Part):
+class Recipe(Part):
     """All of it. Defaults stand for what a file leaves out."""
 
-    learner: Literal["grpo"] = "grpo"
+    learner: Literal["grpo", "ppo"] = "grpo"
     dtype: Literal["float32", "bfloat16"] = "float32"
     claim: ClaimPart = ClaimPart()
     credit: CreditPart = CreditPart()
-    grpo: GrpoPart = GrpoPart()
+    optimizer: OptimizerPart = OptimizerPart()
+    batch: BatchPart = BatchPart()
+    off_policy: OffPolicyPart = OffPolicyPart()
+    kl: KlPart = KlPart()
+    ppo: PpoPart = PpoPart()
     lora: LoraPart = LoraPart()
     publish: PublishPart = PublishPart()
 

@@ -4,6 +4,7 @@ Nothing is ever tokenised again: ids and log-probabilities are the store's (DESI
 """
 
 from collections.abc import Iterable
+from uuid import UUID
 
 from store.records import Record
 from store.tokens import unpack_ids, unpack_logprobs
@@ -14,13 +15,19 @@ class Row(Record, frozen=True, kw_only=True):
     """One transition in training form.
 
     Shapes: `prompt_ids` (P,), `sampled_ids` and `sampled_logprobs` (S,), S ≥ 1. `weight`
-    is its share of the update's loss.
+    is its share of the update's loss. `position` is its call's place among its episode's
+    calls, and `r_total` what credit assigned to it before any baseline.
     """
+
+    episode_id: UUID
+    agent: str
+    position: int
 
     prompt_ids: tuple[int, ...]
     sampled_ids: tuple[int, ...]
     sampled_logprobs: tuple[float, ...]
     temperature: float
+    r_total: float
     advantage: float
     weight: float
     version: int
@@ -38,12 +45,17 @@ def training_rows(credited: Iterable[TransitionCredit]) -> list[Row]:
 
 def _row(credit: TransitionCredit) -> Row:
     assert credit.advantage is not None
+    assert credit.r_total is not None
     tokens = credit.call.tokens
     return Row(
+        episode_id=credit.episode_id,
+        agent=credit.call.agent,
+        position=credit.position,
         prompt_ids=tuple(unpack_ids(tokens.prompt_ids)),
         sampled_ids=tuple(unpack_ids(tokens.sampled_ids)),
         sampled_logprobs=tuple(unpack_logprobs(tokens.sampled_logprobs)),
         temperature=float(credit.call.sampling["temperature"]),
+        r_total=credit.r_total,
         advantage=credit.advantage,
         weight=credit.weight,
         version=credit.call.policy_version or 0,

@@ -20,7 +20,7 @@ group_size = 4
 groups = 4
 smallest_group = 4
 max_age_s = 1e6
-[grpo]
+[optimizer]
 learning_rate = 2e-4
 [publish]
 tolerance = 0.01

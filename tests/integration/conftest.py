@@ -163,3 +163,11 @@ async def proxy(
         found = Proxy(settings, engine, session)
         await found.policies_known()
         yield found
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that trains in milliseconds."""
+    from tests.training import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))

@@ -4,76 +4,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.training import recipe, rows
 from trainer.learners.grpo import collate
 from trainer.learners.learner import Learner
-from trainer.learners.logprobs import sampled_logprobs
-from trainer.recipe import GrpoPart, LoraPart, Recipe
+from trainer.learners.scoring import score_rows
 from trainer.rows import Row
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Three layers, grouped-query attention, random weights."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("tiny")
-    config = LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
-    return str(folder)
-
-
-def recipe(**grpo: Any) -> Recipe:
-    return Recipe(
-        dtype="float32",
-        lora=LoraPart(rank=4, alpha=8),
-        grpo=GrpoPart(**({"learning_rate": 1e-2, "micro_batch_tokens": 64} | grpo)),
-    )
-
-
-def rows(seed: int = 0, groups: int = 3, members: int = 4) -> list[Row]:
-    """Groups that share a prompt, some of two turns, of mixed temperature."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(torch.randint(2, 97, (count,), generator=generator).tolist())
-
-    found = []
-    for _ in range(groups):
-        prompt = ids(9)
-        for member in range(members):
-            sampled = ids(3 + member % 3)
-            found.append(
-                Row(
-                    prompt_ids=prompt if member % 2 else prompt + ids(2),
-                    sampled_ids=sampled,
-                    sampled_logprobs=(-4.5,) * len(sampled),
-                    temperature=0.7 if member == 1 else 1.0,
-                    advantage=-0.8 if member % 2 else 1.0,
-                    weight=1 / (groups * members),
-                    version=0,
-                )
-            )
-    return found
-
-
-def learner(model: str, folder: Path, **grpo: Any) -> Learner:
-    return Learner(model, recipe(**grpo), seed=0, scratch=folder)
+def learner(model: str, folder: Path, **batch: Any) -> Learner:
+    return Learner(model, recipe(**batch), seed=0, scratch=folder)
 
 
 def plain_logprobs(model: Any, row: Row) -> torch.Tensor:
@@ -115,7 +56,7 @@ def test_shared_prefixes_give_the_log_probabilities_of_separate_sequences(
     shake(made)
     batch = rows()
     with torch.no_grad():
-        merged, entropy = sampled_logprobs(made._model, batch, entropy=True)
+        merged, entropy, _ = score_rows(made._model, batch, entropy=True)
         separate = torch.cat([plain_logprobs(made._model, row) for row in batch])
     assert torch.allclose(merged, separate, atol=1e-5)
     assert float(entropy.min()) > 0
@@ -129,7 +70,7 @@ def test_loss_and_gradient_equal_a_plain_loop(tiny_model: str, tmp_path: Path) -
     ours = made._trainer.loss_of(batch)
     ours.backward()
     got = gradients(made)
-    reference = plain_loss(made._model, batch, made._recipe.grpo.ratio_cap)
+    reference = plain_loss(made._model, batch, made._recipe.off_policy.ratio_cap)
     reference.backward()
     wanted = gradients(made)
     assert math.isclose(float(ours.detach()), float(reference.detach()), abs_tol=1e-6)

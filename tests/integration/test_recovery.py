@@ -18,7 +18,8 @@ from trainer import adapters
 from trainer.errors import LearnerError
 from trainer.loop import Loop
 from trainer.publish import Publisher
-from trainer.recipe import ClaimPart, PublishPart, Recipe
+from trainer.recipe import Recipe
+from trainer.recipe_parts import ClaimPart, PublishPart
 from trainer.replicas import Replicas
 from trainer.server import ModelServer
 from trainer.settings import TrainerSettings

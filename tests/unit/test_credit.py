@@ -14,7 +14,7 @@ from store.records import Episode, Feedback, Group, ToolEvent, TransitionRow
 from tests.records import START, tokens, tool_event
 from trainer.air import air_reward
 from trainer.credit import assign_credit, group_advantages, newest
-from trainer.recipe import CreditPart
+from trainer.recipe_parts import CreditPart
 from trainer.rows import training_rows
 
 RULE = CreditPart()

@@ -16,11 +16,11 @@ def test_the_packaged_recipes_are_valid(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("[grpo]\nlerning_rate = 1", "unknown key 'grpo.lerning_rate'"),
+        ("[optimizer]\nlerning_rate = 1", "unknown key 'optimizer.lerning_rate'"),
         ("colour = 1", "unknown key 'colour'"),
-        ("[grpo]\nlearning_rate = 0", "grpo.learning_rate"),
-        ("[grpo]\nlearning_rate = 'fast'", "grpo.learning_rate"),
-        ("[claim]\ngroup_size = 1", "claim.group_size"),
+        ("[optimizer]\nlearning_rate = 0", "optimizer.learning_rate"),
+        ("[optimizer]\nlearning_rate = 'fast'", "optimizer.learning_rate"),
+        ("[claim]\ngroup_size = 0", "claim.group_size"),
         ("[claim]\ngroup_size = 2\nsmallest_group = 4", "smallest_group"),
         ("[credit]\nair_lambda = 0.3", "credit.air_lambda"),
         ("[credit.air_scores]\nok = 1", "air_scores"),
@@ -29,7 +29,7 @@ def test_the_packaged_recipes_are_valid(name: str) -> None:
             "malformed must score below",
         ),
         ("learner = 'magic'", "learner"),
-        ("[grpo", "not TOML"),
+        ("[claim", "not TOML"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, named: str) -> None:

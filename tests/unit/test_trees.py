@@ -1,5 +1,7 @@
 """Prefix trees and batches: nothing lost, every shared prefix once."""
 
+from uuid import UUID
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +14,10 @@ ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1,
 
 def row(ids: list[int], weight: float = 1.0) -> Row:
     return Row(
+        episode_id=UUID(int=0),
+        agent="default",
+        position=0,
+        r_total=1.0,
         prompt_ids=tuple(ids[:-1]),
         sampled_ids=(ids[-1],),
         sampled_logprobs=(-1.0,),

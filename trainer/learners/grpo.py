@@ -17,7 +17,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from trainer.errors import LearnerError
-from trainer.learners.logprobs import sampled_logprobs
+from trainer.learners.scoring import score_rows
 from trainer.recipe import Recipe
 from trainer.rows import Row
 
@@ -39,9 +39,9 @@ class StoredGrpoTrainer(GRPOTrainer):
         logits_to_keep: int,
         **_: Any,
     ) -> tuple[Tensor, Tensor, None]:
-        chosen, spread = sampled_logprobs(model, self._rows, entropy=True)
+        scored = score_rows(model, self._rows, entropy=True)
         lengths = [len(row.sampled_ids) for row in self._rows]
-        return pad_rows(chosen, lengths), pad_rows(spread, lengths), None
+        return pad_rows(scored.logprobs, lengths), pad_rows(scored.entropies, lengths), None
 
 
 def pad_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -88,11 +88,11 @@ def make_trainer(model: Any, tokenizer: Any, recipe: Recipe, folder: Path) -> St
     config = GRPOConfig(
         output_dir=str(folder),
         loss_type="cispo",
-        epsilon_high=recipe.grpo.ratio_cap,
+        epsilon_high=recipe.off_policy.ratio_cap,
         beta=0.0,
-        learning_rate=recipe.grpo.learning_rate,
-        weight_decay=recipe.grpo.weight_decay,
-        max_grad_norm=recipe.grpo.max_grad_norm,
+        learning_rate=recipe.optimizer.learning_rate,
+        weight_decay=recipe.optimizer.weight_decay,
+        max_grad_norm=recipe.optimizer.max_grad_norm,
         lr_scheduler_type="constant",
         # TRL wants groups of its own making; ours come from the store.
         num_generations=2,

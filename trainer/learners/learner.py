@@ -1,7 +1,6 @@
 """One policy's learner: loads a version, takes an update's rows, saves what came out."""
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -12,15 +11,15 @@ import msgspec
 import torch
 
 from trainer.batching import plan_micro_batches, split_steps
-from trainer.errors import Interrupted, LearnerError
 from trainer.learners.grpo import make_trainer
-from trainer.learners.logprobs import sampled_logprobs
 from trainer.learners.model import attach_adapter, load_base
+from trainer.learners.passes import Step
+from trainer.learners.scoring import score_rows
+from trainer.learners.state import load_state, save_state
 from trainer.recipe import Recipe
 from trainer.rows import Row
 from trainer.trees import build_tree
 
-STATE_FILE = "optimizer.pt"
 IN_BETWEEN = "trained on, and not saved as a version"
 
 
@@ -51,15 +50,15 @@ class Learner:
     def _start(self, base: Any, adapter: Path | None) -> None:
         self._model = attach_adapter(base, self._recipe, adapter, self._seed)
         self._trainer = make_trainer(self._model, self._tokenizer, self._recipe, self._scratch)
+        self._step = Step(self._trainer, self._recipe.optimizer.max_grad_norm, self._interrupted)
 
     def restore(self, adapter: Path | None) -> None:
         """Continue from `adapter` (None: from the base model), optimiser state included."""
         if adapter == self._stands_at:
             return
         self._start(self._model.unload(), adapter)
-        state = None if adapter is None else adapter / "trainer" / STATE_FILE
-        if state is not None and state.exists():
-            self._trainer.optimizer.load_state_dict(torch.load(state, weights_only=True))
+        if adapter is not None:
+            load_state(self._trainer, adapter)
         self._stands_at = adapter
 
     def update(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -71,46 +70,27 @@ class Learner:
         """
         self._stands_at = IN_BETWEEN
         started = time.perf_counter()
-        steps = split_steps(rows, self._recipe.grpo.steps)
-        plans = [plan_micro_batches(step, self._recipe.grpo.micro_batch_tokens) for step in steps]
-        losses, norms = [], []
-        for step, plan in zip(steps, plans, strict=True):
-            share = sum(row.weight for row in step)
-            loss = 0.0
-            self._model.train()
-            for micro_batch in plan:
-                if self._interrupted.is_set():
-                    raise Interrupted("the update was stopped half-way and will be done again")
-                part = self._trainer.loss_of(micro_batch) / share
-                self._trainer.accelerator.backward(part)
-                loss += float(part.detach())
-            norms.append(self._optimizer_step())
-            losses.append(loss)
+        batch = self._recipe.batch
+        plans = [
+            plan_micro_batches(step, batch.micro_batch_tokens)
+            for step in split_steps(rows, batch.steps)
+        ]
+        taken = [self._step.take(plan) for plan in plans]
         return {
-            "loss": sum(losses) / len(losses),
-            "grad_norm": sum(norms) / len(norms),
-            "optimizer_steps": len(steps),
+            "loss": _mean([loss for loss, _ in taken]),
+            "grad_norm": _mean([norm for _, norm in taken]),
+            "optimizer_steps": len(taken),
             "rows": len(rows),
             "sampled_tokens": sum(len(row.sampled_ids) for row in rows),
             "row_tokens": sum(len(row.ids) for row in rows),
             "computed_tokens": sum(
-                len(build_tree([row.ids for row in batch]).tokens)
+                len(build_tree([row.ids for row in micro_batch]).tokens)
                 for plan in plans
-                for batch in plan
+                for micro_batch in plan
             ),
             "train_seconds": time.perf_counter() - started,
             **self._take_metrics(),
         }
-
-    def _optimizer_step(self) -> float:
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._recipe.grpo.max_grad_norm))
-        if not math.isfinite(norm):
-            self._trainer.optimizer.zero_grad()
-            raise LearnerError(f"the gradient's norm is {norm}: the update was not applied")
-        self._trainer.optimizer.step()
-        self._trainer.optimizer.zero_grad()
-        return norm
 
     def _take_metrics(self) -> dict[str, float]:
         """TRL's own: entropy of the policy, share of tokens whose ratio was cut."""
@@ -125,7 +105,7 @@ class Learner:
         self._model.eval()
         with torch.no_grad():
             return [
-                sampled_logprobs(self._model, [_at_temperature_one(row)])[0].tolist()
+                score_rows(self._model, [_at_temperature_one(row)]).logprobs.tolist()
                 for row in rows
             ]
 
@@ -133,9 +113,7 @@ class Learner:
         """Write the adapter for the server and, in `trainer/`, what resuming needs."""
         self._model.save_pretrained(str(folder), safe_serialization=True)
         (folder / "README.md").unlink(missing_ok=True)
-        state = folder / "trainer" / STATE_FILE
-        state.parent.mkdir(exist_ok=True)
-        torch.save(self._trainer.optimizer.state_dict(), state)
+        save_state(self._trainer, folder)
 
     def saved_as(self, adapter: Path) -> None:
         """What was trained last is now `adapter`: continuing from it needs no reading back."""

@@ -1,0 +1,73 @@
+"""A tiny model and rows to train it on."""
+
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from trainer.recipe import Recipe
+from trainer.recipe_parts import BatchPart, LoraPart, OptimizerPart
+from trainer.rows import Row
+
+
+def write_tiny_model(folder: Path) -> str:
+    """Three layers, grouped-query attention, random weights, 97 words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
+    return str(folder)
+
+
+def recipe(**batch: Any) -> Recipe:
+    """A recipe for the tiny model."""
+    return Recipe(
+        dtype="float32",
+        lora=LoraPart(rank=4, alpha=8),
+        optimizer=OptimizerPart(learning_rate=1e-2),
+        batch=BatchPart(**({"micro_batch_tokens": 64} | batch)),
+    )
+
+
+def rows(seed: int = 0, groups: int = 3, members: int = 4) -> list[Row]:
+    """Groups that share a prompt, some of two turns, of mixed temperature."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(2, 97, (count,), generator=generator).tolist())
+
+    found = []
+    for _ in range(groups):
+        prompt = ids(9)
+        for member in range(members):
+            sampled = ids(3 + member % 3)
+            found.append(
+                Row(
+                    episode_id=UUID(int=len(found)),
+                    agent="default",
+                    position=0,
+                    r_total=float(not member % 2),
+                    prompt_ids=prompt if member % 2 else prompt + ids(2),
+                    sampled_ids=sampled,
+                    sampled_logprobs=(-4.5,) * len(sampled),
+                    temperature=0.7 if member == 1 else 1.0,
+                    advantage=-0.8 if member % 2 else 1.0,
+                    weight=1 / (groups * members),
+                    version=0,
+                )
+            )
+    return found

@@ -1,0 +1,48 @@
+"""One optimiser step: micro-batches forward and backward, then the clipped step."""
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trainer.errors import Interrupted, LearnerError
+from trainer.rows import Row
+
+
+class Step:
+    """Takes optimiser steps with one TRL trainer."""
+
+    def __init__(self, trainer: Any, max_grad_norm: float, interrupted: threading.Event) -> None:
+        self._trainer = trainer
+        self._max_grad_norm = max_grad_norm
+        self._interrupted = interrupted
+
+    def take(self, micro_batches: Sequence[Sequence[Row]]) -> tuple[float, float]:
+        """One step on all of `micro_batches`; the loss and the gradient's norm.
+
+        Raises:
+            LearnerError: the gradient is not finite; nothing was applied.
+            Interrupted: it was asked to stop; the learner must be restored.
+        """
+        share = sum(row.weight for rows in micro_batches for row in rows)
+        loss = 0.0
+        self._trainer.model.train()
+        for rows in micro_batches:
+            if self._interrupted.is_set():
+                raise Interrupted("the update was stopped half-way and will be done again")
+            part = self._trainer.loss_of(rows) / share
+            self._trainer.accelerator.backward(part)
+            loss += float(part.detach())
+        return loss, self._apply()
+
+    def _apply(self) -> float:
+        parameters = [p for p in self._trainer.model.parameters() if p.requires_grad]
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm))
+        if not math.isfinite(norm):
+            self._trainer.optimizer.zero_grad()
+            raise LearnerError(f"the gradient's norm is {norm}: the update was not applied")
+        self._trainer.optimizer.step()
+        self._trainer.optimizer.zero_grad()
+        return norm

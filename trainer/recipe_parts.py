@@ -1,0 +1,162 @@
+"""The parts of a recipe: every key, its range, and what it means."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from store.records import TOOL_STATUSES
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+
+Assignment = Literal["identical", "per_agent", "discounted", "first_call", "last_call", "call"]
+Baseline = Literal["group", "leave_one_out", "moving", "none"]
+Normalisation = Literal["group", "batch", "none"]
+
+
+class Part(BaseModel):
+    """A table of the recipe: no key but its own, and none that changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ClaimPart(Part):
+    """Which episodes make an update (see `store.claims.ClaimRule`).
+
+    `group_size` 1 takes episodes one by one, for a baseline that needs no group. What is
+    older than `max_staleness` versions or, where it is set, than `max_episode_age_s` is not
+    trained.
+    """
+
+    group_size: Count = 8
+    groups: Count = 16
+    smallest_group: Count = 2
+    max_age_s: Positive = 600.0
+    max_staleness: Annotated[int, Field(ge=0)] = 4
+    max_episode_age_s: Positive | None = None
+
+    @model_validator(mode="after")
+    def _smallest_is_no_larger(self) -> "ClaimPart":
+        if self.smallest_group > self.group_size:
+            raise ValueError("smallest_group must not be larger than group_size")
+        return self
+
+
+class CreditPart(Part):
+    """How returns become advantages (see `trainer.credit`)."""
+
+    assignment: Assignment = "identical"
+    discount: Annotated[float, Field(gt=0, le=1)] = 0.95
+    baseline: Baseline = "group"
+    # What the advantage is divided by: the group's spread, the update's, or nothing.
+    normalisation: Normalisation = "group"
+    # What has the same weight: an episode whatever its number of calls, or a call.
+    equal_weight: Literal["episode", "call"] = "episode"
+    smallest_spread: Positive = 0.1
+    failed_reward: float | None = None
+    # Of the moving baseline: the share of each new return in it.
+    baseline_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
+    air_lambda: Annotated[float, Field(ge=0, le=0.2)] = 0.2
+    air_assignment: Literal["episode", "step"] = "episode"
+    air_scores: dict[str, float] = Field(
+        default={"ok": 1.0, "error": -0.5, "timeout": -0.5, "denied": -0.5, "malformed": -1.0}
+    )
+    # Scores of single tools by their names: {"search": {"ok": 0.2}}.
+    air_tools: dict[str, dict[str, float]] = Field(default={})
+
+    @model_validator(mode="after")
+    def _statuses_are_known(self) -> "CreditPart":
+        if set(self.air_scores) != set(TOOL_STATUSES):
+            known = ", ".join(TOOL_STATUSES)
+            raise ValueError(f"air_scores must give a score to each of {known}, and to no other")
+        failed = min(score for name, score in self.air_scores.items() if name != "malformed")
+        if self.air_scores["malformed"] >= failed:
+            raise ValueError("air_scores: malformed must score below one that failed cleanly")
+        return self
+
+
+class OptimizerPart(Part):
+    """AdamW's numbers; the rate rises over `warmup_steps` and then follows `schedule`."""
+
+    learning_rate: Positive = 2e-4
+    weight_decay: NotNegative = 0.0
+    max_grad_norm: Positive = 1.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    # Where `schedule` ends at zero; of no effect for "constant".
+    total_steps: Count = 1000
+
+
+class BatchPart(Part):
+    """How an update is computed; none of it changes what is computed but `steps`.
+
+    `steps` optimiser steps an update; micro-batches of at most `micro_batch_tokens` tokens
+    that are computed at once. `merge_prefixes` "auto" merges where the model allows it.
+    """
+
+    steps: Count = 1
+    micro_batch_tokens: Annotated[int, Field(ge=64)] = 1024
+    merge_prefixes: Literal["auto", "never"] = "auto"
+    gradient_checkpointing: bool = False
+
+
+class OffPolicyPart(Part):
+    """What is done about samples of another policy than the one in training.
+
+    Ratios policy/sampled of single tokens are truncated at `ratio_cap`; a sequence whose
+    geometric mean ratio is outside [`sequence_min`, `sequence_max`] carries no loss.
+    `max_drift` bounds the divergence of server and trainer, in nats a token, that rows of
+    the newest version show: an update past it is not published.
+    """
+
+    ratio_cap: Positive = 2.0
+    sequence_min: NotNegative = 0.5
+    sequence_max: Positive = 2.0
+    max_drift: Positive = 0.1
+
+    @model_validator(mode="after")
+    def _one_is_inside(self) -> "OffPolicyPart":
+        if not self.sequence_min <= 1.0 <= self.sequence_max:
+            raise ValueError("sequence_min must not be above 1, nor sequence_max below it")
+        return self
+
+
+class KlPart(Part):
+    """What it costs to leave the base model: `coefficient` · KL, in the loss or the reward."""
+
+    coefficient: NotNegative = 0.0
+    place: Literal["loss", "reward"] = "loss"
+
+
+class PpoPart(Part):
+    """PPO's own numbers (arXiv:1707.06347): clipping, GAE over calls, the value head."""
+
+    clip: Positive = 0.2
+    value_clip: Positive | None = 0.2
+    value_coefficient: Positive = 0.5
+    value_learning_rate: Positive = 1e-3
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    gae_lambda: Share = 0.95
+    epochs: Count = 2
+
+
+class LoraPart(Part):
+    """The adapter's shape. `rank` must not exceed the server's --max-lora-rank."""
+
+    rank: Count = 16
+    alpha: Positive = 32.0
+    target_modules: str | list[str] = "all-linear"
+
+
+class PublishPart(Part):
+    """When a version counts as served right, and when an idle one is taken away.
+
+    `tolerance` bounds the mean |served − trainer| log-probability of the probe's tokens, in
+    nats: about 0.001 between float32 and float32, 0.05 where the server computes in bf16.
+    """
+
+    tolerance: Positive = 0.15
+    probe_rows: Count = 4
+    retire_after_s: Positive = 900.0
