@@ -6,6 +6,8 @@ into one micro-batch and the prefix is computed once.
 
 from collections.abc import Sequence
 
+import msgspec
+
 from trainer.rows import Row
 from trainer.trees import shared_prefix
 
@@ -40,3 +42,22 @@ def plan_micro_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
             batches[-1].append(row)
             nodes += added
     return batches
+
+
+def share_out(batches: Sequence[Sequence[Row]], processes: int) -> list[list[Sequence[Row]]]:
+    """Divide micro-batches among processes, as many to each and about as many tokens.
+
+    Sharded layers are gathered by all processes together, so that each must compute as often
+    as the others: where a micro-batch is missing, the smallest is computed for nothing.
+    """
+    if processes == 1:
+        return [list(batches)]
+    by_size = sorted(batches, key=lambda rows: -sum(len(row.ids) for row in rows))
+    idle = [msgspec.structs.replace(row, weight=0.0) for row in by_size[-1]]
+    by_size += [idle] * (-len(by_size) % processes)
+    shares: list[list[Sequence[Row]]] = [[] for _ in range(processes)]
+    for start in range(0, len(by_size), processes):
+        lightest = sorted(shares, key=lambda share: sum(len(r.ids) for rows in share for r in rows))
+        for share, rows in zip(lightest, by_size[start : start + processes], strict=True):
+            share.append(rows)
+    return shares

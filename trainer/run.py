@@ -16,6 +16,8 @@ from store.migrate import upgrade
 from store.settings import address
 from trainer.errors import TrainerError, UpstreamAway
 from trainer.learners.learner import Learner
+from trainer.learners.several import LeadingLearner, follow, is_follower
+from trainer.learning import Learning
 from trainer.loop import Loop
 from trainer.publish import Publisher
 from trainer.recipe import Recipe, load_recipe
@@ -30,10 +32,18 @@ RETRY_S = 1.0
 async def train(settings: TrainerSettings, *, once: bool = False) -> None:
     """Run until SIGTERM or SIGINT, or for one update.
 
+    Started by `accelerate launch` as one of several processes: rank 0 does all but the
+    learning alone, and ends the others.
+
     Raises:
         TrainerError: recipe, model or policy cannot be used.
     """
     recipe = load_recipe(settings.recipe)
+    if is_follower():
+        for name in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(name, signal.SIG_IGN)
+        await _follow(settings, recipe)
+        return
     stop = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
@@ -54,9 +64,8 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
         urls = [str(url) for url in (settings.upstream_url, *settings.replica_urls)]
         server = await stack.enter_async_context(Replicas(urls))
         policy, model = await _what_to_train(settings, server)
-        learner = await asyncio.to_thread(
-            Learner, model, recipe, settings.seed, settings.adapter_dir / ".scratch"
-        )
+        learner = LeadingLearner(await _learner(settings, recipe, model))
+        stack.callback(learner.stop)
         host, port = address(settings.trainer_listen)
         httpd, _ = start_http_server(port, host)
         stack.callback(httpd.shutdown)
@@ -71,6 +80,17 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
                     raise
                 log.warning("trainer_waits", reason=f"{type(error).__name__}: {error}"[:200])
             await asyncio.sleep(RETRY_S)
+
+
+async def _follow(settings: TrainerSettings, recipe: Recipe) -> None:
+    async with Replicas([str(settings.upstream_url)]) as server:
+        _, model = await _what_to_train(settings, server)
+    follow(await _learner(settings, recipe, model))
+
+
+async def _learner(settings: TrainerSettings, recipe: Recipe, model: str) -> Learner:
+    scratch = settings.adapter_dir / ".scratch"
+    return await asyncio.to_thread(Learner, model, recipe, settings.seed, scratch)
 
 
 async def _what_to_train(settings: TrainerSettings, server: Replicas) -> tuple[str, str]:
@@ -97,7 +117,7 @@ async def _session(
     settings: TrainerSettings,
     recipe: Recipe,
     server: Replicas,
-    learner: Learner,
+    learner: Learning,
     policy: str,
     *,
     once: bool,

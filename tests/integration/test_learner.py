@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from tests.training import recipe, rows
 from trainer.learners.grpo import collate
@@ -89,7 +90,7 @@ def test_micro_batches_do_not_change_the_gradient(tiny_model: str, tmp_path: Pat
 
 
 def test_a_rows_share_of_the_loss_is_its_weight_whatever_its_length() -> None:
-    tensors = collate(rows(), torch.device("cpu"))
+    tensors = collate(rows(), Accelerator(cpu=True))
     shares = tensors["advantages"].sum(1)
     wanted = torch.tensor([row.advantage * row.weight for row in rows()])
     assert torch.allclose(shares, wanted)
@@ -145,3 +146,16 @@ def test_half_precision_trains_too(tiny_model: str, tmp_path: Path) -> None:
         for row, old, new in zip(batch, before, after, strict=True)
     ]
     assert sum(gains) > 0
+
+
+def test_checkpointing_changes_no_gradient(tiny_model: str, tmp_path: Path) -> None:
+    plain = learner(tiny_model, tmp_path)
+    saving = learner(tiny_model, tmp_path, gradient_checkpointing=True)
+    found = []
+    for made in (plain, saving):
+        shake(made)
+        made._model.train()
+        made._trainer.loss_of(rows()).backward()
+        found.append(gradients(made))
+    assert torch.allclose(found[0], found[1], atol=1e-7)
+    assert saving._model.is_gradient_checkpointing

@@ -5,7 +5,7 @@ from uuid import UUID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batching import plan_micro_batches, split_steps
+from trainer.batching import plan_micro_batches, share_out, split_steps
 from trainer.rows import Row
 from trainer.trees import build_tree, shared_prefix
 
@@ -73,3 +73,17 @@ def test_steps_deal_out_all_rows(rows: list[list[int]], steps: int) -> None:
 def test_shared_prefix() -> None:
     assert shared_prefix([1, 2, 3], [1, 2, 4]) == 2
     assert shared_prefix([], [1]) == 0
+
+
+@given(ROWS, st.integers(1, 5))
+def test_every_process_computes_as_often_and_no_row_is_lost(
+    rows: list[list[int]], processes: int
+) -> None:
+    batches = [[row([0, *ids], weight=1.0 + index)] for index, ids in enumerate(rows)]
+    shares = share_out(batches, processes)
+    assert len(shares) == processes
+    assert len({len(share) for share in shares}) == 1
+    weights = [one.weight for share in shares for batch in share for one in batch]
+    assert sorted(weight for weight in weights if weight) == [
+        1.0 + index for index in range(len(rows))
+    ]

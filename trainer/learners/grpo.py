@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
@@ -28,7 +29,7 @@ class StoredGrpoTrainer(GRPOTrainer):
     def loss_of(self, rows: Sequence[Row]) -> Tensor:
         """The loss of one micro-batch; its gradients add up to the optimiser step's."""
         self._rows = rows
-        loss: Tensor = self._compute_loss(self.model, collate(rows, self.accelerator.device))
+        loss: Tensor = self._compute_loss(self.model, collate(rows, self.accelerator))
         return loss
 
     def _get_per_token_logps_and_entropies(
@@ -50,11 +51,12 @@ def pad_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(pieces), batch_first=True)
 
 
-def collate(rows: Sequence[Row], device: torch.device) -> dict[str, Tensor]:
+def collate(rows: Sequence[Row], accelerator: Accelerator) -> dict[str, Tensor]:
     """The tensors that TRL's `_compute_loss` reads, shapes (B, P) and (B, T).
 
     `advantages[b, t]` = advantage · weight / T_b, so that a row's share of the loss is its
-    weight whatever its length. `num_items_in_batch` is 1: weights already sum to one.
+    weight whatever its length. `num_items_in_batch` is 1 for each process: weights already
+    sum to one.
     """
     lengths = [len(row.sampled_ids) for row in rows]
     completion_ids = pad_rows(_flat([row.sampled_ids for row in rows], torch.long), lengths)
@@ -69,9 +71,9 @@ def collate(rows: Sequence[Row], device: torch.device) -> dict[str, Tensor]:
         "completion_mask": mask,
         "old_per_token_logps": old,
         "advantages": each[:, None] * mask,
-        "num_items_in_batch": torch.tensor(1.0),
+        "num_items_in_batch": torch.tensor(float(accelerator.num_processes)),
     }
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
+    return {name: tensor.to(accelerator.device) for name, tensor in tensors.items()}
 
 
 def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:

@@ -9,11 +9,13 @@ from typing import Any
 
 import msgspec
 import torch
+from accelerate import PartialState
 
 from trainer.batching import plan_micro_batches, split_steps
 from trainer.learners.grpo import make_trainer
 from trainer.learners.model import attach_adapter, load_base
 from trainer.learners.passes import Step
+from trainer.learners.processes import Processes
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import load_state, save_state
 from trainer.recipe import Recipe
@@ -38,6 +40,10 @@ class Learner:
         self._seed = seed
         self._scratch = scratch
         base, self._tokenizer = load_base(model, recipe)
+        # How many processes there are, `accelerate launch` has said; one if nobody did.
+        PartialState(cpu=not torch.cuda.is_available())
+        self.processes = Processes()
+        self.processes.shard(base)
         # Where the model stands: a version's folder, None for the base, or in between.
         self._stands_at: Path | str | None = None
         self._interrupted = threading.Event()
@@ -50,7 +56,9 @@ class Learner:
     def _start(self, base: Any, adapter: Path | None) -> None:
         self._model = attach_adapter(base, self._recipe, adapter, self._seed)
         self._trainer = make_trainer(self._model, self._tokenizer, self._recipe, self._scratch)
-        self._step = Step(self._trainer, self._recipe.optimizer.max_grad_norm, self._interrupted)
+        self._step = Step(
+            self._trainer, self._recipe.optimizer.max_grad_norm, self._interrupted, self.processes
+        )
 
     def restore(self, adapter: Path | None) -> None:
         """Continue from `adapter` (None: from the base model), optimiser state included."""
@@ -110,7 +118,12 @@ class Learner:
             ]
 
     def save(self, folder: Path) -> None:
-        """Write the adapter for the server and, in `trainer/`, what resuming needs."""
+        """Write the adapter for the server and, in `trainer/`, what resuming needs.
+
+        All processes hold the same: the first writes.
+        """
+        if self.processes.rank > 0:
+            return
         self._model.save_pretrained(str(folder), safe_serialization=True)
         (folder / "README.md").unlink(missing_ok=True)
         save_state(self._trainer, folder)

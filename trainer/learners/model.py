@@ -1,5 +1,6 @@
 """The model under training: frozen base, one LoRA adapter, in the recipe's precision."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
     Raises:
         LearnerError: there is no such model, or it is none that can be trained.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    # Of several processes on one host, each has a GPU of its own.
+    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     try:
         base = AutoModelForCausalLM.from_pretrained(
             model, dtype=DTYPES[recipe.dtype], attn_implementation="sdpa"
@@ -29,7 +31,10 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
         raise LearnerError(f"the model {model!r} cannot be loaded: {error}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return base.to(device), tokenizer
+    base.to(device)
+    if recipe.batch.gradient_checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+    return base, tokenizer
 
 
 def attach_adapter(base: Any, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:

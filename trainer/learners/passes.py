@@ -7,20 +7,29 @@ from typing import Any
 
 import torch
 
+from trainer.batching import share_out
 from trainer.errors import Interrupted, LearnerError
+from trainer.learners.processes import Processes
 from trainer.rows import Row
 
 
 class Step:
     """Takes optimiser steps with one TRL trainer."""
 
-    def __init__(self, trainer: Any, max_grad_norm: float, interrupted: threading.Event) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        max_grad_norm: float,
+        interrupted: threading.Event,
+        processes: Processes,
+    ) -> None:
+        self._processes = processes
         self._trainer = trainer
         self._max_grad_norm = max_grad_norm
         self._interrupted = interrupted
 
     def take(self, micro_batches: Sequence[Sequence[Row]]) -> tuple[float, float]:
-        """One step on all of `micro_batches`; the loss and the gradient's norm.
+        """One step on all of `micro_batches`, each process on its own; loss and gradient norm.
 
         Raises:
             LearnerError: the gradient is not finite; nothing was applied.
@@ -29,16 +38,21 @@ class Step:
         share = sum(row.weight for rows in micro_batches for row in rows)
         loss = 0.0
         self._trainer.model.train()
-        for rows in micro_batches:
-            if self._interrupted.is_set():
-                raise Interrupted("the update was stopped half-way and will be done again")
+        for rows in share_out(micro_batches, self._processes.count)[self._processes.rank]:
+            self._stop_if_asked()
             part = self._trainer.loss_of(rows) / share
             self._trainer.accelerator.backward(part)
             loss += float(part.detach())
-        return loss, self._apply()
+        return sum(self._processes.gather(loss)), self._apply()
+
+    def _stop_if_asked(self) -> None:
+        """All processes stop at the same micro-batch, or none."""
+        if any(self._processes.gather(self._interrupted.is_set())):
+            raise Interrupted("the update was stopped half-way and will be done again")
 
     def _apply(self) -> float:
         parameters = [p for p in self._trainer.model.parameters() if p.requires_grad]
+        self._processes.add_up(parameters)
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm))
         if not math.isfinite(norm):
             self._trainer.optimizer.zero_grad()

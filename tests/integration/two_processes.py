@@ -1,0 +1,36 @@
+"""Run by `accelerate launch` in test_processes.py: one update by as many as there are.
+
+two_processes.py MODEL FOLDER
+"""
+
+import sys
+from pathlib import Path
+
+from tests.training import recipe, rows
+from trainer.learners.learner import Learner
+from trainer.learners.several import LeadingLearner, follow
+
+
+def main() -> None:
+    model, folder = sys.argv[1], Path(sys.argv[2])
+    learner = Learner(model, recipe(steps=2), seed=0, scratch=folder / "scratch")
+    if learner.processes.rank > 0:
+        follow(learner)
+        return
+    leading = LeadingLearner(learner)
+    leading.update(rows(0))
+    first = folder / "1"
+    first.mkdir()
+    leading.save(first)
+    leading.saved_as(first)
+    leading.update(rows(1))
+    leading.restore(first)
+    leading.update(rows(1))
+    second = folder / "2"
+    second.mkdir()
+    leading.save(second)
+    leading.stop()
+
+
+if __name__ == "__main__":
+    main()
