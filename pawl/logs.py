@@ -12,17 +12,20 @@ import msgspec
 import structlog
 
 
+_encode = msgspec.json.Encoder(enc_hook=str).encode
+
+
 def _to_json(event: object, **_: object) -> bytes:
-    return msgspec.json.encode(event, enc_hook=str)
+    return _encode(event)
 
 
-def _level_and_time(
-    _logger: object, level: str, event: structlog.typing.EventDict
-) -> structlog.typing.EventDict:
-    """What the usual processors add, in one step; the renderer writes the time."""
+def _line(logger: object, level: str, event: structlog.typing.EventDict) -> bytes:
+    """What the usual processors and the renderer do, in one step."""
+    if "exc_info" in event:
+        event = structlog.processors.format_exc_info(logger, level, event)
     event["level"] = level
     event["timestamp"] = datetime.now(UTC)
-    return event
+    return _encode(event)
 
 
 class GatheringLogger:
@@ -79,7 +82,6 @@ def configure_logging(*, gather: bool = False) -> None:
 
     `gather`: for a process that writes a line a call.
     """
-    renderer: structlog.typing.Processor
     factory: Callable[..., structlog.typing.WrappedLogger]
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -88,20 +90,20 @@ def configure_logging(*, gather: bool = False) -> None:
         structlog.processors.format_exc_info,
     ]
     if sys.stderr.isatty():
-        renderer = structlog.dev.ConsoleRenderer()
+        processors.append(structlog.dev.ConsoleRenderer())
         factory = structlog.PrintLoggerFactory(sys.stderr)
     else:
-        renderer = structlog.processors.JSONRenderer(_to_json)
+        processors.append(structlog.processors.JSONRenderer(_to_json))
         factory = structlog.BytesLoggerFactory(sys.stderr.buffer)
         if gather:
-            processors = [_level_and_time, structlog.processors.format_exc_info]
+            processors = [_line]
             logger = GatheringLogger(sys.stderr.buffer)
 
             def factory(*_: object) -> GatheringLogger:
                 return logger
 
     structlog.configure(
-        processors=[*processors, renderer],
+        processors=processors,
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=factory,
         cache_logger_on_first_use=True,

@@ -89,6 +89,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def __init__(self, pool: "Pool") -> None:
         self._pool = pool
+        # Asking for it costs a system call each time.
+        self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._head: asyncio.Future[Reply] | None = None
         self._reply: Reply | None = None
@@ -109,7 +111,7 @@ class UpstreamConnection(asyncio.Protocol):
     def ask(self, data: bytes) -> "asyncio.Future[Reply]":
         """Send a request (or its beginning); the future is the reply once its head is there."""
         self.last_heard = monotonic()
-        self._head = asyncio.get_running_loop().create_future()
+        self._head = self._loop.create_future()
         self.transport.write(data)
         return self._head
 
@@ -165,7 +167,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The server reads more slowly than we write."""
-        self._can_write = asyncio.get_running_loop().create_future()
+        self._can_write = self._loop.create_future()
 
     def resume_writing(self) -> None:
         """It has caught up."""

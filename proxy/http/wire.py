@@ -40,6 +40,7 @@ HOP_BY_HOP: Final = frozenset(
 )
 # What the sender of a message says for itself.
 _OF_THE_REQUEST: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+_OF_A_PLAIN_REQUEST: Final = _OF_THE_REQUEST | {b"accept-encoding"}
 _OF_THE_REPLY: Final = HOP_BY_HOP | {b"content-length"}
 OURS: Final = b"x-pawl-"
 
@@ -51,19 +52,17 @@ def lowered(headers: Headers) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name, value in headers:
-        found.setdefault(name.decode("latin-1").lower(), value.decode(errors="surrogateescape"))
+        found.setdefault(name.decode("latin-1").lower(), value.decode("utf-8", "surrogateescape"))
     return found
 
 
 def for_upstream(headers: Headers, *, plain: bool) -> Headers:
     """The client's headers as the upstream gets them; `plain`: the reply must be readable."""
-    unwanted = _with_named(_OF_THE_REQUEST, headers)
+    unwanted = _with_named(_OF_A_PLAIN_REQUEST if plain else _OF_THE_REQUEST, headers)
     kept = [
         pair
         for pair in headers
-        if (lower := pair[0].lower()) not in unwanted
-        and not lower.startswith(OURS)
-        and not (plain and lower == b"accept-encoding")
+        if (lower := pair[0].lower()) not in unwanted and not lower.startswith(OURS)
     ]
     if plain:
         kept.append((b"Accept-Encoding", b"identity"))
@@ -79,17 +78,15 @@ def for_client(headers: Headers) -> Headers:
 def _with_named(unwanted: frozenset[bytes], headers: Headers) -> frozenset[bytes]:
     """And what the `Connection` header names as its own."""
     for name, value in headers:
-        if len(name) == 10 and name.lower() == b"connection":
+        # What nearly all say names nothing that is not on the list already.
+        if len(name) == 10 and value != b"keep-alive" and name.lower() == b"connection":
             unwanted |= {token.strip().lower() for token in value.split(b",")}
     return unwanted
 
 
 def head(first_line: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """A message's head, up to the empty line."""
-    lines = [first_line]
-    lines += [b"%b: %b\r\n" % pair for pair in headers]
-    lines.append(b"\r\n")
-    return b"".join(lines)
+    return b"\r\n".join([first_line, *map(b": ".join, headers), b"", b""])
 
 
 def request_head(
@@ -97,19 +94,19 @@ def request_head(
 ) -> bytes:
     """A request's head; `length` None: the body comes in chunks."""
     framing = CHUNKED if length is None else (b"Content-Length", b"%d" % length)
-    first = f"{method} {target} HTTP/1.1\r\n".encode("latin-1")
+    first = f"{method} {target} HTTP/1.1".encode("latin-1")
     return head(first, [(b"Host", host), *headers, framing])
 
 
 def bodyless_head(method: str, target: str, host: bytes, headers: Headers) -> bytes:
     """A request's head where there is no body at all."""
-    first = f"{method} {target} HTTP/1.1\r\n".encode("latin-1")
+    first = f"{method} {target} HTTP/1.1".encode("latin-1")
     return head(first, [(b"Host", host), *headers])
 
 
 def reply_head(status: int, reason: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """A reply's head."""
-    return head(b"HTTP/1.1 %d %b\r\n" % (status, reason or REASONS.get(status, b"")), headers)
+    return head(b"HTTP/1.1 %d %b" % (status, reason or REASONS.get(status, b"")), headers)
 
 
 def refusal_head(status: int) -> bytes:
