@@ -56,7 +56,7 @@ def replay(runs: list[list[Exchange]], proxies: int, seed: int) -> list[Seen]:
         route = Route(kind=Kind.CALL, path="", dialect=exchange.dialect)
         call = new_id()
         before = perf_counter()
-        who = identify(exchange.headers, route, exchange.body, body, call, memory)
+        who = identify(exchange.headers, route, exchange.body, body, str(call), memory)
         seen.append(Seen(run, call, who, perf_counter() - before))
         flying[run] = (seen[-1], exchange, body, memory)
     return seen

@@ -8,6 +8,7 @@ leaves, the upstream tears), the call ends in exactly one status and one record.
 import asyncio
 from time import perf_counter, time
 from typing import Final
+from uuid import UUID
 
 import structlog
 
@@ -33,7 +34,7 @@ from proxy.tool_status import ToolStatusError, parse_tool_status
 from proxy.upstreams.members import Upstreams
 from proxy.upstreams.model_server import ModelServer, Reply
 from proxy.versions import Serving, Versions
-from store.ids import new_id
+from store.ids import new_name
 from store.policies import pinned_version
 from store.records import CallStatus, ToolEvent
 
@@ -111,14 +112,13 @@ class Call:
         self._route = route
         self._arrived = arrived
         self._started_at = time()
-        self.id = new_id()
-        self._name = str(self.id)
+        self._id, self._name = new_name()
         self._lower = lowered(exchange.headers)
         self._dialect = DIALECTS[route.dialect or ""]
         self._asked: ModelRequest = read_request(body)
         self._rewritten = self._asked
         self._identity: Identity = identify(
-            self._lower, route, self._asked.fields, body, self.id, relay.stitches
+            self._lower, route, self._asked.fields, body, self._name, relay.stitches
         )
         self._tool_events, self._warnings = self._read_tool_status()
         self._serving = NOBODY
@@ -301,7 +301,7 @@ class Call:
         reply, deflated = self._tape.take()
         identity, serving, request = self._identity, self._serving, self._asked
         record = self._record = Captured(
-            id=self.id.bytes,
+            id=self._id,
             episode=identity.episode,
             method=identity.method,
             confidence=identity.confidence,
@@ -337,7 +337,7 @@ class Call:
         stitches.offer(offers, identity.episode, identity.follows)
         answered = self._reply is not None and self._reply.status < ERRORS
         if not answered or self._status != "complete":
-            stitches.failed(request.body, identity.episode, self.id)
+            stitches.failed(request.body, identity.episode, UUID(bytes=self._id))
         return offers
 
     def _note(self) -> None:

@@ -11,6 +11,12 @@ def new_id() -> UUID:
     return UUID(int=uuid_utils.uuid7().int)
 
 
+def new_name() -> tuple[bytes, str]:
+    """A fresh UUIDv7 as bytes and as text: a fifth of the time where no `UUID` is needed."""
+    made = uuid_utils.uuid7()
+    return made.bytes, str(made)
+
+
 def lowest_id_at(moment: datetime) -> UUID:
     """The smallest UUIDv7 of `moment` (ms resolution): a bound for range partitions."""
     milliseconds = round(moment.timestamp() * 1000)

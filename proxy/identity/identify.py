@@ -11,7 +11,7 @@ ledger as an episode of its own with what it asks for (`Identity.asks`): there t
 all proxies are known, and only there can it be seen that nobody else made one.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, Final
 from uuid import UUID
@@ -68,7 +68,7 @@ def identify(
     route: Route,
     fields: dict[str, Any],
     body: bytes,
-    call_id: UUID,
+    call: str,
     stitches: Stitches,
 ) -> Identity:
     """Episode, agent and task of a call.
@@ -78,7 +78,7 @@ def identify(
         route: what the URL's prefix names.
         fields: the request's, parsed; empty if it is no JSON object.
         body: its bytes; looked at only where they may repeat an attempt.
-        call_id: names the episode where nothing else does.
+        call: its id, which names the episode where nothing else does.
         stitches: what this proxy remembers of earlier calls.
     """
     warnings: list[str] = []
@@ -92,7 +92,7 @@ def identify(
     else:
         said = read_conversation(fields)
         asks = asks_of(route.dialect or "", fields, said)
-        episode = _unnamed(headers, asks, body if retry else None, str(call_id), stitches)
+        episode = _unnamed(headers, asks, body if retry else None, call, stitches)
     agent = _role(headers, "agent", route.agent, told, told.agents(), warnings)
     return Identity(
         episode=episode.key,
@@ -139,7 +139,8 @@ def _unnamed(
         return _Episode(own, OWN_EPISODE, "doubtful", asks)
     if asks:
         return _Episode(own, OWN_EPISODE, "likely", asks, follows)
-    trace = trace_id(headers.get("traceparent", ""))
+    parent = headers.get("traceparent")
+    trace = None if parent is None else trace_id(parent)
     if trace is not None:
         return _Episode(f"trace:{trace}", "trace", "likely")
     return _Episode(own, OWN_EPISODE)
@@ -154,19 +155,21 @@ def _role(
     warnings: list[str],
 ) -> str | None:
     """The agent or the task: ours first, then what tools tell."""
-    names = chain(_ours(headers, role, from_url), told.own(role), others)
-    name = _first_usable(names, warnings)
+    ours = _ours(headers, role, from_url)
+    if not (ours or others or told.metadata or told.baggage):
+        return None
+    name = _first_usable(chain(ours, told.own(role), others), warnings)
     return None if name is None else name.key
 
 
-def _ours(headers: Mapping[str, str], role: str, from_url: str | None) -> Iterator[Name]:
+def _ours(headers: Mapping[str, str], role: str, from_url: str | None) -> list[Name]:
     """Our header, then our URL."""
     header = HEADER_PREFIX + role
     value = headers.get(header)
-    if value is not None:
-        yield Name(value, "header", header)
+    names = [] if value is None else [Name(value, "header", header)]
     if from_url is not None:
-        yield Name(from_url, "url", f"/{role}/ in the URL")
+        names.append(Name(from_url, "url", f"/{role}/ in the URL"))
+    return names
 
 
 def _first_usable(names: Iterable[Name], warnings: list[str]) -> Name | None:

@@ -7,7 +7,7 @@ tool sends what, and where that was read, stands in docs/decisions/012-identity.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -94,8 +94,12 @@ class Told(msgspec.Struct, frozen=True):
         if self.baggage:
             yield from _told(self.baggage, ((f"pawl.{name}", ""),), "baggage", "baggage ")
 
-    def agents(self) -> Iterator[Name]:
+    def agents(self) -> Iterable[Name]:
         """What tools tell of the agent's role, ours left out."""
+        silent = not self.metadata and not self.baggage
+        return () if silent and _ROLE_HEADERS.isdisjoint(self.headers) else self._agents()
+
+    def _agents(self) -> Iterator[Name]:
         if not _ROLE_HEADERS.isdisjoint(self.headers):
             yield from _told(self.headers, _AGENT_HEADERS, "session", "")
             for header in _SUB_AGENT_HEADERS:

@@ -40,7 +40,7 @@ def who(
 ) -> Identity:
     fields = FIRST if fields is None else fields
     body = json.dumps(fields).encode()
-    return identify(headers or {}, route, fields, body, CALL, stitches or Stitches())
+    return identify(headers or {}, route, fields, body, str(CALL), stitches or Stitches())
 
 
 def remembering(*episodes: str) -> Stitches:
