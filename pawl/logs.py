@@ -11,7 +11,6 @@ from typing import BinaryIO
 import msgspec
 import structlog
 
-
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 

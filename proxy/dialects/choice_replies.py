@@ -17,88 +17,29 @@ from proxy.dialects.base import (
     decoded_object,
     parse_object,
     readable_value,
-    value_of,
 )
+from proxy.dialects.choice_words import ZERO, Gathering, string_or_none
 from proxy.dialects.events import EventStream, is_done
 from proxy.dialects.merge import merge_delta
+from proxy.dialects.reread import reread
 from proxy.dialects.undo import ODD_SHAPE, Undo
 from store.records import ToolCall
 
 DONE: Final = b"[DONE]"
 EMPTY: Final = msgspec.Raw(b"{}")
 READ: Final = ("id", "usage")
+IN_PIECES: Final = ("delta", "text")
+CHOICES: Final = ("choices",)
 OF_CHOICE: Final = ("finish_reason", "message")
-ZERO: Final = msgspec.Raw(b"0")
 
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class _Function(msgspec.Struct):
-    name: str | None = None
-    arguments: str | None = None
-
-
-class _ToolPiece(msgspec.Struct):
-    index: int = 0
-    id: str | None = None
-    function: _Function | None = None
-
-
-class _Said(msgspec.Struct):
-    """A message or a delta, as far as a later call repeats it."""
-
-    content: Any = None
-    tool_calls: list[_ToolPiece] | None = None
-
-
-_said: Final = msgspec.json.Decoder(_Said)
-_text: Final = msgspec.json.Decoder(str)
-
-
-class _Gathering:
-    """The first choice's words and tool calls, piece by piece."""
-
-    def __init__(self) -> None:
-        self.response_id: str | None = None
-        self._words: list[str] = []
-        self._tools: dict[int, list[str]] = {}
-
-    def take(self, parsed: Object, choices: list[Object]) -> None:
-        """One event, or a whole reply."""
-        if self.response_id is None and "id" in parsed:
-            self.response_id = _string(value_of(parsed["id"]))
-        if not choices or choices[0].get("index", ZERO) != ZERO:
-            return
-        first = choices[0]
-        if (raw := first.get("delta") or first.get("message")) is not None:
-            self._take_message(_said.decode(raw))
-        elif (raw := first.get("text")) is not None:
-            self._words.append(_text.decode(raw))
-
-    def _take_message(self, said: _Said) -> None:
-        if isinstance(said.content, str):
-            self._words.append(said.content)
-        for position, piece in enumerate(said.tool_calls or ()):
-            # A whole message's calls have no index of their own.
-            index = piece.index or position
-            known = self._tools.setdefault(index, ["", "", ""])
-            function = piece.function or _Function()
-            known[0] = piece.id or known[0]
-            known[1] = function.name or known[1]
-            known[2] += function.arguments or ""
-
-    def gist(self) -> Gist:
-        """What was said so far."""
-        calls = [self._tools[index] for index in sorted(self._tools)]
-        return Gist(
-            response_id=self.response_id,
-            text="".join(self._words),
-            tool_calls=tuple(ToolCall(id=i, name=n, arguments=a) for i, n, a in calls),
-        )
-
-
-def _string(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
+def _take_over(known: dict[str, Any], told: dict[str, Any], without: tuple[str, ...]) -> None:
+    """What is told last stands, but for null."""
+    for name, value in told.items():
+        if name not in without and (value is not None or name not in known):
+            known[name] = value
 
 
 class WholeReply:
@@ -106,7 +47,7 @@ class WholeReply:
 
     def __init__(self, request: ModelRequest, served_name: str | None, *, reading: bool) -> None:
         self._undo = Undo(request, served_name, reading=reading)
-        self._gathering = _Gathering()
+        self._gathering = Gathering()
         self._pieces: list[bytes] = []
         self._parsed: Object | None = None
         self._choices: list[Object] = []
@@ -160,8 +101,8 @@ def _facts(reply: bytes | None, parsed: dict[str, Any], undo: Undo, *, whole: bo
     usage = parsed.get("usage") if isinstance(parsed.get("usage"), dict) else None
     return ReplyFacts(
         reply=reply,
-        response_id=_string(parsed.get("id")),
-        finish=_string(first.get("finish_reason")),
+        response_id=string_or_none(parsed.get("id")),
+        finish=string_or_none(first.get("finish_reason")),
         usage=usage,
         tool_calls=_tool_calls(first.get("message")),
         sampled=undo.sampled(usage),
@@ -200,7 +141,7 @@ class StreamedReply:
         self._reply_object = reply_object
         self._reading = reading
         self._events = EventStream(self._data, is_done)
-        self._gathering = _Gathering()
+        self._gathering = Gathering()
         self._head: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
         self._finished: dict[bytes, bool] = {}
@@ -209,6 +150,11 @@ class StreamedReply:
     def feed(self, chunk: bytes) -> bytes:
         """See `Transcript`."""
         return self._events.feed(chunk)
+
+    def reread(self, raw: bytes) -> None:
+        """Take all there is, as `feed` does, where nothing of it leaves; of the facts, no gist."""
+        self._events = EventStream(self._reread, is_done)
+        self._events.feed(raw)
 
     def finish(self) -> bytes:
         """See `Transcript`."""
@@ -241,6 +187,21 @@ class StreamedReply:
             self._unread += 1
         return out
 
+    def _reread(self, payload: bytes) -> bytes:
+        event = None if payload == DONE else reread(payload, self._undo)
+        if event is None:
+            self._data(payload)
+            return payload
+        for choice in event["choices"]:
+            index = b"%d" % choice.get("index", 0)
+            if choice.get("finish_reason") is not None or index not in self._finished:
+                self._finished[index] = choice.get("finish_reason") is not None
+        try:
+            self._gather(event)
+        except ODD_SHAPE:
+            self._unread += 1
+        return payload
+
     def _follow(self, parsed: Object, choices: list[Object], out: bytes) -> None:
         for choice in choices:
             index = bytes(choice.get("index", ZERO))
@@ -269,16 +230,8 @@ class StreamedReply:
                 merge_delta(known.setdefault("message", {}), choice["delta"] or {})
             if "text" in choice:
                 known["text"] = known.get("text", "") + choice["text"]
-            known |= {
-                name: value
-                for name, value in choice.items()
-                if name not in ("delta", "text") and (value is not None or name not in known)
-            }
-        self._head |= {
-            name: value
-            for name, value in event.items()
-            if name != "choices" and (value is not None or name not in self._head)
-        }
+            _take_over(known, choice, IN_PIECES)
+        _take_over(self._head, event, CHOICES)
 
     def facts(self) -> ReplyFacts:
         """See `Transcript`; the events put together into one `chat.completion`."""

@@ -27,7 +27,7 @@ class EventStream:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take bytes as they came; return those that may leave at once."""
-        lines = (self._partial + chunk).split(b"\n")
+        lines = (self._partial + chunk if self._partial else chunk).split(b"\n")
         self._partial = lines.pop()
         leaving: list[bytes] = []
         for line in lines:
@@ -43,7 +43,7 @@ class EventStream:
         return held
 
     def _line(self, line: bytes) -> bytes:
-        if not line.strip():
+        if line == b"\n" or not line.strip():
             skip, self._skip_blank = self._skip_blank, False
             return b"" if skip else line
         if not line.startswith(b"data:"):
@@ -58,4 +58,4 @@ class EventStream:
 
 def is_done(line: bytes) -> bool:
     """OpenAI's end marker, `data: [DONE]`."""
-    return line.startswith(b"data:") and line[5:].strip() == b"[DONE]"
+    return b"[DONE]" in line and line.startswith(b"data:") and line[5:].strip() == b"[DONE]"

@@ -1,6 +1,6 @@
 """Takes out of a reply in `choices` what the request's rewriting put in (pure)."""
 
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -13,23 +13,29 @@ LOGPROBS: Final = "logprobs"
 # came, and its call is not trainable.
 ODD_SHAPE: Final = (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError)
 
-TOO_LARGE: Final = 2**31
+Id = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 ARRAY, OBJECT = b"["[0], b"{"[0]
 
 
-class _Token(msgspec.Struct):
+class _Token(msgspec.Struct, gc=False):
     logprob: float
 
 
-class _Logprobs(msgspec.Struct):
+class Logprobs(msgspec.Struct, gc=False):
     """A chat's `content`, or a completion's `token_logprobs`."""
 
     content: list[_Token] | None = None
     token_logprobs: list[float | None] | None = None
 
+    def values(self) -> list[float]:
+        """In either form; an echoed prompt's first token has none (null)."""
+        if self.token_logprobs is not None:
+            return [value for value in self.token_logprobs if value is not None]
+        return [token.logprob for token in self.content or ()]
 
-_ids: Final = msgspec.json.Decoder(list[int])
-_logprobs: Final = msgspec.json.Decoder(_Logprobs)
+
+_ids: Final = msgspec.json.Decoder(list[Id])
+_logprobs: Final = msgspec.json.Decoder(Logprobs)
 _choices: Final = msgspec.json.Decoder(list[Object])
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -39,8 +45,10 @@ class Undo:
 
     def __init__(self, request: ModelRequest, served_name: str | None, *, reading: bool) -> None:
         self.hide_ids = IDS in request.injected
-        self._hide_logprobs = LOGPROBS in request.injected
+        self.hide_logprobs = LOGPROBS in request.injected
         self._model = own_name(request, served_name)
+        # What stands for the version's name, where that was put into the request.
+        self.model = None if self._model is None else request.model
         self._reading = reading
         # Whether the last `restore` changed anything: what it did not goes on as it came.
         self.changed = False
@@ -80,7 +88,7 @@ class Undo:
         if raw is None or not _begins(raw, ARRAY):
             return False
         if self._reading:
-            self.prompt_ids = _read_ids(raw)
+            self.prompt_ids = _ids.decode(raw)
         if self.hide_ids:
             holder["prompt_token_ids"] = NULL
         return self.hide_ids
@@ -93,18 +101,28 @@ class Undo:
         ids = choice.get("token_ids")
         if ids is not None and _begins(ids, ARRAY):
             if self._reading:
-                self.sampled_ids = (self.sampled_ids or []) + _read_ids(ids)
+                self.took_ids(_ids.decode(ids))
             if self.hide_ids:
                 choice["token_ids"] = NULL
                 changed = True
         logprobs = choice.get("logprobs")
         if logprobs is not None and _begins(logprobs, OBJECT):
             if self._reading:
-                self.sampled_logprobs = (self.sampled_logprobs or []) + _values(logprobs)
-            if self._hide_logprobs:
+                self.took_logprobs(_logprobs.decode(logprobs))
+            if self.hide_logprobs:
                 choice["logprobs"] = NULL
                 changed = True
         return changed
+
+    def took_ids(self, ids: list[int]) -> None:
+        """More ids were sampled."""
+        self.sampled_ids = self.sampled_ids or []
+        self.sampled_ids += ids
+
+    def took_logprobs(self, logprobs: Logprobs) -> None:
+        """With these log-probabilities."""
+        self.sampled_logprobs = self.sampled_logprobs or []
+        self.sampled_logprobs += logprobs.values()
 
     def sampled(self, usage: dict[str, Any] | None) -> Sampled:
         """What was gathered."""
@@ -120,26 +138,6 @@ class Undo:
 def _begins(raw: msgspec.Raw, with_byte: int) -> bool:
     """Whether a value is of the kind that the API gives; any other is none of ours to touch."""
     return memoryview(raw)[0] == with_byte
-
-
-def _read_ids(raw: msgspec.Raw) -> list[int]:
-    """Token ids.
-
-    Raises:
-        ValueError: one of them cannot be one.
-    """
-    ids = _ids.decode(raw)
-    if ids and not (min(ids) >= 0 and max(ids) < TOO_LARGE):
-        raise ValueError("no token has such an id")
-    return ids
-
-
-def _values(raw: msgspec.Raw) -> list[float]:
-    """Log-probabilities in either form; an echoed prompt's first token has none (null)."""
-    logprobs = _logprobs.decode(raw)
-    if logprobs.token_logprobs is not None:
-        return [value for value in logprobs.token_logprobs if value is not None]
-    return [token.logprob for token in logprobs.content or ()]
 
 
 def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:

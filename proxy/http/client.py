@@ -46,7 +46,7 @@ class Reply:
         self.status = status
         self.reason = reason
         self.headers = headers
-        self.body = Inflow(connection.transport)
+        self.body = Inflow(connection.transport, connection.loop)
 
     def header(self, wanted: bytes) -> bytes | None:
         """A header's value; `wanted` in lower case."""
@@ -90,7 +90,7 @@ class UpstreamConnection(asyncio.Protocol):
     def __init__(self, pool: "Pool") -> None:
         self._pool = pool
         # Asking for it costs a system call each time.
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._head: asyncio.Future[Reply] | None = None
         self._reply: Reply | None = None
@@ -111,7 +111,7 @@ class UpstreamConnection(asyncio.Protocol):
     def ask(self, data: bytes) -> "asyncio.Future[Reply]":
         """Send a request (or its beginning); the future is the reply once its head is there."""
         self.last_heard = monotonic()
-        self._head = self._loop.create_future()
+        self._head = self.loop.create_future()
         self.transport.write(data)
         return self._head
 
@@ -167,7 +167,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The server reads more slowly than we write."""
-        self._can_write = self._loop.create_future()
+        self._can_write = self.loop.create_future()
 
     def resume_writing(self) -> None:
         """It has caught up."""

@@ -45,7 +45,7 @@ class Exchange:
         self.target = target
         self.headers = headers
         self.keep_alive = keep_alive
-        self.body = Inflow(connection.transport)
+        self.body = Inflow(connection.transport, connection.loop)
         self.expects = expects
         # An HTTP/1.0 client knows no chunks: its reply ends with the connection.
         self._framed = chunks

@@ -23,6 +23,7 @@ class Inflow:
     __slots__ = (
         "_braked",
         "_failure",
+        "_loop",
         "_patient",
         "_pieces",
         "_size",
@@ -31,8 +32,9 @@ class Inflow:
         "ended",
     )
 
-    def __init__(self, source: Brake) -> None:
+    def __init__(self, source: Brake, loop: asyncio.AbstractEventLoop) -> None:
         self._source = source
+        self._loop = loop
         self._pieces: list[bytes] = []
         self._size = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -112,7 +114,7 @@ class Inflow:
     async def _wait(self) -> None:
         if self._failure is not None:
             raise self._failure
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._waiter = self._loop.create_future()
         try:
             await self._waiter
         finally:

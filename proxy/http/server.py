@@ -94,7 +94,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: Server) -> None:
         self.server = server
         # Asking for it costs a system call each time.
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self.task: asyncio.Task[None] | None = None
         self.idle_since = 0.0
         self._heard = 0.0
@@ -166,7 +166,7 @@ class Connection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The client reads more slowly than we write."""
-        self._can_write = self._loop.create_future()
+        self._can_write = self.loop.create_future()
 
     def resume_writing(self) -> None:
         """It has caught up."""
@@ -253,7 +253,7 @@ class Connection(asyncio.Protocol):
 
     def _begin(self, exchange: Exchange) -> None:
         self._current = exchange
-        self.task = self._loop.create_task(self._run(exchange))
+        self.task = self.loop.create_task(self._run(exchange))
 
     async def _run(self, exchange: Exchange) -> None:
         await self.server.handle(exchange)
@@ -310,7 +310,7 @@ class Connection(asyncio.Protocol):
         self._receiving = self._current = None
         if not self.transport.is_closing():
             self.transport.write_eof()
-            self._loop.call_later(LINGER_S, self.transport.close)
+            self.loop.call_later(LINGER_S, self.transport.close)
 
     # an upgrade that is offered and not taken (RFC 9110 §7.8: it may be ignored)
 

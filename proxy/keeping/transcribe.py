@@ -7,6 +7,7 @@ import msgspec
 
 from proxy.capture import Captured, inflate
 from proxy.dialects.base import ModelRequest, ReplyFacts, read_request
+from proxy.dialects.choice_replies import StreamedReply
 from proxy.dialects.table import DIALECTS
 from proxy.trainable import NOTHING_SAMPLED, Sampled, sampling_settings, why_not_trainable
 from store.records import CallRecord, Tokens
@@ -79,7 +80,10 @@ def _facts(captured: Captured, request: ModelRequest, raw: bytes) -> ReplyFacts:
     asked = dialect.rewrite(request, captured.served_model, want_ids=captured.wanted_ids)
     follow = dialect.streamed if captured.streamed else dialect.whole
     transcript = follow(asked, captured.served_model, reading=True)
-    transcript.feed(raw)
+    if isinstance(transcript, StreamedReply):
+        transcript.reread(raw)
+    else:
+        transcript.feed(raw)
     if captured.streamed or captured.status == "complete":
         transcript.finish()
     return transcript.facts()

@@ -263,6 +263,55 @@ def test_no_shape_of_a_reply_breaks_the_call(choices: Any, prompt_ids: Any, usag
         streamed.facts()
 
 
+CHOICE = st.fixed_dictionaries(
+    {"index": st.integers(0, 1) | JSON},
+    optional={
+        "delta": st.fixed_dictionaries(
+            {},
+            optional={
+                "role": st.just("assistant") | JSON,
+                "content": st.text(max_size=3) | JSON,
+                "tool_calls": JSON,
+                "x": JSON,
+            },
+        ),
+        "text": st.text(max_size=3) | JSON,
+        "message": JSON,
+        "logprobs": JSON
+        | st.fixed_dictionaries(
+            {"content": st.lists(st.fixed_dictionaries({"logprob": st.floats(-9, 0) | JSON}))}
+        ),
+        "token_ids": st.lists(st.integers(-1, 2**31), max_size=3) | JSON,
+        "prompt_token_ids": st.lists(st.integers(0, 9), max_size=3) | JSON,
+        "finish_reason": st.sampled_from([None, "stop"]) | JSON,
+    },
+)
+EVENT = st.fixed_dictionaries(
+    {"choices": st.lists(CHOICE, max_size=2) | JSON},
+    optional={
+        "id": st.text(max_size=3) | JSON,
+        "model": st.just("agent@3") | JSON,
+        "usage": JSON,
+        "prompt_token_ids": st.lists(st.integers(0, 9), max_size=3) | JSON,
+    },
+)
+
+
+@given(st.lists(EVENT, max_size=4), st.sampled_from([b"data: [DONE]\n\n", b""]), st.booleans())
+def test_read_again_at_once_a_stream_says_the_same(
+    events: list[Any], end: bytes, injected: bool
+) -> None:
+    raw = b"".join(event(said) + b"\n\n" for said in events) + end
+    request = asked() if injected else asked(return_token_ids=True, logprobs=True)
+    fed, reread = (
+        StreamedReply(request, "agent@3", "chat.completion", reading=True) for _ in range(2)
+    )
+    fed.feed(raw)
+    reread.reread(raw)
+    assert (fed.finish() is None, fed.facts()) == (reread.finish() is None, reread.facts())
+    assert fed.ended == reread.ended
+
+
 def test_a_text_completion_is_captured() -> None:
     request = COMPLETIONS.rewrite(read_request(b'{"model":"m","prompt":"x"}'), None, want_ids=True)
     assert b'"logprobs":0,"return_token_ids":true' in request.body

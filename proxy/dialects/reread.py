@@ -1,0 +1,79 @@
+"""Reads an event in `choices` again, at once, where nothing of it leaves any more (pure).
+
+To pass an event on, its values are left as the bytes they are, taken apart level by level and
+put together again. The keeper only wants what they say: for an event of the usual shape one
+parse tells that, and one more, typed, its ids. Any other is read as the worker read it.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from proxy.dialects.choice_words import Said
+from proxy.dialects.undo import ODD_SHAPE, Id, Logprobs, Undo
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int = 0
+    delta: Said | msgspec.UnsetType = msgspec.UNSET
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[Id] | None = None
+    token_ids: list[Id] | None = None
+    logprobs: Logprobs | None = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    choices: list[_Choice]
+    prompt_token_ids: list[Id] | None = None
+
+
+_event: Final = msgspec.json.Decoder(dict[str, Any])
+_typed: Final = msgspec.json.Decoder(_Event)
+
+
+def reread(payload: bytes, undo: Undo) -> dict[str, Any] | None:
+    """The event as the client saw it, what was taken out of it added to `undo`.
+
+    None for an event that is not of the usual shape: then nothing was added.
+    """
+    try:
+        event, typed = _event.decode(payload), _typed.decode(payload)
+    except ODD_SHAPE:
+        return None
+    if not all(map(_is_usual, event["choices"])):
+        return None
+    if undo.model is not None and "model" in event:
+        event["model"] = undo.model
+    _take_prompt(event, typed.prompt_token_ids, undo)
+    for choice, read in zip(event["choices"], typed.choices, strict=True):
+        _take_choice(choice, read, undo)
+    return event
+
+
+def _is_usual(choice: dict[str, Any]) -> bool:
+    """Says something in a delta or in a text, at a place that is a whole number.
+
+    One with an empty delta may have been left out.
+    """
+    says = bool(choice.get("delta")) or "text" in choice
+    return says and "message" not in choice and type(choice.get("index", 0)) is int
+
+
+def _take_prompt(holder: dict[str, Any], ids: list[int] | None, undo: Undo) -> None:
+    if ids is not None:
+        undo.prompt_ids = ids
+        if undo.hide_ids:
+            holder["prompt_token_ids"] = None
+
+
+def _take_choice(choice: dict[str, Any], read: _Choice, undo: Undo) -> None:
+    undo.indices.add(read.index)
+    _take_prompt(choice, read.prompt_token_ids, undo)
+    if read.token_ids is not None:
+        undo.took_ids(read.token_ids)
+        if undo.hide_ids:
+            choice["token_ids"] = None
+    if read.logprobs is not None:
+        undo.took_logprobs(read.logprobs)
+        if undo.hide_logprobs:
+            choice["logprobs"] = None
