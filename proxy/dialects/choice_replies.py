@@ -225,7 +225,7 @@ class StreamedReply:
 
     def _gather(self, event: dict[str, Any]) -> None:
         for choice in event.get("choices") or []:
-            known = self._choices.setdefault(choice.get("index", 0), {})
+            known = self._choices.setdefault(int(choice.get("index") or 0), {})
             if "delta" in choice:
                 merge_delta(known.setdefault("message", {}), choice["delta"] or {})
             if "text" in choice:

@@ -55,8 +55,8 @@ def _is_usual(choice: dict[str, Any]) -> bool:
 
     One with an empty delta may have been left out.
     """
-    says = bool(choice.get("delta")) or "text" in choice
-    return says and "message" not in choice and type(choice.get("index", 0)) is int
+    says = choice["delta"] if "delta" in choice else "text" in choice
+    return bool(says) and "message" not in choice and type(choice.get("index", 0)) is int
 
 
 def _take_prompt(holder: dict[str, Any], ids: list[int] | None, undo: Undo) -> None:
