@@ -43,11 +43,11 @@ class EventStream:
         return held
 
     def _line(self, line: bytes) -> bytes:
-        if line == b"\n" or not line.strip():
+        if not line.startswith(b"data:"):
+            if line.strip():
+                return line
             skip, self._skip_blank = self._skip_blank, False
             return b"" if skip else line
-        if not line.startswith(b"data:"):
-            return line
         payload = line[5:].strip()
         out = self._on_data(payload)
         if out is None:
