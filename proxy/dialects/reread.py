@@ -55,7 +55,7 @@ def _is_usual(choice: dict[str, Any]) -> bool:
 
     One with an empty delta may have been left out.
     """
-    says = choice["delta"] if "delta" in choice else "text" in choice
+    says = choice.get("delta", "text" in choice)
     return bool(says) and "message" not in choice and type(choice.get("index", 0)) is int
 
 
