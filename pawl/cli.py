@@ -166,12 +166,13 @@ def spool(
     from pawl.stack.database import open_engine
     from proxy.settings import ProxySettings
 
-    folder = read_settings(ProxySettings).spool_dir
+    serving = read_settings(ProxySettings)
+    folder = serving.spool_dir
     settings = read_settings(StackSettings)
 
     async def try_again() -> tuple[int, list[str]]:
         async with open_engine(settings) as engine:
-            return await letters.replay(folder, engine)
+            return await letters.replay(folder, engine, serving.tool_results)
 
     if replay:
         stored, refused = asyncio.run(try_again())

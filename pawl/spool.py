@@ -10,6 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.capture import Captured, Gap
 from proxy.keeping.drain import record_of
+from proxy.keeping.transcribe import NO_READERS
+from proxy.result_readers import ResultReaders
 from proxy.segments import decode_payload, read_frames
 from proxy.spool import OPEN, SEALED
 from store.errors import Refused
@@ -69,7 +71,9 @@ def _about(payload: bytes) -> str:
     return f"feedback {record.id} ({len(record.items)} statements)"
 
 
-async def replay(folder: Path, engine: AsyncEngine) -> tuple[int, list[str]]:
+async def replay(
+    folder: Path, engine: AsyncEngine, readers: ResultReaders = NO_READERS
+) -> tuple[int, list[str]]:
     """Try to store each dead letter again; returns how many were, and why the others were not.
 
     A letter that is stored is removed; one that is not stays as it is.
@@ -82,7 +86,7 @@ async def replay(folder: Path, engine: AsyncEngine) -> tuple[int, list[str]]:
     for letter in look(folder).dead_letters:
         path = Path(letter.path)
         try:
-            await ingester.store(engine, [record_of(path.read_bytes())])
+            await ingester.store(engine, [record_of(path.read_bytes(), readers)])
         except (Refused, msgspec.DecodeError, UnicodeDecodeError, zlib.error) as error:
             refused.append(f"{path.name}: {str(error).splitlines()[0]}")
             continue

@@ -1,11 +1,17 @@
 """The proxy's settings: one frozen object, read once at the start."""
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, HttpUrl
-from pydantic_settings import SettingsConfigDict
+from pydantic import BeforeValidator, Field, HttpUrl, InstanceOf
+from pydantic_settings import NoDecode, SettingsConfigDict
 
+from proxy.result_readers import ResultReaders, parse_readers
 from store.settings import Listen, StoreSettings
+
+
+def _readers(value: object) -> object:
+    return parse_readers(value) if isinstance(value, str) else value
 
 
 class ProxySettings(StoreSettings):
@@ -41,4 +47,8 @@ class ProxySettings(StoreSettings):
         default=256, ge=1, description="largest recorded reply in one piece, in MiB"
     )
     segment_mb: int = Field(default=8, ge=1, description="size at which a spool segment is closed")
+    tool_results: Annotated[InstanceOf[ResultReaders], NoDecode, BeforeValidator(_readers)] = Field(
+        default=ResultReaders(),
+        description="how tools' results are read, tool by tool: search=json_error,shell=exit_code",
+    )
     drain_batch: int = Field(default=256, ge=1, description="records stored in one transaction")

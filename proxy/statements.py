@@ -152,6 +152,7 @@ class _Statement:
                 "status": status,
                 "detail": self._text("detail"),
                 "ms": self._number("ms"),
+                "source": "feedback",
             },
             ToolEvent,
         )

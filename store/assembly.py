@@ -5,7 +5,7 @@ key. A call that a later one names as the attempt it repeats is left out: they a
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 import msgspec
@@ -22,6 +22,14 @@ from store.records import (
     TransitionRow,
 )
 
+# An explicit statement of how a tool ended beats what its result says.
+_SURENESS: Final[Mapping[str, int]] = {
+    "header": 3,
+    "feedback": 3,
+    "is_error": 2,
+    "reader": 1,
+    "assumed": 0,
+}
 Texts = Mapping[UUID, tuple[bytes | None, bytes]]
 
 
@@ -119,10 +127,13 @@ def _last(repeated_by: Mapping[UUID, UUID], call_id: UUID | None) -> UUID | None
 
 
 def _newest_events(rows: Iterable[Any]) -> list[Any]:
-    """The newest statement about a tool call stands; those without an id all stand."""
+    """The newest of the surest statements about a tool call; those without an id all stand."""
     standing: dict[Any, Any] = {}
     for row in rows:
-        standing[row.tool_id or row.id] = row
+        about = row.tool_id or row.id
+        earlier = standing.get(about)
+        if earlier is None or _SURENESS[row.source] >= _SURENESS[earlier.source]:
+            standing[about] = row
     return list(standing.values())
 
 
@@ -164,6 +175,7 @@ def _event(row: Any) -> ToolEvent:
         status=row.status,
         detail=row.detail,
         ms=row.ms,
+        source=row.source,
     )
 
 

@@ -13,6 +13,9 @@ import msgspec
 
 CallStatus = Literal["complete", "client_gone", "upstream_error", "truncated"]
 ToolStatus = Literal["ok", "error", "timeout", "malformed", "denied"]
+# Who said how a tool ended: the agent's header, /feedback, Anthropic's `is_error`, a rule that
+# read the result; `assumed` is what that API means where `is_error` is left out.
+ToolSource = Literal["header", "feedback", "is_error", "reader", "assumed"]
 TargetKind = Literal["episode", "call", "response"]
 PolicyState = Literal["written", "published", "serving", "retired", "rejected"]
 EpisodeState = Literal["scored", "unscored", "failed", "open"]
@@ -20,6 +23,7 @@ Confidence = Literal["certain", "likely", "doubtful"]
 
 CALL_STATUSES: Final = ("complete", "client_gone", "upstream_error", "truncated")
 TOOL_STATUSES: Final = ("ok", "error", "timeout", "malformed", "denied")
+TOOL_SOURCES: Final = ("header", "feedback", "is_error", "reader", "assumed")
 CONFIDENCES: Final = ("certain", "likely", "doubtful")
 TARGET_KINDS: Final = ("episode", "call", "response")
 POLICY_STATES: Final = ("written", "published", "serving", "retired", "rejected")
@@ -49,6 +53,7 @@ class ToolEvent(Record, frozen=True, kw_only=True):
     status: ToolStatus
     detail: str | None = None
     ms: float | None = None
+    source: ToolSource = "header"
 
 
 class Tokens(Record, frozen=True, kw_only=True):

@@ -72,7 +72,6 @@ def transition_row(call: CallRecord, episode_id: UUID, stored: Stored) -> Row:
 def event_row(
     event: ToolEvent,
     at: datetime,
-    source: str,
     *,
     episode_id: UUID | None = None,
     item: FeedbackItem | None = None,
@@ -88,7 +87,7 @@ def event_row(
         event.status,
         event.detail,
         event.ms,
-        source,
+        event.source,
         at,
     )
 

@@ -26,7 +26,14 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
-from store.records import CALL_STATUSES, CONFIDENCES, POLICY_STATES, TARGET_KINDS, TOOL_STATUSES
+from store.records import (
+    CALL_STATUSES,
+    CONFIDENCES,
+    POLICY_STATES,
+    TARGET_KINDS,
+    TOOL_SOURCES,
+    TOOL_STATUSES,
+)
 
 metadata = MetaData(
     naming_convention={
@@ -185,7 +192,7 @@ tool_events = Table(
     Column("at", When, nullable=False),
     one_of("status", TOOL_STATUSES),
     one_of("target_kind", TARGET_KINDS),
-    one_of("source", ("header", "feedback")),
+    one_of("source", TOOL_SOURCES),
     Index("ix_tool_events_episode_id", "episode_id"),
     Index(
         "ix_tool_events_pending",
@@ -278,4 +285,20 @@ api_keys = Table(
     Column("scopes", ARRAY(Text), nullable=False),
     Column("created_at", When, nullable=False, server_default=text("now()")),
     Column("revoked_at", When),
+)
+
+# What a judge made of an episode: it is not asked again, or not before `due_at`. Its scores
+# are feedback; only a call later than `last_call_at` makes an episode without one news again.
+judgements = Table(
+    "judgements",
+    metadata,
+    Column("episode_id", Uuid, ForeignKey("episodes.id"), primary_key=True),
+    Column("judge", Text, primary_key=True),
+    Column("outcome", Text, nullable=False),
+    Column("reason", Text),
+    Column("attempts", Integer, nullable=False),
+    Column("last_call_at", When, nullable=False),
+    Column("due_at", When),
+    Column("at", When, nullable=False, server_default=text("now()")),
+    one_of("outcome", ("judged", "cannot_tell", "failed")),
 )

@@ -111,7 +111,7 @@ async def _write_calls(
         for digest, level in levels(call.asks)
     ]
     events = [
-        event_row(event, time_of(call.id), "header", episode_id=episode)
+        event_row(event, time_of(call.id), episode_id=episode)
         for call, episode in new
         for event in call.tool_events
     ]
@@ -155,6 +155,6 @@ async def _write_feedback(driver: Any, records: Sequence[FeedbackRecord]) -> Non
             if item.tool is None:
                 said.append(feedback_row(item, record))
             else:
-                events.append(event_row(item.tool, record.at, "feedback", item=item))
+                events.append(event_row(item.tool, record.at, item=item))
     await _copy(driver, "feedback", FEEDBACK_COLUMNS, said)
     await _copy(driver, "tool_events", EVENT_COLUMNS, events)

@@ -23,7 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.capture import Captured, Gap
 from proxy.keeping.backlog import Segment, segment_files
-from proxy.keeping.transcribe import transcribe
+from proxy.keeping.transcribe import NO_READERS, transcribe
 from proxy.metrics import (
     DEAD_LETTERS,
     DRAIN_LAG,
@@ -36,6 +36,7 @@ from proxy.metrics import (
     TOOL_STATUS,
     labelled,
 )
+from proxy.result_readers import ResultReaders
 from proxy.segments import decode_payload, read_frames
 from store.away import is_away
 from store.errors import Refused
@@ -66,12 +67,14 @@ class Drainer:
         connect: Callable[[], AsyncEngine | None],
         *,
         batch: int,
+        readers: ResultReaders = NO_READERS,
         counted_before: int = 0,
     ) -> None:
         """`counted_before`: so many of what waits on disk were counted by a killed keeper."""
         self._root = root
         self._connect = connect
         self._batch = batch
+        self._readers = readers
         self._counted_before = counted_before
         self._segments: dict[str, Segment] = {}
         self._ingester = Ingester()
@@ -133,7 +136,7 @@ class Drainer:
             self._count(segment, data[segment.counted - begin :])
             frames = list(islice(read_frames(data), self._batch))
             if frames:
-                entries = [_entry(begin + end, payload) for end, payload in frames]
+                entries = [_entry(begin + end, payload, self._readers) for end, payload in frames]
                 await self._settle(engine, segment, entries)
                 return len(frames)
             if sealed:
@@ -219,14 +222,14 @@ class Drainer:
         log.error("dead_letter", reason=reason[:300], letter=name)
 
 
-def _entry(end: int, payload: bytes) -> Entry:
+def _entry(end: int, payload: bytes, readers: ResultReaders) -> Entry:
     try:
-        return Entry(end, payload, record_of(payload), "")
+        return Entry(end, payload, record_of(payload, readers), "")
     except (msgspec.DecodeError, UnicodeDecodeError, zlib.error, KeyError) as error:
         return Entry(end, payload, None, f"cannot be read: {error}")
 
 
-def record_of(payload: bytes) -> SpoolRecord:
+def record_of(payload: bytes, readers: ResultReaders = NO_READERS) -> SpoolRecord:
     """The ledger's record in a spooled payload.
 
     Raises:
@@ -234,7 +237,7 @@ def record_of(payload: bytes) -> SpoolRecord:
     """
     frame = decode_payload(payload)
     if isinstance(frame, Captured):
-        return transcribe(frame)
+        return transcribe(frame, readers)
     if isinstance(frame, Gap):
         return GapRecord(id=UUID(bytes=frame.id), episodes=frame.episodes)
     return frame

@@ -43,6 +43,7 @@ async def keeping(settings: ProxySettings, *, patience_s: float = 0.0) -> AsyncI
         settings.spool_dir,
         database.engine,
         batch=settings.drain_batch,
+        readers=settings.tool_results,
         counted_before=unsettled(),
     )
     admin = web.AppRunner(admin_app(database, drainer), access_log=None)

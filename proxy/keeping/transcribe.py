@@ -6,20 +6,25 @@ from uuid import UUID
 import msgspec
 
 from proxy.capture import Captured, inflate
-from proxy.dialects.base import ModelRequest, ReplyFacts, read_request
+from proxy.dialects.base import ModelRequest, ReplyFacts, parse_object, read_request
 from proxy.dialects.choice_replies import StreamedReply
 from proxy.dialects.table import DIALECTS
+from proxy.result_readers import ResultReaders
+from proxy.tool_results import result_events
 from proxy.trainable import NOTHING_SAMPLED, Sampled, sampling_settings, why_not_trainable
-from store.records import CallRecord, Tokens
+from store.records import CallRecord, Tokens, ToolEvent
 from store.tokens import pack_ids, pack_logprobs
 
 # What was asked is kept as bytes; where the reply is read without it, it is not parsed.
 UNREAD = {"chat": ("messages",), "completions": ("prompt",)}
+NO_READERS = ResultReaders()
 NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole=False)
 
 
-def transcribe(captured: Captured) -> CallRecord:
+def transcribe(captured: Captured, readers: ResultReaders = NO_READERS) -> CallRecord:
     """The record of a call, its request as the client sent it.
+
+    `readers` say how the results of tools in it are read.
 
     Raises:
         zlib.error: its reply was deflated and is damaged.
@@ -59,7 +64,7 @@ def transcribe(captured: Captured) -> CallRecord:
         trainable=reason is None,
         reason=reason,
         tool_calls=facts.tool_calls,
-        tool_events=captured.tool_events,
+        tool_events=(*captured.tool_events, *_results(captured, request, readers)),
         usage=None if facts.usage is None else msgspec.json.encode(facts.usage),
         finish=facts.finish,
         started_at=datetime.fromtimestamp(captured.started_at, UTC),
@@ -87,6 +92,18 @@ def _facts(captured: Captured, request: ModelRequest, raw: bytes) -> ReplyFacts:
     if captured.streamed or captured.status == "complete":
         transcript.finish()
     return transcript.facts()
+
+
+def _results(
+    captured: Captured, request: ModelRequest, readers: ResultReaders
+) -> tuple[ToolEvent, ...]:
+    """How the tools ended whose results the request brings."""
+    if captured.dialect != "messages" and not readers:
+        # Only Anthropic's API states it: nobody reads the others' unless told to.
+        return ()
+    unread = captured.dialect in UNREAD
+    parsed = parse_object(captured.request) if unread else request.parsed
+    return result_events(UUID(bytes=captured.id), captured.dialect, parsed, readers)
 
 
 def _tokens(sampled: Sampled) -> Tokens:

@@ -1,0 +1,190 @@
+"""What a tool's result says of how the tool ended, read by rules that the user names (pure).
+
+`PAWL_TOOL_RESULTS` names them tool by tool: `search=json_error,shell=exit_code+timeout`.
+A rule that finds nothing it knows says nothing.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from store.records import Record, ToolStatus
+
+ANY_TOOL: Final = "*"
+IGNORE: Final = "ignore"
+MAX_DETAIL: Final = 200
+
+_CODES: Final = ("exit_code", "exitCode", "returncode", "returnCode")
+# Where a tool wraps what it knows of its process.
+_WRAPPED: Final = "metadata"
+_TIMED_OUT: Final = ("timed_out", "timedOut", "timeout")
+_CODE: Final = r"(?:(?:exit|return)[ _-]?|exited with )(?:code|status)[\s:=]{0,3}(-?\d{1,10})\b"
+# At a line's beginning ("Exit code 2", "exit_code: 0 (done)"), or at its end ("… exit code 1.").
+_EXIT_LINE: Final = re.compile(rf"\W*{_CODE}|.*\b{_CODE}\W*\Z", re.IGNORECASE | re.ASCII)
+_TIMEOUT: Final = re.compile(
+    r"\btim(?:ed|e)[ _-]?out\s*(?:$|[.:!(]|after\b|expired\b|exceeded\b|reached\b|error\b)",
+    re.IGNORECASE | re.ASCII,
+)
+_LINE: Final = 300
+
+
+class Reading(Record, frozen=True, kw_only=True):
+    """How a tool ended, as its result says, and by what that is seen."""
+
+    status: ToolStatus
+    detail: str | None = None
+
+
+Rule = Callable[[str, Any], Reading | None]
+
+
+class BadReaders(ValueError):
+    """The setting is not as it must be; the message says where, and what there is."""
+
+
+class ResultReaders(Record, frozen=True, kw_only=True):
+    """The rules of each tool, by its name; those of `*` where it has none of its own."""
+
+    rules: Mapping[str, tuple[str, ...]] = {}
+
+    def read(self, name: str | None, text: str) -> Reading | None:
+        """How the tool of that name ended; None where no rule says.
+
+        Of several rules the worst counts.
+        """
+        rules = self._of(name)
+        if not rules:
+            return None
+        parsed = _parsed(text)
+        found = [reading for rule in rules if (reading := RULES[rule](text, parsed)) is not None]
+        return max(found, key=_badness, default=None)
+
+    def ignores(self, name: str | None) -> bool:
+        """Whether a result of that tool says nothing by what it does not say."""
+        return IGNORE in self._of(name)
+
+    def __bool__(self) -> bool:
+        return any(rule != IGNORE for rules in self.rules.values() for rule in rules)
+
+    def _of(self, name: str | None) -> tuple[str, ...]:
+        own = None if name is None else self.rules.get(name)
+        return self.rules.get(ANY_TOOL, ()) if own is None else own
+
+
+def parse_readers(value: str) -> ResultReaders:
+    """The setting's readers.
+
+    Raises:
+        BadReaders: a part is none of TOOL=RULE, or its rule is unknown.
+    """
+    rules: dict[str, tuple[str, ...]] = {}
+    for part in filter(None, map(str.strip, value.split(","))):
+        name, equals, said = (piece.strip() for piece in part.rpartition("="))
+        if not equals or not name:
+            raise BadReaders(f"{part!r} is not TOOL=RULE, such as search=json_error")
+        if name in rules:
+            raise BadReaders(
+                f"{part!r} names {name} again; join its rules, as in a=exit_code+timeout"
+            )
+        rules[name] = tuple(_rule(rule.strip(), part) for rule in said.split("+"))
+        if IGNORE in rules[name] and len(rules[name]) > 1:
+            raise BadReaders(f"{part!r}: {IGNORE} stands alone")
+    return ResultReaders(rules=rules)
+
+
+def _rule(rule: str, part: str) -> str:
+    if rule not in RULES:
+        known = ", ".join(RULES)
+        raise BadReaders(f"{part!r}: {rule!r} is no rule; there are {known}")
+    return rule
+
+
+def json_error(text: str, parsed: Any) -> Reading | None:
+    """A JSON object fails by its `error`, unless that is null, false or empty."""
+    if not isinstance(parsed, dict):
+        return None
+    error = parsed.get("error")
+    if not error:
+        return Reading(status="ok")
+    said = error.get("message") if isinstance(error, dict) else error
+    detail = _detail(said if isinstance(said, str) else None)
+    timed_out = _says_timed_out(parsed) or (detail is not None and _TIMEOUT.search(detail))
+    return Reading(status="timeout" if timed_out else "error", detail=detail)
+
+
+def exit_code(text: str, parsed: Any) -> Reading | None:
+    """A process fails by any exit code but 0: of a JSON object, or a text's first or last line."""
+    code = _json_code(parsed) if isinstance(parsed, dict) else _text_code(text)
+    if isinstance(parsed, dict) and _says_timed_out(parsed):
+        return Reading(status="timeout", detail=None if code is None else f"exit code {code}")
+    if code is None:
+        return None
+    return Reading(status="ok" if code == 0 else "error", detail=f"exit code {code}")
+
+
+def timeout(text: str, parsed: Any) -> Reading | None:
+    """A tool ran out of time where its JSON, or its text's first or last line, says so."""
+    if isinstance(parsed, dict):
+        found = _says_timed_out(parsed)
+        return Reading(status="timeout") if found else None
+    line = next((line for line in _outer_lines(text) if _TIMEOUT.search(line)), None)
+    return None if line is None else Reading(status="timeout", detail=_detail(line))
+
+
+def ignore(text: str, parsed: Any) -> Reading | None:
+    """Nothing."""
+    return None
+
+
+RULES: Final[Mapping[str, Rule]] = {
+    "json_error": json_error,
+    "exit_code": exit_code,
+    "timeout": timeout,
+    IGNORE: ignore,
+}
+_WORST: Final = ("ok", "error", "timeout")
+
+
+def _badness(reading: Reading) -> int:
+    return _WORST.index(reading.status)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
+        return None
+
+
+def _json_code(parsed: dict[str, Any]) -> int | None:
+    inner = parsed.get(_WRAPPED)
+    for known in (parsed, inner if isinstance(inner, dict) else {}):
+        for key in _CODES:
+            code = known.get(key)
+            if isinstance(code, int) and not isinstance(code, bool):
+                return code
+    return None
+
+
+def _text_code(text: str) -> int | None:
+    """Of two lines that state one, that of the failure: a command can print a line of its own."""
+    found = filter(None, map(_EXIT_LINE.match, _outer_lines(text)))
+    codes = [int(match.group(1) or match.group(2)) for match in found]
+    return max(codes, key=abs, default=None)
+
+
+def _outer_lines(text: str) -> tuple[str, ...]:
+    """The first and the last line: what stands between them is what the tool printed."""
+    stripped = text.strip()
+    return stripped.split("\n", 1)[0][:_LINE], stripped.rpartition("\n")[2][:_LINE]
+
+
+def _says_timed_out(parsed: dict[str, Any]) -> bool:
+    return any(parsed.get(key) is True for key in _TIMED_OUT)
+
+
+def _detail(said: str | None) -> str | None:
+    """The beginning of it, as the ledger can hold it."""
+    return said.replace("\x00", "")[:MAX_DETAIL] if said else None

@@ -1,0 +1,192 @@
+"""Results of tools as the next call brings them: who answers to what, and how it ended (pure).
+
+Only results that answer the assistant's last turn are read: every later request of the thread
+repeats them. `is_error` of Anthropic's API is a statement, and where it is left out the API
+means false; the ledger tells the two apart (`docs/decisions/019-tool-event-sources.md`).
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+from uuid import UUID, uuid5
+
+import msgspec
+
+from proxy.dialects.base import Object
+from proxy.result_readers import ResultReaders
+from store.records import Record, ToolEvent, ToolSource, ToolStatus
+
+# Where each API keeps the conversation.
+FIELDS: Final[Mapping[str, str]] = {
+    "chat": "messages",
+    "messages": "messages",
+    "responses": "input",
+}
+MAX_TEXT: Final = 1024
+_TEXT_TYPES: Final = ("text", "input_text", "output_text")
+_RESULT_TYPES: Final = ("function_call_output", "custom_tool_call_output")
+# What a user puts into the input of a response, beside messages.
+_HEARD_SUFFIXES: Final = ("_output", "_response")
+
+_members: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_member: Final = msgspec.json.Decoder(dict[str, Any])
+
+
+class ToolResult(Record, frozen=True, kw_only=True):
+    """What came back of one tool call; `is_error` is None where the client did not say."""
+
+    tool_id: str
+    name: str | None
+    text: str
+    is_error: bool | None = None
+
+
+def result_events(
+    call_id: UUID, dialect: str, parsed: Object | None, readers: ResultReaders
+) -> tuple[ToolEvent, ...]:
+    """The events that the results in a call's request tell of.
+
+    `parsed` is the request's top level. The same call gives the same events, ids included.
+    """
+    found: list[ToolEvent] = []
+    for result in results_of(dialect, parsed):
+        verdict = _judged(dialect, result, readers)
+        if verdict is not None:
+            status, source, detail = verdict
+            found.append(
+                ToolEvent(
+                    id=uuid5(call_id, result.tool_id),
+                    tool_id=result.tool_id,
+                    name=result.name,
+                    status=status,
+                    detail=detail,
+                    source=source,
+                )
+            )
+    return tuple(found)
+
+
+def _judged(
+    dialect: str, result: ToolResult, readers: ResultReaders
+) -> tuple[ToolStatus, ToolSource, str | None] | None:
+    """The surest that can be said of a result: what was stated, read, or is meant by default."""
+    if result.is_error is not None:
+        return ("error" if result.is_error else "ok"), "is_error", None
+    read = readers.read(result.name, result.text)
+    if read is not None:
+        return read.status, "reader", read.detail
+    if dialect == "messages" and not readers.ignores(result.name):
+        return "ok", "assumed", None
+    return None
+
+
+def results_of(dialect: str, parsed: Object | None) -> list[ToolResult]:
+    """The results that answer the assistant's last turn; the last of each tool call."""
+    raw = (parsed or {}).get(FIELDS.get(dialect, ""))
+    if raw is None:
+        return []
+    try:
+        members = _members.decode(raw)
+    except msgspec.DecodeError:
+        # No list: a conversation of one question.
+        return []
+    told: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    answering = False
+    for member in _backwards(members):
+        spoken = _is_assistants(member)
+        if spoken and told:
+            names |= _called(member)
+            answering = True
+        elif answering:
+            break
+        elif not spoken:
+            told.append(member)
+    found: dict[str, ToolResult] = {}
+    for member in reversed(told):
+        for result in _results(member, names):
+            found[result.tool_id] = result
+    return list(found.values())
+
+
+def _backwards(members: list[msgspec.Raw]) -> Iterator[dict[str, Any]]:
+    """The members from the last one on, each parsed only when it is asked for."""
+    for raw in reversed(members):
+        try:
+            yield _member.decode(raw)
+        except msgspec.MsgspecError:
+            # No object, or one with a value that Python does not hold: it tells nothing.
+            continue
+
+
+def _is_assistants(member: dict[str, Any]) -> bool:
+    """Whether the model said it: a message of its role, or another item of a response's output."""
+    role, kind = member.get("role"), member.get("type")
+    if isinstance(role, str):
+        return role == "assistant"
+    return isinstance(kind, str) and not kind.endswith(_HEARD_SUFFIXES)
+
+
+def _called(member: dict[str, Any]) -> dict[str, str]:
+    """The names of the tools that it calls, by their call's id."""
+    told: list[tuple[Any, Any]] = [(member.get("call_id"), member.get("name"))]
+    for call in _objects(member.get("tool_calls")):
+        of_kind = call.get("custom") if call.get("type") == "custom" else call.get("function")
+        told.append((call.get("id"), of_kind.get("name") if isinstance(of_kind, dict) else None))
+    told += [
+        (block.get("id"), block.get("name"))
+        for block in _objects(member.get("content"))
+        if block.get("type") == "tool_use"
+    ]
+    return {
+        tool_id: name
+        for tool_id, name in told
+        if isinstance(tool_id, str) and isinstance(name, str) and _storable(name)
+    }
+
+
+def _results(member: dict[str, Any], names: Mapping[str, str]) -> Iterator[ToolResult]:
+    if member.get("role") == "tool":
+        yield from _result(member.get("tool_call_id"), member.get("content"), names)
+    elif member.get("type") in _RESULT_TYPES:
+        yield from _result(member.get("call_id"), member.get("output"), names)
+    else:
+        for block in _objects(member.get("content")):
+            if block.get("type") == "tool_result":
+                stated = block.get("is_error")
+                yield from _result(
+                    block.get("tool_use_id"),
+                    block.get("content"),
+                    names,
+                    stated if isinstance(stated, bool) else None,
+                )
+
+
+def _result(
+    tool_id: Any, content: Any, names: Mapping[str, str], is_error: bool | None = None
+) -> Iterable[ToolResult]:
+    """A result whose call is named; of what tool another one is, nobody can tell."""
+    if not isinstance(tool_id, str) or not tool_id or not _storable(tool_id):
+        return ()
+    name = names.get(tool_id)
+    return (ToolResult(tool_id=tool_id, name=name, text=_text(content), is_error=is_error),)
+
+
+def _storable(text: str) -> bool:
+    """As much, and of such characters, as feedback may say too."""
+    return len(text) <= MAX_TEXT and "\x00" not in text
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        part["text"]
+        for part in _objects(content)
+        if part.get("type") in _TEXT_TYPES and isinstance(part.get("text"), str)
+    )
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    for member in value if isinstance(value, list) else ():
+        if isinstance(member, dict):
+            yield member

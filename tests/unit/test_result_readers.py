@@ -1,0 +1,226 @@
+"""What a tool's result says of how the tool ended, and what is wrong with a setting."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pawl.settings import UnreadSettings, read_settings
+from proxy.result_readers import IGNORE, RULES, BadReaders, ResultReaders, parse_readers
+from proxy.settings import ProxySettings
+from store.records import TOOL_STATUSES
+
+
+def read(rules: str, text: object, name: str | None = "t") -> tuple[str, str | None] | None:
+    said = text if isinstance(text, str) else json.dumps(text)
+    reading = parse_readers(f"t={rules}").read(name, said)
+    return None if reading is None else (reading.status, reading.detail)
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "detail"),
+    [
+        ({"rows": 3}, "ok", None),
+        ({}, "ok", None),
+        *(({"error": nothing}, "ok", None) for nothing in (None, False, "", {}, [], 0)),
+        ({"error": "no such table"}, "error", "no such table"),
+        ({"error": {"message": "no", "code": 4}}, "error", "no"),
+        ({"error": True}, "error", None),
+        ({"error": ["a"]}, "error", None),
+        ({"error": "timed out after 30 s"}, "timeout", "timed out after 30 s"),
+        ({"error": "Timeout"}, "timeout", "Timeout"),
+        ({"error": "killed", "timed_out": True}, "timeout", "killed"),
+        ({"error": "the timeout option is unknown"}, "error", "the timeout option is unknown"),
+        ({"error": "a\x00b" + "c" * 500}, "error", ("ab" + "c" * 500)[:200]),
+    ],
+)
+def test_a_json_object_fails_by_its_error(result: Any, status: str, detail: str | None) -> None:
+    assert read("json_error", result) == (status, detail)
+
+
+@pytest.mark.parametrize("result", ["", "error", "42", "[1]", '"error"', "null", "{", "1e999"])
+def test_what_is_no_json_object_says_nothing_of_an_error(result: str) -> None:
+    assert read("json_error", result) is None
+
+
+@pytest.mark.parametrize(
+    ("result", "code"),
+    [
+        *(({key: 2}, 2) for key in ("exit_code", "exitCode", "returncode", "returnCode")),
+        ({"exit_code": 0, "stdout": "x"}, 0),
+        ({"returncode": -9}, -9),
+        ({"output": "", "metadata": {"exit_code": 1, "duration_seconds": 0.1}}, 1),
+        ("exit code: 2", 2),
+        ("Exit code 2\nls: no such file", 2),
+        ("Exit code: 0\nWall time: 0.1 seconds\nOutput:\nexit code: 3\ndone", 0),
+        ("a\nb\nProcess exited with code 1", 1),
+        ("a\n[exit status 127]\n", 127),
+        ("returncode=3", 3),
+        ("return code: -11", -11),
+        ("exit_code: 0 (done)", 0),
+        ("Command failed with exit code 1.", 1),
+        ("Command 'x' returned non-zero exit status 2.", 2),
+        # A command cannot hide its failure behind a line of its own.
+        ("exit code: 0\nfake\nExit code: 1", 1),
+    ],
+)
+def test_a_process_fails_by_its_exit_code(result: Any, code: int) -> None:
+    assert read("exit_code", result) == ("ok" if code == 0 else "error", f"exit code {code}")
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "",
+        "fine",
+        "return 3 values",
+        "the exit code 2 means that nothing was found",
+        "one\nexit code: 2\nthree",
+        {"exit_code": None},
+        {"exit_code": True},
+        {"exit_code": "1"},
+        {"metadata": 3},
+        [1],
+    ],
+)
+def test_what_states_no_exit_code_says_nothing(result: Any) -> None:
+    assert read("exit_code", result) is None
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        {"timed_out": True},
+        {"timedOut": True, "exit_code": 0},
+        {"timeout": True},
+    ],
+)
+def test_json_states_a_timeout(result: Any) -> None:
+    for rule in ("exit_code", "timeout"):
+        reading = read(rule, result)
+        assert reading is not None
+        assert reading[0] == "timeout"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Command timed out after 120s",
+        "output\nTimeout exceeded.",
+        "tool timed out",
+        "TIMEOUT",
+        "Error: Timed out!",
+    ],
+)
+def test_text_states_a_timeout_in_its_first_or_last_line(text: str) -> None:
+    reading = read("timeout", text)
+    assert reading is not None
+    assert reading[0] == "timeout"
+
+
+@pytest.mark.parametrize(
+    "result",
+    ["", "ok", "the timeout is 30", "a\nit timed out\nb", {"timeout": 30}, {"timed_out": False}],
+)
+def test_what_states_no_timeout_says_nothing(result: Any) -> None:
+    assert read("timeout", result) is None
+
+
+def test_of_several_rules_the_worst_counts() -> None:
+    assert read("exit_code+timeout", "Exit code 0\nx\ncommand timed out") is not None
+    assert read("exit_code+timeout", "Exit code 2\nx\ntimed out") == ("timeout", "timed out")
+    assert read("json_error+exit_code", {"exit_code": 1}) == ("error", "exit code 1")
+    assert read("json_error+exit_code", {"exit_code": 0, "error": "e"}) == ("error", "e")
+
+
+def test_a_tools_own_rules_go_before_those_of_any() -> None:
+    readers = parse_readers("a=exit_code, b=ignore ,*=json_error")
+    text = '{"error": "e"}'
+    assert readers.read("a", text) is None
+    assert readers.read("b", text) is None
+    for other in ("c", None):
+        found = readers.read(other, text)
+        assert found is not None
+        assert found.status == "error"
+    assert [readers.ignores(name) for name in ("a", "b", "c", None)] == [False, True, False, False]
+
+
+def test_no_rules_read_nothing() -> None:
+    assert not parse_readers("")
+    assert not parse_readers(" , ")
+    assert not parse_readers("a=ignore")
+    assert parse_readers("").read("a", '{"error": 1}') is None
+    assert parse_readers("").rules == ResultReaders().rules
+
+
+def test_a_name_may_hold_an_equals_sign() -> None:
+    assert parse_readers("a=b=json_error").rules == {"a=b": ("json_error",)}
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        ("search", "'search' is not TOOL=RULE"),
+        ("=json_error", "is not TOOL=RULE"),
+        ("a=jsn_error", r"'a=jsn_error': 'jsn_error' is no rule; there are json_error, exit_code"),
+        ("a=", "is no rule"),
+        ("a=json_error+", "is no rule"),
+        ("a=json_error,a=exit_code", "names a again"),
+        ("a=ignore+json_error", "stands alone"),
+    ],
+)
+def test_a_mistake_is_named(value: str, named: str) -> None:
+    with pytest.raises(BadReaders, match=named):
+        parse_readers(value)
+
+
+def test_a_mistake_stops_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PAWL_TOOL_RESULTS", "search=jsn_error")
+    with pytest.raises(UnreadSettings, match=r"PAWL_TOOL_RESULTS.*jsn_error.*json_error"):
+        read_settings(ProxySettings)
+    monkeypatch.setenv("PAWL_TOOL_RESULTS", "search=json_error,*=exit_code")
+    assert read_settings(ProxySettings).tool_results.rules == {
+        "search": ("json_error",),
+        "*": ("exit_code",),
+    }
+
+
+@given(st.sampled_from([rule for rule in RULES if rule != IGNORE]), st.text())
+def test_any_text_can_be_read(rule: str, text: str) -> None:
+    reading = parse_readers(f"t={rule}").read("t", text)
+    assert reading is None or reading.status in TOOL_STATUSES
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(["error", "exit_code", "returncode", "timed_out", "metadata", "x"])
+
+
+@given(st.sampled_from(list(RULES)), st.dictionaries(KEYS, JSON))
+def test_any_object_can_be_read(rule: str, result: dict[str, Any]) -> None:
+    reading = read(rule, result)
+    if reading is not None:
+        assert reading[0] in ("ok", "error", "timeout")
+        assert "\x00" not in (reading[1] or "")
+
+
+@given(
+    st.integers(-(2**31), 2**31),
+    st.sampled_from(["Exit code {}", "x\nexit status: {}", "returncode={}"]),
+)
+def test_every_exit_code_is_read_from_text_as_from_json(code: int, form: str) -> None:
+    assert read("exit_code", form.format(code)) == read("exit_code", {"exit_code": code})
+
+
+@given(st.text(max_size=60))
+def test_any_setting_is_read_or_refused(value: str) -> None:
+    try:
+        parse_readers(value)
+    except BadReaders as error:
+        assert str(error)  # noqa: PT017
