@@ -155,6 +155,90 @@ async def _export(settings: StackSettings, chosen: object, out: Path | None) -> 
 
 
 @app.command()
+def judge(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="After `--`: a program (PAWL_JUDGE_COMMAND), run once an episode."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Or a model, with --rubric.")] = None,
+    rubric: Annotated[Path | None, typer.Option(help="A text file: what is good work?")] = None,
+    base_url: Annotated[
+        str | None, typer.Option(help="The model's server, with its /v1 (PAWL_UPSTREAM_URL).")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="The model's.")] = 0.0,
+    max_chars: Annotated[
+        int, typer.Option(min=200, help="So much of a transcript is shown to the model.")
+    ] = 60_000,
+    name: Annotated[
+        str | None, typer.Option(help="Under which it is remembered what it was asked.")
+    ] = None,
+    quiet: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds without a call: over (PAWL_JUDGE_QUIET_S, 600)."),
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="At once (PAWL_JUDGE_CONCURRENCY, 4).")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.01, help="Seconds each (PAWL_JUDGE_TIMEOUT_S, 60).")
+    ] = None,
+    attempts: Annotated[int, typer.Option(min=1, help="So often one may fail.")] = 5,
+    once: Annotated[bool, typer.Option("--once", help="Stop when none is left: for cron.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Ask also about those it could not judge before.")
+    ] = False,
+    since: Annotated[
+        datetime | None, typer.Option(help="Only episodes with a call at or after this time.")
+    ] = None,
+    agent: Annotated[
+        str | None, typer.Option(help="Only episodes with calls of this agent.")
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Only episodes with calls of this policy.")
+    ] = None,
+    feedback_url: Annotated[
+        str | None, typer.Option(help="Where answers go; unset: the proxy at PAWL_LISTEN.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: counts, in JSON.")] = False,
+) -> None:
+    """Have finished episodes judged that nobody scored, and the answers posted as feedback."""
+    from pawl.export import Selection
+    from pawl.judging.command import JudgeOptions, judge_episodes
+    from pawl.judging.errors import JudgeError
+
+    options = JudgeOptions(
+        command=tuple(command or ()),
+        model=model,
+        rubric=rubric,
+        base_url=base_url,
+        temperature=temperature,
+        max_chars=max_chars,
+        name=name,
+        quiet_s=quiet,
+        concurrency=concurrency,
+        timeout_s=timeout,
+        attempts=attempts,
+        once=once,
+        again=again,
+        selection=Selection(since=_with_zone(since), agent=agent, policy=policy),
+        feedback_url=feedback_url,
+    )
+    try:
+        tally = asyncio.run(judge_episodes(options))
+    except JudgeError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    if as_json:
+        print(json.dumps(tally))
+    else:
+        told = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in tally.items())
+        print(f"episodes: {told}", file=sys.stderr)
+    if tally["failed"]:
+        raise SystemExit(1)
+
+
+@app.command()
 def spool(
     replay: Annotated[
         bool, typer.Option("--replay", help="Try to store the dead letters again.")

@@ -49,22 +49,22 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
     return count
 
 
-def episode_state(episode: Episode, now: datetime) -> EpisodeState:
+def episode_state(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> EpisodeState:
     """Scored, failed, still open, or over without a score."""
     if any(statement.metric == REWARD for statement in episode.feedback):
         return "scored"
     last = episode.calls[-1] if episode.calls else None
     if last is not None and (last.status != "complete" or (last.http_status or 0) >= 400):
         return "failed"
-    return "open" if now - episode.last_call_at < QUIET else "unscored"
+    return "open" if now - episode.last_call_at < quiet else "unscored"
 
 
-def episode_line(episode: Episode, now: datetime) -> dict[str, Any]:
+def episode_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> dict[str, Any]:
     """One line's object (pure)."""
     line: dict[str, Any] = {
         "episode": episode.key,
         "task": episode.task,
-        "state": episode_state(episode, now),
+        "state": episode_state(episode, now, quiet),
         "feedback": _statements(episode.feedback),
         "calls": [_call(call) for call in episode.calls],
     }

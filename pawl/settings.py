@@ -40,6 +40,23 @@ class StackSettings(StoreSettings):
     log_dir: Path = Field(default=Path("var/logs"), description="a file a process")
 
 
+class JudgeSettings(StoreSettings):
+    """What `pawl judge` reads from `PAWL_*`; `pawl up` runs a judge where a command is set."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
+    )
+
+    judge_command: str | None = Field(
+        default=None, description="the program that judges finished episodes, as in a shell"
+    )
+    judge_quiet_s: float = Field(
+        default=600.0, ge=0, description="an episode is over after so long without a call"
+    )
+    judge_timeout_s: float = Field(default=60.0, gt=0, description="how long one judgement takes")
+    judge_concurrency: int = Field(default=4, ge=1, description="judgements at once")
+
+
 class UnreadSettings(Exception):
     """A setting that nothing reads, or one with a value that cannot be used."""
 
@@ -47,7 +64,7 @@ class UnreadSettings(Exception):
 def known_variables() -> set[str]:
     """Every `PAWL_*` name that some process reads."""
     names: set[str] = set()
-    for settings in (ProxySettings, TrainerSettings, StackSettings):
+    for settings in (ProxySettings, TrainerSettings, StackSettings, JudgeSettings):
         names |= {PREFIX + name.upper() for name in settings.model_fields if name != "database_url"}
     return names
 

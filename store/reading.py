@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Row, func, or_, select
+from sqlalchemy import Row, Select, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.assembly import assemble, whole_texts
@@ -22,7 +22,15 @@ async def episode_ids(
     agent: str | None = None,
     policy: str | None = None,
 ) -> list[UUID]:
-    """Ids of the episodes that match, oldest first.
+    """Ids of the episodes that match (see `matching`), oldest first."""
+    found = await connection.execute(matching(since=since, agent=agent, policy=policy))
+    return list(found.scalars())
+
+
+def matching(
+    *, since: datetime | None = None, agent: str | None = None, policy: str | None = None
+) -> Select[tuple[UUID]]:
+    """The query for episodes' ids, oldest first.
 
     `since` is compared with an episode's last call; `agent` and `policy` with its calls.
     """
@@ -36,8 +44,7 @@ async def episode_ids(
         if wanted is not None:
             matching = select(transitions.c.episode_id).where(transitions.c[column] == wanted)
             query = query.where(episodes.c.id.in_(select(whole).where(episodes.c.id.in_(matching))))
-    found = await connection.execute(query.order_by(episodes.c.first_call_id))
-    return list(found.scalars())
+    return query.order_by(episodes.c.first_call_id)
 
 
 async def iter_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> AsyncIterator[Episode]:

@@ -45,6 +45,8 @@ class StackPlan(Record, frozen=True, kw_only=True):
     policy: str | None
     model: str | None
     seed: int = 0
+    # Whether a judge is configured (PAWL_JUDGE_COMMAND).
+    judge: bool = False
 
 
 class Stack:
@@ -137,6 +139,8 @@ def _processes(plan: StackPlan, database_url: str) -> list[Process]:
         )
     found.append(Process("trainer", [*pawl, "trainer"], environment, plan.log_dir))
     found.append(Process("proxy", [*pawl, "proxy"], environment, plan.log_dir))
+    if plan.judge:
+        found.append(Process("judge", [*pawl, "judge"], environment, plan.log_dir))
     return found
 
 

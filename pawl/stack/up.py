@@ -5,7 +5,7 @@ import signal
 
 from rich.console import Console
 
-from pawl.settings import StackSettings, read_settings
+from pawl.settings import JudgeSettings, StackSettings, read_settings
 from pawl.stack.model import unpacked_model
 from pawl.stack.stack import Stack, StackPlan, running_stack
 from pawl.stack.vllm import VllmOptions
@@ -70,6 +70,7 @@ def _plan(settings: StackSettings) -> StackPlan:
         policy=policy,
         model=model,
         seed=trainer.seed,
+        judge=read_settings(JudgeSettings).judge_command is not None,
     )
 
 

@@ -1,0 +1,189 @@
+"""`pawl judge`: settings and options put together, and the judge run until it is told to stop."""
+
+import asyncio
+import os
+import shlex
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import aiohttp
+from pydantic import HttpUrl
+
+from pawl.export import Selection
+from pawl.judging.answers import Judge
+from pawl.judging.desk import FeedbackDesk
+from pawl.judging.errors import JudgeError
+from pawl.judging.model import RubricJudge
+from pawl.judging.program import ProgramJudge
+from pawl.judging.run import Judging, JudgingPlan
+from pawl.settings import JudgeSettings, StackSettings, read_settings
+from pawl.stack.database import open_engine
+from proxy.settings import ProxySettings
+from store.judgements import forget_unjudged
+from store.records import Record
+from store.settings import address
+
+ANYWHERE: Final = ("0.0.0.0", "::")
+HERE: Final = ("127.0.0.1", "localhost", "::1", *ANYWHERE)
+OUTCOMES: Final = ("judged", "cannot_tell", "failed")
+
+
+class JudgeOptions(Record, frozen=True, kw_only=True):
+    """What the command line said; None where a setting decides."""
+
+    command: tuple[str, ...] = ()
+    model: str | None = None
+    rubric: Path | None = None
+    base_url: str | None = None
+    temperature: float = 0.0
+    max_chars: int = 60_000
+    name: str | None = None
+    quiet_s: float | None = None
+    concurrency: int | None = None
+    timeout_s: float | None = None
+    attempts: int = 5
+    once: bool = False
+    again: bool = False
+    selection: Selection = Selection()
+    feedback_url: str | None = None
+
+
+async def judge_episodes(options: JudgeOptions) -> dict[str, int]:
+    """Run the judge until SIGTERM, or once; how many episodes came to which outcome.
+
+    Raises:
+        JudgeError: it cannot run like this; with `once`: a server does not answer.
+    """
+    settings = read_settings(JudgeSettings)
+    proxy = read_settings(ProxySettings)
+    # Judges have time limits of their own.
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with (
+        aiohttp.ClientSession(timeout=timeout) as session,
+        open_engine(read_settings(StackSettings)) as engine,
+    ):
+        judge = _judge(options, settings, proxy, session)
+        url = options.feedback_url or feedback_url(proxy.listen)
+        desk = FeedbackDesk(session, _url("--feedback-url", url))
+        if options.again:
+            async with engine.begin() as connection:
+                await forget_unjudged(connection, judge.name)
+        judging = Judging(engine, judge, desk, _plan(options, settings))
+        await _until_told(judging, once=options.once)
+        return _counts(judging.tally)
+
+
+def _plan(options: JudgeOptions, settings: JudgeSettings) -> JudgingPlan:
+    quiet_s = settings.judge_quiet_s if options.quiet_s is None else options.quiet_s
+    return JudgingPlan(
+        selection=options.selection,
+        quiet=timedelta(seconds=quiet_s),
+        concurrency=options.concurrency or settings.judge_concurrency,
+        attempts=options.attempts,
+    )
+
+
+def _judge(
+    options: JudgeOptions,
+    settings: JudgeSettings,
+    proxy: ProxySettings,
+    session: aiohttp.ClientSession,
+) -> Judge:
+    timeout_s = options.timeout_s or settings.judge_timeout_s
+    if options.model is None:
+        if options.rubric is not None:
+            raise JudgeError("--rubric is for a model: name one with --model")
+        command = options.command or _words(settings.judge_command or "")
+        if not command:
+            raise JudgeError(
+                "name a judge: `pawl judge -- COMMAND…`, PAWL_JUDGE_COMMAND, "
+                "or --model with --rubric"
+            )
+        return ProgramJudge(command, timeout_s=timeout_s, name=options.name)
+    if options.command:
+        raise JudgeError("name a program or --model, not both")
+    base_url = _url("--base-url", options.base_url or str(proxy.upstream_url))
+    if is_proxy(base_url, proxy.listen):
+        raise JudgeError(
+            f"{base_url} is the proxy: the judge's calls would be recorded and trained like an "
+            "agent's. Name the model's server with --base-url"
+        )
+    return RubricJudge(
+        session,
+        base_url=base_url,
+        model=options.model,
+        rubric=_rubric(options.rubric),
+        timeout_s=timeout_s,
+        max_chars=options.max_chars,
+        temperature=options.temperature,
+        api_key=os.environ.get("OPENAI_API_KEY"),
+        name=options.name,
+    )
+
+
+def _words(command: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(command))
+    except ValueError as error:
+        raise JudgeError(f"PAWL_JUDGE_COMMAND: {error}") from error
+
+
+def _url(option: str, value: str) -> str:
+    try:
+        HttpUrl(value)
+    except ValueError as error:
+        raise JudgeError(f"{option}: {value!r} is no http:// or https:// URL") from error
+    return value
+
+
+def _rubric(path: Path | None) -> str:
+    if path is None:
+        raise JudgeError("--model wants a --rubric: a text file that says what good work is")
+    try:
+        rubric = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise JudgeError(f"the rubric {path} cannot be read: {error}") from error
+    if not rubric.strip():
+        raise JudgeError(f"the rubric {path} is empty: say in it what good work is")
+    return rubric
+
+
+def feedback_url(listen: str) -> str:
+    """Where the proxy that listens there takes feedback, seen from its machine."""
+    host, port = address(listen)
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/feedback"
+
+
+def is_proxy(base_url: str, listen: str) -> bool:
+    """Whether the URL leads to the proxy that listens there."""
+    url, (host, port) = urlsplit(base_url), address(listen)
+    same_host = url.hostname == host or (url.hostname in HERE and host in HERE)
+    return same_host and (url.port or {"http": 80, "https": 443}.get(url.scheme)) == port
+
+
+def _counts(tally: Mapping[str, int]) -> dict[str, int]:
+    return {outcome: tally.get(outcome, 0) for outcome in OUTCOMES}
+
+
+async def _until_told(judging: Judging, *, once: bool) -> None:
+    """Run until the end, or until SIGTERM; what is being judged then is judged next time."""
+    running = asyncio.ensure_future(judging.run(once=once))
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        running.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    with suppress(asyncio.CancelledError):
+        await running
+        return
+    if not stopped:
+        raise asyncio.CancelledError

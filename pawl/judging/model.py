@@ -1,0 +1,85 @@
+"""A model with a rubric as judge, asked through any OpenAI-compatible server."""
+
+import asyncio
+from hashlib import sha256
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from pawl.judging.answers import Statement
+from pawl.judging.errors import Away, JudgeFailed
+from pawl.judging.rubric import judge_messages, read_score
+
+# What a server says of this request; anything else would be said of the next one, too.
+OF_THIS_REQUEST: Final = (400, 413, 422)
+SHOWN: Final = 300
+
+
+class RubricJudge:
+    """Asks for a score from 0 to 1, which it states as the episode's reward."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        base_url: str,
+        model: str,
+        rubric: str,
+        timeout_s: float,
+        max_chars: int,
+        temperature: float = 0.0,
+        api_key: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.name = name or f"{model} by rubric {sha256(rubric.encode()).hexdigest()[:12]}"
+        self._session = session
+        self._url = base_url.rstrip("/") + "/chat/completions"
+        self._asked = {"model": model, "temperature": temperature}
+        self._rubric = rubric
+        self._timeout_s = timeout_s
+        self._max_chars = max_chars
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def judge(self, episode: str, line: bytes) -> list[Statement]:
+        """See `Judge`."""
+        messages = judge_messages(self._rubric, line, self._max_chars)
+        score = read_score(_said(await self._ask(self._asked | {"messages": messages})))
+        return [] if score is None else [{"value": score, "episode": episode}]
+
+    async def _ask(self, request: dict[str, Any]) -> bytes:
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._session.post(self._url, json=request, headers=self._headers) as reply,
+            ):
+                body = await reply.read()
+        except TimeoutError as error:
+            raise JudgeFailed(f"no answer within {self._timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise Away(f"{self._url} does not answer: {error}") from error
+        if reply.status == 200:
+            return body
+        said = f"{reply.status}: {body[:SHOWN].decode(errors='replace')}"
+        if reply.status in OF_THIS_REQUEST:
+            raise JudgeFailed(f"the server refused the request with {said}")
+        raise Away(f"{self._url} answered {said}")
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+def _said(body: bytes) -> str:
+    try:
+        return msgspec.json.decode(body, type=_Completion).choices[0].message.content or ""
+    except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
+        raise JudgeFailed(f"the server's reply is no chat completion: {error}") from error
