@@ -106,12 +106,11 @@ def json_error(text: str, parsed: Any) -> Reading | None:
     if not isinstance(parsed, dict):
         return None
     error = parsed.get("error")
-    if not error:
-        return Reading(status="ok")
     said = error.get("message") if isinstance(error, dict) else error
     detail = _detail(said if isinstance(said, str) else None)
-    timed_out = _says_timed_out(parsed) or (detail is not None and _TIMEOUT.search(detail))
-    return Reading(status="timeout" if timed_out else "error", detail=detail)
+    if _says_timed_out(parsed) or (detail is not None and _TIMEOUT.search(detail)):
+        return Reading(status="timeout", detail=detail)
+    return Reading(status="error" if error else "ok", detail=detail)
 
 
 def exit_code(text: str, parsed: Any) -> Reading | None:

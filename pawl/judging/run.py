@@ -31,6 +31,8 @@ from store.records import Episode, Record
 log = structlog.get_logger()
 
 POLL_S: Final = 5.0
+# Looking for what is to be judged takes at most one part in so many of the database's time.
+LOOK_SHARE: Final = 20
 LONGEST_PAUSE_S: Final = 60.0
 FIRST_RETRY: Final = timedelta(seconds=30)
 RETRY_FACTOR: Final = 4.0
@@ -72,6 +74,7 @@ class Judging:
         self._desk = desk
         self._plan = plan
         self._away: Away | None = None
+        self._looked_s = 0.0
         # Answers that could not be posted yet: judging costs more than remembering.
         self._unsent: dict[tuple[UUID, datetime], list[Statement]] = {}
 
@@ -102,7 +105,7 @@ class Judging:
                 elif once:
                     return self.tally
                 else:
-                    pause_s = self._plan.poll_s
+                    pause_s = max(self._plan.poll_s, LOOK_SHARE * self._looked_s)
                 await asyncio.sleep(pause_s)
 
     async def _round(self, *, once: bool) -> int:
@@ -124,8 +127,9 @@ class Judging:
 
     async def _awaiting(self) -> list[Awaiting]:
         now = datetime.now(UTC)
+        begun = time.monotonic()
         async with self._engine.connect() as connection:
-            return await awaiting(
+            found = await awaiting(
                 connection,
                 self._judge.name,
                 now=now,
@@ -135,6 +139,8 @@ class Judging:
                 agent=self._plan.selection.agent,
                 policy=self._plan.selection.policy,
             )
+        self._looked_s = time.monotonic() - begun
+        return found
 
     async def _one(self, one: Awaiting, some: asyncio.Semaphore) -> None:
         """Judge one episode and keep what came of it."""

@@ -93,12 +93,13 @@ def test_what_states_no_exit_code_says_nothing(result: Any) -> None:
     "result",
     [
         {"timed_out": True},
+        {"timed_out": True, "error": None},
         {"timedOut": True, "exit_code": 0},
         {"timeout": True},
     ],
 )
 def test_json_states_a_timeout(result: Any) -> None:
-    for rule in ("exit_code", "timeout"):
+    for rule in ("json_error", "exit_code", "timeout"):
         reading = read(rule, result)
         assert reading is not None
         assert reading[0] == "timeout"

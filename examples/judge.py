@@ -1,0 +1,29 @@
+"""A judge for `pawl judge -- python examples/judge.py`: was a sum worked out right?
+
+An episode comes as one JSON line on stdin, as `pawl export` writes it; what it is worth goes to
+stdout, as /feedback takes it. `{"value": null}`: this judge cannot tell.
+"""
+
+import json
+import re
+import sys
+from typing import Any
+
+SUM = re.compile(r"(-?\d+)\s*([-+*])\s*(\d+)")
+WORK = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+
+
+def value_of(episode: dict[str, Any]) -> float | None:
+    last = episode["calls"][-1]
+    questions = [m["content"] for m in last["request"]["messages"] if m["role"] == "user"]
+    asked = SUM.search(questions[-1]) if questions else None
+    if asked is None or last["reply"] is None:
+        return None
+    first, sign, second = asked.groups()
+    answer = last["reply"]["choices"][0]["message"]["content"] or ""
+    right = str(WORK[sign](int(first), int(second))) in re.findall(r"-?\d+", answer)
+    return 1.0 if right else 0.0
+
+
+if __name__ == "__main__":
+    print(json.dumps({"value": value_of(json.loads(sys.stdin.readline()))}))
