@@ -8,12 +8,14 @@ from store.records import TOOL_STATUSES
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
 Assignment = Literal["identical", "per_agent", "discounted", "first_call", "last_call", "call"]
 Baseline = Literal["group", "leave_one_out", "moving", "none"]
 Normalisation = Literal["group", "batch", "none"]
+EqualWeight = Literal["episode", "call", "token"]
 
 
 class Part(BaseModel):
@@ -45,35 +47,57 @@ class ClaimPart(Part):
 
 
 class CreditPart(Part):
-    """How returns become advantages (see `trainer.credit`)."""
+    """How returns become advantages (see `trainer.credit`), and which share of the loss."""
 
     assignment: Assignment = "identical"
     discount: Annotated[float, Field(gt=0, le=1)] = 0.95
     baseline: Baseline = "group"
-    # What the advantage is divided by: the group's spread, the update's, or nothing.
+    # What the advantage is divided by: the spread of what the baseline is taken over, that of
+    # the update, or nothing.
     normalisation: Normalisation = "group"
-    # What has the same weight: an episode whatever its number of calls, or a call.
-    equal_weight: Literal["episode", "call"] = "episode"
+    # What has the same weight: an episode whatever its number of calls, a call, or a token.
+    equal_weight: EqualWeight = "episode"
     smallest_spread: Positive = 0.1
-    failed_reward: float | None = None
+    failed_reward: Finite | None = None
     # Of the moving baseline: the share of each new return in it.
     baseline_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
     air_lambda: Annotated[float, Field(ge=0, le=0.2)] = 0.2
     air_assignment: Literal["episode", "step"] = "episode"
-    air_scores: dict[str, float] = Field(
+    air_scores: dict[str, Finite] = Field(
         default={"ok": 1.0, "error": -0.5, "timeout": -0.5, "denied": -0.5, "malformed": -1.0}
     )
     # Scores of single tools by their names: {"search": {"ok": 0.2}}.
-    air_tools: dict[str, dict[str, float]] = Field(default={})
+    air_tools: dict[str, dict[str, Finite]] = Field(default={})
 
     @model_validator(mode="after")
     def _statuses_are_known(self) -> "CreditPart":
+        known = ", ".join(TOOL_STATUSES)
         if set(self.air_scores) != set(TOOL_STATUSES):
-            known = ", ".join(TOOL_STATUSES)
             raise ValueError(f"air_scores must give a score to each of {known}, and to no other")
-        failed = min(score for name, score in self.air_scores.items() if name != "malformed")
-        if self.air_scores["malformed"] >= failed:
-            raise ValueError("air_scores: malformed must score below one that failed cleanly")
+        for tool, scores in self.air_tools.items():
+            if unknown := sorted(set(scores) - set(TOOL_STATUSES)):
+                raise ValueError(
+                    f"air_tools.{tool}: {unknown[0]!r} is not a tool status; use one of {known}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _malformed_is_worst(self) -> "CreditPart":
+        """Of any tool, or a call of one would be spoilt to avoid the failure of another.
+
+        Means are clipped at −1: what is below it is no worse than −1.
+        """
+        tables = {"air_scores": self.air_scores} | {
+            f"air_tools.{tool}": scores for tool, scores in self.air_tools.items()
+        }
+        malformed = max(scores.get("malformed", -1.0) for scores in tables.values())
+        for name, scores in tables.items():
+            clean = min((score for key, score in scores.items() if key != "malformed"), default=1.0)
+            if max(malformed, -1.0) >= clean:
+                raise ValueError(
+                    f"{name}: malformed must score below one that failed cleanly, of any tool,"
+                    f" and -1 is the lowest that counts; {clean} is not above {malformed}"
+                )
         return self
 
 

@@ -8,7 +8,7 @@ from uuid import UUID
 
 from store.records import Record
 from store.tokens import unpack_ids, unpack_logprobs
-from trainer.credit import TransitionCredit
+from trainer.credit.assign import TransitionCredit
 
 
 class Row(Record, frozen=True, kw_only=True):

@@ -6,7 +6,8 @@ from typing import Any
 
 from store.claims import Claim, Outcome
 from store.records import Record
-from trainer.credit import TransitionCredit, assign_credit
+from trainer.credit.assign import Credited, TransitionCredit, assign_credit
+from trainer.credit.moving import NO_BASELINES, Baselines
 from trainer.recipe import Recipe
 from trainer.rows import Row, training_rows
 
@@ -18,25 +19,37 @@ class Plan(Record, frozen=True, kw_only=True):
     rows: tuple[Row, ...]
     outcomes: tuple[Outcome, ...]
     metrics: dict[str, Any]
+    # The moving baselines that this update leaves to the next.
+    baselines: Baselines
 
 
-def plan_update(claim: Claim, recipe: Recipe, next_version: int) -> Plan:
-    """Assign credit to a claim, and say what it comes to."""
+def plan_update(
+    claim: Claim, recipe: Recipe, next_version: int, baselines: Baselines = NO_BASELINES
+) -> Plan:
+    """Assign credit to a claim, and say what it comes to.
+
+    `baselines` are the moving ones that the update before left.
+    """
     oldest = next_version - 1 - recipe.claim.max_staleness
-    credited = assign_credit(claim.groups, recipe.credit, oldest_version=oldest)
-    rows = training_rows(credited)
-    outcomes = _outcomes(claim, credited)
+    credited = assign_credit(
+        claim.groups, recipe.credit, oldest_version=oldest, baselines=baselines
+    )
+    rows = training_rows(credited.transitions)
+    outcomes = _outcomes(claim, credited.transitions)
     return Plan(
-        credited=tuple(credited),
+        credited=credited.transitions,
         rows=tuple(rows),
         outcomes=outcomes,
         metrics=_metrics(claim, credited, rows, outcomes, next_version),
+        baselines=credited.baselines,
     )
 
 
 def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outcome, ...]:
     trained = {credit.episode_id for credit in credited if credit.reason is None}
+    # A call that cannot be trained by itself says nothing of why its episode is not.
     reasons = {credit.episode_id: credit.reason for credit in credited}
+    reasons |= {credit.episode_id: credit.reason for credit in credited if credit.call.trainable}
     return tuple(
         Outcome(
             episode_id=episode.id,
@@ -52,14 +65,13 @@ def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outco
 
 def _metrics(
     claim: Claim,
-    credited: Sequence[TransitionCredit],
+    credited: Credited,
     rows: Sequence[Row],
     outcomes: Sequence[Outcome],
     next_version: int,
 ) -> dict[str, Any]:
     """Figures of an update, JSON-ready. Means are over episodes but for `staleness_mean`."""
-    by_episode = {credit.episode_id: credit for credit in credited}
-    scored = [credit for credit in by_episode.values() if credit.r_final is not None]
+    returns = credited.returns.values()
     dropped: dict[str, int] = {}
     for outcome in outcomes:
         if outcome.reason is not None:
@@ -69,11 +81,11 @@ def _metrics(
         "episodes": len(outcomes),
         "trained_episodes": sum(outcome.trained for outcome in outcomes),
         "dropped": dropped,
-        "reward_mean": _mean([credit.r_final for credit in scored]),
-        "total_mean": _mean([credit.r_total for credit in scored]),
-        "air_mean": _mean([credit.r_air for credit in by_episode.values()]),
+        "reward_mean": _mean([earned.r_final for earned in returns]),
+        "total_mean": _mean([earned.r_total for earned in returns]),
+        "air_mean": _mean([earned.r_air for earned in returns]),
         "staleness_mean": _mean([next_version - 1 - row.version for row in rows]),
-        "tool_events": sum(len(credit.call.tool_events) for credit in credited),
+        "tool_events": sum(len(credit.call.tool_events) for credit in credited.transitions),
     }
 
 

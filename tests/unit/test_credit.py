@@ -10,15 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.ids import new_id
-from store.records import Episode, Feedback, Group, ToolEvent, TransitionRow
+from store.records import Episode, Feedback, Group, ToolCall, ToolEvent, TransitionRow
 from tests.records import START, tokens, tool_event
-from trainer.air import air_reward
-from trainer.credit import assign_credit, group_advantages, newest
+from trainer.credit.accounts import newest
+from trainer.credit.assign import assign_credit
 from trainer.recipe_parts import CreditPart
 from trainer.rows import training_rows
 
 RULE = CreditPart()
-SCORES = RULE.air_scores
 
 
 def transition(**changes: Any) -> TransitionRow:
@@ -59,14 +58,18 @@ def episode(reward: float | None, calls: int = 1, **changes: Any) -> Episode:
 
 
 def credit(*episodes: Episode, oldest: int = 0, rule: CreditPart = RULE) -> Any:
-    return assign_credit([Group(task="t", episodes=episodes)], rule, oldest_version=oldest)
+    group = Group(task="t", episodes=episodes)
+    return assign_credit([group], rule, oldest_version=oldest).transitions
 
 
 def with_events(made: Episode, *statuses: str) -> Episode:
     events: tuple[ToolEvent, ...] = tuple(
         tool_event(status, str(i)) for i, status in enumerate(statuses)
     )
-    first = msgspec.structs.replace(made.calls[0], tool_events=events)
+    asked = tuple(
+        ToolCall(id=str(i), name="tool", arguments=f'{{"n": {i}}}') for i in range(len(statuses))
+    )
+    first = msgspec.structs.replace(made.calls[0], tool_events=events, tool_calls=asked)
     return msgspec.structs.replace(made, calls=(first, *made.calls[1:]))
 
 
@@ -86,7 +89,8 @@ def test_the_number_of_calls_changes_neither_advantage_nor_total_weight() -> Non
 
 
 def test_a_small_spread_is_not_blown_up() -> None:
-    assert group_advantages([0.0, 0.01], 0.1) == pytest.approx([-0.05, 0.05], abs=1e-12)
+    found = credit(episode(0.0), episode(0.01))
+    assert [c.advantage for c in found] == pytest.approx([-0.05, 0.05], abs=1e-12)
 
 
 def test_unscored_is_not_zero_and_failed_is_not_unscored() -> None:
@@ -95,7 +99,7 @@ def test_unscored_is_not_zero_and_failed_is_not_unscored() -> None:
         broken, calls=(transition(status="truncated", trainable=False, reason="incomplete"),)
     )
     found = credit(episode(1.0), episode(0.0), episode(None), broken)
-    assert [c.reason for c in found] == [None, None, "unscored", "unscored"]
+    assert [c.reason for c in found] == [None, None, "unscored", "failed"]
     assert found[0].advantage == pytest.approx(2**-0.5, abs=1e-12)
     punished = credit(
         episode(1.0), episode(0.0), broken, rule=RULE.model_copy(update={"failed_reward": -1.0})
@@ -127,13 +131,14 @@ def test_an_untrainable_call_of_a_trained_episode_keeps_its_reason() -> None:
     assert [c.weight for c in found] == [0.5, 0.0, 0.5]
 
 
+def air(*statuses: str) -> float:
+    return credit(with_events(episode(0.0), *statuses))[0].r_air  # type: ignore[no-any-return]
+
+
 def test_air_is_bounded_and_malformed_scores_below_a_clean_failure() -> None:
-    ok, error, malformed = (
-        air_reward([tool_event(s, "a")], SCORES, 0.2) for s in ("ok", "error", "malformed")
-    )
-    assert (ok, error, malformed) == (0.2, -0.1, -0.2)
-    assert air_reward([tool_event("ok", str(i)) for i in range(100)], SCORES, 0.2) == 0.2
-    assert air_reward([], SCORES, 0.2) == 0.0
+    assert (air("ok"), air("error"), air("malformed")) == (0.2, -0.1, -0.2)
+    assert air(*["ok"] * 100) == 0.2
+    assert air() == 0.0
 
 
 def test_air_and_final_reward_are_kept_apart_and_added() -> None:

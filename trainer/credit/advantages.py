@@ -1,0 +1,169 @@
+"""From returns to advantages: compared, divided, and shared out among an episode's calls (pure).
+
+`normalisation` says what a difference from the baseline is divided by: `group`, the spread of
+what the baseline is taken over (nothing where there is no baseline); `batch`, as REINFORCE++
+does (arXiv:2501.03262 §3): the mean over the update's episodes is taken off, and their spread
+divides; `none`, as in Dr. GRPO (arXiv:2503.20783 §3.2). No spread below `smallest_spread`
+divides: differences that small are no signal to be blown up.
+"""
+
+from collections.abc import Sequence
+
+from store.records import Record
+from trainer.credit.accounts import EpisodeAccount
+from trainer.credit.baselines import (
+    NoSignal,
+    Standing,
+    group_standings,
+    leave_one_out_standings,
+    moving_standings,
+    no_signal,
+    no_standings,
+    spread_about,
+)
+from trainer.credit.moving import Baselines, task_family
+from trainer.credit.returns import CallReturn
+from trainer.means import mean_of
+from trainer.recipe_parts import CreditPart
+
+# A call: the episode's place in the update, and the call's in the episode.
+Place = tuple[int, int]
+
+
+class Paid(Record, frozen=True, kw_only=True):
+    """An episode with what its calls are paid, and the number of its group."""
+
+    group: int
+    account: EpisodeAccount
+    returns: tuple[CallReturn, ...]
+
+
+class Advantage(Record, frozen=True, kw_only=True):
+    """A scored call's advantage, or why there is none."""
+
+    value: float | None
+    reason: NoSignal | None
+
+
+class Member(Record, frozen=True, kw_only=True):
+    """What is compared: an episode's scored calls, or those of one of its agents."""
+
+    group: int
+    family: str
+    agent: str
+    places: tuple[Place, ...]
+    values: tuple[float, ...]
+    shares: tuple[float, ...]
+
+
+def advantages(
+    paid: Sequence[Paid], rule: CreditPart, before: Baselines
+) -> tuple[dict[Place, Advantage], Baselines]:
+    """The advantage of every scored call of an update, and the baselines after it."""
+    members = [one for index, each in enumerate(paid) for one in _members(index, each, rule)]
+    after = _advanced(members, rule, before)
+    standings = _standings(members, rule, before, after)
+    found: dict[Place, Advantage] = {}
+    for member, scaled in zip(members, _scaled(members, standings, rule), strict=True):
+        for place, share, (value, reason) in zip(member.places, member.shares, scaled, strict=True):
+            found[place] = Advantage(
+                value=None if reason is not None else share * value if share else 0.0,
+                reason=reason,
+            )
+    return found, after
+
+
+def _members(index: int, paid: Paid, rule: CreditPart) -> list[Member]:
+    by_agent = rule.assignment == "per_agent" or rule.baseline == "moving"
+    scored: dict[str, list[tuple[int, float]]] = {}
+    for place, one in enumerate(paid.returns):
+        if one.value is not None:
+            agent = paid.account.calls[place].agent if by_agent else ""
+            scored.setdefault(agent, []).append((place, one.value))
+    return [
+        Member(
+            group=paid.group,
+            family=task_family(paid.account.task),
+            agent=agent,
+            places=tuple((index, place) for place, _ in own),
+            values=tuple(value for _, value in own),
+            shares=tuple(paid.returns[place].share for place, _ in own),
+        )
+        for agent, own in scored.items()
+    ]
+
+
+def _advanced(members: Sequence[Member], rule: CreditPart, before: Baselines) -> Baselines:
+    if rule.baseline != "moving":
+        return before
+    returns: dict[tuple[str, str], list[float]] = {}
+    for member in members:
+        returns.setdefault((member.family, member.agent), []).append(mean_of(member.values))
+    return before.advanced(returns, rule.baseline_rate)
+
+
+def _standings(
+    members: Sequence[Member], rule: CreditPart, before: Baselines, after: Baselines
+) -> list[Standing]:
+    """What each member is compared with, in their order."""
+    compared: dict[tuple[object, str], list[int]] = {}
+    for index, member in enumerate(members):
+        over = member.family if rule.baseline == "moving" else member.group
+        compared.setdefault((over, member.agent), []).append(index)
+    found: dict[int, Standing] = {}
+    for indices in compared.values():
+        first = members[indices[0]]
+        values = [members[index].values for index in indices]
+        match rule.baseline:
+            case "group":
+                standings = group_standings(values)
+            case "leave_one_out":
+                standings = leave_one_out_standings(values)
+            case "moving":
+                standings = moving_standings(values, first.family, first.agent, before, after)
+            case "none":
+                standings = no_standings(values)
+        found |= dict(zip(indices, standings, strict=True))
+    return [found[index] for index in range(len(members))]
+
+
+Scaled = list[tuple[float, NoSignal | None]]
+
+
+def _scaled(
+    members: Sequence[Member], standings: Sequence[Standing], rule: CreditPart
+) -> list[Scaled]:
+    """Each value's distance from its baseline, divided as the rule says."""
+    far = [
+        [value - standing.baseline for value in member.values]
+        for member, standing in zip(members, standings, strict=True)
+    ]
+    if rule.normalisation == "batch":
+        return _over_the_update(far, standings, rule.smallest_spread)
+    divisors = [
+        max(standing.spread, rule.smallest_spread)
+        if rule.normalisation == "group" and standing.spread is not None
+        else 1.0
+        for standing in standings
+    ]
+    return [
+        [(distance / divisor, standing.reason) for distance in own]
+        for own, divisor, standing in zip(far, divisors, standings, strict=True)
+    ]
+
+
+def _over_the_update(
+    far: Sequence[Sequence[float]], standings: Sequence[Standing], smallest: float
+) -> list[Scaled]:
+    compared = [
+        own for own, standing in zip(far, standings, strict=True) if standing.reason != "alone"
+    ]
+    if not compared:
+        return [[(0.0, "alone")] * len(own) for own in far]
+    mean = mean_of([mean_of(own) for own in compared])
+    divisor = max(spread_about(mean, compared), smallest)
+    reason = no_signal(mean, compared)
+    return [
+        [((distance - mean) / divisor, standing.reason or reason) for distance in own]
+        for own, standing in zip(far, standings, strict=True)
+    ]
