@@ -196,10 +196,15 @@ class Episode(Record, frozen=True, kw_only=True):
 
 
 class Group(Record, frozen=True, kw_only=True):
-    """The episodes of one task that are compared with each other."""
+    """The episodes of one task that are compared with each other.
+
+    `earlier` ones were consumed before these came: their returns count in mean and spread,
+    and they are not trained again.
+    """
 
     task: str
     episodes: tuple[Episode, ...]
+    earlier: tuple[Episode, ...] = ()
 
 
 class PolicyVersion(Record, frozen=True, kw_only=True):
