@@ -5,13 +5,17 @@ import json
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
+from uuid import UUID
 
 import typer
 
 from pawl.logs import configure_logging
 from pawl.settings import StackSettings, UnreadSettings, read_settings, refuse_unread
 from store.errors import StoreError
+
+if TYPE_CHECKING:
+    from pawl.credit import Explained
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -236,6 +240,71 @@ def judge(
         print(f"episodes: {told}", file=sys.stderr)
     if tally["failed"]:
         raise SystemExit(1)
+
+
+@app.command()
+def credit(
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE.jsonl]",
+            help="Episodes, one a line, as `pawl export` writes them; - for standard input.",
+            show_default=False,
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="By which recipe: a TOML file, or a packaged one's name. Left out: `default`."
+        ),
+    ] = None,
+    update: Annotated[
+        str | None,
+        typer.Option(help="Instead of a file an update that ran: the version it made, or its id."),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Whose version, where several policies have it.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="JSON lines on a terminal too, instead of a table.")
+    ] = False,
+) -> None:
+    """Say what each transition is worth in an update's loss, and why it is not trained."""
+    from pawl.credit import explain_file, write
+    from trainer.errors import TrainerError
+    from trainer.recipe import load_recipe
+
+    if (file is None) == (update is None):
+        _fail("name a file of episodes, - for standard input, or --update; one of them")
+    if update is not None and recipe is not None:
+        _fail("an update is explained by the recipe that it had: leave out --recipe")
+    try:
+        if update is not None:
+            settings = read_settings(StackSettings)
+            found = asyncio.run(_explain_update(settings, _version_or_id(update), policy))
+        else:
+            refuse_unread()
+            found = explain_file(str(file), load_recipe(recipe or "default"))
+    except TrainerError as error:
+        _fail(str(error))
+    write(found, as_json=as_json)
+
+
+def _version_or_id(text: str) -> int | UUID:
+    try:
+        return int(text) if text.isdecimal() else UUID(text)
+    except ValueError:
+        _fail(f"--update is a version's number or an update's id, not {text!r}")
+
+
+async def _explain_update(
+    settings: StackSettings, which: int | UUID, policy: str | None
+) -> "Explained":
+    from pawl.past import explain_update
+    from pawl.stack.database import open_engine
+
+    async with open_engine(settings) as engine:
+        return await explain_update(engine, which, policy)
 
 
 @app.command()

@@ -19,6 +19,8 @@ from store.records import (
     policy_name,
 )
 from store.tokens import unpack_ids, unpack_logprobs
+from trainer.air import AskedEvent, asked_events, asked_for
+from trainer.credit.accounts import has_failed
 
 # An episode without a reward counts as over when it has been silent for this long.
 QUIET = timedelta(minutes=10)
@@ -53,8 +55,7 @@ def episode_state(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> 
     """Scored, failed, still open, or over without a score."""
     if any(statement.metric == REWARD for statement in episode.feedback):
         return "scored"
-    last = episode.calls[-1] if episode.calls else None
-    if last is not None and (last.status != "complete" or (last.http_status or 0) >= 400):
+    if has_failed(episode):
         return "failed"
     return "open" if now - episode.last_call_at < quiet else "unscored"
 
@@ -68,9 +69,11 @@ def episode_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> d
         "feedback": _statements(episode.feedback),
         "calls": [_call(call) for call in episode.calls],
     }
-    if episode.stray_tool_events:
+    if stray := [*episode.stray_tool_events, *_unasked(episode.calls)]:
         # Stated of tools that no call of the episode asked for: kept, and of no effect.
-        line["stray_tool_events"] = _events(episode.stray_tool_events)
+        line["stray_tool_events"] = [_stray(event) for event in stray]
+    if episode.quarantined_reason is not None:
+        line["quarantined"] = episode.quarantined_reason
     return line
 
 
@@ -88,7 +91,7 @@ def _call(call: TransitionRow) -> dict[str, Any]:
         "sampled_logprobs": unpack_logprobs(call.tokens.sampled_logprobs),
         "trainable": call.trainable,
         "reason": call.reason,
-        "tool_events": _events(call.tool_events),
+        "tool_events": [_event(event) for event in asked_events(call)],
         "feedback": _statements(call.feedback),
     }
 
@@ -97,8 +100,26 @@ def _json(text: bytes | None) -> msgspec.Raw | None:
     return None if text is None else msgspec.Raw(text)
 
 
-def _events(events: Sequence[ToolEvent]) -> list[dict[str, Any]]:
-    return [{"id": event.tool_id, "name": event.name, "status": event.status} for event in events]
+def _event(event: AskedEvent) -> dict[str, Any]:
+    return {
+        "id": event.id,
+        "name": event.tool,
+        "status": event.status,
+        "arguments": event.arguments,
+    }
+
+
+def _unasked(calls: Sequence[TransitionRow]) -> list[ToolEvent]:
+    return [
+        event
+        for call in calls
+        for event in call.tool_events
+        if asked_for(event, call.tool_calls) is None
+    ]
+
+
+def _stray(event: ToolEvent) -> dict[str, Any]:
+    return {"id": event.tool_id, "name": event.name, "status": event.status}
 
 
 def _statements(statements: Sequence[Feedback]) -> list[dict[str, Any]]:

@@ -19,3 +19,7 @@ class ClaimLost(StoreError):
 
 class UnknownPolicy(StoreError):
     """No policy, or no version of it, goes by that name."""
+
+
+class UnknownUpdate(StoreError):
+    """No update, or more than one, goes by that version or id; or it is not over."""

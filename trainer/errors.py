@@ -9,6 +9,10 @@ class RecipeError(TrainerError):
     """The recipe cannot be read; the message names the key and the remedy."""
 
 
+class CreditLineError(TrainerError):
+    """A line is not an episode as `pawl export` writes it; the message names line and field."""
+
+
 class AdapterError(TrainerError):
     """An adapter's files are not what its manifest says, or a name would be used twice."""
 

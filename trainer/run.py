@@ -14,6 +14,7 @@ from store.embedded import EmbeddedPostgres
 from store.engine import make_engine
 from store.migrate import upgrade
 from store.settings import address
+from trainer.air import STEP_WARNING
 from trainer.errors import TrainerError, UpstreamAway
 from trainer.learners.learner import Learner
 from trainer.learners.several import LeadingLearner, follow, is_follower
@@ -70,6 +71,8 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
         httpd, _ = start_http_server(port, host)
         stack.callback(httpd.shutdown)
         log.info("trainer_up", policy=policy, recipe=settings.recipe)
+        if recipe.credit.air_assignment == "step":
+            log.warning("air_by_step", why=STEP_WARNING)
         stack.callback(learner.interrupt)
         while True:
             try:

@@ -75,7 +75,9 @@ async def test_a_line_has_the_contracts_keys(filled: AsyncEngine) -> None:
     assert first["request"] == {"model": "m"}
     assert first["prompt_ids"] == [1, 2, 3]
     assert first["sampled_logprobs"] == [-1.0, -1.0]
-    assert first["tool_events"] == [{"id": "t1", "name": "tool", "status": "error"}]
+    assert first["tool_events"] == [
+        {"id": "t1", "name": "tool", "status": "error", "arguments": "{}"}
+    ]
     assert (second["agent"], second["tool_events"]) == ("checker", [])
 
 

@@ -2,8 +2,8 @@
 
 `accounts` (what of an episode counts) → `returns` (r_final, r_air and r_total of each call, by the
 rule's assignment) → `baselines` (what a return is compared with; `moving` from one update to
-the next) → `advantages` (normalised) → `weights` (shares of the loss) → `assign` (all of it,
-for the trainer's groups). `lines` reads and writes the same as JSON for `pawl credit`.
+the next) → `advantages` (normalised) → `weights` (shares of the loss) → `calls` (all of it),
+which `assign` does for the trainer's groups and `lines` for `pawl credit`'s JSON.
 
 With the defaults (identical assignment, Agent Lightning, arXiv:2508.03680 §3.2.1; group-relative
 advantages, GRPO, arXiv:2402.03300 §4.1.2, with baseline and spread over *episodes*):

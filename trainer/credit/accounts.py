@@ -26,7 +26,8 @@ class EpisodeAccount(Record, frozen=True, kw_only=True):
     """An episode: `reward` is what was said of all of it.
 
     `withheld` says why it is not trained whatever it earned; it counts in what others are
-    compared with. `set_aside` says why it does not even do that.
+    compared with. `set_aside` says why it does not even do that. `earlier`: an update before
+    this one has spent it, and the group is compared with it all the same.
     """
 
     task: str | None
@@ -35,6 +36,7 @@ class EpisodeAccount(Record, frozen=True, kw_only=True):
     calls: tuple[CallAccount, ...]
     withheld: str | None = None
     set_aside: str | None = None
+    earlier: bool = False
 
 
 def newest(statements: Sequence[Feedback], metric: str) -> float | None:
@@ -60,7 +62,9 @@ def has_failed(episode: Episode) -> bool:
     return last.status != "complete" or (last.http_status or 0) >= 400
 
 
-def account_of(episode: Episode, withheld: str | None = None) -> EpisodeAccount:
+def account_of(
+    episode: Episode, *, withheld: str | None = None, earlier: bool = False
+) -> EpisodeAccount:
     """The account of an episode as the store gives it."""
     return EpisodeAccount(
         task=episode.task,
@@ -69,6 +73,7 @@ def account_of(episode: Episode, withheld: str | None = None) -> EpisodeAccount:
         calls=tuple(_call(call) for call in episode.calls),
         withheld=withheld,
         set_aside=episode.quarantined_reason,
+        earlier=earlier,
     )
 
 

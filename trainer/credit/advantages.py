@@ -39,7 +39,10 @@ class Paid(Record, frozen=True, kw_only=True):
 
 
 class Advantage(Record, frozen=True, kw_only=True):
-    """A scored call's advantage, or why there is none."""
+    """A call's advantage: None where nobody scored it, 0 where the comparison tells nothing.
+
+    `reason` says why it tells nothing.
+    """
 
     value: float | None
     reason: NoSignal | None
@@ -67,13 +70,15 @@ def advantages(
     for member, scaled in zip(members, _scaled(members, standings, rule), strict=True):
         for place, share, (value, reason) in zip(member.places, member.shares, scaled, strict=True):
             found[place] = Advantage(
-                value=None if reason is not None else share * value if share else 0.0,
+                value=share * value if share and reason is None else 0.0,
                 reason=reason,
             )
     return found, after
 
 
 def _members(index: int, paid: Paid, rule: CreditPart) -> list[Member]:
+    if paid.account.earlier and rule.baseline in ("moving", "none"):
+        return []
     by_agent = rule.assignment == "per_agent" or rule.baseline == "moving"
     scored: dict[str, list[tuple[int, float]]] = {}
     for place, one in enumerate(paid.returns):

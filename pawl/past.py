@@ -1,0 +1,57 @@
+"""`pawl credit --update`: the credit of an update that ran, as it was when it claimed."""
+
+from uuid import UUID
+
+from pydantic import ValidationError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.credit import Explained, warnings
+from store.past import PastUpdate, past_update
+from trainer.credit.lines import credit_line
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe
+from trainer.update import Plan, plan_update
+
+
+async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | None) -> Explained:
+    """The credit of an update that ran, by its own recipe, from what was known when it claimed.
+
+    Raises:
+        UnknownUpdate: there is no such update.
+        RecipeError: its recipe has keys that this version of Pawl does not know.
+    """
+    async with engine.connect() as connection:
+        past = await past_update(connection, which, policy)
+    try:
+        recipe = Recipe.model_validate(past.recipe)
+    except ValidationError as error:
+        raise RecipeError(
+            f"the update's recipe is of another version of Pawl: {error.errors()[0]['msg']}"
+        ) from error
+    plan = plan_update(past.claim, recipe, next_version_of(past))
+    lines = [
+        credit_line(credit.episode, str(credit.call.id), credit.call.agent, credit)
+        for credit in plan.credited
+    ]
+    return Explained(lines, [*warnings(recipe), *_differences(past, plan)])
+
+
+def next_version_of(past: PastUpdate) -> int:
+    """The version that the update made; where it made none, the one that it would have."""
+    return past.version if past.version is not None else past.claim.parent_version + 1
+
+
+def _differences(past: PastUpdate, plan: Plan) -> list[str]:
+    """Where the ledger gives other figures now than the update wrote down."""
+    notes = [
+        f"the update had {name} = {past.metrics[name]}, and the ledger gives {value} now:"
+        " something that was said before the update arrived after it"
+        for name, value in plan.metrics.items()
+        if name in past.metrics and past.metrics[name] != value
+    ]
+    was = {outcome.episode_id: outcome.reason for outcome in past.outcomes}
+    now = {outcome.episode_id: outcome.reason for outcome in plan.outcomes}
+    other = sorted({str(was[one]) for one in was if one in now and was[one] != now[one]})
+    if other:
+        notes.append(f"the update gave other reasons for some episodes: {', '.join(other)}")
+    return notes
