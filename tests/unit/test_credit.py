@@ -1,7 +1,6 @@
 """Credit by hand: returns, AIR, advantages over episodes, weights that do not count calls."""
 
 import itertools
-from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -9,52 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.ids import new_id
-from store.records import Episode, Feedback, Group, ToolCall, ToolEvent, TransitionRow
-from tests.records import START, tokens, tool_event
+from store.records import Episode, Group, ToolCall, ToolEvent
+from tests.records import tool_event
+from tests.stored import episode, said, transition
 from trainer.credit.accounts import newest
 from trainer.credit.assign import assign_credit
 from trainer.recipe_parts import CreditPart
 from trainer.rows import training_rows
 
 RULE = CreditPart()
-
-
-def transition(**changes: Any) -> TransitionRow:
-    row = TransitionRow(
-        id=new_id(),
-        episode_id=new_id(),
-        agent="default",
-        policy="m",
-        policy_version=0,
-        status="complete",
-        http_status=200,
-        request=None,
-        reply=None,
-        tokens=tokens([1, 2], [3, 4]),
-        sampling={"temperature": 1.0},
-        trainable=True,
-        reason=None,
-        tool_calls=(),
-    )
-    return msgspec.structs.replace(row, **changes)
-
-
-def said(value: float, at: int = 0, metric: str = "reward") -> Feedback:
-    return Feedback(metric=metric, value=value, at=START + timedelta(seconds=at))
-
-
-def episode(reward: float | None, calls: int = 1, **changes: Any) -> Episode:
-    made = Episode(
-        id=new_id(),
-        key=str(new_id()),
-        task="t",
-        method="header",
-        last_call_at=START,
-        calls=tuple(transition() for _ in range(calls)),
-        feedback=() if reward is None else (said(reward),),
-    )
-    return msgspec.structs.replace(made, **changes)
 
 
 def credit(*episodes: Episode, oldest: int = 0, rule: CreditPart = RULE) -> Any:
