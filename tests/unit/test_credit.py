@@ -131,3 +131,25 @@ def test_weights_of_an_update_sum_to_one(rewards: list[float], calls: list[int])
         for c in found:
             shares[c.episode] += c.weight * (c.advantage or 0)
         assert sum(shares.values()) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_late_members_are_compared_with_what_was_spent_before() -> None:
+    late = Group(task="t", episodes=(episode(1.0),), earlier=(episode(0.0), episode(0.0)))
+    [found] = assign_credit([late], RULE, oldest_version=0).transitions
+    # mean ⅓, s = √⅓
+    assert found.advantage == pytest.approx(2 * 3**-0.5, abs=1e-12)
+    assert (found.weight, found.reason) == (1.0, None)
+
+
+def test_episodes_without_a_task_are_compared_with_nobody() -> None:
+    group = Group(task="", episodes=(episode(1.0), episode(0.0)))
+    found = assign_credit([group], RULE, oldest_version=0).transitions
+    assert {c.reason for c in found} == {"alone"}
+
+
+def test_what_is_withheld_counts_in_the_baseline() -> None:
+    old, fresh = episode(0.0), episode(1.0)
+    group = Group(task="t", episodes=(old, fresh))
+    found = assign_credit([group], RULE, oldest_version=0, withheld={old.id: "aged"}).transitions
+    assert [c.reason for c in found] == ["aged", None]
+    assert found[1].advantage == pytest.approx(2**-0.5, abs=1e-12)

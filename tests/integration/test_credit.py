@@ -1,0 +1,174 @@
+"""`pawl credit` tells of an export, and of an update, what the trainer computes."""
+
+import io
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.export import Selection, export
+from pawl.past import explain_update
+from store import claims
+from store.claims import Claim, ClaimRule
+from store.errors import UnknownUpdate
+from store.ids import new_id
+from store.ingest import ingest
+from store.policies import ensure_base
+from store.reading import episode_ids, read_episodes
+from store.records import Group, SpoolRecord, ToolCall
+from tests.records import START, call, reward, statement, tool_event
+from trainer.credit.assign import TransitionCredit, assign_credit
+from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe
+from trainer.recipe_parts import CreditPart
+from trainer.update import Plan, plan_update
+
+RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
+RECIPE = Recipe.model_validate({"credit": {"normalisation": "none"}})
+
+
+def asked(*ids: str) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(id=one, name="calc", arguments='{"n": 1}') for one in ids)
+
+
+async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
+    async with engine.begin() as connection:
+        await ingest(connection, list(records))
+        await ensure_base(connection, "m")
+
+
+async def fill(engine: AsyncEngine) -> None:
+    """Two tasks: corrected and late rewards, single calls', tools asked for and not, failures."""
+    asking = call("a1", task="a", tool_calls=asked("t1", "t2"))
+    singly = call("a1", task="a", agent="checker")
+    await store(
+        engine,
+        asking,
+        singly,
+        call("a1", task="a", tool_events=(tool_event("ok", "t1"), tool_event("error", "t2"))),
+        call("a2", task="a", trainable=False, reason="greedy"),
+        call("a2", task="a", tool_events=(tool_event("ok", "nobody asked"),)),
+        call("a3", task="a", status="truncated", trainable=False, reason="incomplete"),
+        call("b1", task="b"),
+        call("b2", task="b"),
+        reward(0.2, at=5, episode="a1"),
+        reward(0.7, at=9, episode="a1"),
+        reward(0.1, at=2, episode="a1"),
+        reward(1.0, call=str(singly.id)),
+        reward(0.0, episode="a2"),
+        reward(0.5, episode="b1"),
+        reward(0.5, episode="b2"),
+        statement("latency", 9.0, episode="b2"),
+    )
+
+
+def lines_of(credited: Any) -> list[CreditLine]:
+    def line(one: TransitionCredit) -> CreditLine:
+        return credit_line(one.episode, str(one.call.id), one.call.agent, one)
+
+    return sorted((line(one) for one in credited), key=lambda line: (line.episode, line.call))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {},
+        {"assignment": "call", "failed_reward": -1.0},
+        {"assignment": "per_agent", "air_assignment": "step"},
+        {"baseline": "moving", "equal_weight": "token"},
+    ],
+)
+async def test_of_an_export_what_the_trainer_computes(
+    engine: AsyncEngine, rule: dict[str, Any]
+) -> None:
+    await fill(engine)
+    out = io.BytesIO()
+    await export(engine, Selection(), out)
+    read = read_lines(io.BytesIO(out.getvalue()), "export")
+    found = credit_lines(read, CreditPart(**rule))
+
+    async with engine.connect() as connection:
+        episodes = await read_episodes(connection, await episode_ids(connection))
+    tasks = sorted({episode.task or "" for episode in episodes})
+    groups = [
+        Group(task=task, episodes=tuple(one for one in episodes if one.task == task))
+        for task in tasks
+    ]
+    credited = assign_credit(groups, CreditPart(**rule), oldest_version=0).transitions
+    assert sorted(found, key=lambda line: (line.episode, line.call)) == lines_of(credited)
+    assert any(line.reason is None for line in found)
+
+
+async def test_an_export_tells_what_was_asked_for_and_what_was_not(engine: AsyncEngine) -> None:
+    await fill(engine)
+    out = io.BytesIO()
+    await export(engine, Selection(), out)
+    first, second, *_ = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [(one["id"], one["arguments"]) for one in first["calls"][0]["tool_events"]] == [
+        ("t1", '{"n": 1}'),
+        ("t2", '{"n": 1}'),
+    ]
+    assert second["stray_tool_events"] == [{"id": "nobody asked", "name": "tool", "status": "ok"}]
+
+
+async def trained(engine: AsyncEngine, recipe: dict[str, Any]) -> tuple[Claim, Plan]:
+    """An update, as far as the ledger is concerned."""
+    async with engine.begin() as connection:
+        claim = await claims.claim(connection, RULE, 0, recipe)
+        assert claim is not None
+        plan = plan_update(claim, RECIPE, 1)
+        await claims.consume(
+            connection,
+            claim.update_id,
+            plan.outcomes,
+            plan.metrics,
+            policy="m",
+            version=1,
+            adapter_path="/a/1",
+        )
+    return claim, plan
+
+
+async def test_of_an_update_what_it_computed(engine: AsyncEngine) -> None:
+    await fill(engine)
+    claim, plan = await trained(engine, RECIPE.model_dump(mode="json"))
+    expected = lines_of(plan.credited)
+    later = int((datetime.now(UTC) + timedelta(hours=1) - START).total_seconds())
+    await store(engine, reward(-5.0, at=later, episode="a1"))
+    for which in (1, claim.update_id):
+        found = await explain_update(engine, which, None)
+        assert sorted(found.lines, key=lambda line: (line.episode, line.call)) == expected
+        assert found.notes == []
+    # 0.7 less 0.1 (ok and error of the same call count once, as an error), against 0.
+    assert [line.advantage for line in expected[:3]] == pytest.approx([0.3] * 3, abs=1e-12)
+
+
+async def test_what_arrived_too_late_for_an_update_is_noted(engine: AsyncEngine) -> None:
+    await fill(engine)
+    await trained(engine, RECIPE.model_dump(mode="json"))
+    await store(engine, reward(-5.0, at=60, episode="a1"))
+    notes = "\n".join((await explain_update(engine, 1, "m")).notes)
+    assert "reward_mean = 0.425, and the ledger gives -1.0 now" in notes
+
+
+async def test_updates_that_cannot_be_told_of(engine: AsyncEngine) -> None:
+    await fill(engine)
+    with pytest.raises(UnknownUpdate, match="no update made version 1"):
+        await explain_update(engine, 1, None)
+    with pytest.raises(UnknownUpdate, match="no update"):
+        await explain_update(engine, new_id(), None)
+    async with engine.begin() as connection:
+        claim = await claims.claim(connection, RULE, 0, {})
+    assert claim is not None
+    with pytest.raises(UnknownUpdate, match="is running"):
+        await explain_update(engine, claim.update_id, None)
+
+
+async def test_a_recipe_of_another_version(engine: AsyncEngine) -> None:
+    await fill(engine)
+    await trained(engine, {"sorcery": 1})
+    with pytest.raises(RecipeError, match="of another version of Pawl"):
+        await explain_update(engine, 1, None)
