@@ -11,6 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from sqlalchemy import func, insert, select, text, update
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import ClaimLost
@@ -65,13 +66,15 @@ _GROUPS = text(
     HAVING count(*) >= :group_size
         OR (count(*) >= :smallest_group
             AND min(scored_at) < now() - make_interval(secs => :max_age_s))
-    ORDER BY min(scored_at) LIMIT :groups
+    ORDER BY min(scored_at), 1 LIMIT :groups
     """
 )
+# Whoever holds a member is waited for (in the order of keys, as everywhere): a group that is
+# claimed without it would not be whole.
 _MEMBERS = text(
     f"""
-    SELECT id, {_TASK} AS task FROM episodes WHERE {_READY} AND {_TASK} = ANY(:tasks)
-    ORDER BY scored_at, id FOR UPDATE SKIP LOCKED
+    SELECT id, {_TASK} AS task, scored_at FROM episodes WHERE {_READY} AND {_TASK} = ANY(:tasks)
+    ORDER BY key FOR UPDATE
     """
 )
 
@@ -82,7 +85,13 @@ async def claim(
     parent_version: int,
     recipe: Mapping[str, Any],
 ) -> Claim | None:
-    """Take the oldest complete groups for a new update; None while there are too few."""
+    """Take the oldest complete groups for a new update; None while there are too few.
+
+    The same ledger gives the same claim.
+
+    Raises:
+        ClaimLost: another update of the policy runs.
+    """
     found = (await connection.execute(_GROUPS, _parameters(rule))).all()
     waited = any(row.age_s >= rule.max_age_s for row in found)
     if not found or (len(found) < rule.groups and not waited):
@@ -90,7 +99,7 @@ async def claim(
     tasks = [row.task for row in found]
     rows = await connection.execute(_MEMBERS, {"policy": rule.policy, "tasks": tasks})
     members: dict[str, list[UUID]] = {task: [] for task in tasks}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: (row.scored_at, row.id)):
         if len(members[row.task]) < rule.group_size:
             members[row.task].append(row.id)
     taken = {task: ids for task, ids in members.items() if len(ids) >= rule.smallest_group}
@@ -119,15 +128,20 @@ async def _start_update(
     connection: AsyncConnection, policy: str, parent_version: int, recipe: Mapping[str, Any]
 ) -> UUID:
     update_id = new_id()
-    await connection.execute(
-        insert(updates).values(
+    started = await connection.execute(
+        postgresql.insert(updates)
+        .values(
             id=update_id,
             policy=policy,
             parent_version=parent_version,
             state="running",
             recipe=dict(recipe),
         )
+        .on_conflict_do_nothing()
+        .returning(updates.c.id)
     )
+    if started.first() is None:
+        raise ClaimLost(f"another update of policy {policy} runs")
     return update_id
 
 
@@ -154,12 +168,18 @@ async def running_update(connection: AsyncConnection, policy: str) -> UUID | Non
 
 
 async def release(connection: AsyncConnection, update_id: UUID, why: str) -> int:
-    """Give an update's episodes back; returns how many."""
-    await connection.execute(
+    """Give a running update's episodes back; returns how many.
+
+    Those of one that has ended meanwhile are spent, and stay so.
+    """
+    ended = await connection.execute(
         update(updates)
         .where(updates.c.id == update_id, updates.c.state == "running")
         .values(state="abandoned", finished_at=text("now()"), metrics={"abandoned": why})
+        .returning(updates.c.id)
     )
+    if ended.first() is None:
+        return 0
     freed = await connection.execute(
         update(episodes).where(episodes.c.claimed_by == update_id).values(claimed_by=None)
     )
@@ -208,7 +228,7 @@ async def consume(
 
 
 async def next_version(connection: AsyncConnection, policy: str) -> int:
-    """The number of the version to be made next: never one that was used before."""
+    """The number of the version to be made next: never one that was recorded before."""
     highest = await connection.scalar(
         text("SELECT coalesce(max(version), 0) FROM policies WHERE name = :policy"),
         {"policy": policy},

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -99,11 +100,46 @@ async def test_released_episodes_can_be_claimed_again(engine: AsyncEngine) -> No
     assert again.update_id != claim.update_id
 
 
+async def test_a_release_that_comes_after_the_end_frees_nothing(engine: AsyncEngine) -> None:
+    await fill(engine)
+    claim = await take(engine)
+    assert claim is not None
+    await finish(engine, claim)
+    async with engine.begin() as connection:
+        assert await claims.release(connection, claim.update_id, "test") == 0
+    assert await take(engine) is None
+
+
+async def test_the_same_ledger_gives_the_same_claim(engine: AsyncEngine) -> None:
+    await fill(engine, tasks=6)
+    found = []
+    for _ in range(3):
+        claim = await take(engine)
+        assert claim is not None
+        found.append(claim.groups)
+        async with engine.begin() as connection:
+            await claims.release(connection, claim.update_id, "test")
+    assert found[0] == found[1] == found[2]
+
+
+async def test_a_group_is_claimed_with_the_member_that_somebody_holds(engine: AsyncEngine) -> None:
+    await fill(engine)
+    async with engine.connect() as other:
+        await other.execute(text("SELECT FROM episodes WHERE key = 't0-1' FOR UPDATE"))
+        taking = asyncio.create_task(take(engine))
+        await asyncio.sleep(0.2)
+        assert not taking.done()
+        await other.rollback()
+    claim = await taking
+    assert claim is not None
+    assert [len(group.episodes) for group in claim.groups] == [2, 2]
+
+
 async def test_one_update_runs_at_a_time(engine: AsyncEngine) -> None:
     await fill(engine, tasks=8)
     found = await asyncio.gather(*[take(engine) for _ in range(4)], return_exceptions=True)
     assert sum(isinstance(claim, Claim) for claim in found) == 1
-    assert all(isinstance(f, Claim | IntegrityError) or f is None for f in found)
+    assert all(isinstance(f, Claim | ClaimLost) or f is None for f in found)
 
 
 async def test_an_update_that_was_released_cannot_be_recorded(engine: AsyncEngine) -> None:
