@@ -64,28 +64,33 @@ def write_version(
 
     Raises:
         AdapterError: there is such a version already; its bytes are not touched.
+        OSError: the disk does not take it; nothing is left of it, and it may be tried again.
     """
     place = version_folder(root, policy, version)
     if place.exists():
         raise AdapterError(f"{place} exists: a version's bytes never change")
     partial = place.with_name(f".{version}-{update_id}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save(partial)
-    manifest = Manifest(
-        policy=policy,
-        version=version,
-        update_id=update_id,
-        parent_version=parent_version,
-        sha256={name: _sha256(partial / name) for name in SERVED},
-        outcomes=outcomes,
-        metrics=metrics,
-        probe=probe,
-    )
-    (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    for path in [*partial.rglob("*"), partial]:
-        sync(path)
-    partial.rename(place)
+    try:
+        partial.mkdir(parents=True)
+        save(partial)
+        manifest = Manifest(
+            policy=policy,
+            version=version,
+            update_id=update_id,
+            parent_version=parent_version,
+            sha256={name: _sha256(partial / name) for name in SERVED},
+            outcomes=outcomes,
+            metrics=metrics,
+            probe=probe,
+        )
+        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        for path in [*partial.rglob("*"), partial]:
+            sync(path)
+        partial.rename(place)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     sync(place.parent)
     return place
 
@@ -96,26 +101,49 @@ def read_manifest(folder: Path) -> Manifest | None:
     Raises:
         AdapterError: the files are not what it says.
     """
-    path = folder / MANIFEST
-    if not path.exists():
-        return None
-    try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except msgspec.DecodeError as error:
-        raise AdapterError(f"{path} cannot be read: {error}") from error
-    for name, expected in manifest.sha256.items():
+    manifest = _manifest(folder)
+    for name, expected in manifest.sha256.items() if manifest is not None else ():
         if _sha256(folder / name) != expected:
             raise AdapterError(f"{folder / name} is not the file that was written")
     return manifest
 
 
+def _manifest(folder: Path) -> Manifest | None:
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except msgspec.DecodeError as error:
+        raise AdapterError(f"{path} cannot be read: {error}") from error
+
+
 def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifest] | None:
-    """The version that an update wrote, if it came that far."""
-    for folder in sorted(version_folder(root, policy, 0).parent.glob("[0-9]*")):
-        manifest = read_manifest(folder)
-        if manifest is not None and manifest.update_id == update_id:
+    """The version that an update wrote, if it came that far.
+
+    Raises:
+        AdapterError: see `read_manifest`.
+    """
+    for _, folder in reversed(_folders(root, policy)):
+        found = _manifest(folder)
+        if found is not None and found.update_id == update_id:
+            manifest = read_manifest(folder)
+            assert manifest is not None
             return folder, manifest
     return None
+
+
+def highest_version(root: Path, policy: str) -> int:
+    """The highest number that has a folder, whether or not it was recorded; 0 for none.
+
+    One may have been written by a trainer that had lost its claim; its number is taken.
+    """
+    return max((number for number, _ in _folders(root, policy)), default=0)
+
+
+def _folders(root: Path, policy: str) -> list[tuple[int, Path]]:
+    parent = version_folder(root, policy, 0).parent
+    return sorted((int(folder.name), folder) for folder in parent.glob("[0-9]*"))
 
 
 def sweep(root: Path, policy: str) -> None:
@@ -127,8 +155,7 @@ def sweep(root: Path, policy: str) -> None:
     parent = version_folder(root, policy, 0).parent
     for partial in parent.glob(".*-*"):
         shutil.rmtree(partial)
-    versions = sorted((int(folder.name), folder) for folder in parent.glob("[0-9]*"))
-    for _, folder in versions[:-STATES_KEPT]:
+    for _, folder in _folders(root, policy)[:-STATES_KEPT]:
         shutil.rmtree(folder / STATE, ignore_errors=True)
 
 

@@ -16,6 +16,9 @@ class Learning(Protocol):
     def update(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Train on rows whose weights sum to one; the update's metrics, JSON-ready."""
 
+    def interrupt(self) -> None:
+        """Make a running `update` raise `Interrupted` soon; the learner is not used again."""
+
     def save(self, folder: Path) -> None:
         """Write what the server and what resuming needs."""
 

@@ -4,33 +4,45 @@ Exactly once (DESIGN §3.6): a claim lives in the database, a version exists fro
 its folder is renamed into place, and its episodes are consumed in the transaction that
 records it. After a kill, a running update whose folder exists is recorded from its
 manifest; one without is abandoned and its episodes are free again.
+
+Nothing of an update depends on the clock, on ids made for it or on chance: the same claim
+gives the same version, bit by bit, however often it was begun.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Final, TypeVar
 from uuid import UUID
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims, policies
+from store.away import is_away
 from store.claims import Claim, ClaimRule
+from store.errors import ClaimLost
 from store.records import PolicyVersion
 from trainer import adapters
 from trainer.errors import AdapterError, LearnerError, PublishError
 from trainer.learning import Learning
 from trainer.metrics import EPISODES, TRAINED_TOKENS, UPDATE, UPDATE_SECONDS, UPDATES, VERSION
 from trainer.probe import ProbeRow
+from trainer.progress import read_progress
 from trainer.publish import Publisher
 from trainer.recipe import Recipe
 from trainer.rows import Row
+from trainer.schedule import has_ended
 from trainer.settings import TrainerSettings
 from trainer.update import Plan, plan_update
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
+# Between attempts to write a version that the disk did not take.
+WRITE_AGAIN_S: Final = 5.0
 
 
 class Loop:
@@ -51,6 +63,7 @@ class Loop:
         self._publisher = publisher
         self._learner = learner
         self._policy = policy
+        self._told_of_the_end = False
         self._rule = ClaimRule(
             policy=policy,
             group_size=recipe.claim.group_size,
@@ -64,7 +77,7 @@ class Loop:
         async with self._engine.connect() as connection:
             running = await claims.running_update(connection, self._policy)
         if running is not None:
-            await self._finish_or_release(running)
+            await self._finish_or_release(running, "the trainer was killed")
         adapters.sweep(self._adapter_dir, self._policy)
         written = [v for v in await self._versions() if v.state == "written"]
         for version in written[:-1]:
@@ -75,11 +88,11 @@ class Loop:
                 raise AdapterError(f"the files of {version.served_name} are gone")
             await self._publish(version, await self._serving(), manifest.probe)
 
-    async def _finish_or_release(self, update_id: UUID) -> None:
+    async def _finish_or_release(self, update_id: UUID, why: str) -> None:
         found = adapters.find_update(self._adapter_dir, self._policy, update_id)
         async with self._engine.begin() as connection:
             if found is None:
-                freed = await claims.release(connection, update_id, "the trainer was stopped")
+                freed = await claims.release(connection, update_id, why)
                 log.warning("update_abandoned", update=str(update_id), episodes_freed=freed)
                 return
             folder, manifest = found
@@ -103,17 +116,25 @@ class Loop:
         """One update if enough episodes wait; whether there was one."""
         started = perf_counter()
         parent = await self._serving()
+        if self._has_ended(parent):
+            return False
         async with self._engine.begin() as connection:
             claim = await claims.claim(
                 connection, self._rule, parent.version, self._recipe.model_dump(mode="json")
             )
-            next_version = await claims.next_version(connection, self._policy)
+            next_version = max(
+                await claims.next_version(connection, self._policy),
+                adapters.highest_version(self._adapter_dir, self._policy) + 1,
+            )
         if claim is None:
             return False
         try:
             await self._run(claim, parent, next_version)
         except LearnerError as error:
             await self._give_up(claim, str(error))
+        except asyncio.CancelledError:
+            await self._leave(claim.update_id)
+            raise
         UPDATE_SECONDS.labels(self._policy).observe(perf_counter() - started)
         return True
 
@@ -124,18 +145,20 @@ class Loop:
             await self._consume(claim, plan, plan.metrics)
             return
         metrics = plan.metrics | await self._train(parent, plan.rows)
-        probe = await asyncio.to_thread(self._probe_rows, plan.rows)
-        path = await asyncio.to_thread(
-            adapters.write_version,
-            self._adapter_dir,
-            self._policy,
-            next_version,
-            self._learner.save,
-            update_id=claim.update_id,
-            parent_version=parent.version,
-            outcomes=plan.outcomes,
-            metrics=metrics,
-            probe=probe,
+        probe = await self._in_thread(partial(self._probe_rows, plan.rows))
+        path = await self._write(
+            partial(
+                adapters.write_version,
+                self._adapter_dir,
+                self._policy,
+                next_version,
+                self._learner.save,
+                update_id=claim.update_id,
+                parent_version=parent.version,
+                outcomes=plan.outcomes,
+                metrics=metrics,
+                probe=probe,
+            )
         )
         self._learner.saved_as(path)
         await self._consume(claim, plan, metrics, next_version, str(path))
@@ -144,15 +167,48 @@ class Loop:
         adapters.sweep(self._adapter_dir, self._policy)
 
     async def _train(self, parent: PolicyVersion, rows: Sequence[Row]) -> dict[str, Any]:
-        folder = None
-        if parent.version:
-            folder = adapters.version_folder(self._adapter_dir, self._policy, parent.version)
-
         def work() -> dict[str, Any]:
-            self._learner.restore(folder)
+            self._learner.restore(self._folder(parent))
             return self._learner.update(rows)
 
-        return await asyncio.to_thread(work)
+        return await self._in_thread(work)
+
+    def _folder(self, version: PolicyVersion) -> Path | None:
+        if not version.version:
+            return None
+        return adapters.version_folder(self._adapter_dir, self._policy, version.version)
+
+    def _has_ended(self, parent: PolicyVersion) -> bool:
+        """Whether the recipe's schedule leaves `parent` as it is; says so once."""
+        rule = self._recipe.optimizer
+        if rule.schedule == "constant":
+            return False
+        folder = self._folder(parent)
+        taken = 0 if folder is None else read_progress(folder)
+        ended = has_ended(rule, taken)
+        if ended and not self._told_of_the_end:
+            log.warning("schedule_ended", steps_taken=taken, remedy="raise optimizer.total_steps")
+        self._told_of_the_end = ended
+        return ended
+
+    async def _write(self, write: Callable[[], Path]) -> Path:
+        """Write a version; where the disk does not take it, keep what was trained and wait."""
+        while True:
+            try:
+                return await self._in_thread(write)
+            except OSError as error:
+                log.error("version_not_written", reason=str(error), again_in_s=WRITE_AGAIN_S)
+                await asyncio.sleep(WRITE_AGAIN_S)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run `work` beside the event loop; one who cancels waits until it has ended."""
+        running = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._learner.interrupt()
+            await asyncio.wait([running])
+            raise
 
     def _probe_rows(self, rows: Sequence[Row]) -> tuple[ProbeRow, ...]:
         """A few of the update's rows with what the new policy gives them."""
@@ -214,6 +270,19 @@ class Loop:
             moved=round(probe.moved, 5),
             tokens=probe.tokens,
         )
+
+    async def _leave(self, update_id: UUID) -> None:
+        """Stopped from outside: finish what is written; else free the episodes at once."""
+        try:
+            async with self._engine.connect() as connection:
+                running = await claims.running_update(connection, self._policy)
+            if running == update_id:
+                await self._finish_or_release(update_id, "the trainer was stopped")
+        except Exception as error:
+            if not (is_away(error) or isinstance(error, ClaimLost)):
+                raise
+            # Whoever works on the policy next finds it (`recover`).
+            log.warning("update_left", update=str(update_id), reason=str(error))
 
     async def _give_up(self, claim: Claim, why: str) -> None:
         """An update that came out unusable: its episodes are spent, nothing is published.

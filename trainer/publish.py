@@ -57,7 +57,6 @@ class Publisher:
             await self._servers.unload(version.served_name)
             log.error("version_rejected", version=version.served_name, reason=str(error))
             raise
-        await self._set_state(version.version, "published")
         async with self._engine.begin() as connection:
             await policies.promote(connection, self._policy, version.version)
         log.info("version_promoted", version=version.served_name)

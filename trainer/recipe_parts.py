@@ -109,8 +109,14 @@ class OptimizerPart(Part):
     max_grad_norm: Positive = 1.0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    # Where `schedule` ends at zero; of no effect for "constant".
+    # Where `schedule` ends at zero, and training with it; of no effect for "constant".
     total_steps: Count = 1000
+
+    @model_validator(mode="after")
+    def _warm_before_the_end(self) -> "OptimizerPart":
+        if self.schedule != "constant" and self.warmup_steps >= self.total_steps:
+            raise ValueError("warmup_steps must be smaller than total_steps")
+        return self
 
 
 class BatchPart(Part):

@@ -12,6 +12,7 @@ from store import claims, policies
 from store.away import is_away
 from store.embedded import EmbeddedPostgres
 from store.engine import make_engine
+from store.errors import ClaimLost
 from store.migrate import upgrade
 from store.settings import address
 from trainer.air import STEP_WARNING
@@ -53,7 +54,7 @@ async def train(settings: TrainerSettings, *, once: bool = False) -> None:
     await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if stop.is_set():
-        # An update half done is abandoned, and its episodes freed at the next start.
+        # An update half done is abandoned, and its episodes are freed (`Loop.update_once`).
         work.cancel()
         await asyncio.wait([work])
     if not work.cancelled():
@@ -79,7 +80,7 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
                 if await _session(settings, recipe, server, learner, policy, once=once):
                     return
             except Exception as error:
-                if not (is_away(error) or isinstance(error, UpstreamAway)):
+                if not (is_away(error) or isinstance(error, UpstreamAway | ClaimLost)):
                     raise
                 log.warning("trainer_waits", reason=f"{type(error).__name__}: {error}"[:200])
             await asyncio.sleep(RETRY_S)

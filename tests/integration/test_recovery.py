@@ -1,25 +1,33 @@
 """A trainer killed at any step of an update: nothing lost, nothing trained twice."""
 
+import asyncio
+import errno
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store import claims
+from store import claims, policies
+from store.engine import make_engine
+from store.errors import ClaimLost
 from store.ingest import ingest
 from store.policies import ensure_base, list_versions
 from store.records import SpoolRecord
 from store.stats import totals
+from store.tables import episodes
 from tests.integration.fake_server import FakeModelServer, fake_model_server
 from tests.records import call, reward, tokens
 from trainer import adapters
-from trainer.errors import LearnerError
+from trainer.errors import Interrupted, LearnerError
 from trainer.loop import Loop
+from trainer.progress import write_progress
 from trainer.publish import Publisher
 from trainer.recipe import Recipe
-from trainer.recipe_parts import ClaimPart, PublishPart
+from trainer.recipe_parts import ClaimPart, OptimizerPart, PublishPart
 from trainer.replicas import Replicas
 from trainer.server import ModelServer
 from trainer.settings import TrainerSettings
@@ -38,6 +46,15 @@ class FakeLearner:
         self.updates = 0
         self.restored: Path | None = None
         self.fails = False
+        self.interrupted = threading.Event()
+        # Set: an update goes on until it is interrupted.
+        self.slow = False
+        self.full_disk = 0
+        # Set once it does what a test waits for.
+        self.begun = threading.Event()
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
 
     def restore(self, adapter: Path | None) -> None:
         self.restored = adapter
@@ -45,12 +62,22 @@ class FakeLearner:
     def update(self, rows: Any) -> dict[str, Any]:
         if self.fails:
             raise LearnerError("the gradient's norm is nan")
+        if self.slow:
+            self.begun.set()
+            assert self.interrupted.wait(10.0)
+            raise Interrupted("stopped")
         self.updates += 1
         return {"loss": 0.5, "rows": len(rows)}
 
     def save(self, folder: Path) -> None:
+        if self.full_disk:
+            self.full_disk -= 1
+            self.begun.set()
+            (folder / "half").write_bytes(b"weig")
+            raise OSError(errno.ENOSPC, "No space left on device")
         (folder / "adapter_config.json").write_text("{}")
         (folder / "adapter_model.safetensors").write_bytes(b"weights")
+        write_progress(folder, 1 + len(list(self._versions.glob("[0-9]*"))))
 
     def saved_as(self, adapter: Path) -> None:
         assert adapter.parent == self._versions
@@ -71,6 +98,7 @@ class Bench:
         self.fake = server
         self.folder = folder
         self.learner = FakeLearner(server, folder.resolve())
+        self.optimizer = OptimizerPart()
 
     async def fill(self, name: str = "t") -> None:
         records: list[SpoolRecord] = []
@@ -88,6 +116,7 @@ class Bench:
         recipe = Recipe(
             claim=ClaimPart(group_size=2, groups=2, max_age_s=1e9),
             publish=PublishPart(retire_after_s=1e9),
+            optimizer=self.optimizer,
         )
         publisher = Publisher(self.engine, server, "m", recipe.publish)
         settings = TrainerSettings.model_validate({"adapter_dir": self.folder})
@@ -198,6 +227,8 @@ STEPS = {
     "within the consuming transaction": killing(claims, "consume", after=True),
     "before publishing": killing(Publisher, "publish", after=False),
     "after loading": killing(ModelServer, "load", after=True),
+    "before promoting": killing(policies, "promote", after=False),
+    "within the promoting transaction": killing(policies, "promote", after=True),
     "after promoting": killing(Publisher, "publish", after=True),
 }
 
@@ -266,3 +297,92 @@ async def test_a_restarted_server_gets_its_adapters_back(bench: Bench) -> None:
     async with Replicas([bench.fake.url]) as server:
         await bench.loop(server).tend()
     assert list(bench.fake.loaded) == ["m@1"]
+
+
+async def stopped(bench: Bench) -> None:
+    """An update that is cancelled, as by SIGTERM, once the learner has begun."""
+    async with Replicas([bench.fake.url]) as server:
+        loop = bench.loop(server)
+        await loop.recover()
+        work = asyncio.create_task(loop.update_once())
+        assert await asyncio.to_thread(bench.learner.begun.wait, 10.0)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+
+
+async def claimed(bench: Bench) -> int:
+    async with bench.engine.connect() as connection:
+        found = await connection.scalar(
+            select(func.count()).where(episodes.c.claimed_by.is_not(None))
+        )
+    return int(found or 0)
+
+
+async def test_one_that_is_stopped_gives_its_episodes_back_at_once(bench: Bench) -> None:
+    bench.learner.slow = True
+    await stopped(bench)
+    assert await claimed(bench) == 0
+    bench.learner = FakeLearner(bench.fake, bench.folder.resolve())
+    assert await run_once(bench)
+    await bench.assert_spent_once(4)
+
+
+async def test_a_full_disk_is_waited_for_and_nothing_is_trained_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.loop.WRITE_AGAIN_S", 0.01)
+    bench.learner.full_disk = 3
+    assert await run_once(bench)
+    assert bench.learner.updates == 1
+    assert await bench.states() == {0: "published", 1: "serving"}
+    assert [path.name for path in (bench.folder / "m").iterdir()] == ["1"]
+    await bench.assert_spent_once(4)
+
+
+async def test_one_that_is_stopped_while_the_disk_is_full_gives_its_episodes_back(
+    bench: Bench,
+) -> None:
+    bench.learner.full_disk = 1
+    await stopped(bench)
+    assert await claimed(bench) == 0
+    assert list((bench.folder / "m").iterdir()) == []
+
+
+async def test_one_whose_claim_another_took_over_writes_nothing_down(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection was gone for a while: the other freed the claim, then it wrote its version."""
+    real = adapters.write_version
+
+    def too_late(*args: Any, **kwargs: Any) -> Path:
+        monkeypatch.undo()
+
+        async def release() -> None:
+            own = make_engine(bench.engine.url.render_as_string(hide_password=False))
+            async with own.begin() as connection:
+                await claims.release(connection, kwargs["update_id"], "taken over")
+            await own.dispose()
+
+        asyncio.run(release())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(adapters, "write_version", too_late)
+    with pytest.raises(ClaimLost):
+        await run_once(bench)
+    await bench.assert_spent_once(0)
+    # The number of the version that nobody recorded is not used for other bytes.
+    bench.learner = FakeLearner(bench.fake, bench.folder.resolve())
+    assert await run_once(bench)
+    assert await bench.states() == {0: "published", 2: "serving"}
+    await bench.assert_spent_once(4)
+
+
+async def test_a_schedule_that_has_ended_claims_nothing_more(bench: Bench) -> None:
+    bench.optimizer = OptimizerPart(schedule="linear", total_steps=2)
+    assert await run_once(bench)
+    await bench.fill("u")
+    assert await run_once(bench)
+    await bench.fill("v")
+    assert not await run_once(bench)
+    assert await claimed(bench) == 8

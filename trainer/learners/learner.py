@@ -10,14 +10,16 @@ from typing import Any
 import msgspec
 import torch
 from accelerate import PartialState
+from safetensors import SafetensorError
 
 from trainer.batching import plan_micro_batches, split_steps
+from trainer.learners.determinism import be_deterministic
 from trainer.learners.grpo import make_trainer
 from trainer.learners.model import attach_adapter, load_base
 from trainer.learners.passes import Step
 from trainer.learners.processes import Processes
 from trainer.learners.scoring import score_rows
-from trainer.learners.state import load_state, save_state
+from trainer.learners.state import OPTIMIZER, load_state, save_state
 from trainer.recipe import Recipe
 from trainer.rows import Row
 from trainer.trees import build_tree
@@ -36,6 +38,7 @@ class Learner:
         """
         # TRL and transformers speak through logging and warnings; ours is the one log.
         logging.getLogger("trl").setLevel(logging.ERROR)
+        be_deterministic()
         self._recipe = recipe
         self._seed = seed
         self._scratch = scratch
@@ -57,17 +60,26 @@ class Learner:
         self._model = attach_adapter(base, self._recipe, adapter, self._seed)
         self._trainer = make_trainer(self._model, self._tokenizer, self._recipe, self._scratch)
         self._step = Step(
-            self._trainer, self._recipe.optimizer.max_grad_norm, self._interrupted, self.processes
+            self._trainer, self._recipe.optimizer, self._interrupted, self.processes
         )
 
     def restore(self, adapter: Path | None) -> None:
-        """Continue from `adapter` (None: from the base model), optimiser state included."""
+        """Continue from `adapter` (None: from the base model), optimiser state included.
+
+        Raises:
+            AdapterError: see `load_state`.
+        """
         if adapter == self._stands_at:
             return
+        self._stands_at = IN_BETWEEN
         self._start(self._model.unload(), adapter)
         if adapter is not None:
-            load_state(self._trainer, adapter)
+            self._step.taken = load_state(self._parts(), adapter)
         self._stands_at = adapter
+
+    def _parts(self) -> dict[str, Any]:
+        """What is saved and resumed beside the adapter."""
+        return {OPTIMIZER: self._trainer.optimizer}
 
     def update(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Train on `rows`, whose weights sum to one; returns the update's metrics.
@@ -88,6 +100,7 @@ class Learner:
             "loss": _mean([loss for loss, _ in taken]),
             "grad_norm": _mean([norm for _, norm in taken]),
             "optimizer_steps": len(taken),
+            "learning_rate": self._trainer.optimizer.param_groups[0]["lr"],
             "rows": len(rows),
             "sampled_tokens": sum(len(row.sampled_ids) for row in rows),
             "row_tokens": sum(len(row.ids) for row in rows),
@@ -118,15 +131,21 @@ class Learner:
             ]
 
     def save(self, folder: Path) -> None:
-        """Write the adapter for the server and, in `trainer/`, what resuming needs.
+        """Write the adapter for the server, and what resuming needs (see `state`).
 
         All processes hold the same: the first writes.
+
+        Raises:
+            OSError: the disk does not take it; nothing has changed, and it may be tried again.
         """
         if self.processes.rank > 0:
             return
-        self._model.save_pretrained(str(folder), safe_serialization=True)
+        try:
+            self._model.save_pretrained(str(folder), safe_serialization=True)
+        except SafetensorError as error:
+            raise OSError(f"the adapter was not written: {error}") from error
         (folder / "README.md").unlink(missing_ok=True)
-        save_state(self._trainer, folder)
+        save_state(self._parts(), self._step.taken, folder)
 
     def saved_as(self, adapter: Path) -> None:
         """What was trained last is now `adapter`: continuing from it needs no reading back."""

@@ -10,23 +10,27 @@ import torch
 from trainer.batching import share_out
 from trainer.errors import Interrupted, LearnerError
 from trainer.learners.processes import Processes
+from trainer.recipe_parts import OptimizerPart
 from trainer.rows import Row
+from trainer.schedule import rate_share
 
 
 class Step:
-    """Takes optimiser steps with one TRL trainer."""
+    """Takes optimiser steps with one TRL trainer; `taken` counts them from the base on."""
 
     def __init__(
         self,
         trainer: Any,
-        max_grad_norm: float,
+        rule: OptimizerPart,
         interrupted: threading.Event,
         processes: Processes,
     ) -> None:
         self._processes = processes
         self._trainer = trainer
-        self._max_grad_norm = max_grad_norm
+        self._rule = rule
         self._interrupted = interrupted
+        self._rates = [group["lr"] for group in trainer.optimizer.param_groups]
+        self.taken = 0
 
     def take(self, micro_batches: Sequence[Sequence[Row]]) -> tuple[float, float]:
         """One step on all of `micro_batches`, each process on its own; loss and gradient norm.
@@ -53,10 +57,14 @@ class Step:
     def _apply(self) -> float:
         parameters = [p for p in self._trainer.model.parameters() if p.requires_grad]
         self._processes.add_up(parameters)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._rule.max_grad_norm))
         if not math.isfinite(norm):
             self._trainer.optimizer.zero_grad()
             raise LearnerError(f"the gradient's norm is {norm}: the update was not applied")
+        share = rate_share(self._rule, self.taken)
+        for group, rate in zip(self._trainer.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * share
         self._trainer.optimizer.step()
         self._trainer.optimizer.zero_grad()
+        self.taken += 1
         return norm

@@ -1,23 +1,71 @@
-"""What resuming needs beside the adapter: written with a version, read when it goes on."""
+"""What resuming needs beside the adapter: written with a version, read when it goes on.
 
+    <version>/progress.json          optimiser steps taken since the base; kept for ever
+    <version>/trainer/optimizer.pt   moments; kept for the newest versions (`adapters.sweep`)
+    <version>/trainer/<name>.pt      what a learner adds: a value head
+
+Nothing else is needed: dropout is off, and the one use of randomness is a first adapter's
+weights, which are seeded. Files are made durable by `adapters.write_version`.
+"""
+
+import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
 import torch
 
-FOLDER: Final = "trainer"
-OPTIMIZER: Final = "optimizer.pt"
+from trainer.adapters import STATE
+from trainer.errors import AdapterError
+from trainer.progress import read_progress, write_progress
+
+log = structlog.get_logger()
+
+OPTIMIZER: Final = "optimizer"
 
 
-def save_state(trainer: Any, version_folder: Path) -> None:
-    """Write the state of `trainer` (TRL's) into `trainer/` of a version's folder."""
-    folder = version_folder / FOLDER
+def save_state(parts: Mapping[str, Any], steps_taken: int, version_folder: Path) -> None:
+    """Write the state of `parts` (what has `state_dict`, by name) into a version's folder.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    folder = version_folder / STATE
     folder.mkdir(exist_ok=True)
-    torch.save(trainer.optimizer.state_dict(), folder / OPTIMIZER)
+    for name, part in parts.items():
+        # Through memory: torch's own writer does not say why a disk refused.
+        written = io.BytesIO()
+        torch.save(part.state_dict(), written)
+        (folder / f"{name}.pt").write_bytes(written.getvalue())
+    write_progress(version_folder, steps_taken)
 
 
-def load_state(trainer: Any, version_folder: Path) -> None:
-    """Put `trainer` where the version left it; one whose state was swept starts anew."""
-    path = version_folder / FOLDER / OPTIMIZER
-    if path.exists():
-        trainer.optimizer.load_state_dict(torch.load(path, weights_only=True))
+def load_state(parts: Mapping[str, Any], version_folder: Path) -> int:
+    """Put `parts` where the version left them; returns the optimiser steps taken until then.
+
+    What was swept starts anew, and the log says so: it is gone once a roll-back goes further
+    back than states are kept.
+
+    Raises:
+        AdapterError: a file cannot be read; the message names it and the remedy.
+    """
+    for name, part in parts.items():
+        path = version_folder / STATE / f"{name}.pt"
+        if not path.exists():
+            log.warning("state_starts_anew", part=name, version=version_folder.name)
+            continue
+        try:
+            part.load_state_dict(_with_own_numbers(part, torch.load(path, weights_only=True)))
+        except Exception as error:
+            raise AdapterError(
+                f"{path} cannot be read ({type(error).__name__}): remove it to start anew there"
+            ) from error
+    return read_progress(version_folder)
+
+
+def _with_own_numbers(part: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimiser takes the version's moments, and rates and decay as the recipe has them now."""
+    if isinstance(part, torch.optim.Optimizer):
+        return state | {"param_groups": part.state_dict()["param_groups"]}
+    return state
