@@ -6,43 +6,37 @@ consumed; or it is `abandoned` and its episodes are free again. One update runs 
 at a time (a unique index sees to it).
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import func, insert, select, text, update
+from sqlalchemy import func, insert, null, select, text, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import ClaimLost
+from store.expiry import oldest_version
 from store.ids import new_id
 from store.policies import add_version
 from store.reading import read_episodes
-from store.records import Group, Record, UpdateRow
+from store.ready import EARLIER_MEMBERS, ClaimRule, find_ready
+from store.records import Episode, Group, Record, UpdateRow
 from store.tables import consumptions, episodes, updates
 
 
-class ClaimRule(Record, frozen=True, kw_only=True):
-    """When a group is complete, and when there are enough of them.
-
-    `group_size` scored episodes make a group complete; one that has at least
-    `smallest_group` is taken too once its first reward is `max_age_s` old. `groups` of
-    them make an update; fewer will do once one has waited for `max_age_s`.
-    """
-
-    policy: str
-    group_size: int
-    groups: int
-    smallest_group: int
-    max_age_s: float
-
-
 class Claim(Record, frozen=True, kw_only=True):
-    """Whole groups, held for one update."""
+    """Whole groups, held for one update, and all else that their credit depends on.
+
+    Episodes with a call from before `oldest_version` are stale. `baselines` is what the
+    policy's last update left of its moving baselines, as JSON; None before the first.
+    """
 
     update_id: UUID
     parent_version: int
     groups: tuple[Group, ...]
+    oldest_version: int = 0
+    baselines: Mapping[str, Any] | None = None
 
 
 class Outcome(Record, frozen=True, kw_only=True):
@@ -53,87 +47,32 @@ class Outcome(Record, frozen=True, kw_only=True):
     reason: str | None = None
 
 
-# The parts of another episode are claimed with it, and what is in doubt never.
-_TASK = "COALESCE(joined_task, task)"
-_READY = (
-    f"policy = :policy AND {_TASK} IS NOT NULL AND scored_at IS NOT NULL"
-    " AND claimed_by IS NULL AND root IS NULL AND quarantined_reason IS NULL"
-)
-_GROUPS = text(
-    f"""
-    SELECT {_TASK} AS task, count(*) AS members, extract(epoch FROM now() - min(scored_at)) AS age_s
-    FROM episodes WHERE {_READY} GROUP BY 1
-    HAVING count(*) >= :group_size
-        OR (count(*) >= :smallest_group
-            AND min(scored_at) < now() - make_interval(secs => :max_age_s))
-    ORDER BY min(scored_at), 1 LIMIT :groups
-    """
-)
-# Whoever holds a member is waited for (in the order of keys, as everywhere): a group that is
-# claimed without it would not be whole.
-_MEMBERS = text(
-    f"""
-    SELECT id, {_TASK} AS task, scored_at FROM episodes WHERE {_READY} AND {_TASK} = ANY(:tasks)
-    ORDER BY key FOR UPDATE
-    """
-)
-
-
 async def claim(
     connection: AsyncConnection,
     rule: ClaimRule,
     parent_version: int,
     recipe: Mapping[str, Any],
-) -> Claim | None:
-    """Take the oldest complete groups for a new update; None while there are too few.
+) -> UUID | None:
+    """Take the freshest complete groups for a new update; None while there are too few.
 
-    The same ledger gives the same claim.
+    The same ledger gives the same claim. Its id; `load_claim` reads what it holds, in a transaction of its own: whoever stores
+    calls or feedback of these episodes waits for nothing but their marking.
 
     Raises:
         ClaimLost: another update of the policy runs.
     """
-    found = (await connection.execute(_GROUPS, _parameters(rule))).all()
-    waited = any(row.age_s >= rule.max_age_s for row in found)
-    if not found or (len(found) < rule.groups and not waited):
-        return None
-    tasks = [row.task for row in found]
-    rows = await connection.execute(_MEMBERS, {"policy": rule.policy, "tasks": tasks})
-    members: dict[str, list[UUID]] = {task: [] for task in tasks}
-    for row in sorted(rows, key=lambda row: (row.scored_at, row.id)):
-        if len(members[row.task]) < rule.group_size:
-            members[row.task].append(row.id)
-    taken = {task: ids for task, ids in members.items() if len(ids) >= rule.smallest_group}
+    oldest = await oldest_version(connection, rule.policy, parent_version, rule.max_staleness)
+    taken = await find_ready(connection, rule, oldest)
     if not taken:
         return None
-    update_id = await _start_update(connection, rule.policy, parent_version, recipe)
-    await connection.execute(
-        update(episodes)
-        .where(episodes.c.id.in_([episode for ids in taken.values() for episode in ids]))
-        .values(claimed_by=update_id)
-    )
-    return await load_claim(connection, update_id)
-
-
-def _parameters(rule: ClaimRule) -> dict[str, Any]:
-    return {
-        "policy": rule.policy,
-        "group_size": rule.group_size,
-        "smallest_group": rule.smallest_group,
-        "max_age_s": rule.max_age_s,
-        "groups": rule.groups,
-    }
-
-
-async def _start_update(
-    connection: AsyncConnection, policy: str, parent_version: int, recipe: Mapping[str, Any]
-) -> UUID:
     update_id = new_id()
     started = await connection.execute(
         postgresql.insert(updates)
         .values(
             id=update_id,
-            policy=policy,
+            policy=rule.policy,
             parent_version=parent_version,
+            oldest_version=oldest,
             state="running",
             recipe=dict(recipe),
         )
@@ -141,24 +80,87 @@ async def _start_update(
         .returning(updates.c.id)
     )
     if started.first() is None:
-        raise ClaimLost(f"another update of policy {policy} runs")
+        raise ClaimLost(f"another update of policy {rule.policy} runs")
+    await connection.execute(
+        update(episodes).where(episodes.c.id.in_(taken)).values(claimed_by=update_id)
+    )
     return update_id
 
 
-async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
-    """The episodes that an update holds, as groups in a stable order."""
+async def load_claim(connection: AsyncConnection, update_id: UUID, group_size: int) -> Claim:
+    """What an update holds, or has held: its groups in a stable order.
+
+    Those short of `group_size` are filled up with members that earlier updates consumed.
+
+    Raises:
+        Damaged: a call cannot be read back.
+    """
     head = (await connection.execute(select(updates).where(updates.c.id == update_id))).one()
-    held = (
-        select(episodes.c.id)
-        .where(episodes.c.claimed_by == update_id)
-        .order_by(func.coalesce(episodes.c.joined_task, episodes.c.task), episodes.c.first_call_id)
+    task_of = await _held(connection, update_id)
+    earlier_of = await _earlier(connection, head, Counter(task_of.values()), group_size)
+    ids = [*task_of, *(one for them in earlier_of.values() for one in them)]
+    read = {episode.id: episode for episode in await read_episodes(connection, ids)}
+    by_task: dict[str, list[Episode]] = {}
+    for one, task in task_of.items():
+        by_task.setdefault(task, []).append(read[one])
+    groups = tuple(
+        Group(
+            task=task,
+            episodes=tuple(them),
+            earlier=tuple(read[one] for one in earlier_of.get(task, ())),
+        )
+        for task, them in by_task.items()
     )
-    ids = list((await connection.execute(held)).scalars())
-    by_task: dict[str, list[Any]] = {}
-    for episode in await read_episodes(connection, ids):
-        by_task.setdefault(episode.task or "", []).append(episode)
-    groups = tuple(Group(task=task, episodes=tuple(them)) for task, them in by_task.items())
-    return Claim(update_id=update_id, parent_version=head.parent_version, groups=groups)
+    return Claim(
+        update_id=update_id,
+        parent_version=head.parent_version,
+        groups=groups,
+        oldest_version=head.oldest_version,
+        baselines=await _baselines_before(connection, head),
+    )
+
+
+async def _held(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]:
+    """The episodes of an update with their tasks; "" where an episode has none."""
+    task = func.coalesce(episodes.c.joined_task, episodes.c.task, "")
+    query = (
+        select(episodes.c.id, task)
+        .where(episodes.c.claimed_by == update_id)
+        .order_by(task, episodes.c.first_call_id)
+    )
+    return {row[0]: row[1] for row in await connection.execute(query)}
+
+
+async def _earlier(
+    connection: AsyncConnection, head: Any, sizes: Mapping[str, int], group_size: int
+) -> dict[str, list[UUID]]:
+    """Of each task that is short of members the newest that were consumed before."""
+    short = {task: group_size - size for task, size in sizes.items() if task and size < group_size}
+    if not short:
+        return {}
+    values = {"policy": head.policy, "before": head.claimed_at, "oldest": head.oldest_version}
+    found: dict[str, list[UUID]] = {}
+    for row in await connection.execute(EARLIER_MEMBERS, values | {"tasks": list(short)}):
+        them = found.setdefault(row.task, [])
+        if len(them) < short[row.task]:
+            them.append(row.id)
+    return found
+
+
+async def _baselines_before(connection: AsyncConnection, head: Any) -> Mapping[str, Any] | None:
+    query = (
+        select(updates.c.baselines)
+        .where(
+            updates.c.policy == head.policy,
+            updates.c.state == "done",
+            updates.c.baselines.is_not(None),
+            updates.c.claimed_at < head.claimed_at,
+        )
+        .order_by(updates.c.claimed_at.desc())
+        .limit(1)
+    )
+    found: Mapping[str, Any] | None = (await connection.execute(query)).scalar()
+    return found
 
 
 async def running_update(connection: AsyncConnection, policy: str) -> UUID | None:
@@ -195,10 +197,12 @@ async def consume(
     policy: str,
     version: int | None,
     adapter_path: str | None,
+    baselines: Mapping[str, Any] | None = None,
 ) -> None:
     """Record a finished update: its episodes are spent, its version exists.
 
-    `version` is None where nothing was trained (no signal in any group).
+    `version` is None where nothing was trained (no signal in any group). `baselines` is
+    what the next update's moving baselines start from.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
@@ -206,7 +210,13 @@ async def consume(
     ended = await connection.execute(
         update(updates)
         .where(updates.c.id == update_id, updates.c.state == "running")
-        .values(state="done", version=version, metrics=dict(metrics), finished_at=text("now()"))
+        .values(
+            state="done",
+            version=version,
+            metrics=dict(metrics),
+            baselines=null() if baselines is None else dict(baselines),
+            finished_at=text("now()"),
+        )
         .returning(updates.c.id)
     )
     if ended.first() is None:

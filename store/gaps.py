@@ -10,9 +10,9 @@ LOST_CALL = "a call of this episode was lost: its record could not be written to
 
 # The episode may have no other call, yet or ever: it is there all the same, and says why.
 _MARK = f"""
-    INSERT INTO episodes (id, key, method, task_named, first_call_id, last_call_at, doubtful,
-                          quarantined_reason)
-    SELECT id, key, '{OWN_EPISODE}', false, call, at, true, '{LOST_CALL}'
+    INSERT INTO episodes (id, key, method, task_named, first_call_id, last_call_id,
+                          last_call_at, doubtful, quarantined_reason)
+    SELECT id, key, '{OWN_EPISODE}', false, call, call, at, true, '{LOST_CALL}'
     FROM unnest($1::uuid[], $2::text[], $3::uuid[], $4::timestamptz[]) AS g (id, key, call, at)
     ON CONFLICT (key) DO UPDATE SET doubtful = true,
         quarantined_reason = COALESCE(episodes.quarantined_reason, excluded.quarantined_reason)

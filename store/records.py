@@ -27,6 +27,8 @@ TOOL_SOURCES: Final = ("header", "feedback", "is_error", "reader", "assumed")
 CONFIDENCES: Final = ("certain", "likely", "doubtful")
 TARGET_KINDS: Final = ("episode", "call", "response")
 POLICY_STATES: Final = ("written", "published", "serving", "retired", "rejected")
+# `expired`: it trained nothing, and spent what could not be trained any more.
+UPDATE_STATES: Final = ("running", "done", "abandoned", "expired")
 REWARD: Final = "reward"
 # The method of a call that named no episode and got one of its own.
 OWN_EPISODE: Final = "own"
@@ -229,6 +231,11 @@ class UpdateRow(Record, frozen=True, kw_only=True):
     claimed_at: datetime
     finished_at: datetime | None
     metrics: Mapping[str, Any]
+
+
+def has_failed(status: str, http_status: int | None) -> bool:
+    """Whether a call did not come to a proper reply."""
+    return status != "complete" or (http_status or 0) >= 400
 
 
 def policy_name(policy: str, version: int, base_name: str) -> str:

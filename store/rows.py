@@ -8,7 +8,7 @@ from uuid import UUID
 
 from store.bases import Stored
 from store.engine import to_json
-from store.records import CallRecord, FeedbackItem, FeedbackRecord, ToolEvent
+from store.records import CallRecord, FeedbackItem, FeedbackRecord, ToolEvent, has_failed
 
 Row = tuple[Any, ...]
 
@@ -132,7 +132,9 @@ def episode_row(calls: Sequence[CallRecord]) -> Row:
         task_from,
         first.policy,
         first.policy_version,
+        calls[-1].id,
         max(call.started_at for call in calls),
+        has_failed(calls[-1].status, calls[-1].http_status),
         any(call.confidence == "doubtful" for call in calls),
     )
 

@@ -33,6 +33,7 @@ from store.records import (
     TARGET_KINDS,
     TOOL_SOURCES,
     TOOL_STATUSES,
+    UPDATE_STATES,
 )
 
 metadata = MetaData(
@@ -46,6 +47,9 @@ metadata = MetaData(
 )
 
 When = DateTime(timezone=True)
+# An episode that may be claimed: the parts of another are spent with it, and what is in
+# doubt never.
+FREE = "claimed_by IS NULL AND root IS NULL AND quarantined_reason IS NULL"
 
 
 def one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
@@ -67,7 +71,10 @@ episodes = Table(
     Column("policy", Text),
     Column("policy_version", Integer),
     Column("first_call_id", Uuid, nullable=False),
+    Column("last_call_id", Uuid, nullable=False),
     Column("last_call_at", When, nullable=False),
+    # Its last call did not come to a proper reply.
+    Column("failed", Boolean, nullable=False, server_default=text("false")),
     Column("scored_at", When),
     Column("claimed_by", Uuid, ForeignKey("updates.id")),
     # A call was put into it in doubt.
@@ -79,12 +86,26 @@ episodes = Table(
     Column("root", Uuid),
     Column("joined_task", Text),
     Column("quarantined_reason", Text),
+    # What may be claimed, by task; and all that may yet be, by the version that sampled it.
     Index(
         "ix_episodes_ready",
         "policy",
-        "task",
+        text("COALESCE(joined_task, task)"),
+        text("COALESCE(policy_version, 0)"),
         "scored_at",
-        postgresql_where=text("scored_at IS NOT NULL AND claimed_by IS NULL"),
+        postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
+    ),
+    Index(
+        "ix_episodes_waiting",
+        "policy",
+        text("COALESCE(policy_version, 0)"),
+        "id",
+        postgresql_where=text(FREE),
+    ),
+    Index(
+        "ix_episodes_failed",
+        "policy",
+        postgresql_where=text("failed AND scored_at IS NULL AND claimed_by IS NULL"),
     ),
     Index("ix_episodes_claimed_by", "claimed_by", postgresql_where=text("claimed_by IS NOT NULL")),
     Index("ix_episodes_root", "root", postgresql_where=text("root IS NOT NULL")),
@@ -257,10 +278,14 @@ updates = Table(
     Column("state", Text, nullable=False),
     Column("recipe", JSONB, nullable=False),
     Column("metrics", JSONB, nullable=False, server_default=text("'{}'::jsonb")),
+    # The first version whose episodes it may train, and the moving baselines after it.
+    Column("oldest_version", Integer, nullable=False, server_default=text("0")),
+    Column("baselines", JSONB),
     Column("claimed_at", When, nullable=False, server_default=text("now()")),
     Column("finished_at", When),
-    one_of("state", ("running", "done", "abandoned")),
+    one_of("state", UPDATE_STATES),
     UniqueConstraint("policy", "version"),
+    Index("ix_updates_policy_claimed_at", "policy", "claimed_at"),
     Index("uq_updates_running", "policy", unique=True, postgresql_where=text("state = 'running'")),
 )
 

@@ -38,16 +38,21 @@ _TAKES_TASK = (
 _IS_EARLIER = "excluded.first_call_id < episodes.first_call_id"
 _UPSERT_EPISODES = f"""
     INSERT INTO episodes (id, key, method, task, task_named, task_from, policy, policy_version,
-                          first_call_id, last_call_at, doubtful, quarantined_reason)
-    SELECT id, key, method, task, task_named, task_from, policy, policy_version, id, last_call_at,
-        doubtful, CASE WHEN doubtful THEN '{DOUBTFUL_CALL}' END
+                          first_call_id, last_call_id, last_call_at, failed, doubtful,
+                          quarantined_reason)
+    SELECT id, key, method, task, task_named, task_from, policy, policy_version, id, last_call_id,
+        last_call_at, failed, doubtful, CASE WHEN doubtful THEN '{DOUBTFUL_CALL}' END
     FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::boolean[], $6::uuid[],
-                $7::text[], $8::integer[], $9::timestamptz[], $10::boolean[])
+                $7::text[], $8::integer[], $9::uuid[], $10::timestamptz[], $11::boolean[],
+                $12::boolean[])
         AS said (id, key, method, task, task_named, task_from, policy, policy_version,
-                 last_call_at, doubtful)
+                 last_call_id, last_call_at, failed, doubtful)
     ON CONFLICT (key) DO UPDATE SET
         last_call_at = GREATEST(episodes.last_call_at, excluded.last_call_at),
         first_call_id = LEAST(episodes.first_call_id, excluded.first_call_id),
+        last_call_id = GREATEST(episodes.last_call_id, excluded.last_call_id),
+        failed = CASE WHEN excluded.last_call_id > episodes.last_call_id THEN excluded.failed
+                 ELSE episodes.failed END,
         method = CASE WHEN {_IS_EARLIER} THEN excluded.method ELSE episodes.method END,
         task = CASE WHEN {_TAKES_TASK} THEN excluded.task ELSE episodes.task END,
         task_from = CASE WHEN {_TAKES_TASK} THEN excluded.task_from ELSE episodes.task_from END,

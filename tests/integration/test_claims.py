@@ -8,10 +8,11 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
-from store.claims import Claim, ClaimRule, Outcome
+from store.claims import Claim, Outcome
 from store.errors import ClaimLost, UnknownPolicy
 from store.ingest import ingest
 from store.policies import ensure_base, idle_versions, list_versions, promote, set_state
+from store.ready import ClaimRule
 from store.records import SpoolRecord
 from tests.records import call, reward
 
@@ -31,9 +32,13 @@ async def fill(engine: AsyncEngine, tasks: int = 2, members: int = 2, scored: bo
         await ensure_base(connection, "m")
 
 
-async def take(engine: AsyncEngine, rule: ClaimRule = RULE) -> Claim | None:
+async def take(engine: AsyncEngine, rule: ClaimRule = RULE, parent: int = 0) -> Claim | None:
     async with engine.begin() as connection:
-        return await claims.claim(connection, rule, 0, {"learner": "grpo"})
+        update_id = await claims.claim(connection, rule, parent, {"learner": "grpo"})
+    if update_id is None:
+        return None
+    async with engine.connect() as connection:
+        return await claims.load_claim(connection, update_id, rule.group_size)
 
 
 def spent(claim: Claim) -> list[Outcome]:

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
-from store.claims import ClaimRule
+from store.ready import ClaimRule
 from store.digests import PREFIX, RESPONSE, TOOL_CALL
 from store.ingest import Ingester, known_targets
 from store.joins import DOUBTFUL_ASK, DOUBTFUL_CALL, MOST_OFFERING, TOLD_MORE_THAN_ONE, TOO_LATE
@@ -117,8 +117,9 @@ async def test_a_reward_for_a_joined_reply_scores_the_whole(engine: AsyncEngine)
     await store(engine, first)
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
-        claim = await claims.claim(connection, RULE, 0, {})
-    assert claim is not None
+        update_id = await claims.claim(connection, RULE, 0, {})
+        assert update_id is not None
+        claim = await claims.load_claim(connection, update_id, RULE.group_size)
     [group] = claim.groups
     assert [len(e.calls) for e in group.episodes] == [2]
 

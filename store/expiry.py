@@ -1,0 +1,116 @@
+"""Episodes that can never be trained any more: spent, so that they do not wait for ever.
+
+Each is consumed once, with a reason, by an update in state `expired` that did nothing else:
+`stale`, sampled by a version further back than the recipe allows; `aged`, silent for longer
+than it allows. It happens to scored and unscored ones alike, in short transactions.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Final
+from uuid import UUID
+
+from sqlalchemy import insert, text, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.ids import lowest_id_at, new_id
+from store.ready import VERSION, ClaimRule, lock_free
+from store.tables import FREE, consumptions, episodes, updates
+
+MOST: Final = 1000
+
+_OLDEST = text(
+    """
+    SELECT version FROM policies
+    WHERE name = :policy AND version <= :parent AND state IN ('serving', 'published', 'retired')
+    ORDER BY version DESC OFFSET :staleness LIMIT 1
+    """
+)
+_STALE = text(
+    f"""
+    SELECT id FROM episodes WHERE policy = :policy AND {FREE} AND {VERSION} < :oldest
+    ORDER BY {VERSION}, id LIMIT :most
+    """
+)
+# Version by version: each is a range of the index. An id tells when its episode began.
+_AGED = text(
+    f"""
+    SELECT a.id FROM generate_series(CAST(:oldest AS integer), CAST(:newest AS integer)) v
+    CROSS JOIN LATERAL (
+        SELECT id FROM episodes WHERE policy = :policy AND {FREE} AND {VERSION} = v
+            AND id < CAST(:began_before AS uuid)
+            AND last_call_at < now() - make_interval(secs => :age_s)
+        ORDER BY id LIMIT :most) a
+    LIMIT :most
+    """
+)
+
+
+async def oldest_version(
+    connection: AsyncConnection, policy: str, parent: int, max_staleness: int | None
+) -> int:
+    """The first version whose episodes may be trained where `parent` is trained on.
+
+    Only versions that had traffic count: a rejected one makes nobody's episodes older.
+    """
+    if max_staleness is None:
+        return 0
+    values = {"policy": policy, "parent": parent, "staleness": max_staleness}
+    return int(await connection.scalar(_OLDEST, values) or 0)
+
+
+async def expire(
+    connection: AsyncConnection, rule: ClaimRule, parent: int, recipe: Mapping[str, Any]
+) -> dict[str, int]:
+    """Spend up to `MOST` episodes past `rule`'s limits; how many by reason, empty if none."""
+    oldest = await oldest_version(connection, rule.policy, parent, rule.max_staleness)
+    found = await _past_limits(connection, rule, parent, oldest)
+    free = await lock_free(connection, list(found))
+    reasons = {episode: reason for episode, reason in found.items() if episode in free}
+    if not reasons:
+        return {}
+    counted = dict(Counter(reasons.values()))
+    update_id = new_id()
+    await connection.execute(
+        insert(updates).values(
+            id=update_id,
+            policy=rule.policy,
+            parent_version=parent,
+            oldest_version=oldest,
+            state="expired",
+            recipe=dict(recipe),
+            metrics={"episodes": len(reasons), "trained_episodes": 0, "dropped": counted},
+            finished_at=text("now()"),
+        )
+    )
+    await connection.execute(
+        update(episodes).where(episodes.c.id.in_(reasons)).values(claimed_by=update_id)
+    )
+    await connection.execute(
+        insert(consumptions),
+        [
+            {"episode_id": one, "update_id": update_id, "trained": False, "reason": reason}
+            for one, reason in reasons.items()
+        ],
+    )
+    return counted
+
+
+async def _past_limits(
+    connection: AsyncConnection, rule: ClaimRule, parent: int, oldest: int
+) -> dict[UUID, str]:
+    values: dict[str, Any] = {"policy": rule.policy, "oldest": oldest, "most": MOST}
+    stale = (await connection.execute(_STALE, values)).scalars()
+    found = dict.fromkeys(stale, "stale")
+    if rule.max_episode_age_s is not None and len(found) < MOST:
+        age: dict[str, Any] = {
+            "age_s": rule.max_episode_age_s,
+            "newest": parent,
+            "most": MOST - len(found),
+        }
+        now = await connection.scalar(text("SELECT now()"))
+        age["began_before"] = lowest_id_at(now - timedelta(seconds=rule.max_episode_age_s))
+        aged = (await connection.execute(_AGED, values | age)).scalars()
+        found |= dict.fromkeys(aged, "aged")
+    return found

@@ -1,0 +1,175 @@
+"""Which episodes the next update takes: complete groups, the freshest first.
+
+What a policy's newest versions sampled comes before what older ones did, and among equals
+what waited longest: where more arrives than is trained, it is the stale that is left over.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.records import Record
+from store.tables import FREE
+
+# Of so many updates are the consumed members known that a late one is compared with.
+EARLIER_UPDATES = 32
+
+TASK = "COALESCE(joined_task, task)"
+VERSION = "COALESCE(policy_version, 0)"
+
+
+class ClaimRule(Record, frozen=True, kw_only=True):
+    """When a group is complete, and when there are enough of them.
+
+    `group_size` scored episodes make a group complete; `groups` of them make an update, and
+    fewer will do once one has waited for `max_age_s`. A group whose first reward is that old
+    is taken as it is if it has `smallest_group` members, those counted with which its task's
+    members were consumed before. With a `group_size` of 1 every episode is its own group,
+    with or without a task.
+
+    `failed_after_s`: a failed episode without a reward is a member too once it has been
+    silent for so long; None: never. What is more than `max_staleness` versions old, or more
+    than `max_episode_age_s`, is not taken; None: no limit.
+    """
+
+    policy: str
+    group_size: int
+    groups: int
+    smallest_group: int
+    max_age_s: float
+    max_staleness: int | None = None
+    max_episode_age_s: float | None = None
+    failed_after_s: float | None = None
+
+
+_SCORED = f"""
+    SELECT id, {TASK} AS task, {VERSION} AS version, scored_at AS at
+    FROM episodes
+    WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE} AND {VERSION} >= :oldest
+"""
+# Of a joined episode the last of its parts tells whether it failed.
+_FAILED = """
+    UNION ALL
+    SELECT w.id, COALESCE(w.joined_task, w.task), COALESCE(w.policy_version, 0),
+        f.last_call_at + make_interval(secs => :failed_after_s)
+    FROM episodes f JOIN episodes w ON w.id = COALESCE(f.root, f.id)
+    WHERE f.policy = :policy AND f.failed AND f.scored_at IS NULL AND f.claimed_by IS NULL
+        AND f.last_call_at < now() - make_interval(secs => :failed_after_s)
+        AND w.policy = :policy AND w.scored_at IS NULL AND w.claimed_by IS NULL
+        AND w.quarantined_reason IS NULL AND COALESCE(w.policy_version, 0) >= :oldest
+        AND w.last_call_id <= f.last_call_id
+        AND NOT EXISTS (SELECT FROM episodes p
+                        WHERE p.root = w.id AND p.last_call_id > f.last_call_id)
+"""
+# Members of tasks that the last updates before a moment consumed.
+_EARLIER = f"""
+    SELECT e.id, {TASK} AS task, u.claimed_at
+    FROM (SELECT id, claimed_at FROM updates
+          WHERE policy = :policy AND state = 'done' AND claimed_at < CAST(:before AS timestamptz)
+          ORDER BY claimed_at DESC LIMIT {EARLIER_UPDATES}) u
+    JOIN consumptions c ON c.update_id = u.id JOIN episodes e ON e.id = c.episode_id
+    WHERE {TASK} IS NOT NULL AND {VERSION} >= :oldest AND (e.scored_at IS NOT NULL OR e.failed)
+"""
+EARLIER_MEMBERS = text(
+    f"SELECT id, task FROM ({_EARLIER}) e WHERE task = ANY(:tasks) ORDER BY claimed_at DESC, id"
+)
+_GROUPS = """
+    WITH ready AS ({ready}),
+    consumed AS (SELECT task, count(*) AS members FROM ({earlier}) e GROUP BY task),
+    found AS (
+        SELECT task, count(*) AS members, min(at) AS first, max(version) AS newest
+        FROM ready WHERE task IS NOT NULL GROUP BY task)
+    SELECT task, extract(epoch FROM now() - first) AS age_s,
+        COALESCE(c.members, 0) AS earlier
+    FROM found g LEFT JOIN consumed c USING (task)
+    WHERE g.members >= :group_size
+        OR (g.members + COALESCE(c.members, 0) >= :smallest_group
+            AND first < now() - make_interval(secs => :max_age_s))
+    ORDER BY newest DESC, first, task LIMIT :groups
+"""
+_MEMBERS = """
+    SELECT m.id, t.task FROM unnest(CAST(:tasks AS text[])) AS t (task) CROSS JOIN LATERAL (
+        SELECT id FROM ({ready}) r WHERE r.task = t.task
+        ORDER BY version DESC, at, id LIMIT :group_size) m
+"""
+_SINGLES = """
+    SELECT id, extract(epoch FROM now() - at) AS age_s FROM ({ready}) r
+    ORDER BY version DESC, at, id LIMIT :groups
+"""
+# Whoever holds a member is waited for (in the order of keys, as everywhere): a group that is
+# claimed without it would not be whole.
+_LOCK = text(
+    f"SELECT id FROM episodes WHERE id = ANY(:ids) AND {FREE} ORDER BY key FOR NO KEY UPDATE"
+)
+
+
+async def find_ready(connection: AsyncConnection, rule: ClaimRule, oldest: int) -> list[UUID]:
+    """The episodes of the next update, locked; none while there are too few.
+
+    `oldest` is the first version whose episodes may be trained.
+    """
+    values = {
+        "policy": rule.policy,
+        "oldest": oldest,
+        "groups": rule.groups,
+    }
+    ready = _SCORED
+    if rule.failed_after_s is not None:
+        ready += _FAILED
+        values["failed_after_s"] = rule.failed_after_s
+    if rule.group_size == 1:
+        return await _singles(connection, rule, ready, values)
+    return await _groups(connection, rule, ready, values)
+
+
+async def lock_free(connection: AsyncConnection, ids: Sequence[UUID]) -> set[UUID]:
+    """Those of `ids` that nobody has taken, locked to the transaction's end."""
+    return set((await connection.execute(_LOCK, {"ids": list(ids)})).scalars())
+
+
+async def _singles(
+    connection: AsyncConnection, rule: ClaimRule, ready: str, values: dict[str, Any]
+) -> list[UUID]:
+    rows = (await connection.execute(text(_SINGLES.format(ready=ready)), values)).all()
+    if not _enough(rows, rule):
+        return []
+    free = await lock_free(connection, [row.id for row in rows])
+    return [row.id for row in rows if row.id in free]
+
+
+async def _groups(
+    connection: AsyncConnection, rule: ClaimRule, ready: str, values: dict[str, Any]
+) -> list[UUID]:
+    limits = {
+        "before": await connection.scalar(text("SELECT now()")),
+        "group_size": rule.group_size,
+        "smallest_group": rule.smallest_group,
+        "max_age_s": rule.max_age_s,
+    }
+    query = text(_GROUPS.format(ready=ready, earlier=_EARLIER))
+    rows = (await connection.execute(query, values | limits)).all()
+    if not _enough(rows, rule):
+        return []
+    earlier = {row.task: row.earlier for row in rows}
+    chosen = await connection.execute(
+        text(_MEMBERS.format(ready=ready)),
+        values | {"tasks": list(earlier), "group_size": rule.group_size},
+    )
+    members: dict[str, list[UUID]] = {}
+    for row in chosen:
+        members.setdefault(row.task, []).append(row.id)
+    free = await lock_free(connection, [one for them in members.values() for one in them])
+    taken: list[UUID] = []
+    for task, them in members.items():
+        left = [one for one in them if one in free]
+        if left and len(left) + earlier[task] >= rule.smallest_group:
+            taken += left
+    return taken
+
+
+def _enough(rows: Sequence[Any], rule: ClaimRule) -> bool:
+    waited = any(row.age_s >= rule.max_age_s for row in rows)
+    return bool(rows) and (len(rows) >= rule.groups or waited)
