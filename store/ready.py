@@ -50,13 +50,22 @@ _SCORED = f"""
     FROM episodes
     WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE} AND {VERSION} >= :oldest
 """
+_FAILED = f"""
+    UNION ALL
+    SELECT id, {TASK}, {VERSION}, last_call_at + make_interval(secs => :failed_after_s)
+    FROM episodes
+    WHERE policy = :policy AND failed AND scored_at IS NULL AND {FREE} AND NOT linked
+        AND last_call_at < now() - make_interval(secs => :failed_after_s)
+        AND {VERSION} >= :oldest
+"""
 # Of a joined episode the last of its parts tells whether it failed.
-_FAILED = """
+_FAILED_JOINED = """
     UNION ALL
     SELECT w.id, COALESCE(w.joined_task, w.task), COALESCE(w.policy_version, 0),
         f.last_call_at + make_interval(secs => :failed_after_s)
     FROM episodes f JOIN episodes w ON w.id = COALESCE(f.root, f.id)
     WHERE f.policy = :policy AND f.failed AND f.scored_at IS NULL AND f.claimed_by IS NULL
+        AND f.linked
         AND f.last_call_at < now() - make_interval(secs => :failed_after_s)
         AND w.policy = :policy AND w.scored_at IS NULL AND w.claimed_by IS NULL
         AND w.quarantined_reason IS NULL AND COALESCE(w.policy_version, 0) >= :oldest
@@ -118,7 +127,7 @@ async def find_ready(connection: AsyncConnection, rule: ClaimRule, oldest: int) 
     }
     ready = _SCORED
     if rule.failed_after_s is not None:
-        ready += _FAILED
+        ready += _FAILED + _FAILED_JOINED
         values["failed_after_s"] = rule.failed_after_s
     if rule.group_size == 1:
         return await _singles(connection, rule, ready, values)
