@@ -55,8 +55,9 @@ async def claim(
 ) -> UUID | None:
     """Take the freshest complete groups for a new update; None while there are too few.
 
-    The same ledger gives the same claim. Its id; `load_claim` reads what it holds, in a transaction of its own: whoever stores
-    calls or feedback of these episodes waits for nothing but their marking.
+    The same ledger gives the same claim. Returns the update's id; `load_claim` reads what it
+    holds, after this transaction: whoever stores calls or feedback of these episodes waits
+    for nothing but their marking.
 
     Raises:
         ClaimLost: another update of the policy runs.

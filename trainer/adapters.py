@@ -41,6 +41,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     outcomes: tuple[Outcome, ...]
     metrics: Mapping[str, Any]
     probe: tuple[ProbeRow, ...]
+    baselines: Mapping[str, Any] | None = None
 
 
 def version_folder(root: Path, policy: str, version: int) -> Path:
@@ -59,6 +60,7 @@ def write_version(
     outcomes: tuple[Outcome, ...],
     metrics: Mapping[str, Any],
     probe: tuple[ProbeRow, ...],
+    baselines: Mapping[str, Any] | None = None,
 ) -> Path:
     """Have `save` write the files, then make the version exist.
 
@@ -83,6 +85,7 @@ def write_version(
             outcomes=outcomes,
             metrics=metrics,
             probe=probe,
+            baselines=baselines,
         )
         (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
         for path in [*partial.rglob("*"), partial]:

@@ -22,11 +22,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims, policies
 from store.away import is_away
-from store.claims import Claim, ClaimRule
+from store.claims import Claim, Outcome
 from store.errors import ClaimLost
 from store.records import PolicyVersion
 from trainer import adapters
 from trainer.errors import AdapterError, LearnerError, PublishError
+from trainer.expiring import Expiring
 from trainer.learning import Learning
 from trainer.metrics import EPISODES, TRAINED_TOKENS, UPDATE, UPDATE_SECONDS, UPDATES, VERSION
 from trainer.probe import ProbeRow
@@ -36,7 +37,7 @@ from trainer.recipe import Recipe
 from trainer.rows import Row
 from trainer.schedule import has_ended
 from trainer.settings import TrainerSettings
-from trainer.update import Plan, plan_update
+from trainer.update import Plan, claim_rule, plan_update
 
 log = structlog.get_logger()
 
@@ -64,13 +65,8 @@ class Loop:
         self._learner = learner
         self._policy = policy
         self._told_of_the_end = False
-        self._rule = ClaimRule(
-            policy=policy,
-            group_size=recipe.claim.group_size,
-            groups=recipe.claim.groups,
-            smallest_group=recipe.claim.smallest_group,
-            max_age_s=recipe.claim.max_age_s,
-        )
+        self._rule = claim_rule(recipe, policy)
+        self._expiring = Expiring(engine, self._rule, recipe.model_dump(mode="json"))
 
     async def recover(self) -> None:
         """Finish or undo what a killed trainer left."""
@@ -104,7 +100,9 @@ class Loop:
                 policy=self._policy,
                 version=manifest.version,
                 adapter_path=str(folder),
+                baselines=manifest.baselines,
             )
+        self._count_outcomes(manifest.outcomes)
         log.warning("update_finished_late", update=str(update_id), version=manifest.version)
 
     async def tend(self) -> None:
@@ -116,34 +114,43 @@ class Loop:
         """One update if enough episodes wait; whether there was one."""
         started = perf_counter()
         parent = await self._serving()
+        await self._expiring.look(parent.version)
         if self._has_ended(parent):
             return False
         async with self._engine.begin() as connection:
-            claim = await claims.claim(
+            update_id = await claims.claim(
                 connection, self._rule, parent.version, self._recipe.model_dump(mode="json")
             )
-            next_version = max(
-                await claims.next_version(connection, self._policy),
-                adapters.highest_version(self._adapter_dir, self._policy) + 1,
-            )
-        if claim is None:
+        if update_id is None:
             return False
         try:
-            await self._run(claim, parent, next_version)
-        except LearnerError as error:
-            await self._give_up(claim, str(error))
+            await self._run(update_id, parent)
         except asyncio.CancelledError:
-            await self._leave(claim.update_id)
+            await self._leave(update_id)
             raise
         UPDATE_SECONDS.labels(self._policy).observe(perf_counter() - started)
         return True
 
-    async def _run(self, claim: Claim, parent: PolicyVersion, next_version: int) -> None:
-        plan = plan_update(claim, self._recipe, next_version)
+    async def _run(self, update_id: UUID, parent: PolicyVersion) -> None:
+        async with self._engine.connect() as connection:
+            claim = await claims.load_claim(connection, update_id, self._rule.group_size)
+            next_version = max(
+                await claims.next_version(connection, self._policy),
+                adapters.highest_version(self._adapter_dir, self._policy) + 1,
+            )
+        plan = plan_update(claim, self._recipe)
         log.info("update_begun", update=str(claim.update_id), version=next_version, **plan.metrics)
         if not plan.rows:
             await self._consume(claim, plan, plan.metrics)
             return
+        try:
+            await self._make(claim, plan, parent, next_version)
+        except LearnerError as error:
+            await self._give_up(claim, plan, str(error))
+
+    async def _make(
+        self, claim: Claim, plan: Plan, parent: PolicyVersion, next_version: int
+    ) -> None:
         metrics = plan.metrics | await self._train(parent, plan.rows)
         probe = await self._in_thread(partial(self._probe_rows, plan.rows))
         path = await self._write(
@@ -158,6 +165,7 @@ class Loop:
                 outcomes=plan.outcomes,
                 metrics=metrics,
                 probe=probe,
+                baselines=plan.baselines,
             )
         )
         self._learner.saved_as(path)
@@ -236,14 +244,14 @@ class Loop:
                 policy=self._policy,
                 version=version,
                 adapter_path=path,
+                baselines=plan.baselines,
             )
         self._count(plan, metrics, "trained" if version else "no_signal")
         log.info("update_done", update=str(claim.update_id), version=version, **metrics)
 
     def _count(self, plan: Plan, metrics: dict[str, Any], outcome: str) -> None:
         UPDATES.labels(self._policy, outcome).inc()
-        for one in plan.outcomes:
-            EPISODES.labels(self._policy, one.reason or "trained").inc()
+        self._count_outcomes(plan.outcomes)
         TRAINED_TOKENS.labels(self._policy).inc(sum(len(row.sampled_ids) for row in plan.rows))
         for name, gauge in UPDATE.items():
             if metrics.get(name) is not None:
@@ -284,15 +292,18 @@ class Loop:
             # Whoever works on the policy next finds it (`recover`).
             log.warning("update_left", update=str(update_id), reason=str(error))
 
-    async def _give_up(self, claim: Claim, why: str) -> None:
+    def _count_outcomes(self, outcomes: Sequence[Outcome]) -> None:
+        for one in outcomes:
+            EPISODES.labels(self._policy, one.reason or "trained").inc()
+
+    async def _give_up(self, claim: Claim, plan: Plan, why: str) -> None:
         """An update that came out unusable: its episodes are spent, nothing is published.
 
         Freed, the same episodes would be claimed again at once and fail again for ever.
         """
         outcomes = [
-            claims.Outcome(episode_id=episode.id, trained=False, reason="learner_error")
-            for group in claim.groups
-            for episode in group.episodes
+            Outcome(episode_id=one.episode_id, trained=False, reason=one.reason or "learner_error")
+            for one in plan.outcomes
         ]
         async with self._engine.begin() as connection:
             await claims.consume(
@@ -303,7 +314,9 @@ class Loop:
                 policy=self._policy,
                 version=None,
                 adapter_path=None,
+                baselines=plan.baselines,
             )
+        self._count_outcomes(outcomes)
         UPDATES.labels(self._policy, "failed").inc()
         log.error("update_failed", update=str(claim.update_id), reason=why)
 

@@ -5,7 +5,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
 from trainer.errors import RecipeError
 from trainer.recipe_parts import (
@@ -36,6 +36,19 @@ class Recipe(Part):
     ppo: PpoPart = PpoPart()
     lora: LoraPart = LoraPart()
     publish: PublishPart = PublishPart()
+
+    @model_validator(mode="after")
+    def _groups_are_compared(self) -> "Recipe":
+        """An episode that is alone cannot be compared with its group."""
+        compared = self.credit.baseline in ("group", "leave_one_out")
+        if compared and self.claim.smallest_group == 1:
+            key = "group_size" if self.claim.group_size == 1 else "smallest_group"
+            raise ValueError(
+                f"claim.{key} = 1 cannot work with credit.baseline = {self.credit.baseline!r}: "
+                "an episode that is alone has no group to be compared with; set "
+                'credit.baseline to "moving" or "none", or the size to 2 or more'
+            )
+        return self
 
 
 def load_recipe(name_or_path: str) -> Recipe:

@@ -1,6 +1,6 @@
 """The parts of a recipe: every key, its range, and what it means."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -28,21 +28,35 @@ class ClaimPart(Part):
     """Which episodes make an update (see `store.claims.ClaimRule`).
 
     `group_size` 1 takes episodes one by one, for a baseline that needs no group. What is
-    older than `max_staleness` versions or, where it is set, than `max_episode_age_s` is not
-    trained.
+    older than `max_staleness` versions or, where it is set, has been silent for longer than
+    `max_episode_age_s` is spent and not trained. An episode whose last call failed takes
+    `credit.failed_reward`, where that is set, once it has been silent for `failed_after_s`.
     """
 
     group_size: Count = 8
     groups: Count = 16
+    # Two, and one where `group_size` is one.
     smallest_group: Count = 2
     max_age_s: Positive = 600.0
     max_staleness: Annotated[int, Field(ge=0)] = 4
     max_episode_age_s: Positive | None = None
+    failed_after_s: Positive = 60.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_is_smallest_of_one(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("group_size") == 1:
+            return {"smallest_group": 1} | values
+        return values
 
     @model_validator(mode="after")
-    def _smallest_is_no_larger(self) -> "ClaimPart":
+    def _limits_fit(self) -> "ClaimPart":
         if self.smallest_group > self.group_size:
             raise ValueError("smallest_group must not be larger than group_size")
+        if self.max_episode_age_s is not None and self.max_episode_age_s <= self.max_age_s:
+            raise ValueError(
+                "max_episode_age_s must be larger than max_age_s, which short groups wait for"
+            )
         return self
 
 

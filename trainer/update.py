@@ -4,7 +4,10 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
+from msgspec import convert, to_builtins
+
 from store.claims import Claim, Outcome
+from store.ready import ClaimRule
 from store.records import Record
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
 from trainer.credit.moving import NO_BASELINES, Baselines
@@ -19,20 +22,33 @@ class Plan(Record, frozen=True, kw_only=True):
     rows: tuple[Row, ...]
     outcomes: tuple[Outcome, ...]
     metrics: dict[str, Any]
-    # The moving baselines that this update leaves to the next.
-    baselines: Baselines
+    # The moving baselines that this update leaves to the next, as JSON; None where it has none.
+    baselines: dict[str, Any] | None
 
 
-def plan_update(
-    claim: Claim, recipe: Recipe, next_version: int, baselines: Baselines = NO_BASELINES
-) -> Plan:
+def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
+    """Which of a policy's episodes make an update, under a recipe."""
+    rule = recipe.claim
+    return ClaimRule(
+        policy=policy,
+        group_size=rule.group_size,
+        groups=rule.groups,
+        smallest_group=rule.smallest_group,
+        max_age_s=rule.max_age_s,
+        max_staleness=rule.max_staleness,
+        max_episode_age_s=rule.max_episode_age_s,
+        failed_after_s=None if recipe.credit.failed_reward is None else rule.failed_after_s,
+    )
+
+
+def plan_update(claim: Claim, recipe: Recipe) -> Plan:
     """Assign credit to a claim, and say what it comes to.
 
-    `baselines` are the moving ones that the update before left.
+    The same for a claim that was consumed long ago, unless more was said of it since.
     """
-    oldest = next_version - 1 - recipe.claim.max_staleness
+    before = NO_BASELINES if claim.baselines is None else convert(claim.baselines, Baselines)
     credited = assign_credit(
-        claim.groups, recipe.credit, oldest_version=oldest, baselines=baselines
+        claim.groups, recipe.credit, oldest_version=claim.oldest_version, baselines=before
     )
     rows = training_rows(credited.transitions)
     outcomes = _outcomes(claim, credited.transitions)
@@ -40,8 +56,8 @@ def plan_update(
         credited=credited.transitions,
         rows=tuple(rows),
         outcomes=outcomes,
-        metrics=_metrics(claim, credited, rows, outcomes, next_version),
-        baselines=credited.baselines,
+        metrics=_metrics(claim, credited, rows, outcomes),
+        baselines=to_builtins(credited.baselines) if recipe.credit.baseline == "moving" else None,
     )
 
 
@@ -68,7 +84,6 @@ def _metrics(
     credited: Credited,
     rows: Sequence[Row],
     outcomes: Sequence[Outcome],
-    next_version: int,
 ) -> dict[str, Any]:
     """Figures of an update, JSON-ready. Means are over episodes but for `staleness_mean`."""
     returns = credited.returns.values()
@@ -79,12 +94,13 @@ def _metrics(
     return {
         "groups": len(claim.groups),
         "episodes": len(outcomes),
+        "earlier_members": sum(len(group.earlier) for group in claim.groups),
         "trained_episodes": sum(outcome.trained for outcome in outcomes),
         "dropped": dropped,
         "reward_mean": _mean([earned.r_final for earned in returns]),
         "total_mean": _mean([earned.r_total for earned in returns]),
         "air_mean": _mean([earned.r_air for earned in returns]),
-        "staleness_mean": _mean([next_version - 1 - row.version for row in rows]),
+        "staleness_mean": _mean([claim.parent_version - row.version for row in rows]),
         "tool_events": sum(len(credit.call.tool_events) for credit in credited.transitions),
     }
 

@@ -11,12 +11,12 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims
-from store.ready import ClaimRule
 from store.digests import PREFIX, RESPONSE, TOOL_CALL
 from store.ingest import Ingester, known_targets
 from store.joins import DOUBTFUL_ASK, DOUBTFUL_CALL, MOST_OFFERING, TOLD_MORE_THAN_ONE, TOO_LATE
 from store.policies import ensure_base, pinned_episodes
 from store.reading import episode_ids, read_episodes
+from store.ready import ClaimRule
 from store.records import CallRecord, Episode, SpoolRecord
 from tests.records import call, reward, statement, tokens, tool_event
 

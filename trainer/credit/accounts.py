@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from store.records import REWARD, Episode, Feedback, Record, TransitionRow
+from store.records import has_failed as call_has_failed
 from store.tokens import unpack_ids
 from trainer.air import AskedEvent, asked_events
 
@@ -59,7 +60,7 @@ def has_failed(episode: Episode) -> bool:
     if not episode.calls:
         return False
     last = episode.calls[-1]
-    return last.status != "complete" or (last.http_status or 0) >= 400
+    return call_has_failed(last.status, last.http_status)
 
 
 def account_of(
