@@ -28,17 +28,12 @@ async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | N
         raise RecipeError(
             f"the update's recipe is of another version of Pawl: {error.errors()[0]['msg']}"
         ) from error
-    plan = plan_update(past.claim, recipe, next_version_of(past))
+    plan = plan_update(past.claim, recipe)
     lines = [
         credit_line(credit.episode, str(credit.call.id), credit.call.agent, credit)
         for credit in plan.credited
     ]
     return Explained(lines, [*warnings(recipe), *_differences(past, plan)])
-
-
-def next_version_of(past: PastUpdate) -> int:
-    """The version that the update made; where it made none, the one that it would have."""
-    return past.version if past.version is not None else past.claim.parent_version + 1
 
 
 def _differences(past: PastUpdate, plan: Plan) -> list[str]:

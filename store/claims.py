@@ -73,6 +73,7 @@ async def claim(
             id=update_id,
             policy=rule.policy,
             parent_version=parent_version,
+            group_size=rule.group_size,
             oldest_version=oldest,
             state="running",
             recipe=dict(recipe),
@@ -88,17 +89,17 @@ async def claim(
     return update_id
 
 
-async def load_claim(connection: AsyncConnection, update_id: UUID, group_size: int) -> Claim:
+async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
     """What an update holds, or has held: its groups in a stable order.
 
-    Those short of `group_size` are filled up with members that earlier updates consumed.
+    Those that are short are filled up with members that earlier updates consumed.
 
     Raises:
         Damaged: a call cannot be read back.
     """
     head = (await connection.execute(select(updates).where(updates.c.id == update_id))).one()
     task_of = await _held(connection, update_id)
-    earlier_of = await _earlier(connection, head, Counter(task_of.values()), group_size)
+    earlier_of = await _earlier(connection, head, Counter(task_of.values()))
     ids = [*task_of, *(one for them in earlier_of.values() for one in them)]
     read = {episode.id: episode for episode in await read_episodes(connection, ids)}
     by_task: dict[str, list[Episode]] = {}
@@ -133,10 +134,11 @@ async def _held(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]
 
 
 async def _earlier(
-    connection: AsyncConnection, head: Any, sizes: Mapping[str, int], group_size: int
+    connection: AsyncConnection, head: Any, sizes: Mapping[str, int]
 ) -> dict[str, list[UUID]]:
     """Of each task that is short of members the newest that were consumed before."""
-    short = {task: group_size - size for task, size in sizes.items() if task and size < group_size}
+    full = head.group_size
+    short = {task: full - size for task, size in sizes.items() if task and size < full}
     if not short:
         return {}
     values = {"policy": head.policy, "before": head.claimed_at, "oldest": head.oldest_version}

@@ -72,7 +72,9 @@ async def _find(connection: AsyncConnection, which: int | UUID, policy: str | No
 
 def _group_at(group: Group, moment: datetime) -> Group:
     return msgspec.structs.replace(
-        group, episodes=tuple(episode_at(episode, moment) for episode in group.episodes)
+        group,
+        episodes=tuple(episode_at(episode, moment) for episode in group.episodes),
+        earlier=tuple(episode_at(episode, moment) for episode in group.earlier),
     )
 
 

@@ -278,7 +278,9 @@ updates = Table(
     Column("state", Text, nullable=False),
     Column("recipe", JSONB, nullable=False),
     Column("metrics", JSONB, nullable=False, server_default=text("'{}'::jsonb")),
-    # The first version whose episodes it may train, and the moving baselines after it.
+    # What its groups are filled up to with members that were consumed before; the first
+    # version whose episodes it may train; and the moving baselines after it.
+    Column("group_size", Integer, nullable=False, server_default=text("1")),
     Column("oldest_version", Integer, nullable=False, server_default=text("0")),
     Column("baselines", JSONB),
     Column("claimed_at", When, nullable=False, server_default=text("now()")),

@@ -133,7 +133,7 @@ class Loop:
 
     async def _run(self, update_id: UUID, parent: PolicyVersion) -> None:
         async with self._engine.connect() as connection:
-            claim = await claims.load_claim(connection, update_id, self._rule.group_size)
+            claim = await claims.load_claim(connection, update_id)
             next_version = max(
                 await claims.next_version(connection, self._policy),
                 adapters.highest_version(self._adapter_dir, self._policy) + 1,

@@ -51,6 +51,10 @@ def upgrade() -> None:
 
     op.add_column(
         "updates",
+        sa.Column("group_size", sa.Integer(), server_default=sa.text("1"), nullable=False),
+    )
+    op.add_column(
+        "updates",
         sa.Column("oldest_version", sa.Integer(), server_default=sa.text("0"), nullable=False),
     )
     op.add_column("updates", sa.Column("baselines", postgresql.JSONB()))
@@ -64,6 +68,7 @@ def downgrade() -> None:
     _set_states("running", "done", "abandoned")
     op.drop_column("updates", "baselines")
     op.drop_column("updates", "oldest_version")
+    op.drop_column("updates", "group_size")
     for index in ("ix_episodes_failed", "ix_episodes_waiting", "ix_episodes_ready"):
         op.drop_index(index, "episodes")
     op.create_index(

@@ -38,7 +38,7 @@ async def take(engine: AsyncEngine, rule: ClaimRule = RULE, parent: int = 0) -> 
     if update_id is None:
         return None
     async with engine.connect() as connection:
-        return await claims.load_claim(connection, update_id, rule.group_size)
+        return await claims.load_claim(connection, update_id)
 
 
 def spent(claim: Claim) -> list[Outcome]:

@@ -59,7 +59,7 @@ async def take(engine: AsyncEngine, rule: ClaimRule, parent: int = 0) -> Claim |
     if update_id is None:
         return None
     async with engine.connect() as connection:
-        return await claims.load_claim(connection, update_id, rule.group_size)
+        return await claims.load_claim(connection, update_id)
 
 
 async def consume(engine: AsyncEngine, claim: Claim, baselines: Any = None) -> None:
@@ -208,7 +208,7 @@ async def test_what_an_update_held_can_be_read_again(engine: AsyncEngine) -> Non
     assert later is not None
     await consume(engine, later)
     async with engine.connect() as connection:
-        assert await claims.load_claim(connection, claim.update_id, SHORT.group_size) == claim
+        assert await claims.load_claim(connection, claim.update_id) == claim
 
 
 # Groups without spread, and failed episodes
@@ -357,7 +357,7 @@ async def test_an_update_starts_from_what_the_last_one_left(engine: AsyncEngine)
     assert found == [None, {"number": 0}, {"number": 0}]
     async with engine.connect() as connection:
         [first, *_] = await claims.list_updates(connection, "m")
-        again = await claims.load_claim(connection, first.id, 1)
+        again = await claims.load_claim(connection, first.id)
     assert again.baselines is None
 
 

@@ -119,7 +119,7 @@ async def test_a_reward_for_a_joined_reply_scores_the_whole(engine: AsyncEngine)
         await ensure_base(connection, "m")
         update_id = await claims.claim(connection, RULE, 0, {})
         assert update_id is not None
-        claim = await claims.load_claim(connection, update_id, RULE.group_size)
+        claim = await claims.load_claim(connection, update_id)
     [group] = claim.groups
     assert [len(e.calls) for e in group.episodes] == [2]
 
