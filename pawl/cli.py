@@ -100,6 +100,9 @@ def demo(
     model: Annotated[
         str | None, typer.Option(help="Folder or name of another model than the packaged one.")
     ] = None,
+    recipe: Annotated[
+        str, typer.Option(help="Learner and numbers: a packaged recipe's name, or a TOML file.")
+    ] = "demo",
     minutes: Annotated[float, typer.Option(min=1, help="Stop learning after this long.")] = 12.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the questions and the adapter.")] = 0,
     var: Annotated[Path, typer.Option(help="Where results and logs go.")] = Path("var/demo"),
@@ -108,11 +111,12 @@ def demo(
     from pawl.demo.errors import DemoFailed
     from pawl.demo.run import run_demo
     from pawl.stack.preflight import NotReady
+    from trainer.errors import RecipeError
 
     refuse_unread()
     try:
-        asyncio.run(run_demo(model=model, minutes=minutes, seed=seed, var=var))
-    except (NotReady, DemoFailed) as error:
+        asyncio.run(run_demo(model=model, recipe=recipe, minutes=minutes, seed=seed, var=var))
+    except (NotReady, DemoFailed, RecipeError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
         print("pawl: stopped; everything the demo started is down.", file=sys.stderr)

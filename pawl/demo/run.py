@@ -38,7 +38,6 @@ from trainer.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 
 POLICY: Final = "calculator"
-RECIPE: Final = "demo"
 TEMPLATE: Final = Path(__file__).parent / "smollm2_tools.jinja"
 HELD_OUT: Final = 96
 HELD_OUT_SAMPLES: Final = 2
@@ -51,17 +50,21 @@ LOOK_S: Final = 0.5
 Found = TypeVar("Found")
 
 
-async def run_demo(*, model: str | None, minutes: float, seed: int, var: Path) -> None:
+async def run_demo(*, model: str | None, recipe: str, minutes: float, seed: int, var: Path) -> None:
     """Run it from nothing to its report; everything it started is down when it returns.
 
+    A wave is one update of the recipe: `claim.groups` questions, each asked
+    `claim.group_size` times.
+
     Raises:
+        RecipeError: there is no such recipe, or something in it is wrong.
         NotReady: the machine is not fit for it; nothing was started.
         DemoFailed: it could not go on.
     """
     main = asyncio.current_task()
     assert main is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
-    demo = Demo(model=model, minutes=minutes, seed=seed, var=var)
+    demo = Demo(model=model, recipe=recipe, minutes=minutes, seed=seed, var=var)
     try:
         await demo.run()
     except ProcessFailed as error:
@@ -71,13 +74,17 @@ async def run_demo(*, model: str | None, minutes: float, seed: int, var: Path) -
 class Demo:
     """One run."""
 
-    def __init__(self, *, model: str | None, minutes: float, seed: int, var: Path) -> None:
+    def __init__(
+        self, *, model: str | None, recipe: str, minutes: float, seed: int, var: Path
+    ) -> None:
         self._var = var
         self._data = var / "data"
         self._seed = seed
         self._model = model
         self._started = time.monotonic()
-        self._recipe: Recipe = load_recipe(RECIPE)
+        self._recipe: Recipe = load_recipe(recipe)
+        # The trainer may read a file from another folder.
+        self._recipe_name = str(Path(recipe).resolve()) if Path(recipe).is_file() else recipe
         self._console = Console()
         self.progress = Progress(minutes=minutes)
         self._engine: AsyncEngine | None = None
@@ -150,7 +157,7 @@ class Demo:
             spool_dir=self._data / "spool",
             adapter_dir=self._data / "adapters",
             log_dir=self._data / "logs",
-            recipe=RECIPE,
+            recipe=self._recipe_name,
             policy=POLICY,
             model=model,
             seed=self._seed,
@@ -285,6 +292,7 @@ class Demo:
             "twice_consumed_episodes": counted.twice_consumed_episodes,
             "failed_requests": self.progress.failed_calls,
             "seed": self._seed,
+            "recipe": self._recipe_name,
             "cores": len(os.sched_getaffinity(0)),
         }
         write_report(self._var, summary, self.progress)

@@ -236,7 +236,7 @@ LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
 async def test_a_failed_episode_is_taken_once_silent_where_it_has_a_reward(
     engine: AsyncEngine,
 ) -> None:
-    broken = {"status": "upstream_error", "http_status": 502}
+    broken: dict[str, Any] = {"status": "upstream_error", "http_status": 502}
     await episode(engine, "failed", started_at=LONG_AGO, task="t", **broken)
     await episode(engine, "just failed", **broken)
     await episode(engine, "went on", started_at=LONG_AGO, **broken)
@@ -249,7 +249,11 @@ async def test_a_failed_episode_is_taken_once_silent_where_it_has_a_reward(
 
 
 async def test_failed_ones_complete_a_group(engine: AsyncEngine) -> None:
-    broken = {"status": "upstream_error", "http_status": 502, "started_at": LONG_AGO}
+    broken: dict[str, Any] = {
+        "status": "upstream_error",
+        "http_status": 502,
+        "started_at": LONG_AGO,
+    }
     await episode(engine, "good", 1.0, task="t", started_at=LONG_AGO)
     await episode(engine, "failed", task="t", **broken)
     rule = ClaimRule(**fields(SHORT, group_size=2, max_age_s=PATIENT, failed_after_s=60.0))
@@ -259,9 +263,10 @@ async def test_failed_ones_complete_a_group(engine: AsyncEngine) -> None:
 async def test_of_a_joined_episode_the_last_part_tells_whether_it_failed(
     engine: AsyncEngine,
 ) -> None:
-    made = {"method": "own", "started_at": LONG_AGO}
-    broken = {"status": "upstream_error", "http_status": 502}
-    for name, first, last in (("a", {}, broken), ("b", broken, {})):
+    made: dict[str, Any] = {"method": "own", "started_at": LONG_AGO}
+    broken: dict[str, Any] = {"status": "upstream_error", "http_status": 502}
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("a", {}, broken), ("b", broken, {})]
+    for name, first, last in cases:
         digest = name.encode() * 16
         await store(engine, call(f"{name}0", offers=(digest,), **made, **first))
         await store(engine, call(f"{name}1", asks=(digest,), **made, **last))

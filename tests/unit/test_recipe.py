@@ -8,7 +8,7 @@ from trainer.errors import RecipeError
 from trainer.recipe import load_recipe, parse_recipe
 
 
-@pytest.mark.parametrize("name", ["default", "demo"])
+@pytest.mark.parametrize("name", ["default", "demo", "single", "demo-single"])
 def test_the_packaged_recipes_are_valid(name: str) -> None:
     assert load_recipe(name).learner == "grpo"
 
@@ -29,12 +29,25 @@ def test_the_packaged_recipes_are_valid(name: str) -> None:
             "malformed must score below",
         ),
         ("learner = 'magic'", "learner"),
+        ("[claim]\ngroup_size = 1", "claim.group_size = 1 .* credit.baseline = 'group'"),
+        (
+            "[claim]\ngroup_size = 1\n[credit]\nbaseline = 'leave_one_out'",
+            "credit.baseline = 'leave_one_out'",
+        ),
+        ("[claim]\nsmallest_group = 1", "claim.smallest_group = 1 cannot work"),
+        ("[claim]\nmax_episode_age_s = 600", "larger than max_age_s"),
         ("[claim", "not TOML"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, named: str) -> None:
     with pytest.raises(RecipeError, match=named):
         parse_recipe(text, "r.toml")
+
+
+@pytest.mark.parametrize("baseline", ["moving", "none"])
+def test_groups_of_one_want_a_baseline_that_needs_no_group(baseline: str) -> None:
+    found = parse_recipe(f"[claim]\ngroup_size = 1\n[credit]\nbaseline = '{baseline}'", "r.toml")
+    assert (found.claim.group_size, found.claim.smallest_group) == (1, 1)
 
 
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
