@@ -22,18 +22,22 @@ async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | N
     """
     async with engine.connect() as connection:
         past = await past_update(connection, which, policy)
-    try:
-        recipe = Recipe.model_validate(past.recipe)
-    except ValidationError as error:
-        raise RecipeError(
-            f"the update's recipe is of another version of Pawl: {error.errors()[0]['msg']}"
-        ) from error
+    recipe = _recipe(past)
     plan = plan_update(past.claim, recipe)
     lines = [
         credit_line(credit.episode, str(credit.call.id), credit.call.agent, credit)
         for credit in plan.credited
     ]
     return Explained(lines, [*warnings(recipe), *_differences(past, plan)])
+
+
+def _recipe(past: PastUpdate) -> Recipe:
+    try:
+        return Recipe.model_validate(past.recipe)
+    except ValidationError as error:
+        raise RecipeError(
+            f"the update's recipe is of another version of Pawl: {error.errors()[0]['msg']}"
+        ) from error
 
 
 def _differences(past: PastUpdate, plan: Plan) -> list[str]:

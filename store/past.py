@@ -19,8 +19,6 @@ from store.tables import consumptions, updates
 class PastUpdate(Record, frozen=True, kw_only=True):
     """An update that is over: its claim and recipe, and what it wrote down of itself."""
 
-    policy: str
-    version: int | None
     claim: Claim
     recipe: Mapping[str, Any]
     metrics: Mapping[str, Any]
@@ -32,15 +30,16 @@ async def past_update(
 ) -> PastUpdate:
     """The update that made version `which` (of `policy`, where several have it), or of that id.
 
+    Its claim is without what was called and said since.
+
     Raises:
         UnknownUpdate: there is none, or several; or it is not over.
+        Damaged: a call cannot be read back.
     """
     row = await _find(connection, which, policy)
     claim = await load_claim(connection, row.id)
     spent = await connection.execute(select(consumptions).where(consumptions.c.update_id == row.id))
     return PastUpdate(
-        policy=row.policy,
-        version=row.version,
         claim=msgspec.structs.replace(
             claim, groups=tuple(_group_at(group, row.claimed_at) for group in claim.groups)
         ),

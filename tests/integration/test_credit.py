@@ -1,22 +1,28 @@
 """`pawl credit` tells of an export, and of an update, what the trainer computes."""
 
+import asyncio
 import io
 import json
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
+from typer.testing import CliRunner
 
+from pawl.cli import app
 from pawl.export import Selection, export
 from pawl.past import explain_update
 from store import claims
-from store.claims import Claim, ClaimRule
+from store.claims import Claim
+from store.engine import make_engine
 from store.errors import UnknownUpdate
 from store.ids import new_id
 from store.ingest import ingest
 from store.policies import ensure_base
 from store.reading import episode_ids, read_episodes
+from store.ready import ClaimRule
 from store.records import Group, SpoolRecord, ToolCall
 from tests.records import START, call, reward, statement, tool_event
 from trainer.credit.assign import TransitionCredit, assign_credit
@@ -24,10 +30,18 @@ from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lin
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe
 from trainer.recipe_parts import CreditPart
-from trainer.update import Plan, plan_update
+from trainer.update import Plan, claim_rule, plan_update
 
 RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
-RECIPE = Recipe.model_validate({"credit": {"normalisation": "none"}})
+RECIPE = Recipe.model_validate(
+    {"claim": {"group_size": 2, "groups": 2}, "credit": {"normalisation": "none"}}
+)
+MOVING = Recipe.model_validate(
+    {
+        "claim": {"group_size": 1, "smallest_group": 1, "groups": 2},
+        "credit": {"baseline": "moving", "normalisation": "none"},
+    }
+)
 
 
 def asked(*ids: str) -> tuple[ToolCall, ...]:
@@ -114,20 +128,30 @@ async def test_an_export_tells_what_was_asked_for_and_what_was_not(engine: Async
     assert second["stray_tool_events"] == [{"id": "nobody asked", "name": "tool", "status": "ok"}]
 
 
-async def trained(engine: AsyncEngine, recipe: dict[str, Any]) -> tuple[Claim, Plan]:
-    """An update, as far as the ledger is concerned."""
+async def taken(engine: AsyncEngine, recipe: dict[str, Any], rule: ClaimRule = RULE) -> Claim:
     async with engine.begin() as connection:
-        claim = await claims.claim(connection, RULE, 0, recipe)
-        assert claim is not None
-        plan = plan_update(claim, RECIPE, 1)
+        update_id = await claims.claim(connection, rule, 0, recipe)
+    assert update_id is not None
+    async with engine.connect() as connection:
+        return await claims.load_claim(connection, update_id)
+
+
+async def trained(
+    engine: AsyncEngine, kept: dict[str, Any], recipe: Recipe = RECIPE, version: int = 1
+) -> tuple[Claim, Plan]:
+    """An update, as far as the ledger is concerned."""
+    claim = await taken(engine, kept, claim_rule(recipe, "m"))
+    plan = plan_update(claim, recipe)
+    async with engine.begin() as connection:
         await claims.consume(
             connection,
             claim.update_id,
             plan.outcomes,
             plan.metrics,
             policy="m",
-            version=1,
-            adapter_path="/a/1",
+            version=version,
+            adapter_path=f"/a/{version}",
+            baselines=plan.baselines,
         )
     return claim, plan
 
@@ -146,6 +170,38 @@ async def test_of_an_update_what_it_computed(engine: AsyncEngine) -> None:
     assert [line.advantage for line in expected[:3]] == pytest.approx([0.3] * 3, abs=1e-12)
 
 
+async def test_of_an_update_the_moving_baselines_that_it_had(engine: AsyncEngine) -> None:
+    expected = []
+    for version, scores in ((1, (1.0, 0.0)), (2, (1.0, 0.5))):
+        for place, score in enumerate(scores):
+            name = f"{version}-{place}"
+            await store(engine, call(name, task=f"t/{name}"), reward(score, episode=name))
+        _, plan = await trained(engine, MOVING.model_dump(mode="json"), MOVING, version)
+        expected.append(lines_of(plan.credited))
+    for version, lines in enumerate(expected, start=1):
+        found = await explain_update(engine, version, "m")
+        assert (sorted(found.lines, key=lambda line: line.episode), found.notes) == (lines, [])
+    assert [[line.advantage for line in lines] for lines in expected] == [[0.5, -0.5], [0.5, 0.0]]
+
+
+def test_the_command(database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def prepare() -> None:
+        engine = make_engine(database_url)
+        await fill(engine)
+        await trained(engine, RECIPE.model_dump(mode="json"))
+        await engine.dispose()
+
+    asyncio.run(prepare())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATABASE_URL", database_url)
+    found = CliRunner().invoke(app, ["credit", "--update", "1"])
+    assert (found.exit_code, found.stderr) == (0, "")
+    lines = [json.loads(line) for line in found.stdout.splitlines()]
+    assert sum(line["weight"] for line in lines) == pytest.approx(1.0, abs=1e-12)
+    missing = CliRunner().invoke(app, ["credit", "--update", "7"])
+    assert isinstance(missing.exception, UnknownUpdate)
+
+
 async def test_what_arrived_too_late_for_an_update_is_noted(engine: AsyncEngine) -> None:
     await fill(engine)
     await trained(engine, RECIPE.model_dump(mode="json"))
@@ -160,9 +216,7 @@ async def test_updates_that_cannot_be_told_of(engine: AsyncEngine) -> None:
         await explain_update(engine, 1, None)
     with pytest.raises(UnknownUpdate, match="no update"):
         await explain_update(engine, new_id(), None)
-    async with engine.begin() as connection:
-        claim = await claims.claim(connection, RULE, 0, {})
-    assert claim is not None
+    claim = await taken(engine, {})
     with pytest.raises(UnknownUpdate, match="is running"):
         await explain_update(engine, claim.update_id, None)
 

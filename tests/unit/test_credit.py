@@ -145,11 +145,3 @@ def test_episodes_without_a_task_are_compared_with_nobody() -> None:
     group = Group(task="", episodes=(episode(1.0), episode(0.0)))
     found = assign_credit([group], RULE, oldest_version=0).transitions
     assert {c.reason for c in found} == {"alone"}
-
-
-def test_what_is_withheld_counts_in_the_baseline() -> None:
-    old, fresh = episode(0.0), episode(1.0)
-    group = Group(task="t", episodes=(old, fresh))
-    found = assign_credit([group], RULE, oldest_version=0, withheld={old.id: "aged"}).transitions
-    assert [c.reason for c in found] == ["aged", None]
-    assert found[1].advantage == pytest.approx(2**-0.5, abs=1e-12)

@@ -1,6 +1,7 @@
 """`pawl credit FILE`: what it reads and writes, and how it says what is wrong."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -149,3 +150,8 @@ def test_the_table_reads_no_markup() -> None:
     assert [str(cell) for column in found.columns for cell in column.cells] == [
         "[red]e", "c", "a", "", "0.1000", "", "", "0.0000", "unscored",
     ]  # fmt: skip
+
+
+def test_the_documents_example() -> None:
+    given, told = re.findall(r"```json\n(.*?)```", (ROOT / "docs/credit.md").read_text(), re.DOTALL)
+    assert run("-", given=given).stdout == told

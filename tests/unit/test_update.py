@@ -17,7 +17,7 @@ from trainer.update import Plan, plan_update
 def plan(*episodes: Episode, **credit: Any) -> Plan:
     group = Group(task="t", episodes=episodes)
     claim = Claim(update_id=new_id(), parent_version=0, groups=(group,))
-    return plan_update(claim, Recipe(credit=CreditPart(**credit)), 1)
+    return plan_update(claim, Recipe(credit=CreditPart(**credit)))
 
 
 def failed() -> Episode:

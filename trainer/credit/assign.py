@@ -1,7 +1,6 @@
 """All of it, for the trainer: from groups of episodes to what each transition is worth (pure)."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from uuid import UUID
 
 from store.records import Episode, Group, Record, TransitionRow
@@ -35,17 +34,15 @@ def assign_credit(
     *,
     oldest_version: int,
     baselines: Baselines = NO_BASELINES,
-    withheld: Mapping[UUID, str] = MappingProxyType({}),
 ) -> Credited:
     """The credit of every transition of an update, in the order of groups and calls.
 
     A group's `earlier` episodes count in what its others are compared with, and get none.
     One without a task is compared with no other. One with a call from before `oldest_version`
-    is stale; it, and those that `withheld` gives another reason for, count in what others are
-    compared with and are not trained.
-    `baselines` are those that the update before left (of effect for the moving one alone).
+    is stale: it counts in what others are compared with, and is not trained. `baselines` are
+    those that the update before left (of effect for the moving one alone).
     """
-    members = [one for group in groups for one in _members(group, oldest_version, withheld)]
+    members = [one for group in groups for one in _members(group, oldest_version)]
     accounts = [[account for _, account in them] for them in members]
     found = credit_accounts(accounts, rule, baselines)
     flat = [pair for them in members for pair in them]
@@ -68,11 +65,10 @@ def assign_credit(
 Members = list[tuple[Episode, EpisodeAccount]]
 
 
-def _members(group: Group, oldest_version: int, withheld: Mapping[UUID, str]) -> list[Members]:
+def _members(group: Group, oldest_version: int) -> list[Members]:
     """Those of a group that are compared with each other."""
     members = [
-        (one, account_of(one, withheld=withheld.get(one.id) or _stale(one, oldest_version)))
-        for one in group.episodes
+        (one, account_of(one, withheld=_stale(one, oldest_version))) for one in group.episodes
     ]
     if not group.task:
         return [[member] for member in members]

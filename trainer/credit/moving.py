@@ -10,9 +10,7 @@ than 1/rate were seen the average is the plain mean, so that the first ones do n
 import re
 from collections.abc import Mapping, Sequence
 from math import sqrt
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from store.records import Record
 from trainer.means import mean_of, mean_square
@@ -77,17 +75,6 @@ class Baselines(Record, frozen=True, kw_only=True):
 
 # Of a policy that was never trained.
 NO_BASELINES: Final = Baselines()
-
-
-def baselines_json(baselines: Baselines) -> dict[str, Any]:
-    """As an update's row keeps them."""
-    found: dict[str, Any] = msgspec.to_builtins(baselines)
-    return found
-
-
-def read_baselines(kept: Mapping[str, Any] | None) -> Baselines:
-    """The inverse of `baselines_json`; none where none are kept."""
-    return NO_BASELINES if kept is None else msgspec.convert(kept, Baselines)
 
 
 def _advance(before: Moving | None, values: Sequence[float], rate: float) -> Moving:
