@@ -161,12 +161,13 @@ def test_batch_divides_by_the_updates_spread() -> None:
     assert reasons == ["no_spread", "no_spread", "alone"]
 
 
-def test_an_update_of_one_or_without_spread_has_no_batch_to_be_normalised_by() -> None:
+def test_without_a_baseline_nothing_is_without_signal() -> None:
+    """A learner with a value head learns from returns that are all alike, too."""
     rule = {"baseline": "none", "normalisation": "batch"}
     [only] = credited([episode("a", 1.0)], **rule).values()
-    assert (only.reason, only.weight) == ("alone", 0.0)
+    assert (only.advantage, only.reason, only.weight) == (0.0, None, 1.0)
     found = credited([episode("a", 1.0), episode("b", 1.0, task="u")], **rule)
-    assert {line.reason for line in found.values()} == {"no_spread"}
+    assert {(line.advantage, line.reason) for line in found.values()} == {(0.0, None)}
 
 
 def test_no_small_spread_is_blown_up() -> None:

@@ -17,7 +17,6 @@ from trainer.credit.baselines import (
     group_standings,
     leave_one_out_standings,
     moving_standings,
-    no_signal,
     no_standings,
     spread_about,
 )
@@ -73,7 +72,7 @@ def advantages(
                 value=share * value if share and reason is None else 0.0,
                 reason=reason,
             )
-    return found, after
+    return found, after.kept()
 
 
 def _members(index: int, paid: Paid, rule: CreditPart) -> list[Member]:
@@ -163,12 +162,9 @@ def _over_the_update(
     compared = [
         own for own, standing in zip(far, standings, strict=True) if standing.reason != "alone"
     ]
-    if not compared:
-        return [[(0.0, "alone")] * len(own) for own in far]
-    mean = mean_of([mean_of(own) for own in compared])
+    mean = mean_of([mean_of(own) for own in compared]) if compared else 0.0
     divisor = max(spread_about(mean, compared), smallest)
-    reason = no_signal(mean, compared)
     return [
-        [((distance - mean) / divisor, standing.reason or reason) for distance in own]
+        [((distance - mean) / divisor, standing.reason) for distance in own]
         for own, standing in zip(far, standings, strict=True)
     ]

@@ -34,14 +34,14 @@ def group_standings(members: Sequence[Sequence[float]]) -> list[Standing]:
     """Of each member of a group, from the returns of each one's calls."""
     mean = mean_of([mean_of(values) for values in members])
     spread = spread_about(mean, members)
-    return [Standing(baseline=mean, spread=spread, reason=no_signal(mean, members))] * len(members)
+    return [Standing(baseline=mean, spread=spread, reason=_reason(mean, members))] * len(members)
 
 
 def leave_one_out_standings(members: Sequence[Sequence[float]]) -> list[Standing]:
     """Of each member of a group, compared with the others."""
     means = [mean_of(values) for values in members]
     mean = mean_of(means)
-    spread, reason = spread_about(mean, members), no_signal(mean, members)
+    spread, reason = spread_about(mean, members), _reason(mean, members)
     return [
         Standing(
             baseline=mean_of(means[:place] + means[place + 1 :]) if len(members) > 1 else 0.0,
@@ -87,8 +87,7 @@ def spread_about(mean: float, members: Sequence[Sequence[float]]) -> float:
     return sqrt(fsum(squares) / (len(members) - 1))
 
 
-def no_signal(mean: float, members: Sequence[Sequence[float]]) -> NoSignal | None:
-    """Why returns with that mean tell nothing of each other; None where they do."""
+def _reason(mean: float, members: Sequence[Sequence[float]]) -> NoSignal | None:
     if len(members) < 2:
         return "alone"
     return "no_spread" if _all_are(mean, members) else None

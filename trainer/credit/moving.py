@@ -70,7 +70,20 @@ class Baselines(Record, frozen=True, kw_only=True):
         for (family, agent), values in sorted(returns.items()):
             agents = families.setdefault(family, {})
             agents[agent] = _advance(agents.get(agent), values, rate)
-        return Baselines(families=_most_seen(families))
+        return Baselines(families=families)
+
+    def kept(self) -> "Baselines":
+        """What is written down: at most `MOST_FAMILIES`, in the order of their names."""
+
+        def seen(family: str) -> int:
+            return sum(moving.count for moving in self.families[family].values())
+
+        often = sorted(self.families, key=lambda family: (-seen(family), family))[:MOST_FAMILIES]
+        return Baselines(
+            families={
+                family: dict(sorted(self.families[family].items())) for family in sorted(often)
+            }
+        )
 
 
 # Of a policy that was never trained.
@@ -91,13 +104,3 @@ def _advance(before: Moving | None, values: Sequence[float], rate: float) -> Mov
         + share * (variance + (mean - moved) ** 2),
         count=before.count + count,
     )
-
-
-def _most_seen(families: Mapping[str, Mapping[str, Moving]]) -> dict[str, Mapping[str, Moving]]:
-    """In the order of their names, so that equal baselines are equal bytes."""
-
-    def seen(family: str) -> int:
-        return sum(moving.count for moving in families[family].values())
-
-    kept = sorted(families, key=lambda family: (-seen(family), family))[:MOST_FAMILIES]
-    return {family: dict(sorted(families[family].items())) for family in sorted(kept)}
