@@ -1,11 +1,13 @@
 """`pawl credit --update`: the credit of an update that ran, as it was when it claimed."""
 
+from collections.abc import Iterable
 from uuid import UUID
 
 from pydantic import ValidationError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.credit import Explained, warnings
+from store.claims import Outcome
 from store.past import PastUpdate, past_update
 from trainer.credit.lines import credit_line
 from trainer.errors import RecipeError
@@ -48,9 +50,14 @@ def _differences(past: PastUpdate, plan: Plan) -> list[str]:
         for name, value in plan.metrics.items()
         if name in past.metrics and past.metrics[name] != value
     ]
-    was = {outcome.episode_id: outcome.reason for outcome in past.outcomes}
-    now = {outcome.episode_id: outcome.reason for outcome in plan.outcomes}
-    other = sorted({str(was[one]) for one in was if one in now and was[one] != now[one]})
-    if other:
-        notes.append(f"the update gave other reasons for some episodes: {', '.join(other)}")
-    return notes
+    was, now = _became(past.outcomes), _became(plan.outcomes)
+    changes = sorted({(was[one], now[one]) for one in was.keys() & now.keys()})
+    return notes + [
+        f"episodes that were {before} in the update are {after} now"
+        for before, after in changes
+        if before != after
+    ]
+
+
+def _became(outcomes: Iterable[Outcome]) -> dict[UUID, str]:
+    return {outcome.episode_id: outcome.reason or "trained" for outcome in outcomes}

@@ -30,9 +30,11 @@ class Claim(Record, frozen=True, kw_only=True):
 
     Episodes with a call from before `oldest_version` are stale. `baselines` is what the
     policy's last update left of its moving baselines, as JSON; None before the first.
+    `policy` is the one in training: episodes may have calls of others, too.
     """
 
     update_id: UUID
+    policy: str
     parent_version: int
     groups: tuple[Group, ...]
     oldest_version: int = 0
@@ -115,6 +117,7 @@ async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
     )
     return Claim(
         update_id=update_id,
+        policy=head.policy,
         parent_version=head.parent_version,
         groups=groups,
         oldest_version=head.oldest_version,

@@ -48,7 +48,11 @@ def plan_update(claim: Claim, recipe: Recipe) -> Plan:
     """
     before = NO_BASELINES if claim.baselines is None else convert(claim.baselines, Baselines)
     credited = assign_credit(
-        claim.groups, recipe.credit, oldest_version=claim.oldest_version, baselines=before
+        claim.groups,
+        recipe.credit,
+        policy=claim.policy,
+        oldest_version=claim.oldest_version,
+        baselines=before,
     )
     rows = training_rows(credited.transitions)
     outcomes = _outcomes(claim, credited.transitions)

@@ -111,7 +111,7 @@ async def test_of_an_export_what_the_trainer_computes(
         Group(task=task, episodes=tuple(one for one in episodes if one.task == task))
         for task in tasks
     ]
-    credited = assign_credit(groups, CreditPart(**rule), oldest_version=0).transitions
+    credited = assign_credit(groups, CreditPart(**rule), policy="m", oldest_version=0).transitions
     assert sorted(found, key=lambda line: (line.episode, line.call)) == lines_of(credited)
     assert any(line.reason is None for line in found)
 

@@ -21,7 +21,7 @@ RULE = CreditPart()
 
 def credit(*episodes: Episode, oldest: int = 0, rule: CreditPart = RULE) -> Any:
     group = Group(task="t", episodes=episodes)
-    return assign_credit([group], rule, oldest_version=oldest).transitions
+    return assign_credit([group], rule, policy="m", oldest_version=oldest).transitions
 
 
 def with_events(made: Episode, *statuses: str) -> Episode:
@@ -135,7 +135,7 @@ def test_weights_of_an_update_sum_to_one(rewards: list[float], calls: list[int])
 
 def test_late_members_are_compared_with_what_was_spent_before() -> None:
     late = Group(task="t", episodes=(episode(1.0),), earlier=(episode(0.0), episode(0.0)))
-    [found] = assign_credit([late], RULE, oldest_version=0).transitions
+    [found] = assign_credit([late], RULE, policy="m", oldest_version=0).transitions
     # mean ⅓, s = √⅓
     assert found.advantage == pytest.approx(2 * 3**-0.5, abs=1e-12)
     assert (found.weight, found.reason) == (1.0, None)
@@ -143,5 +143,5 @@ def test_late_members_are_compared_with_what_was_spent_before() -> None:
 
 def test_episodes_without_a_task_are_compared_with_nobody() -> None:
     group = Group(task="", episodes=(episode(1.0), episode(0.0)))
-    found = assign_credit([group], RULE, oldest_version=0).transitions
+    found = assign_credit([group], RULE, policy="m", oldest_version=0).transitions
     assert {c.reason for c in found} == {"alone"}

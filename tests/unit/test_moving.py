@@ -28,7 +28,7 @@ def credit(
     *episodes: Episode, before: Baselines = NO_BASELINES, rule: CreditPart = RULE
 ) -> Credited:
     groups = [Group(task=one.task or "", episodes=(one,)) for one in episodes]
-    return assign_credit(groups, rule, oldest_version=0, baselines=before)
+    return assign_credit(groups, rule, policy="m", oldest_version=0, baselines=before)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_unscored_episodes_move_nothing_and_other_baselines_none() -> None:
 
 def test_earlier_members_are_not_counted_again() -> None:
     group = Group(task="t", episodes=(episode(1.0),), earlier=(episode(0.0), episode(0.0)))
-    found = assign_credit([group], RULE, oldest_version=0, baselines=KNOWN)
+    found = assign_credit([group], RULE, policy="m", oldest_version=0, baselines=KNOWN)
     assert len(found.transitions) == 1
     assert found.baselines.families["t"]["default"].count == 101
 

@@ -16,7 +16,7 @@ from trainer.update import Plan, plan_update
 
 def plan(*episodes: Episode, **credit: Any) -> Plan:
     group = Group(task="t", episodes=episodes)
-    claim = Claim(update_id=new_id(), parent_version=0, groups=(group,))
+    claim = Claim(update_id=new_id(), policy="m", parent_version=0, groups=(group,))
     return plan_update(claim, Recipe(credit=CreditPart(**credit)))
 
 
@@ -52,3 +52,24 @@ def test_the_one_call_that_is_paid_makes_the_episode_trained() -> None:
     found = plan(episode(1.0, 3), episode(0.0), assignment="first_call")
     assert [one.reason for one in found.outcomes] == [None, None]
     assert [row.position for row in found.rows] == [0, 0]
+
+
+def test_what_another_policy_sampled_is_not_trained_and_makes_nobody_stale() -> None:
+    """A checker that stays on the base model, beside a writer that is trained."""
+    calls = (
+        transition(policy_version=5),
+        transition(policy="base", policy_version=0, agent="checker"),
+    )
+    made = msgspec.structs.replace(episode(1.0), calls=calls)
+    other = msgspec.structs.replace(episode(0.0), calls=(transition(policy_version=5),))
+    group = Group(task="t", episodes=(made, other))
+    claim = Claim(
+        update_id=new_id(), policy="m", parent_version=5, oldest_version=3, groups=(group,)
+    )
+    found = plan_update(claim, Recipe())
+    assert [(one.reason, one.weight) for one in found.credited] == [
+        (None, 0.5),
+        ("other_policy", 0.0),
+        (None, 0.5),
+    ]
+    assert [row.version for row in found.rows] == [5, 5]

@@ -8,6 +8,7 @@ divides: differences that small are no signal to be blown up.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from store.records import Record
 from trainer.credit.accounts import EpisodeAccount
@@ -24,9 +25,6 @@ from trainer.credit.moving import Baselines, task_family
 from trainer.credit.returns import CallReturn
 from trainer.means import mean_of
 from trainer.recipe_parts import CreditPart
-
-# A call: the episode's place in the update, and the call's in the episode.
-Place = tuple[int, int]
 
 
 class Paid(Record, frozen=True, kw_only=True):
@@ -47,30 +45,36 @@ class Advantage(Record, frozen=True, kw_only=True):
     reason: NoSignal | None
 
 
-class Member(Record, frozen=True, kw_only=True):
-    """What is compared: an episode's scored calls, or those of one of its agents."""
+NOBODY_SCORED: Final = Advantage(value=None, reason=None)
 
+
+class Member(Record, frozen=True, kw_only=True):
+    """What is compared: an episode's scored calls, or those of one of its agents.
+
+    `episode` is its place in the update, `places` the calls' in the episode.
+    """
+
+    episode: int
     group: int
     family: str
     agent: str
-    places: tuple[Place, ...]
+    places: tuple[int, ...]
     values: tuple[float, ...]
-    shares: tuple[float, ...]
 
 
 def advantages(
     paid: Sequence[Paid], rule: CreditPart, before: Baselines
-) -> tuple[dict[Place, Advantage], Baselines]:
-    """The advantage of every scored call of an update, and the baselines after it."""
+) -> tuple[list[list[Advantage]], Baselines]:
+    """The advantages of an update's calls, in their order, and the baselines after it."""
     members = [one for index, each in enumerate(paid) for one in _members(index, each, rule)]
     after = _advanced(members, rule, before)
     standings = _standings(members, rule, before, after)
-    found: dict[Place, Advantage] = {}
+    found = [[NOBODY_SCORED] * len(each.returns) for each in paid]
     for member, scaled in zip(members, _scaled(members, standings, rule), strict=True):
-        for place, share, (value, reason) in zip(member.places, member.shares, scaled, strict=True):
-            found[place] = Advantage(
-                value=share * value if share and reason is None else 0.0,
-                reason=reason,
+        for place, (value, reason) in zip(member.places, scaled, strict=True):
+            share = paid[member.episode].returns[place].share
+            found[member.episode][place] = Advantage(
+                value=share * value if share and reason is None else 0.0, reason=reason
             )
     return found, after.kept()
 
@@ -86,12 +90,12 @@ def _members(index: int, paid: Paid, rule: CreditPart) -> list[Member]:
             scored.setdefault(agent, []).append((place, one.value))
     return [
         Member(
+            episode=index,
             group=paid.group,
             family=task_family(paid.account.task),
             agent=agent,
-            places=tuple((index, place) for place, _ in own),
+            places=tuple(place for place, _ in own),
             values=tuple(value for _, value in own),
-            shares=tuple(paid.returns[place].share for place, _ in own),
         )
         for agent, own in scored.items()
     ]

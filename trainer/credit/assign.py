@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from uuid import UUID
 
+import msgspec
+
 from store.records import Episode, Group, Record, TransitionRow
 from trainer.credit.accounts import EpisodeAccount, account_of
 from trainer.credit.calls import CallCredit, credit_accounts
@@ -32,17 +34,19 @@ def assign_credit(
     groups: Sequence[Group],
     rule: CreditPart,
     *,
+    policy: str,
     oldest_version: int,
     baselines: Baselines = NO_BASELINES,
 ) -> Credited:
     """The credit of every transition of an update, in the order of groups and calls.
 
-    A group's `earlier` episodes count in what its others are compared with, and get none.
-    One without a task is compared with no other. One with a call from before `oldest_version`
-    is stale: it counts in what others are compared with, and is not trained. `baselines` are
-    those that the update before left (of effect for the moving one alone).
+    Calls of another policy than `policy` are not trainable. A group's `earlier` episodes count
+    in what its others are compared with, and get none. One without a task is compared with no
+    other. One with a call from before `oldest_version` is stale: it counts in what others are
+    compared with, and is not trained. `baselines` are those that the update before left (of
+    effect for the moving one alone).
     """
-    members = [one for group in groups for one in _members(group, oldest_version)]
+    members = [one for group in groups for one in _members(group, policy, oldest_version)]
     accounts = [[account for _, account in them] for them in members]
     found = credit_accounts(accounts, rule, baselines)
     flat = [pair for them in members for pair in them]
@@ -65,14 +69,26 @@ def assign_credit(
 Members = list[tuple[Episode, EpisodeAccount]]
 
 
-def _members(group: Group, oldest_version: int) -> list[Members]:
+def _members(group: Group, policy: str, oldest_version: int) -> list[Members]:
     """Those of a group that are compared with each other."""
     members = [
-        (one, account_of(one, withheld=_stale(one, oldest_version))) for one in group.episodes
+        (one, account_of(one, withheld=_stale(one, oldest_version)))
+        for one in (_for_policy(episode, policy) for episode in group.episodes)
     ]
     if not group.task:
         return [[member] for member in members]
     return [members + [(one, account_of(one, earlier=True)) for one in group.earlier]]
+
+
+def _for_policy(episode: Episode, policy: str) -> Episode:
+    """The episode with what another policy sampled as not trainable: only its own counts."""
+    calls = tuple(
+        msgspec.structs.replace(call, trainable=False, reason="other_policy")
+        if call.trainable and call.policy != policy
+        else call
+        for call in episode.calls
+    )
+    return msgspec.structs.replace(episode, calls=calls)
 
 
 def _stale(episode: Episode, oldest_version: int) -> str | None:

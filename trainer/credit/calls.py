@@ -1,7 +1,6 @@
 """From what the calls of an update are paid to their shares of its loss (pure)."""
 
 from collections.abc import Sequence
-from typing import Final
 
 from store.records import Record
 from trainer.credit.accounts import CallAccount, EpisodeAccount
@@ -10,8 +9,6 @@ from trainer.credit.moving import NO_BASELINES, Baselines
 from trainer.credit.returns import CallReturn, EpisodeReturn, call_returns, episode_return
 from trainer.credit.weights import weights
 from trainer.recipe_parts import CreditPart
-
-NOBODY_SCORED: Final = Advantage(value=None, reason=None)
 
 
 class CallCredit(Record, frozen=True, kw_only=True):
@@ -46,30 +43,39 @@ def credit_accounts(
     ]
     found, after = advantages(paid, rule, baselines)
     reasons = [
-        [
-            _reason(one, position, found.get((index, position), NOBODY_SCORED), rule)
-            for position in range(len(one.returns))
-        ]
-        for index, one in enumerate(paid)
+        [_reason(one, position, own, rule) for position, own in enumerate(theirs)]
+        for one, theirs in zip(paid, found, strict=True)
     ]
-    shares = _weights(paid, reasons, rule)
+    shares = weights(
+        [
+            [
+                call.sampled if reason is None else None
+                for call, reason in zip(one.account.calls, why, strict=True)
+            ]
+            for one, why in zip(paid, reasons, strict=True)
+        ],
+        rule,
+    )
     return CreditedAccounts(
         calls=tuple(
-            tuple(
-                CallCredit(
-                    r_final=own.r_final,
-                    r_air=own.r_air,
-                    r_total=own.r_total,
-                    advantage=found.get((index, position), NOBODY_SCORED).value,
-                    weight=shares[index].get(position, 0.0),
-                    reason=reasons[index][position],
-                )
-                for position, own in enumerate(one.returns)
-            )
-            for index, one in enumerate(paid)
+            tuple(map(_call_credit, one.returns, own, weight, reason))
+            for one, own, weight, reason in zip(paid, found, shares, reasons, strict=True)
         ),
         returns=tuple(episode_return(one.returns) for one in paid),
         baselines=after,
+    )
+
+
+def _call_credit(
+    paid: CallReturn, advantage: Advantage, weight: float, reason: str | None
+) -> CallCredit:
+    return CallCredit(
+        r_final=paid.r_final,
+        r_air=paid.r_air,
+        r_total=paid.r_total,
+        advantage=advantage.value,
+        weight=weight,
+        reason=reason,
     )
 
 
@@ -93,20 +99,3 @@ def _calls_own_reason(call: CallAccount, paid: CallReturn, rule: CreditPart) -> 
     if rule.assignment in ("first_call", "last_call") and paid.share == 0:
         return f"not_{rule.assignment}"
     return None
-
-
-def _weights(
-    paid: Sequence[Paid], reasons: Sequence[Sequence[str | None]], rule: CreditPart
-) -> list[dict[int, float]]:
-    """Of each episode's trained calls, by their position."""
-    trained = [
-        [position for position, reason in enumerate(own) if reason is None] for own in reasons
-    ]
-    sampled = [
-        [one.account.calls[position].sampled for position in positions]
-        for one, positions in zip(paid, trained, strict=True)
-    ]
-    return [
-        dict(zip(positions, own, strict=True))
-        for positions, own in zip(trained, weights(sampled, rule), strict=True)
-    ]

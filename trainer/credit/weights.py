@@ -10,12 +10,24 @@ from collections.abc import Sequence
 from trainer.recipe_parts import CreditPart
 
 
-def weights(sampled: Sequence[Sequence[int]], rule: CreditPart) -> list[list[float]]:
-    """Of each trained call of each episode; `sampled` says how many tokens it sampled."""
+def weights(sampled: Sequence[Sequence[int | None]], rule: CreditPart) -> list[list[float]]:
+    """Of each call of each episode.
+
+    `sampled` says how many tokens it sampled; None: it is not trained, and has no share.
+    """
     if rule.equal_weight == "episode":
-        episodes = sum(1 for own in sampled if own)
-        return [[1.0 / (episodes * len(own)) for _ in own] for own in sampled]
-    by_token = rule.equal_weight == "token"
-    sizes = [[max(count, 1) if by_token else 1 for count in own] for own in sampled]
+        counts = [sum(count is not None for count in own) for own in sampled]
+        episodes = sum(1 for count in counts if count)
+        return [
+            [0.0 if tokens is None else 1.0 / (episodes * count) for tokens in own]
+            for own, count in zip(sampled, counts, strict=True)
+        ]
+    sizes = [[_size(count, rule) for count in own] for own in sampled]
     whole = sum(size for own in sizes for size in own)
-    return [[size / whole for size in own] for own in sizes]
+    return [[size / whole if size else 0.0 for size in own] for own in sizes]
+
+
+def _size(sampled: int | None, rule: CreditPart) -> int:
+    if sampled is None:
+        return 0
+    return max(sampled, 1) if rule.equal_weight == "token" else 1
