@@ -105,6 +105,8 @@ episodes = Table(
     Index(
         "ix_episodes_failed",
         "policy",
+        "linked",
+        text("COALESCE(joined_task, task)"),
         postgresql_where=text("failed AND scored_at IS NULL AND claimed_by IS NULL"),
     ),
     Index("ix_episodes_claimed_by", "claimed_by", postgresql_where=text("claimed_by IS NOT NULL")),

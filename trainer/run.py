@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from contextlib import AsyncExitStack
+from time import perf_counter
 
 import structlog
 from prometheus_client import start_http_server
@@ -29,6 +30,8 @@ from trainer.settings import TrainerSettings
 log = structlog.get_logger()
 
 RETRY_S = 1.0
+# Where a look at the store takes long (a large backlog), the pause after it is this much longer.
+LOOKING_SHARE = 10
 
 
 async def train(settings: TrainerSettings, *, once: bool = False) -> None:
@@ -140,11 +143,13 @@ async def _session(
             while True:
                 await claims.still_connected(guard)
                 await loop.tend()
+                started = perf_counter()
                 updated = await loop.update_once()
                 if updated and once:
                     return True
                 if not updated:
-                    await asyncio.sleep(settings.poll_s)
+                    looked = perf_counter() - started
+                    await asyncio.sleep(max(settings.poll_s, LOOKING_SHARE * looked))
     finally:
         await engine.dispose()
 

@@ -10,6 +10,7 @@ branch_labels = None
 depends_on = None
 
 FREE = "claimed_by IS NULL AND root IS NULL AND quarantined_reason IS NULL"
+TASK = sa.text("COALESCE(joined_task, task)")
 VERSION = sa.text("COALESCE(policy_version, 0)")
 LAST_CALLS = """
     UPDATE episodes e SET last_call_id = t.id,
@@ -33,7 +34,7 @@ def upgrade() -> None:
     op.create_index(
         "ix_episodes_ready",
         "episodes",
-        ["policy", sa.text("COALESCE(joined_task, task)"), VERSION, "scored_at"],
+        ["policy", TASK, VERSION, "scored_at"],
         postgresql_where=sa.text(f"scored_at IS NOT NULL AND {FREE}"),
     )
     op.create_index(
@@ -45,7 +46,7 @@ def upgrade() -> None:
     op.create_index(
         "ix_episodes_failed",
         "episodes",
-        ["policy"],
+        ["policy", "linked", TASK],
         postgresql_where=sa.text("failed AND scored_at IS NULL AND claimed_by IS NULL"),
     )
 

@@ -1,0 +1,244 @@
+"""`python -m benchmarks.backlog`: what a claim costs while many episodes wait; storing beside it.
+
+A ledger with a history (300,000 consumed episodes), and a backlog of `--waiting` episodes in
+five shapes. For each: the look at what is ready (once a second where there is too little for
+an update), a whole claim, and a look for what can never be trained; medians, in milliseconds.
+Then batches of calls are stored, alone and while claims are made and given back all the time.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from store.claims import claim, release
+from store.embedded import EmbeddedPostgres
+from store.engine import make_engine
+from store.expiry import expire
+from store.ingest import Ingester
+from store.migrate import upgrade
+from store.policies import ensure_base
+from store.ready import ClaimRule, find_ready
+from tests.records import call
+
+HISTORY = 300_000
+PER_UPDATE = 128
+VERSIONS = 40
+OLDEST = VERSIONS - 4
+TIMES = 5
+GROUPS = ClaimRule(
+    policy="m",
+    group_size=8,
+    groups=16,
+    smallest_group=2,
+    max_age_s=600.0,
+    max_staleness=4,
+    max_episode_age_s=86_400.0,
+    failed_after_s=60.0,
+)
+SINGLES = ClaimRule(
+    policy="m",
+    group_size=1,
+    groups=128,
+    smallest_group=1,
+    max_age_s=600.0,
+    max_staleness=4,
+    max_episode_age_s=86_400.0,
+)
+# Shape: the rule, episodes a task (0: all of one task), and whether they are scored or failed.
+SHAPES: dict[str, tuple[ClaimRule, int, str]] = {
+    "groups of 8": (GROUPS, 8, "scored"),
+    "no two of a task": (GROUPS, 1, "scored"),
+    "all of one task": (GROUPS, 0, "scored"),
+    "groups of one": (SINGLES, 1, "scored"),
+    "failed, unscored": (GROUPS, 8, "failed"),
+    "unscored": (GROUPS, 8, "open"),
+}
+EPISODES = """
+    INSERT INTO episodes (id, key, method, task, task_named, policy, policy_version,
+        first_call_id, last_call_id, last_call_at, failed, scored_at)
+    SELECT id, CAST(:tag AS text) || n, 'header',
+        'prompt:' || md5(CAST(:tag AS text) || n / CAST(:per_task AS integer)), false, 'm',
+        CAST(:version AS integer) + n % 4, id, id, now() - make_interval(secs => n * 0.01 + 61),
+        :state = 'failed', CASE WHEN :state = 'scored' THEN now() END
+    FROM (SELECT n, uuidv7() AS id FROM generate_series(1, CAST(:count AS integer)) n) made
+"""
+UPDATES = """
+    INSERT INTO updates (id, policy, parent_version, version, state, recipe, claimed_at)
+    SELECT uuidv7(), 'm', 0, CASE WHEN n <= :versions THEN n END, 'done', '{}',
+        now() - make_interval(secs => :count + 1 - n)
+    FROM generate_series(1, CAST(:count AS integer)) n
+"""
+VERSIONS_OF_M = """
+    INSERT INTO policies (name, version, state, served_name, adapter_path, update_id)
+    SELECT 'm', version, CASE version WHEN :newest THEN 'serving' ELSE 'retired' END,
+        'm@' || version, '/a', id
+    FROM updates WHERE version IS NOT NULL
+"""
+SPEND = f"""
+    UPDATE episodes e SET claimed_by = u.id
+    FROM (SELECT id, row_number() OVER (ORDER BY claimed_at) - 1 AS n FROM updates) u
+    WHERE e.key LIKE 'h%' AND u.n = CAST(substr(e.key, 2) AS integer) / {PER_UPDATE}
+"""
+
+
+async def fill_history(connection: AsyncConnection) -> None:
+    """Updates, versions, and the episodes that they consumed."""
+    await ensure_base(connection, "m")
+    await connection.execute(text("UPDATE policies SET state = 'published'"))
+    count = HISTORY // PER_UPDATE + 1
+    await connection.execute(text(UPDATES), {"count": count, "versions": VERSIONS})
+    await connection.execute(text(VERSIONS_OF_M), {"newest": VERSIONS})
+    await fill(connection, "h", HISTORY, 8, "scored")
+    await connection.execute(text(SPEND))
+    await connection.execute(
+        text(
+            "INSERT INTO consumptions (episode_id, update_id, trained)"
+            " SELECT id, claimed_by, true FROM episodes WHERE claimed_by IS NOT NULL"
+        )
+    )
+
+
+async def fill(
+    connection: AsyncConnection, tag: str, count: int, per_task: int, state: str
+) -> None:
+    """Episodes of the newest four versions."""
+    values = {"tag": tag, "count": count, "per_task": per_task or count + 1, "state": state}
+    await connection.execute(text(EPISODES), values | {"version": VERSIONS - 3})
+
+
+async def settled(engine: AsyncEngine) -> None:
+    """What autovacuum would have done by now."""
+    async with engine.connect() as connection:
+        await connection.execution_options(isolation_level="AUTOCOMMIT")
+        await connection.execute(text("VACUUM ANALYZE episodes, updates, consumptions"))
+
+
+Work = Callable[[AsyncConnection], Awaitable[Any]]
+
+
+async def timed(engine: AsyncEngine, work: Work) -> float:
+    """Median milliseconds of `work` in a transaction that is undone."""
+    found = []
+    for _ in range(TIMES):
+        async with engine.connect() as connection:
+            await connection.execute(text("SELECT 1"))
+            started = time.perf_counter()
+            await work(connection)
+            found.append(1000 * (time.perf_counter() - started))
+            await connection.rollback()
+    return median(found)
+
+
+async def measure_shape(engine: AsyncEngine, shape: str, waiting: int) -> dict[str, Any]:
+    """One line of the table."""
+    rule, per_task, state = SHAPES[shape]
+    async with engine.begin() as connection:
+        await connection.execute(text("DELETE FROM episodes WHERE claimed_by IS NULL"))
+        await fill(connection, "w", waiting, per_task, state)
+    await settled(engine)
+    async with engine.connect() as connection:
+        taken = len(await find_ready(connection, rule, OLDEST))
+    return {
+        "shape": shape,
+        "taken": taken,
+        "look_ms": await timed(engine, lambda c: find_ready(c, rule, OLDEST)),
+        "claim_ms": await timed(engine, lambda c: claim(c, rule, VERSIONS, {})),
+        "expire_ms": await timed(engine, lambda c: expire(c, rule, VERSIONS, {})),
+    }
+
+
+async def measure_storing(engine: AsyncEngine, batches: int) -> list[float]:
+    """Sorted milliseconds that batches of 50 calls took to be stored."""
+    ingester = Ingester()
+    found = []
+    for number in range(batches):
+        calls = [call(f"{time.time_ns()}-{number}-{n}", task="new") for n in range(50)]
+        started = time.perf_counter()
+        await ingester.store(engine, calls)
+        found.append(1000 * (time.perf_counter() - started))
+    return sorted(found)
+
+
+async def claim_and_release(engine: AsyncEngine) -> None:
+    """Claims of groups, made and given back, until cancelled."""
+    while True:
+        async with engine.begin() as connection:
+            update_id = await claim(connection, GROUPS, VERSIONS, {})
+        assert update_id is not None
+        async with engine.begin() as connection:
+            await release(connection, update_id, "measured")
+
+
+async def measure(waiting: int, batches: int) -> dict[str, Any]:
+    """All of it, on a PostgreSQL of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = EmbeddedPostgres(Path(folder))
+        url = server.ensure_running()
+        await upgrade(url)
+        engine = make_engine(url)
+        try:
+            async with engine.begin() as connection:
+                await fill_history(connection)
+            shapes = [await measure_shape(engine, shape, waiting) for shape in SHAPES]
+            await measure_shape(engine, "groups of 8", waiting)
+            alone = await measure_storing(engine, batches)
+            claiming = asyncio.create_task(claim_and_release(engine))
+            beside = await measure_storing(engine, batches)
+            claiming.cancel()
+            await asyncio.wait([claiming])
+        finally:
+            await engine.dispose()
+            server.stop()
+    return {
+        "waiting": waiting,
+        "shapes": shapes,
+        "storing_ms": {"alone": _summary(alone), "while claiming": _summary(beside)},
+    }
+
+
+def _summary(durations: list[float]) -> dict[str, float]:
+    return {"median": median(durations), "largest": durations[-1]}
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the table."""
+    table = Table(title=f"{found['waiting']:,} episodes wait; milliseconds")
+    for name in ("backlog", "taken", "look", "claim", "look for the stale and the aged"):
+        table.add_column(name, justify="left" if name == "backlog" else "right")
+    for one in found["shapes"]:
+        times = (one["look_ms"], one["claim_ms"], one["expire_ms"])
+        table.add_row(one["shape"], str(one["taken"]), *[f"{value:.0f}" for value in times])
+    console = Console()
+    console.print(table)
+    for name, one in found["storing_ms"].items():
+        console.print(
+            f"50 calls stored, {name}: median {one['median']:.1f} ms, largest {one['largest']:.1f}"
+        )
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--waiting", type=int, default=100_000)
+    parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = asyncio.run(measure(options.waiting, options.batches))
+    show(found)
+    if options.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
