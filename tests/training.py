@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trainer.recipe import Recipe
-from trainer.recipe_parts import BatchPart, LoraPart, OptimizerPart
+from trainer.recipe_parts import BatchPart, LoraPart, OffPolicyPart, OptimizerPart
 from trainer.rows import Row
 
 
@@ -40,6 +40,8 @@ def recipe(**batch: Any) -> Recipe:
         lora=LoraPart(rank=4, alpha=8),
         optimizer=OptimizerPart(learning_rate=1e-2),
         batch=BatchPart(**({"micro_batch_tokens": 64} | batch)),
+        # The log-probabilities of `rows` are invented: nobody sampled them.
+        off_policy=OffPolicyPart(sequence_min=0.0, sequence_max=1e9, max_drift=1e9),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from trainer.rows import Row
-from trainer.trees import shared_prefix
+from trainer.trees import build_tree, shared_prefix
 
 
 def split_steps(rows: Sequence[Row], steps: int) -> list[list[Row]]:
@@ -24,24 +24,42 @@ def split_steps(rows: Sequence[Row], steps: int) -> list[list[Row]]:
     return dealt
 
 
-def plan_micro_batches(rows: Sequence[Row], budget: int) -> list[list[Row]]:
-    """Cut rows into micro-batches of at most `budget` distinct tree nodes each.
+def plan_micro_batches(
+    rows: Sequence[Row], budget: int, *, merge: bool = True
+) -> list[list[Row]]:
+    """Cut rows into micro-batches of at most `budget` computed tokens each.
 
-    A row that is larger than the budget gets a micro-batch of its own.
+    Merged, these are the distinct nodes of their prefix tree; else all, and rows of one
+    length are together. A row that is larger than the budget gets a micro-batch of its own.
     """
     batches: list[list[Row]] = []
-    nodes = 0
-    for row in sorted(rows, key=lambda row: row.ids):
+    tokens = 0
+    for row in sorted(rows, key=_by_prefix if merge else _by_length):
         added = len(row.ids)
-        if batches:
+        if batches and merge:
             added -= shared_prefix(batches[-1][-1].ids, row.ids)
-        if not batches or nodes + added > budget:
+        if not batches or tokens + added > budget:
             batches.append([row])
-            nodes = len(row.ids)
+            tokens = len(row.ids)
         else:
             batches[-1].append(row)
-            nodes += added
+            tokens += added
     return batches
+
+
+def _by_prefix(row: Row) -> tuple[int, ...]:
+    return row.ids
+
+
+def _by_length(row: Row) -> tuple[int, ...]:
+    return (len(row.ids), *row.ids)
+
+
+def computed_tokens(rows: Sequence[Row], *, merge: bool = True) -> int:
+    """How many tokens a micro-batch computes."""
+    if merge:
+        return len(build_tree([row.ids for row in rows]).tokens)
+    return sum(len(row.ids) for row in rows)
 
 
 def share_out(batches: Sequence[Sequence[Row]], processes: int) -> list[list[Sequence[Row]]]:

@@ -1,5 +1,8 @@
 """What can go wrong in the trainer. One root; each says what the operator can do."""
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class TrainerError(Exception):
     """Root of the trainer's errors."""
@@ -26,7 +29,22 @@ class UpstreamAway(TrainerError):
 
 
 class LearnerError(TrainerError):
-    """The learner cannot train this model, or an update came out unusable."""
+    """The learner cannot train this model, or an update came out unusable.
+
+    `reason` is what its episodes are consumed with, `metrics` what is known of the update.
+    """
+
+    reason = "learner_error"
+
+    def __init__(self, message: str, metrics: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.metrics = dict(metrics or {})
+
+
+class DriftOutOfBounds(LearnerError):
+    """Server and trainer disagree about the newest version: what they see is not one policy."""
+
+    reason = "drift"
 
 
 class Interrupted(TrainerError):

@@ -146,7 +146,7 @@ class Loop:
         try:
             await self._make(claim, plan, parent, next_version)
         except LearnerError as error:
-            await self._give_up(claim, plan, str(error))
+            await self._give_up(claim, plan, error)
 
     async def _make(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, next_version: int
@@ -253,6 +253,9 @@ class Loop:
         UPDATES.labels(self._policy, outcome).inc()
         self._count_outcomes(plan.outcomes)
         TRAINED_TOKENS.labels(self._policy).inc(sum(len(row.sampled_ids) for row in plan.rows))
+        self._show(metrics)
+
+    def _show(self, metrics: dict[str, Any]) -> None:
         for name, gauge in UPDATE.items():
             if metrics.get(name) is not None:
                 gauge.labels(self._policy).set(metrics[name])
@@ -296,13 +299,13 @@ class Loop:
         for one in outcomes:
             EPISODES.labels(self._policy, one.reason or "trained").inc()
 
-    async def _give_up(self, claim: Claim, plan: Plan, why: str) -> None:
+    async def _give_up(self, claim: Claim, plan: Plan, why: LearnerError) -> None:
         """An update that came out unusable: its episodes are spent, nothing is published.
 
         Freed, the same episodes would be claimed again at once and fail again for ever.
         """
         outcomes = [
-            Outcome(episode_id=one.episode_id, trained=False, reason=one.reason or "learner_error")
+            Outcome(episode_id=one.episode_id, trained=False, reason=one.reason or why.reason)
             for one in plan.outcomes
         ]
         async with self._engine.begin() as connection:
@@ -310,7 +313,7 @@ class Loop:
                 connection,
                 claim.update_id,
                 outcomes,
-                {"error": why},
+                {"error": str(why), **why.metrics},
                 policy=self._policy,
                 version=None,
                 adapter_path=None,
@@ -318,7 +321,8 @@ class Loop:
             )
         self._count_outcomes(outcomes)
         UPDATES.labels(self._policy, "failed").inc()
-        log.error("update_failed", update=str(claim.update_id), reason=why)
+        self._show(why.metrics)
+        log.error("update_failed", update=str(claim.update_id), reason=str(why), **why.metrics)
 
     async def _versions(self) -> list[PolicyVersion]:
         async with self._engine.connect() as connection:

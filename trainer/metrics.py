@@ -26,6 +26,11 @@ UPDATE: Final = {
         "staleness_mean": "Mean staleness, in versions, of the rows",
         "entropy": "Mean entropy, nats per token,",
         "ratio_cut_share": "Share of tokens whose ratio was truncated",
+        "masked_share": "Share of calls too far off the policy to carry loss",
+        "effective_sample_size": "Effective sample size, as a share of the tokens,",
+        "drift_kl": "Divergence of server and trainer about one version, nats per token,",
+        "drift_logp_mean_abs": "Mean |trainer − server| log-probability about one version",
+        "staleness_kl": "Divergence that older versions add to it, nats per token,",
         "grad_norm": "Gradient norm",
         "probe_difference": "Mean |served − trainer| log-probability",
     }.items()

@@ -46,6 +46,18 @@ def build_tree(rows: Sequence[Sequence[int]]) -> Tree:
     return Tree(tokens=tuple(tokens), depth=tuple(depth), end=tuple(end), paths=tuple(paths))
 
 
+def padded(tree: Tree, multiple: int) -> Tree:
+    """`tree` with nodes that no other sees, up to a multiple of `multiple` nodes."""
+    size = len(tree.tokens)
+    more = range(size, size + -size % multiple)
+    return Tree(
+        tokens=tree.tokens + (0,) * len(more),
+        depth=tree.depth + (0,) * len(more),
+        end=tree.end + tuple(node + 1 for node in more),
+        paths=tree.paths,
+    )
+
+
 def shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     """How many leading tokens two rows share."""
     length = 0

@@ -4,7 +4,8 @@ The loss is TRL's `cispo` (MiniMax-M1, arXiv:2506.13585 §3.1) with the *sampled
 log-probabilities as the old ones: −min(policy/sampled, cap)·A·log π, a policy gradient with
 importance weights truncated at `ratio_cap`, in one forward. Weights of episodes and the
 mean over a call's tokens are folded into the advantages (B, T), which is exact since they
-are not negative.
+are not negative. Sequences too far off the policy are left out where TRL leaves them out
+(`get_off_policy_mask`), by our rule (`trainer.learners.off_policy`).
 """
 
 from collections.abc import Sequence
@@ -18,13 +19,22 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from trainer.errors import LearnerError
+from trainer.learners.off_policy import Compared, compare, keeps_loss
 from trainer.learners.scoring import score_rows
 from trainer.recipe import Recipe
+from trainer.recipe_parts import OffPolicyPart
 from trainer.rows import Row
 
 
 class StoredGrpoTrainer(GRPOTrainer):
-    """TRL's GRPO, fed with recorded rows: nothing is generated, nothing tokenised."""
+    """TRL's GRPO, fed with recorded rows: nothing is generated, nothing tokenised.
+
+    `merge`: whether prefixes are computed once; `off_policy`: the recipe's rule.
+    """
+
+    merge: bool
+    off_policy: OffPolicyPart
+    _compared: list[Compared]
 
     def loss_of(self, rows: Sequence[Row]) -> Tensor:
         """The loss of one micro-batch; its gradients add up to the optimiser step's."""
@@ -40,9 +50,32 @@ class StoredGrpoTrainer(GRPOTrainer):
         logits_to_keep: int,
         **_: Any,
     ) -> tuple[Tensor, Tensor, None]:
-        scored = score_rows(model, self._rows, entropy=True)
+        scored = score_rows(model, self._rows, entropy=True, merge=self.merge)
         lengths = [len(row.sampled_ids) for row in self._rows]
         return pad_rows(scored.logprobs, lengths), pad_rows(scored.entropies, lengths), None
+
+    def get_off_policy_mask(
+        self,
+        per_token_logps: Tensor,
+        sampling_per_token_logps: Tensor,
+        mask: Tensor,
+        **_: Any,
+    ) -> Tensor:
+        """1 for each sequence that carries loss, (B, 1); TRL multiplies its loss by it."""
+        log_ratios = per_token_logps.detach() - sampling_per_token_logps
+        rule, versions = self.off_policy, [row.version for row in self._rows]
+        keeps = keeps_loss(log_ratios, mask, rule.sequence_min, rule.sequence_max)
+        compared = compare(log_ratios, mask, keeps, versions, rule.ratio_cap)
+        # What is computed to keep other processes company has no weight.
+        self._compared += [
+            row for row, of in zip(compared, self._rows, strict=True) if of.weight > 0
+        ]
+        return keeps
+
+    def take_compared(self) -> list[Compared]:
+        """How the rows since the last call compare with the policy."""
+        taken, self._compared = self._compared, []
+        return taken
 
 
 def pad_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -85,12 +118,16 @@ def _rewards_come_from_the_store(**_: Any) -> list[float]:
     raise LearnerError("rewards come from the store, not from TRL")
 
 
-def make_trainer(model: Any, tokenizer: Any, recipe: Recipe, folder: Path) -> StoredGrpoTrainer:
+def make_trainer(
+    model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, merge: bool
+) -> StoredGrpoTrainer:
     """A TRL trainer around `model`; `folder` is where TRL may write (it does not)."""
     config = GRPOConfig(
         output_dir=str(folder),
         loss_type="cispo",
         epsilon_high=recipe.off_policy.ratio_cap,
+        # Set, so that TRL asks for the mask; the rule is ours.
+        off_policy_mask_threshold=recipe.off_policy.sequence_max,
         beta=0.0,
         learning_rate=recipe.optimizer.learning_rate,
         weight_decay=recipe.optimizer.weight_decay,
@@ -114,6 +151,7 @@ def make_trainer(model: Any, tokenizer: Any, recipe: Recipe, folder: Path) -> St
         train_dataset=Dataset.from_dict({"prompt": [""] * 4}),
         processing_class=tokenizer,
     )
+    trainer.merge, trainer.off_policy, trainer._compared = merge, recipe.off_policy, []
     trainer.current_gradient_accumulation_steps = 1
     trainer.create_optimizer()
     return trainer

@@ -8,21 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
 
-from trainer.batching import plan_micro_batches, split_steps
+from trainer.batching import computed_tokens, plan_micro_batches, split_steps
+from trainer.errors import DriftOutOfBounds
 from trainer.learners.determinism import be_deterministic
 from trainer.learners.grpo import make_trainer
+from trainer.learners.merging import why_separate
 from trainer.learners.model import attach_adapter, load_base
+from trainer.learners.off_policy import off_policy_metrics
 from trainer.learners.passes import Step
 from trainer.learners.processes import Processes
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_state
 from trainer.recipe import Recipe
 from trainer.rows import Row
-from trainer.trees import build_tree
+
+log = structlog.get_logger()
 
 IN_BETWEEN = "trained on, and not saved as a version"
 
@@ -50,6 +55,7 @@ class Learner:
         # Where the model stands: a version's folder, None for the base, or in between.
         self._stands_at: Path | str | None = None
         self._interrupted = threading.Event()
+        self._merge: bool | None = None
         self._start(base, None)
 
     def interrupt(self) -> None:
@@ -58,10 +64,22 @@ class Learner:
 
     def _start(self, base: Any, adapter: Path | None) -> None:
         self._model = attach_adapter(base, self._recipe, adapter, self._seed)
-        self._trainer = make_trainer(self._model, self._tokenizer, self._recipe, self._scratch)
+        if self._merge is None:
+            self._merge = self._can_merge()
+        self._trainer = make_trainer(
+            self._model, self._tokenizer, self._recipe, self._scratch, merge=self._merge
+        )
         self._step = Step(
             self._trainer, self._recipe.optimizer, self._interrupted, self.processes
         )
+
+    def _can_merge(self) -> bool:
+        if self._recipe.batch.merge_prefixes == "never":
+            return False
+        why = why_separate(self._model)
+        if why is not None:
+            log.warning("prefixes_not_merged", reason=why)
+        return why is None
 
     def restore(self, adapter: Path | None) -> None:
         """Continue from `adapter` (None: from the base model), optimiser state included.
@@ -85,17 +103,23 @@ class Learner:
         """Train on `rows`, whose weights sum to one; returns the update's metrics.
 
         Raises:
-            LearnerError: the gradient is not finite; the learner must be restored.
+            DriftOutOfBounds: the server sampled from another policy than the trainer has;
+                as for any `LearnerError`, the learner must be restored.
+            LearnerError: the gradient is not finite.
             Interrupted: see `interrupt`.
         """
+        newest = self._version()
         self._stands_at = IN_BETWEEN
         started = time.perf_counter()
         batch = self._recipe.batch
         plans = [
-            plan_micro_batches(step, batch.micro_batch_tokens)
+            plan_micro_batches(step, batch.micro_batch_tokens, merge=bool(self._merge))
             for step in split_steps(rows, batch.steps)
         ]
-        taken = [self._step.take(plan) for plan in plans]
+        off_policy: dict[str, Any] = {}
+        # Before the first step the policy is the newest version: then drift can be told.
+        judges = [lambda: off_policy.update(self._judge_drift(newest)), *[_no_judge] * len(plans)]
+        taken = [self._step.take(plan, judge) for plan, judge in zip(plans, judges, strict=False)]
         return {
             "loss": _mean([loss for loss, _ in taken]),
             "grad_norm": _mean([norm for _, norm in taken]),
@@ -105,28 +129,50 @@ class Learner:
             "sampled_tokens": sum(len(row.sampled_ids) for row in rows),
             "row_tokens": sum(len(row.ids) for row in rows),
             "computed_tokens": sum(
-                len(build_tree([row.ids for row in micro_batch]).tokens)
+                computed_tokens(micro_batch, merge=bool(self._merge))
                 for plan in plans
                 for micro_batch in plan
             ),
+            **off_policy,
             "train_seconds": time.perf_counter() - started,
             **self._take_metrics(),
         }
 
+    def _version(self) -> int | None:
+        """The version that the model is; None where it is none."""
+        if isinstance(self._stands_at, Path):
+            return int(self._stands_at.name)
+        return 0 if self._stands_at is None else None
+
+    def _judge_drift(self, newest: int | None) -> dict[str, Any]:
+        seen = self.processes.gather(self._trainer.take_compared())
+        found = off_policy_metrics([row for rows in seen for row in rows], newest)
+        drift, bound = found["drift_kl"], self._recipe.off_policy.max_drift
+        if drift is not None and drift > bound:
+            raise DriftOutOfBounds(
+                f"server and trainer differ by {drift:.3g} nats a token about version "
+                f"{newest} (off_policy.max_drift is {bound:g}): nothing was trained; is the "
+                "server's model, precision or --logprobs-mode another?",
+                found,
+            )
+        return found
+
     def _take_metrics(self) -> dict[str, float]:
-        """TRL's own: entropy of the policy, share of tokens whose ratio was cut."""
-        kept = self._trainer._metrics["train"]
-        names = {"entropy": "entropy", "cispo_clip_ratio": "ratio_cut_share"}
-        means = {ours: _mean(kept[theirs]) for theirs, ours in names.items() if kept[theirs]}
-        kept.clear()
-        return means
+        """TRL's own: entropy of the policy."""
+        self._trainer.take_compared()
+        kept = self._trainer._metrics["train"]["entropy"]
+        found = {"entropy": _mean(kept)} if kept else {}
+        self._trainer._metrics["train"].clear()
+        return found
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """Log-probabilities (S,) of each row's sampled tokens under the present policy, T = 1."""
         self._model.eval()
         with torch.no_grad():
             return [
-                score_rows(self._model, [_at_temperature_one(row)]).logprobs.tolist()
+                score_rows(
+                    self._model, [_at_temperature_one(row)], merge=bool(self._merge)
+                ).logprobs.tolist()
                 for row in rows
             ]
 
@@ -150,6 +196,10 @@ class Learner:
     def saved_as(self, adapter: Path) -> None:
         """What was trained last is now `adapter`: continuing from it needs no reading back."""
         self._stands_at = adapter
+
+
+def _no_judge() -> None:
+    """Later steps: the policy has moved by our own doing."""
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -9,6 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.errors import LearnerError
+from trainer.learners.lean import make_adapter_lean, make_base_lean
 from trainer.recipe import Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -32,6 +33,7 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     base.to(device)
+    make_base_lean(base)
     if recipe.batch.gradient_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     return base, tokenizer
@@ -39,6 +41,12 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
 
 def attach_adapter(base: Any, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:
     """`base` with the adapter in `adapter`, or with a fresh one (whose effect is nil)."""
+    model = _adapted(base, recipe, adapter, seed)
+    make_adapter_lean(model)
+    return model
+
+
+def _adapted(base: Any, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:
     if adapter is not None:
         return PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
     torch.manual_seed(seed)

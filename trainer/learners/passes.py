@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,14 @@ class Step:
         self._rates = [group["lr"] for group in trainer.optimizer.param_groups]
         self.taken = 0
 
-    def take(self, micro_batches: Sequence[Sequence[Row]]) -> tuple[float, float]:
+    def take(
+        self,
+        micro_batches: Sequence[Sequence[Row]],
+        judge: Callable[[], None] = lambda: None,
+    ) -> tuple[float, float]:
         """One step on all of `micro_batches`, each process on its own; loss and gradient norm.
+
+        `judge` is called before anything is applied; what it raises passes on.
 
         Raises:
             LearnerError: the gradient is not finite; nothing was applied.
@@ -47,6 +53,7 @@ class Step:
             part = self._trainer.loss_of(rows) / share
             self._trainer.accelerator.backward(part)
             loss += float(part.detach())
+        judge()
         return sum(self._processes.gather(loss)), self._apply()
 
     def _stop_if_asked(self) -> None:

@@ -1,10 +1,12 @@
-"""Log-probabilities of recorded tokens under the present policy, each prefix computed once.
+"""Log-probabilities of recorded tokens under the present policy.
 
-One packed forward over the prefix tree of a micro-batch: a token attends to its ancestors
-only (a boolean mask for SDPA), positions are depths, and the LM head runs on the nodes that
-a sampled token follows, in float32.
+Merged: one packed forward over the prefix tree of the rows; a token attends to its ancestors
+only, positions are depths, and the LM head sees the nodes that a sampled token follows.
+Separate: each row for itself, through the model's own forward. That is the reference, and
+the way for models that cannot be merged (`trainer.learners.merging`).
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -12,16 +14,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.errors import LearnerError
+from trainer.learners.head import head_logprobs
+from trainer.learners.tree_attention import NAME, attention_tree
 from trainer.rows import Row
-from trainer.trees import Tree, build_tree
+from trainer.trees import Tree, build_tree, padded
+
+# On a GPU, where a new size means another compilation, trees are filled up to these.
+SIZES = {"cpu": 1, "cuda": 256}
 
 
 class Scored(NamedTuple):
     """All sampled tokens of some rows, M = Σ S, row after row.
 
-    Shapes: `logprobs` (M,) float32 at each row's own temperature, with gradient where the
-    model has it; `entropies` (M,) of the distributions they were drawn from (zeros unless
-    asked for); `hidden` (M, H), what the LM head saw (None unless asked for).
+    Shapes: `logprobs` (M,), in float32 at least, at each row's own temperature, with gradient
+    where the model has it; `entropies` (M,) of the distributions they were drawn from (zeros
+    unless asked for); `hidden` (M, H), what the LM head saw (None unless asked for).
     """
 
     logprobs: Tensor
@@ -29,11 +37,25 @@ class Scored(NamedTuple):
     hidden: Tensor | None
 
 
-def tree_mask(tree: Tree, device: torch.device) -> Tensor:
-    """Who may look at whom: bool (1, 1, N, N), True where kv is q or an ancestor of q."""
-    node = torch.arange(len(tree.tokens), device=device)
-    end = torch.tensor(tree.end, device=device)
-    return ((node[None, :] <= node[:, None]) & (node[:, None] < end[None, :]))[None, None]
+def score_rows(
+    model: Any,
+    rows: Sequence[Row],
+    *,
+    entropy: bool = False,
+    hidden: bool = False,
+    merge: bool = True,
+) -> Scored:
+    """Score the sampled tokens of `rows`.
+
+    Raises:
+        LearnerError: `merge`, and the model's attention is not a tree's (see `merging`).
+    """
+    scored = _merged(model, rows) if merge else _separate(model, rows)
+    return Scored(
+        scored.logprobs,
+        scored.entropies if entropy else torch.zeros_like(scored.entropies),
+        scored.hidden if hidden else None,
+    )
 
 
 def sampled_edges(rows: Sequence[Row], tree: Tree) -> tuple[list[int], list[int]]:
@@ -47,35 +69,66 @@ def sampled_edges(rows: Sequence[Row], tree: Tree) -> tuple[list[int], list[int]
     return parents, labels
 
 
-def score_rows(
-    model: Any, rows: Sequence[Row], *, entropy: bool = False, hidden: bool = False
-) -> Scored:
-    """Score the sampled tokens of `rows` in one forward."""
+def _merged(model: Any, rows: Sequence[Row]) -> Scored:
+    if model.config._attn_implementation != NAME:
+        raise LearnerError("prefixes cannot be merged: the model's attention takes no tree")
     device = next(model.parameters()).device
-    tree = build_tree([row.ids for row in rows])
+    tree = padded(build_tree([row.ids for row in rows]), SIZES[device.type])
     parents, labels = sampled_edges(rows, tree)
-    needed = sorted(set(parents))
-    position = {node: index for index, node in enumerate(needed)}
+    states = model.get_base_model().get_decoder()(
+        input_ids=torch.tensor([tree.tokens], device=device),
+        position_ids=torch.tensor([tree.depth], device=device),
+        # Of four dimensions, so that the model makes none; the tree says who sees whom.
+        attention_mask=torch.empty(1, 1, 1, 1, device=device),
+        use_cache=False,
+        tree=attention_tree(tree, device),
+    )[0][0]
+    temperatures = [row.temperature for row in rows for _ in row.sampled_ids]
+    head = model.get_output_embeddings().weight
+    labels_there = torch.tensor(labels, device=device)
+    logprobs, entropies = head_logprobs(states, head, temperatures, parents, labels_there)
+    return Scored(logprobs, entropies, states[torch.tensor(parents, device=device)])
+
+
+def _separate(model: Any, rows: Sequence[Row]) -> Scored:
+    """Rows of one length go together: so none is padded, whatever the model does with padding."""
+    by_length: dict[int, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        by_length[len(row.ids)].append(index)
+    found: dict[int, Scored] = {}
+    for indices in by_length.values():
+        found |= zip(indices, _same_length(model, [rows[i] for i in indices]), strict=True)
+    parts = [found[index] for index in range(len(rows))]
+    logprobs, entropies, hidden = (torch.cat(some) for some in zip(*parts, strict=True))
+    return Scored(logprobs, entropies, hidden)
+
+
+def _same_length(model: Any, rows: Sequence[Row]) -> list[Scored]:
+    device = next(model.parameters()).device
+    length = len(rows[0].ids)
+    first = min(len(row.prompt_ids) for row in rows) - 1
     seen: list[Tensor] = []
     head = model.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
+    hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:
         logits = model(
-            input_ids=torch.tensor([tree.tokens], device=device),
-            attention_mask=tree_mask(tree, device),
-            position_ids=torch.tensor([tree.depth], device=device),
-            logits_to_keep=torch.tensor(needed, device=device),
+            input_ids=torch.tensor([row.ids for row in rows], device=device),
+            logits_to_keep=torch.arange(first, length - 1, device=device),
             use_cache=False,
-        ).logits[0]
+        ).logits
     finally:
         hook.remove()
-    picked = torch.tensor([position[parent] for parent in parents], device=device)
-    temperatures = [row.temperature for row in rows for _ in row.sampled_ids]
-    scaled = logits.float()[picked] / torch.tensor(temperatures, device=device)[:, None]
-    distribution = torch.log_softmax(scaled, dim=-1)
-    chosen = distribution.gather(1, torch.tensor(labels, device=device)[:, None])[:, 0]
-    spread = torch.zeros_like(chosen)
-    if entropy:
-        with torch.no_grad():
-            spread = -(distribution.exp() * distribution).sum(-1)
-    return Scored(chosen, spread, seen[0][picked] if hidden else None)
+    return [
+        _scored(row, part[-len(row.sampled_ids) :], states[-len(row.sampled_ids) :])
+        for row, part, states in zip(rows, logits, seen[0], strict=True)
+    ]
+
+
+def _scored(row: Row, logits: Tensor, states: Tensor) -> Scored:
+    """One row, from the logits (S, V) before each of its sampled tokens."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / row.temperature
+    distribution = torch.log_softmax(wide, dim=-1)
+    labels = torch.tensor(row.sampled_ids, device=logits.device)
+    with torch.no_grad():
+        entropies = -torch.linalg.vecdot(distribution.exp(), distribution)
+    return Scored(distribution.gather(1, labels[:, None])[:, 0], entropies, states)

@@ -1,0 +1,102 @@
+"""Log-probabilities out of hidden states without ever holding all logits.
+
+The LM head runs over chunks of rows. A chunk's logits become probabilities p, and at once
+p·W, the expected output embedding: with it the gradient of log p(token) is known,
+(W[token] − p·W) / T, and so is the entropy, log Σ exp(z) − h·(p·W) / T. The backward multiplies
+nothing by the vocabulary again, and no logits are kept. Products are summed, and softmax is
+taken, in float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from trainer.learners.products import times_transposed
+
+# Logits of a chunk: 64 MiB in float32 on a CPU, 512 MiB on a GPU.
+CHUNK: Final = {"cpu": 2**24, "cuda": 2**27}
+
+
+class HeadLogprobs(Function):
+    """(log-probabilities, entropies) of tokens after hidden states, under a frozen head.
+
+    Shapes: `hidden` (R, H), `head` (V, H), `temperatures` (R,), `rows` and `labels` (M,):
+    token m is `labels[m]` after `hidden[rows[m]]`. Both results (M,); entropies carry no
+    gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        temperatures: Tensor,
+        rows: Tensor,
+        labels: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        order, counts = rows.argsort(stable=True), rows.bincount(minlength=len(hidden))
+        found = torch.empty(len(rows), dtype=wide, device=hidden.device)
+        entropies = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+        expected = torch.empty(hidden.shape, dtype=wide, device=hidden.device)
+        size = max(1, CHUNK[hidden.device.type] // len(head))
+        ends = counts.cumsum(0).tolist()
+        for start in range(0, len(hidden), size):
+            stop = min(start + size, len(hidden))
+            tokens = order[ends[start - 1] if start else 0 : ends[stop - 1]]
+            logits = _wide_product(hidden[start:stop], head)
+            logits /= temperatures[start:stop, None]
+            logp = torch.log_softmax(logits, -1)
+            found[tokens] = logp[rows[tokens] - start, labels[tokens]]
+            normaliser = logits[:, 0] - logp[:, 0]
+            mean = _wide_product(logp.exp_().to(hidden.dtype), head.T)
+            along = torch.linalg.vecdot(mean, hidden[start:stop].to(wide))
+            entropies[start:stop] = normaliser - along / temperatures[start:stop]
+            expected[start:stop] = mean
+        ctx.save_for_backward(expected, head, temperatures, rows, labels)
+        ctx.dtype = hidden.dtype
+        spread = entropies[rows]
+        ctx.mark_non_differentiable(spread)
+        return found, spread
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_found: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        expected, head, temperatures, rows, labels = ctx.saved_tensors
+        share = d_found / temperatures[rows]
+        total = torch.zeros_like(temperatures).index_add_(0, rows, share)
+        d_hidden = expected * -total[:, None]
+        d_hidden.index_add_(0, rows, head[labels].to(expected.dtype) * share[:, None])
+        return d_hidden.to(ctx.dtype), None, None, None, None
+
+
+def _wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """left · rightᵀ, summed and given in float32 at least."""
+    if left.dtype in (torch.float32, torch.float64):
+        return times_transposed(left, right)
+    if left.device.type == "cuda":
+        return torch.mm(left, right.T, out_dtype=torch.float32)
+    return times_transposed(left.float(), right.float())
+
+
+def head_logprobs(
+    hidden: Tensor, head: Tensor, temperatures: Sequence[float], parents: Sequence[int], labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Score tokens by the hidden states of the nodes before them.
+
+    Shapes: `hidden` (N, H); `temperatures`, `parents` (a token's node) and `labels` (M,).
+    What follows one node at one temperature shares its logits.
+    """
+    pairs = list(zip(parents, temperatures, strict=True))
+    place = {pair: index for index, pair in enumerate(sorted(set(pairs)))}
+    device = hidden.device
+    nodes = torch.tensor([node for node, _ in place], device=device)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    degrees = torch.tensor([t for _, t in place], device=device, dtype=wide)
+    rows = torch.tensor([place[pair] for pair in pairs], device=device)
+    logp, entropies = HeadLogprobs.apply(hidden[nodes], head, degrees, rows, labels)
+    return logp, entropies

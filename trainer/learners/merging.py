@@ -1,0 +1,82 @@
+"""Whether a model can be trained on merged prefixes: by what it says of itself, and tried."""
+
+from typing import Any, Final
+from uuid import UUID
+
+import torch
+
+from trainer.learners.scoring import score_rows
+from trainer.learners.tree_attention import NAME
+from trainer.rows import Row
+
+PLAIN: Final = "sdpa"
+# Nats a token between merged and separate, in the precision of the model.
+TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.2}
+
+
+def why_separate(model: Any) -> str | None:
+    """Ready `model` (a PEFT model) for merged prefixes; or say why that cannot be."""
+    why = _why_not(model)
+    if why is None:
+        model.get_base_model().set_attn_implementation(NAME)
+        why = _why_not_the_same(model)
+    if why is not None:
+        model.get_base_model().set_attn_implementation(PLAIN)
+    return why
+
+
+def _why_not(model: Any) -> str | None:
+    """A tree needs attention that takes any mask: no window, no state that runs along the
+    sequence, nothing that is added to or cut off its scores."""
+    config = model.config.get_text_config()
+    base = model.get_base_model()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if not getattr(base, "_supports_attention_backend", False):
+        return "its attention cannot be replaced"
+    if kinds != {"full_attention"}:
+        return f"it has layers of {', '.join(sorted(kinds - {'full_attention'}))}"
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return f"its attention has a window of {config.sliding_window} tokens"
+    if getattr(config, "attn_logit_softcapping", None):
+        return "its attention scores are capped"
+    if getattr(config, "attention_dropout", 0.0):
+        return "its attention has dropout"
+    head = model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear or head.bias is not None:
+        return "its LM head is no plain matrix"
+    return None
+
+
+@torch.no_grad()
+def _why_not_the_same(model: Any) -> str | None:
+    model.eval()
+    rows = _rows_to_try(model.config.get_text_config().vocab_size)
+    merged = score_rows(model, rows).logprobs
+    separate = score_rows(model, rows, merge=False).logprobs
+    difference = float((merged - separate).abs().max())
+    if difference <= TOLERANCE[model.dtype]:
+        return None
+    return f"merged and separate differ by {difference:.2g} nats a token"
+
+
+def _rows_to_try(vocabulary: int) -> list[Row]:
+    """Two that share a prompt, one that shares half of it."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (32,), generator=generator).tolist()
+    prompts = [ids[:12], ids[:12], ids[:6]]
+    return [
+        Row(
+            episode_id=UUID(int=index),
+            agent="",
+            position=0,
+            prompt_ids=tuple(prompt),
+            sampled_ids=tuple(ids[14 + 6 * index : 20 + 6 * index]),
+            sampled_logprobs=(0.0,) * 6,
+            temperature=1.0,
+            r_total=0.0,
+            advantage=0.0,
+            weight=0.0,
+            version=0,
+        )
+        for index, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,162 @@
+"""Attention within a prefix tree, block by block: what no token may see is not computed.
+
+Nodes are in depth-first pre-order, so a block of consecutive queries [s, e) sees nothing but
+the ancestors of s and the block itself: an ancestor of any of its nodes that comes before s
+has s in its subtree, too. A block costs (e − s)·(depth(s) + e − s) instead of (e − s)·N. This is
+for CPUs; on a GPU flex attention (arXiv:2412.05496) skips the blocks that nobody sees.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from trainer.learners.products import times_transposed
+from trainer.trees import Tree
+
+# What transformers calls this attention.
+NAME: Final = "pawl_tree"
+BLOCK: Final = 128
+
+
+class Block(NamedTuple):
+    """Queries [start, stop), and the nodes that one of them sees.
+
+    Shapes: `keys` (K,), `mask` (stop − start, K), 0 or −inf, to be added to scores.
+    """
+
+    start: int
+    stop: int
+    keys: Tensor
+    mask: Tensor
+
+
+def blocks_of(tree: Tree, block: int = BLOCK) -> list[Block]:
+    """The blocks of `tree`."""
+    end = torch.tensor(tree.end)
+    found = []
+    for start in range(0, len(tree.tokens), block):
+        stop = min(start + block, len(tree.tokens))
+        ancestors = torch.nonzero(end[:start] > start)[:, 0]
+        keys = torch.cat([ancestors, torch.arange(start, stop)])
+        query = torch.arange(start, stop)[:, None]
+        seen = (keys <= query) & (query < end[keys])
+        mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+        found.append(Block(start, stop, keys, mask))
+    return found
+
+
+class TreeAttention(Function):
+    """softmax(scale·q·kᵀ + mask)·v for q (N, H, D), k and v (N, G, D), G dividing H."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scale: float
+    ) -> Tensor:
+        ctx.blocks, ctx.scale = blocks, scale
+        q, k, v = (_by_group(x, k.shape[1]) for x in (q * scale, k, v))
+        out = torch.empty_like(q)
+        for block, group in _pieces(blocks, k):
+            p = _weights(_at(q[group], block), _seen(k[group], block), block)
+            _at(out[group], block).copy_(times_transposed(p, _seen(v[group], block).T))
+        ctx.save_for_backward(q, k, v)
+        return _by_node(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v = ctx.saved_tensors
+        d_out = _by_group(d_out, len(k))
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for block, group in _pieces(ctx.blocks, k):
+            keys = _seen(k[group], block)
+            values = _seen(v[group], block)
+            queries, do = _at(q[group], block), _at(d_out[group], block)
+            p = _weights(queries, keys, block)
+            dp = times_transposed(do, values)
+            ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
+            _at(dq[group], block).copy_(times_transposed(ds, keys.T))
+            _add(dk[group], block, times_transposed(queries.T.contiguous(), ds.T))
+            _add(dv[group], block, times_transposed(do.T.contiguous(), p.T))
+        dq = _by_node(dq).mul_(ctx.scale)
+        return dq, _by_node(dk), _by_node(dv), None, None
+
+
+def _pieces(blocks: Sequence[Block], k: Tensor) -> Iterator[tuple[Block, int]]:
+    return ((block, group) for block in blocks for group in range(len(k)))
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """(N, H, D) as (G, N, H / G, D): for each key-value head, the heads that share it."""
+    return x.unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
+
+
+def _by_node(x: Tensor) -> Tensor:
+    """(G, N, R, D) as (N, G·R, D)."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def _at(x: Tensor, block: Block) -> Tensor:
+    """The rows of (N, R, D) that belong to a block's queries, as (B·R, D)."""
+    return x[block.start : block.stop].flatten(0, 1)
+
+
+def _seen(x: Tensor, block: Block) -> Tensor:
+    """The rows of (N, 1, D) that a block sees, (K, D)."""
+    return x[:, 0].index_select(0, block.keys)
+
+
+def _add(total: Tensor, block: Block, transposed: Tensor) -> None:
+    total[:, 0].index_add_(0, block.keys, transposed.T)
+
+
+def _weights(queries: Tensor, keys: Tensor, block: Block) -> Tensor:
+    size, seen = block.mask.shape
+    scores = times_transposed(queries, keys)
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    wide.view(size, -1, seen).add_(block.mask[:, None])
+    return torch.softmax(wide, -1).to(scores.dtype)
+
+
+def tree_attention_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: (1, H, N, D) in, (1, N, H, D) out.
+
+    `tree` is what `attention_tree` made; the model passes it on with the other arguments.
+    Without one this is attention as everywhere.
+    """
+    tree = kwargs.pop("tree", None)
+    if tree is None:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, mask, **kwargs
+        )
+        return plain
+    if isinstance(tree, BlockMask):
+        return flex_attention_forward(module, query, key, value, tree, **kwargs)[0], None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return TreeAttention.apply(q, k, v, tree, kwargs["scaling"])[None], None
+
+
+def attention_tree(tree: Tree, device: torch.device) -> list[Block] | BlockMask:
+    """What attention on `device` needs to know of `tree`: blocks, or flex attention's mask."""
+    if device.type == "cpu":
+        return blocks_of(tree)
+    end, size = torch.tensor(tree.end, device=device), len(tree.tokens)
+
+    def seen(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < end[key])
+
+    return create_block_mask(seen, None, None, size, size, device=str(device))
+
+
+AttentionInterface.register(NAME, tree_attention_forward)
+AttentionMaskInterface.register(NAME, sdpa_mask)
