@@ -24,9 +24,7 @@ def split_steps(rows: Sequence[Row], steps: int) -> list[list[Row]]:
     return dealt
 
 
-def plan_micro_batches(
-    rows: Sequence[Row], budget: int, *, merge: bool = True
-) -> list[list[Row]]:
+def plan_micro_batches(rows: Sequence[Row], budget: int, *, merge: bool = True) -> list[list[Row]]:
     """Cut rows into micro-batches of at most `budget` computed tokens each.
 
     Merged, these are the distinct nodes of their prefix tree; else all, and rows of one
@@ -35,12 +33,12 @@ def plan_micro_batches(
     batches: list[list[Row]] = []
     tokens = 0
     for row in sorted(rows, key=_by_prefix if merge else _by_length):
-        added = len(row.ids)
+        added = len(row.inputs)
         if batches and merge:
-            added -= shared_prefix(batches[-1][-1].ids, row.ids)
+            added -= shared_prefix(batches[-1][-1].inputs, row.inputs)
         if not batches or tokens + added > budget:
             batches.append([row])
-            tokens = len(row.ids)
+            tokens = len(row.inputs)
         else:
             batches[-1].append(row)
             tokens += added
@@ -48,18 +46,19 @@ def plan_micro_batches(
 
 
 def _by_prefix(row: Row) -> tuple[int, ...]:
-    return row.ids
+    """In the order of `inputs`; the last id decides between those that read the same."""
+    return (*row.inputs, -1, row.ids[-1])
 
 
 def _by_length(row: Row) -> tuple[int, ...]:
-    return (len(row.ids), *row.ids)
+    return (len(row.inputs), *row.ids)
 
 
 def computed_tokens(rows: Sequence[Row], *, merge: bool = True) -> int:
     """How many tokens a micro-batch computes."""
     if merge:
-        return len(build_tree([row.ids for row in rows]).tokens)
-    return sum(len(row.ids) for row in rows)
+        return len(build_tree([row.inputs for row in rows]).tokens)
+    return sum(len(row.inputs) for row in rows)
 
 
 def share_out(batches: Sequence[Sequence[Row]], processes: int) -> list[list[Sequence[Row]]]:

@@ -37,6 +37,11 @@ class Row(Record, frozen=True, kw_only=True):
         """Prompt and sampled ids, (P + S,)."""
         return self.prompt_ids + self.sampled_ids
 
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """What the model must read to score the sampled ids: all but the last, (P + S − 1,)."""
+        return self.ids[:-1]
+
 
 def training_rows(credited: Iterable[TransitionCredit]) -> list[Row]:
     """Rows of the transitions that carry loss."""

@@ -57,7 +57,7 @@ def test_batches_keep_all_rows_within_the_budget(rows: list[list[int]], budget: 
     batches = plan_micro_batches(made, budget)
     assert sorted(r.ids for batch in batches for r in batch) == sorted(r.ids for r in made)
     for batch in batches:
-        nodes = len(build_tree([r.ids for r in batch]).tokens)
+        nodes = len(build_tree([r.inputs for r in batch]).tokens)
         assert nodes <= budget or len(batch) == 1
 
 

@@ -84,7 +84,11 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def head_logprobs(
-    hidden: Tensor, head: Tensor, temperatures: Sequence[float], parents: Sequence[int], labels: Tensor
+    hidden: Tensor,
+    head: Tensor,
+    temperatures: Sequence[float],
+    parents: Sequence[int],
+    labels: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Score tokens by the hidden states of the nodes before them.
 

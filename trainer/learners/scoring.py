@@ -8,7 +8,6 @@ the way for models that cannot be merged (`trainer.learners.merging`).
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -58,23 +57,22 @@ def score_rows(
     )
 
 
-def sampled_edges(rows: Sequence[Row], tree: Tree) -> tuple[list[int], list[int]]:
-    """(parent node, token) of every sampled token, row after row."""
-    parents: list[int] = []
-    labels: list[int] = []
-    for row, path in zip(rows, tree.paths, strict=True):
-        edges = list(pairwise(path))[len(row.prompt_ids) - 1 :]
-        parents.extend(parent for parent, _ in edges)
-        labels.extend(row.sampled_ids)
-    return parents, labels
+def parents_of(rows: Sequence[Row], tree: Tree) -> list[int]:
+    """The node before every sampled token, row after row, in the tree of the rows' `inputs`."""
+    return [
+        node
+        for row, path in zip(rows, tree.paths, strict=True)
+        for node in path[len(row.prompt_ids) - 1 :]
+    ]
 
 
 def _merged(model: Any, rows: Sequence[Row]) -> Scored:
     if model.config._attn_implementation != NAME:
         raise LearnerError("prefixes cannot be merged: the model's attention takes no tree")
     device = next(model.parameters()).device
-    tree = padded(build_tree([row.ids for row in rows]), SIZES[device.type])
-    parents, labels = sampled_edges(rows, tree)
+    tree = padded(build_tree([row.inputs for row in rows]), SIZES[device.type])
+    parents = parents_of(rows, tree)
+    labels = [token for row in rows for token in row.sampled_ids]
     states = model.get_base_model().get_decoder()(
         input_ids=torch.tensor([tree.tokens], device=device),
         position_ids=torch.tensor([tree.depth], device=device),
@@ -94,7 +92,7 @@ def _separate(model: Any, rows: Sequence[Row]) -> Scored:
     """Rows of one length go together: so none is padded, whatever the model does with padding."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        by_length[len(row.ids)].append(index)
+        by_length[len(row.inputs)].append(index)
     found: dict[int, Scored] = {}
     for indices in by_length.values():
         found |= zip(indices, _same_length(model, [rows[i] for i in indices]), strict=True)
@@ -105,15 +103,15 @@ def _separate(model: Any, rows: Sequence[Row]) -> Scored:
 
 def _same_length(model: Any, rows: Sequence[Row]) -> list[Scored]:
     device = next(model.parameters()).device
-    length = len(rows[0].ids)
+    length = len(rows[0].inputs)
     first = min(len(row.prompt_ids) for row in rows) - 1
     seen: list[Tensor] = []
     head = model.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:
         logits = model(
-            input_ids=torch.tensor([row.ids for row in rows], device=device),
-            logits_to_keep=torch.arange(first, length - 1, device=device),
+            input_ids=torch.tensor([row.inputs for row in rows], device=device),
+            logits_to_keep=torch.arange(first, length, device=device),
             use_cache=False,
         ).logits
     finally:

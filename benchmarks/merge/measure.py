@@ -1,0 +1,184 @@
+"""The measurements, each a plain dictionary: gradients, against TRL, share of the peak."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.merge.episodes import Size, groups, random_tree, thread
+from benchmarks.merge.models import TINY, make_model
+from benchmarks.merge.updates import gradient, largest_difference, plan, train, trl_update
+from benchmarks.merge.work import needed_flops, peaks, seconds
+from trainer.batching import computed_tokens
+from trainer.rows import Row
+
+Say = Callable[[str], None]
+Result = dict[str, Any]
+
+
+def tiny_gradients(seeds: int) -> Result:
+    """float64, random trees: the largest difference of merged from separate over all seeds."""
+    model = make_model(TINY, torch.float64)
+    reference = make_model(TINY, torch.float64, lean=False)
+    worst = 0.0
+    for seed in range(seeds):
+        rows = random_tree(seed, TINY.vocab_size)
+        train(model, [rows], merge=True)
+        train(reference, [rows], merge=False)
+        worst = max(worst, largest_difference(gradient(model), gradient(reference)))
+    return {"trees": seeds, "largest_difference": worst}
+
+
+def real_gradient(source: Any, rows: Sequence[Row], budget: int) -> Result:
+    """float32: merged in light layers against separate in transformers' and PEFT's own."""
+    model = make_model(source, torch.float32)
+    train(model, plan(rows, budget), merge=True)
+    merged = gradient(model)
+    del model
+    reference = make_model(source, torch.float32, lean=False)
+    train(reference, [[row] for row in rows], merge=False)
+    separate = gradient(reference)
+    return {
+        "rows": len(rows),
+        "largest_difference": largest_difference(merged, separate),
+        "cosine": float(torch.cosine_similarity(merged, separate, dim=0)),
+    }
+
+
+def against_trl(
+    source: Any, rows: Sequence[Row], budget: int, repeats: int, say: Say = lambda _: None
+) -> Result:
+    """Tokens and seconds (best of `repeats`, after a warm-up) of one update, and TRL's."""
+    model = make_model(source, torch.float32)
+    batches = plan(rows, budget)
+    train(model, batches[:1], merge=True)
+    gradient(model)
+    ours = []
+    for _ in range(repeats):
+        model.zero_grad(set_to_none=True)
+        say("merged")
+        ours.append(seconds(lambda: train(model, batches, merge=True)))
+    merged = gradient(model)
+    del model
+    reference = make_model(source, torch.float32, lean=False)
+    warm, _ = trl_update(reference, rows[:2])
+    warm()
+    run, tokens = trl_update(reference, rows)
+    theirs = []
+    for _ in range(repeats):
+        reference.zero_grad(set_to_none=True)
+        say("TRL")
+        theirs.append(seconds(run))
+    computed = sum(computed_tokens(batch) for batch in batches)
+    return {
+        "rows": len(rows),
+        "tokens": computed,
+        "trl_tokens": tokens,
+        "fewer_tokens": tokens / computed,
+        "seconds": min(ours),
+        "trl_seconds": min(theirs),
+        "faster": min(theirs) / min(ours),
+        "largest_difference": largest_difference(merged, gradient(reference)),
+    }
+
+
+def share_of_peak(
+    source: Any,
+    rows: Sequence[Row],
+    budget: int,
+    repeats: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    *,
+    merge: bool = True,
+    say: Say = lambda _: None,
+) -> Result:
+    """A whole update (forward, backward, clipped AdamW step) against the machine's best."""
+    model = make_model(source, dtype, device)
+    batches = plan(rows, budget, merge=merge)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0)
+
+    def update() -> None:
+        train(model, batches, merge=merge)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    update()
+    before = peaks(dtype, device)
+    taken = []
+    for _ in range(repeats):
+        say(f"{str(dtype)[6:]}, {'merged' if merge else 'separate'}")
+        taken.append(seconds(update))
+    after = peaks(dtype, device)
+    flops, best = needed_flops(model, batches, merge=merge), min(taken)
+    peak = {name: max(before[name], after[name]) for name in before}
+    return {
+        "dtype": str(dtype)[6:],
+        "merged": merge,
+        "tokens": sum(computed_tokens(batch, merge=merge) for batch in batches),
+        "row_tokens": sum(len(row.ids) for row in rows),
+        "seconds": best,
+        "row_tokens_per_s": sum(len(row.ids) for row in rows) / best,
+        "gflops": flops / best / 1e9,
+        "peak_gflops": peak["best"] / 1e9,
+        "mm_gflops": peak["mm"] / 1e9,
+        "share_of_peak": flops / best / peak["best"],
+        "share_of_mm": flops / best / peak["mm"],
+    }
+
+
+def half_precision(source: Any, rows: Sequence[Row], budget: int) -> Result:
+    """The gradient in bf16 against float32's."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model(source, dtype)
+        train(model, plan(rows, budget), merge=True)
+        found.append(gradient(model))
+    return {
+        "cosine": float(torch.cosine_similarity(found[0], found[1], dim=0)),
+        "norm_ratio": float(found[1].norm() / found[0].norm()),
+    }
+
+
+def everything(source: Path | Any, vocabulary: int, size: Size, options: Any, say: Say) -> Result:
+    """All of it, on a CPU."""
+    shared, turns = groups(size, vocabulary), thread(size, vocabulary)
+    budget, repeats = options.budget, options.repeats
+    say("gradients, random trees")
+    result: Result = {"tiny": tiny_gradients(options.seeds)}
+    say("gradient, real weights")
+    few = shared[: size.members] + turns[:3]
+    result["gradient"] = real_gradient(source, few, budget)
+    result["groups"] = against_trl(source, shared, budget, repeats, lambda s: say(f"groups, {s}"))
+    result["thread"] = against_trl(source, turns, budget, repeats, lambda s: say(f"thread, {s}"))
+    result["updates"] = [
+        share_of_peak(source, shared, budget, repeats, dtype, say=lambda s: say(f"peak, {s}"))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    say("gradient, bf16")
+    result["half"] = half_precision(source, few, budget)
+    return result
+
+
+def on_gpu(sources: dict[str, Any], size: Size, options: Any, say: Say) -> Result:
+    """Tokens a second and share of the peak in bf16, merged and not."""
+    found = []
+    for name, config in sources.items():
+        for case, made in (("groups", groups), ("thread", thread)):
+            rows = made(size, config.vocab_size)
+            for merge in (True, False):
+                measured = share_of_peak(
+                    config,
+                    rows,
+                    options.budget,
+                    options.repeats,
+                    torch.bfloat16,
+                    "cuda",
+                    merge=merge,
+                    say=lambda s, of=f"{name}, {case}": say(f"{of}, {s}"),
+                )
+                found.append({"model": name, "case": case} | measured)
+    return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "updates": found}

@@ -1,0 +1,111 @@
+"""What an update costs: multiplications that it needs, and what the machine can do at best."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.learners.products import times_transposed
+from trainer.rows import Row
+from trainer.trees import build_tree
+
+
+def needed_flops(model: Any, batches: Sequence[Sequence[Row]], *, merge: bool = True) -> float:
+    """Floating-point operations of forward and backward, a multiply-add as two.
+
+    Of a frozen matrix there is no weight gradient; nothing is computed twice; a token attends
+    to what it sees; the first layer's inputs need no gradient; the head sees the nodes before
+    sampled tokens.
+    """
+    config = model.config
+    total = 0.0
+    for rows in batches:
+        reads = [row.inputs for row in rows]
+        trees = [build_tree(reads)] if merge else [build_tree([ids]) for ids in reads]
+        nodes = sum(len(tree.tokens) for tree in trees)
+        seen = sum(depth + 1 for tree in trees for depth in tree.depth)
+        heads = {(tree, node) for tree, node in _head_nodes(rows, merge=merge)}
+        total += nodes * _per_token(model)
+        total += 12.0 * seen * _width(config) * config.num_hidden_layers
+        total += 4.0 * len(heads) * config.hidden_size * config.vocab_size
+    return total
+
+
+def _head_nodes(rows: Sequence[Row], *, merge: bool) -> list[tuple[int, int]]:
+    if not merge:
+        return [(i, n) for i, row in enumerate(rows) for n in range(len(row.sampled_ids))]
+    tree = build_tree([row.inputs for row in rows])
+    return [
+        (0, node)
+        for row, path in zip(rows, tree.paths, strict=True)
+        for node in path[len(row.prompt_ids) - 1 :]
+    ]
+
+
+def _width(config: Any) -> int:
+    size: int = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    return size * int(config.num_attention_heads)
+
+
+def _per_token(model: Any) -> float:
+    total = 0.0
+    for name, module in model.named_modules():
+        if not hasattr(module, "lora_A"):
+            continue
+        base, rank = module.get_base_layer(), module.r["default"]
+        inner, outer = base.in_features, base.out_features
+        first = ".layers.0." in name and name.rsplit(".", 1)[1] in ("q_proj", "k_proj", "v_proj")
+        total += (2.0 if first else 4.0) * inner * outer
+        total += 6.0 * rank * (inner + outer) - (2.0 * rank * inner if first else 0.0)
+    return total
+
+
+def peaks(dtype: torch.dtype, device: str) -> dict[str, float]:
+    """The best matrix products of this machine, now, operations a second.
+
+    `mm` is torch's own, `best` that or oneDNN's (`trainer.learners.products`), each the best
+    over large matrices and over shapes of the model.
+    """
+    large = 8192 if device == "cuda" else 2048
+    shapes = [(large, large, large), (1024, 576, 1536), (1024, 1536, 576), (1024, 576, 576)]
+    plain = max(_rate(lambda a, b: a @ b.T, *shape, dtype, device) for shape in shapes)
+    other = max(_rate(times_transposed, *shape, dtype, device) for shape in shapes)
+    return {"mm": plain, "best": max(plain, other)}
+
+
+def _rate(
+    product: Callable[[Tensor, Tensor], Tensor],
+    rows: int,
+    inner: int,
+    columns: int,
+    dtype: torch.dtype,
+    device: str,
+) -> float:
+    left = torch.randn(rows, inner, dtype=dtype, device=device)
+    right = torch.randn(columns, inner, dtype=dtype, device=device)
+    operations = 2.0 * rows * inner * columns
+    # Long enough to be measured, short enough to find a moment that is undisturbed.
+    repeats = max(1, int((1e13 if device == "cuda" else 1e10) / operations))
+    return max(
+        operations * repeats / seconds(lambda: [product(left, right) for _ in range(repeats)])
+        for _ in range(5)
+    )
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long `work` takes, the GPU's part included."""
+    wait()
+    started = time.perf_counter()
+    work()
+    wait()
+    return time.perf_counter() - started
+
+
+def wait() -> None:
+    """Until the GPU, if there is one, has nothing left to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
