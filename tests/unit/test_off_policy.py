@@ -1,0 +1,91 @@
+"""Off-policy figures against plain arithmetic, token by token."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.learners.off_policy import Compared, compare, keeps_loss, off_policy_metrics
+
+LOG_RATIOS = st.lists(
+    st.lists(st.floats(-3, 3, allow_subnormal=False), min_size=1, max_size=6),
+    min_size=1,
+    max_size=6,
+)
+
+
+def padded(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """d and its mask (B, T); what is padding holds nonsense."""
+    width = max(map(len, rows))
+    values = [[*row, *[99.0] * (width - len(row))] for row in rows]
+    mask = [[1.0] * len(row) + [0.0] * (width - len(row)) for row in rows]
+    return torch.tensor(values, dtype=torch.float64), torch.tensor(mask, dtype=torch.float64)
+
+
+def compared(rows: list[list[float]], versions: list[int], cap: float = 2.0) -> list[Compared]:
+    d, mask = padded(rows)
+    return compare(d, mask, keeps_loss(d, mask, 0.5, 2.0), versions, cap)
+
+
+@given(LOG_RATIOS)
+def test_a_sequence_is_masked_by_its_geometric_mean_ratio(rows: list[list[float]]) -> None:
+    d, mask = padded(rows)
+    kept = keeps_loss(d, mask, 0.5, 2.0)[:, 0].tolist()
+    for row, keep in zip(rows, kept, strict=True):
+        ratio = math.exp(math.fsum(row) / len(row))
+        if not (math.isclose(ratio, 0.5) or math.isclose(ratio, 2.0)):
+            assert keep == (0.5 < ratio < 2.0)
+
+
+@given(LOG_RATIOS)
+def test_a_rows_sums_are_those_of_its_tokens(rows: list[list[float]]) -> None:
+    for row, found in zip(rows, compared(rows, [0] * len(rows)), strict=True):
+        assert found.tokens == len(row)
+        assert found.divergence == pytest.approx(sum(math.exp(d) - 1 - d for d in row))
+        assert found.distance == pytest.approx(sum(map(abs, row)))
+        assert found.ratios == pytest.approx(sum(map(math.exp, row)))
+        assert found.squared_ratios == pytest.approx(sum(math.exp(2 * d) for d in row))
+        assert found.cut == sum(math.exp(d) > 2.0 for d in row)
+
+
+@given(LOG_RATIOS, st.data())
+def test_drift_is_the_newest_versions_and_the_rest_is_staleness(
+    rows: list[list[float]], data: st.DataObject
+) -> None:
+    versions = [data.draw(st.integers(3, 5)) for _ in rows]
+    found = off_policy_metrics(compared(rows, versions), newest=5)
+    fresh = [d for row, v in zip(rows, versions, strict=True) if v == 5 for d in row]
+    stale = [d for row, v in zip(rows, versions, strict=True) if v != 5 for d in row]
+    if fresh:
+        drift = sum(math.exp(d) - 1 - d for d in fresh) / len(fresh)
+        assert found["drift_kl"] == pytest.approx(drift)
+        assert found["drift_logp_mean_abs"] == pytest.approx(sum(map(abs, fresh)) / len(fresh))
+    else:
+        assert found["drift_kl"] is None
+        assert found["drift_logp_mean_abs"] is None
+    if fresh and stale:
+        older = sum(math.exp(d) - 1 - d for d in stale) / len(stale)
+        assert found["staleness_kl"] == pytest.approx(older - drift)
+    else:
+        assert found["staleness_kl"] is None
+
+
+@given(LOG_RATIOS)
+def test_the_effective_sample_is_all_of_it_only_on_policy(rows: list[list[float]]) -> None:
+    every = [math.exp(d) for row in rows for d in row]
+    found = off_policy_metrics(compared(rows, [0] * len(rows)), newest=0)
+    wanted = sum(every) ** 2 / (len(every) * sum(ratio**2 for ratio in every))
+    assert found["effective_sample_size"] == pytest.approx(wanted)
+    assert found["ratio_cut_share"] == pytest.approx(sum(r > 2 for r in every) / len(every))
+    same = off_policy_metrics(compared([[0.0, 0.0]], [0]), newest=0)
+    assert same["effective_sample_size"] == 1.0
+    assert same["drift_kl"] == same["masked_share"] == 0.0
+
+
+def test_the_divergence_is_estimated_without_bias() -> None:
+    """k3 over samples of q is KL(q ‖ p): two distributions over three tokens."""
+    q, p = [0.5, 0.3, 0.2], [0.4, 0.4, 0.2]
+    k3 = sum(a * (b / a - 1 - math.log(b / a)) for a, b in zip(q, p, strict=True))
+    assert k3 == pytest.approx(sum(a * math.log(a / b) for a, b in zip(q, p, strict=True)))
