@@ -54,15 +54,9 @@ class StoredGrpoTrainer(GRPOTrainer):
         lengths = [len(row.sampled_ids) for row in self._rows]
         return pad_rows(scored.logprobs, lengths), pad_rows(scored.entropies, lengths), None
 
-    def get_off_policy_mask(
-        self,
-        per_token_logps: Tensor,
-        sampling_per_token_logps: Tensor,
-        mask: Tensor,
-        **_: Any,
-    ) -> Tensor:
+    def get_off_policy_mask(self, per_token_logps: Tensor, mask: Tensor, **_: Any) -> Tensor:
         """1 for each sequence that carries loss, (B, 1); TRL multiplies its loss by it."""
-        log_ratios = per_token_logps.detach() - sampling_per_token_logps
+        log_ratios = per_token_logps.detach() - _sampled_logprobs(self._rows).to(mask.device)
         rule, versions = self.off_policy, [row.version for row in self._rows]
         keeps = keeps_loss(log_ratios, mask, rule.sequence_min, rule.sequence_max)
         compared = compare(log_ratios, mask, keeps, versions, rule.ratio_cap)
@@ -94,7 +88,6 @@ def collate(rows: Sequence[Row], accelerator: Accelerator) -> dict[str, Tensor]:
     lengths = [len(row.sampled_ids) for row in rows]
     completion_ids = pad_rows(_flat([row.sampled_ids for row in rows], torch.long), lengths)
     mask = pad_rows(torch.ones(sum(lengths)), lengths)
-    old = pad_rows(_flat([row.sampled_logprobs for row in rows], torch.float32), lengths)
     each = torch.tensor([row.advantage * row.weight / len(row.sampled_ids) for row in rows])
     tensors = {
         # Our forward reads the rows themselves; TRL only concatenates these.
@@ -102,11 +95,16 @@ def collate(rows: Sequence[Row], accelerator: Accelerator) -> dict[str, Tensor]:
         "prompt_mask": torch.ones(len(rows), 1, dtype=torch.long),
         "completion_ids": completion_ids,
         "completion_mask": mask,
-        "old_per_token_logps": old,
+        "old_per_token_logps": _sampled_logprobs(rows),
         "advantages": each[:, None] * mask,
         "num_items_in_batch": torch.tensor(float(accelerator.num_processes)),
     }
     return {name: tensor.to(accelerator.device) for name, tensor in tensors.items()}
+
+
+def _sampled_logprobs(rows: Sequence[Row]) -> Tensor:
+    flat = _flat([row.sampled_logprobs for row in rows], torch.float32)
+    return pad_rows(flat, [len(row.sampled_ids) for row in rows])
 
 
 def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
