@@ -19,6 +19,7 @@ from store.settings import address
 from trainer.air import STEP_WARNING
 from trainer.errors import TrainerError, UpstreamAway
 from trainer.learners.learner import Learner
+from trainer.learners.memory import keep_freed_memory
 from trainer.learners.several import LeadingLearner, follow, is_follower
 from trainer.learning import Learning
 from trainer.loop import Loop
@@ -43,6 +44,8 @@ async def train(settings: TrainerSettings, *, once: bool = False) -> None:
     Raises:
         TrainerError: recipe, model or policy cannot be used.
     """
+    # Before there is a second thread: see there.
+    keep_freed_memory()
     recipe = load_recipe(settings.recipe)
     if is_follower():
         for name in (signal.SIGTERM, signal.SIGINT):

@@ -22,6 +22,7 @@ from benchmarks.merge.episodes import FULL, QUICK
 from benchmarks.merge.measure import everything, on_gpu
 from benchmarks.merge.models import BILLION, SMALL, TINY
 from benchmarks.merge.tables import draw, gpu_table, tables
+from trainer.learners.memory import keep_freed_memory
 
 PICTURE = Path("docs/images/merge.png")
 
@@ -30,6 +31,7 @@ def main() -> None:
     options = _parse(sys.argv[1:])
     console = Console(stderr=options.json)
     torch.set_num_threads(options.threads or torch.get_num_threads())
+    keep_freed_memory()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("loading")

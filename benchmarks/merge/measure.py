@@ -1,5 +1,6 @@
 """The measurements, each a plain dictionary: gradients, against TRL, share of the peak."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ def real_gradient(source: Any, rows: Sequence[Row], budget: int) -> Result:
     model = make_model(source, torch.float32)
     train(model, plan(rows, budget), merge=True)
     merged = gradient(model)
-    del model
     reference = make_model(source, torch.float32, lean=False)
     train(reference, [[row] for row in rows], merge=False)
     separate = gradient(reference)
@@ -50,37 +50,46 @@ def against_trl(
     source: Any, rows: Sequence[Row], budget: int, repeats: int, say: Say = lambda _: None
 ) -> Result:
     """Tokens and seconds (best of `repeats`, after a warm-up) of one update, and TRL's."""
+    taken, tokens, merged = _ours(source, rows, budget, repeats, say)
+    trl_taken, trl_tokens, theirs = _trls(source, rows, repeats, say)
+    return {
+        "rows": len(rows),
+        "tokens": tokens,
+        "trl_tokens": trl_tokens,
+        "fewer_tokens": trl_tokens / tokens,
+        "seconds": taken,
+        "trl_seconds": trl_taken,
+        "faster": trl_taken / taken,
+        "largest_difference": largest_difference(merged, theirs),
+    }
+
+
+Taken = tuple[float, int, torch.Tensor]
+
+
+def _ours(source: Any, rows: Sequence[Row], budget: int, repeats: int, say: Say) -> Taken:
     model = make_model(source, torch.float32)
     batches = plan(rows, budget)
     train(model, batches[:1], merge=True)
-    gradient(model)
-    ours = []
+    taken = []
     for _ in range(repeats):
         model.zero_grad(set_to_none=True)
         say("merged")
-        ours.append(seconds(lambda: train(model, batches, merge=True)))
-    merged = gradient(model)
-    del model
-    reference = make_model(source, torch.float32, lean=False)
-    warm, _ = trl_update(reference, rows[:2])
+        taken.append(seconds(lambda: train(model, batches, merge=True)))
+    return min(taken), sum(computed_tokens(batch) for batch in batches), gradient(model)
+
+
+def _trls(source: Any, rows: Sequence[Row], repeats: int, say: Say) -> Taken:
+    model = make_model(source, torch.float32, lean=False)
+    warm, _ = trl_update(model, rows[:2])
     warm()
-    run, tokens = trl_update(reference, rows)
-    theirs = []
+    run, tokens = trl_update(model, rows)
+    taken = []
     for _ in range(repeats):
-        reference.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         say("TRL")
-        theirs.append(seconds(run))
-    computed = sum(computed_tokens(batch) for batch in batches)
-    return {
-        "rows": len(rows),
-        "tokens": computed,
-        "trl_tokens": tokens,
-        "fewer_tokens": tokens / computed,
-        "seconds": min(ours),
-        "trl_seconds": min(theirs),
-        "faster": min(theirs) / min(ours),
-        "largest_difference": largest_difference(merged, gradient(reference)),
-    }
+        taken.append(seconds(run))
+    return min(taken), tokens, gradient(model)
 
 
 def share_of_peak(
@@ -165,20 +174,19 @@ def everything(source: Path | Any, vocabulary: int, size: Size, options: Any, sa
 
 def on_gpu(sources: dict[str, Any], size: Size, options: Any, say: Say) -> Result:
     """Tokens a second and share of the peak in bf16, merged and not."""
+    cases = {"groups": groups, "thread": thread}
     found = []
-    for name, config in sources.items():
-        for case, made in (("groups", groups), ("thread", thread)):
-            rows = made(size, config.vocab_size)
-            for merge in (True, False):
-                measured = share_of_peak(
-                    config,
-                    rows,
-                    options.budget,
-                    options.repeats,
-                    torch.bfloat16,
-                    "cuda",
-                    merge=merge,
-                    say=lambda s, of=f"{name}, {case}": say(f"{of}, {s}"),
-                )
-                found.append({"model": name, "case": case} | measured)
+    for name, case, merge in itertools.product(sources, cases, (True, False)):
+        config = sources[name]
+        say(f"{name}, {case}, {'merged' if merge else 'separate'}")
+        measured = share_of_peak(
+            config,
+            cases[case](size, config.vocab_size),
+            options.budget,
+            options.repeats,
+            torch.bfloat16,
+            "cuda",
+            merge=merge,
+        )
+        found.append({"model": name, "case": case} | measured)
     return {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "updates": found}

@@ -34,7 +34,8 @@ def train(model: Any, batches: Sequence[Sequence[Row]], *, merge: bool) -> None:
         logprobs = score_rows(model, rows, merge=merge).logprobs
         sampled, worth = _columns(rows, logprobs)
         ratios = (logprobs.detach() - sampled).exp().clamp(max=CAP)
-        (-(ratios * worth * logprobs).sum()).backward()
+        loss = -(ratios * worth * logprobs).sum()
+        torch.autograd.backward(loss)
 
 
 def _columns(rows: Sequence[Row], like: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from store.ingest import ingest
 from tests.integration.fake_server import fake_model_server
 from tests.integration.test_recovery import STEPS, Bench, FakeLearner, Killed, run_once
 from tests.records import call, reward, tokens
+from trainer.errors import LearnerError
 from trainer.loop import Loop
 from trainer.publish import Publisher
 from trainer.recipe import Recipe
@@ -80,7 +81,7 @@ async def test_a_kill_counts_no_return_twice(
 
 async def test_an_update_that_trains_nothing_still_moves_them(bench: Bench) -> None:
     await run_once(bench)
-    bench.learner.fails = True
+    bench.learner.fails = LearnerError("the gradient's norm is nan")
     await bench.fill("t/b")
     await run_once(bench)
     records = [call(f"v{n}", task=f"t/v{n}", tokens=tokens([1], [n])) for n in range(4)]

@@ -18,11 +18,11 @@ from store.ingest import ingest
 from store.policies import ensure_base, list_versions
 from store.records import SpoolRecord
 from store.stats import totals
-from store.tables import episodes
+from store.tables import consumptions, episodes, updates
 from tests.integration.fake_server import FakeModelServer, fake_model_server
 from tests.records import call, reward, tokens
 from trainer import adapters
-from trainer.errors import Interrupted, LearnerError
+from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
 from trainer.loop import Loop
 from trainer.progress import write_progress
 from trainer.publish import Publisher
@@ -45,7 +45,7 @@ class FakeLearner:
         self._versions = folder / "m"
         self.updates = 0
         self.restored: Path | None = None
-        self.fails = False
+        self.fails: LearnerError | None = None
         self.interrupted = threading.Event()
         # Set: an update goes on until it is interrupted.
         self.slow = False
@@ -61,7 +61,7 @@ class FakeLearner:
 
     def update(self, rows: Any) -> dict[str, Any]:
         if self.fails:
-            raise LearnerError("the gradient's norm is nan")
+            raise self.fails
         if self.slow:
             self.begun.set()
             assert self.interrupted.wait(10.0)
@@ -285,10 +285,24 @@ async def test_a_server_that_refuses_the_load_keeps_the_old_version(bench: Bench
 
 
 async def test_an_update_that_comes_out_unusable_spends_its_episodes(bench: Bench) -> None:
-    bench.learner.fails = True
+    bench.learner.fails = LearnerError("the gradient's norm is nan")
     assert await run_once(bench)
     await bench.assert_spent_once(4)
     assert await bench.states() == {0: "serving"}
+
+
+async def test_an_update_past_the_bound_on_drift_is_not_published_and_says_so(
+    bench: Bench,
+) -> None:
+    bench.learner.fails = DriftOutOfBounds("server and trainer differ", {"drift_kl": 0.3})
+    assert await run_once(bench)
+    await bench.assert_spent_once(4)
+    assert await bench.states() == {0: "serving"}
+    async with bench.engine.connect() as connection:
+        reasons = await connection.execute(select(consumptions.c.reason))
+        assert set(reasons.scalars()) == {"drift"}
+        metrics = (await connection.execute(select(updates.c.metrics))).scalar_one()
+    assert metrics == {"error": "server and trainer differ", "drift_kl": 0.3}
 
 
 async def test_a_restarted_server_gets_its_adapters_back(bench: Bench) -> None:

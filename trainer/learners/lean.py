@@ -50,12 +50,14 @@ def _agree(module: Any, forward: Any) -> bool:
     weight = module.weight if _is_norm(module) else module.gate_proj.weight
     x = torch.linspace(-3, 3, weight.shape[-1], dtype=weight.dtype, device=weight.device)[None]
     own, ours = module(x), forward(module, x)
-    return own.shape == ours.shape and torch.allclose(own, ours, rtol=1e-2, atol=1e-4)
+    same: bool = own.shape == ours.shape and torch.allclose(own, ours, rtol=1e-2, atol=1e-4)
+    return same
 
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     if self.weight.requires_grad and torch.is_grad_enabled():
-        return type(self).forward(self, hidden_states)
+        own: Tensor = type(self).forward(self, hidden_states)
+        return own
     normed: Tensor = RmsNorm.apply(hidden_states, self.weight, self.variance_epsilon)
     return normed
 

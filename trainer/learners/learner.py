@@ -17,6 +17,7 @@ from trainer.batching import computed_tokens, plan_micro_batches, split_steps
 from trainer.errors import DriftOutOfBounds
 from trainer.learners.determinism import be_deterministic
 from trainer.learners.grpo import make_trainer
+from trainer.learners.memory import give_freed_memory_back
 from trainer.learners.merging import why_separate
 from trainer.learners.model import attach_adapter, load_base
 from trainer.learners.off_policy import off_policy_metrics
@@ -69,9 +70,7 @@ class Learner:
         self._trainer = make_trainer(
             self._model, self._tokenizer, self._recipe, self._scratch, merge=self._merge
         )
-        self._step = Step(
-            self._trainer, self._recipe.optimizer, self._interrupted, self.processes
-        )
+        self._step = Step(self._trainer, self._recipe.optimizer, self._interrupted, self.processes)
 
     def _can_merge(self) -> bool:
         if self._recipe.batch.merge_prefixes == "never":
@@ -117,9 +116,14 @@ class Learner:
             for step in split_steps(rows, batch.steps)
         ]
         off_policy: dict[str, Any] = {}
-        # Before the first step the policy is the newest version: then drift can be told.
-        judges = [lambda: off_policy.update(self._judge_drift(newest)), *[_no_judge] * len(plans)]
-        taken = [self._step.take(plan, judge) for plan, judge in zip(plans, judges, strict=False)]
+
+        def judge() -> None:
+            # Before the first step the policy is the newest version: only then can drift be told.
+            if not off_policy:
+                off_policy.update(self._judge_drift(newest))
+
+        taken = [self._step.take(plan, judge) for plan in plans]
+        give_freed_memory_back()
         return {
             "loss": _mean([loss for loss, _ in taken]),
             "grad_norm": _mean([norm for _, norm in taken]),
@@ -196,10 +200,6 @@ class Learner:
     def saved_as(self, adapter: Path) -> None:
         """What was trained last is now `adapter`: continuing from it needs no reading back."""
         self._stands_at = adapter
-
-
-def _no_judge() -> None:
-    """Later steps: the policy has moved by our own doing."""
 
 
 def _mean(values: Sequence[float]) -> float:

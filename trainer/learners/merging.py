@@ -26,25 +26,23 @@ def why_separate(model: Any) -> str | None:
 
 
 def _why_not(model: Any) -> str | None:
-    """A tree needs attention that takes any mask: no window, no state that runs along the
-    sequence, nothing that is added to or cut off its scores."""
-    config = model.config.get_text_config()
-    base = model.get_base_model()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if not getattr(base, "_supports_attention_backend", False):
-        return "its attention cannot be replaced"
-    if kinds != {"full_attention"}:
-        return f"it has layers of {', '.join(sorted(kinds - {'full_attention'}))}"
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        return f"its attention has a window of {config.sliding_window} tokens"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "its attention scores are capped"
-    if getattr(config, "attention_dropout", 0.0):
-        return "its attention has dropout"
-    head = model.get_output_embeddings()
-    if type(head) is not torch.nn.Linear or head.bias is not None:
-        return "its LM head is no plain matrix"
-    return None
+    """What speaks against it: a tree needs attention that takes any mask.
+
+    No window, no state that runs along the sequence, nothing added to or cut off its scores.
+    """
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+    window = getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)
+    against = {
+        "its attention cannot be replaced": not model.get_base_model()._supports_attention_backend,
+        f"it has layers of {', '.join(others)}": others,
+        f"its attention has a window of {window} tokens": window,
+        "its attention scores are capped": getattr(config, "attn_logit_softcapping", None),
+        "its attention has dropout": getattr(config, "attention_dropout", 0.0),
+        "its LM head is no plain matrix": type(head) is not torch.nn.Linear
+        or head.bias is not None,
+    }
+    return next((why for why, holds in against.items() if holds), None)
 
 
 @torch.no_grad()

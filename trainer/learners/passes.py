@@ -35,7 +35,7 @@ class Step:
     def take(
         self,
         micro_batches: Sequence[Sequence[Row]],
-        judge: Callable[[], None] = lambda: None,
+        judge: Callable[[], None],
     ) -> tuple[float, float]:
         """One step on all of `micro_batches`, each process on its own; loss and gradient norm.
 

@@ -64,7 +64,8 @@ class RmsNorm(Function):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, inverse, weight)
-        return weight * (wide * inverse).to(x.dtype)
+        normed: Tensor = weight * (wide * inverse).to(x.dtype)
+        return normed
 
     @staticmethod
     @once_differentiable

@@ -96,7 +96,8 @@ def _pieces(blocks: Sequence[Block], k: Tensor) -> Iterator[tuple[Block, int]]:
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
     """(N, H, D) as (G, N, H / G, D): for each key-value head, the heads that share it."""
-    return x.unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
+    grouped: Tensor = x.unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
+    return grouped
 
 
 def _by_node(x: Tensor) -> Tensor:

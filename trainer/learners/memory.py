@@ -1,0 +1,39 @@
+"""What glibc does with memory that torch frees on a CPU.
+
+Tensors above a threshold are mapped anew each time, and their pages come one fault after the
+other: a tenth of an update. During one, freed memory is kept; afterwards it is given back.
+"""
+
+import ctypes
+import sys
+from typing import Final
+
+# Of malloc.h; values are C ints.
+M_TRIM_THRESHOLD: Final = -1
+M_MMAP_THRESHOLD: Final = -3
+M_ARENA_MAX: Final = -8
+MOST: Final = 2**31 - 1
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep what is freed, for all threads. Without glibc nothing changes."""
+    libc = _glibc()
+    if libc is not None:
+        # Only the first arena can grow without bounds; updates run in a thread of their own.
+        libc.mallopt(M_ARENA_MAX, 1)
+        libc.mallopt(M_MMAP_THRESHOLD, MOST)
+        libc.mallopt(M_TRIM_THRESHOLD, MOST)
+
+
+def give_freed_memory_back() -> None:
+    """Return to the system what malloc has kept."""
+    libc = _glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
