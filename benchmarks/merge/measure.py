@@ -101,6 +101,7 @@ def share_of_peak(
     device: str = "cpu",
     *,
     merge: bool = True,
+    quick: bool = False,
     say: Say = lambda _: None,
 ) -> Result:
     """A whole update (forward, backward, clipped AdamW step) against the machine's best."""
@@ -116,12 +117,12 @@ def share_of_peak(
         optimizer.zero_grad()
 
     update()
-    before = peaks(dtype, device)
+    before = peaks(dtype, device, quick=quick)
     taken = []
     for _ in range(repeats):
         say(f"{str(dtype)[6:]}, {'merged' if merge else 'separate'}")
         taken.append(seconds(update))
-    after = peaks(dtype, device)
+    after = peaks(dtype, device, quick=quick)
     flops, best = needed_flops(model, batches, merge=merge), min(taken)
     peak = {name: max(before[name], after[name]) for name in before}
     return {
@@ -164,7 +165,15 @@ def everything(source: Path | Any, vocabulary: int, size: Size, options: Any, sa
     result["groups"] = against_trl(source, shared, budget, repeats, lambda s: say(f"groups, {s}"))
     result["thread"] = against_trl(source, turns, budget, repeats, lambda s: say(f"thread, {s}"))
     result["updates"] = [
-        share_of_peak(source, shared, budget, repeats, dtype, say=lambda s: say(f"peak, {s}"))
+        share_of_peak(
+            source,
+            shared,
+            budget,
+            repeats,
+            dtype,
+            quick=options.quick,
+            say=lambda s: say(f"peak, {s}"),
+        )
         for dtype in (torch.float32, torch.bfloat16)
     ]
     say("gradient, bf16")

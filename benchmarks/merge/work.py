@@ -64,32 +64,35 @@ def _per_token(model: Any) -> float:
     return total
 
 
-def peaks(dtype: torch.dtype, device: str) -> dict[str, float]:
+def peaks(dtype: torch.dtype, device: str, *, quick: bool = False) -> dict[str, float]:
     """The best matrix products of this machine, now, operations a second.
 
     `mm` is torch's own, `best` that or oneDNN's (`trainer.learners.products`), each the best
     over large matrices and over shapes of the model.
     """
     large = 8192 if device == "cuda" else 2048
-    shapes = [(large, large, large), (1024, 576, 1536), (1024, 1536, 576), (1024, 576, 576)]
-    plain = max(_rate(lambda a, b: a @ b.T, *shape, dtype, device) for shape in shapes)
-    other = max(_rate(times_transposed, *shape, dtype, device) for shape in shapes)
+    shapes = [(1024, 576, 576), (1024, 576, 1536), (1024, 1536, 576), (large, large, large)]
+    shapes = shapes[:1] if quick else shapes
+    # Long enough to be measured, short enough to find a moment that is undisturbed.
+    least = 0.0 if quick else 1e13 if device == "cuda" else 1e10
+    plain = max(_rate(lambda a, b: a @ b.T, shape, dtype, device, least) for shape in shapes)
+    other = max(_rate(times_transposed, shape, dtype, device, least) for shape in shapes)
     return {"mm": plain, "best": max(plain, other)}
 
 
 def _rate(
     product: Callable[[Tensor, Tensor], Tensor],
-    rows: int,
-    inner: int,
-    columns: int,
+    shape: tuple[int, int, int],
     dtype: torch.dtype,
     device: str,
+    least: float,
 ) -> float:
+    """Operations a second, the best of five times at least `least` of them."""
+    rows, inner, columns = shape
     left = torch.randn(rows, inner, dtype=dtype, device=device)
     right = torch.randn(columns, inner, dtype=dtype, device=device)
     operations = 2.0 * rows * inner * columns
-    # Long enough to be measured, short enough to find a moment that is undisturbed.
-    repeats = max(1, int((1e13 if device == "cuda" else 1e10) / operations))
+    repeats = max(1, int(least / operations))
     return max(
         operations * repeats / seconds(lambda: [product(left, right) for _ in range(repeats)])
         for _ in range(5)
