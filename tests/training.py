@@ -8,7 +8,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trainer.recipe import Recipe
-from trainer.recipe_parts import BatchPart, LoraPart, OptimizerPart
+from trainer.recipe_parts import (
+    BatchPart,
+    CreditPart,
+    KlPart,
+    LoraPart,
+    OptimizerPart,
+    PpoPart,
+)
 from trainer.rows import Row
 
 
@@ -40,6 +47,18 @@ def recipe(**batch: Any) -> Recipe:
         lora=LoraPart(rank=4, alpha=8),
         optimizer=OptimizerPart(learning_rate=1e-2),
         batch=BatchPart(**({"micro_batch_tokens": 64} | batch)),
+    )
+
+
+def ppo_recipe(*, steps: int = 1, kl: KlPart | None = None, **ppo: Any) -> Recipe:
+    """The same with PPO."""
+    return recipe(steps=steps).model_copy(
+        update={
+            "learner": "ppo",
+            "credit": CreditPart(baseline="none", normalisation="batch"),
+            "ppo": PpoPart(**({"epochs": 1, "value_learning_rate": 1e-2} | ppo)),
+            "kl": kl or KlPart(),
+        }
     )
 
 

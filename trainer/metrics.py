@@ -26,6 +26,10 @@ UPDATE: Final = {
         "staleness_mean": "Mean staleness, in versions, of the rows",
         "entropy": "Mean entropy, nats per token,",
         "ratio_cut_share": "Share of tokens whose ratio was truncated",
+        "clip_share": "Share of tokens whose ratio PPO clipped",
+        "kl_to_base": "KL to the base model, nats per token,",
+        "value_loss": "Critic's mean half squared error",
+        "explained_variance": "Share of the returns' variance that the critic explained",
         "grad_norm": "Gradient norm",
         "probe_difference": "Mean |served − trainer| log-probability",
     }.items()

@@ -14,9 +14,10 @@ from safetensors import SafetensorError
 
 from trainer.batching import plan_micro_batches, split_steps
 from trainer.learners.determinism import be_deterministic
-from trainer.learners.grpo import make_trainer
+from trainer.learners.grpo import View, make_trainer
 from trainer.learners.model import attach_adapter, load_base
 from trainer.learners.passes import Step
+from trainer.learners.ppo import make_ppo_trainer
 from trainer.learners.processes import Processes
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_state
@@ -24,6 +25,13 @@ from trainer.recipe import Recipe
 from trainer.rows import Row
 from trainer.trees import build_tree
 
+TRAINERS = {"grpo": make_trainer, "ppo": make_ppo_trainer}
+# TRL's names and ours: entropy of the policy; tokens whose ratio was truncated, or clipped.
+FIGURES = {
+    "entropy": "entropy",
+    "cispo_clip_ratio": "ratio_cut_share",
+    "clip_ratio/region_mean": "clip_share",
+}
 IN_BETWEEN = "trained on, and not saved as a version"
 
 
@@ -58,10 +66,9 @@ class Learner:
 
     def _start(self, base: Any, adapter: Path | None) -> None:
         self._model = attach_adapter(base, self._recipe, adapter, self._seed)
-        self._trainer = make_trainer(self._model, self._tokenizer, self._recipe, self._scratch)
-        self._step = Step(
-            self._trainer, self._recipe.optimizer, self._interrupted, self.processes
-        )
+        make = TRAINERS[self._recipe.learner]
+        self._trainer = make(self._model, self._tokenizer, self._recipe, self._scratch)
+        self._step = Step(self._trainer, self._recipe.optimizer, self._interrupted, self.processes)
 
     def restore(self, adapter: Path | None) -> None:
         """Continue from `adapter` (None: from the base model), optimiser state included.
@@ -79,7 +86,7 @@ class Learner:
 
     def _parts(self) -> dict[str, Any]:
         """What is saved and resumed beside the adapter."""
-        return {OPTIMIZER: self._trainer.optimizer}
+        return {OPTIMIZER: self._trainer.optimizer} | self._trainer.parts()
 
     def update(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Train on `rows`, whose weights sum to one; returns the update's metrics.
@@ -91,11 +98,14 @@ class Learner:
         self._stands_at = IN_BETWEEN
         started = time.perf_counter()
         batch = self._recipe.batch
+        whole = plan_micro_batches(rows, batch.micro_batch_tokens)
+        seen = self._step.survey(whole, self._trainer.look) if self._trainer.needs_look else []
+        rows = self._trainer.prepare(rows, View.of(seen))
         plans = [
             plan_micro_batches(step, batch.micro_batch_tokens)
             for step in split_steps(rows, batch.steps)
         ]
-        taken = [self._step.take(plan) for plan in plans]
+        taken = [self._step.take(plan) for _ in range(self._trainer.epochs) for plan in plans]
         return {
             "loss": _mean([loss for loss, _ in taken]),
             "grad_norm": _mean([norm for _, norm in taken]),
@@ -114,12 +124,11 @@ class Learner:
         }
 
     def _take_metrics(self) -> dict[str, float]:
-        """TRL's own: entropy of the policy, share of tokens whose ratio was cut."""
+        """TRL's own, means over micro-batches, and the trainer's."""
         kept = self._trainer._metrics["train"]
-        names = {"entropy": "entropy", "cispo_clip_ratio": "ratio_cut_share"}
-        means = {ours: _mean(kept[theirs]) for theirs, ours in names.items() if kept[theirs]}
+        means = {ours: _mean(kept[theirs]) for theirs, ours in FIGURES.items() if kept[theirs]}
         kept.clear()
-        return means
+        return means | self._trainer.figures()
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """Log-probabilities (S,) of each row's sampled tokens under the present policy, T = 1."""
