@@ -18,6 +18,9 @@ from benchmarks.vllm_server import free_port
 
 # The last step before which an update has left nothing that its successor could finish.
 RENAME: Final = "before the rename"
+# What is come by only where a life before ended after this.
+CLAIMED: Final = "after the claim"
+OF_A_RELEASE: Final = frozenset({"before a release", "in the transaction of a release"})
 STARTING: Final = "at random, as it starts"
 WORKING: Final = "at random, at work"
 UP: Final = b'"trainer_up"'
@@ -25,7 +28,7 @@ AT_BOUNDARY: Final = 0.4
 IN_START: Final = 0.2
 FIRST_START_S: Final = 2.0
 POLL_S: Final = 0.002
-LONGEST_S: Final = 600.0
+LONGEST_S: Final = 120.0
 LOOK_S: Final = 0.1
 
 
@@ -92,6 +95,8 @@ class Run:
     def kill_at_each_boundary(self) -> None:
         """A life for each of the boundaries, which it dies at."""
         for name in self._zygote.boundaries:
+            if name in OF_A_RELEASE:
+                self._life(CLAIMED, LONGEST_S)
             self._life(name, LONGEST_S)
 
     def kill(self, times: int, dice: random.Random, update_s: float) -> None:
