@@ -48,9 +48,9 @@ def compared(
     try:
         with zygote(folder / "zygote.log") as forks:
             _stage(forks, folder, url, updates, seed)
-            calm, calm_lives = _run(forks, folder, url, "calm", updates, lambda _: None)
+            calm, calm_lives = _run(forks, folder, postgres, "calm", updates, lambda _: None)
             killed, lives = _run(
-                forks, folder, url, "killed", updates, lambda run: disturb(run, calm.update_s)
+                forks, folder, postgres, "killed", updates, lambda run: disturb(run, calm.update_s)
             )
     finally:
         postgres.stop()
@@ -68,15 +68,15 @@ def _stage(forks: Zygote, folder: Path, url: str, updates: int, seed: int) -> No
 def _run(
     forks: Zygote,
     folder: Path,
-    url: str,
+    postgres: EmbeddedPostgres,
     name: str,
     updates: int,
     disturb: Callable[[Run], None],
 ) -> tuple[Found, Lives]:
-    own = url.replace("/pawl?", f"/{name}?")
-    asyncio.run(_copy(url.replace("/pawl?", "/postgres?"), name))
+    own = postgres.url.replace("/pawl?", f"/{name}?")
+    asyncio.run(_copy(postgres.url.replace("/pawl?", "/postgres?"), name))
     place = Place(folder / name, own, folder / "model", folder / "recipe.toml", updates)
-    with running(forks, place) as run:
+    with running(forks, postgres, place) as run:
         disturb(run)
         run.finish()
     return asyncio.run(found_in(own, place.adapters)), run.lives

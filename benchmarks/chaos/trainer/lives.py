@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from benchmarks.chaos.postgres import kill_and_start
 from benchmarks.chaos.trainer.forks import Zygote
 from benchmarks.chaos.trainer.found import all_spent
 from benchmarks.chaos.trainer.recipe import POLICY
 from benchmarks.vllm_server import free_port
+from store.embedded import EmbeddedPostgres
 
 # The last step before which an update has left nothing that its successor could finish.
 RENAME: Final = "before the rename"
@@ -23,11 +25,15 @@ CLAIMED: Final = "after the claim"
 OF_A_RELEASE: Final = frozenset({"before a release", "in the transaction of a release"})
 STARTING: Final = "at random, as it starts"
 WORKING: Final = "at random, at work"
+AFTER_POSTGRES: Final = "some time after PostgreSQL"
 UP: Final = b'"trainer_up"'
 AT_BOUNDARY: Final = 0.4
 IN_START: Final = 0.2
+OF_POSTGRES: Final = 0.1
 FIRST_START_S: Final = 2.0
 POLL_S: Final = 0.002
+# A trainer whose database is away asks again after a second (`trainer.run`).
+RETRY_S: Final = 1.0
 LONGEST_S: Final = 120.0
 LOOK_S: Final = 0.1
 
@@ -76,8 +82,11 @@ class Lives:
 class Run:
     """A trainer over the ledger of `place`, in lives that end as they are told."""
 
-    def __init__(self, zygote: Zygote, place: Place, upstream_port: int) -> None:
+    def __init__(
+        self, zygote: Zygote, postgres: EmbeddedPostgres, place: Place, upstream_port: int
+    ) -> None:
         self._zygote = zygote
+        self._postgres = postgres
         self._place = place
         self._start_s = FIRST_START_S
         self.lives = Lives()
@@ -115,6 +124,8 @@ class Run:
             if dice.random() < AT_BOUNDARY:
                 # A boundary that it does not come by in this time is none of this life's.
                 self._life(dice.choice(early if ahead else boundaries), 4.0 * update_s)
+            elif dice.random() < OF_POSTGRES:
+                self._life_without_postgres(dice.uniform(0.0, update_s))
             elif dice.random() < IN_START:
                 self._life(None, dice.uniform(0.0, self._start_s), once_up=False)
             else:
@@ -123,13 +134,7 @@ class Run:
 
     def _life(self, boundary: str | None, seconds: float, *, once_up: bool = True) -> None:
         """One that dies at a boundary, or after so many seconds (of work, if `once_up`)."""
-        started, said = time.monotonic(), self._place.said()
-        pid = self._start(boundary)
-        status = None
-        while once_up and status is None and UP not in self._place.said()[len(said) :]:
-            status = self._zygote.wait(pid, POLL_S)
-        if status is None and once_up:
-            self._start_s = time.monotonic() - started
+        pid, status = self._begin(boundary, once_up=once_up)
         if status is None:
             status = self._zygote.wait(pid, seconds)
         if status is None:
@@ -140,6 +145,32 @@ class Run:
         self.lives.killed[by] += 1
         if status != -signal.SIGKILL:
             self.lives.by_themselves.append(f"status {status}, to be killed: {by}")
+
+    def _life_without_postgres(self, seconds: float) -> None:
+        """One at whose work PostgreSQL is killed and started again; it lives on, and is killed."""
+        pid, status = self._begin(None, once_up=True)
+        if status is None:
+            status = self._zygote.wait(pid, seconds)
+        asyncio.run(kill_and_start(self._postgres))
+        if status is None:
+            # Long enough to come back, to recover, and to be in the midst of the next update.
+            status = self._zygote.wait(pid, RETRY_S + seconds)
+        if status is None:
+            status = self._zygote.end(pid, signal.SIGKILL)
+        self.lives.killed[AFTER_POSTGRES] += 1
+        if status != -signal.SIGKILL:
+            self.lives.by_themselves.append(f"status {status}, without PostgreSQL")
+
+    def _begin(self, boundary: str | None, *, once_up: bool) -> tuple[int, int | None]:
+        """Start one, and wait until it is up; its id, and how it ended if it did."""
+        started, said = time.monotonic(), len(self._place.said())
+        pid = self._start(boundary)
+        status = None
+        while once_up and status is None and UP not in self._place.said()[said:]:
+            status = self._zygote.wait(pid, POLL_S)
+        if once_up and status is None:
+            self._start_s = time.monotonic() - started
+        return pid, status
 
     def finish(self) -> None:
         """A life that is left alone until every episode is spent, and then asked to stop."""
@@ -162,13 +193,13 @@ class Run:
 
 
 @contextmanager
-def running(zygote: Zygote, place: Place) -> Iterator[Run]:
+def running(zygote: Zygote, postgres: EmbeddedPostgres, place: Place) -> Iterator[Run]:
     """A run with a model server of its own, which is never killed."""
     place.folder.mkdir()
     port = free_port()
     log = place.folder / "server.log"
     server = zygote.start("server", log, {}, model=str(place.model), port=port)
-    run = Run(zygote, place, port)
+    run = Run(zygote, postgres, place, port)
     started = time.monotonic()
     try:
         yield run
