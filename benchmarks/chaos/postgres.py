@@ -24,7 +24,8 @@ async def start_again(postgres: EmbeddedPostgres) -> None:
     while True:
         try:
             await asyncio.to_thread(postgres.ensure_running)
-        except (StoreError, OSError, RuntimeError):
+        except (StoreError, OSError, RuntimeError, AssertionError):
+            # The last is pgserver's word for one that is up and still recovers.
             if time.monotonic() > deadline:
                 raise
             await asyncio.sleep(0.2)

@@ -55,9 +55,18 @@ class Found:
 
 async def all_spent(url: str) -> bool:
     """Whether nothing is left to train, to record or to publish."""
+    return await _ask(url, _SPENT)
+
+
+async def is_held(url: str) -> bool:
+    """Whether some update holds its episodes now."""
+    return await _ask(url, "SELECT EXISTS (SELECT FROM updates WHERE state = 'running')")
+
+
+async def _ask(url: str, question: str) -> bool:
     connection = await asyncpg.connect(url)
     try:
-        return bool(await connection.fetchval(_SPENT))
+        return bool(await connection.fetchval(question))
     finally:
         await connection.close()
 

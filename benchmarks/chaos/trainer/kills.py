@@ -104,6 +104,8 @@ def _report(
         "kills": kills,
         "killed": dict(lives.killed.most_common()),
         "kills_without_work": lives.idle,
+        "asked_to_stop": len(lives.stopped_after),
+        "slowest_stop_s": round(max(lives.stopped_after, default=0.0), 2),
         "by_themselves": [*calm_lives.by_themselves, *lives.by_themselves],
         "updates_abandoned": killed.updates.get("abandoned", 0),
         "updates_finished_late": said.count('"update_finished_late"'),

@@ -13,7 +13,7 @@ from typing import Final
 
 from benchmarks.chaos.postgres import kill_and_start
 from benchmarks.chaos.trainer.forks import Zygote
-from benchmarks.chaos.trainer.found import all_spent
+from benchmarks.chaos.trainer.found import all_spent, is_held
 from benchmarks.chaos.trainer.recipe import POLICY
 from benchmarks.vllm_server import free_port
 from store.embedded import EmbeddedPostgres
@@ -30,6 +30,8 @@ UP: Final = b'"trainer_up"'
 AT_BOUNDARY: Final = 0.4
 IN_START: Final = 0.2
 OF_POSTGRES: Final = 0.1
+# A life that is asked to stop, and does not count as a kill, before every tenth that is killed.
+ASKED_EVERY: Final = 10
 FIRST_START_S: Final = 2.0
 POLL_S: Final = 0.002
 # A trainer whose database is away asks again after a second (`trainer.run`).
@@ -76,6 +78,8 @@ class Lives:
     idle: int = 0
     # Lives that ended with another status than they were to.
     by_themselves: list[str] = field(default_factory=list)
+    # From SIGTERM to the end, of those that were asked.
+    stopped_after: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -121,6 +125,8 @@ class Run:
             ahead = progress > number / times
             if progress >= 1.0 and asyncio.run(all_spent(self._place.database_url)):
                 self.lives.idle += 1
+            if number % ASKED_EVERY == 0:
+                self._asked(dice.uniform(0.0, update_s))
             if dice.random() < AT_BOUNDARY:
                 # A boundary that it does not come by in this time is none of this life's.
                 self._life(dice.choice(early if ahead else boundaries), 4.0 * update_s)
@@ -160,6 +166,20 @@ class Run:
         self.lives.killed[AFTER_POSTGRES] += 1
         if status != -signal.SIGKILL:
             self.lives.by_themselves.append(f"status {status}, without PostgreSQL")
+
+    def _asked(self, seconds: float) -> None:
+        """One that is asked to stop at work (SIGTERM): soon gone, and nothing held by it."""
+        pid, status = self._begin(None, once_up=True)
+        if status is None:
+            status = self._zygote.wait(pid, seconds)
+        asked = time.monotonic()
+        if status is None:
+            status = self._zygote.end(pid, signal.SIGTERM)
+        self.lives.stopped_after.append(time.monotonic() - asked)
+        if status != 0:
+            self.lives.by_themselves.append(f"status {status}, asked to stop")
+        if asyncio.run(is_held(self._place.database_url)):
+            self.lives.by_themselves.append("asked to stop, it kept its claim")
 
     def _begin(self, boundary: str | None, *, once_up: bool) -> tuple[int, int | None]:
         """Start one, and wait until it is up; its id, and how it ended if it did."""
