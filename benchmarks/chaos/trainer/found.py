@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
+from uuid import UUID
 
 import asyncpg
 
@@ -55,18 +56,19 @@ class Found:
 
 async def all_spent(url: str) -> bool:
     """Whether nothing is left to train, to record or to publish."""
-    return await _ask(url, _SPENT)
+    return bool(await _ask(url, _SPENT))
 
 
-async def is_held(url: str) -> bool:
-    """Whether some update holds its episodes now."""
-    return await _ask(url, "SELECT EXISTS (SELECT FROM updates WHERE state = 'running')")
+async def held_by(url: str) -> UUID | None:
+    """The update that holds episodes now."""
+    found: UUID | None = await _ask(url, "SELECT id FROM updates WHERE state = 'running'")
+    return found
 
 
-async def _ask(url: str, question: str) -> bool:
+async def _ask(url: str, question: str) -> Any:
     connection = await asyncpg.connect(url)
     try:
-        return bool(await connection.fetchval(question))
+        return await connection.fetchval(question)
     finally:
         await connection.close()
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from benchmarks.chaos.postgres import kill_and_start
 from benchmarks.chaos.trainer.forks import Zygote
-from benchmarks.chaos.trainer.found import all_spent, is_held
+from benchmarks.chaos.trainer.found import all_spent, held_by
 from benchmarks.chaos.trainer.recipe import POLICY
 from benchmarks.vllm_server import free_port
 from store.embedded import EmbeddedPostgres
@@ -150,7 +150,7 @@ class Run:
             by = boundary or "by itself"
         self.lives.killed[by] += 1
         if status != -signal.SIGKILL:
-            self.lives.by_themselves.append(f"status {status}, to be killed: {by}")
+            self._note(f"status {status}, to be killed: {by}")
 
     def _life_without_postgres(self, seconds: float) -> None:
         """One at whose work PostgreSQL is killed and started again; it lives on, and is killed."""
@@ -165,10 +165,11 @@ class Run:
             status = self._zygote.end(pid, signal.SIGKILL)
         self.lives.killed[AFTER_POSTGRES] += 1
         if status != -signal.SIGKILL:
-            self.lives.by_themselves.append(f"status {status}, without PostgreSQL")
+            self._note(f"status {status}, without PostgreSQL")
 
     def _asked(self, seconds: float) -> None:
         """One that is asked to stop at work (SIGTERM): soon gone, and nothing held by it."""
+        held = asyncio.run(held_by(self._place.database_url))
         pid, status = self._begin(None, once_up=True)
         if status is None:
             status = self._zygote.wait(pid, seconds)
@@ -177,9 +178,14 @@ class Run:
             status = self._zygote.end(pid, signal.SIGTERM)
         self.lives.stopped_after.append(time.monotonic() - asked)
         if status != 0:
-            self.lives.by_themselves.append(f"status {status}, asked to stop")
-        if asyncio.run(is_held(self._place.database_url)):
-            self.lives.by_themselves.append("asked to stop, it kept its claim")
+            self._note(f"status {status}, asked to stop")
+        # What the life before it left may still be there: it had no time to look.
+        if asyncio.run(held_by(self._place.database_url)) not in (None, held):
+            self._note("asked to stop, it kept its claim")
+
+    def _note(self, what: str) -> None:
+        """Something that is not to be, with the end of the log."""
+        self.lives.by_themselves.append(f"{what}: {self._place.said()[-1500:].decode()}")
 
     def _begin(self, boundary: str | None, *, once_up: bool) -> tuple[int, int | None]:
         """Start one, and wait until it is up; its id, and how it ended if it did."""
@@ -199,14 +205,14 @@ class Run:
         status = None
         while status is None and not asyncio.run(all_spent(self._place.database_url)):
             if time.monotonic() > deadline:
-                self.lives.by_themselves.append("the last life did not come to an end in time")
+                self._note("the last life did not come to an end in time")
                 break
             status = self._zygote.wait(pid, LOOK_S)
         if status is None:
             status = self._zygote.end(pid, signal.SIGTERM)
         # Before it has a handler for it, SIGTERM ends it just so.
         if status not in (0, -signal.SIGTERM):
-            self.lives.by_themselves.append(f"the last life ended with status {status}")
+            self._note(f"the last life ended with status {status}")
 
     def _start(self, boundary: str | None) -> int:
         return self._zygote.start("trainer", self._place.log, self._env, dies=boundary)
