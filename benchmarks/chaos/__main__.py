@@ -80,7 +80,7 @@ def _options() -> argparse.Namespace:
         "--baseline",
         choices=["group", "leave_one_out", "moving", "none"],
         default="group",
-        help="of the trainer (group)",
+        help="of the trainer with grpo (group)",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the moments and victims (1)")
     what = parser.add_mutually_exclusive_group()

@@ -130,7 +130,7 @@ class Run:
             if dice.random() < AT_BOUNDARY:
                 # A boundary that it does not come by in this time is none of this life's.
                 self._life(dice.choice(early if ahead else boundaries), 4.0 * update_s)
-            elif dice.random() < OF_POSTGRES:
+            elif not ahead and dice.random() < OF_POSTGRES:
                 self._life_without_postgres(dice.uniform(0.0, update_s))
             elif dice.random() < IN_START:
                 self._life(None, dice.uniform(0.0, self._start_s), once_up=False)

@@ -9,7 +9,13 @@ STEPS: Final = 2
 
 
 def recipe_toml(updates: int, learner: str, baseline: str) -> str:
-    """Two optimiser steps an update, on a rate that rises and falls within the run."""
+    """Two optimiser steps an update, on a rate that rises and falls within the run.
+
+    PPO has its critic as the baseline, whatever `baseline` says.
+    """
+    credit = f'baseline = "{baseline}"'
+    if learner == "ppo":
+        credit = 'baseline = "none"\nnormalisation = "batch"'
     return f"""
 learner = "{learner}"
 [claim]
@@ -18,7 +24,7 @@ groups = {GROUPS}
 max_age_s = 1e9
 max_staleness = 1000000
 [credit]
-baseline = "{baseline}"
+{credit}
 [optimizer]
 learning_rate = 2e-3
 schedule = "cosine"
