@@ -8,7 +8,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trainer.recipe import Recipe
-from trainer.recipe_parts import BatchPart, LoraPart, OffPolicyPart, OptimizerPart
+from trainer.recipe_parts import (
+    BatchPart,
+    CreditPart,
+    KlPart,
+    LoraPart,
+    OffPolicyPart,
+    OptimizerPart,
+    PpoPart,
+)
 from trainer.rows import Row
 
 
@@ -42,6 +50,18 @@ def recipe(**batch: Any) -> Recipe:
         batch=BatchPart(**({"micro_batch_tokens": 64} | batch)),
         # The log-probabilities of `rows` are invented: nobody sampled them.
         off_policy=OffPolicyPart(sequence_min=0.0, sequence_max=1e9, max_drift=1e9),
+    )
+
+
+def ppo_recipe(*, steps: int = 1, kl: KlPart | None = None, **ppo: Any) -> Recipe:
+    """The same with PPO."""
+    return recipe(steps=steps).model_copy(
+        update={
+            "learner": "ppo",
+            "credit": CreditPart(baseline="none", normalisation="batch"),
+            "ppo": PpoPart(**({"epochs": 1, "value_learning_rate": 1e-2} | ppo)),
+            "kl": kl or KlPart(),
+        }
     )
 
 

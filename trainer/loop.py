@@ -117,18 +117,23 @@ class Loop:
         await self._expiring.look(parent.version)
         if self._has_ended(parent):
             return False
+        try:
+            if not await self._update(parent):
+                return False
+        except asyncio.CancelledError:
+            await self._leave()
+            raise
+        UPDATE_SECONDS.labels(self._policy).observe(perf_counter() - started)
+        return True
+
+    async def _update(self, parent: PolicyVersion) -> bool:
         async with self._engine.begin() as connection:
             update_id = await claims.claim(
                 connection, self._rule, parent.version, self._recipe.model_dump(mode="json")
             )
         if update_id is None:
             return False
-        try:
-            await self._run(update_id, parent)
-        except asyncio.CancelledError:
-            await self._leave(update_id)
-            raise
-        UPDATE_SECONDS.labels(self._policy).observe(perf_counter() - started)
+        await self._run(update_id, parent)
         return True
 
     async def _run(self, update_id: UUID, parent: PolicyVersion) -> None:
@@ -282,18 +287,18 @@ class Loop:
             tokens=probe.tokens,
         )
 
-    async def _leave(self, update_id: UUID) -> None:
+    async def _leave(self) -> None:
         """Stopped from outside: finish what is written; else free the episodes at once."""
         try:
             async with self._engine.connect() as connection:
                 running = await claims.running_update(connection, self._policy)
-            if running == update_id:
-                await self._finish_or_release(update_id, "the trainer was stopped")
+            if running is not None:
+                await self._finish_or_release(running, "the trainer was stopped")
         except Exception as error:
             if not (is_away(error) or isinstance(error, ClaimLost)):
                 raise
             # Whoever works on the policy next finds it (`recover`).
-            log.warning("update_left", update=str(update_id), reason=str(error))
+            log.warning("update_left", reason=str(error))
 
     def _count_outcomes(self, outcomes: Sequence[Outcome]) -> None:
         for one in outcomes:

@@ -31,6 +31,10 @@ UPDATE: Final = {
         "drift_kl": "Divergence of server and trainer about one version, nats per token,",
         "drift_logp_mean_abs": "Mean |trainer − server| log-probability about one version",
         "staleness_kl": "Divergence that older versions add to it, nats per token,",
+        "clip_share": "Share of tokens whose ratio PPO clipped",
+        "kl_to_base": "KL to the base model, nats per token,",
+        "value_loss": "Critic's mean half squared error",
+        "explained_variance": "Share of the returns' variance that the critic explained",
         "grad_norm": "Gradient norm",
         "probe_difference": "Mean |served − trainer| log-probability",
     }.items()

@@ -50,6 +50,24 @@ class Recipe(Part):
             )
         return self
 
+    @model_validator(mode="after")
+    def _ppo_has_one_baseline(self) -> "Recipe":
+        """The critic is PPO's baseline, over all of an update: groups have no part in it."""
+        if self.learner != "ppo":
+            return self
+        credit = self.credit
+        if credit.baseline != "none" or credit.normalisation == "group":
+            raise ValueError(
+                'learner "ppo" has its critic as the baseline: set credit.baseline = "none" and '
+                'credit.normalisation = "batch" (or "none")'
+            )
+        if credit.assignment == "discounted" and self.ppo.gamma < 1:
+            raise ValueError(
+                'credit.assignment = "discounted" and ppo.gamma < 1 would discount twice: '
+                'set ppo.gamma = 1.0 or credit.assignment = "identical"'
+            )
+        return self
+
 
 def load_recipe(name_or_path: str) -> Recipe:
     """The recipe in a TOML file, or the packaged one of that name (`default`, `demo`).

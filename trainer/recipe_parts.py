@@ -175,12 +175,18 @@ class KlPart(Part):
 
 
 class PpoPart(Part):
-    """PPO's own numbers (arXiv:1707.06347): clipping, GAE over calls, the value head."""
+    """PPO's own numbers (arXiv:1707.06347).
 
-    clip: Positive = 0.2
-    value_clip: Positive | None = 0.2
-    value_coefficient: Positive = 0.5
-    value_learning_rate: Positive = 1e-3
+    `epochs` times an update goes through its rows, each time in `batch.steps` optimiser
+    steps, with ratios clipped to 1 ± `clip`. `gamma` discounts from call to call, `gae_lambda`
+    from token to token (see `trainer.gae`). The critic has its own learning rate;
+    `value_clip` bounds how far an update moves a value (left out: not at all, which is the
+    better choice by arXiv:2006.05990).
+    """
+
+    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    value_clip: Positive | None = None
+    value_learning_rate: Positive = 1e-2
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     gae_lambda: Share = 0.95
     epochs: Count = 2

@@ -10,6 +10,9 @@ from store.records import Record
 from store.tokens import unpack_ids, unpack_logprobs
 from trainer.credit.assign import TransitionCredit
 
+# A transition within an update: its episode, and its call's place there.
+RowKey = tuple[UUID, int]
+
 
 class Row(Record, frozen=True, kw_only=True):
     """One transition in training form.
@@ -31,6 +34,11 @@ class Row(Record, frozen=True, kw_only=True):
     advantage: float
     weight: float
     version: int
+
+    @property
+    def key(self) -> RowKey:
+        """What tells a row from the others of its update."""
+        return self.episode_id, self.position
 
     @property
     def ids(self) -> tuple[int, ...]:

@@ -1,8 +1,14 @@
-"""`python -m benchmarks.chaos --target proxy`: kills, an outage, memory, under load.
+"""`python -m benchmarks.chaos`: processes killed, a database taken away, memory, under load.
 
-A model server that answers at once, an embedded PostgreSQL and `pawl proxy` are started; one
-of three things is done (`--kills`, `--outage`, `--calls`), and what the clients saw is compared
-with what is stored. Ends with status 1 where a promise is broken.
+`--target proxy`: a model server that answers at once, an embedded PostgreSQL and `pawl proxy`
+are started; one of three things is done (`--kills`, `--outage`, `--calls`), and what the
+clients saw is compared with what is stored.
+
+`--target trainer`: a ledger of scored episodes is trained twice, once by a `pawl trainer` that
+is left alone and once by one that is killed (`--kills`), at boundaries of its steps and at
+random; what became of every episode and every version's bytes are compared.
+
+Ends with status 1 where a promise is broken.
 """
 
 import argparse
@@ -20,6 +26,7 @@ from benchmarks.chaos.kills import kills
 from benchmarks.chaos.memory import memory
 from benchmarks.chaos.outage import outage
 from benchmarks.chaos.stand import standing
+from benchmarks.chaos.trainer.kills import trainer_kills
 
 # Memory that is flat may still wander by pages: so many bytes a call are no growth.
 FLAT: Final = 50.0
@@ -28,29 +35,53 @@ FLAT: Final = 50.0
 def main() -> None:
     """Parse, run, print."""
     options = _options()
-    with (
-        tempfile.TemporaryDirectory(prefix="pawl-chaos-") as folder,
-        standing(Path(folder), options.workers) as stand,
-    ):
-        if options.calls:
-            name, found = "memory", asyncio.run(memory(stand, options.calls))
-        elif options.outage:
-            name, found = "outage", asyncio.run(outage(stand, options.outage))
-        else:
-            name, found = "kills", asyncio.run(kills(stand, options.kills, options.seed))
+    with tempfile.TemporaryDirectory(prefix="pawl-chaos-") as folder:
+        of = _of_the_trainer if options.target == "trainer" else _of_the_proxy
+        name, found = of(options, Path(folder))
     broken = broken_promises(found)
-    Console(stderr=options.json).print(_table(name, found, broken))
+    title = f"{options.target}: {name}"
+    Console(stderr=options.json).print(_table(title, found, broken))
     if options.json:
         print(json.dumps({name: found, "broken": broken}))
     sys.exit(1 if broken else 0)
+
+
+def _of_the_proxy(options: argparse.Namespace, folder: Path) -> tuple[str, dict[str, Any]]:
+    with standing(folder, options.workers) as stand:
+        if options.calls:
+            return "memory", asyncio.run(memory(stand, options.calls))
+        if options.outage:
+            return "outage", asyncio.run(outage(stand, options.outage))
+        return "kills", asyncio.run(kills(stand, options.kills, options.seed))
+
+
+def _of_the_trainer(options: argparse.Namespace, folder: Path) -> tuple[str, dict[str, Any]]:
+    if options.calls or options.outage:
+        raise SystemExit("--target trainer is killed, and nothing else: give it --kills")
+    return "kills", trainer_kills(
+        folder,
+        options.kills,
+        options.seed,
+        learner=options.learner,
+        baseline=options.baseline,
+    )
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.chaos", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--target", choices=["proxy"], default="proxy")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--target", choices=["proxy", "trainer"], default="proxy")
+    parser.add_argument("--workers", type=int, default=2, help="of the proxy (2)")
+    parser.add_argument(
+        "--learner", choices=["grpo", "ppo"], default="grpo", help="of the trainer (grpo)"
+    )
+    parser.add_argument(
+        "--baseline",
+        choices=["group", "leave_one_out", "moving", "none"],
+        default="group",
+        help="of the trainer with grpo (group)",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the moments and victims (1)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--kills", type=int, default=100, help="kill -9 so many times (100)")
@@ -62,7 +93,10 @@ def _options() -> argparse.Namespace:
 
 def broken_promises(found: dict[str, Any]) -> list[str]:
     """Which of the promises that a run is about it broke; empty if none."""
-    nothing = ("missing", "twice", "failed", "failed_otherwise", "scrapes_off", "scrapes_failed")
+    nothing = (
+        *("missing", "twice", "failed", "failed_otherwise", "scrapes_off", "scrapes_failed"),
+        *("lost", "spent_otherwise", "states_differ", "files_differ", "by_themselves"),
+    )
     broken = [f"{name}: {found[name]}" for name in nothing if found.get(name)]
     if found.get("drain_s", 0.0) is None:
         broken.append("the spool was not drained in time")
@@ -73,7 +107,7 @@ def broken_promises(found: dict[str, Any]) -> list[str]:
 
 
 def _table(name: str, found: dict[str, Any], broken: list[str]) -> Table:
-    table = Table("", "", title=f"proxy: {name}", caption="; ".join(broken) or "all promises held")
+    table = Table("", "", title=name, caption="; ".join(broken) or "all promises held")
     for key, value in found.items():
         if isinstance(value, list):
             table.add_row(key, "\n".join(map(_said, value)) or "none")

@@ -14,10 +14,10 @@ from typing import Final, Literal
 import psutil
 
 from benchmarks.chaos.load import BROKEN, fetch
+from benchmarks.chaos.postgres import kill, kill_and_start, start_again
 from benchmarks.proxy.machine import running
 from benchmarks.vllm_server import free_port
 from store.embedded import EmbeddedPostgres
-from store.errors import StoreError
 
 Part = Literal["worker", "keeper", "supervisor", "postgres"]
 PARTS: Final[tuple[Part, ...]] = ("worker", "keeper", "supervisor", "postgres")
@@ -74,12 +74,10 @@ class Stand:
             self.supervisor.wait()
             await self.restart()
         elif part == "postgres":
-            assert self.postgres.pid is not None
-            await _kill(psutil.Process(self.postgres.pid))
-            await self.start_postgres()
+            await kill_and_start(self.postgres)
         else:
             victims = self.processes(part)
-            await _kill(victims[which % len(victims)])
+            await kill(victims[which % len(victims)])
         await self.ready()
 
     async def restart(self) -> None:
@@ -94,17 +92,8 @@ class Stand:
         raise NotReady(self._last_words())
 
     async def start_postgres(self) -> None:
-        """Start it again; what is left of a killed one may hold its memory for a moment."""
-        deadline = time.monotonic() + READY_S
-        while True:
-            try:
-                await asyncio.to_thread(self.postgres.ensure_running)
-            except (StoreError, OSError, RuntimeError):
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.2)
-            else:
-                return
+        """Start it again."""
+        await start_again(self.postgres)
 
     async def ready(self) -> None:
         """Until keeper and workers are there and the database is up.
@@ -141,12 +130,6 @@ class Stand:
         except subprocess.TimeoutExpired:
             self.supervisor.kill()
             raise
-
-
-async def _kill(process: psutil.Process) -> None:
-    """Until it is reaped: before that it is still listed."""
-    process.kill()
-    await asyncio.to_thread(psutil.wait_procs, [process], READY_S)
 
 
 @contextmanager

@@ -1,19 +1,20 @@
 """Run by `accelerate launch` in test_processes.py: one update by as many as there are.
 
-two_processes.py MODEL FOLDER
+two_processes.py MODEL FOLDER LEARNER
 """
 
 import sys
 from pathlib import Path
 
-from tests.training import recipe, rows
+from tests.training import ppo_recipe, recipe, rows
 from trainer.learners.learner import Learner
 from trainer.learners.several import LeadingLearner, follow
 
 
 def main() -> None:
     model, folder = sys.argv[1], Path(sys.argv[2])
-    learner = Learner(model, recipe(steps=2), seed=0, scratch=folder / "scratch")
+    chosen = {"grpo": recipe(steps=2), "ppo": ppo_recipe(steps=2)}[sys.argv[3]]
+    learner = Learner(model, chosen, seed=0, scratch=folder / "scratch")
     if learner.processes.rank > 0:
         follow(learner)
         return

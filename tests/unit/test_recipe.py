@@ -8,9 +8,15 @@ from trainer.errors import RecipeError
 from trainer.recipe import load_recipe, parse_recipe
 
 
-@pytest.mark.parametrize("name", ["default", "demo", "single", "demo-single"])
-def test_the_packaged_recipes_are_valid(name: str) -> None:
-    assert load_recipe(name).learner == "grpo"
+@pytest.mark.parametrize(
+    ("name", "learner"),
+    [
+        *((name, "grpo") for name in ("default", "demo", "single", "demo-single")),
+        *((name, "ppo") for name in ("ppo", "demo-ppo")),
+    ],
+)
+def test_the_packaged_recipes_are_valid(name: str, learner: str) -> None:
+    assert load_recipe(name).learner == learner
 
 
 @pytest.mark.parametrize(
@@ -36,6 +42,15 @@ def test_the_packaged_recipes_are_valid(name: str) -> None:
         ),
         ("[claim]\nsmallest_group = 1", "claim.smallest_group = 1 cannot work"),
         ("[claim]\nmax_episode_age_s = 600", "larger than max_age_s"),
+        ("learner = 'ppo'", 'set credit.baseline = "none" and credit.normalisation = "batch"'),
+        ("learner = 'ppo'\n[credit]\nbaseline = 'none'", 'credit.normalisation = "batch"'),
+        (
+            "learner = 'ppo'\n[ppo]\ngamma = 0.9\n[credit]\nassignment = 'discounted'\n"
+            "baseline = 'none'\nnormalisation = 'batch'",
+            "set ppo.gamma = 1.0",
+        ),
+        ("[ppo]\nclip = 1.0", "ppo.clip"),
+        ("[kl]\nplace = 'prompt'", "kl.place"),
         ("[claim", "not TOML"),
     ],
 )
@@ -51,7 +66,7 @@ def test_groups_of_one_want_a_baseline_that_needs_no_group(baseline: str) -> Non
 
 
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="default, demo"):
+    with pytest.raises(RecipeError, match="default, demo, demo-ppo, demo-single, ppo, single"):
         load_recipe("nope")
     with pytest.raises(RecipeError, match="cannot be read"):
         load_recipe(str(tmp_path / "nope.toml"))

@@ -8,9 +8,9 @@ are not negative. Sequences too far off the policy are left out where TRL leaves
 (`get_off_policy_mask`), by our rule (`trainer.learners.off_policy`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -19,11 +19,31 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from trainer.errors import LearnerError
+from trainer.learners.kl import ByRow, KlToBase, by_row, charged
 from trainer.learners.off_policy import Compared, compare, keeps_loss
-from trainer.learners.scoring import score_rows
+from trainer.learners.scoring import Scored, score_rows
 from trainer.recipe import Recipe
 from trainer.recipe_parts import OffPolicyPart
 from trainer.rows import Row
+
+AnyTrainer = TypeVar("AnyTrainer", bound="StoredGrpoTrainer")
+
+
+class View(NamedTuple):
+    """What an update's rows are like before its first step; empty where nobody asks."""
+
+    policy: ByRow
+    base: ByRow
+    values: ByRow
+
+    @classmethod
+    def of(cls, parts: Iterable["View"]) -> "View":
+        """The views of all micro-batches in one."""
+        whole = cls({}, {}, {})
+        for part in parts:
+            for all_of_it, some in zip(whole, part, strict=True):
+                all_of_it.update(some)
+        return whole
 
 
 class StoredGrpoTrainer(GRPOTrainer):
@@ -36,11 +56,72 @@ class StoredGrpoTrainer(GRPOTrainer):
     off_policy: OffPolicyPart
     _compared: list[Compared]
 
+    # Set by `build_trainer`.
+    recipe: Recipe
+    kl: KlToBase
+    # The micro-batch in hand.
+    scored: Scored
+    needs_hidden = False
+
+    @property
+    def epochs(self) -> int:
+        """How often an update goes through its rows."""
+        return 1
+
+    @property
+    def needs_look(self) -> bool:
+        """Whether an update must look at its rows before its first step."""
+        return self.kl.is_wanted
+
+    def look(self, rows: Sequence[Row]) -> View:
+        """A micro-batch as policy and base see it at the update's start."""
+        policy: ByRow = {}
+        if self.kl.in_reward:
+            with torch.no_grad():
+                policy = by_row(rows, self.score(rows).logprobs)
+        return View(policy=policy, base=self.base_logprobs(rows), values={})
+
+    def base_logprobs(self, rows: Sequence[Row]) -> ByRow:
+        """Log-probabilities under the base model, where KL to it is wanted."""
+        if not self.kl.is_wanted:
+            return {}
+        with torch.no_grad(), self.model.disable_adapter():
+            return by_row(rows, self.score(rows).logprobs)
+
+    def score(self, rows: Sequence[Row], *, entropy: bool = False, hidden: bool = False) -> Scored:
+        """A micro-batch's sampled tokens under the model as it stands."""
+        return score_rows(self.model, rows, entropy=entropy, hidden=hidden, merge=self.merge)
+
+    def prepare(self, rows: Sequence[Row], view: View) -> list[Row]:
+        """The rows as they are trained, after all of them were looked at."""
+        self.kl.begin(view.base)
+        if not self.kl.in_reward:
+            return list(rows)
+        return charged(
+            rows, {row.key: sum(self.kl.rewards(row, view.policy[row.key])) for row in rows}
+        )
+
+    def parts(self) -> dict[str, torch.nn.Module]:
+        """What is trained beside the adapter, and saved and resumed with the optimiser."""
+        return {}
+
+    def trained_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The policy's, and the critic's (it has none)."""
+        return [p for p in self.model.parameters() if p.requires_grad], []
+
     def loss_of(self, rows: Sequence[Row]) -> Tensor:
         """The loss of one micro-batch; its gradients add up to the optimiser step's."""
         self._rows = rows
-        loss: Tensor = self._compute_loss(self.model, collate(rows, self.accelerator))
-        return loss
+        loss: Tensor = self._compute_loss(self.model, self.tensors_of(rows))
+        return loss + self.kl.loss(rows, self.scored.logprobs)
+
+    def tensors_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """What TRL's loss reads."""
+        return collate(rows, self.accelerator)
+
+    def figures(self) -> dict[str, float]:
+        """The last update's own figures, beside TRL's."""
+        return self.kl.figures()
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -50,9 +131,10 @@ class StoredGrpoTrainer(GRPOTrainer):
         logits_to_keep: int,
         **_: Any,
     ) -> tuple[Tensor, Tensor, None]:
-        scored = score_rows(model, self._rows, entropy=True, merge=self.merge)
+        self.scored = self.score(self._rows, entropy=True, hidden=self.needs_hidden)
         lengths = [len(row.sampled_ids) for row in self._rows]
-        return pad_rows(scored.logprobs, lengths), pad_rows(scored.entropies, lengths), None
+        logprobs, entropies = self.scored.logprobs, self.scored.entropies
+        return pad_rows(logprobs, lengths), pad_rows(entropies, lengths), None
 
     def get_off_policy_mask(self, per_token_logps: Tensor, mask: Tensor, **_: Any) -> Tensor:
         """1 for each sequence that carries loss, (B, 1); TRL multiplies its loss by it."""
@@ -120,12 +202,27 @@ def make_trainer(
     model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, merge: bool
 ) -> StoredGrpoTrainer:
     """A TRL trainer around `model`; `folder` is where TRL may write (it does not)."""
+    loss = {"loss_type": "cispo", "epsilon_high": recipe.off_policy.ratio_cap}
+    return build_trainer(StoredGrpoTrainer, model, tokenizer, recipe, folder, loss, merge=merge)
+
+
+def build_trainer(
+    kind: type[AnyTrainer],
+    model: Any,
+    tokenizer: Any,
+    recipe: Recipe,
+    folder: Path,
+    loss: dict[str, Any],
+    *,
+    merge: bool,
+) -> AnyTrainer:
+    """A trainer of `kind` whose surrogate is what `loss` says in TRL's words."""
     config = GRPOConfig(
         output_dir=str(folder),
-        loss_type="cispo",
-        epsilon_high=recipe.off_policy.ratio_cap,
+        **loss,
         # Set, so that TRL asks for the mask; the rule is ours.
         off_policy_mask_threshold=recipe.off_policy.sequence_max,
+        # KL to the base is ours (`kl`): TRL's is not weighted by rows.
         beta=0.0,
         learning_rate=recipe.optimizer.learning_rate,
         weight_decay=recipe.optimizer.weight_decay,
@@ -142,7 +239,7 @@ def make_trainer(
         save_strategy="no",
         logging_strategy="no",
     )
-    trainer = StoredGrpoTrainer(
+    trainer = kind(
         model=model,
         args=config,
         reward_funcs=_rewards_come_from_the_store,
@@ -151,5 +248,6 @@ def make_trainer(
     )
     trainer.merge, trainer.off_policy, trainer._compared = merge, recipe.off_policy, []
     trainer.current_gradient_accumulation_steps = 1
+    trainer.recipe, trainer.kl = recipe, KlToBase(recipe.kl)
     trainer.create_optimizer()
     return trainer

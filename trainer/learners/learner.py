@@ -16,12 +16,13 @@ from safetensors import SafetensorError
 from trainer.batching import computed_tokens, plan_micro_batches, split_steps
 from trainer.errors import DriftOutOfBounds
 from trainer.learners.determinism import be_deterministic
-from trainer.learners.grpo import make_trainer
+from trainer.learners.grpo import View, make_trainer
 from trainer.learners.memory import give_freed_memory_back
 from trainer.learners.merging import why_separate
 from trainer.learners.model import attach_adapter, load_base
 from trainer.learners.off_policy import off_policy_metrics
 from trainer.learners.passes import Step
+from trainer.learners.ppo import make_ppo_trainer
 from trainer.learners.processes import Processes
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_state
@@ -30,6 +31,12 @@ from trainer.rows import Row
 
 log = structlog.get_logger()
 
+TRAINERS = {"grpo": make_trainer, "ppo": make_ppo_trainer}
+# TRL's names and ours: entropy of the policy; tokens whose ratio was clipped.
+FIGURES = {
+    "entropy": "entropy",
+    "clip_ratio/region_mean": "clip_share",
+}
 IN_BETWEEN = "trained on, and not saved as a version"
 
 
@@ -67,7 +74,8 @@ class Learner:
         self._model = attach_adapter(base, self._recipe, adapter, self._seed)
         if self._merge is None:
             self._merge = self._can_merge()
-        self._trainer = make_trainer(
+        make = TRAINERS[self._recipe.learner]
+        self._trainer = make(
             self._model, self._tokenizer, self._recipe, self._scratch, merge=self._merge
         )
         self._step = Step(self._trainer, self._recipe.optimizer, self._interrupted, self.processes)
@@ -96,7 +104,7 @@ class Learner:
 
     def _parts(self) -> dict[str, Any]:
         """What is saved and resumed beside the adapter."""
-        return {OPTIMIZER: self._trainer.optimizer}
+        return {OPTIMIZER: self._trainer.optimizer} | self._trainer.parts()
 
     def update(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Train on `rows`, whose weights sum to one; returns the update's metrics.
@@ -111,6 +119,9 @@ class Learner:
         self._stands_at = IN_BETWEEN
         started = time.perf_counter()
         batch = self._recipe.batch
+        whole = plan_micro_batches(rows, batch.micro_batch_tokens, merge=bool(self._merge))
+        seen = self._step.survey(whole, self._trainer.look) if self._trainer.needs_look else []
+        rows = self._trainer.prepare(rows, View.of(seen))
         plans = [
             plan_micro_batches(step, batch.micro_batch_tokens, merge=bool(self._merge))
             for step in split_steps(rows, batch.steps)
@@ -122,7 +133,8 @@ class Learner:
             if not off_policy:
                 off_policy.update(self._judge_drift(newest))
 
-        taken = [self._step.take(plan, judge) for plan in plans]
+        epochs = range(self._trainer.epochs)
+        taken = [self._step.take(plan, judge) for _ in epochs for plan in plans]
         give_freed_memory_back()
         return {
             "loss": _mean([loss for loss, _ in taken]),
@@ -162,12 +174,12 @@ class Learner:
         return found
 
     def _take_metrics(self) -> dict[str, float]:
-        """TRL's own: entropy of the policy."""
+        """TRL's own, means over micro-batches, and the trainer's."""
         self._trainer.take_compared()
-        kept = self._trainer._metrics["train"]["entropy"]
-        found = {"entropy": _mean(kept)} if kept else {}
-        self._trainer._metrics["train"].clear()
-        return found
+        kept = self._trainer._metrics["train"]
+        means = {ours: _mean(kept[theirs]) for theirs, ours in FIGURES.items() if kept[theirs]}
+        kept.clear()
+        return means | self._trainer.figures()
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """Log-probabilities (S,) of each row's sampled tokens under the present policy, T = 1."""

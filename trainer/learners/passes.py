@@ -2,8 +2,8 @@
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from trainer.learners.processes import Processes
 from trainer.recipe_parts import OptimizerPart
 from trainer.rows import Row
 from trainer.schedule import rate_share
+
+Seen = TypeVar("Seen")
 
 
 class Step:
@@ -32,6 +34,22 @@ class Step:
         self._rates = [group["lr"] for group in trainer.optimizer.param_groups]
         self.taken = 0
 
+    def survey(
+        self, micro_batches: Sequence[Sequence[Row]], look: Callable[[Sequence[Row]], Seen]
+    ) -> list[Seen]:
+        """What `look` finds in the micro-batches: each process looks at its own, all get all.
+
+        Raises:
+            Interrupted: see `take`.
+        """
+        found = [look(rows) for rows in self._share(micro_batches)]
+        return [one for share in self._processes.gather(found) for one in share]
+
+    def _share(self, micro_batches: Sequence[Sequence[Row]]) -> Iterator[Sequence[Row]]:
+        for rows in share_out(micro_batches, self._processes.count)[self._processes.rank]:
+            self._stop_if_asked()
+            yield rows
+
     def take(
         self,
         micro_batches: Sequence[Sequence[Row]],
@@ -48,8 +66,7 @@ class Step:
         share = sum(row.weight for rows in micro_batches for row in rows)
         loss = 0.0
         self._trainer.model.train()
-        for rows in share_out(micro_batches, self._processes.count)[self._processes.rank]:
-            self._stop_if_asked()
+        for rows in self._share(micro_batches):
             part = self._trainer.loss_of(rows) / share
             self._trainer.accelerator.backward(part)
             loss += float(part.detach())
@@ -62,16 +79,20 @@ class Step:
             raise Interrupted("the update was stopped half-way and will be done again")
 
     def _apply(self) -> float:
-        parameters = [p for p in self._trainer.model.parameters() if p.requires_grad]
-        self._processes.add_up(parameters)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._rule.max_grad_norm))
-        if not math.isfinite(norm):
+        policy, critic = self._trainer.trained_parameters()
+        self._processes.add_up([*policy, *critic])
+        # Each by itself: what the critic has yet to learn must not shrink the policy's step.
+        norms = [
+            float(torch.nn.utils.clip_grad_norm_(parameters, self._rule.max_grad_norm))
+            for parameters in (policy, critic)
+        ]
+        if not all(map(math.isfinite, norms)):
             self._trainer.optimizer.zero_grad()
-            raise LearnerError(f"the gradient's norm is {norm}: the update was not applied")
+            raise LearnerError(f"the gradient's norm is {norms[0]}: the update was not applied")
         share = rate_share(self._rule, self.taken)
         for group, rate in zip(self._trainer.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * share
         self._trainer.optimizer.step()
         self._trainer.optimizer.zero_grad()
         self.taken += 1
-        return norm
+        return norms[0]

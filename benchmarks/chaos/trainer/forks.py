@@ -1,0 +1,67 @@
+"""The other end of the zygote: processes started, waited for, killed."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+# A process killed is gone in this time; one that is not is stuck in the kernel.
+GONE_S: Final = 30.0
+
+
+class Zygote:
+    """Starts processes in no time; see `benchmarks.chaos.trainer.zygote`."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        # Where a trainer may be told to die (`boundaries`).
+        self.boundaries: list[str] = self._answer()["boundaries"]
+
+    def start(self, role: str, log: Path, env: Mapping[str, str], **arguments: Any) -> int:
+        """Fork a process of that role; its id."""
+        wish = {"role": role, "log": str(log), "env": dict(env), "arguments": arguments}
+        return int(self._ask(wish)["pid"])
+
+    def wait(self, pid: int, within_s: float) -> int | None:
+        """How the process ended (negative: the signal); None if it lives on."""
+        status: int | None = self._ask({"wait": pid, "within_s": within_s})["status"]
+        return status
+
+    def end(self, pid: int, signal: int) -> int | None:
+        """Send a signal, and wait for the end."""
+        os.kill(pid, signal)
+        return self.wait(pid, GONE_S)
+
+    def _ask(self, wish: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(wish) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+
+@contextmanager
+def zygote(log: Path) -> Iterator[Zygote]:
+    """One that runs; gone when the block is left. Its children have one thread for sums."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PAWL_")}
+    kept.pop("DATABASE_URL", None)
+    env = kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "benchmarks.chaos.trainer.zygote"]
+    with (
+        log.open("ab") as file,
+        subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True
+        ) as process,
+    ):
+        try:
+            yield Zygote(process)
+        finally:
+            process.terminate()

@@ -1,0 +1,118 @@
+"""What a run left: who was spent on what, and every version's bytes."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+from uuid import UUID
+
+import asyncpg
+
+from benchmarks.chaos.trainer.recipe import POLICY
+from trainer.adapters import read_manifest
+
+# All of a version but its manifest, which names the update's id.
+COMPARED: Final = ("adapter_model.safetensors", "adapter_config.json", "progress.json", "trainer/*")
+
+_SPENT: Final = """
+    SELECT (SELECT count(*) FROM consumptions) = (SELECT count(*) FROM episodes)
+        AND NOT EXISTS (SELECT FROM policies WHERE state = 'written')
+        AND (SELECT version FROM policies WHERE state = 'serving')
+            = (SELECT max(version) FROM policies)
+"""
+_UPDATE_S: Final = """
+    SELECT coalesce(percentile_cont(0.5) WITHIN GROUP (ORDER BY s), 0) FROM (
+        SELECT extract(epoch FROM lead(claimed_at) OVER (ORDER BY claimed_at) - claimed_at) AS s
+        FROM updates) AS taken
+"""
+_OUTCOMES: Final = """
+    SELECT e.key, u.version, u.state, c.trained, c.reason FROM episodes e
+    LEFT JOIN consumptions c ON c.episode_id = e.id LEFT JOIN updates u ON u.id = c.update_id
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A run's end."""
+
+    # By episode: the version it was spent on, and how; None where it was not.
+    outcomes: Mapping[str, tuple[int | None, bool, str | None] | None]
+    # Episodes that more than one version says it was trained on.
+    twice: list[str]
+    states: Mapping[int, str]
+    updates: Mapping[str, int]
+    # By version and file.
+    files: Mapping[str, str]
+    # From one claim to the next, in the middle.
+    update_s: float
+
+    @property
+    def lost(self) -> list[str]:
+        """Episodes that no update that is done has spent."""
+        return [key for key, outcome in self.outcomes.items() if outcome is None]
+
+
+async def all_spent(url: str) -> bool:
+    """Whether nothing is left to train, to record or to publish."""
+    return bool(await _ask(url, _SPENT))
+
+
+async def held_by(url: str) -> UUID | None:
+    """The update that holds episodes now."""
+    found: UUID | None = await _ask(url, "SELECT id FROM updates WHERE state = 'running'")
+    return found
+
+
+async def _ask(url: str, question: str) -> Any:
+    connection = await asyncpg.connect(url)
+    try:
+        return await connection.fetchval(question)
+    finally:
+        await connection.close()
+
+
+async def found_in(url: str, adapters: Path) -> Found:
+    """Read it."""
+    connection = await asyncpg.connect(url)
+    try:
+        rows = await connection.fetch(_OUTCOMES)
+        versions = await connection.fetch("SELECT version, state FROM policies ORDER BY version")
+        updates = await connection.fetch("SELECT state, count(*) FROM updates GROUP BY 1")
+        update_s = float(await connection.fetchval(_UPDATE_S))
+    finally:
+        await connection.close()
+    folders = sorted((adapters / POLICY).glob("[0-9]*"), key=lambda folder: int(folder.name))
+    return Found(
+        outcomes={row["key"]: _outcome(row) for row in rows},
+        twice=_twice(folders),
+        states=dict(map(tuple, versions)),
+        updates=dict(map(tuple, updates)),
+        files={
+            f"{folder.name}/{path.relative_to(folder)}": sha256(path.read_bytes()).hexdigest()
+            for folder in folders
+            for pattern in COMPARED
+            for path in sorted(folder.glob(pattern))
+        },
+        update_s=update_s,
+    )
+
+
+def _outcome(row: Any) -> tuple[int | None, bool, str | None] | None:
+    return (row["version"], row["trained"], row["reason"]) if row["state"] == "done" else None
+
+
+def _twice(folders: list[Path]) -> list[str]:
+    times: Counter[str] = Counter()
+    for folder in folders:
+        manifest = read_manifest(folder)
+        if manifest is not None:
+            times.update(str(outcome.episode_id) for outcome in manifest.outcomes)
+    return [episode for episode, count in times.items() if count > 1]
+
+
+def differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[str]:
+    """The keys under which two mappings do not hold the same."""
+    keys = sorted({*one, *other}, key=str)
+    return [str(key) for key in keys if one.get(key) != other.get(key)]

@@ -1,0 +1,234 @@
+"""One run over a ledger: a trainer that is left alone, or one life after another."""
+
+import asyncio
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from benchmarks.chaos.postgres import kill_and_start
+from benchmarks.chaos.trainer.forks import Zygote
+from benchmarks.chaos.trainer.found import all_spent, held_by
+from benchmarks.chaos.trainer.recipe import POLICY
+from benchmarks.vllm_server import free_port
+from store.embedded import EmbeddedPostgres
+
+# The last step before which an update has left nothing that its successor could finish.
+RENAME: Final = "before the rename"
+# What is come by only where a life before ended after this.
+CLAIMED: Final = "after the claim"
+OF_A_RELEASE: Final = frozenset({"before a release", "in the transaction of a release"})
+STARTING: Final = "at random, as it starts"
+WORKING: Final = "at random, at work"
+AFTER_POSTGRES: Final = "some time after PostgreSQL"
+UP: Final = b'"trainer_up"'
+AT_BOUNDARY: Final = 0.4
+IN_START: Final = 0.2
+OF_POSTGRES: Final = 0.1
+# A life that is asked to stop, and does not count as a kill, before every tenth that is killed.
+ASKED_EVERY: Final = 10
+FIRST_START_S: Final = 2.0
+POLL_S: Final = 0.002
+# A trainer whose database is away asks again after a second (`trainer.run`).
+RETRY_S: Final = 1.0
+LONGEST_S: Final = 120.0
+LOOK_S: Final = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run happens."""
+
+    folder: Path
+    database_url: str
+    model: Path
+    recipe: Path
+    updates: int
+
+    @property
+    def adapters(self) -> Path:
+        """Where its versions are."""
+        return self.folder / "adapters"
+
+    @property
+    def log(self) -> Path:
+        """What its trainers said."""
+        return self.folder / "trainer.log"
+
+    def said(self) -> bytes:
+        """The log as it is now."""
+        return self.log.read_bytes() if self.log.exists() else b""
+
+    def progress(self) -> float:
+        """The share of the updates that exist as versions."""
+        return len(list((self.adapters / POLICY).glob("[0-9]*"))) / self.updates
+
+
+@dataclass(slots=True)
+class Lives:
+    """How a run went."""
+
+    killed: Counter[str] = field(default_factory=Counter)
+    # Kills after the last episode was spent: they find a trainer without work.
+    idle: int = 0
+    # Lives that ended with another status than they were to.
+    by_themselves: list[str] = field(default_factory=list)
+    # From SIGTERM to the end, of those that were asked.
+    stopped_after: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Run:
+    """A trainer over the ledger of `place`, in lives that end as they are told."""
+
+    def __init__(
+        self, zygote: Zygote, postgres: EmbeddedPostgres, place: Place, upstream_port: int
+    ) -> None:
+        self._zygote = zygote
+        self._postgres = postgres
+        self._place = place
+        self._start_s = FIRST_START_S
+        self.lives = Lives()
+        self._env = {
+            "DATABASE_URL": place.database_url,
+            "PAWL_UPSTREAM_URL": f"http://127.0.0.1:{upstream_port}/v1",
+            "PAWL_ADAPTER_DIR": str(place.adapters),
+            "PAWL_RECIPE": str(place.recipe),
+            "PAWL_POLICY": POLICY,
+            "PAWL_MODEL": str(place.model),
+            "PAWL_TRAINER_LISTEN": f"127.0.0.1:{free_port()}",
+            "PAWL_POLL_S": "0.05",
+        }
+
+    def kill_at_each_boundary(self) -> None:
+        """A life for each of the boundaries, which it dies at."""
+        for name in self._zygote.boundaries:
+            if name in OF_A_RELEASE:
+                self._life(CLAIMED, LONGEST_S)
+            self._life(name, LONGEST_S)
+
+    def kill(self, times: int, dice: random.Random, update_s: float) -> None:
+        """So many lives, ended at boundaries and at random, spread over the whole ledger.
+
+        The choice keeps the updates in step with the kills: while they are ahead, lives end
+        before anything is written. `update_s` is what an undisturbed update takes.
+        """
+        boundaries = self._zygote.boundaries
+        early = boundaries[: boundaries.index(RENAME) + 1]
+        for number in range(times):
+            progress = self._place.progress()
+            ahead = progress > number / times
+            if progress >= 1.0 and asyncio.run(all_spent(self._place.database_url)):
+                self.lives.idle += 1
+            if number % ASKED_EVERY == 0:
+                self._asked(dice.uniform(0.0, update_s))
+            if dice.random() < AT_BOUNDARY:
+                # A boundary that it does not come by in this time is none of this life's.
+                self._life(dice.choice(early if ahead else boundaries), 4.0 * update_s)
+            elif not ahead and dice.random() < OF_POSTGRES:
+                self._life_without_postgres(dice.uniform(0.0, update_s))
+            elif dice.random() < IN_START:
+                self._life(None, dice.uniform(0.0, self._start_s), once_up=False)
+            else:
+                longest = update_s * (1.0 if ahead else 3.0)
+                self._life(None, dice.uniform(0.0, longest))
+
+    def _life(self, boundary: str | None, seconds: float, *, once_up: bool = True) -> None:
+        """One that dies at a boundary, or after so many seconds (of work, if `once_up`)."""
+        pid, status = self._begin(boundary, once_up=once_up)
+        if status is None:
+            status = self._zygote.wait(pid, seconds)
+        if status is None:
+            by = WORKING if once_up else STARTING
+            status = self._zygote.end(pid, signal.SIGKILL)
+        else:
+            by = boundary or "by itself"
+        self.lives.killed[by] += 1
+        if status != -signal.SIGKILL:
+            self._note(f"status {status}, to be killed: {by}")
+
+    def _life_without_postgres(self, seconds: float) -> None:
+        """One at whose work PostgreSQL is killed and started again; it lives on, and is killed."""
+        pid, status = self._begin(None, once_up=True)
+        if status is None:
+            status = self._zygote.wait(pid, seconds)
+        asyncio.run(kill_and_start(self._postgres))
+        if status is None:
+            # Long enough to come back, to recover, and to be in the midst of the next update.
+            status = self._zygote.wait(pid, RETRY_S + seconds)
+        if status is None:
+            status = self._zygote.end(pid, signal.SIGKILL)
+        self.lives.killed[AFTER_POSTGRES] += 1
+        if status != -signal.SIGKILL:
+            self._note(f"status {status}, without PostgreSQL")
+
+    def _asked(self, seconds: float) -> None:
+        """One that is asked to stop at work (SIGTERM): soon gone, and nothing held by it."""
+        held = asyncio.run(held_by(self._place.database_url))
+        pid, status = self._begin(None, once_up=True)
+        if status is None:
+            status = self._zygote.wait(pid, seconds)
+        asked = time.monotonic()
+        if status is None:
+            status = self._zygote.end(pid, signal.SIGTERM)
+        self.lives.stopped_after.append(time.monotonic() - asked)
+        if status != 0:
+            self._note(f"status {status}, asked to stop")
+        # What the life before it left may still be there: it had no time to look.
+        if asyncio.run(held_by(self._place.database_url)) not in (None, held):
+            self._note("asked to stop, it kept its claim")
+
+    def _note(self, what: str) -> None:
+        """Something that is not to be, with the end of the log."""
+        self.lives.by_themselves.append(f"{what}: {self._place.said()[-1500:].decode()}")
+
+    def _begin(self, boundary: str | None, *, once_up: bool) -> tuple[int, int | None]:
+        """Start one, and wait until it is up; its id, and how it ended if it did."""
+        started, said = time.monotonic(), len(self._place.said())
+        pid = self._start(boundary)
+        status = None
+        while once_up and status is None and UP not in self._place.said()[said:]:
+            status = self._zygote.wait(pid, POLL_S)
+        if once_up and status is None:
+            self._start_s = time.monotonic() - started
+        return pid, status
+
+    def finish(self) -> None:
+        """A life that is left alone until every episode is spent, and then asked to stop."""
+        pid = self._start(None)
+        deadline = time.monotonic() + LONGEST_S
+        status = None
+        while status is None and not asyncio.run(all_spent(self._place.database_url)):
+            if time.monotonic() > deadline:
+                self._note("the last life did not come to an end in time")
+                break
+            status = self._zygote.wait(pid, LOOK_S)
+        if status is None:
+            status = self._zygote.end(pid, signal.SIGTERM)
+        # Before it has a handler for it, SIGTERM ends it just so.
+        if status not in (0, -signal.SIGTERM):
+            self._note(f"the last life ended with status {status}")
+
+    def _start(self, boundary: str | None) -> int:
+        return self._zygote.start("trainer", self._place.log, self._env, dies=boundary)
+
+
+@contextmanager
+def running(zygote: Zygote, postgres: EmbeddedPostgres, place: Place) -> Iterator[Run]:
+    """A run with a model server of its own, which is never killed."""
+    place.folder.mkdir()
+    port = free_port()
+    log = place.folder / "server.log"
+    server = zygote.start("server", log, {}, model=str(place.model), port=port)
+    run = Run(zygote, postgres, place, port)
+    started = time.monotonic()
+    try:
+        yield run
+    finally:
+        run.lives.seconds = time.monotonic() - started
+        zygote.end(server, signal.SIGKILL)

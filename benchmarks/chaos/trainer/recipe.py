@@ -1,0 +1,46 @@
+"""What is trained in a run, and how."""
+
+from typing import Final
+
+POLICY: Final = "tiny"
+GROUPS: Final = 2
+MEMBERS: Final = 4
+STEPS: Final = 2
+
+
+def recipe_toml(updates: int, learner: str, baseline: str) -> str:
+    """Two optimiser steps an update, on a rate that rises and falls within the run.
+
+    PPO has its critic as the baseline, whatever `baseline` says.
+    """
+    credit = f'baseline = "{baseline}"'
+    if learner == "ppo":
+        credit = 'baseline = "none"\nnormalisation = "batch"'
+    return f"""
+learner = "{learner}"
+[claim]
+group_size = {MEMBERS}
+groups = {GROUPS}
+max_age_s = 1e9
+max_staleness = 1000000
+[credit]
+{credit}
+[optimizer]
+learning_rate = 2e-3
+schedule = "cosine"
+warmup_steps = 3
+total_steps = {4 * updates * STEPS}
+[batch]
+steps = {STEPS}
+micro_batch_tokens = 64
+[off_policy]
+sequence_min = 0.0
+sequence_max = 1e9
+max_drift = 1e9
+[lora]
+rank = 4
+alpha = 8
+[publish]
+tolerance = 1e-3
+retire_after_s = 1e9
+"""

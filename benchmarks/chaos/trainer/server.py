@@ -1,0 +1,91 @@
+"""A model server that computes: vLLM's adapter endpoints over transformers and PEFT.
+
+So the trainer's probe is a real one: log-probabilities of an adapter read from its files,
+by another process. A name that comes back with other bytes is refused, for ever.
+"""
+
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+
+class Server:
+    """One base model and the adapters that were loaded."""
+
+    def __init__(self, base_name: str, model: Path) -> None:
+        self._base_name = base_name
+        self._root = str(model)
+        self._base: Any = AutoModelForCausalLM.from_pretrained(self._root, dtype=torch.float32)
+        self._adapted: Any = None
+        self._paths: dict[str, str] = {}
+        self._bytes: dict[str, str] = {}
+
+    def app(self) -> web.Application:
+        """Its routes."""
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/load_lora_adapter", self._load)
+        app.router.add_post("/v1/unload_lora_adapter", self._unload)
+        app.router.add_post("/v1/completions", self._completions)
+        return app
+
+    async def _models(self, _: web.Request) -> web.Response:
+        base = self._base_name
+        listed: list[dict[str, Any]] = [{"id": base, "root": self._root, "parent": None}]
+        listed += [{"id": n, "root": path, "parent": base} for n, path in self._paths.items()]
+        return web.json_response({"data": listed})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        name, path = body["lora_name"], body["lora_path"]
+        found = sha256((Path(path) / "adapter_model.safetensors").read_bytes()).hexdigest()
+        if self._bytes.setdefault(name, found) != found:
+            return web.Response(status=409, text=f"{name} was loaded with other bytes")
+        if self._adapted is None:
+            self._adapted = PeftModel.from_pretrained(self._base, path, adapter_name=name)
+        elif name not in self._adapted.peft_config:
+            self._adapted.load_adapter(path, adapter_name=name)
+        self._adapted.eval()
+        self._paths[name] = path
+        return web.Response(text="Success")
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        self._paths.pop((await request.json())["lora_name"], None)
+        return web.Response(text="Success")
+
+    async def _completions(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["model"] != self._base_name and body["model"] not in self._paths:
+            return web.Response(status=404, text="no such model")
+        ids = body["prompt"]
+        entries = [
+            {str(token): {"logprob": value}}
+            for token, value in zip(ids[1:], self._logprobs(body["model"], ids), strict=True)
+        ]
+        return web.json_response({"choices": [{"prompt_logprobs": [None, *entries]}]})
+
+    def _logprobs(self, name: str, ids: list[int]) -> list[float]:
+        """log p of each token after the first, shape (T − 1,)."""
+        tokens = torch.tensor([ids])
+        with torch.no_grad():
+            if self._adapted is None:
+                logits = self._base(tokens).logits
+            elif name == self._base_name:
+                with self._adapted.disable_adapter():
+                    logits = self._adapted(tokens).logits
+            else:
+                self._adapted.set_adapter(name)
+                logits = self._adapted(tokens).logits
+        distribution = torch.log_softmax(logits[0, :-1].float(), -1)
+        found: list[float] = distribution.gather(1, tokens[0, 1:, None])[:, 0].tolist()
+        return found
+
+
+def serve(base_name: str, model: Path, port: int) -> None:
+    """Until the process is ended."""
+    web.run_app(Server(base_name, model).app(), host="127.0.0.1", port=port, print=None)

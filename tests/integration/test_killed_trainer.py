@@ -1,0 +1,28 @@
+"""A real trainer, killed with SIGKILL at every boundary of its steps: the same bytes."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos.trainer.kills import compared
+from benchmarks.chaos.trainer.recipe import recipe_toml
+
+UPDATES = 14
+
+
+@pytest.mark.timeout(300)
+def test_killed_at_every_boundary(tmp_path: Path) -> None:
+    found = compared(
+        tmp_path,
+        UPDATES,
+        1,
+        recipe_toml(UPDATES, "grpo", "group"),
+        lambda run, _: run.kill_at_each_boundary(),
+    )
+    for promise in ("lost", "twice", "spent_otherwise", "states_differ", "files_differ"):
+        assert found[promise] == [], promise
+    assert found["by_themselves"] == []
+    assert not [how for how in found["killed"] if how.startswith("at random")]
+    assert found["versions"] == {"undisturbed": UPDATES, "killed": UPDATES}
+    assert found["updates_abandoned"] > 5
+    assert found["updates_finished_late"] >= 1
