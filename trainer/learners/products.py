@@ -25,6 +25,13 @@ def times_transposed(left: Tensor, right: Tensor) -> Tensor:
     return left @ right.T
 
 
+def batch_times_transposed(left: Tensor, right: Tensor) -> Tensor:
+    """left · rightᵀ for each of a batch, shapes (G, N, K) and (G, M, K)."""
+    if _ONEDNN and left.dtype == torch.float32 and left.device.type == "cpu":
+        return torch.stack([times_transposed(*pair) for pair in zip(left, right, strict=True)])
+    return torch.bmm(left, right.transpose(1, 2))
+
+
 class LoraProduct(Function):
     """x·Wᵀ + b + scale·(x·Aᵀ)·Bᵀ for x (N, K), W (M, K), A (r, K), B (M, r); W, b are frozen."""
 

@@ -6,7 +6,7 @@ has s in its subtree, too. A block costs (e − s)·(depth(s) + e − s) instead
 for CPUs; on a GPU flex attention (arXiv:2412.05496) skips the blocks that nobody sees.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from trainer.learners.products import times_transposed
+from trainer.learners.products import batch_times_transposed
 from trainer.trees import Tree
 
 # What transformers calls this attention.
@@ -28,14 +28,14 @@ BLOCK: Final = 128
 
 
 class Block(NamedTuple):
-    """Queries [start, stop), and the nodes that one of them sees.
+    """Queries [start, stop), and the nodes that one of them sees, in runs [from, to).
 
-    Shapes: `keys` (K,), `mask` (stop − start, K), 0 or −inf, to be added to scores.
+    Shapes: `mask` (stop − start, K), 0 or −inf, to be added to scores; K nodes in all runs.
     """
 
     start: int
     stop: int
-    keys: Tensor
+    runs: tuple[tuple[int, int], ...]
     mask: Tensor
 
 
@@ -50,8 +50,15 @@ def blocks_of(tree: Tree, block: int = BLOCK) -> list[Block]:
         query = torch.arange(start, stop)[:, None]
         seen = (keys <= query) & (query < end[keys])
         mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-        found.append(Block(start, stop, keys, mask))
+        found.append(Block(start, stop, _runs(keys.tolist()), mask))
     return found
+
+
+def _runs(nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending nodes as runs of consecutive ones."""
+    starts = [i for i, node in enumerate(nodes) if i == 0 or nodes[i - 1] != node - 1]
+    ends = [*starts[1:], len(nodes)]
+    return tuple((nodes[a], nodes[b - 1] + 1) for a, b in zip(starts, ends, strict=True))
 
 
 class TreeAttention(Function):
@@ -64,9 +71,9 @@ class TreeAttention(Function):
         ctx.blocks, ctx.scale = blocks, scale
         q, k, v = (_by_group(x, k.shape[1]) for x in (q * scale, k, v))
         out = torch.empty_like(q)
-        for block, group in _pieces(blocks, k):
-            p = _weights(_at(q[group], block), _seen(k[group], block), block)
-            _at(out[group], block).copy_(times_transposed(p, _seen(v[group], block).T))
+        for block in blocks:
+            p = _weights(_at(q, block), _seen(k, block), block)
+            _put(out, block, batch_times_transposed(p, _seen(v, block).mT))
         ctx.save_for_backward(q, k, v)
         return _by_node(out)
 
@@ -76,22 +83,15 @@ class TreeAttention(Function):
         q, k, v = ctx.saved_tensors
         d_out = _by_group(d_out, len(k))
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for block, group in _pieces(ctx.blocks, k):
-            keys = _seen(k[group], block)
-            values = _seen(v[group], block)
-            queries, do = _at(q[group], block), _at(d_out[group], block)
+        for block in ctx.blocks:
+            queries, keys, do = _at(q, block), _seen(k, block), _at(d_out, block)
             p = _weights(queries, keys, block)
-            dp = times_transposed(do, values)
+            dp = batch_times_transposed(do, _seen(v, block))
             ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
-            _at(dq[group], block).copy_(times_transposed(ds, keys.T))
-            _add(dk[group], block, times_transposed(queries.T.contiguous(), ds.T))
-            _add(dv[group], block, times_transposed(do.T.contiguous(), p.T))
-        dq = _by_node(dq).mul_(ctx.scale)
-        return dq, _by_node(dk), _by_node(dv), None, None
-
-
-def _pieces(blocks: Sequence[Block], k: Tensor) -> Iterator[tuple[Block, int]]:
-    return ((block, group) for block in blocks for group in range(len(k)))
+            _put(dq, block, batch_times_transposed(ds, keys.mT))
+            _add(dk, block, batch_times_transposed(queries.mT.contiguous(), ds.mT).mT)
+            _add(dv, block, batch_times_transposed(do.mT.contiguous(), p.mT).mT)
+        return _by_node(dq).mul_(ctx.scale), _by_node(dk), _by_node(dv), None, None
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
@@ -106,24 +106,31 @@ def _by_node(x: Tensor) -> Tensor:
 
 
 def _at(x: Tensor, block: Block) -> Tensor:
-    """The rows of (N, R, D) that belong to a block's queries, as (B·R, D)."""
-    return x[block.start : block.stop].flatten(0, 1)
+    """The rows of (G, N, R, D) that belong to a block's queries, as (G, B·R, D)."""
+    return x[:, block.start : block.stop].flatten(1, 2)
+
+
+def _put(x: Tensor, block: Block, values: Tensor) -> None:
+    x[:, block.start : block.stop].flatten(1, 2).copy_(values)
 
 
 def _seen(x: Tensor, block: Block) -> Tensor:
-    """The rows of (N, 1, D) that a block sees, (K, D)."""
-    return x[:, 0].index_select(0, block.keys)
+    """The rows of (G, N, 1, D) that a block sees, (G, K, D)."""
+    return torch.cat([x[:, start:stop, 0] for start, stop in block.runs], 1)
 
 
-def _add(total: Tensor, block: Block, transposed: Tensor) -> None:
-    total[:, 0].index_add_(0, block.keys, transposed.T)
+def _add(total: Tensor, block: Block, values: Tensor) -> None:
+    sizes = [stop - start for start, stop in block.runs]
+    for (start, stop), part in zip(block.runs, values.split(sizes, 1), strict=True):
+        total[:, start:stop, 0] += part
 
 
 def _weights(queries: Tensor, keys: Tensor, block: Block) -> Tensor:
+    """What each query (G, B·R, D) takes of each key (G, K, D)."""
     size, seen = block.mask.shape
-    scores = times_transposed(queries, keys)
+    scores = batch_times_transposed(queries, keys)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    wide.view(size, -1, seen).add_(block.mask[:, None])
+    wide.view(len(wide), size, -1, seen).add_(block.mask[:, None])
     return torch.softmax(wide, -1).to(scores.dtype)
 
 
