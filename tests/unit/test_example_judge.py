@@ -13,7 +13,7 @@ from pawl.stack.stack import StackPlan, _processes
 from pawl.stack.vllm import VllmOptions
 from tests.conftest import ROOT
 
-EXAMPLE = ROOT / "examples" / "arithmetic_judge.py"
+EXAMPLE = ROOT / "examples" / "arithmetic_judge" / "arithmetic_judge.py"
 
 
 def line(question: str, answer: str | None) -> dict[str, Any]:
