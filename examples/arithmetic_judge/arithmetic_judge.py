@@ -1,4 +1,6 @@
-"""A judge for `pawl judge -- python examples/arithmetic_judge/arithmetic_judge.py`: was a sum worked out right?
+"""Was a sum worked out right?
+
+    pawl judge -- python examples/arithmetic_judge/arithmetic_judge.py
 
 An episode comes as one JSON line on stdin, as `pawl export` writes it; what it is worth goes to
 stdout, as /feedback takes it. `{"value": null}`: this judge cannot tell.

@@ -1,13 +1,17 @@
 """The learner on a tiny random model: merged equals separate; what is rewarded gets likelier."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 
 from tests.training import recipe, rows
+from trainer.batching import computed_tokens
+from trainer.errors import LearnerError
 from trainer.learners.grpo import collate
 from trainer.learners.learner import Learner
 from trainer.learners.scoring import score_rows
@@ -159,3 +163,27 @@ def test_checkpointing_changes_no_gradient(tiny_model: str, tmp_path: Path) -> N
         found.append(gradients(made))
     assert torch.allclose(found[0], found[1], atol=1e-7)
     assert saving._model.is_gradient_checkpointing
+
+
+def test_what_does_not_fit_is_done_again_in_smaller_micro_batches(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roomy = learner(tiny_model, tmp_path, micro_batch_tokens=256)
+    tight = learner(tiny_model, tmp_path, micro_batch_tokens=256)
+    loss_of, most = tight._trainer.loss_of, 80
+
+    def no_room_for_many(batch: Sequence[Row]) -> torch.Tensor:
+        loss = loss_of(batch)
+        if computed_tokens(batch) > most:
+            loss.backward()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+    monkeypatch.setattr(tight._trainer, "loss_of", no_room_for_many)
+    for made in (roomy, tight):
+        made.update(rows())
+    for one, other in zip(roomy._model.parameters(), tight._model.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    most = 0
+    with pytest.raises(LearnerError, match="micro_batch_tokens"):
+        tight.update(rows(1))

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
 
-from trainer.batching import computed_tokens, plan_micro_batches, split_steps
+from trainer.batching import computed_tokens, split_steps
 from trainer.errors import DriftOutOfBounds
+from trainer.learners.budget import Budget, Plan
 from trainer.learners.determinism import be_deterministic
 from trainer.learners.grpo import View, make_trainer
 from trainer.learners.memory import give_freed_memory_back
@@ -74,6 +75,8 @@ class Learner:
         self._model = attach_adapter(base, self._recipe, adapter, self._seed)
         if self._merge is None:
             self._merge = self._can_merge()
+            tokens, alone = self._recipe.batch.micro_batch_tokens, self.processes.count == 1
+            self._budget = Budget(tokens, merge=self._merge, alone=alone)
         make = TRAINERS[self._recipe.learner]
         self._trainer = make(
             self._model, self._tokenizer, self._recipe, self._scratch, merge=self._merge
@@ -118,14 +121,7 @@ class Learner:
         newest = self._version()
         self._stands_at = IN_BETWEEN
         started = time.perf_counter()
-        batch = self._recipe.batch
-        whole = plan_micro_batches(rows, batch.micro_batch_tokens, merge=bool(self._merge))
-        seen = self._step.survey(whole, self._trainer.look) if self._trainer.needs_look else []
-        rows = self._trainer.prepare(rows, View.of(seen))
-        plans = [
-            plan_micro_batches(step, batch.micro_batch_tokens, merge=bool(self._merge))
-            for step in split_steps(rows, batch.steps)
-        ]
+        rows = self._trainer.prepare(rows, self._look(rows))
         off_policy: dict[str, Any] = {}
 
         def judge() -> None:
@@ -133,8 +129,8 @@ class Learner:
             if not off_policy:
                 off_policy.update(self._judge_drift(newest))
 
-        epochs = range(self._trainer.epochs)
-        taken = [self._step.take(plan, judge) for _ in epochs for plan in plans]
+        steps = split_steps(rows, self._recipe.batch.steps) * self._trainer.epochs
+        taken, plans = zip(*[self._take(step, judge) for step in steps], strict=True)
         give_freed_memory_back()
         return {
             "loss": _mean([loss for loss, _ in taken]),
@@ -146,13 +142,33 @@ class Learner:
             "row_tokens": sum(len(row.ids) for row in rows),
             "computed_tokens": sum(
                 computed_tokens(micro_batch, merge=bool(self._merge))
-                for plan in plans
+                for plan in plans[: len(plans) // self._trainer.epochs]
                 for micro_batch in plan
             ),
             **off_policy,
             "train_seconds": time.perf_counter() - started,
             **self._take_metrics(),
         }
+
+    def _look(self, rows: Sequence[Row]) -> View:
+        """What the trainer wants to know of the rows before the first step."""
+        if not self._trainer.needs_look:
+            return View.of([])
+        seen, _ = self._budget.fit(
+            rows, lambda plan: self._step.survey(plan, self._trainer.look), self._forget
+        )
+        return View.of(seen)
+
+    def _take(
+        self, rows: Sequence[Row], judge: Callable[[], None]
+    ) -> tuple[tuple[float, float], Plan]:
+        return self._budget.fit(rows, lambda plan: self._step.take(plan, judge), self._forget)
+
+    def _forget(self) -> None:
+        """Undo half a step: nothing of it is left in gradients or figures."""
+        self._trainer.optimizer.zero_grad()
+        self._trainer.take_compared()
+        self._trainer._metrics["train"].clear()
 
     def _version(self) -> int | None:
         """The version that the model is; None where it is none."""

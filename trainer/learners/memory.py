@@ -8,6 +8,8 @@ import ctypes
 import sys
 from typing import Final
 
+import torch
+
 # Of malloc.h; values are C ints.
 M_TRIM_THRESHOLD: Final = -1
 M_MMAP_THRESHOLD: Final = -3
@@ -26,7 +28,11 @@ def keep_freed_memory() -> None:
 
 
 def give_freed_memory_back() -> None:
-    """Return to the system what malloc has kept."""
+    """Return to the system what malloc has kept, and to the GPU what torch has.
+
+    A model server may share the GPU: between updates it is the server's.
+    """
+    torch.cuda.empty_cache()
     libc = _glibc()
     if libc is not None:
         libc.malloc_trim(0)
