@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from benchmarks.merge.episodes import random_tree
@@ -22,7 +23,7 @@ from trainer.learners.head import CHUNK, head_logprobs
 from trainer.learners.learner import Learner
 from trainer.learners.merging import why_separate
 from trainer.learners.scoring import score_rows
-from trainer.learners.tree_attention import blocks_of
+from trainer.learners.tree_attention import block_mask, blocks_of
 from trainer.recipe_parts import OffPolicyPart
 from trainer.trees import build_tree, padded
 
@@ -70,6 +71,23 @@ def test_a_block_sees_exactly_the_ancestors(seed: int, size: int) -> None:
             seen = {key for key, bias in zip(keys, block.mask[offset], strict=True) if bias == 0}
             assert seen == ancestors[node]
     assert queries == list(range(len(tree.tokens)))
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10_000))
+def test_the_mask_for_a_gpu_is_the_trees(seed: int) -> None:
+    rows = [row.inputs * 12 for row in random_tree(seed, 3)]
+    tree = padded(build_tree(rows), 256)
+    end, size = torch.tensor(tree.end), len(tree.tokens)
+
+    def seen(_: Any, __: Any, query: Any, key: Any) -> Any:
+        return (key <= query) & (query < end[key])
+
+    wanted = create_block_mask(seen, None, None, size, size, device="cpu")
+    found = block_mask(end)
+    assert torch.equal(found.to_dense(), wanted.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name))
 
 
 def test_nodes_that_fill_a_tree_up_are_seen_by_themselves_alone() -> None:

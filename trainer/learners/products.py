@@ -100,26 +100,3 @@ class SwiGlu(Function):
         gate, up = ctx.saved_tensors
         d_gate = torch.ops.aten.silu_backward(dy * up, gate)
         return d_gate, torch.nn.functional.silu(gate).mul_(dy)
-
-
-class Rotate(Function):
-    """Rotary positions (arXiv:2104.09864) on (..., H, D); cos and sin (..., 1, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _rotated(dy, cos, sin, -1.0), None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    half = x.shape[-1] // 2
-    y = x * cos
-    y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
-    y[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
-    return y

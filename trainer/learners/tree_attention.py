@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -25,6 +25,7 @@ from trainer.trees import Tree
 # What transformers calls this attention.
 NAME: Final = "pawl_tree"
 BLOCK: Final = 128
+FLEX_BLOCK: Final = 128
 
 
 class Block(NamedTuple):
@@ -158,12 +159,33 @@ def attention_tree(tree: Tree, device: torch.device) -> list[Block] | BlockMask:
     """What attention on `device` needs to know of `tree`: blocks, or flex attention's mask."""
     if device.type == "cpu":
         return blocks_of(tree)
-    end, size = torch.tensor(tree.end, device=device), len(tree.tokens)
+    return block_mask(torch.tensor(tree.end, device=device))
+
+
+def block_mask(end: Tensor) -> BlockMask:
+    """Flex attention's mask of a tree of `end` (N,), N a multiple of its block's size.
+
+    Made from intervals: nothing of N × N is ever laid out.
+    """
+    nodes = torch.arange(len(end), device=end.device)
+    starts = nodes[::FLEX_BLOCK, None]
+    stops = starts + FLEX_BLOCK
+    blocks = (len(starts), len(starts), FLEX_BLOCK)
+    some = ((nodes < stops) & (end > starts)).view(blocks).any(-1)
+    whole = ((nodes <= starts) & (end >= stops)).view(blocks).all(-1)
 
     def seen(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < end[key])
 
-    return create_block_mask(seen, None, None, size, size, device=str(device))
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen
+    )
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of each row are chosen, and which: those first."""
+    order = chosen.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1).int()[None, None], order.int()[None, None]
 
 
 AttentionInterface.register(NAME, tree_attention_forward)

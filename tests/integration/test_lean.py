@@ -1,0 +1,70 @@
+"""Lighter forwards: the same numbers and gradients; what only looks alike keeps its own."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from benchmarks.merge.models import TINY, make_model
+from trainer.learners.lean import make_adapter_lean, make_base_lean
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def lightened(model: torch.nn.Module) -> set[str]:
+    return {type(module).__name__ for module in model.modules() if "forward" in vars(module)}
+
+
+def test_what_only_looks_alike_keeps_its_own_forward() -> None:
+    qwen = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+    make_base_lean(qwen)
+    assert lightened(qwen) == {"Qwen2MLP", "Qwen2RMSNorm"}
+    # Another activation, and norms with a weight around zero.
+    gemma = GemmaForCausalLM(GemmaConfig(**SHAPE, head_dim=8))
+    make_base_lean(gemma)
+    assert lightened(gemma) == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_are_those_of_the_models_own_layers(dtype: torch.dtype) -> None:
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        ours = make_model(TINY, dtype)(input_ids=ids).logits.float()
+        own = make_model(TINY, dtype, lean=False)(input_ids=ids).logits.float()
+    limit = 1e-5 if dtype == torch.float32 else 5e-2
+    assert float((ours - own).abs().max()) < limit * float(own.abs().max())
+
+
+def test_an_adapter_switched_off_is_off() -> None:
+    model = make_model(TINY, torch.float32)
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        with_adapter = model(input_ids=ids).logits
+        with model.disable_adapter():
+            without = model(input_ids=ids).logits
+        back = model(input_ids=ids).logits
+    assert not torch.allclose(with_adapter, without)
+    assert torch.equal(with_adapter, back)
+
+
+def test_adapters_that_are_more_than_a_product_keep_their_own_forward() -> None:
+    for more in ({"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}):
+        base = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
+        config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **more)
+        model = get_peft_model(base, config)
+        make_adapter_lean(model)
+        assert lightened(model) == set()
