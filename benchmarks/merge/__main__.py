@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.merge.episodes import FULL, QUICK
+from benchmarks.merge.episodes import FULL, QUICK, random_words
 from benchmarks.merge.measure import everything, on_gpu
 from benchmarks.merge.models import BILLION, SMALL, TINY
 from benchmarks.merge.tables import draw, gpu_table, tables
@@ -49,9 +49,19 @@ def _measure(options: argparse.Namespace, say: Any) -> dict[str, Any]:
     if options.device == "cuda":
         return on_gpu({"SmolLM2's shape": SMALL, "1B": BILLION}, size, options, say)
     if options.quick:
-        return everything(TINY, TINY.vocab_size, size, options, say)
+        return everything(TINY, random_words(TINY.vocab_size), size, options, say)
     model = options.model or _packaged()
-    return everything(model, SMALL.vocab_size, size, options, say)
+    return everything(model, _text(model), size, options, say)
+
+
+def _text(model: Path) -> list[int]:
+    """This repository's own documents, as the model reads them."""
+    from transformers import AutoTokenizer
+
+    documents = [Path("ARCHITECTURE.md"), Path("README.md"), *sorted(Path("docs").glob("*.md"))]
+    text = "\n".join(path.read_text() for path in documents)
+    ids: list[int] = AutoTokenizer.from_pretrained(model)(text, verbose=False)["input_ids"]
+    return ids
 
 
 def _packaged() -> Path:

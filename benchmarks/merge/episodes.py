@@ -25,46 +25,55 @@ FULL = Size(groups=16, members=8, prompt=130, sampled=22, turns=20, turn=50)
 QUICK = Size(groups=2, members=4, prompt=24, sampled=6, turns=4, turn=12)
 
 
-def groups(size: Size, vocabulary: int) -> list[Row]:
+def groups(size: Size, words: Sequence[int]) -> list[Row]:
     """`groups` × `members` rows; a group has one prompt of about `prompt` tokens."""
     dice = random.Random(0)
     rows = []
     for _ in range(size.groups):
-        prompt = _ids(dice, vocabulary, size.prompt + dice.randint(-8, 8))
+        prompt = _ids(dice, words, size.prompt + dice.randint(-8, 8))
         for _ in range(size.members):
             length = size.sampled + dice.randint(-size.sampled // 4, size.sampled // 4)
-            rows.append(_row(dice, prompt, _ids(dice, vocabulary, length)))
+            rows.append(_row(dice, prompt, _ids(dice, words, length)))
     return _weighted(rows)
 
 
-def thread(size: Size, vocabulary: int) -> list[Row]:
+def thread(size: Size, words: Sequence[int]) -> list[Row]:
     """One conversation: each turn's prompt is all that was before it."""
     dice = random.Random(1)
     rows = []
-    said = _ids(dice, vocabulary, size.prompt)
+    said = _ids(dice, words, size.prompt)
     for _ in range(size.turns):
-        sampled = _ids(dice, vocabulary, size.sampled)
+        sampled = _ids(dice, words, size.sampled)
         rows.append(_row(dice, said, sampled))
-        said = said + sampled + _ids(dice, vocabulary, size.turn - size.sampled)
+        said = said + sampled + _ids(dice, words, size.turn - size.sampled)
     return _weighted(rows)
 
 
 def random_tree(seed: int, vocabulary: int) -> list[Row]:
     """Rows that fork anywhere, of mixed temperature, some the same, some without a fellow."""
     dice = random.Random(seed)
+    words = random_words(vocabulary)
     known: list[tuple[int, ...]] = [()]
     rows = []
     for _ in range(dice.randint(2, 12)):
         stem = dice.choice(known)
-        prompt = stem[: dice.randint(0, len(stem))] + _ids(dice, vocabulary, dice.randint(1, 8))
-        sampled = _ids(dice, vocabulary, dice.randint(1, 8))
+        prompt = stem[: dice.randint(0, len(stem))] + _ids(dice, words, dice.randint(1, 8))
+        sampled = _ids(dice, words, dice.randint(1, 8))
         rows.append(_row(dice, prompt, sampled, dice.choice([0.7, 1.0])))
         known.append(prompt + sampled)
     return _weighted(rows)
 
 
-def _ids(dice: random.Random, vocabulary: int, count: int) -> tuple[int, ...]:
-    return tuple(dice.randrange(vocabulary) for _ in range(count))
+def random_words(vocabulary: int) -> list[int]:
+    """Ids for models that were never taught a text."""
+    dice = random.Random(0)
+    return [dice.randrange(vocabulary) for _ in range(10_000)]
+
+
+def _ids(dice: random.Random, words: Sequence[int], count: int) -> tuple[int, ...]:
+    """A piece of `words`, from anywhere."""
+    start = dice.randrange(len(words) - count)
+    return tuple(words[start : start + count])
 
 
 def _row(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.merge.episodes import Size, groups, random_tree, thread
+from benchmarks.merge.episodes import Size, groups, random_tree, random_words, thread
 from benchmarks.merge.models import TINY, make_model
 from benchmarks.merge.updates import gradient, largest_difference, plan, train, trl_update
 from benchmarks.merge.work import needed_flops, peaks, seconds
@@ -153,9 +153,11 @@ def half_precision(source: Any, rows: Sequence[Row], budget: int) -> Result:
     }
 
 
-def everything(source: Path | Any, vocabulary: int, size: Size, options: Any, say: Say) -> Result:
+def everything(
+    source: Path | Any, words: Sequence[int], size: Size, options: Any, say: Say
+) -> Result:
     """All of it, on a CPU."""
-    shared, turns = groups(size, vocabulary), thread(size, vocabulary)
+    shared, turns = groups(size, words), thread(size, words)
     budget, repeats = options.budget, options.repeats
     say("gradients, random trees")
     result: Result = {"tiny": tiny_gradients(options.seeds)}
@@ -190,7 +192,7 @@ def on_gpu(sources: dict[str, Any], size: Size, options: Any, say: Say) -> Resul
         say(f"{name}, {case}, {'merged' if merge else 'separate'}")
         measured = share_of_peak(
             config,
-            cases[case](size, config.vocab_size),
+            cases[case](size, random_words(config.vocab_size)),
             options.budget,
             options.repeats,
             torch.bfloat16,

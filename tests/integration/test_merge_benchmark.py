@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.merge.episodes import QUICK, thread
+from benchmarks.merge.episodes import QUICK, random_words, thread
 from benchmarks.merge.measure import everything
 from benchmarks.merge.models import TINY, make_model
 from benchmarks.merge.tables import tables
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(100)
 def test_the_smallest_run_is_right_and_can_be_shown() -> None:
     options = Namespace(budget=1024, repeats=1, seeds=3, quick=True)
     said: list[str] = []
-    result = everything(TINY, TINY.vocab_size, QUICK, options, said.append)
+    result = everything(TINY, random_words(TINY.vocab_size), QUICK, options, said.append)
     assert result["tiny"]["largest_difference"] < 1e-6
     assert result["gradient"]["largest_difference"] < 1e-5
     for case in ("groups", "thread"):
@@ -36,7 +36,7 @@ def test_the_smallest_run_is_right_and_can_be_shown() -> None:
 
 def test_merged_needs_fewer_operations() -> None:
     model = make_model(TINY, torch.float32)
-    rows = thread(QUICK, TINY.vocab_size)
+    rows = thread(QUICK, random_words(TINY.vocab_size))
     merged = needed_flops(model, [rows])
     assert merged < needed_flops(model, [rows], merge=False)
     assert merged == needed_flops(model, [[rows[-1]]]) + sum(
