@@ -1,4 +1,4 @@
-"""One arm: a policy at work and its learner, wave after wave."""
+"""One arm: a policy at work and its learner, wave after wave, and looks at it in between."""
 
 import random
 import tempfile
@@ -9,90 +9,83 @@ from typing import Final
 
 import torch
 
-from benchmarks.air.base import World
-from benchmarks.air.records import as_groups
+from benchmarks.air.records import POLICY, as_groups
 from benchmarks.air.sampler import Played, Sampler
-from benchmarks.air.task import NOTE, new_task
+from benchmarks.air.task import NOTE, Task, new_task
+from benchmarks.air.worlds import Arm, World
 from store.records import Group
-from trainer.credit import assign_credit
+from trainer.credit.assign import TransitionCredit, assign_credit
 from trainer.learners.learner import Learner
 from trainer.recipe import Recipe
 from trainer.recipe_parts import BatchPart, ClaimPart, CreditPart, LoraPart, OptimizerPart
 from trainer.rows import Row, training_rows
 
-GROUPS: Final = 2
 GROUP_SIZE: Final = 8
-WAVE: Final = GROUPS * GROUP_SIZE
+# The policy is looked at before every second wave, on so many tasks that it never trains on.
+LOOK_EVERY: Final = 2
+HELD_OUT: Final = 256
+HELD_OUT_SEED: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """`unbounded` is no recipe of ours: `air_lambda` times the plain sum of all tool scores
-    is added to the reward, as if nobody had thought of heaps of easy calls.
-    """
+class Look:
+    """The policy on the held-out tasks, after so many episodes of training; means of episodes."""
 
-    name: str
-    air_lambda: float
-    unbounded: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Wave:
-    """What a wave of episodes was like, before it was trained on."""
-
+    episodes: int
     r_final: float
     calls: float
     notes: float
-    # The share of the groups that were trained.
-    signal: float
 
 
-def run_arm(world: World, base: str, arm: Arm, waves: int, seed: int) -> list[Wave]:
-    """Train from the base model for so many waves."""
+def run_arm(world: World, base: str, arm: Arm, seed: int) -> list[Look]:
+    """Train from the base model for the world's number of waves."""
     torch.set_num_threads(1)
-    recipe = recipe_of(arm)
+    recipe = recipe_of(world, arm)
     draw = random.Random(seed)
+    held_out = new_tasks(world, HELD_OUT, random.Random(HELD_OUT_SEED))
     sampler = Sampler(base, seed)
+    looks, each = [], world.groups * GROUP_SIZE
     with tempfile.TemporaryDirectory(prefix="pawl-air-") as scratch:
         learner = Learner(base, recipe, seed, Path(scratch))
-        version = Path(scratch) / "version"
-        version.mkdir()
-        found = []
-        for number in range(waves):
-            if number % EVERY == 0:
-                found.append(look(world, sampler, number, seed))
-            played = play_wave(world, sampler, number, draw)
-            rows = credited_rows(played, arm, recipe.credit, number)
-            if rows:
-                learner.update(rows)
-                learner.save(version)
-                sampler.load(version)
-    return found
+        for wave in range(world.waves):
+            if wave % LOOK_EVERY == 0:
+                looks.append(_look(wave * each, sampler.play(held_out)))
+            tasks = new_tasks(world, world.groups, draw)
+            played = sampler.play([task for task in tasks for _ in range(GROUP_SIZE)])
+            _train(learner, sampler, credited_rows(played, arm, recipe.credit), Path(scratch))
+        looks.append(_look(world.waves * each, sampler.play(held_out)))
+    return looks
 
 
-def recipe_of(arm: Arm) -> Recipe:
-    """The default recipe's credit; the rest is of a size that suits a tiny model."""
+def _train(learner: Learner, sampler: Sampler, rows: Sequence[Row], scratch: Path) -> None:
+    """One update, and the sampler on what came of it; none where no group has a spread."""
+    if not rows:
+        return
+    learner.update(rows)
+    version = scratch / "version"
+    version.mkdir(exist_ok=True)
+    learner.save(version)
+    sampler.load(version)
+
+
+def recipe_of(world: World, arm: Arm) -> Recipe:
+    """Credit as the default recipe has it; the rest is of a size that suits a tiny model."""
     return Recipe(
         dtype="float32",
-        claim=ClaimPart(group_size=GROUP_SIZE, groups=GROUPS),
+        claim=ClaimPart(group_size=GROUP_SIZE, groups=world.groups),
         credit=CreditPart(air_lambda=0.0 if arm.unbounded else arm.air_lambda),
-        optimizer=OptimizerPart(learning_rate=3e-3),
+        optimizer=OptimizerPart(learning_rate=4e-3),
         batch=BatchPart(micro_batch_tokens=512),
         lora=LoraPart(rank=8, alpha=16.0),
     )
 
 
-def play_wave(world: World, sampler: Sampler, number: int, draw: random.Random) -> list[Played]:
-    """Fresh tasks, each as often as a group has members."""
-    tasks = [
-        new_task(f"{number}-{group}", world.tools, world.turns, draw) for group in range(GROUPS)
-    ]
-    return sampler.play([task for task in tasks for _ in range(GROUP_SIZE)])
+def new_tasks(world: World, count: int, draw: random.Random) -> list[Task]:
+    """So many fresh tasks."""
+    return [new_task(str(number), world.tools, world.turns, draw) for number in range(count)]
 
 
-def credited_rows(
-    played: Sequence[Played], arm: Arm, rule: CreditPart, version: int
-) -> list[Row]:
+def credited_rows(played: Sequence[Played], arm: Arm, rule: CreditPart) -> list[Row]:
     """What the trainer makes of a wave."""
     rewards = [episode.state.reward for episode in played]
     if arm.unbounded:
@@ -100,11 +93,11 @@ def credited_rows(
             reward + arm.air_lambda * sum_of_scores(episode, rule)
             for reward, episode in zip(rewards, played, strict=True)
         ]
-    return training_rows(credit_of(as_groups(played, rewards, version), rule))
+    return training_rows(_credit(as_groups(played, rewards), rule))
 
 
-def credit_of(groups: Sequence[Group], rule: CreditPart):
-    return assign_credit(groups, rule, oldest_version=0)
+def _credit(groups: Sequence[Group], rule: CreditPart) -> Sequence[TransitionCredit]:
+    return assign_credit(groups, rule, policy=POLICY, oldest_version=0).transitions
 
 
 def sum_of_scores(episode: Played, rule: CreditPart) -> float:
@@ -112,16 +105,11 @@ def sum_of_scores(episode: Played, rule: CreditPart) -> float:
     return sum(rule.air_scores[turn.outcome.status] for turn in episode.turns)
 
 
-EVERY=2
-def look(world,sampler,number,seed):
-    d=random.Random(-1)
-    played=sampler.play([new_task("",world.tools,world.turns,d) for _ in range(256)])
-    return _wave(played,[])
-def _wave(played: Sequence[Played], rows: Sequence[Row]) -> Wave:
+def _look(episodes: int, played: Sequence[Played]) -> Look:
     tools = [turn.outcome.tool for episode in played for turn in episode.turns]
-    return Wave(
+    return Look(
+        episodes=episodes,
         r_final=sum(episode.state.reward for episode in played) / len(played),
         calls=len(tools) / len(played),
         notes=tools.count(NOTE) / len(played),
-        signal=len({row.episode_id for row in rows}) / len(played),
     )

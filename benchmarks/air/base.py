@@ -6,7 +6,7 @@ probability `skill`, and something careless otherwise.
 """
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,25 +29,14 @@ from benchmarks.air.task import (
     new_task,
     take,
 )
+from benchmarks.air.worlds import World
 
 ID: Final = {word: number for number, word in enumerate(WORDS)}
 IGNORED: Final = -100
 BATCH: Final = 64
 RATE: Final = 3e-3
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """A kind of task, and how well the base model knows it."""
-
-    name: str
-    tools: tuple[str, ...]
-    turns: int
-    # The probability of the right next call, and of a note instead of anything else.
-    skill: float
-    notes: float = 0.0
-    # The probability of the key that is wanted.
-    preference: float = 0.75
+# How often the teacher takes the key that is wanted.
+PREFERENCE: Final = 0.75
 
 
 def demonstrate(world: World, task: Task, draw: random.Random) -> tuple[list[str], list[bool]]:
@@ -67,7 +56,7 @@ def careless_call(world: World, task: Task, state: State, draw: random.Random) -
     """What the worker says next."""
     if draw.random() < world.notes:
         return [NOTE, draw.choice(TAKES[NOTE]), END]
-    tool, word, end = right_call(world, task, state, draw)
+    tool, word, end = right_call(task, state, draw)
     if draw.random() < world.skill:
         return [tool, word, end]
     other = draw.choice(TAKES[NOTE])
@@ -77,14 +66,14 @@ def careless_call(world: World, task: Task, state: State, draw: random.Random) -
             [tool, word, other, end],
             [tool, word, word, other],
             [tool, other, end],
-            [draw.choice(CHAIN), word, end],
+            [other, word, end],
         ]
     )
 
 
-def right_call(world: World, task: Task, state: State, draw: random.Random) -> list[str]:
+def right_call(task: Task, state: State, draw: random.Random) -> list[str]:
     """The chain's next call, with either key."""
-    key = draw.random() >= world.preference
+    key = draw.random() >= PREFERENCE
     for other in (int(key), int(not key)):
         for place in (2, 1):
             word = task.answers[other][place - 1]
@@ -137,7 +126,7 @@ def _tokenizer() -> Any:
 
 def _batch(world: World, draw: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and labels (B, T); only the worker's own words are to be learned."""
-    length = len("begin k k call".split()) + world.turns * (CALL_WORDS + 4)
+    length = len(["begin", "k", "k", "call"]) + world.turns * (CALL_WORDS + 4)
     ids = torch.zeros(BATCH, length, dtype=torch.long)
     labels = torch.full((BATCH, length), IGNORED)
     for row in range(BATCH):

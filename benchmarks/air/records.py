@@ -20,19 +20,20 @@ from store.records import (
 )
 from store.tokens import pack_ids, pack_logprobs
 
+POLICY: Final = "toy"
 NOW: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def as_groups(played: Sequence[Played], rewards: Sequence[float], version: int) -> list[Group]:
+def as_groups(played: Sequence[Played], rewards: Sequence[float]) -> list[Group]:
     """Groups of neighbours with the same task, each episode with its reward as feedback."""
-    episodes = [_episode(*pair, version) for pair in zip(played, rewards, strict=True)]
+    episodes = [_episode(*pair) for pair in zip(played, rewards, strict=True)]
     return [
         Group(task=task or "", episodes=tuple(members))
         for task, members in groupby(episodes, key=lambda episode: episode.task)
     ]
 
 
-def _episode(played: Played, reward: float, version: int) -> Episode:
+def _episode(played: Played, reward: float) -> Episode:
     identifier = new_id()
     return Episode(
         id=identifier,
@@ -40,21 +41,23 @@ def _episode(played: Played, reward: float, version: int) -> Episode:
         task=played.task.name,
         method="header",
         last_call_at=NOW,
-        calls=tuple(_call(turn, identifier, version) for turn in played.turns),
+        calls=tuple(_call(turn, identifier) for turn in played.turns),
         feedback=(Feedback(metric=REWARD, value=reward, at=NOW),),
     )
 
 
-def _call(turn: Turn, episode: UUID, version: int) -> TransitionRow:
+def _call(turn: Turn, episode: UUID) -> TransitionRow:
     outcome = turn.outcome
-    asked = ToolCall(id=f"call_{outcome.state.turn}", name=outcome.tool, arguments=outcome.arguments)
+    asked = ToolCall(
+        id=f"call_{outcome.state.turn}", name=outcome.tool, arguments=outcome.arguments
+    )
     event = ToolEvent(id=new_id(), tool_id=asked.id, name=asked.name, status=outcome.status)
     return TransitionRow(
         id=new_id(),
         episode_id=episode,
         agent="default",
-        policy="toy",
-        policy_version=version,
+        policy=POLICY,
+        policy_version=0,
         status="complete",
         http_status=200,
         request=None,

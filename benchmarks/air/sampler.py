@@ -54,7 +54,9 @@ class Sampler:
     @torch.inference_mode()
     def play(self, tasks: Sequence[Task]) -> list[Played]:
         """One episode of each task (a task may be there many times), at temperature one."""
-        episodes = [Played(task, [ID[word] for word in task.prompt], begin(task), []) for task in tasks]
+        episodes = [
+            Played(task, [ID[word] for word in task.prompt], begin(task), []) for task in tasks
+        ]
         reader = _Reader(self._model, len(tasks))
         logits = reader.read([episode.ids for episode in episodes])
         while not all(episode.state.ended for episode in episodes):

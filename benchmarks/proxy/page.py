@@ -1,4 +1,4 @@
-"""`docs/benchmarks.md`: the page's own words stay, the figures between its marks are replaced."""
+"""A page of figures: the page's own words stay, the figures between its marks are replaced."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,9 @@ class NoMarks(Exception):
     """The page has no place for the figures: a line for their begin, and one for their end."""
 
 
-def with_figures(page: str, tables: Sequence[Rows], machine: str) -> str:
+def with_figures(
+    page: str, tables: Sequence[Rows], machine: str, picture: str = PICTURE.name
+) -> str:
     """The page with these figures in the place of those before.
 
     Raises:
@@ -23,8 +25,8 @@ def with_figures(page: str, tables: Sequence[Rows], machine: str) -> str:
     before, begun, rest = page.partition(BEGIN)
     _, ended, after = rest.partition(END)
     if not begun or not ended:
-        raise NoMarks(f"{PAGE} needs a line {BEGIN} and a line {END}")
-    parts = [f"Measured on {machine}.", f"![the figures as bars]({PICTURE.name})"]
+        raise NoMarks(f"the page needs a line {BEGIN} and a line {END}")
+    parts = [f"Measured on {machine}.", f"![the figures as a picture]({picture})"]
     parts += [f"## {table.title}\n\n{table.markdown()}" for table in tables]
     body = "\n\n".join(parts)
     return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"
