@@ -3,7 +3,6 @@
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +11,7 @@ import torch
 from benchmarks.air.records import POLICY, as_groups
 from benchmarks.air.sampler import Played, Sampler
 from benchmarks.air.task import NOTE, Task, new_task
-from benchmarks.air.worlds import Arm, World
+from benchmarks.air.worlds import Arm, Look, World
 from store.records import Group
 from trainer.credit.assign import TransitionCredit, assign_credit
 from trainer.learners.learner import Learner
@@ -25,16 +24,6 @@ GROUP_SIZE: Final = 8
 LOOK_EVERY: Final = 2
 HELD_OUT: Final = 256
 HELD_OUT_SEED: Final = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The policy on the held-out tasks, after so many episodes of training; means of episodes."""
-
-    episodes: int
-    r_final: float
-    calls: float
-    notes: float
 
 
 def run_arm(world: World, base: str, arm: Arm, seed: int) -> list[Look]:

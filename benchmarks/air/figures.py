@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final
 
-from benchmarks.air.arms import Look
-from benchmarks.air.worlds import EASY, SPARSE, UNBOUNDED, WITH, WITHOUT
+from benchmarks.air.worlds import EASY, SPARSE, UNBOUNDED, WITH, WITHOUT, Look
 from benchmarks.proxy.figures import Bar
 from benchmarks.proxy.tables import NONE, Rows, number
 

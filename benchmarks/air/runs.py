@@ -6,10 +6,10 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Final
 
-from benchmarks.air.arms import Look, run_arm
+from benchmarks.air.arms import run_arm
 from benchmarks.air.base import write_base
 from benchmarks.air.figures import Curves
-from benchmarks.air.worlds import ARMS, Arm, World
+from benchmarks.air.worlds import ARMS, Arm, Look, World
 
 # Optimiser steps of a base model.
 BASE_STEPS: Final = 1000

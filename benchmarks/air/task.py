@@ -92,7 +92,7 @@ def begin(task: Task) -> State:
 
 
 def take(task: Task, state: State, said: Sequence[str]) -> Outcome:
-    """What the words `said` do; a reply is always read as a call, be it of no known tool."""
+    """What the words `said` (one or more) do: always a call, be it of no known tool."""
     after = replace(state, turn=state.turn + 1, ended=state.turn + 1 >= task.turns)
     tool, arguments = said[0], " ".join(word for word in said[1:] if word != END)
     taken = TAKES[tool] if tool in task.tools else ()

@@ -1,4 +1,4 @@
-"""The two kinds of task that are measured, and the arms that are compared on each. Pure."""
+"""What is measured: two kinds of task, the arms compared on each, and what is looked at. Pure."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -30,6 +30,16 @@ class Arm:
     name: str
     air_lambda: float
     unbounded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The policy on the held-out tasks, after so many episodes of training; means of episodes."""
+
+    episodes: int
+    r_final: float
+    calls: float
+    notes: float
 
 
 SPARSE: Final = World("sparse", CHAIN, turns=4, skill=0.06, notes=0.0, groups=2, waves=120)
