@@ -40,20 +40,23 @@ PICTURE: Final = Path("docs/air.png")
 # The bars are judged by the first; the others check that these are no lucky ones.
 SEEDS: Final = (1, 2, 3, 4, 5)
 OTHER_SEEDS: Final = (6, 7, 8, 9, 10)
-QUICK_WAVES: Final = 24
+QUICK_WAVES: Final = 6
+QUICK_BASE_STEPS: Final = 100
 
 
 def main() -> None:
     """Parse, run, print, write."""
     options = _options()
     console = Console(stderr=options.json)
-    worlds, seeds, others = [SPARSE, EASY], options.seeds, options.other_seeds
+    worlds, base_steps = [SPARSE, EASY], BASE_STEPS
+    seeds, others = options.seeds, options.other_seeds
     if options.quick:
-        worlds, seeds, others = [replace(w, waves=QUICK_WAVES) for w in worlds], seeds[:1], []
+        worlds = [replace(world, waves=QUICK_WAVES) for world in worlds]
+        seeds, others, base_steps = seeds[:1], [], QUICK_BASE_STEPS
     started = perf_counter()
     with tempfile.TemporaryDirectory(prefix="pawl-air-") as folder:
         found = run_worlds(
-            worlds, [*seeds, *others], BASE_STEPS, options.jobs, Path(folder), console.print
+            worlds, [*seeds, *others], base_steps, options.jobs, Path(folder), console.print
         )
     seconds = perf_counter() - started
     judged, checked = _of(found, seeds), _of(found, others)
@@ -68,7 +71,7 @@ def main() -> None:
         console.print(f"written: {PAGE}, {PICTURE}")
     if options.json:
         print(json.dumps(_as_json(judged, checked, promises, seconds)))
-    sys.exit(0 if all(bar.holds for bar in promises) else 1)
+    sys.exit(0 if options.quick or all(bar.holds for bar in promises) else 1)
 
 
 def _options() -> argparse.Namespace:
@@ -83,7 +86,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at once (one a core)")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE} and {PICTURE}")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.quick and options.write:
+        parser.error("--quick has no figures to --write: leave one of them out")
+    return options
 
 
 def _numbers(given: str) -> list[int]:

@@ -63,7 +63,7 @@ def recipe_of(world: World, arm: Arm) -> Recipe:
         dtype="float32",
         claim=ClaimPart(group_size=GROUP_SIZE, groups=world.groups),
         credit=CreditPart(air_lambda=0.0 if arm.unbounded else arm.air_lambda),
-        optimizer=OptimizerPart(learning_rate=4e-3),
+        optimizer=OptimizerPart(learning_rate=3e-3),
         batch=BatchPart(micro_batch_tokens=512),
         lora=LoraPart(rank=8, alpha=16.0),
     )

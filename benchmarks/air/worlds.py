@@ -42,8 +42,8 @@ class Look:
     notes: float
 
 
-SPARSE: Final = World("sparse", CHAIN, turns=4, skill=0.06, notes=0.0, groups=2, waves=120)
-EASY: Final = World("easy", (*CHAIN, NOTE), turns=10, skill=0.25, notes=0.3, groups=8, waves=30)
+SPARSE: Final = World("sparse", CHAIN, turns=4, skill=0.06, notes=0.0, groups=4, waves=80)
+EASY: Final = World("easy", (*CHAIN, NOTE), turns=10, skill=0.25, notes=0.3, groups=8, waves=24)
 
 WITH: Final = Arm("AIR", 0.2)
 WITHOUT: Final = Arm("no AIR", 0.0)
