@@ -19,7 +19,7 @@ from store.records import (
     policy_name,
 )
 from store.tokens import unpack_ids, unpack_logprobs
-from trainer.air import AskedEvent, asked_events, asked_for
+from trainer.air import AskedEvent, asked_event, asked_events
 from trainer.credit.accounts import has_failed
 
 # An episode without a reward counts as over when it has been silent for this long.
@@ -114,7 +114,7 @@ def _unasked(calls: Sequence[TransitionRow]) -> list[ToolEvent]:
         event
         for call in calls
         for event in call.tool_events
-        if asked_for(event, call.tool_calls) is None
+        if asked_event(event, call.tool_calls) is None
     ]
 
 

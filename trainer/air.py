@@ -35,17 +35,27 @@ class AskedEvent(Record, frozen=True, kw_only=True):
 
 def asked_events(call: TransitionRow) -> tuple[AskedEvent, ...]:
     """A call's events as far as it asked for the tools that they are about."""
-    pairs = [(event, asked_for(event, call.tool_calls)) for event in call.tool_events]
-    return tuple(
-        AskedEvent(
+    found = [asked_event(event, call.tool_calls) for event in call.tool_events]
+    return tuple(event for event in found if event is not None)
+
+
+def asked_event(event: ToolEvent, tool_calls: Sequence[ToolCall]) -> AskedEvent | None:
+    """An event of a call with these tool calls; None where it asked for no such tool.
+
+    A reply that the server's parser could not read as a call has no tool call: an event
+    without an id that says `malformed` of it is about the reply itself, and counts.
+    """
+    asked = asked_for(event, tool_calls)
+    if asked is not None:
+        return AskedEvent(
             id=asked.id,
             tool=event.name or asked.name,
             arguments=asked.arguments,
             status=event.status,
         )
-        for event, asked in pairs
-        if asked is not None
-    )
+    if event.tool_id is None and event.status == "malformed":
+        return AskedEvent(id=None, tool=event.name, arguments=None, status=event.status)
+    return None
 
 
 def asked_for(event: ToolEvent, tool_calls: Sequence[ToolCall]) -> ToolCall | None:

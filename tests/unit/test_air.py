@@ -122,6 +122,14 @@ def test_an_event_that_no_call_asked_for_does_not_count() -> None:
     assert asked(tool_event("ok", "t1")) == []
 
 
+def test_a_reply_that_was_no_readable_call_is_malformed_itself() -> None:
+    unread = msgspec.structs.replace(tool_event("malformed", None), name="calc")
+    assert asked(unread) == [None]
+    assert asked(unread, SEARCH) == [None]
+    assert asked(msgspec.structs.replace(unread, status="error")) == []
+    assert asked(tool_event("malformed", "t9")) == []
+
+
 def test_an_event_without_an_id_counts_where_only_one_tool_can_be_meant() -> None:
     nameless = msgspec.structs.replace(tool_event("ok", None), name=None)
     named = msgspec.structs.replace(nameless, name="search")
