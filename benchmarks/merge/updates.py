@@ -12,8 +12,10 @@ from trainer.learners.scoring import score_rows
 from trainer.rows import Row
 
 CAP = 2.0
-# Rows that TRL computes at once: its default.
+# Rows that TRL computes at once, its default; fewer long ones: eight of a thread's last turns
+# take more than 20 GB, most of it logits.
 TRL_ROWS = 8
+TRL_TOKENS = 2400
 
 
 def gradient(model: Any) -> Tensor:
@@ -54,7 +56,8 @@ def plan(rows: Sequence[Row], budget: int, *, merge: bool = True) -> list[list[R
 def trl_update(model: Any, rows: Sequence[Row]) -> tuple[Callable[[], None], int]:
     """TRL's own GRPO loss (cispo) over padded rows: what runs it, and the tokens it computes."""
     trainer = _trl_trainer(model)
-    batches = [_padded(rows[start : start + TRL_ROWS]) for start in range(0, len(rows), TRL_ROWS)]
+    at_once = max(1, min(TRL_ROWS, TRL_TOKENS // max(len(row.ids) for row in rows)))
+    batches = [_padded(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
 
     def run() -> None:
         for batch in batches:
