@@ -83,7 +83,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--write", action="store_true", help=f"draw {PICTURE}")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     options = parser.parse_args(arguments)
-    options.budget = options.budget or (16384 if options.device == "cuda" else 1024)
+    options.budget = options.budget or (16384 if options.device == "cuda" else 2048)
     return options
 
 

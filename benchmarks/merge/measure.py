@@ -32,17 +32,21 @@ def tiny_gradients(seeds: int) -> Result:
 
 
 def real_gradient(source: Any, rows: Sequence[Row], budget: int) -> Result:
-    """float32: merged in light layers against separate in transformers' and PEFT's own."""
+    """float32: merged against separate, and against transformers' and PEFT's own layers."""
     model = make_model(source, torch.float32)
     train(model, plan(rows, budget), merge=True)
     merged = gradient(model)
+    train(model, [[row] for row in rows], merge=False)
+    separate = gradient(model)
     reference = make_model(source, torch.float32, lean=False)
     train(reference, [[row] for row in rows], merge=False)
-    separate = gradient(reference)
+    stock = gradient(reference)
     return {
         "rows": len(rows),
         "largest_difference": largest_difference(merged, separate),
-        "cosine": float(torch.cosine_similarity(merged, separate, dim=0)),
+        "from_stock_layers": largest_difference(merged, stock),
+        "separate_from_stock_layers": largest_difference(separate, stock),
+        "cosine": float(torch.cosine_similarity(merged, stock, dim=0)),
     }
 
 

@@ -22,6 +22,8 @@ def _gradients(result: Result) -> Table:
         f"float64, tiny, {tiny['trees']} random trees", f"{tiny['largest_difference']:.1e}", "1e-6"
     )
     table.add_row(f"float32, {real['rows']} rows", f"{real['largest_difference']:.1e}", "1e-5")
+    stock = f"float32, merged against transformers' and PEFT's own layers, {real['rows']} rows"
+    table.add_row(stock, f"{real['from_stock_layers']:.1e}", "")
     table.caption = f"bf16 against float32, merged: cosine {half['cosine']:.4f}"
     return table
 

@@ -32,8 +32,7 @@ from tests.conftest import ROOT
 from tests.integration.conftest import Proxy, eventually, free_port
 from tests.records import call, reward
 
-NOW = datetime.now(UTC)
-LONG_AGO = NOW - timedelta(hours=1)
+LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
 PLAN = JudgingPlan(quiet=timedelta(0), poll_s=0.05)
 
 PROGRAM = """
@@ -287,7 +286,7 @@ async def test_only_finished_episodes_without_a_score_are_judged(engine: AsyncEn
         call("scored", started_at=LONG_AGO),
         reward(1.0, episode="scored"),
         call("running", started_at=LONG_AGO),
-        call("running", started_at=NOW),
+        call("running", started_at=datetime.now(UTC)),
         call("doubtful", started_at=LONG_AGO, confidence="doubtful"),
     )
     judge, plan = Opinion(), msgspec.structs.replace(PLAN, quiet=timedelta(minutes=10))
@@ -302,7 +301,7 @@ async def test_an_episode_in_parts_is_judged_when_its_last_part_is_over(
     await store(
         engine,
         call("first", method="own", started_at=LONG_AGO, offers=(digest,)),
-        call("second", method="own", started_at=NOW, asks=(digest,)),
+        call("second", method="own", started_at=datetime.now(UTC), asks=(digest,)),
     )
     judge, plan = Opinion(), msgspec.structs.replace(PLAN, quiet=timedelta(minutes=10))
     await Judging(engine, judge, Desk(), plan).run(once=True)
@@ -319,7 +318,7 @@ async def test_a_selection_is_judged(engine: AsyncEngine) -> None:
         call("writers", agent="writer"),
     )
     for chosen, wanted in (
-        (Selection(since=NOW - timedelta(minutes=5), policy="m"), ["writers"]),
+        (Selection(since=LONG_AGO + timedelta(minutes=30), policy="m"), ["writers"]),
         (Selection(policy="n"), ["other"]),
         (Selection(agent="writer"), ["writers"]),
     ):
