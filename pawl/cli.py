@@ -41,6 +41,14 @@ def _fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+# Which episodes a command is about.
+Since = Annotated[
+    datetime | None, typer.Option(help="Only episodes with a call at or after this time.")
+]
+OfAgent = Annotated[str | None, typer.Option(help="Only episodes with calls of this agent.")]
+OfPolicy = Annotated[str | None, typer.Option(help="Only episodes with calls of this policy.")]
+
+
 @app.command()
 def proxy(
     workers: Annotated[
@@ -125,15 +133,9 @@ def demo(
 
 @app.command()
 def export(
-    since: Annotated[
-        datetime | None, typer.Option(help="Only episodes with a call at or after this time.")
-    ] = None,
-    agent: Annotated[
-        str | None, typer.Option(help="Only episodes with calls of this agent.")
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="Only episodes with calls of this policy.")
-    ] = None,
+    since: Since = None,
+    agent: OfAgent = None,
+    policy: OfPolicy = None,
     out: Annotated[Path | None, typer.Option(help="A file; standard output if left out.")] = None,
 ) -> None:
     """Write what was recorded as JSON lines, one episode each, oldest first."""
@@ -195,15 +197,9 @@ def judge(
     again: Annotated[
         bool, typer.Option("--again", help="Ask also about those it could not judge before.")
     ] = False,
-    since: Annotated[
-        datetime | None, typer.Option(help="Only episodes with a call at or after this time.")
-    ] = None,
-    agent: Annotated[
-        str | None, typer.Option(help="Only episodes with calls of this agent.")
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="Only episodes with calls of this policy.")
-    ] = None,
+    since: Since = None,
+    agent: OfAgent = None,
+    policy: OfPolicy = None,
     feedback_url: Annotated[
         str | None, typer.Option(help="Where answers go; unset: the proxy at PAWL_LISTEN.")
     ] = None,

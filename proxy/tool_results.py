@@ -11,6 +11,7 @@ from uuid import UUID, uuid5
 
 import msgspec
 
+from proxy.contents import objects, texts
 from proxy.dialects.base import Object
 from proxy.result_readers import ResultReaders
 from store.records import Record, ToolEvent, ToolSource, ToolStatus
@@ -22,7 +23,6 @@ FIELDS: Final[Mapping[str, str]] = {
     "responses": "input",
 }
 MAX_TEXT: Final = 1024
-_TEXT_TYPES: Final = ("text", "input_text", "output_text")
 _RESULT_TYPES: Final = ("function_call_output", "custom_tool_call_output")
 # What a user puts into the input of a response, beside messages.
 _HEARD_SUFFIXES: Final = ("_output", "_response")
@@ -129,12 +129,12 @@ def _is_assistants(member: dict[str, Any]) -> bool:
 def _called(member: dict[str, Any]) -> dict[str, str]:
     """The names of the tools that it calls, by their call's id."""
     told: list[tuple[Any, Any]] = [(member.get("call_id"), member.get("name"))]
-    for call in _objects(member.get("tool_calls")):
+    for call in objects(member.get("tool_calls")):
         of_kind = call.get("custom") if call.get("type") == "custom" else call.get("function")
         told.append((call.get("id"), of_kind.get("name") if isinstance(of_kind, dict) else None))
     told += [
         (block.get("id"), block.get("name"))
-        for block in _objects(member.get("content"))
+        for block in objects(member.get("content"))
         if block.get("type") == "tool_use"
     ]
     return {
@@ -150,7 +150,7 @@ def _results(member: dict[str, Any], names: Mapping[str, str]) -> Iterator[ToolR
     elif member.get("type") in _RESULT_TYPES:
         yield from _result(member.get("call_id"), member.get("output"), names)
     else:
-        for block in _objects(member.get("content")):
+        for block in objects(member.get("content")):
             if block.get("type") == "tool_result":
                 stated = block.get("is_error")
                 yield from _result(
@@ -168,25 +168,11 @@ def _result(
     if not isinstance(tool_id, str) or not tool_id or not _storable(tool_id):
         return ()
     name = names.get(tool_id)
-    return (ToolResult(tool_id=tool_id, name=name, text=_text(content), is_error=is_error),)
+    return (
+        ToolResult(tool_id=tool_id, name=name, text="\n".join(texts(content)), is_error=is_error),
+    )
 
 
 def _storable(text: str) -> bool:
     """As much, and of such characters, as feedback may say too."""
     return len(text) <= MAX_TEXT and "\x00" not in text
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    return "\n".join(
-        part["text"]
-        for part in _objects(content)
-        if part.get("type") in _TEXT_TYPES and isinstance(part.get("text"), str)
-    )
-
-
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    for member in value if isinstance(value, list) else ():
-        if isinstance(member, dict):
-            yield member

@@ -9,18 +9,18 @@ it. The pieces are hashed as a chain, so that all prefixes of a thread cost one 
 """
 
 import re
-from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import Any, Final
 
 import msgspec
+
+from proxy.contents import is_text, objects, texts
 
 SIZE: Final = 16
 # From 2048 bytes on hashlib lets other threads run meanwhile: they would, and we should wait.
 _PIECE: Final = 2000
 _UNHEARD_ROLES: Final = ("system", "developer")
 _TOOL_ROLES: Final = ("tool", "function")
-_TEXT_TYPES: Final = ("text", "input_text", "output_text")
 # `call_1` and `functions.add:0` are counters: servers hand the same ones to everybody.
 _RANDOM_TAIL: Final = re.compile(r"(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{8,}\Z", re.ASCII)
 _NOT_ALNUM: Final = re.compile(r"[^A-Za-z0-9]")
@@ -68,7 +68,7 @@ class Conversation:
 
     def said(self, content: Any) -> None:
         """The assistant said `content`, text or parts; what is no text is left out."""
-        for text in _texts(content):
+        for text in texts(content):
             spoken = text.rpartition(_THOUGHT_END)[2] if _THOUGHT_END in text else text
             if spoken := spoken.strip():
                 self._texts.append(spoken)
@@ -133,11 +133,11 @@ def _read_member(conversation: Conversation, member: dict[str, Any]) -> None:
 
 def _read_calls(conversation: Conversation, message: dict[str, Any]) -> None:
     """The tool calls of an assistant's message, in a chat's form and in Anthropic's."""
-    for call in _objects(message.get("tool_calls")):
+    for call in objects(message.get("tool_calls")):
         function = call.get("function")
         function = function if isinstance(function, dict) else {}
         conversation.called(call.get("id"), function.get("name"), function.get("arguments"))
-    for block in _objects(message.get("content")):
+    for block in objects(message.get("content")):
         if block.get("type") == "tool_use":
             conversation.called(block.get("id"), block.get("name"), block.get("input"))
 
@@ -168,7 +168,7 @@ def heard_bytes(content: Any) -> bytes:
 
 def _part_bytes(part: Any) -> bytes:
     if isinstance(part, dict):
-        if part.get("type") in _TEXT_TYPES and isinstance(part.get("text"), str):
+        if is_text(part):
             return _encoded(part["text"])
         part = {name: value for name, value in part.items() if name != "cache_control"}
     return b"\0" + _sorted_json(part)
@@ -198,22 +198,6 @@ _ARGUMENTS: Final = msgspec.json.Decoder(float_hook=_number)
 
 def _sorted_json(value: Any) -> bytes:
     return msgspec.json.encode(value, order="sorted")
-
-
-def _texts(content: Any) -> Iterable[str]:
-    if isinstance(content, str):
-        return (content,)
-    return (
-        part["text"]
-        for part in _objects(content)
-        if part.get("type") in _TEXT_TYPES and isinstance(part.get("text"), str)
-    )
-
-
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    for member in value if isinstance(value, list) else ():
-        if isinstance(member, dict):
-            yield member
 
 
 def _encoded(text: str) -> bytes:
