@@ -1,7 +1,7 @@
 """`python -m benchmarks.backlog`: what a claim costs while many episodes wait; storing beside it.
 
 A ledger with a history (300,000 consumed episodes), and a backlog of `--waiting` episodes in
-five shapes. For each: the look at what is ready (once a second where there is too little for
+seven shapes. For each: the look at what is ready (once a second where there is too little for
 an update), a whole claim, and a look for what can never be trained; medians, in milliseconds.
 Then batches of calls are stored, alone and while claims are made and given back all the time.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from sqlalchemy import text
@@ -55,6 +56,7 @@ SINGLES = ClaimRule(
     max_staleness=4,
     max_episode_age_s=86_400.0,
 )
+CALLS = msgspec.structs.replace(GROUPS, call_rewards_after_s=60.0)
 # Shape: the rule, episodes a task (0: all of one task), and whether they are scored or failed.
 SHAPES: dict[str, tuple[ClaimRule, int, str]] = {
     "groups of 8": (GROUPS, 8, "scored"),
@@ -62,15 +64,17 @@ SHAPES: dict[str, tuple[ClaimRule, int, str]] = {
     "all of one task": (GROUPS, 0, "scored"),
     "groups of one": (SINGLES, 1, "scored"),
     "failed, unscored": (GROUPS, 8, "failed"),
+    "scored by call": (CALLS, 8, "call scored"),
     "unscored": (GROUPS, 8, "open"),
 }
 EPISODES = """
     INSERT INTO episodes (id, key, method, task, task_named, policy, policy_version,
-        first_call_id, last_call_id, last_call_at, failed, scored_at)
+        first_call_id, last_call_id, last_call_at, failed, scored_at, call_scored_at)
     SELECT id, CAST(:tag AS text) || n, 'header',
         'prompt:' || md5(CAST(:tag AS text) || n / CAST(:per_task AS integer)), false, 'm',
         CAST(:version AS integer) + n % 4, id, id, now() - make_interval(secs => n * 0.01 + 61),
-        :state = 'failed', CASE WHEN :state = 'scored' THEN now() END
+        :state = 'failed', CASE WHEN :state = 'scored' THEN now() END,
+        CASE WHEN :state = 'call scored' THEN now() - interval '61 s' END
     FROM (SELECT n, uuidv7() AS id FROM generate_series(1, CAST(:count AS integer)) n) made
 """
 UPDATES = """

@@ -52,12 +52,21 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
 
 
 def episode_state(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> EpisodeState:
-    """Scored, failed, still open, or over without a score."""
-    if any(statement.metric == REWARD for statement in episode.feedback):
+    """Scored, failed, still open, or over without a score.
+
+    What failed is scored by a reward for all of it alone: its other calls are paid as failed.
+    """
+    if _has_reward(episode.feedback):
         return "scored"
     if has_failed(episode):
         return "failed"
+    if any(_has_reward(call.feedback) for call in episode.calls):
+        return "scored"
     return "open" if now - episode.last_call_at < quiet else "unscored"
+
+
+def _has_reward(statements: Sequence[Feedback]) -> bool:
+    return any(statement.metric == REWARD for statement in statements)
 
 
 def episode_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> dict[str, Any]:

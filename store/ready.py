@@ -31,8 +31,10 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     with or without a task.
 
     `failed_after_s`: a failed episode without a reward is a member too once it has been
-    silent for so long; None: never. What is more than `max_staleness` versions old, or more
-    than `max_episode_age_s`, is not taken; None: no limit.
+    silent for so long; None: never. `call_rewards_after_s`: and so is one whose only rewards
+    are for single calls, once there was neither a call nor such a reward for so long. What is
+    more than `max_staleness` versions old, or more than `max_episode_age_s`, is not taken;
+    None: no limit.
     """
 
     policy: str
@@ -43,6 +45,7 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     max_staleness: int | None = None
     max_episode_age_s: float | None = None
     failed_after_s: float | None = None
+    call_rewards_after_s: float | None = None
 
 
 _SCORED = f"""
@@ -50,11 +53,27 @@ _SCORED = f"""
     FROM episodes
     WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE} AND {VERSION} >= :oldest
 """
+# Nobody says when such an episode is over: it is when all of its parts are silent.
+_CALL_SCORED = f"""
+    UNION ALL
+    SELECT id, {TASK}, {VERSION}, GREATEST(last_call_at, call_scored_at)
+        + make_interval(secs => :call_rewards_after_s)
+    FROM episodes e
+    WHERE policy = :policy AND call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE}
+        AND GREATEST(last_call_at, call_scored_at)
+            < now() - make_interval(secs => :call_rewards_after_s)
+        AND {VERSION} >= :oldest
+        AND NOT (linked AND EXISTS (
+            SELECT FROM episodes p WHERE p.root = e.id
+                AND p.last_call_at >= now() - make_interval(secs => :call_rewards_after_s)))
+"""
+# Where rewards for single calls count, an episode that has one is not without a reward.
 _FAILED = f"""
     UNION ALL
     SELECT id, {TASK}, {VERSION}, last_call_at + make_interval(secs => :failed_after_s)
     FROM episodes
     WHERE policy = :policy AND failed AND scored_at IS NULL AND {FREE} AND NOT linked
+        AND NOT (:calls_are_paid AND call_scored_at IS NOT NULL)
         AND last_call_at < now() - make_interval(secs => :failed_after_s)
         AND {VERSION} >= :oldest
 """
@@ -68,6 +87,7 @@ _FAILED_JOINED = """
         AND f.linked
         AND f.last_call_at < now() - make_interval(secs => :failed_after_s)
         AND w.policy = :policy AND w.scored_at IS NULL AND w.claimed_by IS NULL
+        AND NOT (:calls_are_paid AND w.call_scored_at IS NOT NULL)
         AND w.quarantined_reason IS NULL AND COALESCE(w.policy_version, 0) >= :oldest
         AND w.last_call_id <= f.last_call_id
         AND NOT EXISTS (SELECT FROM episodes p
@@ -80,7 +100,8 @@ _EARLIER = f"""
           WHERE policy = :policy AND state = 'done' AND claimed_at < CAST(:before AS timestamptz)
           ORDER BY claimed_at DESC LIMIT {EARLIER_UPDATES}) u
     JOIN consumptions c ON c.update_id = u.id JOIN episodes e ON e.id = c.episode_id
-    WHERE {TASK} IS NOT NULL AND {VERSION} >= :oldest AND (e.scored_at IS NOT NULL OR e.failed)
+    WHERE {TASK} IS NOT NULL AND {VERSION} >= :oldest
+        AND (e.scored_at IS NOT NULL OR e.call_scored_at IS NOT NULL OR e.failed)
 """
 EARLIER_MEMBERS = text(
     f"SELECT id, task FROM ({_EARLIER}) e WHERE task = ANY(:tasks) ORDER BY claimed_at DESC, id"
@@ -126,9 +147,13 @@ async def find_ready(connection: AsyncConnection, rule: ClaimRule, oldest: int) 
         "groups": rule.groups,
     }
     ready = _SCORED
+    if rule.call_rewards_after_s is not None:
+        ready += _CALL_SCORED
+        values["call_rewards_after_s"] = rule.call_rewards_after_s
     if rule.failed_after_s is not None:
         ready += _FAILED + _FAILED_JOINED
         values["failed_after_s"] = rule.failed_after_s
+        values["calls_are_paid"] = rule.call_rewards_after_s is not None
     if rule.group_size == 1:
         return await _singles(connection, rule, ready, values)
     return await _groups(connection, rule, ready, values)

@@ -134,7 +134,8 @@ async def _stored_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> lis
     ]
 
 
-# An episode of its own is its one call: what is said of the call is said of the episode.
+# An episode of its own is its one call: what is said of the call is said of the episode. Of
+# the rewards for single calls the newest counts: they come while the episode goes on.
 _SCORE = f"""
     WITH wanted AS (
         SELECT DISTINCT COALESCE(root, id) AS id FROM episodes WHERE id = ANY($1)
@@ -142,13 +143,17 @@ _SCORE = f"""
     parts AS (
         SELECT w.id AS whole, e.id, e.method FROM wanted w JOIN episodes e ON e.id = w.id
         UNION ALL SELECT w.id, e.id, e.method FROM wanted w JOIN episodes e ON e.root = w.id),
+    said AS (
+        SELECT p.whole, f.at, f.call_id IS NULL OR p.method = '{OWN_EPISODE}' AS of_episode
+        FROM parts p LEFT JOIN feedback f ON f.episode_id = p.id AND f.metric = '{REWARD}'),
     scores AS (
-        SELECT p.whole, min(f.at) AS at FROM parts p LEFT JOIN feedback f
-            ON f.episode_id = p.id AND f.metric = '{REWARD}'
-            AND (f.call_id IS NULL OR p.method = '{OWN_EPISODE}')
-        GROUP BY p.whole)
-    UPDATE episodes e SET scored_at = s.at FROM scores s
-    WHERE e.id = s.whole AND e.claimed_by IS NULL AND e.scored_at IS DISTINCT FROM s.at
+        SELECT whole, min(at) FILTER (WHERE of_episode) AS scored_at,
+            max(at) FILTER (WHERE NOT of_episode) AS call_scored_at
+        FROM said GROUP BY whole)
+    UPDATE episodes e SET scored_at = s.scored_at, call_scored_at = s.call_scored_at
+    FROM scores s
+    WHERE e.id = s.whole AND e.claimed_by IS NULL AND (e.scored_at, e.call_scored_at)
+        IS DISTINCT FROM (s.scored_at, s.call_scored_at)
 """
 
 

@@ -29,7 +29,8 @@ _TOTALS = text(
       (SELECT count(*) FROM consumptions) AS consumed_episodes,
       (SELECT count(*) FROM consumptions WHERE trained) AS trained_episodes,
       (SELECT count(*) FROM consumptions c JOIN episodes e ON e.id = c.episode_id
-        WHERE c.trained AND e.scored_at IS NULL) AS trained_unscored_episodes,
+        WHERE c.trained AND e.scored_at IS NULL
+            AND e.call_scored_at IS NULL) AS trained_unscored_episodes,
       (SELECT count(*) FROM (SELECT episode_id FROM consumptions
         GROUP BY episode_id HAVING count(*) > 1) twice) AS twice_consumed_episodes
     """

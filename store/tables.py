@@ -75,7 +75,9 @@ episodes = Table(
     Column("last_call_at", When, nullable=False),
     # Its last call did not come to a proper reply.
     Column("failed", Boolean, nullable=False, server_default=text("false")),
+    # When its first reward was stated, and when the newest that names one of its calls alone.
     Column("scored_at", When),
+    Column("call_scored_at", When),
     Column("claimed_by", Uuid, ForeignKey("updates.id")),
     # A call was put into it in doubt.
     Column("doubtful", Boolean, nullable=False, server_default=text("false")),
@@ -101,6 +103,13 @@ episodes = Table(
         text("COALESCE(policy_version, 0)"),
         "id",
         postgresql_where=text(FREE),
+    ),
+    Index(
+        "ix_episodes_call_scored",
+        "policy",
+        text("COALESCE(joined_task, task)"),
+        text("COALESCE(policy_version, 0)"),
+        postgresql_where=text(f"call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE}"),
     ),
     Index(
         "ix_episodes_failed",

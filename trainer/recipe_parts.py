@@ -31,6 +31,8 @@ class ClaimPart(Part):
     older than `max_staleness` versions or, where it is set, has been silent for longer than
     `max_episode_age_s` is spent and not trained. An episode whose last call failed takes
     `credit.failed_reward`, where that is set, once it has been silent for `failed_after_s`.
+    One whose only rewards are for single calls counts as scored, where `credit.assignment`
+    pays these, once no call and no such reward has come for `call_rewards_after_s`.
     """
 
     group_size: Count = 8
@@ -41,6 +43,7 @@ class ClaimPart(Part):
     max_staleness: Annotated[int, Field(ge=0)] = 4
     max_episode_age_s: Positive | None = None
     failed_after_s: Positive = 60.0
+    call_rewards_after_s: Positive = 60.0
 
     @model_validator(mode="before")
     @classmethod
@@ -82,6 +85,11 @@ class CreditPart(Part):
     )
     # Scores of single tools by their names: {"search": {"ok": 0.2}}.
     air_tools: dict[str, dict[str, Finite]] = Field(default={})
+
+    @property
+    def pays_single_calls(self) -> bool:
+        """Whether a reward for a single call counts (see `trainer.credit.returns`)."""
+        return self.assignment in ("call", "per_agent")
 
     @model_validator(mode="after")
     def _statuses_are_known(self) -> "CreditPart":

@@ -38,6 +38,7 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
         max_staleness=rule.max_staleness,
         max_episode_age_s=rule.max_episode_age_s,
         failed_after_s=None if recipe.credit.failed_reward is None else rule.failed_after_s,
+        call_rewards_after_s=rule.call_rewards_after_s if recipe.credit.pays_single_calls else None,
     )
 
 

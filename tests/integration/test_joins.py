@@ -215,11 +215,12 @@ def scenario(dice: random.Random) -> list[SpoolRecord]:
     records: list[SpoolRecord] = []
     for number in range(12):
         key = dice.choice(keys)
-        is_own = not any(isinstance(r, CallRecord) and r.episode == key for r in records)
+        is_first = not any(isinstance(r, CallRecord) and r.episode == key for r in records)
+        is_own = is_first and key not in keys[:2]
         records.append(
             call(
                 key,
-                method="own" if is_own else "tool_call",
+                method="own" if is_own else "header" if is_first else "tool_call",
                 task=dice.choice([None, None, None, f"named {number % 2}"]),
                 request=b'{"messages":["' + b"turn, " * 20 * number + b'"], "tools": "..."}',
                 tokens=tokens(list(range(number * 3)), [7, number]),
@@ -251,7 +252,10 @@ def content(found: Sequence[Episode]) -> Any:
 async def scores(engine: AsyncEngine) -> Any:
     async with engine.connect() as connection:
         rows = await connection.execute(
-            text("SELECT key, scored_at, quarantined_reason FROM episodes WHERE root IS NULL")
+            text(
+                "SELECT key, scored_at, call_scored_at, quarantined_reason"
+                " FROM episodes WHERE root IS NULL"
+            )
         )
         return sorted(tuple(row) for row in rows)
 

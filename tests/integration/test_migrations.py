@@ -46,6 +46,27 @@ async def test_migrating_twice_changes_nothing(database_url: str) -> None:
     assert await tables(database_url) == before
 
 
+async def test_rewards_on_single_calls_are_found_again(empty_database_url: str) -> None:
+    await upgrade(empty_database_url)
+    engine = make_engine(empty_database_url)
+    whole = call("whole", offers=(b"3" * 16,))
+    part = call("part", method="own", asks=(b"3" * 16,))
+    named = call("part", method="prefix")
+    other = call("other")
+    said = [reward(1.0, call=str(one.id), at=at) for at, one in enumerate([whole, whole, named])]
+    await Ingester().store(engine, [whole, part, named, other, *said])
+    query = text("SELECT key, scored_at, call_scored_at FROM episodes WHERE root IS NULL")
+    async with engine.connect() as connection:
+        before = sorted(map(tuple, await connection.execute(query)), key=str)
+    assert [key for key, _, at in before if at] == ["whole"]
+    await engine.dispose()
+    await downgrade(empty_database_url, "0004")
+    await upgrade(empty_database_url)
+    async with engine.connect() as connection:
+        assert sorted(map(tuple, await connection.execute(query)), key=str) == before
+    await engine.dispose()
+
+
 OLD_EPISODE = """
     INSERT INTO episodes (id, key, method, task, task_named, policy, policy_version,
                           first_call_id, last_call_at)
