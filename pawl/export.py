@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import IO, Any
+from uuid import UUID
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.reading import episode_ids, iter_episodes
+from store.errors import Damaged
+from store.reading import episode_ids, read_in_batches, what_is
 from store.records import (
     REWARD,
     Episode,
@@ -35,9 +37,14 @@ class Selection(Record, frozen=True, kw_only=True):
 
 
 async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> int:
-    """Write the episodes to `out`; returns how many."""
+    """Write the episodes to `out`; returns how many.
+
+    Raises:
+        Damaged: some cannot be read back; all others are written.
+    """
     now = datetime.now(UTC)
     count = 0
+    damaged: dict[UUID, str] = {}
     async with engine.connect() as connection:
         ids = await episode_ids(
             connection,
@@ -45,9 +52,13 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
             agent=selection.agent,
             policy=selection.policy,
         )
-        async for episode in iter_episodes(connection, ids):
-            out.write(msgspec.json.encode(episode_line(episode, now)) + b"\n")
-            count += 1
+        async for found in read_in_batches(connection, ids):
+            damaged |= found.damaged
+            for episode in found.episodes:
+                out.write(msgspec.json.encode(episode_line(episode, now)) + b"\n")
+                count += 1
+    if damaged:
+        raise Damaged(f"{what_is(damaged)}; the other {count} episodes are written", damaged)
     return count
 
 

@@ -5,7 +5,7 @@ key. A call that a later one names as the attempt it repeats is left out: they a
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
@@ -21,6 +21,7 @@ from store.records import (
     ToolEvent,
     TransitionRow,
 )
+from store.tokens import ITEM_BYTES
 
 # An explicit statement of how a tool ended beats what its result says.
 _SURENESS: Final[Mapping[str, int]] = {
@@ -30,7 +31,14 @@ _SURENESS: Final[Mapping[str, int]] = {
     "reader": 1,
     "assumed": 0,
 }
-Texts = Mapping[UUID, tuple[bytes | None, bytes]]
+Texts = tuple[bytes | None, bytes]
+
+
+class WholeTexts(NamedTuple):
+    """By call its request and prompt ids as they were said; or why they cannot be read back."""
+
+    of: Mapping[UUID, Texts]
+    damaged: Mapping[UUID, str]
 
 
 def assemble(
@@ -38,11 +46,14 @@ def assemble(
     rows: Sequence[Any],
     events: Iterable[Any],
     said: Iterable[Any],
-    whole: Texts,
+    whole: WholeTexts,
 ) -> Episode:
     """The episode of `parts`; calls, events and statements come in the order of their ids.
 
     `whole` is what `whole_texts` says of at least these calls.
+
+    Raises:
+        Damaged: a call cannot be read back.
     """
     head = next((part for part in parts if part.root is None), parts[0])
     repeated_by = {row.retry_of: row.id for row in rows if row.retry_of is not None}
@@ -69,7 +80,7 @@ def assemble(
         calls=tuple(
             _transition(
                 row,
-                whole[row.id],
+                _readable(row, whole),
                 [event for event in standing if owner[event.id] == row.id],
                 [statement for statement in statements if about[statement.id] == row.id],
             )
@@ -82,41 +93,52 @@ def assemble(
     )
 
 
-def whole_texts(rows: Iterable[Any]) -> dict[UUID, tuple[bytes | None, bytes]]:
-    """Each call's request and prompt ids as they were said, whatever its row keeps of them.
-
-    Raises:
-        Damaged: a parent is missing, or too short.
-    """
+def whole_texts(rows: Iterable[Any]) -> WholeTexts:
+    """Each call's request and prompt ids as they were said, whatever its row keeps of them."""
     by_id = {row.id: row for row in rows}
-    found: dict[UUID, tuple[bytes | None, bytes]] = {}
+    found: dict[UUID, Texts] = {}
+    damaged: dict[UUID, str] = {}
     for row in by_id.values():
-        chain = [row]
-        while chain[-1].id not in found and chain[-1].parent_id is not None:
-            parent = by_id.get(chain[-1].parent_id)
-            if parent is None:
-                raise Damaged(f"call {chain[-1].id} adds to {chain[-1].parent_id}: not there")
-            chain.append(parent)
-        for call in reversed(chain):
-            if call.id not in found:
+        chain: dict[UUID, Any] = {}
+        call = row
+        while call is not None and not any(call.id in known for known in (found, damaged, chain)):
+            chain[call.id] = call
+            call = by_id.get(call.parent_id)
+        for call in reversed(chain.values()):
+            try:
                 found[call.id] = _texts(call, by_id, found)
-    return found
+            except ValueError as error:
+                damaged[call.id] = f"call {call.id} adds to {call.parent_id}: {error}"
+    return WholeTexts(found, damaged)
 
 
-def _texts(
-    row: Any, by_id: Mapping[UUID, Any], found: Mapping[UUID, tuple[bytes | None, bytes]]
-) -> tuple[bytes | None, bytes]:
+def _texts(row: Any, by_id: Mapping[UUID, Any], found: Mapping[UUID, Texts]) -> Texts:
     if row.parent_id is None:
         return row.request, row.prompt_ids
+    if row.parent_id not in by_id:
+        raise ValueError("it is not there")
+    if row.parent_id not in found:
+        raise ValueError("it cannot be read back")
+    if None in (row.request_prefix, row.request_suffix, row.prompt_prefix, row.request):
+        raise ValueError("what it takes from it is not known")
     request, prompt_ids = found[row.parent_id]
     context = prompt_ids + by_id[row.parent_id].sampled_ids
-    try:
-        return (
-            rebuild(request or b"", row.request_prefix, row.request_suffix, row.request),
-            rebuild(context, row.prompt_prefix, 0, row.prompt_ids),
-        )
-    except ValueError as error:
-        raise Damaged(f"call {row.id} does not fit {row.parent_id}: {error}") from error
+    return (
+        rebuild(request or b"", row.request_prefix, row.request_suffix, row.request),
+        rebuild(context, row.prompt_prefix, 0, row.prompt_ids),
+    )
+
+
+def _readable(row: Any, whole: WholeTexts) -> Texts:
+    """A call's texts, once what it sampled is seen to be whole too."""
+    if row.id in whole.damaged:
+        raise Damaged(whole.damaged[row.id])
+    texts = whole.of[row.id]
+    if any(len(ids) % ITEM_BYTES for ids in (texts[1], row.sampled_ids, row.sampled_logprobs)):
+        raise Damaged(f"call {row.id} has half a token id or log-probability")
+    if row.trainable and len(row.sampled_ids) != len(row.sampled_logprobs):
+        raise Damaged(f"call {row.id} has not as many log-probabilities as sampled ids")
+    return texts
 
 
 def _last(repeated_by: Mapping[UUID, UUID], call_id: UUID | None) -> UUID | None:
@@ -137,9 +159,7 @@ def _newest_events(rows: Iterable[Any]) -> list[Any]:
     return list(standing.values())
 
 
-def _transition(
-    row: Any, texts: tuple[bytes | None, bytes], events: list[Any], said: list[Any]
-) -> TransitionRow:
+def _transition(row: Any, texts: Texts, events: list[Any], said: list[Any]) -> TransitionRow:
     request, prompt_ids = texts
     return TransitionRow(
         id=row.id,

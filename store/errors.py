@@ -1,5 +1,8 @@
 """What can go wrong in the store. One root; the driver's error is always kept as the cause."""
 
+from collections.abc import Mapping
+from uuid import UUID
+
 
 class StoreError(Exception):
     """The store could not do what it was asked to."""
@@ -10,7 +13,14 @@ class Refused(StoreError):
 
 
 class Damaged(StoreError):
-    """A row cannot be read back as it was written."""
+    """A call cannot be read back as it was written.
+
+    `episodes`: why, by the id of each episode that cannot be read for it.
+    """
+
+    def __init__(self, message: str, episodes: Mapping[UUID, str] | None = None) -> None:
+        super().__init__(message)
+        self.episodes = dict(episodes or {})
 
 
 class ClaimLost(StoreError):

@@ -2,17 +2,20 @@
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from sqlalchemy import Row, Select, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.assembly import assemble, whole_texts
+from store.errors import Damaged
 from store.records import Episode
 from store.tables import episodes, feedback, tool_events, transitions
 
 BATCH = 200
+# Of the episodes that cannot be read back so many are named in a message.
+TOLD = 5
 
 
 async def episode_ids(
@@ -47,11 +50,11 @@ def matching(
     return query.order_by(episodes.c.first_call_id)
 
 
-async def iter_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> AsyncIterator[Episode]:
-    """The episodes of `ids`, in that order, read in batches."""
-    for start in range(0, len(ids), BATCH):
-        for episode in await read_episodes(connection, ids[start : start + BATCH]):
-            yield episode
+class Reading(NamedTuple):
+    """Episodes in the order that was asked for; and why the others cannot be read back."""
+
+    episodes: list[Episode]
+    damaged: dict[UUID, str]
 
 
 async def read_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> list[Episode]:
@@ -60,6 +63,28 @@ async def read_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> lis
     Raises:
         Damaged: a call cannot be read back.
     """
+    found = await read(connection, ids)
+    if found.damaged:
+        raise Damaged(what_is(found.damaged), found.damaged)
+    return found.episodes
+
+
+def what_is(damaged: Mapping[UUID, str]) -> str:
+    """A message about a reading's `damaged`: the first few, and how many more."""
+    told = "; ".join(list(damaged.values())[:TOLD])
+    return told if len(damaged) <= TOLD else f"{told}; and {len(damaged) - TOLD} more"
+
+
+async def read_in_batches(
+    connection: AsyncConnection, ids: Sequence[UUID]
+) -> AsyncIterator[Reading]:
+    """The episodes of `ids`, in that order, `BATCH` at a time."""
+    for start in range(0, len(ids), BATCH):
+        yield await read(connection, ids[start : start + BATCH])
+
+
+async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
+    """What can be read of the episodes of `ids`."""
     wanted = list(ids)
     parts = await _rows(
         connection,
@@ -77,17 +102,16 @@ async def read_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> lis
     members: dict[UUID, list[Row[Any]]] = {}
     for part in parts:
         members.setdefault(whole_of[part.id], []).append(part)
-    return [
-        assemble(
-            members[whole],
-            calls_of.get(whole, []),
-            events_of.get(whole, []),
-            said_of.get(whole, []),
-            texts,
-        )
-        for whole in wanted
-        if whole in members
-    ]
+    found = Reading([], {})
+    for whole in wanted:
+        if whole not in members:
+            continue
+        own, tools, statements = (of.get(whole, []) for of in (calls_of, events_of, said_of))
+        try:
+            found.episodes.append(assemble(members[whole], own, tools, statements, texts))
+        except Damaged as error:
+            found.damaged[whole] = f"episode {members[whole][0].key!r} cannot be read back: {error}"
+    return found
 
 
 _CALLS = select(

@@ -100,7 +100,7 @@ _EARLIER = f"""
           WHERE policy = :policy AND state = 'done' AND claimed_at < CAST(:before AS timestamptz)
           ORDER BY claimed_at DESC LIMIT {EARLIER_UPDATES}) u
     JOIN consumptions c ON c.update_id = u.id JOIN episodes e ON e.id = c.episode_id
-    WHERE {TASK} IS NOT NULL AND {VERSION} >= :oldest
+    WHERE {TASK} IS NOT NULL AND {VERSION} >= :oldest AND quarantined_reason IS NULL
         AND (e.scored_at IS NOT NULL OR e.call_scored_at IS NOT NULL OR e.failed)
 """
 EARLIER_MEMBERS = text(

@@ -3,7 +3,10 @@
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Final, TypeVar
+
+# Of one id, or one log-probability.
+ITEM_BYTES: Final = 4
 
 Values = TypeVar("Values", "array[int]", "array[float]")
 

@@ -26,6 +26,7 @@ from store.claims import Claim, Outcome
 from store.errors import ClaimLost
 from store.records import PolicyVersion
 from trainer import adapters
+from trainer.claiming import Claiming
 from trainer.errors import AdapterError, LearnerError, PublishError
 from trainer.expiring import Expiring
 from trainer.learning import Learning
@@ -65,8 +66,10 @@ class Loop:
         self._learner = learner
         self._policy = policy
         self._told_of_the_end = False
-        self._rule = claim_rule(recipe, policy)
-        self._expiring = Expiring(engine, self._rule, recipe.model_dump(mode="json"))
+        rule = claim_rule(recipe, policy)
+        told = recipe.model_dump(mode="json")
+        self._claiming = Claiming(engine, rule, told)
+        self._expiring = Expiring(engine, rule, told)
 
     async def recover(self) -> None:
         """Finish or undo what a killed trainer left."""
@@ -127,18 +130,14 @@ class Loop:
         return True
 
     async def _update(self, parent: PolicyVersion) -> bool:
-        async with self._engine.begin() as connection:
-            update_id = await claims.claim(
-                connection, self._rule, parent.version, self._recipe.model_dump(mode="json")
-            )
-        if update_id is None:
+        claim = await self._claiming.take(parent.version)
+        if claim is None:
             return False
-        await self._run(update_id, parent)
+        await self._run(claim, parent)
         return True
 
-    async def _run(self, update_id: UUID, parent: PolicyVersion) -> None:
+    async def _run(self, claim: Claim, parent: PolicyVersion) -> None:
         async with self._engine.connect() as connection:
-            claim = await claims.load_claim(connection, update_id)
             next_version = max(
                 await claims.next_version(connection, self._policy),
                 adapters.highest_version(self._adapter_dir, self._policy) + 1,

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from store.assembly import whole_texts
 from store.bases import TIPS, Bases
 from store.delta import delta, rebuild, shared_prefix
-from store.errors import Damaged
 from store.ids import lowest_id_at
 from store.records import CallRecord
 from store.rows import TRANSITION_COLUMNS, transition_row
@@ -75,7 +74,9 @@ def stored(bases: Bases, calls: list[CallRecord]) -> list[Stored]:
 
 
 def assert_whole(rows: list[Stored], calls: list[CallRecord]) -> None:
-    assert whole_texts(rows) == {c.id: (c.request, c.tokens.prompt_ids) for c in calls}
+    found = whole_texts(rows)
+    assert found.of == {c.id: (c.request, c.tokens.prompt_ids) for c in calls}
+    assert found.damaged == {}
 
 
 @given(st.lists(st.integers(min_value=1, max_value=5), min_size=1, max_size=5), st.randoms())
@@ -147,5 +148,31 @@ def test_memory_is_bounded() -> None:
 def test_a_parent_that_is_missing_is_told() -> None:
     first, second = thread(2)
     rows = stored(Bases(), [first, second])
-    with pytest.raises(Damaged, match=str(first.id)):
-        whole_texts(rows[1:])
+    found = whole_texts(rows[1:])
+    assert found.of == {}
+    assert found.damaged == {second.id: f"call {second.id} adds to {first.id}: it is not there"}
+
+
+def damaged(rows: list[object]) -> list[str]:
+    return [why.partition(": ")[2] for why in whole_texts(rows).damaged.values()]
+
+
+def test_what_adds_to_a_damaged_call_is_damaged_and_no_other() -> None:
+    rows = stored(Bases(), [*thread(3), *thread(3, episode="other")])
+    rows[1].request_prefix = 10**6  # type: ignore[attr-defined]
+    first, second = damaged(rows)
+    assert "are to come from a base of" in first
+    assert second == "it cannot be read back"
+    assert len(whole_texts(rows).of) == 4
+
+
+def test_calls_that_add_to_each_other_are_damaged() -> None:
+    rows = stored(Bases(), thread(2))
+    rows[0].parent_id = rows[1].id  # type: ignore[attr-defined]
+    assert damaged(rows) == ["it cannot be read back"] * 2
+
+
+def test_what_does_not_say_what_it_takes_is_damaged() -> None:
+    rows = stored(Bases(), thread(2))
+    rows[1].prompt_prefix = None  # type: ignore[attr-defined]
+    assert damaged(rows) == ["what it takes from it is not known"]

@@ -1,0 +1,75 @@
+"""A claim with episodes that cannot be read back: these are set aside, the others are free again.
+
+What is damaged would be claimed at each look, and stop the trainer at each: it is spent, once, with
+the reason `damaged`, by the update that found it, which ends in state `expired`. A member of an
+earlier update is spent already; the mark on it keeps it from being compared with again.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+from uuid import UUID
+
+from sqlalchemy import insert, or_, select, text, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.errors import ClaimLost
+from store.tables import consumptions, episodes, updates
+
+DAMAGED: Final = "damaged"
+WHY: Final = "a call of this episode cannot be read back"
+
+
+async def set_aside(
+    connection: AsyncConnection, update_id: UUID, damaged: Mapping[UUID, str]
+) -> int:
+    """End a running update for what is `damaged` of its claim; returns how many were spent.
+
+    Raises:
+        ClaimLost: the update is no longer running; nothing was written.
+    """
+    held = await _held(connection, update_id, damaged)
+    ended = await connection.execute(
+        update(updates)
+        .where(updates.c.id == update_id, updates.c.state == "running")
+        .values(
+            state="expired" if held else "abandoned",
+            finished_at=text("now()"),
+            metrics={
+                "episodes": len(held),
+                "trained_episodes": 0,
+                "dropped": {DAMAGED: len(held)} if held else {},
+                "damaged": {str(one): why for one, why in damaged.items()},
+            },
+        )
+        .returning(updates.c.id)
+    )
+    if ended.first() is None:
+        raise ClaimLost(f"update {update_id} is no longer running")
+    if held:
+        spent = {"update_id": update_id, "trained": False, "reason": DAMAGED}
+        await connection.execute(
+            insert(consumptions), [{"episode_id": one, **spent} for one in held]
+        )
+    await connection.execute(
+        update(episodes).where(episodes.c.id.in_(damaged)).values(quarantined_reason=WHY)
+    )
+    await connection.execute(
+        update(episodes)
+        .where(episodes.c.claimed_by == update_id, episodes.c.id.not_in(held))
+        .values(claimed_by=None)
+    )
+    return len(held)
+
+
+async def _held(
+    connection: AsyncConnection, update_id: UUID, damaged: Mapping[UUID, str]
+) -> list[UUID]:
+    """Those of `damaged` that the update claimed; all rows that will change are locked."""
+    query = (
+        select(episodes.c.id, episodes.c.claimed_by)
+        .where(or_(episodes.c.claimed_by == update_id, episodes.c.id.in_(damaged)))
+        .order_by(episodes.c.key)
+        .with_for_update(key_share=True)
+    )
+    rows = await connection.execute(query)
+    return [row.id for row in rows if row.claimed_by == update_id and row.id in damaged]
