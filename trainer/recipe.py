@@ -23,10 +23,14 @@ from trainer.recipe_parts import (
 
 
 class Recipe(Part):
-    """All of it. Defaults stand for what a file leaves out."""
+    """All of it. Defaults stand for what a file leaves out.
+
+    `dtype` "auto" is what `pawl up` serves in on such a machine: bfloat16 on a GPU, float32
+    on a CPU.
+    """
 
     learner: Literal["grpo", "ppo"] = "grpo"
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     claim: ClaimPart = ClaimPart()
     credit: CreditPart = CreditPart()
     optimizer: OptimizerPart = OptimizerPart()

@@ -115,6 +115,25 @@ async def test_they_make_a_group_complete_beside_others(engine: AsyncEngine) -> 
     assert await taken(engine, recipe(group_size=2)) == ["one", "other"]
 
 
+async def test_a_late_one_is_compared_with_those_that_were_trained_before(
+    engine: AsyncEngine,
+) -> None:
+    by = recipe(group_size=2)
+    for name, value in (("a", 1.0), ("b", 0.0)):
+        one = made(name, task="t")
+        await store(engine, one, given(value, one))
+    await trained(engine, by)
+    late = made("late", task="t")
+    await store(engine, late, given(0.25, late))
+    rule = msgspec.structs.replace(claim_rule(by, "m"), max_age_s=1e-6)
+    claim = await take(engine, rule)
+    assert keys(claim) == ["late"]
+    assert claim is not None
+    # Group size 2: filled up with one of them.
+    [earlier] = claim.groups[0].earlier
+    assert earlier.key in ("a", "b")
+
+
 # When it is over
 
 

@@ -14,6 +14,7 @@ from trainer.batching import computed_tokens
 from trainer.errors import LearnerError
 from trainer.learners.grpo import collate
 from trainer.learners.learner import Learner
+from trainer.learners.model import load_base, precision
 from trainer.learners.scoring import score_rows
 from trainer.rows import Row
 
@@ -150,6 +151,23 @@ def test_half_precision_trains_too(tiny_model: str, tmp_path: Path) -> None:
         for row, old, new in zip(batch, before, after, strict=True)
     ]
     assert sum(gains) > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_a_cpu", "on_a_gpu"),
+    [
+        ("auto", torch.float32, torch.bfloat16),
+        ("float32", torch.float32, torch.float32),
+        ("bfloat16", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_auto_is_the_servers_precision_and_what_the_recipe_says_stands(
+    tiny_model: str, dtype: str, on_a_cpu: torch.dtype, on_a_gpu: torch.dtype
+) -> None:
+    made = recipe().model_copy(update={"dtype": dtype})
+    assert (precision(made, "cpu"), precision(made, "cuda:1")) == (on_a_cpu, on_a_gpu)
+    here = on_a_gpu if torch.cuda.is_available() else on_a_cpu
+    assert load_base(tiny_model, made)[0].dtype == here
 
 
 def test_checkpointing_changes_no_gradient(tiny_model: str, tmp_path: Path) -> None:

@@ -258,13 +258,15 @@ def test_the_settings_are_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_vllm_is_started_as_the_local_stack_starts_it() -> None:
     recipe = load_recipe("default")
+    # Both have a GPU, where that is what the recipe's "auto" is.
+    assert recipe.dtype == "auto"
     wanted = options(
         vllm_command(
             VllmOptions(
                 model="m",
                 served_name="m",
                 port=8000,
-                dtype=recipe.dtype,
+                dtype="bfloat16",
                 max_model_len=8192,
                 max_lora_rank=recipe.lora.rank,
             )

@@ -19,6 +19,15 @@ def test_the_packaged_recipes_are_valid(name: str, learner: str) -> None:
     assert load_recipe(name).learner == learner
 
 
+@pytest.mark.parametrize("name", ["default", "ppo", "single"])
+def test_for_live_traffic_the_precision_is_the_machines(name: str) -> None:
+    assert load_recipe(name).dtype == "auto"
+
+
+def test_a_recipe_that_names_no_precision_has_float32() -> None:
+    assert parse_recipe("", "r.toml").dtype == "float32"
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

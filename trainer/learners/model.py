@@ -15,6 +15,13 @@ from trainer.recipe import Recipe
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def precision(recipe: Recipe, device: str) -> torch.dtype:
+    """What the frozen base is computed in on `device`: "cpu", or "cuda:…"."""
+    if recipe.dtype == "auto":
+        return torch.float32 if device == "cpu" else torch.bfloat16
+    return DTYPES[recipe.dtype]
+
+
 def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
     """The causal LM and its tokenizer, on the GPU where there is one.
 
@@ -25,7 +32,7 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     try:
         base = AutoModelForCausalLM.from_pretrained(
-            model, dtype=DTYPES[recipe.dtype], attn_implementation="sdpa"
+            model, dtype=precision(recipe, device), attn_implementation="sdpa"
         )
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
