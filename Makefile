@@ -1,6 +1,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
-CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests
+CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests hatch_build.py
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test check format lock clean
@@ -34,4 +34,5 @@ lock: install  ## lock all roles to exact versions again
 	@scripts/lock.sh
 
 clean:  ## remove .venv and everything that ran here
-	@rm -rf .venv .venv-clients tests/clients/node/node_modules var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@find proxy -name '*.so' -delete
+	@rm -rf .venv .venv-clients .cython tests/clients/node/node_modules var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

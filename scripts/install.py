@@ -9,11 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from typing import NoReturn
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
 STAMP = os.path.join(VENV, ".pawl-installed")
+COMPILED = os.path.join(VENV, ".pawl-compiled")
 UV = "uv==0.13.8"
 OLDEST, NEWEST = (3, 11), (3, 13)
 DISK_GIB = 8
@@ -54,19 +56,45 @@ def check_machine() -> None:
 
 def fingerprint() -> str:
     """What the installation depends on."""
-    digest = hashlib.sha256(sys.version.encode())
-    for name in INPUTS:
+    return _digest(sys.version, INPUTS)
+
+
+def compiled_fingerprint() -> str:
+    """What the compiled proxy depends on, beside that."""
+    sources = ["hatch_build.py"]
+    for folder, _, names in os.walk(os.path.join(ROOT, "proxy")):
+        sources += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+    return _digest(fingerprint(), sorted(sources))
+
+
+def _digest(known: str, files: "Iterable[str]") -> str:
+    digest = hashlib.sha256(known.encode())
+    for name in files:
         with open(os.path.join(ROOT, name), "rb") as file:
             digest.update(file.read())
     return digest.hexdigest()
 
 
-def is_current(wanted: str) -> bool:
-    """Whether `.venv` was made from the same."""
-    if not os.path.exists(STAMP):
+def says(stamp: str, wanted: str) -> bool:
+    """Whether what a stamp stands for was made from the same."""
+    if not os.path.exists(stamp):
         return False
-    with open(STAMP) as file:
+    with open(stamp) as file:
         return file.read() == wanted
+
+
+def is_outdated() -> bool:
+    """Whether a source is newer than what it was compiled to, though it says the same."""
+    sys.path.insert(0, ROOT)
+    from proxy.outdated import outdated
+
+    return bool(outdated())
+
+
+def write(stamp: str, text: str) -> None:
+    """Say from what it was made."""
+    with open(stamp, "w") as file:
+        file.write(text)
 
 
 def run(what: str, *command: str, env: "dict[str, str] | None" = None) -> None:
@@ -98,44 +126,46 @@ def torch_source(gpu: bool) -> "tuple[dict[str, str], list[str]]":
     return environment, ["--torch-backend", "auto" if gpu else "cpu"]
 
 
-def main() -> None:
-    """Check, then install what is not there yet."""
-    check_machine()
-    wanted = fingerprint()
-    if is_current(wanted):
-        return
-    gpu = shutil.which("nvidia-smi") is not None
-    lock = os.path.join(ROOT, "requirements", "gpu.txt" if gpu else "cpu.txt")
+def install_packages(uv: str, gpu: bool) -> None:
+    """What Pawl is built on, in locked versions."""
     python = os.path.join(VENV, "bin", "python")
-    if os.path.exists(STAMP):
-        os.remove(STAMP)
     if not os.path.exists(python):
         run("making .venv", sys.executable, "-m", "venv", VENV)
     run("installing uv", python, "-m", "pip", "install", "--quiet", UV)
-    uv = os.path.join(VENV, "bin", "uv")
     environment, backend = torch_source(gpu)
-    environment["VIRTUAL_ENV"] = VENV
-    install = [uv, "pip", "install", "--no-deps"]
+    lock = os.path.join(ROOT, "requirements", "gpu.txt" if gpu else "cpu.txt")
     run(
         "installing the locked packages (a few GiB: this can take minutes)",
-        *install,
-        *backend,
-        "--compile-bytecode",
-        "-r",
-        lock,
-        env=environment,
+        *(uv, "pip", "install", "--no-deps", *backend, "--compile-bytecode", "-r", lock),
+        env=environment | {"VIRTUAL_ENV": VENV},
     )
+
+
+def install_pawl(uv: str, gpu: bool) -> None:
+    """Pawl itself, where it stands; its proxy is compiled (hatch_build.py)."""
     run(
-        "installing Pawl itself",
-        *install,
-        "--quiet",
-        "-e",
-        ".",
+        "installing Pawl and compiling its proxy",
+        *(uv, "pip", "install", "--no-deps", "--quiet", "-e", "."),
         *([] if gpu else ["-e", "plugins/cpu_lora"]),
-        env=environment,
+        env=dict(os.environ) | {"VIRTUAL_ENV": VENV},
     )
-    with open(STAMP, "w") as file:
-        file.write(wanted)
+
+
+def main() -> None:
+    """Check, then install what is not there yet."""
+    check_machine()
+    gpu = shutil.which("nvidia-smi") is not None
+    uv = os.path.join(VENV, "bin", "uv")
+    wanted, compiled = fingerprint(), compiled_fingerprint()
+    if says(STAMP, wanted) and says(COMPILED, compiled) and not is_outdated():
+        return
+    if not says(STAMP, wanted):
+        if os.path.exists(STAMP):
+            os.remove(STAMP)
+        install_packages(uv, gpu)
+    install_pawl(uv, gpu)
+    write(STAMP, wanted)
+    write(COMPILED, compiled)
     print("pawl: installed; the command is .venv/bin/pawl", flush=True)
 
 

@@ -11,11 +11,19 @@ import pytest
 from hypothesis import settings
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from proxy.outdated import outdated
 from store.embedded import EmbeddedPostgres
 from store.engine import make_engine
 from store.migrate import upgrade
 
 ROOT = Path(__file__).parents[1]
+
+
+def pytest_sessionstart() -> None:
+    """What is tested is what the sources say."""
+    if changed := outdated():
+        pytest.exit(f"changed after it was compiled: {changed[0]}; `make install` compiles it", 2)
+
 
 # A machine busy with something else is no reason for a test to fail.
 settings.register_profile("pawl", deadline=None)

@@ -20,6 +20,7 @@ import structlog
 from prometheus_client.multiprocess import mark_process_dead
 
 from proxy.errors import BadUpstreams, DoesNotStart
+from proxy.outdated import outdated
 from proxy.settings import ProxySettings
 from proxy.upstreams.members import check_upstreams
 from store.settings import address
@@ -155,9 +156,12 @@ async def serve(settings: ProxySettings) -> None:
     Raises:
         OSError: a port is taken.
         BadUpstreams: the file of upstreams cannot be used.
-        DoesNotStart: a process cannot be kept up.
+        DoesNotStart: a process cannot be kept up, or would not run what its sources say.
     """
     check_upstreams(settings)
+    if changed := outdated():
+        named = ", ".join(path.name for path in changed)
+        raise DoesNotStart(f"changed after it was compiled: {named}. `make install` compiles it")
     stop, replace = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
