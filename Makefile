@@ -34,5 +34,5 @@ lock: install  ## lock all roles to exact versions again
 	@scripts/lock.sh
 
 clean:  ## remove .venv and everything that ran here
-	@find proxy -name '*.so' -delete
+	@find proxy -name '*.so' -delete; rm -f proxy/compiled.json
 	@rm -rf .venv .venv-clients .cython tests/clients/node/node_modules var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -5,14 +5,20 @@ aside; a call takes an eighth less time then (docs/decisions/028-compiled.md). W
 compiler nothing is compiled and the proxy runs from its sources.
 """
 
+import json
 import os
 import shlex
 import shutil
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any, Final
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from proxy.outdated import NOTED, hashes, outdated  # noqa: E402
 
 PACKAGE: Final = "proxy"
 # pydantic makes its own of a class; what looks at the others must not need them.
@@ -22,25 +28,23 @@ WORK: Final = ".cython"
 OPTIONS: Final = ["-O2", "-g0", "-Wno-array-bounds", "-Wno-unused-function"]
 
 
-class Compiled(BuildHookInterface[Any]):
+class Compiled(BuildHookInterface[Any]):  # type: ignore[misc]
     """Puts the extensions beside their sources: an editable install runs them there."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile what changed; `version` is `standard` or `editable`."""
-        root = Path(self.root)
+        package = Path(self.root, PACKAGE)
         missing = _missing()
         if missing:
-            for extension in root.glob(f"{PACKAGE}/**/*{_suffix()}"):
-                # It may be older than its source.
-                extension.unlink()
-            self.app.display_warning(f"no {missing}: the proxy is not compiled and is slower so")
+            _forget(package)
+            self.app.display_warning(f"no {missing}: the proxy is not compiled, and slower so")
             return
-        _compile(root)
+        _compile(package)
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
-        build_data["artifacts"].append(f"{PACKAGE}/**/*{_suffix()}")
+        build_data["artifacts"] += [f"{PACKAGE}/**/*{_suffix()}", f"{PACKAGE}/{NOTED}"]
 
 
 def _suffix() -> str:
@@ -57,14 +61,26 @@ def _missing() -> str:
     return ""
 
 
-def _compile(root: Path) -> None:
+def _forget(package: Path) -> None:
+    """What was compiled before may not be what the sources say now."""
+    (package / NOTED).unlink(missing_ok=True)
+    for extension in package.rglob(f"*{_suffix()}"):
+        extension.unlink()
+
+
+def _compile(package: Path) -> None:
     from Cython.Build import cythonize
     from setuptools import Distribution, Extension
     from setuptools.command.build_ext import build_ext
 
-    os.chdir(root)
+    os.chdir(package.parent)
+    for changed in outdated(package):
+        # Times decide what is translated again; a file that came from elsewhere may be old.
+        changed.touch()
     sources = [
-        path for path in sorted(Path(PACKAGE).rglob("*.py")) if path.name not in LEFT_AS_THEY_ARE
+        path.relative_to(package.parent)
+        for path in sorted(package.rglob("*.py"))
+        if path.name not in LEFT_AS_THEY_ARE
     ]
     modules = [
         Extension(".".join(path.with_suffix("").parts), [str(path)], extra_compile_args=OPTIONS)
@@ -82,3 +98,4 @@ def _compile(root: Path) -> None:
     command.parallel = cores
     command.ensure_finalized()
     command.run()
+    (package / NOTED).write_text(json.dumps(hashes(package)))

@@ -1,18 +1,29 @@
 """Whether what was compiled of this package is what its sources say.
 
-`make install` compiles it (hatch_build.py); a source that is changed after that would not be
-what runs.
+`make install` compiles it (hatch_build.py) and notes each source's hash; a source that is
+changed after that would not be what runs.
 """
 
-from importlib.machinery import EXTENSION_SUFFIXES
+import json
+from hashlib import sha256
 from pathlib import Path
+from typing import Final
+
+NOTED: Final = "compiled.json"
+
+
+def hashes(package: Path) -> dict[str, str]:
+    """The SHA-256 of each source, by its path within the package."""
+    return {
+        source.relative_to(package).as_posix(): sha256(source.read_bytes()).hexdigest()
+        for source in sorted(package.rglob("*.py"))
+    }
 
 
 def outdated(package: Path = Path(__file__).parent) -> list[Path]:
-    """Sources that are newer than what they were compiled to."""
-    found = []
-    for source in package.rglob("*.py"):
-        compiled = source.with_suffix(EXTENSION_SUFFIXES[0])
-        if compiled.exists() and compiled.stat().st_mtime < source.stat().st_mtime:
-            found.append(source)
-    return sorted(found)
+    """Sources that are not what was compiled; none where nothing was."""
+    noted = package / NOTED
+    if not noted.exists():
+        return []
+    compiled = json.loads(noted.read_text())
+    return [package / name for name, said in hashes(package).items() if compiled.get(name) != said]

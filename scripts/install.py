@@ -84,7 +84,7 @@ def says(stamp: str, wanted: str) -> bool:
 
 
 def is_outdated() -> bool:
-    """Whether a source is newer than what it was compiled to, though it says the same."""
+    """Whether what was compiled is of other sources, though nothing changed since."""
     sys.path.insert(0, ROOT)
     from proxy.outdated import outdated
 
