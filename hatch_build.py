@@ -18,7 +18,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from proxy.outdated import NOTED, hashes, outdated  # noqa: E402
+from proxy.outdated import NOTED, hashes, outdated
 
 PACKAGE: Final = "proxy"
 # pydantic makes its own of a class; what looks at the others must not need them.
@@ -75,8 +75,11 @@ def _compile(package: Path) -> None:
 
     os.chdir(package.parent)
     for changed in outdated(package):
-        # Times decide what is translated again; a file that came from elsewhere may be old.
-        changed.touch()
+        if changed.exists():
+            # Times decide what is translated again; a file from elsewhere may look old.
+            changed.touch()
+        else:
+            changed.with_suffix(_suffix()).unlink(missing_ok=True)
     sources = [
         path.relative_to(package.parent)
         for path in sorted(package.rglob("*.py"))

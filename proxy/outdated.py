@@ -21,9 +21,10 @@ def hashes(package: Path) -> dict[str, str]:
 
 
 def outdated(package: Path = Path(__file__).parent) -> list[Path]:
-    """Sources that are not what was compiled; none where nothing was."""
+    """Sources that are not what was compiled, or are gone; none where nothing was compiled."""
     noted = package / NOTED
     if not noted.exists():
         return []
-    compiled = json.loads(noted.read_text())
-    return [package / name for name, said in hashes(package).items() if compiled.get(name) != said]
+    compiled, now = json.loads(noted.read_text()), hashes(package)
+    names = sorted({*compiled, *now})
+    return [package / name for name in names if compiled.get(name) != now.get(name)]

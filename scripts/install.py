@@ -164,6 +164,10 @@ def main() -> None:
             os.remove(STAMP)
         install_packages(uv, gpu)
     install_pawl(uv, gpu)
+    if not os.path.exists(os.path.join(ROOT, "proxy", "compiled.json")):
+        print(
+            "pawl: no C compiler or no Python headers here: the proxy is not compiled, and slower"
+        )
     write(STAMP, wanted)
     write(COMPILED, compiled)
     print("pawl: installed; the command is .venv/bin/pawl", flush=True)

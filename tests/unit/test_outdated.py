@@ -34,6 +34,11 @@ def test_and_one_that_is_new(compiled: Path) -> None:
     assert outdated(compiled) == [new]
 
 
+def test_and_one_that_is_gone(compiled: Path) -> None:
+    (compiled / "relay.py").unlink()
+    assert outdated(compiled) == [compiled / "relay.py"]
+
+
 def test_where_nothing_was_compiled_nothing_is(compiled: Path) -> None:
     (compiled / NOTED).unlink()
     (compiled / "relay.py").write_text("a = 3\n")
