@@ -1,7 +1,8 @@
 """`python -m benchmarks.proxy`: Pawl beside nginx, LiteLLM and Agent Lightning, a core each.
 
 Whole calls (wrk, 1 and 64 at once, 4 KB prompts, 2.9 KB replies with ids; a 100 KB reply) and
-streams (1, 256 and 1,000 at once, ten chunks a second each), in one run. What is measured has
+streams (1, 256 and 1,000 at once, ten chunks a second each), in one run. For whole calls all are
+up and take turns, since nothing on a shared machine is twice the same. What is measured has
 one core with all it needs, Pawl's PostgreSQL included; load and model server share the other.
 Needs nginx and wrk (Debian: nginx-light, wrk).
 """
@@ -40,8 +41,8 @@ def main() -> None:
     if busy > QUIET_SHARE:
         console.print(f"others use {busy:.0%} of this machine: the figures will be too low")
     os.sched_setaffinity(0, {LOAD_CORE})
-    lengths = Lengths(options.seconds, tuple(options.streams))
-    peers = {name: measured(CONTENDERS[name], lengths, console) for name in options.peers}
+    lengths = Lengths(options.seconds, options.rounds, tuple(options.streams))
+    peers = measured([CONTENDERS[name] for name in options.peers], lengths, console)
     for name in CONTENDERS.keys() - peers.keys():
         peers[name] = Peer(name, missing="not asked for (--peers)")
     peers = {name: peers[name] for name in CONTENDERS}
@@ -61,7 +62,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.proxy", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--seconds", type=int, default=8, help="of each load (8)")
+    parser.add_argument("--seconds", type=int, default=10, help="of each load (10)")
+    parser.add_argument("--rounds", type=int, default=5, help="in which whole calls take turns (5)")
     parser.add_argument(
         "--peers", type=_peers, default=list(CONTENDERS), help=f"some of {','.join(CONTENDERS)}"
     )

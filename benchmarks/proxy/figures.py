@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from typing import Final
 
 BATCH_GAP_S: Final = 0.05
@@ -37,6 +38,23 @@ class Calls:
         if self.drain_s is None:
             return self.calls_per_s
         return self.calls / (self.calls / self.calls_per_s + self.drain_s)
+
+
+def combined(rounds: Sequence[Calls]) -> Calls:
+    """Several rounds of one load as one: counts are added up, of the rest the median stands."""
+    first = rounds[0]
+    kept = [one for one in rounds if one.stored is not None and one.drain_s is not None]
+    return Calls(
+        at_once=first.at_once,
+        calls=sum(one.calls for one in rounds),
+        failed=sum(one.failed for one in rounds),
+        calls_per_s=median(one.calls_per_s for one in rounds),
+        median_ms=median(one.median_ms for one in rounds),
+        p99_ms=median(one.p99_ms for one in rounds),
+        cpu_us={group: median(one.cpu_us[group] for one in rounds) for group in first.cpu_us},
+        stored=sum(one.stored or 0 for one in kept) if kept else None,
+        drain_s=sum(one.drain_s or 0 for one in kept) if kept else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +92,8 @@ class Peer:
     missing: str = ""
     no_streams: str = ""
     calls: dict[int, Calls] = field(default_factory=dict)
+    # Calls a second, `MANY` at once, round by round: peers take turns.
+    rounds_per_s: list[float] = field(default_factory=list)
     large: Calls | None = None
     streams: dict[int, Streams] = field(default_factory=dict)
     memory_mib: dict[str, float] = field(default_factory=dict)
@@ -144,10 +164,12 @@ def _bars_of_streams(found: Streams | None) -> list[Bar]:
 
 
 def _ratio(peers: Mapping[str, Peer], other: str) -> float | None:
-    ours, theirs = _calls(peers, "pawl", MANY), _calls(peers, other, MANY)
-    if ours is None or theirs is None or not theirs.calls_per_s:
+    """The median over the rounds: what disturbs the machine disturbs both of a round."""
+    if "pawl" not in peers or other not in peers:
         return None
-    return ours.calls_per_s / theirs.calls_per_s
+    rounds = zip(peers["pawl"].rounds_per_s, peers[other].rounds_per_s, strict=False)
+    ratios = [ours / theirs for ours, theirs in rounds if theirs]
+    return median(ratios) if ratios else None
 
 
 def _added_ms(peers: Mapping[str, Peer]) -> float | None:

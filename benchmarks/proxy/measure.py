@@ -1,11 +1,11 @@
-"""One peer through everything: whole calls, the large reply, streams."""
+"""All peers through everything: whole calls and the large reply in turns, then streams."""
 
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.proxy import probe, wrk
-from benchmarks.proxy.figures import ALONE, MANY, STREAMS, Calls, Peer, Streams
+from benchmarks.proxy.figures import ALONE, MANY, STREAMS, Calls, Peer, Streams, combined
 from benchmarks.proxy.install import CannotInstall
 from benchmarks.proxy.machine import LOAD_CORE, NotUp, Watch, on_core, running, wait_for
 from benchmarks.proxy.nginx import LARGE_TOKENS, TOKENS, model_server, nginx
@@ -33,27 +33,50 @@ SMALL_PROMPT_CHARS = 10
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long each load lasts, and how many streams at once there are in turn."""
+    """How long each load lasts, in how many rounds, and how many streams at once in turn."""
 
     seconds: int
+    rounds: int
     streams: tuple[int, ...] = STREAMS
 
+    @property
+    def round_s(self) -> int:
+        """A round's part of whole calls, in whole seconds as wrk wants them."""
+        return max(1, self.seconds // self.rounds)
 
-def measured(contender: Contender, lengths: Lengths, console: Console) -> Peer:
-    """The peer's row; one that cannot be had says why."""
-    peer = Peer(contender.name, contender.version, no_streams=contender.no_streams)
+
+def measured(
+    contenders: Sequence[Contender], lengths: Lengths, console: Console
+) -> dict[str, Peer]:
+    """Each one's row; one that cannot be had says why."""
+    peers = {c.name: Peer(c.name, c.version, no_streams=c.no_streams) for c in contenders}
+    there = [c for c in contenders if _installed(c, peers[c.name], console)]
+    there = _whole_calls(there, peers, lengths, console)
+    for contender in there:
+        if contender.no_streams:
+            continue
+        with _missing_unless_ours(contender, peers[contender.name], console):
+            _streams(contender, peers[contender.name], lengths, console)
+    return peers
+
+
+@contextmanager
+def _missing_unless_ours(contender: Contender, peer: Peer, console: Console) -> Iterator[None]:
+    """A peer that fails is missing from the table; where it is no peer, nothing is measured."""
     try:
-        if contender.environment is not None:
-            contender.environment.ensure(console)
-        _whole_calls(contender, peer, lengths, console)
-        if not contender.no_streams:
-            _streams(contender, peer, lengths, console)
+        yield
     except (CannotInstall, NotUp, probe.WrongAnswer) as error:
         if contender.environment is None:
             raise
         peer.missing = str(error).splitlines()[0]
         console.print(f"{contender.name} is missing: {error}", markup=False)
-    return peer
+
+
+def _installed(contender: Contender, peer: Peer, console: Console) -> bool:
+    with _missing_unless_ours(contender, peer, console):
+        if contender.environment is not None:
+            contender.environment.ensure(console)
+    return not peer.missing
 
 
 @contextmanager
@@ -64,22 +87,55 @@ def _folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def _whole_calls(contender: Contender, peer: Peer, lengths: Lengths, console: Console) -> None:
+def _whole_calls(
+    contenders: Sequence[Contender], peers: Mapping[str, Peer], lengths: Lengths, console: Console
+) -> list[Contender]:
+    """All are up at once and take turns, round after round; those that answered right."""
+    with ExitStack() as stack:
+        up: dict[str, tuple[Running, Path]] = {}
+        for contender in contenders:
+            with _missing_unless_ours(contender, peers[contender.name], console):
+                up[contender.name] = _brought_up(contender, stack)
+        for at_once in (ALONE, MANY):
+            console.print(f"{', '.join(up)}: {at_once} at once, {lengths.rounds} rounds")
+            rounds = _rounds(up, lengths, at_once)
+            for name, found in rounds.items():
+                peers[name].calls[at_once] = combined(found)
+                if at_once == MANY:
+                    peers[name].rounds_per_s = [one.calls_per_s for one in found]
+                    _note_memory(peers[name], up[name][0])
+        console.print(f"{', '.join(up)}: 100 KB, {LARGE_AT_ONCE} at once")
+        large = _rounds(up, lengths, LARGE_AT_ONCE, SMALL_PROMPT_CHARS)
+        for name, found in large.items():
+            peers[name].large = combined(found)
+    return [contender for contender in contenders if contender.name in up]
+
+
+def _brought_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
+    """With a model server of its own, asked whether it answers right, and warm."""
     upstream = free_port()
-    with _folder() as folder:
+    with ExitStack() as own:
+        folder = own.enter_context(_folder())
         server = model_server(upstream, folder)
-        with (
-            nginx(folder / "model", upstream, server, LOAD_CORE),
-            contender.start(folder, upstream) as up,
-        ):
-            _check(up)
-            console.print(f"{contender.name}: {ALONE} call at once, then {MANY}, then 100 KB")
-            _calls(up, folder, WARM_S, MANY)
-            for at_once in (ALONE, MANY):
-                peer.calls[at_once] = _calls(up, folder, lengths.seconds, at_once)
-            _note_memory(peer, up)
-            large = max(2, lengths.seconds // 2)
-            peer.large = _calls(up, folder, large, LARGE_AT_ONCE, SMALL_PROMPT_CHARS)
+        own.enter_context(nginx(folder / "model", upstream, server, LOAD_CORE))
+        started = own.enter_context(contender.start(folder, upstream))
+        _check(started)
+        _calls(started, folder, WARM_S, MANY)
+        stack.push(own.pop_all())
+    return started, folder
+
+
+def _rounds(
+    up: Mapping[str, tuple[Running, Path]],
+    lengths: Lengths,
+    at_once: int,
+    chars: int = PROMPT_CHARS,
+) -> dict[str, list[Calls]]:
+    found: dict[str, list[Calls]] = {name: [] for name in up}
+    for _ in range(lengths.rounds):
+        for name, (peer, folder) in up.items():
+            found[name].append(_calls(peer, folder, lengths.round_s, at_once, chars))
+    return found
 
 
 def _check(up: Running) -> None:
