@@ -11,7 +11,7 @@ when, recorded = stored + spooled + dead-lettered + dropped.
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -114,7 +114,9 @@ class Drainer:
             self._look()
             for segment in self._segments.values():
                 if segment.grown():
-                    self._count(segment, await asyncio.to_thread(segment.read, segment.counted))
+                    begin = segment.counted
+                    data = await asyncio.to_thread(segment.read, begin)
+                    self._count(segment, (begin + end for end, _ in read_frames(data)))
             self._show()
 
     async def drain_once(self) -> int | None:
@@ -133,9 +135,9 @@ class Drainer:
             sealed = segment.sealed
             begin = segment.stored
             data = await asyncio.to_thread(segment.read, begin)
-            self._count(segment, data[segment.counted - begin :])
             frames = list(islice(read_frames(data), self._batch))
             if frames:
+                self._count(segment, (begin + end for end, _ in frames))
                 entries = [_entry(begin + end, payload, self._readers) for end, payload in frames]
                 await self._settle(engine, segment, entries)
                 return len(frames)
@@ -156,12 +158,12 @@ class Drainer:
             DROPPED.inc(lost)
             log.error("segment_vanished", segment=stem, records=lost)
 
-    def _count(self, segment: Segment, data: bytes) -> None:
-        """Count the frames of `data`, which begins where counting ended."""
-        begin = segment.counted
-        for end, _ in read_frames(data):
-            segment.counted = begin + end
-            self._count_one(segment)
+    def _count(self, segment: Segment, ends: Iterable[int]) -> None:
+        """Count the frames that end there, those that were not yet."""
+        for end in ends:
+            if end > segment.counted:
+                segment.counted = end
+                self._count_one(segment)
 
     def _count_one(self, segment: Segment) -> None:
         segment.waiting += 1
