@@ -1,7 +1,7 @@
 """Compiles the proxy when Pawl is built or installed: hatchling calls this.
 
 Cython turns each module into a C extension that does what the module says, type annotations
-aside; a call takes an eighth less time then (docs/decisions/028-compiled.md). Without a C
+aside; a call takes about a tenth less time then (docs/decisions/028-compiled.md). Without a C
 compiler nothing is compiled and the proxy runs from its sources.
 """
 
