@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -20,9 +21,20 @@ from tests.integration.conftest import eventually, free_port
 MIB = 2**20
 
 
+@pytest.fixture(params=["as it is installed", "from its sources"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Where Pawl's packages are: compiled ones, or as they run without a C compiler."""
+    if request.param == "as it is installed":
+        return ROOT
+    for package in ("migrations", "pawl", "proxy", "store"):
+        ignored = shutil.ignore_patterns("*.so", "compiled.json", "__pycache__")
+        shutil.copytree(ROOT / package, tmp_path / "src" / package, ignore=ignored)
+    return tmp_path / "src"
+
+
 @pytest.fixture
 async def process(
-    database_url: str, upstream: FakeUpstream, tmp_path: Path
+    database_url: str, upstream: FakeUpstream, tmp_path: Path, root: Path
 ) -> AsyncIterator[tuple[psutil.Process, str]]:
     """`pawl proxy`, as a user starts it."""
     port, admin = free_port(), free_port()
@@ -37,7 +49,7 @@ async def process(
     started = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "pawl.cli", "proxy"),
         cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=environment | {"PYTHONPATH": str(root)},
         stderr=asyncio.subprocess.DEVNULL,
     )
     async with aiohttp.ClientSession() as session:
