@@ -11,9 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.export import Selection, export
 from pawl.past import explain_update
-from store import claims
 from store.records import CallRecord, FeedbackRecord
 from tests.integration.test_groups import LONG_AGO, PATIENT, keys, reasons, store, take
+from tests.integration.updates import record_update
 from tests.records import START, call, reward
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
 from trainer.recipe import Recipe
@@ -61,16 +61,7 @@ async def trained(engine: AsyncEngine, by: Recipe) -> Plan:
             text("UPDATE updates SET recipe = CAST(:recipe AS jsonb) WHERE state = 'running'"),
             {"recipe": by.model_dump_json()},
         )
-        await claims.consume(
-            connection,
-            claim.update_id,
-            plan.outcomes,
-            plan.metrics,
-            policy="m",
-            version=1,
-            adapter_path="/a/1",
-            baselines=plan.baselines,
-        )
+    await record_update(engine, claim, plan)
     return plan
 
 

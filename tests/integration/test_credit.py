@@ -24,6 +24,7 @@ from store.policies import ensure_base
 from store.reading import episode_ids, read_episodes
 from store.ready import ClaimRule
 from store.records import Group, SpoolRecord, ToolCall
+from tests.integration.updates import record_update
 from tests.records import START, call, reward, statement, tool_event
 from trainer.credit.assign import TransitionCredit, assign_credit
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
@@ -142,17 +143,7 @@ async def trained(
     """An update, as far as the ledger is concerned."""
     claim = await taken(engine, kept, claim_rule(recipe, "m"))
     plan = plan_update(claim, recipe)
-    async with engine.begin() as connection:
-        await claims.consume(
-            connection,
-            claim.update_id,
-            plan.outcomes,
-            plan.metrics,
-            policy="m",
-            version=version,
-            adapter_path=f"/a/{version}",
-            baselines=plan.baselines,
-        )
+    await record_update(engine, claim, plan, version)
     return claim, plan
 
 
