@@ -158,10 +158,7 @@ async def serve(settings: ProxySettings) -> None:
         BadUpstreams: the file of upstreams cannot be used.
         DoesNotStart: a process cannot be kept up, or would not run what its sources say.
     """
-    check_upstreams(settings)
-    if changed := outdated():
-        named = ", ".join(path.name for path in changed)
-        raise DoesNotStart(f"changed after it was compiled: {named}. `make install` compiles it")
+    _check(settings)
     stop, replace = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -212,13 +209,21 @@ async def _replace_once(
     await replace.wait()
     replace.clear()
     try:
-        check_upstreams(settings)
-    except BadUpstreams as error:
+        _check(settings)
+    except (BadUpstreams, DoesNotStart) as error:
         log.error("workers_not_replaced", reason=error.message)
         return
     for worker in workers:
         await worker.replace()
     log.info("workers_replaced", workers=len(workers))
+
+
+def _check(settings: ProxySettings) -> None:
+    """Whether processes that are started now can work, and run what their sources say."""
+    check_upstreams(settings)
+    if changed := outdated():
+        named = ", ".join(path.name for path in changed)
+        raise DoesNotStart(f"changed after it was compiled: {named}. `make install` compiles it")
 
 
 def _children(settings: ProxySettings, listeners: list[socket.socket]) -> list[Child]:

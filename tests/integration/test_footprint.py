@@ -1,9 +1,11 @@
 """The proxy as a process of its own: small, without torch, and quick to pass a chunk on."""
 
 import asyncio
+import json
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -14,6 +16,7 @@ import psutil
 import pytest
 from aiohttp import web
 
+from proxy.outdated import NOTED, hashes
 from tests.conftest import ROOT
 from tests.fake_upstream import FakeUpstream
 from tests.integration.conftest import eventually, free_port
@@ -24,12 +27,15 @@ MIB = 2**20
 @pytest.fixture(params=["as it is installed", "from its sources"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Where Pawl's packages are: compiled ones, or as they run without a C compiler."""
-    if request.param == "as it is installed":
-        return ROOT
+    return ROOT if request.param == "as it is installed" else uncompiled(tmp_path / "src")
+
+
+def uncompiled(folder: Path) -> Path:
+    """What `pawl proxy` is made of, without what was compiled."""
+    ignored = shutil.ignore_patterns("*.so", NOTED, "__pycache__")
     for package in ("migrations", "pawl", "proxy", "store"):
-        ignored = shutil.ignore_patterns("*.so", "compiled.json", "__pycache__")
-        shutil.copytree(ROOT / package, tmp_path / "src" / package, ignore=ignored)
-    return tmp_path / "src"
+        shutil.copytree(ROOT / package, folder / package, ignore=ignored)
+    return folder
 
 
 @pytest.fixture
@@ -82,6 +88,17 @@ async def test_memory_stays_small_and_torch_stays_out(
     maps = Path(f"/proc/{proxy.pid}/maps").read_text()
     assert "torch" not in maps
     assert "numpy" not in maps
+
+
+def test_it_does_not_start_where_its_sources_say_something_else(tmp_path: Path) -> None:
+    root = uncompiled(tmp_path)
+    (root / "proxy" / NOTED).write_text(json.dumps(hashes(root / "proxy")))
+    with (root / "proxy" / "relay.py").open("a") as source:
+        source.write("# changed\n")
+    command = [sys.executable, "-m", "pawl.cli", "proxy"]
+    done = subprocess.run(command, cwd=root, env={}, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "changed after it was compiled: relay.py. `make install` compiles it" in done.stderr
 
 
 async def test_a_first_chunk_is_passed_on_at_once(
