@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.learners.products import times_transposed
+from trainer.learners.products import product
 from trainer.rows import Row
 from trainer.trees import build_tree
 
@@ -68,33 +68,37 @@ def peaks(dtype: torch.dtype, device: str, *, quick: bool = False) -> dict[str, 
     """The best matrix products of this machine, now, operations a second.
 
     `mm` is torch's own, `best` that or oneDNN's (`trainer.learners.products`), each the best
-    over large matrices and over shapes of the model.
+    over large matrices and over shapes of the model, the second matrix as it is or transposed.
     """
     large = 8192 if device == "cuda" else 2048
     shapes = [(1024, 576, 576), (1024, 576, 1536), (1024, 1536, 576), (large, large, large)]
     shapes = shapes[:1] if quick else shapes
     # Long enough to be measured, short enough to find a moment that is undisturbed.
     least = 0.0 if quick else 1e13 if device == "cuda" else 1e10
-    plain = max(_rate(lambda a, b: a @ b.T, shape, dtype, device, least) for shape in shapes)
-    other = max(_rate(times_transposed, shape, dtype, device, least) for shape in shapes)
+    pairs = [pair for shape in shapes for pair in _operands(shape, dtype, device)]
+    plain = max(_rate(torch.mm, *pair, least) for pair in pairs)
+    other = max(_rate(product, *pair, least) for pair in pairs)
     return {"mm": plain, "best": max(plain, other)}
 
 
-def _rate(
-    product: Callable[[Tensor, Tensor], Tensor],
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    device: str,
-    least: float,
-) -> float:
-    """Operations a second, the best of five times at least `least` of them."""
+def _operands(
+    shape: tuple[int, int, int], dtype: torch.dtype, device: str
+) -> list[tuple[Tensor, Tensor]]:
+    """Two matrices; and the same, the second laid out by columns."""
     rows, inner, columns = shape
     left = torch.randn(rows, inner, dtype=dtype, device=device)
-    right = torch.randn(columns, inner, dtype=dtype, device=device)
-    operations = 2.0 * rows * inner * columns
+    right = torch.randn(inner, columns, dtype=dtype, device=device)
+    return [(left, right), (left, right.T.contiguous().T)]
+
+
+def _rate(
+    multiply: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor, least: float
+) -> float:
+    """Operations a second, the best of five times at least `least` of them."""
+    operations = 2.0 * left.numel() * right.shape[1]
     repeats = max(1, int(least / operations))
     return max(
-        operations * repeats / seconds(lambda: [product(left, right) for _ in range(repeats)])
+        operations * repeats / seconds(lambda: [multiply(left, right) for _ in range(repeats)])
         for _ in range(5)
     )
 

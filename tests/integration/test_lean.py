@@ -14,6 +14,7 @@ from transformers import (
 
 from benchmarks.merge.models import TINY, make_model
 from trainer.learners.lean import make_adapter_lean, make_base_lean
+from trainer.learners.products import add_product, product
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
@@ -68,3 +69,19 @@ def test_adapters_that_are_more_than_a_product_keep_their_own_forward() -> None:
         model = get_peft_model(base, config)
         make_adapter_lean(model)
         assert lightened(model) == set()
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_products_are_as_precise_as_their_operands(batch: tuple[int, ...]) -> None:
+    settings: Any = torch.backends.mkldnn
+    before = settings.matmul.fp32_precision
+    left, right = torch.randn(*batch, 192, 64), torch.randn(*batch, 64, 192)
+    wanted = left.double() @ right.double()
+    for operand in (right, right.mT.contiguous().mT):
+        assert float((product(left, operand) - wanted).abs().max()) < 1e-4
+    # Half precision would be wrong by 1e-2.
+    if not batch:
+        total = torch.ones(192, 192)
+        add_product(total, left, right)
+        assert float((total - 1 - wanted).abs().max()) < 1e-4
+    assert settings.matmul.fp32_precision == before

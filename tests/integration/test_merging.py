@@ -23,7 +23,7 @@ from trainer.learners.head import CHUNK, head_logprobs
 from trainer.learners.learner import Learner
 from trainer.learners.merging import why_separate
 from trainer.learners.scoring import score_rows
-from trainer.learners.tree_attention import block_mask, blocks_of
+from trainer.learners.tree_attention import batches_of, block_mask, blocks_of
 from trainer.recipe_parts import OffPolicyPart
 from trainer.trees import build_tree, padded
 
@@ -59,18 +59,32 @@ def test_gradient_and_scores_equal_those_of_separate_rows(
     assert largest_difference(gradient(merging), gradient(plain)) < 1e-6
 
 
-@given(seed=st.integers(0, 10_000), size=st.integers(1, 9))
-def test_a_block_sees_exactly_the_ancestors(seed: int, size: int) -> None:
+@given(seed=st.integers(0, 10_000), size=st.integers(1, 9), most=st.integers(1, 400))
+def test_every_query_sees_exactly_its_ancestors(seed: int, size: int, most: int) -> None:
     tree = build_tree([row.inputs for row in random_tree(seed, 3)])
     ancestors = {node: set(path[: i + 1]) for path in tree.paths for i, node in enumerate(path)}
     queries = []
-    for block in blocks_of(tree, size):
-        for offset, node in enumerate(range(block.start, block.stop)):
-            queries.append(node)
-            keys = [key for start, stop in block.runs for key in range(start, stop)]
-            seen = {key for key, bias in zip(keys, block.mask[offset], strict=True) if bias == 0}
-            assert seen == ancestors[node]
-    assert queries == list(range(len(tree.tokens)))
+    for batch in batches_of(blocks_of(tree, size), most):
+        assert len(batch.keys) == 1 or batch.mask.numel() <= most
+        for nodes, keys, mask in zip(batch.queries, batch.keys, batch.mask, strict=True):
+            queries += nodes.tolist()
+            for node, biases in zip(nodes.tolist(), mask, strict=True):
+                assert keys[biases == 0].tolist() == sorted(ancestors[node])
+                assert set(biases.tolist()) <= {0.0, -math.inf}
+    assert sorted(queries) == list(range(len(tree.tokens)))
+
+
+@given(seed=st.integers(0, 10_000), size=st.integers(1, 9))
+def test_the_runs_of_a_batch_are_the_keys_that_somebody_sees(seed: int, size: int) -> None:
+    tree = build_tree([row.inputs for row in random_tree(seed, 3)])
+    for batch in batches_of(blocks_of(tree, size)):
+        found: list[list[int]] = [[] for _ in batch.keys]
+        for place, start, stop, offset in batch.runs:
+            assert offset == len(found[place])
+            found[place] += range(start, stop)
+        for nodes, keys, mask in zip(found, batch.keys, batch.mask, strict=True):
+            assert keys[: len(nodes)].tolist() == nodes
+            assert (mask[:, len(nodes) :] == -math.inf).all()
 
 
 @settings(max_examples=10)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from trainer.learners.products import times_transposed
+from trainer.learners.products import product
 
 # Logits of a chunk: 64 MiB in float32 on a CPU, 512 MiB on a GPU.
 CHUNK: Final = {"cpu": 2**24, "cuda": 2**27}
@@ -77,10 +77,10 @@ class HeadLogprobs(Function):
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:
     """left · rightᵀ, summed and given in float32 at least."""
     if left.dtype in (torch.float32, torch.float64):
-        return times_transposed(left, right)
+        return product(left, right.T)
     if left.device.type == "cuda":
         return torch.mm(left, right.T, out_dtype=torch.float32)
-    return times_transposed(left.float(), right.float())
+    return product(left.float(), right.float().T)
 
 
 def head_logprobs(

@@ -7,6 +7,8 @@ precision: with AVX-512 on processors that are not Intel's they are more than tw
 as MKL's.
 """
 
+from functools import cache
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,22 +16,57 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+# How torch's float32 products on a CPU may be computed; None in a torch that cannot say.
+_PRODUCTS: Any = getattr(torch.backends.mkldnn, "matmul", None)
 
 
-def times_transposed(left: Tensor, right: Tensor) -> Tensor:
-    """left · rightᵀ, shapes (N, K) and (M, K)."""
-    if _ONEDNN and left.dtype == torch.float32 and left.device.type == "cpu":
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
-        return product
-    return left @ right.T
+class Fast:
+    """Within it float32 products on a CPU go to oneDNN, wherever that is exact.
+
+    torch gives oneDNN a float32 product only where it allows operands to be rounded to bfloat16.
+    oneDNN makes use of that on processors with matrix tiles (AMX) alone: there MKL stays.
+    """
+
+    def __enter__(self) -> None:
+        if _exact():
+            self._before = _PRODUCTS.fp32_precision
+            _PRODUCTS.fp32_precision = "bf16"
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if _exact():
+            _PRODUCTS.fp32_precision = self._before
 
 
-def batch_times_transposed(left: Tensor, right: Tensor) -> Tensor:
-    """left · rightᵀ for each of a batch, shapes (G, N, K) and (G, M, K)."""
-    if _ONEDNN and left.dtype == torch.float32 and left.device.type == "cpu":
-        return torch.stack([times_transposed(*pair) for pair in zip(left, right, strict=True)])
-    return torch.bmm(left, right.transpose(1, 2))
+@cache
+def _exact() -> bool:
+    """Whether oneDNN rounds nothing: tried with a number that bfloat16 does not have, times one."""
+    if _PRODUCTS is None or not torch.backends.mkldnn.is_available():
+        return False
+    odd = torch.full((256, 256), 1 + 2**-20)
+    before = _PRODUCTS.fp32_precision
+    _PRODUCTS.fp32_precision = "bf16"
+    try:
+        return bool((odd @ torch.eye(256) == odd).all())
+    finally:
+        _PRODUCTS.fp32_precision = before
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left · right, two matrices or two batches of them."""
+    multiply = torch.bmm if left.ndim == 3 else torch.mm
+    with Fast():
+        return multiply(left, right)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left · right to `total`, in place."""
+    with Fast():
+        total.addmm_(left, right)
 
 
 class LoraProduct(Function):
@@ -39,9 +76,9 @@ class LoraProduct(Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
     ) -> Tensor:
-        down = times_transposed(x, a.to(x.dtype))
-        y = times_transposed(x, weight)
-        y.add_(times_transposed(down, b.to(x.dtype)), alpha=scale)
+        down = product(x, a.to(x.dtype).T)
+        y = product(x, weight.T)
+        add_product(y, down, b.to(x.dtype).T * scale)
         if bias is not None:
             y += bias
         ctx.save_for_backward(x, down, weight, a, b)
@@ -52,13 +89,13 @@ class LoraProduct(Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, down, weight, a, b = ctx.saved_tensors
-        d_down = times_transposed(dy, b.to(dy.dtype).T).mul_(ctx.scale)
+        d_down = product(dy, b.to(dy.dtype) * ctx.scale)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = times_transposed(dy, weight.T)
-            dx += times_transposed(d_down, a.to(dy.dtype).T)
-        da = times_transposed(d_down.T.contiguous(), x.T).to(a.dtype)
-        db = times_transposed(down.T.contiguous(), dy.T).T.mul(ctx.scale).to(b.dtype)
+            dx = product(dy, weight)
+            add_product(dx, d_down, a.to(dy.dtype))
+        da = product(d_down.T, x).to(a.dtype)
+        db = product(down.T, dy).T.mul(ctx.scale).to(b.dtype)
         return dx, None, None, da, db, None
 
 

@@ -73,14 +73,18 @@ def _merged(model: Any, rows: Sequence[Row]) -> Scored:
     tree = padded(build_tree([row.inputs for row in rows]), SIZES[device.type])
     parents = parents_of(rows, tree)
     labels = [token for row in rows for token in row.sampled_ids]
-    states = model.get_base_model().get_decoder()(
-        input_ids=torch.tensor([tree.tokens], device=device),
-        position_ids=torch.tensor([tree.depth], device=device),
-        # Of four dimensions, so that the model makes none; the tree says who sees whom.
-        attention_mask=torch.empty(1, 1, 1, 1, device=device),
-        use_cache=False,
-        tree=attention_tree(tree, device),
-    )[0][0]
+    states = (
+        model.get_base_model()
+        .get_decoder()(
+            input_ids=torch.tensor([tree.tokens], device=device),
+            position_ids=torch.tensor([tree.depth], device=device),
+            # Of four dimensions, so that the model makes none; the tree says who sees whom.
+            attention_mask=torch.empty(1, 1, 1, 1, device=device),
+            use_cache=False,
+            tree=attention_tree(tree, device),
+        )[0]
+        .squeeze(0)
+    )
     temperatures = [row.temperature for row in rows for _ in row.sampled_ids]
     head = model.get_output_embeddings().weight
     labels_there = torch.tensor(labels, device=device)

@@ -2,8 +2,9 @@
 
 Nodes are in depth-first pre-order, so a block of consecutive queries [s, e) sees nothing but
 the ancestors of s and the block itself: an ancestor of any of its nodes that comes before s
-has s in its subtree, too. A block costs (e − s)·(depth(s) + e − s) instead of (e − s)·N. This is
-for CPUs; on a GPU flex attention (arXiv:2412.05496) skips the blocks that nobody sees.
+has s in its subtree, too. A block costs (e − s)·(depth(s) + e − s) instead of (e − s)·N. Small
+blocks compute little that is masked, and many of them are one product. This is for CPUs; on a
+GPU flex attention (arXiv:2412.05496) skips the blocks that nobody sees.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,16 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from trainer.learners.products import batch_times_transposed
+from trainer.learners.products import product
 from trainer.trees import Tree
 
 # What transformers calls this attention.
 NAME: Final = "pawl_tree"
-BLOCK: Final = 128
+BLOCK: Final = 48
+# Entries of masks that are computed together, so that scores stay in the cache.
+TOGETHER: Final = 2**16
+# The fewest keys of a block beside one that has most.
+ALIKE: Final = 0.7
 FLEX_BLOCK: Final = 128
 
 
@@ -38,6 +43,20 @@ class Block(NamedTuple):
     stop: int
     runs: tuple[tuple[int, int], ...]
     mask: Tensor
+
+
+class Batch(NamedTuple):
+    """Blocks that are computed together: as many queries each, and about as many keys.
+
+    Shapes: `queries` (Z, B) and `keys` (Z, K) are nodes, `mask` (Z, B, K); a block of fewer
+    keys has others, that none of its queries sees. `runs` says whose they are: of block z
+    nodes [from, to) are keys from `offset` on.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    mask: Tensor
+    runs: tuple[tuple[int, int, int, int], ...]
 
 
 def blocks_of(tree: Tree, block: int = BLOCK) -> list[Block]:
@@ -62,76 +81,103 @@ def _runs(nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple((nodes[a], nodes[b - 1] + 1) for a, b in zip(starts, ends, strict=True))
 
 
+def batches_of(blocks: Sequence[Block], most: int = TOGETHER) -> list[Batch]:
+    """The batches of `blocks`: masks of at most `most` entries, unless one block has more."""
+    groups: list[list[Block]] = []
+    for block in sorted(blocks, key=lambda block: block.mask.shape, reverse=True):
+        first = groups[-1][0].mask if groups else None
+        if (
+            first is None
+            or len(block.mask) != len(first)
+            or (len(groups[-1]) + 1) * first.numel() > most
+            or block.mask.shape[1] < ALIKE * first.shape[1]
+        ):
+            groups.append([])
+        groups[-1].append(block)
+    return [_batch(group) for group in groups]
+
+
+def _batch(blocks: Sequence[Block]) -> Batch:
+    size, most = blocks[0].mask.shape
+    keys = torch.zeros(len(blocks), most, dtype=torch.long)
+    mask = torch.full((len(blocks), size, most), float("-inf"))
+    runs = []
+    for place, block in enumerate(blocks):
+        offset = 0
+        for start, stop in block.runs:
+            keys[place, offset : offset + stop - start] = torch.arange(start, stop)
+            runs.append((place, start, stop, offset))
+            offset += stop - start
+        mask[place, :, :offset] = block.mask
+    queries = torch.stack([torch.arange(block.start, block.stop) for block in blocks])
+    return Batch(queries, keys, mask, tuple(runs))
+
+
 class TreeAttention(Function):
     """softmax(scale·q·kᵀ + mask)·v for q (N, H, D), k and v (N, G, D), G dividing H."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, batches: Sequence[Batch], scale: float
     ) -> Tensor:
-        ctx.blocks, ctx.scale = blocks, scale
-        q, k, v = (_by_group(x, k.shape[1]) for x in (q * scale, k, v))
-        out = torch.empty_like(q)
-        for block in blocks:
-            p = _weights(_at(q, block), _seen(k, block), block)
-            _put(out, block, batch_times_transposed(p, _seen(v, block).mT))
+        ctx.batches, ctx.scale = batches, scale
+        groups, found = k.shape[1], []
+        for batch in batches:
+            queries = _take(q, batch.queries, groups).mul_(scale)
+            p = _weights(queries, _take(k, batch.keys, groups), batch)
+            found.append(product(p, _take(v, batch.keys, groups)))
         ctx.save_for_backward(q, k, v)
-        return _by_node(out)
+        return _by_node(found, batches, q)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
-        d_out = _by_group(d_out, len(k))
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for block in ctx.blocks:
-            queries, keys, do = _at(q, block), _seen(k, block), _at(d_out, block)
-            p = _weights(queries, keys, block)
-            dp = batch_times_transposed(do, _seen(v, block))
-            ds = torch._softmax_backward_data(dp, p, -1, p.dtype)
-            _put(dq, block, batch_times_transposed(ds, keys.mT))
-            _add(dk, block, batch_times_transposed(queries.mT.contiguous(), ds.mT).mT)
-            _add(dv, block, batch_times_transposed(do.mT.contiguous(), p.mT).mT)
-        return _by_node(dq).mul_(ctx.scale), _by_node(dk), _by_node(dv), None, None
+        groups, found = k.shape[1], []
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        for batch in ctx.batches:
+            queries = _take(q, batch.queries, groups).mul_(ctx.scale)
+            keys, values = _take(k, batch.keys, groups), _take(v, batch.keys, groups)
+            do = _take(d_out, batch.queries, groups)
+            p = _weights(queries, keys, batch)
+            _add(dv, product(p.mT, do), batch)
+            ds = torch._softmax_backward_data(product(do, values.mT), p, -1, p.dtype)
+            _add(dk, product(ds.mT, queries), batch)
+            found.append(product(ds, keys).mul_(ctx.scale))
+        return _by_node(found, ctx.batches, q), dk, dv, None, None
 
 
-def _by_group(x: Tensor, groups: int) -> Tensor:
-    """(N, H, D) as (G, N, H / G, D): for each key-value head, the heads that share it."""
-    grouped: Tensor = x.unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
-    return grouped
+def _take(x: Tensor, nodes: Tensor, groups: int) -> Tensor:
+    """Rows `nodes` (Z, B) of (N, G·R, D) for each of the G groups: (Z·G, B·R, D)."""
+    rows = x.reshape(len(x) * groups, -1)
+    places = (nodes * groups)[:, None] + torch.arange(groups)[:, None]
+    taken = rows.index_select(0, places.flatten())
+    return taken.view(len(nodes) * groups, -1, x.shape[-1])
 
 
-def _by_node(x: Tensor) -> Tensor:
-    """(G, N, R, D) as (N, G·R, D)."""
-    return x.transpose(0, 1).flatten(1, 2)
+def _by_node(found: Sequence[Tensor], batches: Sequence[Batch], like: Tensor) -> Tensor:
+    """What batches found, (Z·G, B·R, D) each, by node again, as `like` (N, G·R, D)."""
+    out = torch.empty(like.shape, dtype=like.dtype)
+    for part, batch in zip(found, batches, strict=True):
+        size, queries = batch.queries.shape
+        heads = part.view(size, -1, queries, part.shape[1] // queries, part.shape[2])
+        out[batch.queries] = heads.transpose(1, 2).flatten(2, 3)
+    return out
 
 
-def _at(x: Tensor, block: Block) -> Tensor:
-    """The rows of (G, N, R, D) that belong to a block's queries, as (G, B·R, D)."""
-    return x[:, block.start : block.stop].flatten(1, 2)
+def _add(total: Tensor, part: Tensor, batch: Batch) -> None:
+    """Add to (N, G, D) what the keys of a batch got, (Z·G, K, D)."""
+    by_block = part.view(len(batch.keys), -1, *part.shape[1:]).transpose(1, 2)
+    for place, start, stop, offset in batch.runs:
+        total[start:stop] += by_block[place, offset : offset + stop - start]
 
 
-def _put(x: Tensor, block: Block, values: Tensor) -> None:
-    x[:, block.start : block.stop].flatten(1, 2).copy_(values)
-
-
-def _seen(x: Tensor, block: Block) -> Tensor:
-    """The rows of (G, N, 1, D) that a block sees, (G, K, D)."""
-    return torch.cat([x[:, start:stop, 0] for start, stop in block.runs], 1)
-
-
-def _add(total: Tensor, block: Block, values: Tensor) -> None:
-    sizes = [stop - start for start, stop in block.runs]
-    for (start, stop), part in zip(block.runs, values.split(sizes, 1), strict=True):
-        total[:, start:stop, 0] += part
-
-
-def _weights(queries: Tensor, keys: Tensor, block: Block) -> Tensor:
-    """What each query (G, B·R, D) takes of each key (G, K, D)."""
-    size, seen = block.mask.shape
-    scores = batch_times_transposed(queries, keys)
+def _weights(queries: Tensor, keys: Tensor, batch: Batch) -> Tensor:
+    """What each query (Z·G, B·R, D) takes of each key (Z·G, K, D)."""
+    blocks, size, seen = batch.mask.shape
+    scores = product(queries, keys.mT)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    wide.view(len(wide), size, -1, seen).add_(block.mask[:, None])
+    wide.view(blocks, len(keys) // blocks, size, -1, seen).add_(batch.mask[:, None, :, None])
     return torch.softmax(wide, -1).to(scores.dtype)
 
 
@@ -151,14 +197,14 @@ def tree_attention_forward(
         return plain
     if isinstance(tree, BlockMask):
         return flex_attention_forward(module, query, key, value, tree, **kwargs)[0], None
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     return TreeAttention.apply(q, k, v, tree, kwargs["scaling"])[None], None
 
 
-def attention_tree(tree: Tree, device: torch.device) -> list[Block] | BlockMask:
+def attention_tree(tree: Tree, device: torch.device) -> list[Batch] | BlockMask:
     """What attention on `device` needs to know of `tree`: blocks, or flex attention's mask."""
     if device.type == "cpu":
-        return blocks_of(tree)
+        return batches_of(blocks_of(tree))
     return block_mask(torch.tensor(tree.end, device=device))
 
 
