@@ -3,9 +3,10 @@
 import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from sqlalchemy import text
@@ -188,14 +189,20 @@ async def test_an_update_that_has_ended_sets_nothing_aside(bench: Threads) -> No
     await bench.assert_spent_once(2)
 
 
-async def test_no_group_is_filled_up_with_a_damaged_member(engine: AsyncEngine) -> None:
-    """It was consumed before; only then was it damaged."""
-    for member in range(3):
-        await store(engine, *thread(f"early{member}", "t", member))
-        await store(engine, reward(float(member), episode=f"early{member}"))
+async def consumed_threads(engine: AsyncEngine, names: Sequence[str]) -> UUID:
+    """A group of task `t`, rewarded 0, 1, …, and consumed: the update."""
+    for member, name in enumerate(names):
+        await store(engine, *thread(name, "t", member))
+        await store(engine, reward(float(member), episode=name))
     claim = await take(engine, SHORT)
     assert claim is not None
     await consume(engine, claim)
+    return claim.update_id
+
+
+async def test_no_group_is_filled_up_with_a_damaged_member(engine: AsyncEngine) -> None:
+    """It was consumed before; only then was it damaged."""
+    await consumed_threads(engine, ["early0", "early1", "early2"])
     await store(engine, call("late", task="t"), reward(1.0, episode="late"))
     await damage(engine, "early1", DAMAGES["an id is cut"][0])
     again = await Claiming(engine, SHORT, {}).take(0)
@@ -230,15 +237,10 @@ def test_commands_say_so_in_one_line(
 ) -> None:
     async def prepare() -> str:
         engine = make_engine(database_url)
-        for member in range(2):
-            await store(engine, *thread(f"e{member}", "t", member))
-            await store(engine, reward(float(member), episode=f"e{member}"))
-        claim = await take(engine, SHORT)
-        assert claim is not None
-        await consume(engine, claim)
+        update_id = await consumed_threads(engine, ["e0", "e1"])
         await damage(engine, "e1", DAMAGES["an id is cut"][0])
         await engine.dispose()
-        return str(claim.update_id)
+        return str(update_id)
 
     update = asyncio.run(prepare())
     monkeypatch.chdir(tmp_path)
