@@ -1,5 +1,6 @@
 """What a learner continues from is all there: moments, rates, and nothing of what failed."""
 
+import json
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,8 @@ def save(made: Learner, folder: Path) -> Path:
 
 
 def same(one: Path, other: Path) -> bool:
-    names = ("adapter_model.safetensors", "trainer/optimizer.pt", "progress.json")
+    names = ("adapter_model.safetensors", "adapter_config.json", "progress.json")
+    names += ("trainer/optimizer.pt",)
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
 
 
@@ -51,6 +53,13 @@ def straight(tiny_model: str, tmp_path: Path) -> Path:
     save(made, tmp_path / "1")
     made.update(rows(1))
     return save(made, tmp_path / "2")
+
+
+def test_no_process_writes_the_configuration_in_an_order_of_its_own(straight: Path) -> None:
+    """PEFT keeps the modules' names as a set, whose order comes from the process's hash seed."""
+    written = json.loads((straight / "adapter_config.json").read_text())["target_modules"]
+    assert len(written) > 1
+    assert written == sorted(written)
 
 
 def test_another_process_continues_to_the_same_files(

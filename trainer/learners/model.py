@@ -49,6 +49,10 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
 def attach_adapter(base: Any, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:
     """`base` with the adapter in `adapter`, or with a fresh one (whose effect is nil)."""
     model = _adapted(base, recipe, adapter, seed)
+    for config in model.peft_config.values():
+        if isinstance(config.target_modules, set):
+            # A set is written in each process's own order: the same update, other bytes.
+            config.target_modules = sorted(config.target_modules)
     make_adapter_lean(model)
     return model
 
