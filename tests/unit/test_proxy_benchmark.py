@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.proxy import wire, wrk
-from benchmarks.proxy.figures import Bar, Calls, Peer, Streams, bars, batched, percentile
+from benchmarks.proxy.figures import (
+    Bar,
+    Calls,
+    Peer,
+    Streams,
+    bars,
+    batched,
+    combined,
+    percentile,
+)
 from benchmarks.proxy.framing import ChunkedReply
 from benchmarks.proxy.page import BEGIN, END, NoMarks, with_figures
 from benchmarks.proxy.stream_server import whole_request
@@ -63,14 +72,24 @@ def streams(**changes: object) -> Streams:
 def all_peers() -> dict[str, Peer]:
     return {
         "direct": Peer("direct", calls={1: calls(1, 9000, 0.1), 64: calls(64, 60_000)}),
-        "nginx": Peer("nginx", calls={1: calls(1, 5000, 0.2), 64: calls(64, 36_000)}),
+        "nginx": Peer(
+            "nginx",
+            calls={1: calls(1, 5000, 0.2), 64: calls(64, 36_000)},
+            rounds_per_s=[36_000, 30_000, 36_000],
+        ),
         "pawl": Peer(
             "pawl",
             calls={1: calls(1, 1400, 0.7, 1000), 64: calls(64, 4000, stored=1001)},
+            rounds_per_s=[4000, 4000, 3000],
             large=calls(8, 900),
             streams={1000: streams()},
         ),
-        "litellm": Peer("litellm", "1.2.3", calls={1: calls(1, 50), 64: calls(64, 100)}),
+        "litellm": Peer(
+            "litellm",
+            "1.2.3",
+            calls={1: calls(1, 50), 64: calls(64, 100)},
+            rounds_per_s=[100, 100, 75],
+        ),
         "agent-lightning": Peer("agent-lightning", missing="pip gave up"),
     }
 
@@ -141,9 +160,22 @@ def test_bars_are_judged_where_there_is_something_to_judge() -> None:
     assert found["chunk_delay_p99_ms"].holds is True
 
 
+def test_rounds_are_added_up_and_of_their_figures_the_median_stands() -> None:
+    one = combined([calls(64, rate, median, 1000) for rate, median in ((1, 9), (5, 3), (4, 1))])
+    assert (one.calls, one.stored, one.drain_s) == (3000, 3000, 3.0)
+    assert (one.calls_per_s, one.median_ms) == (4, 3)
+    assert one.cpu_us == {"serving": 100.0, "postgres": 50.0}
+
+
+def test_what_stores_nothing_stores_nothing_in_any_round() -> None:
+    one = combined([calls(64, 100), calls(64, 300)])
+    assert (one.calls_per_s, one.stored, one.drain_s) == (200, None, None)
+
+
 def test_bars_that_do_not_hold_say_so() -> None:
     peers = all_peers()
     peers["pawl"].calls[64] = calls(64, 3000, stored=999)
+    peers["pawl"].rounds_per_s = [3000, 3000, 3000]
     peers["pawl"].streams[1000] = streams(failed={"torn": 2, "status 500": 1}, batched=4)
     found = {bar.name: bar for bar in bars(peers)}
     assert found["calls_per_nginx"].holds is False
