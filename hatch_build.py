@@ -80,6 +80,9 @@ def _compile(package: Path) -> None:
             changed.touch()
         else:
             changed.with_suffix(_suffix()).unlink(missing_ok=True)
+    # Whatever ends this before its end leaves no word that extensions are what sources say.
+    noted = package / NOTED
+    noted.unlink(missing_ok=True)
     sources = [
         path.relative_to(package.parent)
         for path in sorted(package.rglob("*.py"))
@@ -101,4 +104,6 @@ def _compile(package: Path) -> None:
     command.parallel = cores
     command.ensure_finalized()
     command.run()
-    (package / NOTED).write_text(json.dumps(hashes(package)))
+    written = noted.with_suffix(".new")
+    written.write_text(json.dumps(hashes(package)))
+    written.replace(noted)

@@ -21,10 +21,17 @@ def hashes(package: Path) -> dict[str, str]:
 
 
 def outdated(package: Path = Path(__file__).parent) -> list[Path]:
-    """Sources that are not what was compiled, or are gone; none where nothing was compiled."""
+    """Sources that are not what was compiled, or are gone; none where nothing was compiled.
+
+    Extensions without a note are of a compilation that did not end: of no source is it known.
+    """
     noted = package / NOTED
-    if not noted.exists():
+    if noted.exists():
+        compiled = json.loads(noted.read_text())
+    elif next(package.rglob("*.so"), None) is None:
         return []
-    compiled, now = json.loads(noted.read_text()), hashes(package)
+    else:
+        compiled = {}
+    now = hashes(package)
     names = sorted({*compiled, *now})
     return [package / name for name in names if compiled.get(name) != now.get(name)]

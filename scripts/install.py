@@ -9,13 +9,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from typing import NoReturn
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
 STAMP = os.path.join(VENV, ".pawl-installed")
-COMPILED = os.path.join(VENV, ".pawl-compiled")
 UV = "uv==0.13.8"
 OLDEST, NEWEST = (3, 11), (3, 13)
 DISK_GIB = 8
@@ -26,6 +24,7 @@ INPUTS = (
     "requirements/cpu.txt",
     "requirements/gpu.txt",
     "scripts/install.py",
+    "hatch_build.py",
 )
 
 
@@ -56,45 +55,27 @@ def check_machine() -> None:
 
 def fingerprint() -> str:
     """What the installation depends on."""
-    return _digest(sys.version, INPUTS)
-
-
-def compiled_fingerprint() -> str:
-    """What the compiled proxy depends on, beside that."""
-    sources = ["hatch_build.py"]
-    for folder, _, names in os.walk(os.path.join(ROOT, "proxy")):
-        sources += [os.path.join(folder, name) for name in names if name.endswith(".py")]
-    return _digest(fingerprint(), sorted(sources))
-
-
-def _digest(known: str, files: "Iterable[str]") -> str:
-    digest = hashlib.sha256(known.encode())
-    for name in files:
+    digest = hashlib.sha256(sys.version.encode())
+    for name in INPUTS:
         with open(os.path.join(ROOT, name), "rb") as file:
             digest.update(file.read())
     return digest.hexdigest()
 
 
-def says(stamp: str, wanted: str) -> bool:
-    """Whether what a stamp stands for was made from the same."""
-    if not os.path.exists(stamp):
+def is_current(wanted: str) -> bool:
+    """Whether `.venv` was made from the same."""
+    if not os.path.exists(STAMP):
         return False
-    with open(stamp) as file:
+    with open(STAMP) as file:
         return file.read() == wanted
 
 
 def is_outdated() -> bool:
-    """Whether what was compiled is of other sources, though nothing changed since."""
+    """Whether what was compiled is of other sources."""
     sys.path.insert(0, ROOT)
     from proxy.outdated import outdated
 
     return bool(outdated())
-
-
-def write(stamp: str, text: str) -> None:
-    """Say from what it was made."""
-    with open(stamp, "w") as file:
-        file.write(text)
 
 
 def run(what: str, *command: str, env: "dict[str, str] | None" = None) -> None:
@@ -156,10 +137,11 @@ def main() -> None:
     check_machine()
     gpu = shutil.which("nvidia-smi") is not None
     uv = os.path.join(VENV, "bin", "uv")
-    wanted, compiled = fingerprint(), compiled_fingerprint()
-    if says(STAMP, wanted) and says(COMPILED, compiled) and not is_outdated():
+    wanted = fingerprint()
+    current = is_current(wanted)
+    if current and not is_outdated():
         return
-    if not says(STAMP, wanted):
+    if not current:
         if os.path.exists(STAMP):
             os.remove(STAMP)
         install_packages(uv, gpu)
@@ -168,8 +150,8 @@ def main() -> None:
         print(
             "pawl: no C compiler or no Python headers here: the proxy is not compiled, and slower"
         )
-    write(STAMP, wanted)
-    write(COMPILED, compiled)
+    with open(STAMP, "w") as file:
+        file.write(wanted)
     print("pawl: installed; the command is .venv/bin/pawl", flush=True)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -87,28 +87,34 @@ def _folder() -> Iterator[Path]:
         yield Path(name)
 
 
+class Up(NamedTuple):
+    """A contender that answers, the folder that its load may use, and its row."""
+
+    contender: Contender
+    running: Running
+    folder: Path
+    peer: Peer
+
+
 def _whole_calls(
     contenders: Sequence[Contender], peers: Mapping[str, Peer], lengths: Lengths, console: Console
 ) -> list[Contender]:
-    """All are up at once and take turns, round after round; those that answered right."""
+    """All are up at once and take turns, round after round; those that answered to the end."""
     with ExitStack() as stack:
-        up: dict[str, tuple[Running, Path]] = {}
+        up: list[Up] = []
         for contender in contenders:
-            with _missing_unless_ours(contender, peers[contender.name], console):
-                up[contender.name] = _brought_up(contender, stack)
+            peer = peers[contender.name]
+            with _missing_unless_ours(contender, peer, console):
+                up.append(Up(contender, *_brought_up(contender, stack), peer))
         for at_once in (ALONE, MANY):
-            console.print(f"{', '.join(up)}: {at_once} at once, {lengths.rounds} rounds")
-            rounds = _rounds(up, lengths, at_once)
-            for name, found in rounds.items():
-                peers[name].calls[at_once] = combined(found)
+            for one, rounds in _rounds(up, lengths, console, at_once, PROMPT_CHARS):
+                one.peer.calls[at_once] = combined(rounds)
                 if at_once == MANY:
-                    peers[name].rounds_per_s = [one.calls_per_s for one in found]
-                    _note_memory(peers[name], up[name][0])
-        console.print(f"{', '.join(up)}: 100 KB, {LARGE_AT_ONCE} at once")
-        large = _rounds(up, lengths, LARGE_AT_ONCE, SMALL_PROMPT_CHARS)
-        for name, found in large.items():
-            peers[name].large = combined(found)
-    return [contender for contender in contenders if contender.name in up]
+                    one.peer.rounds_per_s = [found.calls_per_s for found in rounds]
+                    _note_memory(one.peer, one.running)
+        for one, rounds in _rounds(up, lengths, console, LARGE_AT_ONCE, SMALL_PROMPT_CHARS):
+            one.peer.large = combined(rounds)
+    return [one.contender for one in up if not one.peer.missing]
 
 
 def _brought_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
@@ -126,16 +132,18 @@ def _brought_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
 
 
 def _rounds(
-    up: Mapping[str, tuple[Running, Path]],
-    lengths: Lengths,
-    at_once: int,
-    chars: int = PROMPT_CHARS,
-) -> dict[str, list[Calls]]:
-    found: dict[str, list[Calls]] = {name: [] for name in up}
+    up: Sequence[Up], lengths: Lengths, console: Console, at_once: int, chars: int
+) -> list[tuple[Up, list[Calls]]]:
+    """Each one's rounds; whoever fails in one is missing from then on."""
+    console.print(f"{at_once} at once, prompts of {chars} characters, {lengths.rounds} rounds")
+    found: list[tuple[Up, list[Calls]]] = [(one, []) for one in up]
     for _ in range(lengths.rounds):
-        for name, (peer, folder) in up.items():
-            found[name].append(_calls(peer, folder, lengths.round_s, at_once, chars))
-    return found
+        for one, rounds in found:
+            if not one.peer.missing:
+                with _missing_unless_ours(one.contender, one.peer, console):
+                    calls = _calls(one.running, one.folder, lengths.round_s, at_once, chars)
+                    rounds.append(calls)
+    return [(one, rounds) for one, rounds in found if not one.peer.missing]
 
 
 def _check(up: Running) -> None:

@@ -43,3 +43,9 @@ def test_where_nothing_was_compiled_nothing_is(compiled: Path) -> None:
     (compiled / NOTED).unlink()
     (compiled / "relay.py").write_text("a = 3\n")
     assert outdated(compiled) == []
+
+
+def test_after_a_compilation_that_did_not_end_all_are(compiled: Path) -> None:
+    (compiled / NOTED).unlink()
+    (compiled / "relay.cpython-311-x86_64-linux-gnu.so").touch()
+    assert outdated(compiled) == [compiled / "http" / "wire.py", compiled / "relay.py"]
