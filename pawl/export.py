@@ -21,7 +21,7 @@ from store.records import (
     policy_name,
 )
 from store.tokens import unpack_ids, unpack_logprobs
-from trainer.air import AskedEvent, asked_event, asked_events
+from trainer.air import MatchedEvent, match_event, matched_events
 from trainer.credit.accounts import has_failed
 
 # An episode without a reward counts as over when it has been silent for this long.
@@ -111,7 +111,7 @@ def _call(call: TransitionRow) -> dict[str, Any]:
         "sampled_logprobs": unpack_logprobs(call.tokens.sampled_logprobs),
         "trainable": call.trainable,
         "reason": call.reason,
-        "tool_events": [_event(event) for event in asked_events(call)],
+        "tool_events": [_event(event) for event in matched_events(call)],
         "feedback": _statements(call.feedback),
     }
 
@@ -120,7 +120,7 @@ def _json(text: bytes | None) -> msgspec.Raw | None:
     return None if text is None else msgspec.Raw(text)
 
 
-def _event(event: AskedEvent) -> dict[str, Any]:
+def _event(event: MatchedEvent) -> dict[str, Any]:
     return {
         "id": event.id,
         "name": event.tool,
@@ -134,7 +134,7 @@ def _unasked(calls: Sequence[TransitionRow]) -> list[ToolEvent]:
         event
         for call in calls
         for event in call.tool_events
-        if asked_event(event, call.tool_calls) is None
+        if match_event(event, call.tool_calls) is None
     ]
 
 

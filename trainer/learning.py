@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from trainer.rows import Row
 
 
-class Learning(Protocol):
+class LearnerProtocol(Protocol):
     """Holds a policy between updates."""
 
     def restore(self, adapter: Path | None) -> None:

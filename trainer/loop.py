@@ -29,7 +29,7 @@ from trainer import adapters
 from trainer.claiming import Claiming
 from trainer.errors import AdapterError, LearnerError, PublishError
 from trainer.expiring import Expiring
-from trainer.learning import Learning
+from trainer.learning import LearnerProtocol
 from trainer.metrics import EPISODES, TRAINED_TOKENS, UPDATE, UPDATE_SECONDS, UPDATES, VERSION
 from trainer.probe import ProbeRow
 from trainer.progress import read_progress
@@ -56,7 +56,7 @@ class Loop:
         recipe: Recipe,
         engine: AsyncEngine,
         publisher: Publisher,
-        learner: Learning,
+        learner: LearnerProtocol,
         policy: str,
     ) -> None:
         self._adapter_dir = settings.adapter_dir
@@ -108,7 +108,7 @@ class Loop:
         self._count_outcomes(manifest.outcomes)
         log.warning("update_finished_late", update=str(update_id), version=manifest.version)
 
-    async def tend(self) -> None:
+    async def sync_adapters(self) -> None:
         """Keep the server's adapters as the store has them."""
         await self._publisher.keep_loaded()
         await self._publisher.retire_idle()

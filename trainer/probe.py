@@ -15,7 +15,7 @@ class ProbeRow(Record, frozen=True, kw_only=True):
     logprobs: tuple[float, ...]
 
 
-class Probe(Record, frozen=True, kw_only=True):
+class ProbeResult(Record, frozen=True, kw_only=True):
     """What a comparison found, in nats per token."""
 
     mean_difference: float
@@ -28,14 +28,14 @@ def compare(
     served: Sequence[Sequence[float]],
     trained: Sequence[Sequence[float]],
     before: Sequence[Sequence[float]],
-) -> Probe:
+) -> ProbeResult:
     """Compare fixed sequences: served now, by the trainer, and served by the version before.
 
     Each is (rows, S): the log-probabilities of each row's sampled tokens.
     """
     off = [abs(a - b) for a, b in _pairs(served, trained)]
     moved = [abs(a - b) for a, b in _pairs(served, before)]
-    return Probe(
+    return ProbeResult(
         mean_difference=sum(off) / len(off),
         largest_difference=max(off),
         moved=max(moved),
@@ -43,7 +43,7 @@ def compare(
     )
 
 
-def what_is_wrong(probe: Probe, tolerance: float) -> str | None:
+def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
     """Why a version must not serve; None if it may."""
     if not probe.mean_difference <= tolerance:
         return (

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store import policies
 from store.records import PolicyState, PolicyVersion
 from trainer.errors import PublishError
-from trainer.probe import Probe, ProbeRow, compare, what_is_wrong
+from trainer.probe import ProbeResult, ProbeRow, compare, rejection_reason
 from trainer.recipe_parts import PublishPart
 from trainer.replicas import Replicas
 from trainer.server import ModelServer
@@ -22,7 +22,7 @@ from trainer.server import ModelServer
 log = structlog.get_logger()
 
 # Proxies read the policies twice a second.
-PROXIES_KNOW_S: Final = 10.0
+PROXY_REFRESH_S: Final = 10.0
 
 
 class Publisher:
@@ -41,7 +41,7 @@ class Publisher:
         version: PolicyVersion,
         before: str,
         rows: Sequence[ProbeRow],
-    ) -> Probe:
+    ) -> ProbeResult:
         """Load `version`, probe it with `rows`, and give it the traffic.
 
         Raises:
@@ -62,7 +62,7 @@ class Publisher:
         log.info("version_promoted", version=version.served_name)
         return probe
 
-    async def _probe(self, name: str, before: str, rows: Sequence[ProbeRow]) -> Probe:
+    async def _probe(self, name: str, before: str, rows: Sequence[ProbeRow]) -> ProbeResult:
         """What the worst of the replicas gave."""
         probes = [
             await self._probe_one(server, name, before, rows) for server in self._servers.each
@@ -71,11 +71,11 @@ class Publisher:
 
     async def _probe_one(
         self, server: ModelServer, name: str, before: str, rows: Sequence[ProbeRow]
-    ) -> Probe:
+    ) -> ProbeResult:
         trained = [row.logprobs for row in rows]
-        served = await _served(server, name, rows)
-        probe = compare(served, trained, await _served(server, before, rows))
-        wrong = what_is_wrong(probe, self._rule.tolerance)
+        served = await _served_logprobs(server, name, rows)
+        probe = compare(served, trained, await _served_logprobs(server, before, rows))
+        wrong = rejection_reason(probe, self._rule.tolerance)
         if wrong is not None:
             raise PublishError(wrong)
         return probe
@@ -107,7 +107,7 @@ class Publisher:
         First from the proxies, then, once they all know, from the server. Its files stay:
         vLLM's engine dies over a folder that is gone.
         """
-        for version in await self._idle("retired", PROXIES_KNOW_S):
+        for version in await self._idle("retired", PROXY_REFRESH_S):
             for server in self._servers.each:
                 if version.served_name in await server.models():
                     await server.unload(version.served_name)
@@ -124,5 +124,7 @@ class Publisher:
             return await policies.list_versions(connection, self._policy)
 
 
-async def _served(server: ModelServer, name: str, rows: Sequence[ProbeRow]) -> list[list[float]]:
+async def _served_logprobs(
+    server: ModelServer, name: str, rows: Sequence[ProbeRow]
+) -> list[list[float]]:
     return [(await server.prompt_logprobs(name, row.ids))[-len(row.logprobs) :] for row in rows]

@@ -16,13 +16,13 @@ from trainer.recipe_parts import (
     LoraPart,
     OffPolicyPart,
     OptimizerPart,
-    Part,
     PpoPart,
     PublishPart,
+    RecipePart,
 )
 
 
-class Recipe(Part):
+class Recipe(RecipePart):
     """All of it. Defaults stand for what a file leaves out.
 
     `dtype` "auto" is what `pawl up` serves in on such a machine: bfloat16 on a GPU, float32

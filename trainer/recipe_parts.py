@@ -13,18 +13,18 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
 Assignment = Literal["identical", "per_agent", "discounted", "first_call", "last_call", "call"]
-Baseline = Literal["group", "leave_one_out", "moving", "none"]
+BaselineName = Literal["group", "leave_one_out", "moving", "none"]
 Normalisation = Literal["group", "batch", "none"]
 EqualWeight = Literal["episode", "call", "token"]
 
 
-class Part(BaseModel):
+class RecipePart(BaseModel):
     """A table of the recipe: no key but its own, and none that changes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ClaimPart(Part):
+class ClaimPart(RecipePart):
     """Which episodes make an update (see `store.claims.ClaimRule`).
 
     `group_size` 1 takes episodes one by one, for a baseline that needs no group. What is
@@ -63,12 +63,12 @@ class ClaimPart(Part):
         return self
 
 
-class CreditPart(Part):
+class CreditPart(RecipePart):
     """How returns become advantages (see `trainer.credit`), and which share of the loss."""
 
     assignment: Assignment = "identical"
     discount: Annotated[float, Field(gt=0, le=1)] = 0.95
-    baseline: Baseline = "group"
+    baseline: BaselineName = "group"
     # What the advantage is divided by: the spread of what the baseline is taken over, that of
     # the update, or nothing.
     normalisation: Normalisation = "group"
@@ -123,7 +123,7 @@ class CreditPart(Part):
         return self
 
 
-class OptimizerPart(Part):
+class OptimizerPart(RecipePart):
     """AdamW's numbers; the rate rises over `warmup_steps` and then follows `schedule`."""
 
     learning_rate: Positive = 2e-4
@@ -141,7 +141,7 @@ class OptimizerPart(Part):
         return self
 
 
-class BatchPart(Part):
+class BatchPart(RecipePart):
     """How an update is computed; none of it changes what is computed but `steps`.
 
     `steps` optimiser steps an update; micro-batches of at most `micro_batch_tokens` tokens
@@ -154,7 +154,7 @@ class BatchPart(Part):
     gradient_checkpointing: bool = False
 
 
-class OffPolicyPart(Part):
+class OffPolicyPart(RecipePart):
     """What is done about samples of another policy than the one in training.
 
     Ratios policy/sampled of single tokens are truncated at `ratio_cap`; a sequence whose
@@ -175,14 +175,14 @@ class OffPolicyPart(Part):
         return self
 
 
-class KlPart(Part):
+class KlPart(RecipePart):
     """What it costs to leave the base model: `coefficient` · KL, in the loss or the reward."""
 
     coefficient: NotNegative = 0.0
     place: Literal["loss", "reward"] = "loss"
 
 
-class PpoPart(Part):
+class PpoPart(RecipePart):
     """PPO's own numbers (arXiv:1707.06347).
 
     `epochs` times an update goes through its rows, each time in `batch.steps` optimiser
@@ -200,7 +200,7 @@ class PpoPart(Part):
     epochs: Count = 2
 
 
-class LoraPart(Part):
+class LoraPart(RecipePart):
     """The adapter's shape. `rank` must not exceed the server's --max-lora-rank."""
 
     rank: Count = 16
@@ -208,7 +208,7 @@ class LoraPart(Part):
     target_modules: str | list[str] = "all-linear"
 
 
-class PublishPart(Part):
+class PublishPart(RecipePart):
     """When a version counts as served right, and when an idle one is taken away.
 
     `tolerance` bounds the mean |served − trainer| log-probability of the probe's tokens, in

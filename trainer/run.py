@@ -21,7 +21,7 @@ from trainer.errors import TrainerError, UpstreamAway
 from trainer.learners.learner import Learner
 from trainer.learners.memory import keep_freed_memory
 from trainer.learners.several import LeadingLearner, follow, is_follower
-from trainer.learning import Learning
+from trainer.learning import LearnerProtocol
 from trainer.loop import Loop
 from trainer.publish import Publisher
 from trainer.recipe import Recipe, load_recipe
@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 RETRY_S = 1.0
 # Where a look at the store takes long (a large backlog), the pause after it is this much longer.
-LOOKING_SHARE = 10
+PAUSE_PER_CHECK = 10
 
 
 async def train(settings: TrainerSettings, *, once: bool = False) -> None:
@@ -71,7 +71,7 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
     async with AsyncExitStack() as stack:
         urls = [str(url) for url in (settings.upstream_url, *settings.replica_urls)]
         server = await stack.enter_async_context(Replicas(urls))
-        policy, model = await _what_to_train(settings, server)
+        policy, model = await _policy_and_model(settings, server)
         learner = LeadingLearner(await _learner(settings, recipe, model))
         stack.callback(learner.stop)
         host, port = address(settings.trainer_listen)
@@ -94,7 +94,7 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
 
 async def _follow(settings: TrainerSettings, recipe: Recipe) -> None:
     async with Replicas([str(settings.upstream_url)]) as server:
-        _, model = await _what_to_train(settings, server)
+        _, model = await _policy_and_model(settings, server)
     follow(await _learner(settings, recipe, model))
 
 
@@ -103,7 +103,7 @@ async def _learner(settings: TrainerSettings, recipe: Recipe, model: str) -> Lea
     return await asyncio.to_thread(Learner, model, recipe, settings.seed, scratch)
 
 
-async def _what_to_train(settings: TrainerSettings, server: Replicas) -> tuple[str, str]:
+async def _policy_and_model(settings: TrainerSettings, server: Replicas) -> tuple[str, str]:
     """The policy's name and the model under it, from the settings or from the server."""
     if settings.policy and settings.model:
         return settings.policy, settings.model
@@ -127,7 +127,7 @@ async def _session(
     settings: TrainerSettings,
     recipe: Recipe,
     server: Replicas,
-    learner: Learning,
+    learner: LearnerProtocol,
     policy: str,
     *,
     once: bool,
@@ -138,21 +138,21 @@ async def _session(
     engine = make_engine(url)
     try:
         async with engine.connect() as guard:
-            await _be_the_only_one(guard, policy)
+            await _hold_policy(guard, policy)
             publisher = Publisher(engine, server, policy, recipe.publish)
             loop = Loop(settings, recipe, engine, publisher, learner, policy)
             await _ensure_base(engine, policy)
             await loop.recover()
             while True:
                 await claims.still_connected(guard)
-                await loop.tend()
+                await loop.sync_adapters()
                 started = perf_counter()
                 updated = await loop.update_once()
                 if updated and once:
                     return True
                 if not updated:
                     looked = perf_counter() - started
-                    await asyncio.sleep(max(settings.poll_s, LOOKING_SHARE * looked))
+                    await asyncio.sleep(max(settings.poll_s, PAUSE_PER_CHECK * looked))
     finally:
         await engine.dispose()
 
@@ -163,7 +163,7 @@ async def _database_url(settings: TrainerSettings) -> str:
     return await asyncio.to_thread(EmbeddedPostgres(settings.data_dir).ensure_running)
 
 
-async def _be_the_only_one(guard: AsyncConnection, policy: str) -> None:
+async def _hold_policy(guard: AsyncConnection, policy: str) -> None:
     """Hold the policy for as long as this connection lives; wait for whoever holds it."""
     waited = False
     while not await claims.hold_policy(guard, policy):

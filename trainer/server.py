@@ -42,7 +42,7 @@ class ModelServer:
         Raises:
             UpstreamAway: it does not answer.
         """
-        status, body = await self._ask("GET", "/models", None)
+        status, body = await self._request("GET", "/models", None)
         if status != 200:
             raise UpstreamAway(f"the model server lists no models: {status} {body}")
         return {model["id"]: model for model in body["data"]}
@@ -56,7 +56,7 @@ class ModelServer:
         listed = (await self.models()).get(name)
         if listed is None:
             body = {"lora_name": name, "lora_path": str(folder)}
-            status, answer = await self._ask("POST", "/load_lora_adapter", body)
+            status, answer = await self._request("POST", "/load_lora_adapter", body)
             if status != 200:
                 raise PublishError(f"the server did not load {name}: {status} {answer}")
             listed = (await self.models()).get(name)
@@ -65,7 +65,7 @@ class ModelServer:
 
     async def unload(self, name: str) -> None:
         """Take a name away; requests that run on it finish. A name that is not there is fine."""
-        status, answer = await self._ask("POST", "/unload_lora_adapter", {"lora_name": name})
+        status, answer = await self._request("POST", "/unload_lora_adapter", {"lora_name": name})
         if status not in (200, 404):
             raise PublishError(f"the server did not unload {name}: {status} {answer}")
 
@@ -78,7 +78,7 @@ class ModelServer:
             "prompt_logprobs": 0,
             "temperature": 0,
         }
-        status, answer = await self._ask("POST", "/completions", body)
+        status, answer = await self._request("POST", "/completions", body)
         if status != 200:
             raise PublishError(f"the server does not answer for {name}: {status} {answer}")
         entries = answer["choices"][0]["prompt_logprobs"]
@@ -87,7 +87,7 @@ class ModelServer:
             for token, entry in zip(ids[1:], entries[1:], strict=True)
         ]
 
-    async def _ask(self, method: str, path: str, body: object) -> tuple[int, Any]:
+    async def _request(self, method: str, path: str, body: object) -> tuple[int, Any]:
         try:
             async with self._session.request(method, self._root + path, json=body) as response:
                 is_json = response.content_type == "application/json"

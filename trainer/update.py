@@ -10,7 +10,7 @@ from store.claims import Claim, Outcome
 from store.ready import ClaimRule
 from store.records import Record
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
-from trainer.credit.moving import NO_BASELINES, Baselines
+from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.recipe import Recipe
 from trainer.rows import Row, training_rows
 
@@ -47,7 +47,11 @@ def plan_update(claim: Claim, recipe: Recipe) -> Plan:
 
     The same for a claim that was consumed long ago, unless more was said of it since.
     """
-    before = NO_BASELINES if claim.baselines is None else convert(claim.baselines, Baselines)
+    before = (
+        NO_MOVING_BASELINES
+        if claim.baselines is None
+        else convert(claim.baselines, MovingBaselines)
+    )
     credited = assign_credit(
         claim.groups,
         recipe.credit,

@@ -16,11 +16,11 @@ from trainer.rows import Row
 
 log = structlog.get_logger()
 
-Plan = list[list[Row]]
-Done = TypeVar("Done")
+MicroBatches = list[list[Row]]
+Result = TypeVar("Result")
 
 # Below it is not the micro-batch that has no room.
-LEAST: Final = 64
+SMALLEST_BUDGET: Final = 64
 
 
 class Budget:
@@ -32,29 +32,29 @@ class Budget:
         self._merge = merge
         self._alone = alone
 
-    def plan(self, rows: Sequence[Row]) -> Plan:
+    def plan(self, rows: Sequence[Row]) -> MicroBatches:
         """Cut `rows` into micro-batches."""
         return plan_micro_batches(rows, self.tokens, merge=self._merge)
 
     def fit(
-        self, rows: Sequence[Row], deed: Callable[[Plan], Done], undo: Callable[[], None]
-    ) -> tuple[Done, Plan]:
-        """Do `deed` on micro-batches of `rows`, smaller ones if need be; and which they were.
+        self, rows: Sequence[Row], run: Callable[[MicroBatches], Result], undo: Callable[[], None]
+    ) -> tuple[Result, MicroBatches]:
+        """Do `run` on micro-batches of `rows`, smaller ones if need be; and which they were.
 
         Raises:
             LearnerError: the smallest do not fit either; or, of several processes, one had no
-                room: the others wait for it in the middle of the same deed.
+                room: the others wait for it in the middle of the same run.
         """
         while True:
             plan = self.plan(rows)
             try:
-                return deed(plan), plan
+                return run(plan), plan
             except torch.OutOfMemoryError as error:
                 undo()
                 self._shrink(error)
 
     def _shrink(self, error: torch.OutOfMemoryError) -> None:
-        if not self._alone or self.tokens < 2 * LEAST:
+        if not self._alone or self.tokens < 2 * SMALLEST_BUDGET:
             raise LearnerError(
                 f"the GPU has no room for {self.tokens} tokens at once: lower"
                 " batch.micro_batch_tokens, set batch.gradient_checkpointing, or give the model"

@@ -19,8 +19,8 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from trainer.errors import LearnerError
-from trainer.learners.kl import ByRow, KlToBase, by_row, charged
-from trainer.learners.off_policy import Compared, compare, keeps_loss
+from trainer.learners.kl import ByRow, KlToBase, by_row, with_kl_rewards
+from trainer.learners.off_policy import RowComparison, compare, keeps_loss
 from trainer.learners.scoring import Scored, score_rows
 from trainer.recipe import Recipe
 from trainer.recipe_parts import OffPolicyPart
@@ -54,7 +54,7 @@ class StoredGrpoTrainer(GRPOTrainer):
 
     merge: bool
     off_policy: OffPolicyPart
-    _compared: list[Compared]
+    _compared: list[RowComparison]
 
     # Set by `build_trainer`.
     recipe: Recipe
@@ -97,7 +97,7 @@ class StoredGrpoTrainer(GRPOTrainer):
         self.kl.begin(view.base)
         if not self.kl.in_reward:
             return list(rows)
-        return charged(
+        return with_kl_rewards(
             rows, {row.key: sum(self.kl.rewards(row, view.policy[row.key])) for row in rows}
         )
 
@@ -148,7 +148,7 @@ class StoredGrpoTrainer(GRPOTrainer):
         ]
         return keeps
 
-    def take_compared(self) -> list[Compared]:
+    def take_compared(self) -> list[RowComparison]:
         """How the rows since the last call compare with the policy."""
         taken, self._compared = self._compared, []
         return taken

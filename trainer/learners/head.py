@@ -40,7 +40,7 @@ class HeadLogprobs(Function):
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         order, counts = rows.argsort(stable=True), rows.bincount(minlength=len(hidden))
-        found = torch.empty(len(rows), dtype=wide, device=hidden.device)
+        logprobs = torch.empty(len(rows), dtype=wide, device=hidden.device)
         entropies = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         expected = torch.empty(hidden.shape, dtype=wide, device=hidden.device)
         size = max(1, CHUNK[hidden.device.type] // len(head))
@@ -51,7 +51,7 @@ class HeadLogprobs(Function):
             logits = _wide_product(hidden[start:stop], head)
             logits /= temperatures[start:stop, None]
             logp = torch.log_softmax(logits, -1)
-            found[tokens] = logp[rows[tokens] - start, labels[tokens]]
+            logprobs[tokens] = logp[rows[tokens] - start, labels[tokens]]
             normaliser = logits[:, 0] - logp[:, 0]
             mean = _wide_product(logp.exp_().to(hidden.dtype), head.T)
             along = torch.linalg.vecdot(mean, hidden[start:stop].to(wide))
@@ -61,13 +61,13 @@ class HeadLogprobs(Function):
         ctx.dtype = hidden.dtype
         spread = entropies[rows]
         ctx.mark_non_differentiable(spread)
-        return found, spread
+        return logprobs, spread
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_found: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         expected, head, temperatures, rows, labels = ctx.saved_tensors
-        share = d_found / temperatures[rows]
+        share = d_logprobs / temperatures[rows]
         total = torch.zeros_like(temperatures).index_add_(0, rows, share)
         d_hidden = expected * -total[:, None]
         d_hidden.index_add_(0, rows, head[labels].to(expected.dtype) * share[:, None])

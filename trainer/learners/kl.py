@@ -26,7 +26,9 @@ def by_row(rows: Sequence[Row], values: Tensor) -> ByRow:
     return {row.key: [next(remaining) for _ in row.sampled_ids] for row in rows}
 
 
-def joined(rows: Sequence[Row], found: Mapping[RowKey, Sequence[float]], device: Any) -> Tensor:
+def concatenated(
+    rows: Sequence[Row], found: Mapping[RowKey, Sequence[float]], device: Any
+) -> Tensor:
     """The rows' figures one behind the other, (M,)."""
     return torch.tensor([value for row in rows for value in found[row.key]], device=device)
 
@@ -72,7 +74,7 @@ class KlToBase:
         if not self.is_wanted:
             return policy.new_zeros(())
         weights = token_weights(rows, policy.device)
-        reference = joined(rows, self._reference, policy.device)
+        reference = concatenated(rows, self._reference, policy.device)
         divergence = (weights * k3(policy, reference)).sum()
         self._seen += float(divergence.detach())
         self._weight += float(weights.sum())
@@ -83,7 +85,7 @@ class KlToBase:
         return {"kl_to_base": self._seen / self._weight} if self._weight else {}
 
 
-def charged(rows: Sequence[Row], rewards: Mapping[RowKey, float]) -> list[Row]:
+def with_kl_rewards(rows: Sequence[Row], rewards: Mapping[RowKey, float]) -> list[Row]:
     """Rows whose advantages include what they pay for leaving the base (for GRPO).
 
     `rewards` are summed over a row's tokens and taken against their mean over the update, by

@@ -23,7 +23,7 @@ def make_base_lean(base: nn.Module) -> None:
         forward = _norm_forward if _is_norm(module) else _gated_forward
         if _is_norm(module) or _is_gated(module):
             if type(module) not in same:
-                same[type(module)] = _agree(module, forward)
+                same[type(module)] = _outputs_agree(module, forward)
             if same[type(module)]:
                 module.forward = MethodType(forward, module)
 
@@ -48,7 +48,7 @@ def _is_gated(module: Any) -> bool:
 
 
 @torch.no_grad()
-def _agree(module: Any, forward: Any) -> bool:
+def _outputs_agree(module: Any, forward: Any) -> bool:
     """Whether `forward` gives what the module gives (of norms and units there are variants)."""
     weight = module.weight if _is_norm(module) else module.gate_proj.weight
     x = torch.linspace(-3, 3, weight.shape[-1], dtype=weight.dtype, device=weight.device)[None]

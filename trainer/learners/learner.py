@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from trainer.batching import computed_tokens, split_steps
 from trainer.errors import DriftOutOfBounds
-from trainer.learners.budget import Budget, Plan
+from trainer.learners.budget import Budget, MicroBatches
 from trainer.learners.determinism import be_deterministic
 from trainer.learners.grpo import View, make_trainer
 from trainer.learners.memory import give_freed_memory_back
@@ -161,7 +161,7 @@ class Learner:
 
     def _take(
         self, rows: Sequence[Row], judge: Callable[[], None]
-    ) -> tuple[tuple[float, float], Plan]:
+    ) -> tuple[tuple[float, float], MicroBatches]:
         return self._budget.fit(rows, lambda plan: self._step.take(plan, judge), self._forget)
 
     def _forget(self) -> None:

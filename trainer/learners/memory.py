@@ -14,7 +14,7 @@ import torch
 M_TRIM_THRESHOLD: Final = -1
 M_MMAP_THRESHOLD: Final = -3
 M_ARENA_MAX: Final = -8
-MOST: Final = 2**31 - 1
+INT_MAX: Final = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
@@ -23,8 +23,8 @@ def keep_freed_memory() -> None:
     if libc is not None:
         # Only the first arena can grow without bounds; updates run in a thread of their own.
         libc.mallopt(M_ARENA_MAX, 1)
-        libc.mallopt(M_MMAP_THRESHOLD, MOST)
-        libc.mallopt(M_TRIM_THRESHOLD, MOST)
+        libc.mallopt(M_MMAP_THRESHOLD, INT_MAX)
+        libc.mallopt(M_TRIM_THRESHOLD, INT_MAX)
 
 
 def give_freed_memory_back() -> None:

@@ -9,23 +9,23 @@ from trainer.learners.scoring import score_rows
 from trainer.learners.tree_attention import NAME
 from trainer.rows import Row
 
-PLAIN: Final = "sdpa"
+DEFAULT_ATTENTION: Final = "sdpa"
 # Mean nats a token between merged and separate, in the precision of the model.
 TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.2}
 
 
 def why_separate(model: Any) -> str | None:
     """Ready `model` (a PEFT model) for merged prefixes; or say why that cannot be."""
-    why = _why_not(model)
+    why = _unsupported_reason(model)
     if why is None:
         model.get_base_model().set_attn_implementation(NAME)
-        why = _why_not_the_same(model)
+        why = _mismatch_reason(model)
     if why is not None:
-        model.get_base_model().set_attn_implementation(PLAIN)
+        model.get_base_model().set_attn_implementation(DEFAULT_ATTENTION)
     return why
 
 
-def _why_not(model: Any) -> str | None:
+def _unsupported_reason(model: Any) -> str | None:
     """What speaks against it: a tree needs attention that takes any mask.
 
     No window, no state that runs along the sequence, nothing added to or cut off its scores.
@@ -46,9 +46,9 @@ def _why_not(model: Any) -> str | None:
 
 
 @torch.no_grad()
-def _why_not_the_same(model: Any) -> str | None:
+def _mismatch_reason(model: Any) -> str | None:
     model.eval()
-    rows = _rows_to_try(model.config.get_text_config().vocab_size)
+    rows = _trial_rows(model.config.get_text_config().vocab_size)
     merged = score_rows(model, rows).logprobs
     separate = score_rows(model, rows, merge=False).logprobs
     difference = float((merged - separate).abs().mean())
@@ -57,7 +57,7 @@ def _why_not_the_same(model: Any) -> str | None:
     return f"merged and separate differ by {difference:.2g} nats a token"
 
 
-def _rows_to_try(vocabulary: int) -> list[Row]:
+def _trial_rows(vocabulary: int) -> list[Row]:
     """Two that share a prompt, one that shares half of it."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (32,), generator=generator).tolist()

@@ -20,7 +20,7 @@ from torch import Tensor
 from store.records import Record
 
 
-class Compared(Record, frozen=True, kw_only=True):
+class RowComparison(Record, frozen=True, kw_only=True):
     """Sums over the sampled tokens of one row; `divergence` of exp(d) − 1 − d."""
 
     version: int
@@ -42,7 +42,7 @@ def keeps_loss(log_ratios: Tensor, mask: Tensor, least: float, most: float) -> T
 
 def compare(
     log_ratios: Tensor, mask: Tensor, keeps: Tensor, versions: Sequence[int], cap: float
-) -> list[Compared]:
+) -> list[RowComparison]:
     """One record a row, for d and its mask (B, T)."""
     d = torch.where(mask.bool(), log_ratios.detach().double(), 0.0)
     ratios = d.exp() * mask
@@ -56,7 +56,7 @@ def compare(
         keeps[:, 0] == 0,
     )
     return [
-        Compared(
+        RowComparison(
             version=version,
             tokens=tokens,
             divergence=divergence,
@@ -72,7 +72,7 @@ def compare(
     ]
 
 
-def off_policy_metrics(compared: Sequence[Compared], newest: int | None) -> dict[str, Any]:
+def off_policy_metrics(compared: Sequence[RowComparison], newest: int | None) -> dict[str, Any]:
     """An update's figures, JSON-ready; None where no row can tell.
 
     `drift_kl` and `drift_logp_mean_abs` of the rows that version `newest` sampled
@@ -98,9 +98,9 @@ def off_policy_metrics(compared: Sequence[Compared], newest: int | None) -> dict
     }
 
 
-def _divergence(rows: Sequence[Compared]) -> float | None:
+def _divergence(rows: Sequence[RowComparison]) -> float | None:
     return _share([row.divergence for row in rows], rows)
 
 
-def _share(sums: Sequence[float], rows: Sequence[Compared]) -> float | None:
+def _share(sums: Sequence[float], rows: Sequence[RowComparison]) -> float | None:
     return fsum(sums) / sum(row.tokens for row in rows) if rows else None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.gae import explained_variance, normalised, row_advantages
 from trainer.learners.grpo import StoredGrpoTrainer, View, build_trainer, pad_rows
-from trainer.learners.kl import ByRow, by_row, joined, token_weights
+from trainer.learners.kl import ByRow, by_row, concatenated, token_weights
 from trainer.learners.value_head import NAME, add_value_head, values_of
 from trainer.recipe import Recipe
 from trainer.rows import Row
@@ -81,7 +81,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
             values=view.values,
             returns={row.key: found for row, found in zip(rows, returns, strict=True)},
             advantages={
-                row.key: self._corrected(row, view.policy[row.key], found)
+                row.key: self._importance_weighted(row, view.policy[row.key], found)
                 for row, found in zip(rows, advantages, strict=True)
             },
         )
@@ -98,7 +98,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
             by_agent=self.recipe.credit.assignment == "per_agent",
         )
 
-    def _corrected(
+    def _importance_weighted(
         self, row: Row, old: Sequence[float], advantages: Sequence[float]
     ) -> list[float]:
         """A row's advantages times its tokens' truncated importance weights."""
@@ -112,11 +112,13 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         """What TRL's loss reads: the update's own old log-probabilities and advantages."""
         device = self.accelerator.device
         lengths = [len(row.sampled_ids) for row in rows]
-        advantages = token_weights(rows, device) * joined(rows, self._targets.advantages, device)
+        advantages = token_weights(rows, device) * concatenated(
+            rows, self._targets.advantages, device
+        )
         tensors = super().tensors_of(rows)
         return tensors | {
             "sampling_per_token_logps": tensors["old_per_token_logps"],
-            "old_per_token_logps": pad_rows(joined(rows, self._targets.old, device), lengths),
+            "old_per_token_logps": pad_rows(concatenated(rows, self._targets.old, device), lengths),
             "advantages": pad_rows(advantages, lengths),
         }
 
@@ -128,11 +130,11 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         """½ (V − return)², a token weighing as it does in the surrogate."""
         values = values_of(self.critic, self.scored)
         weights = token_weights(rows, values.device)
-        returns = joined(rows, self._targets.returns, values.device)
+        returns = concatenated(rows, self._targets.returns, values.device)
         errors = (values - returns).square()
         bound = self.recipe.ppo.value_clip
         if bound is not None:
-            before = joined(rows, self._targets.values, values.device)
+            before = concatenated(rows, self._targets.values, values.device)
             near = before + (values - before).clamp(-bound, bound)
             errors = torch.maximum(errors, (near - returns).square())
         loss = 0.5 * (weights * errors).sum()

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 T = TypeVar("T")
 
 # A follower waits for its leader for as long as no episodes come.
-PATIENCE = timedelta(days=3650)
+COMMAND_TIMEOUT = timedelta(days=3650)
 
 
 class Processes:
@@ -27,14 +27,16 @@ class Processes:
         self.count = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         # Commands go over the network of the hosts, whatever the gradients go over.
-        self._words = dist.new_group(backend="gloo", timeout=PATIENCE) if self.count > 1 else None
+        self._command_group = (
+            dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT) if self.count > 1 else None
+        )
 
-    def tell(self, what: T) -> T:
+    def broadcast(self, what: T) -> T:
         """What rank 0 has of `what`, in every process."""
         if self.count == 1:
             return what
         said = [what]
-        dist.broadcast_object_list(said, src=0, group=self._words)
+        dist.broadcast_object_list(said, src=0, group=self._command_group)
         return said[0]
 
     def gather(self, what: T) -> list[T]:
@@ -42,7 +44,7 @@ class Processes:
         if self.count == 1:
             return [what]
         said: list[Any] = [None] * self.count
-        dist.all_gather_object(said, what, group=self._words)
+        dist.all_gather_object(said, what, group=self._command_group)
         return said
 
     def add_up(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -17,10 +17,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 # How torch's float32 products on a CPU may be computed; None in a torch that cannot say.
-_PRODUCTS: Any = getattr(torch.backends.mkldnn, "matmul", None)
+_MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)
 
 
-class Fast:
+class OneDnnProducts:
     """Within it float32 products on a CPU go to oneDNN, wherever that is exact.
 
     torch gives oneDNN a float32 product only where it allows operands to be rounded to bfloat16.
@@ -28,9 +28,9 @@ class Fast:
     """
 
     def __enter__(self) -> None:
-        if _exact():
-            self._before = _PRODUCTS.fp32_precision
-            _PRODUCTS.fp32_precision = "bf16"
+        if _onednn_is_exact():
+            self._before = _MATMUL.fp32_precision
+            _MATMUL.fp32_precision = "bf16"
 
     def __exit__(
         self,
@@ -38,34 +38,34 @@ class Fast:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if _exact():
-            _PRODUCTS.fp32_precision = self._before
+        if _onednn_is_exact():
+            _MATMUL.fp32_precision = self._before
 
 
 @cache
-def _exact() -> bool:
+def _onednn_is_exact() -> bool:
     """Whether oneDNN rounds nothing: tried with a number that bfloat16 does not have, times one."""
-    if _PRODUCTS is None or not torch.backends.mkldnn.is_available():
+    if _MATMUL is None or not torch.backends.mkldnn.is_available():
         return False
     odd = torch.full((256, 256), 1 + 2**-20)
-    before = _PRODUCTS.fp32_precision
-    _PRODUCTS.fp32_precision = "bf16"
+    before = _MATMUL.fp32_precision
+    _MATMUL.fp32_precision = "bf16"
     try:
         return bool((odd @ torch.eye(256) == odd).all())
     finally:
-        _PRODUCTS.fp32_precision = before
+        _MATMUL.fp32_precision = before
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left · right, two matrices or two batches of them."""
     multiply = torch.bmm if left.ndim == 3 else torch.mm
-    with Fast():
+    with OneDnnProducts():
         return multiply(left, right)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left · right to `total`, in place."""
-    with Fast():
+    with OneDnnProducts():
         total.addmm_(left, right)
 
 

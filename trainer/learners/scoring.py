@@ -49,7 +49,7 @@ def score_rows(
     Raises:
         LearnerError: `merge`, and the model's attention is not a tree's (see `merging`).
     """
-    scored = _merged(model, rows) if merge else _separate(model, rows)
+    scored = _score_merged(model, rows) if merge else _score_separately(model, rows)
     return Scored(
         scored.logprobs,
         scored.entropies if entropy else torch.zeros_like(scored.entropies),
@@ -66,7 +66,7 @@ def parents_of(rows: Sequence[Row], tree: Tree) -> list[int]:
     ]
 
 
-def _merged(model: Any, rows: Sequence[Row]) -> Scored:
+def _score_merged(model: Any, rows: Sequence[Row]) -> Scored:
     if model.config._attn_implementation != NAME:
         raise LearnerError("prefixes cannot be merged: the model's attention takes no tree")
     device = next(model.parameters()).device
@@ -92,20 +92,20 @@ def _merged(model: Any, rows: Sequence[Row]) -> Scored:
     return Scored(logprobs, entropies, states[torch.tensor(parents, device=device)])
 
 
-def _separate(model: Any, rows: Sequence[Row]) -> Scored:
+def _score_separately(model: Any, rows: Sequence[Row]) -> Scored:
     """Rows of one length go together: so none is padded, whatever the model does with padding."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         by_length[len(row.inputs)].append(index)
     found: dict[int, Scored] = {}
     for indices in by_length.values():
-        found |= zip(indices, _same_length(model, [rows[i] for i in indices]), strict=True)
+        found |= zip(indices, _score_equal_lengths(model, [rows[i] for i in indices]), strict=True)
     parts = [found[index] for index in range(len(rows))]
     logprobs, entropies, hidden = (torch.cat(some) for some in zip(*parts, strict=True))
     return Scored(logprobs, entropies, hidden)
 
 
-def _same_length(model: Any, rows: Sequence[Row]) -> list[Scored]:
+def _score_equal_lengths(model: Any, rows: Sequence[Row]) -> list[Scored]:
     device = next(model.parameters()).device
     length = len(rows[0].inputs)
     first = min(len(row.prompt_ids) for row in rows) - 1

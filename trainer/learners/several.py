@@ -22,13 +22,13 @@ def is_follower() -> bool:
 
 
 class LeadingLearner:
-    """A `Learning` whose every deed is done in all processes at once."""
+    """A `LearnerProtocol` whose every method is done in all processes at once."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
         self._processes = learner.processes
-        # One deed at a time: what the processes say to each other must not interleave.
-        self._one = threading.Lock()
+        # One method at a time: what the processes say to each other must not interleave.
+        self._lock = threading.Lock()
 
     def interrupt(self) -> None:
         """See `Learner.interrupt`."""
@@ -36,34 +36,34 @@ class LeadingLearner:
 
     def restore(self, adapter: Path | None) -> None:
         """See `Learner.restore`."""
-        self._do("restore", adapter)
+        self._run_everywhere("restore", adapter)
 
     def update(self, rows: Sequence[Row]) -> dict[str, Any]:
         """See `Learner.update`."""
-        found: dict[str, Any] = self._do("update", rows)
+        found: dict[str, Any] = self._run_everywhere("update", rows)
         return found
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """See `Learner.logprobs`."""
-        found: list[list[float]] = self._do("logprobs", rows)
+        found: list[list[float]] = self._run_everywhere("logprobs", rows)
         return found
 
     def save(self, folder: Path) -> None:
         """See `Learner.save`; the files are the leader's."""
-        self._do("save", folder)
+        self._run_everywhere("save", folder)
 
     def saved_as(self, adapter: Path) -> None:
         """See `Learner.saved_as`."""
-        self._do("saved_as", adapter)
+        self._run_everywhere("saved_as", adapter)
 
     def stop(self) -> None:
         """Let the others end, once what is under way is done."""
-        with self._one:
-            self._processes.tell(None)
+        with self._lock:
+            self._processes.broadcast(None)
 
-    def _do(self, name: str, argument: object) -> Any:
-        with self._one:
-            self._processes.tell((name, argument))
+    def _run_everywhere(self, name: str, argument: object) -> Any:
+        with self._lock:
+            self._processes.broadcast((name, argument))
             return getattr(self._learner, name)(argument)
 
 
@@ -73,10 +73,10 @@ def follow(learner: Learner) -> None:
     What fails fails in every process alike; it is the leader who tells of it.
     """
     processes: Processes = learner.processes
-    while (told := processes.tell(None)) is not None:
+    while (told := processes.broadcast(None)) is not None:
         name, argument = told
-        deed: Callable[[Any], Any] = getattr(learner, name)
+        method: Callable[[Any], Any] = getattr(learner, name)
         try:
-            deed(argument)
+            method(argument)
         except TrainerError as error:
-            log.debug("follower_failed", deed=name, reason=str(error))
+            log.debug("follower_failed", method=name, reason=str(error))

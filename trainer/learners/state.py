@@ -56,7 +56,7 @@ def load_state(parts: Mapping[str, Any], version_folder: Path) -> int:
             log.warning("state_starts_anew", part=name, version=version_folder.name)
             continue
         try:
-            part.load_state_dict(_with_own_numbers(part, torch.load(path, weights_only=True)))
+            part.load_state_dict(_with_recipe_settings(part, torch.load(path, weights_only=True)))
         except Exception as error:
             raise AdapterError(
                 f"{path} cannot be read ({type(error).__name__}): remove it to start anew there"
@@ -64,7 +64,7 @@ def load_state(parts: Mapping[str, Any], version_folder: Path) -> int:
     return read_progress(version_folder)
 
 
-def _with_own_numbers(part: Any, state: dict[str, Any]) -> dict[str, Any]:
+def _with_recipe_settings(part: Any, state: dict[str, Any]) -> dict[str, Any]:
     """An optimiser takes the version's moments, and rates and decay as the recipe has them now."""
     if isinstance(part, torch.optim.Optimizer):
         return state | {"param_groups": part.state_dict()["param_groups"]}
