@@ -1,4 +1,4 @@
-"""How an update gets its episodes, and what becomes of those that cannot be read back."""
+"""Claims the episodes of an update, and sets aside those that cannot be read back."""
 
 from typing import Any
 
@@ -16,21 +16,22 @@ log = structlog.get_logger()
 
 
 class Claiming:
-    """Takes the episodes of one update after the other."""
+    """Claims the episodes of one update after the other."""
 
     def __init__(self, engine: AsyncEngine, rule: ClaimRule, recipe: dict[str, Any]) -> None:
+        """Store the claim rule, and the recipe (as JSON) that each update is recorded with."""
         self._engine = engine
         self._rule = rule
         self._recipe = recipe
 
     async def take(self, parent: int) -> Claim | None:
-        """What an update of version `parent` trains on; None while too few episodes wait.
+        """Claim the episodes of an update of version `parent`, or return None if too few are ready.
 
-        Where some of a claim cannot be read back they are set aside, and it is made anew: a group
-        that misses a member then is short like any other.
+        If some of a claim cannot be read back, they are set aside and the claim is made anew: a
+        group that lost a member is then as short as any other short group, and waits.
 
         Raises:
-            ClaimLost: another update of the policy runs.
+            ClaimLost: another update of the policy is running.
         """
         while True:
             async with self._engine.begin() as connection:

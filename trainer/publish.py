@@ -1,7 +1,7 @@
-"""From a version on disk to one that has the traffic: load, probe, promote (DESIGN §4).
+"""Publishing: load a written version, probe it, and promote it to serve the traffic.
 
-A version that does not load or is not served right is rejected and the one before keeps
-the traffic. What the server lost (it was restarted) is loaded again.
+A version that does not load or fails the probe is rejected, and the one before keeps the
+traffic. Adapters that a restarted server lost are loaded again.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,17 @@ from trainer.server import ModelServer
 
 log = structlog.get_logger()
 
-# Proxies read the policies twice a second.
+# All proxies know of a change after this long; they read the policies twice a second.
 PROXY_REFRESH_S: Final = 10.0
 
 
 class Publisher:
-    """Publishes the versions of one policy."""
+    """Publishes and retires the versions of one policy."""
 
     def __init__(
         self, engine: AsyncEngine, servers: Replicas, policy: str, rule: PublishPart
     ) -> None:
+        """Store the model servers, the policy's name and the recipe's `[publish]` rule."""
         self._engine = engine
         self._servers = servers
         self._policy = policy
@@ -42,11 +43,13 @@ class Publisher:
         before: str,
         rows: Sequence[ProbeRow],
     ) -> ProbeResult:
-        """Load `version`, probe it with `rows`, and give it the traffic.
+        """Load `version`, probe it with `rows`, and promote it.
+
+        `before` is the served name of the version that has the traffic now.
 
         Raises:
-            PublishError: it was rejected; nothing changed for any request.
-            UpstreamAway: the server does not answer; the version stays `written`.
+            PublishError: the version was rejected; nothing changes for any request.
+            UpstreamAway: a server does not answer; the version stays `written`.
         """
         assert version.adapter_path is not None
         try:
@@ -63,7 +66,7 @@ class Publisher:
         return probe
 
     async def _probe(self, name: str, before: str, rows: Sequence[ProbeRow]) -> ProbeResult:
-        """What the worst of the replicas gave."""
+        """Probe every replica and return the worst result."""
         probes = [
             await self._probe_one(server, name, before, rows) for server in self._servers.each
         ]
@@ -75,9 +78,9 @@ class Publisher:
         trained = [row.logprobs for row in rows]
         served = await _served_logprobs(server, name, rows)
         probe = compare(served, trained, await _served_logprobs(server, before, rows))
-        wrong = rejection_reason(probe, self._rule.tolerance)
-        if wrong is not None:
-            raise PublishError(wrong)
+        reason = rejection_reason(probe, self._rule.tolerance)
+        if reason is not None:
+            raise PublishError(reason)
         return probe
 
     async def _set_state(self, version: int, state: PolicyState) -> None:
@@ -85,7 +88,7 @@ class Publisher:
             await policies.set_state(connection, self._policy, version, state)
 
     async def keep_loaded(self) -> None:
-        """Load again what should be servable and is not: the server was restarted."""
+        """Load again the adapters that should be servable and are not (a server was restarted)."""
         listed = await self._servers.models()
         for version in await self._versions():
             wanted = version.state in ("serving", "published") and version.version > 0
@@ -96,16 +99,16 @@ class Publisher:
         try:
             await self._servers.load(version.served_name, Path(version.adapter_path or ""))
         except PublishError as error:
-            # Asked again at the next look; meanwhile training and the other versions go on.
+            # It is tried again at the next sync; training and other versions go on meanwhile.
             log.error("version_not_reloaded", version=version.served_name, reason=str(error))
             return
         log.info("version_reloaded", version=version.served_name)
 
     async def retire_idle(self) -> None:
-        """Take away published versions that no episode has used for a while.
+        """Retire published versions that no episode has used for a while.
 
-        First from the proxies, then, once they all know, from the server. Its files stay:
-        vLLM's engine dies over a folder that is gone.
+        They are taken from the proxies first and, once all proxies know, from the model servers.
+        The files stay: vLLM's engine dies over a missing folder.
         """
         for version in await self._idle("retired", PROXY_REFRESH_S):
             for server in self._servers.each:

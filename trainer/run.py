@@ -1,4 +1,4 @@
-"""Puts the trainer together and runs it; a database or model server that is away is waited for."""
+"""The trainer process: start-up, and waiting while the database or a model server is away."""
 
 import asyncio
 import signal
@@ -31,20 +31,21 @@ from trainer.settings import TrainerSettings
 log = structlog.get_logger()
 
 RETRY_S = 1.0
-# Where a look at the store takes long (a large backlog), the pause after it is this much longer.
+# The pause after a check of the store is at least this many times as long as the check, so
+# that a large backlog does not keep the database busy.
 PAUSE_PER_CHECK = 10
 
 
 async def train(settings: TrainerSettings, *, once: bool = False) -> None:
-    """Run until SIGTERM or SIGINT, or for one update.
+    """Run the trainer until SIGTERM or SIGINT, or for one update with `once`.
 
-    Started by `accelerate launch` as one of several processes: rank 0 does all but the
-    learning alone, and ends the others.
+    As one of several processes started by `accelerate launch`, rank 0 does everything but the
+    computation alone, and stops the others at the end.
 
     Raises:
-        TrainerError: recipe, model or policy cannot be used.
+        TrainerError: the recipe, the model or the policy cannot be used.
     """
-    # Before there is a second thread: see there.
+    # Must come before a second thread starts: only the first arena may be used.
     keep_freed_memory()
     recipe = load_recipe(settings.recipe)
     if is_follower():
@@ -60,7 +61,7 @@ async def train(settings: TrainerSettings, *, once: bool = False) -> None:
     await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if stop.is_set():
-        # An update half done is abandoned, and its episodes are freed (`Loop.update_once`).
+        # A half-done update is abandoned, and its episodes are released (`Loop.update_once`).
         work.cancel()
         await asyncio.wait([work])
     if not work.cancelled():
@@ -104,7 +105,7 @@ async def _learner(settings: TrainerSettings, recipe: Recipe, model: str) -> Lea
 
 
 async def _policy_and_model(settings: TrainerSettings, server: Replicas) -> tuple[str, str]:
-    """The policy's name and the model under it, from the settings or from the server."""
+    """Return the policy's name and its base model, from the settings or from the model server."""
     if settings.policy and settings.model:
         return settings.policy, settings.model
     while True:
@@ -118,7 +119,8 @@ async def _policy_and_model(settings: TrainerSettings, server: Replicas) -> tupl
     policy = settings.policy or bases[0]
     if policy not in listed:
         raise TrainerError(
-            f"PAWL_POLICY is {policy!r}, but the server serves {', '.join(sorted(listed))}"
+            f"PAWL_POLICY is {policy!r}, but the model server serves {', '.join(sorted(listed))}:"
+            " set it to one of these, or unset it to train the base model"
         )
     return policy, settings.model or str(listed[policy]["root"])
 
@@ -132,7 +134,7 @@ async def _session(
     *,
     once: bool,
 ) -> bool:
-    """Work on one database connection's lifetime; True when `once` is done."""
+    """Work for as long as the database connection lives; return True when `once` is done."""
     url = await _database_url(settings)
     await upgrade(url)
     engine = make_engine(url)
@@ -151,8 +153,8 @@ async def _session(
                 if updated and once:
                     return True
                 if not updated:
-                    looked = perf_counter() - started
-                    await asyncio.sleep(max(settings.poll_s, PAUSE_PER_CHECK * looked))
+                    check_s = perf_counter() - started
+                    await asyncio.sleep(max(settings.poll_s, PAUSE_PER_CHECK * check_s))
     finally:
         await engine.dispose()
 
@@ -164,7 +166,7 @@ async def _database_url(settings: TrainerSettings) -> str:
 
 
 async def _hold_policy(guard: AsyncConnection, policy: str) -> None:
-    """Hold the policy for as long as this connection lives; wait for whoever holds it."""
+    """Lock the policy for as long as this connection lives; wait while another trainer holds it."""
     waited = False
     while not await claims.hold_policy(guard, policy):
         if not waited:

@@ -1,4 +1,4 @@
-"""From returns to advantages: compare, normalise, share out among an episode's calls (pure).
+"""Advantages: returns compared, normalised, and shared out among an episode's calls (pure).
 
     advantage of a call = share · (return − baseline) / divisor
 

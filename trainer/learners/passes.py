@@ -18,7 +18,7 @@ Seen = TypeVar("Seen")
 
 
 class Step:
-    """Takes optimiser steps with one TRL trainer; `taken` counts them from the base on."""
+    """Takes optimiser steps with one TRL trainer; `taken` counts them from the base model on."""
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class Step:
         interrupted: threading.Event,
         processes: Processes,
     ) -> None:
+        """Store the parts; the optimiser's present learning rates are the full ones."""
         self._processes = processes
         self._trainer = trainer
         self._rule = rule
@@ -37,10 +38,10 @@ class Step:
     def survey(
         self, micro_batches: Sequence[Sequence[Row]], look: Callable[[Sequence[Row]], Seen]
     ) -> list[Seen]:
-        """What `look` finds in the micro-batches: each process looks at its own, all get all.
+        """Apply `look` to all micro-batches, each process to its own, and return all results.
 
         Raises:
-            Interrupted: see `take`.
+            Interrupted: the update was stopped; the learner must be restored.
         """
         found = [look(rows) for rows in self._share(micro_batches)]
         return [one for share in self._processes.gather(found) for one in share]
@@ -55,13 +56,14 @@ class Step:
         micro_batches: Sequence[Sequence[Row]],
         judge: Callable[[], None],
     ) -> tuple[float, float]:
-        """One step on all of `micro_batches`, each process on its own; loss and gradient norm.
+        """Take one step on all of `micro_batches`, each process on its own; return loss and norm.
 
-        `judge` is called before anything is applied; what it raises passes on.
+        The norm is that of the policy's gradient before clipping. `judge` is called before anything
+        is applied; what it raises passes on.
 
         Raises:
             LearnerError: the gradient is not finite; nothing was applied.
-            Interrupted: it was asked to stop; the learner must be restored.
+            Interrupted: the update was stopped; the learner must be restored.
         """
         share = sum(row.weight for rows in micro_batches for row in rows)
         loss = 0.0
@@ -74,14 +76,14 @@ class Step:
         return sum(self._processes.gather(loss)), self._apply()
 
     def _stop_if_asked(self) -> None:
-        """All processes stop at the same micro-batch, or none."""
+        """Raise `Interrupted` in all processes at the same micro-batch if one was asked to stop."""
         if any(self._processes.gather(self._interrupted.is_set())):
             raise Interrupted("the update was stopped half-way and will be done again")
 
     def _apply(self) -> float:
         policy, critic = self._trainer.trained_parameters()
         self._processes.add_up([*policy, *critic])
-        # Each by itself: what the critic has yet to learn must not shrink the policy's step.
+        # Clipped separately: a critic with much to learn must not shrink the policy's step.
         norms = [
             float(torch.nn.utils.clip_grad_norm_(parameters, self._rule.max_grad_norm))
             for parameters in (policy, critic)

@@ -1,10 +1,10 @@
-"""Attention within a prefix tree, block by block: what no token may see is not computed.
+"""Attention within a prefix tree, block by block; what no token may see is not computed.
 
-Nodes are in depth-first pre-order, so a block of consecutive queries [s, e) sees nothing but
-the ancestors of s and the block itself: an ancestor of any of its nodes that comes before s
-has s in its subtree, too. A block costs (e − s)·(depth(s) + e − s) instead of (e − s)·N. Small
-blocks compute little that is masked, and many of them are one product. This is for CPUs; on a
-GPU flex attention (arXiv:2412.05496) skips the blocks that nobody sees.
+Nodes are in depth-first pre-order, so a block of consecutive queries [s, e) sees only the
+ancestors of s and the block itself: an ancestor of any of its nodes that comes before s has s
+in its subtree, too. A block costs (e − s)·(depth(s) + e − s) instead of (e − s)·N. Small
+blocks compute little that is masked, and many of them are one batched product. This is for
+CPUs; on a GPU flex attention (arXiv:2412.05496) skips the blocks that no query sees.
 """
 
 from collections.abc import Sequence
@@ -23,20 +23,21 @@ from transformers.masking_utils import sdpa_mask
 from trainer.learners.products import product
 from trainer.trees import Tree
 
-# What transformers calls this attention.
+# The name under which transformers knows this attention.
 NAME: Final = "pawl_tree"
+# Queries in a block.
 BLOCK: Final = 48
-# Entries of masks that are computed together, so that scores stay in the cache.
+# Mask entries that are computed together, at most, so that scores stay in the cache.
 MAX_MASK_ENTRIES: Final = 2**16
-# The fewest keys of a block beside one that has max_entries.
+# Smallest number of keys in a block, as a share of those of its batch's largest block.
 MIN_KEY_SHARE: Final = 0.7
 FLEX_BLOCK: Final = 128
 
 
 class Block(NamedTuple):
-    """Queries [start, stop), and the nodes that one of them sees, in runs [from, to).
+    """Queries [start, stop), and the nodes that at least one of them sees, in runs [from, to).
 
-    Shapes: `mask` (stop − start, K), 0 or −inf, to be added to scores; K nodes in all runs.
+    Shapes: `mask` (stop − start, K), 0 or −inf, is added to scores; K is the nodes of all runs.
     """
 
     start: int
@@ -46,11 +47,11 @@ class Block(NamedTuple):
 
 
 class BlockBatch(NamedTuple):
-    """Blocks that are computed together: as many queries each, and about as many keys.
+    """Blocks that are computed together: equally many queries, and about equally many keys.
 
-    Shapes: `queries` (Z, B) and `keys` (Z, K) are nodes, `mask` (Z, B, K); a block of fewer
-    keys has others, that none of its queries sees. `runs` says whose they are: of block z
-    nodes [from, to) are keys from `offset` on.
+    Shapes: `queries` (Z, B) and `keys` (Z, K) are nodes, `mask` is (Z, B, K). Blocks with fewer
+    keys are padded with node 0, which the mask hides. `runs` are (z, from, to, offset): in block
+    z the nodes [from, to) are the keys from `offset` on.
     """
 
     queries: Tensor
@@ -60,7 +61,7 @@ class BlockBatch(NamedTuple):
 
 
 def blocks_of(tree: Tree, block: int = BLOCK) -> list[Block]:
-    """The blocks of `tree`."""
+    """Return the blocks of `tree`, of `block` queries each."""
     end = torch.tensor(tree.end)
     blocks = []
     for start in range(0, len(tree.tokens), block):
@@ -75,14 +76,14 @@ def blocks_of(tree: Tree, block: int = BLOCK) -> list[Block]:
 
 
 def _runs(nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending nodes as runs of consecutive ones."""
+    """Return ascending nodes as runs [from, to) of consecutive ones."""
     starts = [i for i, node in enumerate(nodes) if i == 0 or nodes[i - 1] != node - 1]
     ends = [*starts[1:], len(nodes)]
     return tuple((nodes[a], nodes[b - 1] + 1) for a, b in zip(starts, ends, strict=True))
 
 
 def batch_blocks(blocks: Sequence[Block], max_entries: int = MAX_MASK_ENTRIES) -> list[BlockBatch]:
-    """The batches of `blocks`: masks of at max_entries `max_entries` entries, unless one block has more."""
+    """Batch blocks, with masks of at most `max_entries` entries unless one block alone has more."""
     groups: list[list[Block]] = []
     for block in sorted(blocks, key=lambda block: block.mask.shape, reverse=True):
         first = groups[-1][0].mask if groups else None
@@ -114,12 +115,13 @@ def _pad_to_batch(blocks: Sequence[Block]) -> BlockBatch:
 
 
 class TreeAttention(Function):
-    """softmax(scale·q·kᵀ + mask)·v for q (N, H, D), k and v (N, G, D), G dividing H."""
+    """softmax(scale·q·kᵀ + mask)·v for q (N, H, D), k and v (N, G, D), where G divides H."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, batches: Sequence[BlockBatch], scale: float
     ) -> Tensor:
+        """Return the attention's output, (N, H, D)."""
         ctx.batches, ctx.scale = batches, scale
         groups, outputs = k.shape[1], []
         for batch in batches:
@@ -132,6 +134,7 @@ class TreeAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v; the attention weights are computed again."""
         q, k, v = ctx.saved_tensors
         groups, outputs = k.shape[1], []
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
@@ -148,7 +151,7 @@ class TreeAttention(Function):
 
 
 def _gather(x: Tensor, nodes: Tensor, groups: int) -> Tensor:
-    """Rows `nodes` (Z, B) of (N, G·R, D) for each of the G groups: (Z·G, B·R, D)."""
+    """Gather rows `nodes` (Z, B) of (N, G·R, D) for each of the G groups: (Z·G, B·R, D)."""
     rows = x.reshape(len(x) * groups, -1)
     places = (nodes * groups)[:, None] + torch.arange(groups)[:, None]
     taken = rows.index_select(0, places.flatten())
@@ -156,7 +159,7 @@ def _gather(x: Tensor, nodes: Tensor, groups: int) -> Tensor:
 
 
 def _by_node(outputs: Sequence[Tensor], batches: Sequence[BlockBatch], like: Tensor) -> Tensor:
-    """What batches outputs, (Z·G, B·R, D) each, by node again, as `like` (N, G·R, D)."""
+    """Put the batches' outputs, (Z·G, B·R, D) each, back in the order of nodes, as `like`."""
     out = torch.empty(like.shape, dtype=like.dtype)
     for part, batch in zip(outputs, batches, strict=True):
         size, queries = batch.queries.shape
@@ -166,14 +169,14 @@ def _by_node(outputs: Sequence[Tensor], batches: Sequence[BlockBatch], like: Ten
 
 
 def _scatter_add(total: Tensor, part: Tensor, batch: BlockBatch) -> None:
-    """Add to (N, G, D) what the keys of a batch got, (Z·G, K, D)."""
+    """Add the gradient of a batch's keys, (Z·G, K, D), to that of all nodes, (N, G, D)."""
     by_block = part.view(len(batch.keys), -1, *part.shape[1:]).transpose(1, 2)
     for place, start, stop, offset in batch.runs:
         total[start:stop] += by_block[place, offset : offset + stop - start]
 
 
 def _attention_weights(queries: Tensor, keys: Tensor, batch: BlockBatch) -> Tensor:
-    """What each query (Z·G, B·R, D) takes of each key (Z·G, K, D)."""
+    """Return the softmax weights of keys (Z·G, K, D) for each query (Z·G, B·R, D)."""
     blocks, size, seen = batch.mask.shape
     scores = product(queries, keys.mT)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -184,10 +187,10 @@ def _attention_weights(queries: Tensor, keys: Tensor, batch: BlockBatch) -> Tens
 def tree_attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: (1, H, N, D) in, (1, N, H, D) out.
+    """Compute attention by transformers' interface: (1, H, N, D) in, (1, N, H, D) out.
 
-    `tree` is what `attention_tree` made; the model passes it on with the other arguments.
-    Without one this is attention as everywhere.
+    The model passes the keyword argument `tree`, from `attention_tree`, through to here.
+    Without it this is the usual attention.
     """
     tree = kwargs.pop("tree", None)
     if tree is None:
@@ -202,16 +205,17 @@ def tree_attention_forward(
 
 
 def attention_tree(tree: Tree, device: torch.device) -> list[BlockBatch] | BlockMask:
-    """What attention on `device` needs to know of `tree`: blocks, or flex attention's mask."""
+    """Return what attention on `device` needs of `tree`: blocks, or flex attention's mask."""
     if device.type == "cpu":
         return batch_blocks(blocks_of(tree))
     return block_mask(torch.tensor(tree.end, device=device))
 
 
 def block_mask(end: Tensor) -> BlockMask:
-    """Flex attention's mask of a tree of `end` (N,), N a multiple of its block's size.
+    """Return flex attention's mask of a tree with the interval ends `end` (N,).
 
-    Made from intervals: nothing of N × N is ever laid out.
+    N must be a multiple of `FLEX_BLOCK`. The mask is derived from intervals: nothing of size
+    N × N is ever allocated.
     """
     nodes = torch.arange(len(end), device=end.device)
     starts = nodes[::FLEX_BLOCK, None]
@@ -229,7 +233,7 @@ def block_mask(end: Tensor) -> BlockMask:
 
 
 def _block_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of each row are chosen, and which: those first."""
+    """Return, for each row, how many entries are chosen, and their indices, chosen ones first."""
     order = chosen.int().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1).int()[None, None], order.int()[None, None]
 
