@@ -53,7 +53,7 @@ class LeadingLearner:
         return logprobs
 
     def save(self, folder: Path) -> None:
-        """Gather what is to be saved in all processes; only rank 0 writes files."""
+        """Write the files in rank 0; the other processes hold the same weights."""
         self._run_everywhere("save", folder)
 
     def saved_as(self, adapter: Path) -> None:
