@@ -8,6 +8,7 @@ from uuid import UUID
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.documents import compact
 from store.errors import Damaged
 from store.reading import episode_ids, read_in_batches, what_is
 from store.records import (
@@ -55,7 +56,12 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
         async for found in read_in_batches(connection, ids):
             damaged |= found.damaged
             for episode in found.episodes:
-                out.write(msgspec.json.encode(episode_line(episode, now)) + b"\n")
+                try:
+                    line = encoded_line(episode, now)
+                except Damaged as error:
+                    damaged[episode.id] = str(error)
+                    continue
+                out.write(line + b"\n")
                 count += 1
     if damaged:
         raise Damaged(f"{what_is(damaged)}; the other {count} episodes are written", damaged)
@@ -80,14 +86,22 @@ def _has_reward(statements: Sequence[Feedback]) -> bool:
     return any(statement.metric == REWARD for statement in statements)
 
 
-def episode_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> dict[str, Any]:
-    """One line's object (pure)."""
+def encoded_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> bytes:
+    """Return an episode as one compact JSON document, without the newline that ends it (pure).
+
+    Raises:
+        Damaged: a request or reply of it is no JSON document, or nests too deep to be read.
+    """
+    return msgspec.json.encode(_episode_line(episode, now, quiet))
+
+
+def _episode_line(episode: Episode, now: datetime, quiet: timedelta) -> dict[str, Any]:
     line: dict[str, Any] = {
         "episode": episode.key,
         "task": episode.task,
         "state": episode_state(episode, now, quiet),
         "feedback": _statements(episode.feedback),
-        "calls": [_call(call) for call in episode.calls],
+        "calls": [_call(episode, call) for call in episode.calls],
     }
     if stray := [*episode.stray_tool_events, *_unasked(episode.calls)]:
         # Stated of tools that no call of the episode asked for: kept, and of no effect.
@@ -97,15 +111,16 @@ def episode_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> d
     return line
 
 
-def _call(call: TransitionRow) -> dict[str, Any]:
+def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
+    request, reply = _document(episode, call, "request"), _document(episode, call, "reply")
     return {
         "call": str(call.id),
         "agent": call.agent,
         "policy": None
         if call.policy is None
         else policy_name(call.policy, call.policy_version or 0, call.policy),
-        "request": _json(call.request),
-        "reply": _json(call.reply),
+        "request": request,
+        "reply": reply,
         "prompt_ids": unpack_ids(call.tokens.prompt_ids),
         "sampled_ids": unpack_ids(call.tokens.sampled_ids),
         "sampled_logprobs": unpack_logprobs(call.tokens.sampled_logprobs),
@@ -116,8 +131,17 @@ def _call(call: TransitionRow) -> dict[str, Any]:
     }
 
 
-def _json(text: bytes | None) -> msgspec.Raw | None:
-    return None if text is None else msgspec.Raw(text)
+def _document(episode: Episode, call: TransitionRow, part: str) -> msgspec.Raw | None:
+    """A text that a client or a server wrote: it must not end the line that it is put into."""
+    text: bytes | None = getattr(call, part)
+    if text is None:
+        return None
+    try:
+        return msgspec.Raw(compact(text))
+    except ValueError as error:
+        raise Damaged(
+            f"episode {episode.key!r} cannot be read back: the {part} of call {call.id}: {error}"
+        ) from error
 
 
 def _event(event: AskedEvent) -> dict[str, Any]:
