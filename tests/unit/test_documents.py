@@ -33,7 +33,9 @@ def members(values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     pair = st.tuples(STRINGS, SPACE, values).map(lambda said: f"{said[0]}{said[1]}:{said[2]}")
     spaces = st.lists(SPACE, max_size=3)
     return st.one_of(
-        st.tuples(st.lists(values, max_size=4), spaces).map(lambda s: f"[{spaced(s[0], ',', s[1])}]"),
+        st.tuples(st.lists(values, max_size=4), spaces).map(
+            lambda s: f"[{spaced(s[0], ',', s[1])}]"
+        ),
         st.tuples(st.lists(pair, max_size=4), spaces).map(
             lambda s: "{" + spaced(s[0], ",", s[1]) + "}"
         ),
