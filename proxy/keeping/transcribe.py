@@ -9,9 +9,10 @@ from proxy.capture import Captured, inflate
 from proxy.dialects.base import ModelRequest, ReplyFacts, parse_object, read_request
 from proxy.dialects.choice_replies import StreamedReply
 from proxy.dialects.table import DIALECTS
+from proxy.keeping.sampling import sampling_settings
 from proxy.result_readers import ResultReaders
 from proxy.tool_results import result_events
-from proxy.trainable import NOTHING_SAMPLED, Sampled, sampling_settings, why_not_trainable
+from proxy.trainable import NOTHING_SAMPLED, Sampled, why_not_trainable
 from store.records import CallRecord, Tokens, ToolEvent
 from store.tokens import pack_ids, pack_logprobs
 
@@ -32,7 +33,8 @@ def transcribe(captured: Captured, readers: ResultReaders = NO_READERS) -> CallR
     request = read_request(captured.request, without=UNREAD.get(captured.dialect, ()))
     raw = inflate(captured.reply, captured.deflated)
     facts = _facts(captured, request, raw)
-    sampling = sampling_settings(request.fields, captured.default_temperature)
+    fields = None if request.parsed is None else request.fields
+    sampling = sampling_settings(fields, captured.default_temperature)
     reason = why_not_trainable(
         captured.status,
         captured.http_status,
