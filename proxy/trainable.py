@@ -103,15 +103,22 @@ def _tokens(sampled: Sampled) -> Reason | None:
         return "no_token_ids"
     if sampled.sampled_logprobs is None:
         return "no_logprobs"
-    if len(sampled.sampled_ids) != len(sampled.sampled_logprobs):
+    return _counts(sampled, sampled.prompt_ids, sampled.sampled_ids, sampled.sampled_logprobs)
+
+
+def _counts(
+    sampled: Sampled,
+    prompt_ids: tuple[int, ...],
+    sampled_ids: tuple[int, ...],
+    logprobs: tuple[float, ...],
+) -> Reason | None:
+    if len(sampled_ids) != len(logprobs):
         return "length_mismatch"
-    if not sampled.prompt_ids or not sampled.sampled_ids:
+    if not prompt_ids or not sampled_ids:
         return "empty"
-    if not may_be_sampled(sampled.sampled_logprobs):
-        return "impossible_logprobs"
-    if sampled.completion_tokens not in (None, len(sampled.sampled_ids)):
+    if sampled.completion_tokens not in (None, len(sampled_ids)):
         return "usage_mismatch"
-    return None
+    return None if may_be_sampled(logprobs) else "impossible_logprobs"
 
 
 def _distribution(sampling: Mapping[str, Any]) -> Reason | None:

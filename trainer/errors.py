@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from typing import Any
+from uuid import UUID
 
 
 class TrainerError(Exception):
@@ -45,6 +46,24 @@ class DriftOutOfBounds(LearnerError):
     """Server and trainer disagree about the newest version: what they see is not one policy."""
 
     reason = "drift"
+
+
+class Unusable(LearnerError):
+    """An update cannot be computed for some of its episodes; nothing of it may be spent for that.
+
+    `episodes` says why, by the id of each episode that is to blame, which is spent with `reason`;
+    it is empty where it cannot be told.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        episodes: Mapping[UUID, str] | None = None,
+        reason: str = "non_finite",
+    ) -> None:
+        super().__init__(message)
+        self.episodes = dict(episodes or {})
+        self.reason = reason
 
 
 class Interrupted(TrainerError):

@@ -27,7 +27,7 @@ from store.errors import ClaimLost
 from store.records import PolicyVersion
 from trainer import adapters
 from trainer.claiming import Claiming
-from trainer.errors import AdapterError, LearnerError, PublishError
+from trainer.errors import AdapterError, LearnerError, PublishError, Unusable
 from trainer.expiring import Expiring
 from trainer.learning import Learning
 from trainer.metrics import EPISODES, TRAINED_TOKENS, UPDATE, UPDATE_SECONDS, UPDATES, VERSION
@@ -130,13 +130,14 @@ class Loop:
         return True
 
     async def _update(self, parent: PolicyVersion) -> bool:
-        claim = await self._claiming.take(parent.version)
-        if claim is None:
-            return False
-        await self._run(claim, parent)
-        return True
+        while (claim := await self._claiming.take(parent.version)) is not None:
+            if await self._run(claim, parent):
+                self._claiming.went_well()
+                return True
+        return False
 
-    async def _run(self, claim: Claim, parent: PolicyVersion) -> None:
+    async def _run(self, claim: Claim, parent: PolicyVersion) -> bool:
+        """Whether the claim came to its end; else it was undone, and another may be taken."""
         async with self._engine.connect() as connection:
             next_version = max(
                 await claims.next_version(connection, self._policy),
@@ -146,11 +147,15 @@ class Loop:
         log.info("update_begun", update=str(claim.update_id), version=next_version, **plan.metrics)
         if not plan.rows:
             await self._consume(claim, plan, plan.metrics)
-            return
+            return True
         try:
             await self._make(claim, plan, parent, next_version)
+        except Unusable as error:
+            await self._claiming.put_right(claim.update_id, error)
+            return False
         except LearnerError as error:
             await self._give_up(claim, plan, error)
+        return True
 
     async def _make(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, next_version: int

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from uuid import UUID
 
 from store.records import Record
+from store.sampling import used_temperature
 from store.tokens import unpack_ids, unpack_logprobs
 from trainer.credit.assign import TransitionCredit
 
@@ -59,6 +60,9 @@ def training_rows(credited: Iterable[TransitionCredit]) -> list[Row]:
 def _row(credit: TransitionCredit) -> Row:
     assert credit.advantage is not None
     assert credit.r_total is not None
+    # Not always what was asked for, and that is what an earlier Pawl recorded.
+    temperature = used_temperature(credit.call.sampling["temperature"])
+    assert temperature
     tokens = credit.call.tokens
     return Row(
         episode_id=credit.episode_id,
@@ -67,7 +71,7 @@ def _row(credit: TransitionCredit) -> Row:
         prompt_ids=tuple(unpack_ids(tokens.prompt_ids)),
         sampled_ids=tuple(unpack_ids(tokens.sampled_ids)),
         sampled_logprobs=tuple(unpack_logprobs(tokens.sampled_logprobs)),
-        temperature=float(credit.call.sampling["temperature"]),
+        temperature=temperature,
         r_total=credit.r_total,
         advantage=credit.advantage,
         weight=credit.weight,

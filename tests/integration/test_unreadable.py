@@ -20,7 +20,6 @@ from pawl.export import Selection, export
 from pawl.judging.answers import Judge
 from pawl.judging.model import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
-from store.damage import set_aside
 from store.engine import make_engine
 from store.errors import Damaged
 from store.policies import ensure_base

@@ -2,6 +2,7 @@
 
 import json
 import string
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -108,6 +109,5 @@ def test_brackets_in_strings_and_beside_each_other_are_no_depth() -> None:
 
 @given(st.binary())
 def test_any_bytes_are_parsed_or_refused(text: bytes) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011
-        parse(text, dict[str, int])
-        raise ValueError
+    with suppress(ValueError):
+        assert isinstance(parse(text, dict[str, int]), dict)

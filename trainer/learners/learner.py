@@ -14,7 +14,8 @@ from accelerate import PartialState
 from safetensors import SafetensorError
 
 from trainer.batching import computed_tokens, split_steps
-from trainer.errors import DriftOutOfBounds
+from trainer.errors import DriftOutOfBounds, Unusable
+from trainer.learners.blame import can_be_summed, check_ids, check_view, to_blame
 from trainer.learners.budget import Budget, Plan
 from trainer.learners.determinism import be_deterministic
 from trainer.learners.grpo import View, make_trainer
@@ -115,13 +116,16 @@ class Learner:
         Raises:
             DriftOutOfBounds: the server sampled from another policy than the trainer has;
                 as for any `LearnerError`, the learner must be restored.
-            LearnerError: the gradient is not finite.
+            Unusable: some rows cannot be computed with, or loss or gradient is not finite.
             Interrupted: see `interrupt`.
         """
+        check_ids(rows, self._model.get_input_embeddings().weight.shape[0])
         newest = self._version()
         self._stands_at = IN_BETWEEN
         started = time.perf_counter()
-        rows = self._trainer.prepare(rows, self._look(rows))
+        view = self._look(rows)
+        check_view(rows, view)
+        rows = self._trainer.prepare(rows, view)
         off_policy: dict[str, Any] = {}
 
         def judge() -> None:
@@ -162,7 +166,11 @@ class Learner:
     def _take(
         self, rows: Sequence[Row], judge: Callable[[], None]
     ) -> tuple[tuple[float, float], Plan]:
-        return self._budget.fit(rows, lambda plan: self._step.take(plan, judge), self._forget)
+        try:
+            return self._budget.fit(rows, lambda plan: self._step.take(plan, judge), self._forget)
+        except Unusable as error:
+            self._forget()
+            raise Unusable(str(error), to_blame(self._trainer, rows)) from error
 
     def _forget(self) -> None:
         """Undo half a step: nothing of it is left in gradients or figures."""
@@ -178,7 +186,10 @@ class Learner:
 
     def _judge_drift(self, newest: int | None) -> dict[str, Any]:
         seen = self.processes.gather(self._trainer.take_compared())
-        found = off_policy_metrics([row for rows in seen for row in rows], newest)
+        compared = [row for rows in seen for row in rows]
+        if not can_be_summed(compared):
+            raise Unusable("what sampled some rows is too far from the policy to be calculated")
+        found = off_policy_metrics(compared, newest)
         drift, bound = found["drift_kl"], self._recipe.off_policy.max_drift
         if drift is not None and drift > bound:
             raise DriftOutOfBounds(

@@ -92,7 +92,7 @@ def off_policy_metrics(compared: Sequence[Compared], newest: int | None) -> dict
         "drift_kl": drift,
         "drift_logp_mean_abs": _share([row.distance for row in fresh], fresh),
         "staleness_kl": None if drift is None or older is None else older - drift,
-        "effective_sample_size": total**2 / (tokens * squares),
+        "effective_sample_size": total * total / (tokens * squares),
         "ratio_cut_share": sum(row.cut for row in compared) / tokens,
         "masked_share": sum(row.masked for row in compared) / len(compared),
     }

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainer.batching import share_out
-from trainer.errors import Interrupted, LearnerError
+from trainer.errors import Interrupted, Unusable
 from trainer.learners.processes import Processes
 from trainer.recipe_parts import OptimizerPart
 from trainer.rows import Row
@@ -60,7 +60,7 @@ class Step:
         `judge` is called before anything is applied; what it raises passes on.
 
         Raises:
-            LearnerError: the gradient is not finite; nothing was applied.
+            Unusable: the loss or the gradient is not finite; nothing was applied.
             Interrupted: it was asked to stop; the learner must be restored.
         """
         share = sum(row.weight for rows in micro_batches for row in rows)
@@ -71,7 +71,10 @@ class Step:
             self._trainer.accelerator.backward(part)
             loss += float(part.detach())
         judge()
-        return sum(self._processes.gather(loss)), self._apply()
+        whole = sum(self._processes.gather(loss))
+        if not math.isfinite(whole):
+            raise Unusable(f"the loss is {whole}: the update was not applied")
+        return whole, self._apply()
 
     def _stop_if_asked(self) -> None:
         """All processes stop at the same micro-batch, or none."""
@@ -88,7 +91,8 @@ class Step:
         ]
         if not all(map(math.isfinite, norms)):
             self._trainer.optimizer.zero_grad()
-            raise LearnerError(f"the gradient's norm is {norms[0]}: the update was not applied")
+            told = " and ".join(map(str, norms))
+            raise Unusable(f"the gradients' norms are {told}: the update was not applied")
         share = rate_share(self._rule, self.taken)
         for group, rate in zip(self._trainer.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * share
