@@ -93,16 +93,17 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 # Rewards are not divided by their spread: then a large one stays large.
 PLAIN = CreditPart(normalisation="none")
-RECIPES = {
-    "grpo": recipe(steps=2).model_copy(update={"credit": PLAIN}),
-    "ppo": ppo_recipe(steps=2).model_copy(
-        update={"credit": CreditPart(baseline="none", normalisation="none")}
-    ),
-}
+
+
+def rule_of(learner: str, steps: int) -> Recipe:
+    if learner == "ppo":
+        plain = PLAIN.model_copy(update={"baseline": "none"})
+        return ppo_recipe(steps=steps).model_copy(update={"credit": plain})
+    return recipe(steps=steps).model_copy(update={"credit": PLAIN})
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("learner", RECIPES)
+@pytest.mark.parametrize("learner", ["grpo", "ppo"])
 @pytest.mark.parametrize("case", CASES)
 async def test_who_is_to_blame_is_spent_and_the_others_are_trained(
     engine: AsyncEngine,
@@ -112,7 +113,9 @@ async def test_who_is_to_blame_is_spent_and_the_others_are_trained(
     case: str,
     learner: str,
 ) -> None:
-    bench = RealBench(engine, server, tmp_path, tiny_model, RECIPES[learner])
+    # Ratios are looked at in the first step alone; past it the loss cuts them.
+    steps = 1 if case == "a ratio past any float" else 2
+    bench = RealBench(engine, server, tmp_path, tiny_model, rule_of(learner, steps))
     odd, reason = CASES[case]
     await bench.fill_with(**odd)
     before = {n: p.detach().clone() for n, p in bench.real._model.named_parameters()}
@@ -126,7 +129,7 @@ async def test_who_is_to_blame_is_spent_and_the_others_are_trained(
     trained = {n: p.detach().clone() for n, p in bench.real._model.named_parameters()}
     assert any(not torch.equal(before[n], trained[n]) for n in before)
     assert all(bool(torch.isfinite(p).all()) for p in trained.values())
-    assert bench.real._step.taken == 2 * bench.real._trainer.epochs
+    assert bench.real._step.taken == steps
     query = text("SELECT quarantined_reason FROM episodes WHERE key = 't0-1'")
     async with engine.connect() as connection:
         assert await connection.scalar(query)
@@ -146,11 +149,11 @@ def broken_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> s
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("learner", RECIPES)
+@pytest.mark.parametrize("learner", ["grpo", "ppo"])
 async def test_where_nobody_is_to_blame_nothing_is_spent(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, broken_model: str, learner: str
 ) -> None:
-    bench = RealBench(engine, server, tmp_path, broken_model, RECIPES[learner])
+    bench = RealBench(engine, server, tmp_path, broken_model, rule_of(learner, 1))
     await bench.fill_with()
     async with Replicas([server.url]) as replicas:
         loop = bench.loop(replicas)

@@ -134,7 +134,12 @@ class Learner:
                 off_policy.update(self._judge_drift(newest))
 
         steps = split_steps(rows, self._recipe.batch.steps) * self._trainer.epochs
-        taken, plans = zip(*[self._take(step, judge) for step in steps], strict=True)
+        try:
+            taken, plans = zip(*[self._take(step, judge) for step in steps], strict=True)
+        except Unusable as error:
+            self._forget()
+            # Of all rows: who is to blame may have been compared with who is in this step.
+            raise Unusable(str(error), to_blame(self._trainer, rows)) from error
         give_freed_memory_back()
         return {
             "loss": _mean([loss for loss, _ in taken]),
@@ -166,11 +171,7 @@ class Learner:
     def _take(
         self, rows: Sequence[Row], judge: Callable[[], None]
     ) -> tuple[tuple[float, float], Plan]:
-        try:
-            return self._budget.fit(rows, lambda plan: self._step.take(plan, judge), self._forget)
-        except Unusable as error:
-            self._forget()
-            raise Unusable(str(error), to_blame(self._trainer, rows)) from error
+        return self._budget.fit(rows, lambda plan: self._step.take(plan, judge), self._forget)
 
     def _forget(self) -> None:
         """Undo half a step: nothing of it is left in gradients or figures."""
