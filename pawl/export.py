@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.documents import compact
 from store.errors import Damaged
-from store.reading import episode_ids, read_in_batches, what_is
+from store.reading import episode_ids, read_in_batches
 from store.records import (
     REWARD,
     Episode,
@@ -41,7 +41,7 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
     """Write the episodes to `out`; returns how many.
 
     Raises:
-        Damaged: some cannot be read back; all others are written.
+        Damaged: some cannot be read back, each named with its reason; all others are written.
     """
     now = datetime.now(UTC)
     count = 0
@@ -64,7 +64,8 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
                 out.write(line + b"\n")
                 count += 1
     if damaged:
-        raise Damaged(f"{what_is(damaged)}; the other {count} episodes are written", damaged)
+        named = "\n".join(damaged.values())
+        raise Damaged(f"{named}; the other {count} episodes are written", damaged)
     return count
 
 
