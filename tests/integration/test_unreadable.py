@@ -275,6 +275,7 @@ async def exported(engine: AsyncEngine) -> list[str]:
     return [line.episode for line in read_lines(io.BytesIO(out.getvalue()), "the export")]
 
 
+@pytest.mark.timeout(300)
 def test_any_corruption_of_a_row_is_one_episodes_own(database_url: str) -> None:
     """Read or damaged, and nothing else; the others are read as they were."""
 
@@ -291,7 +292,7 @@ def test_any_corruption_of_a_row_is_one_episodes_own(database_url: str) -> None:
 
     before = asyncio.run(prepare())
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(st.lists(st.tuples(CORRUPTION, st.booleans()), min_size=1, max_size=2))
     def holds(damages: list[tuple[tuple[str, str, int, bytes], bool]]) -> None:
         async def run() -> None:
@@ -364,6 +365,7 @@ BODIES = st.one_of(
 )
 
 
+@pytest.mark.timeout(300)
 def test_each_line_of_an_export_is_one_document(database_url: str) -> None:
     """Whatever a body is: one line an episode, its own, or a message that names it."""
 

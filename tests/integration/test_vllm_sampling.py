@@ -16,6 +16,9 @@ from proxy.trainable import Sampled, why_not_trainable
 from store.records import CallRecord
 from tests.records import captured
 
+# Importing vLLM takes its time.
+pytestmark = pytest.mark.timeout(240)
+
 SAMPLED = Sampled(
     prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-1.0,), choices=1, completion_tokens=1
 )
@@ -194,6 +197,20 @@ def test_the_record_tells_what_was_used() -> None:
     unreadable = said({"temperature": "warm"})
     assert unreadable.reason == "unreadable_sampling"
     assert json.loads(unreadable.sampling)["temperature"] == "warm"
+
+
+@pytest.mark.parametrize("dialect", ["chat", "messages"])
+def test_the_messages_api_is_read_the_same(dialect: str) -> None:
+    """Its requests go to vLLM as chat completions, settings as they are."""
+
+    def reason(**settings: Any) -> str | None:
+        return said({"max_tokens": 5} | settings, dialect=dialect).reason
+
+    assert reason(temperature="0") == "greedy"
+    assert reason(temperature="0.5", top_p="1.0") is None
+    assert reason(top_k="1") == "reshaped_distribution"
+    # What chat completions has no words for goes as it is, and no ids come back.
+    assert reason(thinking="on") == {"chat": "unreadable_sampling"}.get(dialect, "no_token_ids")
 
 
 @pytest.mark.parametrize("logprob", ["-9999.0", "0.5", "1e30", "-1e30"])
