@@ -6,7 +6,7 @@ and no episode must pay for it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
 
@@ -64,12 +64,19 @@ def can_be_summed(compared: Sequence[Compared]) -> bool:
     )
 
 
-def to_blame(trainer: Any, rows: Sequence[Row]) -> Mapping[UUID, str]:
+def to_blame(
+    trainer: Any, rows: Sequence[Row], stop_if_asked: Callable[[], None]
+) -> Mapping[UUID, str]:
     """Return why, by episode, for those that make the gradient of `rows` infinite.
 
     Every process computes every row, so that all come to the same. Gradients are left empty.
+    `stop_if_asked` is called before each row; what it raises passes on.
     """
-    odd = [row for row in rows if not _is_finite(trainer, row)]
+    odd = []
+    for row in rows:
+        stop_if_asked()
+        if not _is_finite(trainer, row):
+            odd.append(row)
     if not any(_is_computed(trainer, row) for row in rows):
         return {}
     extreme = [row for row in odd if abs(row.r_total) > LARGEST_RETURN]

@@ -139,7 +139,8 @@ class Learner:
         except Unusable as error:
             self._forget()
             # Of all rows: who is to blame may have been compared with who is in this step.
-            raise Unusable(str(error), to_blame(self._trainer, rows)) from error
+            blamed = to_blame(self._trainer, rows, self._step.stop_if_asked)
+            raise Unusable(str(error), blamed) from error
         give_freed_memory_back()
         return {
             "loss": _mean([loss for loss, _ in taken]),

@@ -47,7 +47,7 @@ class Step:
 
     def _share(self, micro_batches: Sequence[Sequence[Row]]) -> Iterator[Sequence[Row]]:
         for rows in share_out(micro_batches, self._processes.count)[self._processes.rank]:
-            self._stop_if_asked()
+            self.stop_if_asked()
             yield rows
 
     def take(
@@ -76,8 +76,12 @@ class Step:
             raise Unusable(f"the loss is {whole}: the update was not applied")
         return whole, self._apply()
 
-    def _stop_if_asked(self) -> None:
-        """All processes stop at the same micro-batch, or none."""
+    def stop_if_asked(self) -> None:
+        """All processes stop at the same micro-batch, or none.
+
+        Raises:
+            Interrupted: they stop.
+        """
         if any(self._processes.gather(self._interrupted.is_set())):
             raise Interrupted("the update was stopped half-way and will be done again")
 
