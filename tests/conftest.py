@@ -50,7 +50,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostg
 def psql(server: EmbeddedPostgres, statement: str) -> None:
     """Run a statement as the server's owner."""
     admin = server.url.replace("/pawl?", "/postgres?")
-    binary = server._running().bin_path / "psql"
+    binary = server.programs / "psql"
     subprocess.run(
         [str(binary), "--no-psqlrc", "-q", admin, "-c", statement], check=True, capture_output=True
     )

@@ -2,7 +2,8 @@
 
 import asyncio
 import signal
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from time import perf_counter
 
 import structlog
@@ -133,8 +134,21 @@ async def _session(
     once: bool,
 ) -> bool:
     """Work on one database connection's lifetime; True when `once` is done."""
-    url = await _database_url(settings)
-    await upgrade(url)
+    async with _database(settings) as url:
+        await upgrade(url)
+        return await _session_on(url, settings, recipe, server, learner, policy, once=once)
+
+
+async def _session_on(
+    url: str,
+    settings: TrainerSettings,
+    recipe: Recipe,
+    server: Replicas,
+    learner: Learning,
+    policy: str,
+    *,
+    once: bool,
+) -> bool:
     engine = make_engine(url)
     try:
         async with engine.connect() as guard:
@@ -157,10 +171,17 @@ async def _session(
         await engine.dispose()
 
 
-async def _database_url(settings: TrainerSettings) -> str:
+@asynccontextmanager
+async def _database(settings: TrainerSettings) -> AsyncIterator[str]:
+    """The configured database, or the embedded one, which nobody stops while it is used here."""
     if settings.database_url is not None:
-        return settings.database_url.get_secret_value()
-    return await asyncio.to_thread(EmbeddedPostgres(settings.data_dir).ensure_running)
+        yield settings.database_url.get_secret_value()
+        return
+    postgres = EmbeddedPostgres(settings.data_dir)
+    try:
+        yield await asyncio.to_thread(postgres.ensure_running)
+    finally:
+        await asyncio.to_thread(postgres.leave)
 
 
 async def _be_the_only_one(guard: AsyncConnection, policy: str) -> None:

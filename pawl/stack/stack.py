@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 import aiohttp
-import structlog
 
+from pawl.stack.database import kept_postgres
 from pawl.stack.preflight import check_disk, check_memory, check_ports
 from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
@@ -18,11 +18,8 @@ from store.embedded import EmbeddedPostgres
 from store.records import Record
 from store.settings import address
 
-log = structlog.get_logger()
-
 READY_S: Final = 600.0
 POLL_S: Final = 0.25
-WATCH_S: Final = 0.5
 
 
 class StackPlan(Record, frozen=True, kw_only=True):
@@ -88,11 +85,8 @@ async def running_stack(
         postgres = None
         database_url = plan.database_url
         if database_url is None:
-            postgres = EmbeddedPostgres(plan.data_dir)
-            database_url = await asyncio.to_thread(postgres.ensure_running)
-            exits.callback(postgres.stop)
-            watching = asyncio.create_task(_keep_postgres(postgres), name="keep-postgres")
-            exits.callback(watching.cancel)
+            postgres = await exits.enter_async_context(kept_postgres(plan.data_dir))
+            database_url = postgres.url
         stack = Stack(plan, database_url, postgres)
         for process in _processes(plan, database_url):
             await process.start()
@@ -114,16 +108,6 @@ def preflight(plan: StackPlan) -> None:
         check_memory()
     check_ports(ports)
     check_disk(plan.data_dir)
-
-
-async def _keep_postgres(postgres: EmbeddedPostgres) -> None:
-    """Start the server again if it went away; nobody else's business stops meanwhile."""
-    while True:
-        await asyncio.sleep(WATCH_S)
-        try:
-            await asyncio.to_thread(postgres.ensure_running)
-        except Exception as error:
-            log.warning("postgres_restart_failed", reason=f"{type(error).__name__}: {error}"[:200])
 
 
 def _processes(plan: StackPlan, database_url: str) -> list[Process]:
