@@ -1,7 +1,7 @@
 """What `/metrics` says (Prometheus). One place, so that names and labels stay few and stable.
 
-Workers and keeper count in files that the keeper reads together (prometheus_client's
-multi-process mode, where `PROMETHEUS_MULTIPROC_DIR` is set); a gauge says how it is joined.
+Workers and keeper count in memory that they share, and the keeper adds up (`proxy.counting`); a
+gauge says by its `multiprocess_mode` how it is joined.
 """
 
 from functools import cache

@@ -231,7 +231,9 @@ class Cluster:
         if len(os.fsencode(self.folder / SOCKET)) <= MOST_SOCKET_PATH:
             return self.folder
         named = f"{self.folder}-{self.folder.stat().st_ino}"
-        short = Path(tempfile.gettempdir()) / f"pawl-{hashlib.sha256(named.encode()).hexdigest()[:16]}"
+        short = (
+            Path(tempfile.gettempdir()) / f"pawl-{hashlib.sha256(named.encode()).hexdigest()[:16]}"
+        )
         short.mkdir(mode=0o700, exist_ok=True)
         self._give(short)
         if short.is_symlink() or short.stat().st_uid != self.folder.stat().st_uid:
@@ -280,7 +282,9 @@ def _ensure_user() -> None:
     try:
         pwd.getpwnam(SYSTEM_USER)
     except KeyError:
-        subprocess.run(["useradd", "-s", "/bin/bash", SYSTEM_USER], check=False, capture_output=True)
+        subprocess.run(
+            ["useradd", "-s", "/bin/bash", SYSTEM_USER], check=False, capture_output=True
+        )
         try:
             pwd.getpwnam(SYSTEM_USER)
         except KeyError as error:

@@ -1,18 +1,18 @@
-"""`python -m pawl.serving.child keeper | worker FD`: one of the supervisor's processes."""
+"""`python -m pawl.serving.child keeper|worker …`: one of the supervisor's processes."""
 
+import argparse
 import asyncio
 import gc
 import os
 import signal
 import socket
-import sys
 from typing import Final
 
 import uvloop
-from prometheus_client import values
-from prometheus_client.values import MultiProcessValue
 
 from pawl.logs import configure_logging
+from proxy.counting import shared
+from proxy.counting.board import Board
 from proxy.settings import ProxySettings
 
 PATIENCE_S: Final = 30.0
@@ -47,39 +47,52 @@ def spare_the_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-def spare_the_counters() -> None:
-    """Counters in files ask for the process's id at each step; ours does not fork."""
-    pid = os.getpid()
-    values.ValueClass = MultiProcessValue(process_identifier=lambda: pid)  # type: ignore[no-untyped-call]
+def _is_up(ready: int) -> None:
+    """Tell the supervisor; one that is gone is noticed elsewhere."""
+    try:
+        os.write(ready, b"up")
+    except BrokenPipeError:
+        return
+    finally:
+        os.close(ready)
 
 
-async def _keep() -> None:
+async def _keep(ready: int, board: int) -> None:
     from proxy.keeping.keeper import keeping
 
     spare_the_collector()
     # Records can wait on disk; calls and streams cannot wait for their records to be stored.
     os.nice(KEEPER_NICENESS)
     # A predecessor whose supervisor was killed stores what it can before it ends.
-    async with keeping(ProxySettings(), patience_s=PATIENCE_S):
+    async with keeping(ProxySettings(), patience_s=PATIENCE_S, processes=Board(board).read):
+        _is_up(ready)
         await _until_told()
 
 
-async def _work(fd: int) -> None:
+async def _work(ready: int, listener: int) -> None:
     from proxy.worker import serving
 
     spare_the_collector()
-    async with serving(ProxySettings(), socket.socket(fileno=fd)):
+    async with serving(ProxySettings(), socket.socket(fileno=listener)):
+        _is_up(ready)
         await _until_told()
 
 
 def main() -> None:
     """Run one of the two."""
-    configure_logging(gather=sys.argv[1] == "worker")
-    spare_the_counters()
-    if sys.argv[1] == "keeper":
-        uvloop.run(_keep())
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=["keeper", "worker"])
+    for descriptor in ("--ready", "--board", "--listener"):
+        parser.add_argument(descriptor, type=int)
+    parser.add_argument("--counters", type=int, nargs="+")
+    told = parser.parse_args()
+    configure_logging(gather=told.kind == "worker")
+    # Before what is imported below makes its metrics.
+    shared.share(told.counters)
+    if told.kind == "keeper":
+        uvloop.run(_keep(told.ready, told.board))
     else:
-        uvloop.run(_work(int(sys.argv[2])))
+        uvloop.run(_work(told.ready, told.listener))
 
 
 if __name__ == "__main__":

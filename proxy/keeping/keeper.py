@@ -4,13 +4,14 @@ Serving needs none of it: while the keeper is away, records wait on disk.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
 from aiohttp import web
 
+from proxy.counting.board import ProcessState
 from proxy.errors import SpoolInUse
 from proxy.keeping.admin import admin_app, unsettled
 from proxy.keeping.database import Database
@@ -27,10 +28,16 @@ LOOK_S = 0.1
 
 
 @asynccontextmanager
-async def keeping(settings: ProxySettings, *, patience_s: float = 0.0) -> AsyncIterator[None]:
+async def keeping(
+    settings: ProxySettings,
+    *,
+    patience_s: float = 0.0,
+    processes: Callable[[], list[ProcessState]] | None = None,
+) -> AsyncIterator[None]:
     """A keeper: up when entered; what is spooled is stored, if it can be, when left.
 
-    For `patience_s` another keeper that has the spool directory is waited for.
+    For `patience_s` another keeper that has the spool directory is waited for. `processes` tells
+    of the workers, where a supervisor keeps them up.
 
     Raises:
         SpoolInUse: another keeper has the spool directory.
@@ -46,7 +53,7 @@ async def keeping(settings: ProxySettings, *, patience_s: float = 0.0) -> AsyncI
         readers=settings.tool_results,
         counted_before=unsettled(),
     )
-    admin = web.AppRunner(admin_app(database, drainer), access_log=None)
+    admin = web.AppRunner(admin_app(database, drainer, processes), access_log=None)
     await admin.setup()
     host, port = address(settings.admin_listen)
     await web.TCPSite(admin, host, port).start()

@@ -98,7 +98,7 @@ def of_postgres(folder: Path) -> list[psutil.Process]:
 
 @contextmanager
 def slow(folder: Path, *, stopped_s: float, running_s: float) -> Iterator[None]:
-    """PostgreSQL's processes get on as they would on a slow disk: they stand still most of the time.
+    """PostgreSQL's processes get on as on a slow disk: they stand still most of the time.
 
     That holds up initdb, each start and each shutdown alike, with nothing put in their place.
     """
