@@ -4,18 +4,67 @@ import asyncio
 import atexit
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import BinaryIO
+from itertools import islice
+from typing import BinaryIO, Final
 
 import msgspec
 import structlog
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
+# A line no longer than this is written as it is. Of a longer one each text is cut: much of what
+# is logged was said by clients and upstreams, who may say megabytes.
+MOST_LINE_BYTES: Final = 2048
+MOST_CHARS: Final = 256
+# The end of a trace says what went wrong, its beginning where.
+MOST_TRACE_CHARS: Final = 8192
+TRACE: Final = "exception"
+MOST_ITEMS: Final = 100
+MOST_DEPTH: Final = 4
 
 
-def _to_json(event: object, **_: object) -> bytes:
-    return _encode(event)
+def shortened(event: Mapping[str, object]) -> dict[str, object]:
+    """Return a line's fields, each text cut to what helps who reads it."""
+    return {
+        _cut(name): _short(value, MOST_TRACE_CHARS if name == TRACE else MOST_CHARS, MOST_DEPTH)
+        for name, value in event.items()
+    }
+
+
+def _short(value: object, most: int, depth: int) -> object:
+    if isinstance(value, str):
+        return _cut(value, most)
+    if value is None or isinstance(value, bool | int | float | datetime):
+        return value
+    if isinstance(value, Mapping) and depth:
+        pairs = islice(value.items(), MOST_ITEMS)
+        return {_cut(str(name)): _short(item, most, depth - 1) for name, item in pairs}
+    if isinstance(value, list | tuple | set | frozenset) and depth:
+        return [_short(item, most, depth - 1) for item in islice(value, MOST_ITEMS)]
+    return _cut(str(value), most)
+
+
+def _cut(text: str, most: int = MOST_CHARS) -> str:
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}… {len(text) - 2 * half} characters …{text[-half:]}"
+
+
+def _line_of(event: Mapping[str, object]) -> bytes:
+    line = _encode(event)
+    return line if len(line) <= MOST_LINE_BYTES else _encode(shortened(event))
+
+
+def _to_json(event: Mapping[str, object], **_: object) -> bytes:
+    return _line_of(event)
+
+
+def _short_fields(
+    _: object, __: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    return shortened(event)
 
 
 def _line(logger: object, level: str, event: structlog.typing.EventDict) -> bytes:
@@ -24,7 +73,7 @@ def _line(logger: object, level: str, event: structlog.typing.EventDict) -> byte
         event = structlog.processors.format_exc_info(logger, level, event)
     event["level"] = level
     event["timestamp"] = datetime.now(UTC)
-    return _encode(event)
+    return _line_of(event)
 
 
 class GatheringLogger:
@@ -89,7 +138,7 @@ def configure_logging(*, gather: bool = False) -> None:
         structlog.processors.format_exc_info,
     ]
     if sys.stderr.isatty():
-        processors.append(structlog.dev.ConsoleRenderer())
+        processors += [_short_fields, structlog.dev.ConsoleRenderer()]
         factory = structlog.PrintLoggerFactory(sys.stderr)
     else:
         processors.append(structlog.processors.JSONRenderer(_to_json))

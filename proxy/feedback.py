@@ -14,7 +14,7 @@ from proxy.errors import KeyReused, SpoolFull, TooLarge
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, lowered
 from proxy.lookup import Lookup
-from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS
+from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS, metric_label
 from proxy.recent import Recent
 from proxy.recorder import Recorder
 from proxy.statements import parse_feedback
@@ -109,7 +109,7 @@ class FeedbackDesk:
             self._recent.remember_key(record.idempotency_key, record.body_hash)
         for item in record.items:
             earner = self._recent.earner(item.target_kind, item.target)
-            FEEDBACK.labels(item.metric[:64], "known" if earner else "pending").inc()
+            FEEDBACK.labels(metric_label(item.metric), "known" if earner else "pending").inc()
             if item.tool is not None:
                 TOOL_STATUS.labels(item.tool.status).inc()
             elif item.metric == REWARD_METRIC and item.value is not None:

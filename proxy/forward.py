@@ -11,7 +11,7 @@ from proxy.errors import NotAllowed, ProxyError, TooLarge
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers, for_client, for_upstream
-from proxy.metrics import FORWARDED
+from proxy.metrics import FORWARDED, status_label
 from proxy.refusal import refuse
 from proxy.routes import Route
 from proxy.upstreams.members import Upstreams
@@ -39,10 +39,10 @@ async def forward(exchange: Exchange, route: Route, upstreams: Upstreams, *, max
         else:
             reply = await _routed(exchange, route, upstreams, max_body)
     except ProxyError as error:
-        FORWARDED.labels(route.label, str(error.status)).inc()
+        FORWARDED.labels(route.label, status_label(error.status)).inc()
         refuse(exchange, error)
         return
-    FORWARDED.labels(route.label, str(reply.status)).inc()
+    FORWARDED.labels(route.label, status_label(reply.status)).inc()
     try:
         await _pass_back(exchange, reply)
     finally:

@@ -5,6 +5,7 @@ gauge says by its `multiprocess_mode` how it is joined.
 """
 
 from functools import cache
+from http import HTTPStatus
 from typing import Final, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -15,8 +16,27 @@ Metric = TypeVar("Metric", bound=MetricWrapperBase)
 
 @cache
 def labelled(metric: Metric, *values: str) -> Metric:
-    """`metric.labels(*values)`, looked up once: on a call's path every microsecond counts."""
+    """`metric.labels(*values)`, looked up once: on a call's path every microsecond counts.
+
+    No value may be one that a client can make up: each is a series for as long as we run.
+    """
     return metric.labels(*values)
+
+
+# Only what we name ourselves is a label: a client may state metrics of any name.
+NAMED_METRICS: Final = frozenset({"reward", "tool_status"})
+STANDARD_STATUSES: Final = frozenset(str(status.value) for status in HTTPStatus)
+
+
+def metric_label(metric: str) -> str:
+    """Return what a statement's metric is counted as."""
+    return metric if metric in NAMED_METRICS else "other"
+
+
+def status_label(status: int) -> str:
+    """Return what a reply's status is counted as: those that HTTP does not define, by class."""
+    text = str(status)
+    return text if text in STANDARD_STATUSES else f"{text[0]}xx"
 
 
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
