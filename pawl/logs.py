@@ -3,11 +3,12 @@
 import asyncio
 import atexit
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from itertools import islice
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, cast
 
 import msgspec
 import structlog
@@ -76,6 +77,41 @@ def _line(logger: object, level: str, event: structlog.typing.EventDict) -> byte
     return _line_of(event)
 
 
+class SureFile:
+    """Writes to a descriptor; no failure of it reaches who logs: a log's disk may be full.
+
+    What could not be written is counted, and told once there is room again.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._lost = 0
+        self._torn = False
+
+    def write(self, lines: bytes) -> int:
+        """Write whole lines, as far as it can be done; returns how many bytes were taken."""
+        told = b""
+        if self._torn:
+            told += b"\n"
+        if self._lost:
+            told += _encode({"event": "log_lines_lost", "lines": self._lost, "level": "error"})
+            told += b"\n"
+        rest = memoryview(told + lines)
+        try:
+            while rest:
+                rest = rest[os.write(self._handle, rest) :]
+        except OSError:
+            # Told when it can be; there is nowhere else to say it.
+            self._torn = len(rest) < len(told) + len(lines)
+            self._lost += bytes(rest).count(b"\n") if self._torn else lines.count(b"\n")
+        else:
+            self._lost, self._torn = 0, False
+        return len(lines)
+
+    def flush(self) -> None:
+        """Do nothing: what was taken is written."""
+
+
 class GatheringLogger:
     """Writes lines together, a few times a second: a write a line costs a call too much.
 
@@ -85,7 +121,7 @@ class GatheringLogger:
     MOST_BYTES = 64 * 1024
     EVERY_S = 0.2
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: SureFile) -> None:
         self._file = file
         self._lines: list[bytes] = []
         self._bytes = 0
@@ -142,10 +178,12 @@ def configure_logging(*, gather: bool = False) -> None:
         factory = structlog.PrintLoggerFactory(sys.stderr)
     else:
         processors.append(structlog.processors.JSONRenderer(_to_json))
-        factory = structlog.BytesLoggerFactory(sys.stderr.buffer)
+        file = SureFile(sys.stderr.fileno())
+        # It takes anything that can be written to and flushed.
+        factory = structlog.BytesLoggerFactory(cast(BinaryIO, file))
         if gather:
             processors = [_line]
-            logger = GatheringLogger(sys.stderr.buffer)
+            logger = GatheringLogger(file)
 
             def factory(*_: object) -> GatheringLogger:
                 return logger

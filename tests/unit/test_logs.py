@@ -1,12 +1,14 @@
 """One line of the log stays small, whatever a client says in it."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from pawl.logs import shortened
+from pawl.logs import SureFile, shortened
 
 # Logs what a client said, as a worker (gathered) and as the other processes do.
 SCRIPT = """
@@ -53,3 +55,36 @@ def test_a_name_of_a_field_is_cut_too_and_depth_has_an_end() -> None:
     assert max(map(len, found)) < 300
     assert len(str(found["nested"])) < 1000
     assert found["ok"] is True
+
+
+@pytest.mark.parametrize("how", ["gather", "plain"])
+def test_a_log_on_a_full_disk_ends_nobody(how: str) -> None:
+    script = SCRIPT + "\nprint('still here')\n"
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script, how],
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=full,
+            timeout=60,
+        )
+    assert (done.returncode, done.stdout) == (0, b"still here\n")
+
+
+def test_what_was_lost_is_told_once_there_is_room_again() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    file = SureFile(writing)
+    line = b"x" * 1023 + b"\n"
+    for _ in range(100):
+        file.write(line)
+    held = os.read(reading, 2**20)
+    file.write(b"after\n")
+    file.write(b"and on\n")
+    told = os.read(reading, 2**20)
+    os.close(reading)
+    os.close(writing)
+    assert held == line * 64
+    lost, *rest = told.splitlines()
+    assert json.loads(lost) == {"event": "log_lines_lost", "lines": 36, "level": "error"}
+    assert rest == [b"after", b"and on"]
