@@ -13,7 +13,7 @@ from proxy.keeping.drain import record_of
 from proxy.keeping.transcribe import NO_READERS
 from proxy.result_readers import ResultReaders
 from proxy.segments import decode_payload, read_frames
-from proxy.spool import OPEN, SEALED
+from proxy.spooling.folders import OPEN, SEALED
 from store.errors import Refused
 from store.ingest import Ingester
 from store.records import Record

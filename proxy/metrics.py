@@ -61,6 +61,21 @@ SPOOLED = Gauge(
     "Records on disk that are not in PostgreSQL yet.",
     multiprocess_mode="livemostrecent",
 )
+HELD = Gauge(
+    "pawl_records_held",
+    "Spooled records that could not be stored nor dead-lettered yet, while others are stored.",
+    multiprocess_mode="livemostrecent",
+)
+DRAIN_STUCK = Gauge(
+    "pawl_drain_stuck_seconds",
+    "For how long the drain has moved nothing, though PostgreSQL answers; 0: it moves.",
+    multiprocess_mode="livemostrecent",
+)
+SPOOL_COMMIT = Gauge(
+    "pawl_spool_commit_seconds",
+    "For how long a worker's disk has been busy with one commit: a disk that hangs.",
+    multiprocess_mode="livemax",
+)
 DRAIN_LAG = Gauge(
     "pawl_spool_lag_bytes",
     "Bytes on disk still to be stored.",

@@ -13,7 +13,7 @@ from proxy.forward import forward
 from proxy.http.exchange import ClientGone, Exchange
 from proxy.http.server import Handler, Server
 from proxy.lookup import Lookup
-from proxy.metrics import IN_FLIGHT, REFUSED
+from proxy.metrics import IN_FLIGHT, REFUSED, SPOOL_COMMIT
 from proxy.policies import PolicyFile
 from proxy.recent import Recent
 from proxy.recorder import Recorder
@@ -94,7 +94,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         asyncio.create_task(policies.watch(take), name="pawl-policies"),
         asyncio.create_task(_load_pins(lookup, versions), name="pawl-pins"),
         asyncio.create_task(upstreams.sweep(), name="pawl-sweep"),
-        asyncio.create_task(_count_in_flight(server), name="pawl-in-flight"),
+        asyncio.create_task(_count_in_flight(server, recorder), name="pawl-in-flight"),
     ]
     await server.listen(sock=listener, backlog=4096)
     log.info("worker_up", listen=settings.listen)
@@ -126,7 +126,8 @@ async def _load_pins(lookup: Lookup, versions: Versions) -> None:
         await asyncio.sleep(1.0)
 
 
-async def _count_in_flight(server: Server) -> None:
+async def _count_in_flight(server: Server, recorder: Recorder) -> None:
     while True:
+        SPOOL_COMMIT.set(recorder.under_way_s())
         IN_FLIGHT.set(sum(connection.busy for connection in server.connections))
         await asyncio.sleep(COUNT_S)

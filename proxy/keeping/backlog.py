@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from proxy.segments import read_frames
-from proxy.spool import OPEN, SEALED, is_held
+from proxy.spooling.folders import OPEN, SEALED, is_held
 
 AT: Final = ".at"
 # So much of a segment is read at once.

@@ -16,7 +16,7 @@ from proxy.keeping.admin import admin_app, unsettled
 from proxy.keeping.database import Database
 from proxy.keeping.drain import Drainer
 from proxy.settings import ProxySettings
-from proxy.spool import Lock, hold
+from proxy.spooling.folders import Lock, hold
 from store.away import is_away
 from store.settings import address
 
