@@ -12,6 +12,8 @@ from store.records import CallStatus, Confidence, FeedbackRecord, Record, ToolEv
 # A long reply's bytes wait in memory until its end; from this size on they are deflated.
 DEFLATE_FROM: Final = 64 * 1024
 LEVEL: Final = 1
+# A few bytes can stand for very many; so many may become of one reply, unless settings say more.
+MOST_INFLATED: Final = 256 * 2**20
 
 
 class Captured(Record, frozen=True, kw_only=True, tag="captured", array_like=True):
@@ -95,6 +97,26 @@ class Tape:
         return b"".join([*self._packed, self._deflater.flush()]), True
 
 
-def inflate(reply: bytes, deflated: bool) -> bytes:
-    """What `Tape` was given."""
-    return zlib.decompress(reply) if deflated else reply
+class ReplyTooLong(Exception):
+    """A reply is longer than what is read into memory at once."""
+
+
+def inflate(reply: bytes, deflated: bool, most: int = MOST_INFLATED) -> bytes:
+    """Return what `Tape` was given.
+
+    Raises:
+        zlib.error: it was deflated, and is damaged.
+        ReplyTooLong: it is more than `most` bytes.
+    """
+    if not deflated:
+        return reply
+    inflater = zlib.decompressobj()
+    inflated = inflater.decompress(reply, most + 1)
+    if len(inflated) > most:
+        raise ReplyTooLong(
+            f"the reply is longer than {most} bytes; raise PAWL_MAX_REPLY_MB, then "
+            "`pawl spool --replay` stores it"
+        )
+    if not inflater.eof:
+        raise zlib.error("the deflated reply ends before its end")
+    return inflated

@@ -1,8 +1,8 @@
 """The spool's file format (pure): frames that can be found again after damage.
 
-    | magic | mark | u32 number | u32 length | u32 crc32(payload) | u32 crc32(all before) | payload |
+    | magic | mark | number | length | crc32(payload) | crc32(all before it) | payload |
 
-All numbers are little-endian. `magic` and `mark` (random, one a process) make a frame's beginning
+All numbers are u32, little-endian. `magic` and `mark` (random, one a process) make a frame's beginning
 findable: where bytes are damaged, reading goes on at the next one. A client cannot plant a
 beginning in a body of its own, because it does not know the mark; the segment's name tells it to
 the reader. The header has a checksum of its own, so that the length of a frame whose payload is
@@ -101,11 +101,12 @@ def read_pieces(
     data: bytes,
     at: int = 0,
     *,
+    base: int = 0,
     mark: bytes | None = None,
     number: int | None = None,
     ended: bool = False,
 ) -> Iterator[Piece]:
-    """Yield what `data` holds from `at` on, where a piece begins.
+    """Yield what `data` holds from `at` on, where a piece begins; it is at `base` in its segment.
 
     `number` is that of the frame at `at`, and `mark` the segment's, where they are known. `ended`
     says that nothing will ever follow `data`: what is not whole is damaged then, and not a frame
@@ -121,7 +122,7 @@ def read_pieces(
             payload = data[head.begin : head.end]
             if crc32(payload) == head.checksum:
                 number = _added(number, known)
-                yield Piece(at, head.begin, head.end, payload, 1, number, "")
+                yield Piece(base + at, base + head.begin, base + head.end, payload, 1, number, "")
                 at = head.end
                 continue
         end = _end_of_damage(data, at, head, mark, ended)
@@ -132,7 +133,10 @@ def read_pieces(
             return
         records = max(_lost(number, following, end - at), known)
         number = _added(number, records)
-        yield Piece(at, at, end, data[at:end], records, number, _damage(at, end, len(data)))
+        damage = f"{end - at} damaged bytes at {base + at}"
+        if end == len(data):
+            damage = f"a torn or damaged frame of {end - at} bytes at {base + at}"
+        yield Piece(base + at, base + at, base + end, data[at:end], records, number, damage)
         at = end
 
 
@@ -220,12 +224,6 @@ def _lost(number: int | None, following: _Head | None, size: int) -> int:
         return 1
     lost = (following.number - number) % NUMBERS
     return lost if lost * HEAD_BYTES <= size else 1
-
-
-def _damage(at: int, end: int, size: int) -> str:
-    if end == size:
-        return f"a torn or damaged frame of {end - at} bytes at {at}"
-    return f"{end - at} damaged bytes at {at}"
 
 
 def decode_payload(payload: bytes) -> Frame:

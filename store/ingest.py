@@ -42,7 +42,8 @@ class Ingester:
 
         Raises:
             Refused: the database refuses a record.
-            Exception: the database is away (see `store.away`).
+            Exception: the database is away (see `store.away`), or nobody expected it: it may be a
+                record's fault, or everybody's.
         """
         with _refusals():
             await self._store(engine, records)
@@ -112,7 +113,8 @@ def _refusals() -> Iterator[None]:
         ArithmeticError,
         ValueError,
     ) as error:
-        if is_away(error):
+        # What PostgreSQL calls an error of its own (a damaged index, say) is no record's fault yet.
+        if is_away(error) or isinstance(error, asyncpg.InternalServerError):
             raise
         raise Refused(str(error)) from error
 

@@ -21,12 +21,15 @@ def admin_app(database: Database, drainer: Drainer) -> web.Application:
         return web.json_response({"status": "ok"})
 
     async def readyz(_: web.Request) -> web.Response:
-        # Serving does not depend on the database; an operator wants to see it all the same.
+        # Serving depends neither on the database nor on the drain, so that no balancer should
+        # take the proxy away for them (200); an operator wants to see them all the same.
+        drain = drainer.progress
         return web.json_response(
             {
-                "status": "ready",
+                "status": "degraded" if drain.state == "stuck" else "ready",
                 "database": "up" if database.up else "away: records wait on disk",
                 "serving": database.serving,
+                "drain": drain.told(),
             }
         )
 

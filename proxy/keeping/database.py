@@ -17,6 +17,7 @@ from proxy.policies import PolicyFile, serving_of
 from proxy.settings import ProxySettings
 from store.embedded import EmbeddedPostgres
 from store.engine import make_engine
+from store.files import write_private
 from store.migrate import upgrade
 from store.policies import list_versions
 from store.records import PolicyVersion
@@ -81,7 +82,12 @@ class Database:
         if self._embedded is None:
             self._embedded = EmbeddedPostgres(self._settings.data_dir)
         url = await asyncio.to_thread(self._embedded.ensure_running)
-        url_file(self._settings.spool_dir).write_text(url)
+        try:
+            # It may hold a password.
+            write_private(url_file(self._settings.spool_dir), url.encode())
+        except OSError as error:
+            # The workers do without; what is spooled must be stored all the more on a full disk.
+            log.error("database_url_not_told", reason=str(error))
         return url
 
     async def _watch_once(self) -> None:
@@ -89,9 +95,14 @@ class Database:
         async with self._engine.connect() as connection:
             versions = await list_versions(connection)
         if versions != self._known:
-            await asyncio.to_thread(self._file.write, versions)
-            self._known = versions
             self._show(versions)
+            try:
+                await asyncio.to_thread(self._file.write, versions)
+            except OSError as error:
+                # It is the disk that fails, not the database; the next look tries again.
+                log.error("policies_not_told", reason=str(error))
+            else:
+                self._known = versions
 
     def _show(self, versions: list[PolicyVersion]) -> None:
         self.serving = serving_of(versions)

@@ -16,7 +16,7 @@ from proxy.keeping.admin import admin_app, unsettled
 from proxy.keeping.database import Database
 from proxy.keeping.drain import Drainer
 from proxy.settings import ProxySettings
-from proxy.spooling.folders import Lock, hold
+from proxy.spooling.folders import PRIVATE, Lock, hold
 from store.away import is_away
 from store.settings import address
 
@@ -36,7 +36,8 @@ async def keeping(settings: ProxySettings, *, patience_s: float = 0.0) -> AsyncI
         SpoolInUse: another keeper has the spool directory.
         OSError: the admin port is taken.
     """
-    settings.spool_dir.mkdir(parents=True, exist_ok=True)
+    # Records hold prompts; whoever made the folder before decided who may look into it.
+    settings.spool_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     lock = await _hold_patiently(settings.spool_dir / "lock", patience_s)
     database = Database(settings)
     drainer = Drainer(
@@ -45,6 +46,7 @@ async def keeping(settings: ProxySettings, *, patience_s: float = 0.0) -> AsyncI
         batch=settings.drain_batch,
         readers=settings.tool_results,
         counted_before=unsettled(),
+        most_reply=settings.max_reply_mb * 2**20,
     )
     admin = web.AppRunner(admin_app(database, drainer), access_log=None)
     await admin.setup()
@@ -86,6 +88,6 @@ async def _drain_rest(drainer: Drainer) -> None:
             while await drainer.drain_once():
                 pass
     except Exception as error:
-        if not is_away(error):
-            raise
-        log.warning("spool_left", reason=type(error).__name__)
+        # Whatever it is, the rest of the keeper ends in order.
+        tell = log.warning if is_away(error) else log.exception
+        tell("spool_left", reason=type(error).__name__)

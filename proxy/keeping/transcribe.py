@@ -5,7 +5,7 @@ from uuid import UUID
 
 import msgspec
 
-from proxy.capture import Captured, inflate
+from proxy.capture import MOST_INFLATED, Captured, inflate
 from proxy.dialects.base import ModelRequest, ReplyFacts, parse_object, read_request
 from proxy.dialects.choice_replies import StreamedReply
 from proxy.dialects.table import DIALECTS
@@ -21,16 +21,19 @@ NO_READERS = ResultReaders()
 NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole=False)
 
 
-def transcribe(captured: Captured, readers: ResultReaders = NO_READERS) -> CallRecord:
+def transcribe(
+    captured: Captured, readers: ResultReaders = NO_READERS, most_reply: int = MOST_INFLATED
+) -> CallRecord:
     """The record of a call, its request as the client sent it.
 
     `readers` say how the results of tools in it are read.
 
     Raises:
         zlib.error: its reply was deflated and is damaged.
+        ReplyTooLong: its reply is more than `most_reply` bytes.
     """
     request = read_request(captured.request, without=UNREAD.get(captured.dialect, ()))
-    raw = inflate(captured.reply, captured.deflated)
+    raw = inflate(captured.reply, captured.deflated, most_reply)
     facts = _facts(captured, request, raw)
     sampling = sampling_settings(request.fields, captured.default_temperature)
     reason = why_not_trainable(

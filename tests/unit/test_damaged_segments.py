@@ -77,7 +77,7 @@ def test_flipped_bits_cost_the_records_they_are_in(mark: bytes | None, bits: set
 
 
 def test_one_flipped_bit_anywhere_costs_one_record() -> None:
-    for bit in range(0, 8 * len(SEGMENT)):
+    for bit in range(8 * len(SEGMENT)):
         if bit // 8 - STARTS[hit(bit // 8)] > HEAD_BYTES + 4:
             continue
         data = bytearray(SEGMENT)
