@@ -129,7 +129,8 @@ class Segment:
     def hold(self, held: Held) -> None:
         """Go on behind a piece that is kept for later; its bytes stay where they are."""
         self.held[held.piece.start] = held
-        self.advance(held.piece, 0)
+        if held.piece.end > self.stored.offset:
+            self.advance(held.piece, 0)
 
     def release(self, held: Held) -> None:
         """Let go of a piece that was held and is settled now."""

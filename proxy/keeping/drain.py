@@ -25,7 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.capture import MOST_INFLATED
 from proxy.keeping.backlog import Segment, segment_files
-from proxy.keeping.entries import Entry, read_entry
+from proxy.keeping.entries import Entry, raised_at, read_entry
 from proxy.keeping.held import TOLD, Held, Why, is_due
 from proxy.keeping.letters import Letter, bury, make_private
 from proxy.keeping.progress import Progress
@@ -296,7 +296,8 @@ class Drainer:
             if entry.piece.start not in segment.held:
                 segment.advance(entry.piece, entry.piece.records)
         elif not is_away(error):
-            log.error("record_held", error=type(error).__name__, exc_info=error)
+            # Without its words, which may quote the record.
+            log.error("record_held", error=type(error).__name__, raised_at=raised_at(error))
             self._hold(segment, entry, "suspect", _reason(error))
         else:
             if self._failures >= PATIENCE and await answers(engine):
@@ -377,4 +378,6 @@ class Drainer:
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+    if isinstance(error, Refused):
+        return str(error)
+    return f"{type(error).__name__} at {raised_at(error)}: {error}"

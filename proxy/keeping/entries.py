@@ -1,6 +1,7 @@
 """From a piece of a segment to the ledger's record, or to the reason why there is none (pure)."""
 
 import gc
+from pathlib import Path
 from typing import Final, NamedTuple
 from uuid import UUID
 
@@ -36,7 +37,18 @@ def read_entry(
             return Entry(piece, record_of(piece.data, readers, most_reply), "")
     except Exception as error:
         # A client and a model decide what is in it, and reading it again ends the same way.
-        return Entry(piece, None, f"{CANNOT_BE_READ}: {type(error).__name__}: {error}")
+        what = f"{type(error).__name__} at {raised_at(error)}"
+        return Entry(piece, None, f"{CANNOT_BE_READ}: {what}: {error}")
+
+
+def raised_at(error: Exception) -> str:
+    """Return the place in the code that raised `error`, for those who look for its cause."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "an unknown place"
+    return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
 
 
 def record_of(
