@@ -2,9 +2,9 @@
 
     | magic | mark | number | length | crc32(payload) | crc32(all before it) | payload |
 
-All numbers are u32, little-endian. `magic` and `mark` (random, one a process) make a frame's beginning
-findable: where bytes are damaged, reading goes on at the next one. A client cannot plant a
-beginning in a body of its own, because it does not know the mark; the segment's name tells it to
+All numbers are u32, little-endian. `magic` and `mark` (random, one a process) make a frame's
+beginning findable: where bytes are damaged, reading goes on at the next one. A client cannot plant
+a beginning in a body of its own, because it does not know the mark; the segment's name tells it to
 the reader. The header has a checksum of its own, so that the length of a frame whose payload is
 damaged can be trusted. `number` counts frames: it says how many are missing in a damaged stretch.
 

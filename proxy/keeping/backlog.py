@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from time import monotonic
 from typing import Final, NamedTuple
 from zlib import crc32
 
@@ -24,6 +25,8 @@ log = structlog.get_logger()
 AT: Final = ".at"
 # So much of a segment is read at once.
 READ_BYTES: Final = 4 * 2**20
+# One that failed is tried again after so long.
+RETRY_S: Final = 1.0
 # Offset, number of the frame there and one more (0: not known), and a checksum of both.
 _MARK: Final = struct.Struct(">QQ")
 _CHECK: Final = struct.Struct(">I")
@@ -176,6 +179,11 @@ class Segment:
             log.warning("segment_mark_damaged", segment=self.path.stem)
             return BEGIN
         return place
+
+    def failed(self, error: OSError) -> None:
+        """Leave it alone for a moment: it could not be read or deleted, and the others go on."""
+        self.not_before = monotonic() + RETRY_S
+        log.error("segment_failed", segment=self.path.stem, reason=str(error))
 
     def remove(self) -> None:
         """Delete it, under whichever name it has by now.

@@ -15,7 +15,7 @@ when, recorded = stored + spooled + dead-lettered + dropped.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import monotonic
 from typing import Final
@@ -25,35 +25,26 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.capture import MOST_INFLATED
 from proxy.keeping.backlog import Segment, segment_files
-from proxy.keeping.entries import Entry, raised_at, read_entry
-from proxy.keeping.held import TOLD, Held, Why, is_due
-from proxy.keeping.letters import Letter, bury, make_private
+from proxy.keeping.letters import make_private
 from proxy.keeping.progress import Progress
-from proxy.keeping.tally import count_calls
+from proxy.keeping.settling import CANNOT_READ, Settler
 from proxy.keeping.transcribe import NO_READERS
 from proxy.metrics import (
-    DEAD_LETTERS,
     DRAIN_LAG,
     DRAIN_STUCK,
     DROPPED,
     HELD,
     RECORDED,
     SPOOLED,
-    STORED,
 )
 from proxy.result_readers import ResultReaders
 from proxy.segments import Piece
 from store.away import is_away
-from store.engine import answers
-from store.errors import Refused
-from store.ingest import Ingester
 
 log = structlog.get_logger()
 
 RETRY_S: Final = 1.0
 IDLE_S: Final = 0.1
-# After so many failures one after another, though PostgreSQL answers, records go one by one.
-PATIENCE: Final = 5
 
 
 class Drainer:
@@ -73,21 +64,13 @@ class Drainer:
         self._root = root
         self._connect = connect
         self._batch = batch
-        self._readers = readers
-        self._most_reply = most_reply
+        self._settler = Settler(root, readers, most_reply)
         self._counted_before = counted_before
         self._segments: dict[str, Segment] = {}
-        self._ingester = Ingester()
         self._stopping = asyncio.Event()
         # Counting and draining read the same offsets.
         self._busy = asyncio.Lock()
         self.progress = Progress()
-        self._turn = 0
-        # In which turn a record of each kind was stored last.
-        self._stored: dict[type, int] = {}
-        self._failures = 0
-        # What kept something from being moved in the present turn, though PostgreSQL answers.
-        self._trouble = ""
         make_private(root)
 
     def stop(self) -> None:
@@ -112,7 +95,7 @@ class Drainer:
     def _note_failure(self, error: Exception) -> None:
         if is_away(error):
             log.warning("drain_waits", reason=type(error).__name__)
-            self._failures += 1
+            self._settler.failures += 1
             self.progress.note("waiting", type(error).__name__)
         else:
             log.exception("drain_failed")
@@ -121,10 +104,10 @@ class Drainer:
     def _note(self, moved: int | None) -> None:
         if moved is None:
             self.progress.note("waiting", "there is no connection to PostgreSQL yet")
-        elif self._trouble and not moved:
-            self.progress.note("stuck", self._trouble)
+        elif self._settler.trouble and not moved:
+            self.progress.note("stuck", self._settler.trouble)
         else:
-            self.progress.note("moving", self._trouble)
+            self.progress.note("moving", self._settler.trouble)
 
     async def _pause(self, seconds: float) -> None:
         try:
@@ -147,7 +130,8 @@ class Drainer:
                         )
                         self._count(segment, pieces)
                 except OSError as error:
-                    self._cannot_read(segment, error)
+                    segment.failed(error)
+            self._settler.trouble = CANNOT_READ
             self._show()
 
     async def drain_once(self) -> int | None:
@@ -160,16 +144,14 @@ class Drainer:
             return await self._drain_from(engine)
 
     async def _drain_from(self, engine: AsyncEngine) -> int:
-        self._turn += 1
-        self._trouble = ""
+        self._settler.begin()
         self._look()
-        moved = await self._try_held(engine)
+        moved = await self._settler.try_held(engine, self._segments.values())
         for segment in list(self._segments.values()):
             pieces = await self._next(segment)
             if pieces:
                 self._count(segment, pieces)
-                entries = [read_entry(piece, self._readers, self._most_reply) for piece in pieces]
-                await self._settle(engine, segment, entries)
+                await self._settler.settle(engine, segment, self._settler.read(pieces))
                 moved += sum(not piece.damage for piece in pieces)
             if moved:
                 break
@@ -179,13 +161,13 @@ class Drainer:
     async def _next(self, segment: Segment) -> list[Piece]:
         """The next pieces of a segment; it is deleted where there are none and will not be any."""
         if segment.not_before > monotonic():
-            self._trouble = self._trouble or "a segment cannot be read or deleted"
+            self._settler.trouble = CANNOT_READ
             return []
         try:
             if not segment.drained:
                 # Before it is read: what a worker adds while it is sealed is read next time.
                 sealed = segment.sealed
-                most = self._batch if self._failures < PATIENCE else 1
+                most = 1 if self._settler.one_by_one else self._batch
                 pieces = await asyncio.to_thread(
                     segment.pieces, segment.stored, most, sealed=sealed
                 )
@@ -194,13 +176,9 @@ class Drainer:
             self._retire(segment)
         except OSError as error:
             # The others go on.
-            self._cannot_read(segment, error)
+            segment.failed(error)
+            self._settler.trouble = CANNOT_READ
         return []
-
-    def _cannot_read(self, segment: Segment, error: OSError) -> None:
-        segment.not_before = monotonic() + RETRY_S
-        self._trouble = f"a segment cannot be read or deleted: {error}"
-        log.error("segment_failed", segment=segment.path.stem, reason=str(error))
 
     def _look(self) -> None:
         """Find what the workers wrote."""
@@ -249,135 +227,3 @@ class Drainer:
         self._drop(segment, "records_cut_off")
         segment.remove()
         del self._segments[segment.path.stem]
-
-    async def _settle(
-        self, engine: AsyncEngine, segment: Segment, entries: Sequence[Entry]
-    ) -> None:
-        """Store, halving a batch that fails down to the record that fails.
-
-        What is settled stays so if the database goes away in the middle.
-        """
-        try:
-            await self._store(engine, entries)
-        except Exception as error:
-            if len(entries) == 1:
-                await self._fail(engine, segment, entries[0], error)
-            elif is_away(error):
-                raise
-            else:
-                middle = len(entries) // 2
-                await self._settle(engine, segment, entries[:middle])
-                await self._settle(engine, segment, entries[middle:])
-            return
-        await self._bury(segment, [entry for entry in entries if entry.record is None])
-        settled = (e.piece.records for e in entries if e.piece.start not in segment.held)
-        segment.advance(entries[-1].piece, sum(settled))
-
-    async def _store(self, engine: AsyncEngine, entries: Sequence[Entry]) -> None:
-        """Store the records among `entries`, and count them; raises what `Ingester.store` does."""
-        records = [entry.record for entry in entries if entry.record is not None]
-        if records:
-            await self._ingester.store(engine, records)
-            self._failures = 0
-            self._stored |= {type(record): self._turn for record in records}
-            STORED.inc(len(records))
-            count_calls(records)
-
-    async def _fail(
-        self, engine: AsyncEngine, segment: Segment, entry: Entry, error: Exception
-    ) -> None:
-        """Decide about a record that could not be stored alone.
-
-        Raises:
-            Exception: the database is away, and the record is as good as any other.
-        """
-        if isinstance(error, Refused):
-            await self._bury(segment, [entry._replace(reason=str(error))])
-            if entry.piece.start not in segment.held:
-                segment.advance(entry.piece, entry.piece.records)
-        elif not is_away(error):
-            # Without its words, which may quote the record.
-            log.error("record_held", error=type(error).__name__, raised_at=raised_at(error))
-            self._hold(segment, entry, "suspect", _reason(error))
-        else:
-            if self._failures >= PATIENCE and await answers(engine):
-                log.error("record_held", error=type(error).__name__)
-                self._hold(segment, entry, "unanswered", _reason(error))
-            raise error
-
-    def _hold(self, segment: Segment, entry: Entry, why: Why, reason: str) -> None:
-        kind = None if entry.record is None else type(entry.record)
-        # Its bytes stay on disk: nobody knows how many such records there will be.
-        piece = entry.piece._replace(data=b"")
-        segment.hold(Held(piece, why, reason, kind, self._turn, monotonic()))
-
-    async def _bury(self, segment: Segment, entries: Sequence[Entry]) -> bool:
-        """Make dead letters of these; where the disk does not take them, they are held."""
-        if not entries:
-            return True
-        # A name that no other record ever has; the same one if a kill makes us do this again.
-        letters = [
-            Letter(f"{segment.path.stem}-{entry.piece.end}", entry.piece.data, entry.reason)
-            for entry in entries
-        ]
-        try:
-            await asyncio.to_thread(bury, self._root, letters)
-        except OSError as error:
-            log.error("dead_letters_wait", letters=len(letters), reason=str(error))
-            for entry in entries:
-                self._hold(segment, entry._replace(record=None), "letter", entry.reason)
-            return False
-        DEAD_LETTERS.inc(sum(entry.piece.records for entry in entries))
-        for letter in letters:
-            # Its first line: what follows may quote the record.
-            log.error(
-                "dead_letter", reason=letter.reason.partition("\n")[0][:300], letter=letter.name
-            )
-        return True
-
-    async def _try_held(self, engine: AsyncEngine) -> int:
-        """Try what was passed over again, as far as it is due; returns how many were settled."""
-        moved = 0
-        for segment in self._segments.values():
-            for held in sorted(segment.held.values()):
-                if is_due(held, self._stored, monotonic()):
-                    moved += await self._try_again(engine, segment, held)
-                if held.piece.start in segment.held:
-                    self._trouble = TOLD[held.why]
-        return moved
-
-    async def _try_again(self, engine: AsyncEngine, segment: Segment, held: Held) -> bool:
-        """Store a record that was passed over, or make it a dead letter.
-
-        Raises:
-            Exception: the database is away.
-        """
-        begin, end = held.piece.begin, held.piece.end
-        try:
-            data = await asyncio.to_thread(segment.read, begin, end)
-        except OSError as error:
-            self._cannot_read(segment, error)
-            return False
-        piece = held.piece._replace(data=data)
-        entry = Entry(piece, None, held.reason)
-        if held.why != "letter":
-            entry = read_entry(piece, self._readers, self._most_reply)
-            try:
-                await self._store(engine, [entry])
-            except Exception as error:
-                if is_away(error):
-                    if held.why == "suspect" or not await answers(engine):
-                        raise
-                    self._hold(segment, entry, held.why, held.reason)
-                    return False
-                entry = Entry(piece, None, _reason(error))
-        if entry.record is None and not await self._bury(segment, [entry]):
-            return False
-        segment.release(held)
-        return True
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, Refused):
-        return str(error)
-    return f"{type(error).__name__} at {raised_at(error)}: {error}"

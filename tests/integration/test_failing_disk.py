@@ -1,4 +1,4 @@
-"""A worker's disk that fails or hangs: who waits is answered, nothing is lost unseen, it recovers."""
+"""A worker's disk that fails or hangs: who waits is answered, and the worker recovers."""
 
 import asyncio
 import errno
@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ async def answered(spool: Spool, episode: str) -> bool:
     return await asyncio.wait_for(spool.append(encode_frame(captured(episode))), 5)
 
 
-@pytest.mark.parametrize("names", [[name] for name in CALLS] + [CALLS], ids=lambda n: "+".join(n))
+@pytest.mark.parametrize("names", [[name] for name in CALLS] + [CALLS], ids="+".join)
 @pytest.mark.parametrize("begun", [False, True])
 async def test_whatever_the_disk_refuses_who_waits_is_answered_and_the_next_is_stored(
     engine: AsyncEngine, tmp_path: Path, failing: Any, names: list[str], begun: bool
@@ -218,26 +218,28 @@ async def test_a_record_that_cannot_be_encoded_is_dropped_and_counted(tmp_path: 
     await recorder.close()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a disk of one's own takes root")
-async def test_a_worker_starts_on_a_full_disk_and_writes_once_there_is_room(
-    tmp_path: Path,
-) -> None:
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=5", "tmpfs", str(tmp_path)], check=False
-    ).returncode:
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk on which five files can be, its root among them."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=5", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode:
         pytest.skip("no disk can be mounted here")
-    try:
-        fillers = [tmp_path / str(number) for number in ("x", "y", "z", "w")]
-        for filler in fillers:
-            filler.write_bytes(b"")
-        recorder = Recorder(tmp_path, segment_bytes=2**20, recent=Recent())
-        assert not await recorder.take(captured("e"), "c", None)
-        for filler in fillers:
-            filler.unlink()
-        assert await recorder.take(captured("e"), "c", None)
-        await recorder.close()
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=False)
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+async def test_a_worker_starts_on_a_full_disk_and_writes_once_there_is_room(
+    small_disk: Path,
+) -> None:
+    fillers = [small_disk / name for name in ("w", "x", "y", "z")]
+    for filler in fillers:
+        filler.write_bytes(b"")
+    recorder = Recorder(small_disk, segment_bytes=2**20, recent=Recent())
+    assert not await recorder.take(captured("e"), "c", None)
+    for filler in fillers:
+        filler.unlink()
+    assert await recorder.take(captured("e"), "c", None)
+    await recorder.close()
 
 
 # As it runs

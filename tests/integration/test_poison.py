@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.spool import replay
 from proxy.capture import Frame, Tape
-from proxy.keeping import backlog, drain, entries
+from proxy.keeping import backlog, entries, settling
 from proxy.keeping.drain import Drainer
 from proxy.segments import HEAD_BYTES, encode_frame
 from proxy.spool import Spool
@@ -369,12 +369,12 @@ def test_letters_that_others_could_read_become_private(tmp_path: Path) -> None:
 async def test_a_dead_letter_that_the_disk_does_not_take_waits_and_holds_up_no_other(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = drain.bury
+    real = settling.bury
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(drain, "bury", full)
+    monkeypatch.setattr(settling, "bury", full)
     bad = captured("bad", dialect="none such")
     first = spooled.write(captured("a"), bad, captured("b"), bad, bad)
     second = spooled.write(captured("c"))
@@ -383,7 +383,7 @@ async def test_a_dead_letter_that_the_disk_does_not_take_waits_and_holds_up_no_o
     assert (first.exists(), second.exists()) == (True, False)
     assert spooled.drainer.progress.held == 3
     assert_adds_up()
-    monkeypatch.setattr(drain, "bury", real)
+    monkeypatch.setattr(settling, "bury", real)
     # The next keeper stores again what stands behind the first of them, and loses nothing.
     spooled.drainer = Drainer(
         spooled.folder,
@@ -398,13 +398,13 @@ async def test_a_dead_letter_that_the_disk_does_not_take_waits_and_holds_up_no_o
 async def test_held_letters_are_written_by_the_same_keeper_too(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = drain.bury
-    monkeypatch.setattr(drain, "bury", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    real = settling.bury
+    monkeypatch.setattr(settling, "bury", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     monkeypatch.setattr("proxy.keeping.held.LETTER_AGAIN_S", 0.0)
     spooled.write(captured("bad", dialect="none such"), captured("a"))
     await spooled.drain()
     assert spooled.drainer.progress.held == 1
-    monkeypatch.setattr(drain, "bury", real)
+    monkeypatch.setattr(settling, "bury", real)
     await spooled.drain()
     assert (len(spooled.letters()), spooled.segments()) == (1, [])
 
