@@ -6,7 +6,8 @@ import logging
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import BinaryIO
+from io import FileIO
+from typing import BinaryIO, cast
 
 import msgspec
 import structlog
@@ -27,6 +28,39 @@ def _line(logger: object, level: str, event: structlog.typing.EventDict) -> byte
     return _encode(event)
 
 
+class SteadyFile:
+    """A file of lines that may be on a full disk: a line is lost then, and nobody else's work.
+
+    How many were lost is said as soon as lines can be written again.
+    """
+
+    def __init__(self, file: FileIO) -> None:
+        """Write to `file`, which has no buffer: what is lost must not be in the way of the rest."""
+        self._file = file
+        self._lost = 0
+
+    def write(self, data: bytes) -> int:
+        """Write lines, if the disk takes them; never raises an `OSError`."""
+        try:
+            if self._lost:
+                told = {"event": "log_lines_lost", "level": "error", "lines": self._lost}
+                self._put(_encode(told | {"timestamp": datetime.now(UTC)}) + b"\n")
+            self._put(data)
+        except OSError:
+            self._lost += data.count(b"\n")
+        else:
+            self._lost = 0
+        return len(data)
+
+    def _put(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) or 0 :]
+
+    def flush(self) -> None:
+        """Nothing is kept here."""
+
+
 class GatheringLogger:
     """Writes lines together, a few times a second: a write a line costs a call too much.
 
@@ -36,7 +70,7 @@ class GatheringLogger:
     MOST_BYTES = 64 * 1024
     EVERY_S = 0.2
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: SteadyFile) -> None:
         self._file = file
         self._lines: list[bytes] = []
         self._bytes = 0
@@ -93,10 +127,11 @@ def configure_logging(*, gather: bool = False) -> None:
         factory = structlog.PrintLoggerFactory(sys.stderr)
     else:
         processors.append(structlog.processors.JSONRenderer(_to_json))
-        factory = structlog.BytesLoggerFactory(sys.stderr.buffer)
+        steady = SteadyFile(FileIO(sys.stderr.fileno(), "wb", closefd=False))
+        factory = structlog.BytesLoggerFactory(cast(BinaryIO, steady))
         if gather:
             processors = [_line]
-            logger = GatheringLogger(sys.stderr.buffer)
+            logger = GatheringLogger(steady)
 
             def factory(*_: object) -> GatheringLogger:
                 return logger
