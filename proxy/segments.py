@@ -79,7 +79,7 @@ def encode_frame(record: Frame) -> bytes:
     """Return one record as a frame; a process's frames are numbered as they are made."""
     payload = _encoder.encode(record)
     fields = _FIELDS.pack(_SYNC, next(_numbers) % NUMBERS, len(payload), _checksum(payload))
-    return b"".join((fields, _CHECK.pack(crc32(fields)), payload))
+    return fields + _CHECK.pack(crc32(fields)) + payload
 
 
 def _checksum(payload: bytes) -> int:
