@@ -134,7 +134,7 @@ def read_pieces(
         records = max(_lost(number, following, end - at), known)
         number = _added(number, records)
         damage = f"{end - at} damaged bytes at {base + at}"
-        if end == len(data):
+        if end == len(data) and not (head is not None and known and head.end == end):
             damage = f"a torn or damaged frame of {end - at} bytes at {base + at}"
         yield Piece(base + at, base + at, base + end, data[at:end], records, number, damage)
         at = end
