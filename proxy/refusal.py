@@ -15,6 +15,6 @@ def refuse(
 ) -> None:
     """Answer with an error; `dialect` None: that of the path that was asked."""
     spoken = dialect or ("messages" if "/v1/messages" in exchange.target else "chat")
-    body = error_body(spoken, error.message, error.kind, error.param, error.code)
+    body = error_body(spoken, error.message, error.kind, error.param, error.code, status=error.status)
     fault = (b"x-pawl-fault", error.fault.encode())
     exchange.reply(error.status, b"", [JSON, fault, *(headers or [])], body)

@@ -77,6 +77,17 @@ class Transcript(Protocol):
         """All that was said, whole or not; made for `reading` only."""
 
 
+class StreamTranscript(Transcript, Protocol):
+    """Follows a reply of server-sent events, whose sender may linger after the last of them."""
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the event that ends the reply is there, whole: what follows is not recorded."""
+
+    def release(self) -> bytes:
+        """The record is durable: return what was held back for it; the rest leaves as it comes."""
+
+
 class Dialect(Protocol):
     """One wire format: how a request is rewritten and its reply followed."""
 
@@ -90,13 +101,18 @@ class Dialect(Protocol):
         """The request for the upstream; the client's own bytes where nothing must change."""
 
     def whole(
-        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+        self,
+        request: ModelRequest,
+        served_name: str | None,
+        *,
+        reading: bool = False,
+        status: int | None = None,
     ) -> Transcript:
-        """Follows a reply that comes in one piece."""
+        """Follows a reply that comes in one piece, with this HTTP `status`."""
 
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
-    ) -> Transcript:
+    ) -> StreamTranscript:
         """Follows a reply of server-sent events."""
 
 
@@ -177,7 +193,7 @@ def decoded_object(payload: bytes) -> dict[str, Any] | None:
     """
     try:
         return msgspec.json.decode(payload, type=dict[str, Any])
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 

@@ -10,7 +10,13 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.dialects.base import ModelRequest, Object, Transcript, with_changes
+from proxy.dialects.base import (
+    ModelRequest,
+    Object,
+    StreamTranscript,
+    Transcript,
+    with_changes,
+)
 from proxy.dialects.choice_replies import StreamedReply, WholeReply
 from proxy.dialects.undo import IDS, LOGPROBS
 
@@ -39,14 +45,19 @@ class ChoicesDialect(msgspec.Struct, frozen=True):
         return with_changes(request, served_name, added)
 
     def whole(
-        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+        self,
+        request: ModelRequest,
+        served_name: str | None,
+        *,
+        reading: bool = False,
+        status: int | None = None,
     ) -> Transcript:
         """See `Dialect`."""
         return WholeReply(request, served_name, reading=reading)
 
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
-    ) -> Transcript:
+    ) -> StreamTranscript:
         """See `Dialect`."""
         return StreamedReply(request, served_name, self.reply_object, reading=reading)
 

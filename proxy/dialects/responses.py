@@ -19,6 +19,7 @@ from proxy.dialects.base import (
     ModelRequest,
     Object,
     ReplyFacts,
+    StreamTranscript,
     Transcript,
     decoded_object,
     own_name,
@@ -26,7 +27,8 @@ from proxy.dialects.base import (
     value_of,
     with_changes,
 )
-from proxy.dialects.events import EventStream
+from proxy.dialects.blind import NUMBER, Member, without
+from proxy.dialects.events import EventStream, Unread
 from proxy.trainable import Sampled
 from store.records import ToolCall
 
@@ -40,8 +42,10 @@ OWN_ITEMS: Final = frozenset({"message", "reasoning", "function_call", "custom_t
 # vLLM calls them so beside the conversation in gpt-oss's own form, which has no ids.
 RAW_TOKENS: Final = "raw_message_tokens"
 EMPTY: Final = msgspec.Raw(b"[]")
+DELTA: Final = b"response.output_text.delta"
 UNTOLD: Final = (NULL, EMPTY)
-# What reading a reply raises that is not of the API's shape: it is passed on as it came.
+# What reading a reply raises that is not of the API's shape: it is passed on as it came, less
+# what was added wherever it stands.
 ODD_SHAPE: Final = (msgspec.MsgspecError, KeyError, TypeError, ValueError)
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -70,14 +74,19 @@ class ResponsesDialect(msgspec.Struct, frozen=True):
         return with_changes(request, served_name, added)
 
     def whole(
-        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+        self,
+        request: ModelRequest,
+        served_name: str | None,
+        *,
+        reading: bool = False,
+        status: int | None = None,
     ) -> Transcript:
         """See `Dialect`."""
         return WholeResponse(request, served_name)
 
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
-    ) -> Transcript:
+    ) -> StreamTranscript:
         """See `Dialect`."""
         return StreamedResponse(request, served_name)
 
@@ -96,6 +105,26 @@ class _Undo:
         self._ids: list[list[int]] | None = None
         self._logprobs: list[float] = []
         self._one_sample = True
+        self._members = self._added_members(served_name)
+
+    def _added_members(self, served_name: str | None) -> dict[bytes, Member]:
+        members: dict[bytes, Member] = {}
+        if self._hide_ids:
+            members |= dict.fromkeys((b"input_messages", b"output_messages"), Member(opens=b"["))
+        if self._hide_logprobs:
+            members[TOP.encode()] = Member(opens=NUMBER)
+            members[b"logprobs"] = Member(opens=b"[", unless_empty=True)
+        if self._model is not None:
+            served = msgspec.json.encode(served_name)
+            members[b"model"] = Member(opens=b'"', instead=bytes(self._model), only=served)
+        return members
+
+    def hide(self, payload: bytes) -> bytes:
+        """Return what cannot be read without what was added, else byte for byte."""
+        members = self._members
+        if b"logprobs" in members and DELTA in payload:
+            members = members | {b"logprobs": Member(opens=b"[", instead=b"[]", unless_empty=True)}
+        return without(payload, members, None)
 
     @property
     def changes_nothing(self) -> bool:
@@ -201,12 +230,14 @@ class WholeResponse:
 
     def _restored(self, body: bytes) -> bytes:
         parsed = parse_object(body)
-        if parsed is None or parsed.keys().isdisjoint(("model", "output")):
+        if parsed is None:
+            return self._undo.hide(body)
+        if parsed.keys().isdisjoint(("model", "output")):
             return body
         try:
             self._undo.response(parsed)
         except ODD_SHAPE:
-            return body
+            return self._undo.hide(body)
         return body if self._undo.changes_nothing else msgspec.json.encode(parsed)
 
     @property
@@ -228,7 +259,7 @@ class StreamedResponse:
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         self._undo = _Undo(request, served_name)
-        self._events = EventStream(self._data, _is_end)
+        self._events = EventStream(self._data, self._undo.hide, _is_end)
         self._response: dict[str, Any] | None = None
         self._deltas: list[str] = []
         self._unread = False
@@ -237,6 +268,15 @@ class StreamedResponse:
         """See `Transcript`."""
         return self._events.feed(chunk)
 
+    @property
+    def at_end(self) -> bool:
+        """See `StreamTranscript`."""
+        return self._events.at_end
+
+    def release(self) -> bytes:
+        """See `StreamTranscript`."""
+        return self._events.release()
+
     def finish(self) -> bytes:
         """See `Transcript`."""
         return self._events.finish()
@@ -244,12 +284,11 @@ class StreamedResponse:
     @property
     def ended(self) -> bool:
         """See `Transcript`."""
-        return self._events.ended and not self._unread
+        return self._events.ended and not (self._unread or self._events.unread)
 
     def facts(self) -> ReplyFacts:
         """See `Transcript`."""
-        whole = self._events.ended and not self._unread
-        return _facts(self._response, self._undo, whole=whole)
+        return _facts(self._response, self._undo, whole=self.ended)
 
     def gist(self) -> Gist:
         """See `Gist`; before the end, of texts alone."""
@@ -258,13 +297,12 @@ class StreamedResponse:
     def _data(self, payload: bytes) -> bytes:
         event = parse_object(payload)
         if event is None:
-            self._unread = True
-            return payload
+            raise Unread
         try:
             changed = self._read(event)
         except ODD_SHAPE:
             self._unread = True
-            return payload
+            return self._undo.hide(payload)
         if not changed or self._undo.changes_nothing:
             return payload
         return msgspec.json.encode(event)
