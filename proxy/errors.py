@@ -27,6 +27,14 @@ class NotAllowed(ProxyError):
     kind = "invalid_request_error"
 
 
+class Forbidden(ProxyError):
+    """The proxy could pass it on, and was not told that it may; the message names the setting."""
+
+    status = 403
+    fault = "client"
+    kind = "invalid_request_error"
+
+
 class BadRequest(ProxyError):
     """The request cannot be understood; the message names the field and the remedy."""
 
@@ -63,6 +71,18 @@ class UpstreamUnreachable(ProxyError):
 
 class UpstreamBroke(ProxyError):
     """A request was sent, and the connection broke before any reply."""
+
+    status = 502
+    fault = "upstream"
+    kind = "upstream_error"
+
+
+class ReplyTorn(UpstreamBroke):
+    """A reply in one piece broke off, and nothing of it has been passed on."""
+
+
+class UnreadableCoding(ProxyError):
+    """A reply came in a content coding that was not asked for and that nobody here can decode."""
 
     status = 502
     fault = "upstream"

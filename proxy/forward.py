@@ -6,24 +6,43 @@ and the lists of models are joined.
 
 from typing import Final
 
+import structlog
+
 from proxy.dialects.base import read_request
-from proxy.errors import NotAllowed, ProxyError, TooLarge
+from proxy.errors import Forbidden, NotAllowed, ProxyError, ReplyTorn, TooLarge
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers, for_client, for_upstream
 from proxy.metrics import FORWARDED
-from proxy.refusal import refuse
+from proxy.refusal import UPSTREAM_SAID, refuse
 from proxy.routes import Route
 from proxy.upstreams.members import Upstreams
 from proxy.upstreams.model_server import Reply
 from proxy.upstreams.upstream import Upstream
 
+log = structlog.get_logger()
+
 MODELS: Final = "/v1/models"
+EVENT_STREAM: Final = b"text/event-stream"
+ERRORS: Final = 400
 
 
-async def forward(exchange: Exchange, route: Route, upstreams: Upstreams, *, max_body: int) -> None:
+async def forward(
+    exchange: Exchange,
+    route: Route,
+    upstreams: Upstreams,
+    *,
+    max_body: int,
+    may_delete_models: bool,
+) -> None:
     """Pass a request on to the upstream it is for, and its reply back, byte for byte."""
     try:
+        if not may_delete_models and exchange.method == "DELETE" and _is_model(route):
+            raise Forbidden(
+                f"DELETE {route.path} takes a model away from everybody who uses it, and this "
+                "proxy does not pass that on: set PAWL_ALLOW_MODEL_DELETE=true to let it",
+                code="model_delete_not_allowed",
+            )
         if route.administers and upstreams.keyed:
             raise NotAllowed(
                 f"{exchange.method} {route.path} manages the account at the provider, and this "
@@ -45,6 +64,8 @@ async def forward(exchange: Exchange, route: Route, upstreams: Upstreams, *, max
     FORWARDED.labels(route.label, str(reply.status)).inc()
     try:
         await _pass_back(exchange, reply)
+    except ProxyError as error:
+        refuse(exchange, error)
     finally:
         reply.close()
 
@@ -62,16 +83,16 @@ async def _streamed(exchange: Exchange, route: Route, upstream: Upstream) -> Rep
 
 async def _routed(exchange: Exchange, route: Route, upstreams: Upstreams, max_body: int) -> Reply:
     headers, target = for_upstream(exchange.headers, plain=False), _target(exchange, route)
+    named = route.path.removeprefix(MODELS + "/") if _is_model(route) else None
     if exchange.method == "GET":
-        model = route.path.removeprefix(MODELS + "/")
-        return await upstreams.for_model(model).fetch(target, headers)
+        return await upstreams.for_model(named or route.path).fetch(target, headers)
     body = await exchange.read(max_body)
     if body is None:
         raise TooLarge(
             "With several upstreams a body must be read to know whose it is, and this one is "
             "larger than the proxy takes; PAWL_MAX_BODY_MB sets how much"
         )
-    server = upstreams.for_model(read_request(body).model)
+    server = upstreams.for_model(named or read_request(body).model)
     return await server.ask(exchange.method, target, headers, body)
 
 
@@ -85,23 +106,57 @@ async def _models(exchange: Exchange, upstreams: Upstreams) -> None:
     exchange.reply(200, b"", said, body)
 
 
+def _is_model(route: Route) -> bool:
+    return route.path.startswith(MODELS + "/")
+
+
 def _target(exchange: Exchange, route: Route) -> str:
     query = exchange.target.partition("?")[2]
     return f"{route.path}?{query}" if query else route.path
 
 
 async def _pass_back(exchange: Exchange, reply: Reply) -> None:
+    """Pass a reply on as it comes.
+
+    Its head waits for the first piece of a body that is no stream: a client cannot use the one
+    without the other, and a reply that breaks off before it can still be answered for.
+
+    Raises:
+        ReplyTorn: it broke off before anything of it was sent.
+    """
+    try:
+        if _is_stream(reply):
+            _begin(exchange, reply)
+        async for piece in reply.pieces():
+            if not exchange.started:
+                _begin(exchange, reply)
+            exchange.write(piece)
+            await exchange.drained()
+    except Torn as error:
+        if not exchange.started:
+            raise ReplyTorn(
+                f"The model server's reply broke off after its head: {error}. "
+                "Whether it worked on the request cannot be known",
+                code="upstream_broke",
+            ) from error
+        log.warning("forwarded_reply_torn", reason=str(error))
+        exchange.tear()
+        return
+    if not exchange.started:
+        _begin(exchange, reply)
+    exchange.end()
+
+
+def _is_stream(reply: Reply) -> bool:
+    return (reply.header(b"content-type") or b"").startswith(EVENT_STREAM)
+
+
+def _begin(exchange: Exchange, reply: Reply) -> None:
     length = reply.header(b"content-length")
     headers = for_client(reply.headers)
+    if reply.status >= ERRORS:
+        headers.append(UPSTREAM_SAID)
     if length is None:
         exchange.begin(reply.status, reply.reason, headers)
     else:
         exchange.begin_sized(reply.status, reply.reason, headers, length)
-    try:
-        async for piece in reply.pieces():
-            exchange.write(piece)
-            await exchange.drained()
-    except Torn:
-        exchange.tear()
-        return
-    exchange.end()

@@ -17,7 +17,7 @@ from proxy.capture import Captured, Tape
 from proxy.dialects.base import Gist, ModelRequest, Transcript, read_request
 from proxy.dialects.errors import error_event
 from proxy.dialects.table import DIALECTS
-from proxy.errors import ProxyError, ReplyTooLarge, TooLarge
+from proxy.errors import ProxyError, ReplyTorn, TooLarge
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
 from proxy.http.wire import Headers, for_client, for_upstream, lowered
@@ -27,12 +27,14 @@ from proxy.identity.stitch import Stitches
 from proxy.lookup import Lookup
 from proxy.metrics import ADDED_SECONDS, FIRST_CHUNK_SECONDS, WARNINGS
 from proxy.recorder import Recorder
-from proxy.refusal import refuse
+from proxy.refusal import UPSTREAM_SAID, refuse
 from proxy.routes import Route
 from proxy.tool_status import HEADER as TOOL_STATUS_HEADER
 from proxy.tool_status import ToolStatusError, parse_tool_status
+from proxy.upstreams.decoded import as_came, readable
 from proxy.upstreams.members import Upstreams
 from proxy.upstreams.model_server import ModelServer, Reply
+from proxy.upstreams.replies import pass_rest, take_whole
 from proxy.versions import Serving, Versions
 from store.ids import new_name
 from store.policies import pinned_version
@@ -148,6 +150,8 @@ class Call:
         try:
             await self._prepare()
             reply = self._reply = await self._send()
+            if self._must_read:
+                reply = self._reply = readable(reply)
             if self._comes_in_events(reply):
                 await self._stream(reply)
             else:
@@ -189,13 +193,18 @@ class Call:
         return reply
 
     async def _send_once(self) -> Reply:
-        # Ids can only be taken out of a reply that can be read.
-        headers = for_upstream(self._exchange.headers, plain=bool(self._rewritten.injected))
+        # What was changed can only be undone in a reply that can be read.
+        headers = for_upstream(self._exchange.headers, plain=self._must_read)
         target = self._rewritten.path or self._route.path
         query = self._exchange.target.partition("?")[2]
         if query:
             target = f"{target}?{query}"
         return await self._upstream.ask("POST", target, headers, self._rewritten.body)
+
+    @property
+    def _must_read(self) -> bool:
+        """Whether the upstream got another request than the client wrote."""
+        return self._rewritten.body is not self._asked.body
 
     @staticmethod
     def _comes_in_events(reply: Reply) -> bool:
@@ -205,21 +214,29 @@ class Call:
     async def _stream(self, reply: Reply) -> None:
         exchange, name = self._exchange, self._serving.served_name
         transcript = self._transcript = self._dialect.streamed(self._rewritten, name)
-        exchange.begin(reply.status, reply.reason, self._reply_headers(reply))
+        exchange.begin(reply.status, reply.reason, self._reply_headers(reply.status, reply.headers))
+        pieces = reply.pieces()
         try:
-            async for chunk in reply.pieces():
+            async for chunk in pieces:
                 if self._first_chunk_ms is None:
                     self._note_first_chunk()
                 self._tape.add(chunk)
                 exchange.write(transcript.feed(chunk))
+                if transcript.at_end:
+                    break
                 await exchange.drained()
         except Torn as error:
             if not transcript.ended:
                 await self._tear(str(error))
                 return
-        held = transcript.finish()
+        held = b"" if transcript.at_end else transcript.finish()
         self._status = "complete" if transcript.ended else "truncated"
         await self._durable()
+        if transcript.at_end:
+            # The client has the end at once, though the upstream may linger.
+            if not reply.ended:
+                await pass_rest(exchange, pieces, transcript, self._name)
+            held = transcript.finish()
         exchange.end(held)
 
     async def _tear(self, why: str) -> None:
@@ -236,30 +253,19 @@ class Call:
         self._exchange.tear()
 
     async def _whole(self, reply: Reply) -> None:
-        try:
-            body = await reply.read(self._relay.max_reply)
-        except Torn as error:
-            log.warning("reply_torn", call=self._name, reason=str(error))
-            self._status = "truncated"
-            await self._durable()
-            self._exchange.abort()
-            return
-        if body is None:
-            raise ReplyTooLarge(
-                "The model server's reply, which comes in one piece, is larger than this proxy "
-                "holds to record it; PAWL_MAX_REPLY_MB sets how much, and a stream has no limit"
-            )
-        self._tape.keep(body)
-        name = self._serving.served_name
-        transcript = self._transcript = self._dialect.whole(self._rewritten, name)
+        body = await take_whole(reply, self._relay.max_reply, self._tape, self._name)
+        follow, name = self._dialect.whole, self._serving.served_name
+        transcript = self._transcript = follow(self._rewritten, name, status=reply.status)
         transcript.feed(body)
         out = transcript.finish()
         self._status = "complete"
         await self._durable()
-        self._exchange.reply(reply.status, reply.reason, self._reply_headers(reply), out)
+        said, out = as_came(reply, body, out)
+        headers = self._reply_headers(reply.status, said)
+        self._exchange.reply(reply.status, reply.reason, headers, out)
 
     async def _refuse(self, error: ProxyError) -> None:
-        self._status = "upstream_error"
+        self._status = "truncated" if isinstance(error, ReplyTorn) else "upstream_error"
         await self._durable()
         refuse(self._exchange, error, dialect=self._dialect.name, headers=self._own_headers())
 
@@ -276,8 +282,9 @@ class Call:
         self._first_chunk_ms = seconds * 1000
         FIRST_CHUNK_SECONDS.observe(seconds)
 
-    def _reply_headers(self, reply: Reply) -> Headers:
-        return [*for_client(reply.headers), *self._own_headers()]
+    def _reply_headers(self, status: int, headers: Headers) -> Headers:
+        said = [UPSTREAM_SAID] if status >= ERRORS else []
+        return [*for_client(headers), *self._own_headers(), *said]
 
     def _own_headers(self) -> Headers:
         headers = [

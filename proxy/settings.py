@@ -36,6 +36,10 @@ class ProxySettings(StoreSettings):
         ge=0,
         description="what the upstream samples with where a request names no temperature",
     )
+    allow_model_delete: bool = Field(
+        default=False,
+        description="whether DELETE /v1/models/{id} is passed on to the upstream",
+    )
     workers: int = Field(default=1, ge=1, le=64, description="processes that take calls")
     silence_s: float = Field(
         default=600.0,

@@ -34,7 +34,7 @@ PINS_S = 5.0
 COUNT_S = 0.5
 
 
-def data_handler(relay: Relay, desk: FeedbackDesk) -> Handler:
+def data_handler(relay: Relay, desk: FeedbackDesk, *, may_delete_models: bool) -> Handler:
     """The data port: every request goes through the allow-list, the only router there is."""
 
     async def handle(exchange: Exchange) -> None:
@@ -45,7 +45,13 @@ def data_handler(relay: Relay, desk: FeedbackDesk) -> Handler:
             elif route.kind is Kind.FEEDBACK:
                 await desk.handle(exchange)
             else:
-                await forward(exchange, route, relay.upstreams, max_body=relay.max_body)
+                await forward(
+                    exchange,
+                    route,
+                    relay.upstreams,
+                    max_body=relay.max_body,
+                    may_delete_models=may_delete_models,
+                )
         except ProxyError as error:
             REFUSED.labels(type(error).__name__).inc()
             refuse(exchange, error)
@@ -82,7 +88,8 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         default_temperature=settings.default_temperature,
     )
     desk = FeedbackDesk(recorder, recent, lookup, max_body=relay.max_body)
-    server = Server(data_handler(relay, desk))
+    handler = data_handler(relay, desk, may_delete_models=settings.allow_model_delete)
+    server = Server(handler)
 
     def take(known: list[PolicyVersion]) -> None:
         versions.replace(known)

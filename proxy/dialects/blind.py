@@ -39,9 +39,7 @@ class Member(msgspec.Struct, frozen=True):
     unless_empty: bool = False
 
 
-def without(
-    data: bytes, members: Mapping[bytes, Member], holders: frozenset[Path] | None
-) -> bytes:
+def without(data: bytes, members: Mapping[bytes, Member], holders: frozenset[Path] | None) -> bytes:
     """Return `data` with `members` replaced, and every other byte as it is.
 
     `holders` are the objects that have them, each by the keys on the way to it (None in a
@@ -69,7 +67,7 @@ def _spans(
     """Return what is to be replaced; None where `holders` cannot be told from others."""
     found: list[Span] = []
     walk = _Walk(data)
-    for key, at in walk.keys():
+    for key, at in walk.members():
         member = members.get(key)
         if member is None or (holders is not None and walk.path() not in holders):
             continue
@@ -102,7 +100,7 @@ class _Walk:
         """Go on from there."""
         self._at = at
 
-    def keys(self) -> Iterator[tuple[bytes, int]]:
+    def members(self) -> Iterator[tuple[bytes, int]]:
         """Give each key, and where its value begins."""
         data, name = self._data, b""
         key: bytes | None = None

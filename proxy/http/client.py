@@ -72,6 +72,15 @@ class Reply:
         """
         return await self.body.whole(limit)
 
+    @property
+    def ended(self) -> bool:
+        """Whether all of it has come, and was taken."""
+        return self.body.exhausted
+
+    def unread(self) -> bytes:
+        """Return what lies here of a body that broke off."""
+        return self.body.take()
+
     def close(self) -> None:
         """Let go of it; if it has not ended, the server is told to stop."""
         if not self.body.ended:

@@ -49,6 +49,11 @@ class Inflow:
         return self._waiter is not None
 
     @property
+    def exhausted(self) -> bool:
+        """Whether all of it has arrived, and was taken."""
+        return self.ended and not self._pieces
+
+    @property
     def braked(self) -> bool:
         """Whether the sender was told to wait."""
         return self._braked

@@ -6,7 +6,7 @@ from uuid import UUID
 import msgspec
 
 from proxy.capture import Captured, inflate
-from proxy.dialects.base import ModelRequest, ReplyFacts, parse_object, read_request
+from proxy.dialects.base import ModelRequest, ReplyFacts, Transcript, parse_object, read_request
 from proxy.dialects.choice_replies import StreamedReply
 from proxy.dialects.table import DIALECTS
 from proxy.result_readers import ResultReaders
@@ -83,8 +83,12 @@ def _facts(captured: Captured, request: ModelRequest, raw: bytes) -> ReplyFacts:
         return NO_REPLY
     dialect = DIALECTS[captured.dialect]
     asked = dialect.rewrite(request, captured.served_model, want_ids=captured.wanted_ids)
-    follow = dialect.streamed if captured.streamed else dialect.whole
-    transcript = follow(asked, captured.served_model, reading=True)
+    name = captured.served_model
+    transcript: Transcript = (
+        dialect.streamed(asked, name, reading=True)
+        if captured.streamed
+        else dialect.whole(asked, name, reading=True, status=captured.http_status)
+    )
     if isinstance(transcript, StreamedReply):
         transcript.reread(raw)
     else:
