@@ -18,12 +18,12 @@ from proxy.refusal import UPSTREAM_SAID, refuse
 from proxy.routes import Route
 from proxy.upstreams.members import Upstreams
 from proxy.upstreams.model_server import Reply
+from proxy.upstreams.replies import comes_in_events
 from proxy.upstreams.upstream import Upstream
 
 log = structlog.get_logger()
 
 MODELS: Final = "/v1/models"
-EVENT_STREAM: Final = b"text/event-stream"
 ERRORS: Final = 400
 
 
@@ -125,7 +125,7 @@ async def _pass_back(exchange: Exchange, reply: Reply) -> None:
         ReplyTorn: it broke off before anything of it was sent.
     """
     try:
-        if _is_stream(reply):
+        if comes_in_events(reply):
             _begin(exchange, reply)
         async for piece in reply.pieces():
             if not exchange.started:
@@ -145,10 +145,6 @@ async def _pass_back(exchange: Exchange, reply: Reply) -> None:
     if not exchange.started:
         _begin(exchange, reply)
     exchange.end()
-
-
-def _is_stream(reply: Reply) -> bool:
-    return (reply.header(b"content-type") or b"").startswith(EVENT_STREAM)
 
 
 def _begin(exchange: Exchange, reply: Reply) -> None:

@@ -34,7 +34,7 @@ from proxy.tool_status import ToolStatusError, parse_tool_status
 from proxy.upstreams.decoded import as_came, readable
 from proxy.upstreams.members import Upstreams
 from proxy.upstreams.model_server import ModelServer, Reply
-from proxy.upstreams.replies import pass_rest, take_whole
+from proxy.upstreams.replies import comes_in_events, pass_rest, take_whole
 from proxy.versions import Serving, Versions
 from store.ids import new_name
 from store.policies import pinned_version
@@ -42,7 +42,6 @@ from store.records import CallStatus, ToolEvent
 
 log = structlog.get_logger()
 
-EVENT_STREAM: Final = b"text/event-stream"
 ERRORS: Final = 400
 REFUSED_AS_MALFORMED: Final = (400, 422)
 # How long a call may wait to be told its episode's version; a local answer takes 1 ms.
@@ -152,7 +151,7 @@ class Call:
             reply = self._reply = await self._send()
             if self._must_read:
                 reply = self._reply = readable(reply)
-            if self._comes_in_events(reply):
+            if comes_in_events(reply):
                 await self._stream(reply)
             else:
                 await self._whole(reply)
@@ -205,11 +204,6 @@ class Call:
     def _must_read(self) -> bool:
         """Whether the upstream got another request than the client wrote."""
         return self._rewritten.body is not self._asked.body
-
-    @staticmethod
-    def _comes_in_events(reply: Reply) -> bool:
-        kind = reply.header(b"content-type") or b""
-        return kind.startswith(EVENT_STREAM) and not reply.header(b"content-encoding")
 
     async def _stream(self, reply: Reply) -> None:
         exchange, name = self._exchange, self._serving.served_name
@@ -321,7 +315,7 @@ class Call:
             wanted_ids=bool(self._rewritten.injected),
             status=self._status,
             http_status=None if self._reply is None else self._reply.status,
-            streamed=self._reply is not None and self._comes_in_events(self._reply),
+            streamed=self._reply is not None and comes_in_events(self._reply),
             request=request.body,
             reply=reply,
             deflated=deflated,

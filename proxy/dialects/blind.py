@@ -48,9 +48,9 @@ def without(data: bytes, members: Mapping[bytes, Member], holders: frozenset[Pat
     """
     if not any(name in data for name in members) and b"\\u" not in data:
         return data
-    spans = _spans(data, members, holders)
+    spans = None if holders is None else _spans(data, members, holders)
     if spans is None:
-        spans = _spans(data, members, None) or []
+        spans = _spans_anywhere(data, members)
     pieces, at = [], 0
     for start, end, instead in spans:
         pieces += [data[at:start], instead]
@@ -62,20 +62,36 @@ Span = tuple[int, int, bytes]
 
 
 def _spans(
-    data: bytes, members: Mapping[bytes, Member], holders: frozenset[Path] | None
+    data: bytes, members: Mapping[bytes, Member], holders: frozenset[Path]
 ) -> list[Span] | None:
     """Return what is to be replaced; None where `holders` cannot be told from others."""
     found: list[Span] = []
     walk = _Walk(data)
     for key, at in walk.members():
         member = members.get(key)
-        if member is None or (holders is not None and walk.path() not in holders):
+        if member is None or walk.path() not in holders:
             continue
         end = _end_of(data, at, member)
         if end is not None:
             found.append((at, end, member.instead))
             walk.skip_to(end)
-    return found if holders is None or walk.whole else None
+    return found if walk.whole else None
+
+
+def _spans_anywhere(data: bytes, members: Mapping[bytes, Member]) -> list[Span]:
+    """Return what is to be replaced by its name alone: within a string its quotes are escaped."""
+    found: list[Span] = []
+    names = b"|".join(map(re.escape, members))
+    key = re.compile(rb'"(%b)"\s*:\s*' % names)
+    at = 0
+    while (match := key.search(data, at)) is not None:
+        at = match.end()
+        member = members[match[1]]
+        end = _end_of(data, at, member)
+        if end is not None:
+            found.append((at, end, member.instead))
+            at = end
+    return found
 
 
 class _Walk:

@@ -24,8 +24,7 @@ from proxy.dialects.base import (
 from proxy.dialects.chat_reply import Reply, Tokens, read_repaired, read_reply
 from proxy.dialects.choice_replies import DONE
 from proxy.dialects.errors import ERRORS, error_body, error_event
-from proxy.dialects.events import BOM, is_done
-from proxy.dialects.lines import Lines
+from proxy.dialects.events import BOM, Lines, is_done
 from proxy.dialects.merge import merge_message_event
 from proxy.dialects.message_events import Event, MessageEvents, encode_event, whole_message
 from proxy.dialects.plain import MESSAGES as FORWARDED

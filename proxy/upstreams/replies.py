@@ -1,6 +1,7 @@
 """Takes recorded replies from an upstream: in one piece, or what follows a stream's last event."""
 
 from collections.abc import AsyncIterator
+from typing import Final
 
 import structlog
 
@@ -12,6 +13,14 @@ from proxy.http.exchange import Exchange
 from proxy.upstreams.model_server import Reply
 
 log = structlog.get_logger()
+
+EVENT_STREAM: Final = b"text/event-stream"
+
+
+def comes_in_events(reply: Reply) -> bool:
+    """Return whether a reply is a stream of events, and can be read as one."""
+    kind = reply.header(b"content-type") or b""
+    return kind.startswith(EVENT_STREAM) and not reply.header(b"content-encoding")
 
 
 async def take_whole(reply: Reply, limit: int, tape: Tape, call: str) -> bytes:
