@@ -228,7 +228,7 @@ def test_a_message_takes_a_chunk_from_several_lines() -> None:
 
 
 def vllm_stream(asked: dict[str, bool], *, parser_hides: bool, usage: bool) -> Iterator[bytes]:
-    """Four tokens of which the tool parser says nothing about two (`chat_completion/serving.py`)."""
+    """Four tokens, two of which vLLM's tool parser keeps (`chat_completion/serving.py`)."""
     for number, delta in enumerate(({"content": "a"}, None, None, {"tool_calls": [{"index": 0}]})):
         ids = asked["return_token_ids"] and not parser_hides
         entry = {"token": "t", "logprob": -1.0, "bytes": [116], "top_logprobs": []}
@@ -242,7 +242,7 @@ def vllm_stream(asked: dict[str, bool], *, parser_hides: bool, usage: bool) -> I
             chunk["usage"] = {"completion_tokens": number + 1}
         yield b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
     # A parser's own empty delta is sent to everybody.
-    yield b'data: {"id":"c","choices":[{"index":0,"delta":{},"logprobs":null,"token_ids":null}]}\n\n'
+    yield b'data: {"choices":[{"index":0,"delta":{},"logprobs":null,"token_ids":null}]}\n\n'
     yield b"data: [DONE]\n\n"
 
 
