@@ -152,8 +152,7 @@ def test_no_damage_shows_an_id(damage: list[tuple[int, bytes]], cut: int) -> Non
     """Bytes put in anywhere but into what was added itself, and the end cut off anywhere."""
     body = WHOLE
     for at, more in damage:
-        inside = body[:at].rfind(b'"prompt_token_ids"') > 0
-        if not inside:
+        if at <= body.find(b'"prompt_token_ids"'):
             body = body[:at] + more.replace(b"X", b"x") + body[at:]
     body = body.replace(b"X", TAKEN)[: cut or None]
     assert ID not in whole(CHAT, body)
