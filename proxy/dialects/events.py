@@ -123,11 +123,11 @@ class EventStream:
         return line.replace(payload, out, 1)
 
     def _other(self, line: bytes) -> bytes:
-        if not line.strip():
+        if line == b"\n" or not line.strip():
             self.at_end = self.ended
             skip, self._skip_blank = self._skip_blank, False
             return b"" if skip else line
-        if line.startswith(BOM):
+        if line[0] == BOM[0] and line.startswith(BOM):
             # A stream may begin with one; it is no part of the first line.
             return BOM + self._line(line[len(BOM) :])
         return line
