@@ -66,16 +66,15 @@ class WholeReply:
         body = self._out = b"".join(self._pieces)
         self.ended = True
         parsed = parse_object(body)
-        if parsed is None:
+        choices = None if parsed is None else self._undo.try_restore(parsed)
+        if parsed is None or choices is None:
             self._out = self._undo.hide(body)
-            return self._out
-        choices = self._undo.try_restore(parsed)
-        if choices is None:
-            self._out = self._undo.hide_anywhere(body)
             return self._out
         self._parsed, self._choices = parsed, choices
         if self._undo.changed:
             self._out = _encode(parsed)
+        if not choices:
+            self._out = self._undo.hide(self._out)
         try:
             self._gathering.take(parsed, choices)
         except ODD_SHAPE:
@@ -194,10 +193,13 @@ class StreamedReply:
         choices = self._undo.try_restore(parsed)
         if choices is None:
             self._unread += 1
-            return self._undo.hide_anywhere(payload)
+            return self._undo.hide(payload)
         if self._undo.took and _rides_on_nothing(choices):
             return None
         out = _encode(parsed) if self._undo.changed else payload
+        if not choices:
+            # Usually it tells the usage; whatever else it is, it shows no ids.
+            out = self._undo.hide(out)
         try:
             self._follow(parsed, choices, out)
         except ODD_SHAPE:

@@ -10,6 +10,7 @@ from typing import Final
 
 BOM: Final = b"\xef\xbb\xbf"
 DATA: Final = b"data:"
+EVENT: Final = b"event:"
 LF: Final = 10
 CR: Final = 13
 
@@ -130,7 +131,8 @@ class EventStream:
         if line[0] == BOM[0] and line.startswith(BOM):
             # A stream may begin with one; it is no part of the first line.
             return BOM + self._line(line[len(BOM) :])
-        return line
+        # Other lines say nothing, but not every reader knows each kind of line's end.
+        return line if line.startswith(EVENT) else self._hide(line)
 
     def _more(self, line: bytes) -> bytes:
         if line.strip():
@@ -148,6 +150,7 @@ class EventStream:
         except Unread:
             self.unread += 1
             out = self._hide(data)
+        lines = [line if _is_data(line) else self._hide(line) for line in lines]
         if out is None:
             return b"".join(line for line in lines if not _is_data(line))
         return _with_data(lines, data, out) + blank
@@ -156,8 +159,8 @@ class EventStream:
         """Return what is left of an event that was cut off: it says nothing, and is passed on."""
         if rest.startswith(BOM):
             return BOM + self._cut(rest[len(BOM) :])
-        lines, self._open = [*self._open, rest], []
-        data = _joined(lines)
+        lines = [line if _is_data(line) else self._hide(line) for line in [*self._open, rest]]
+        self._open, data = [], _joined(lines)
         return _with_data(lines, data, self._hide(data))
 
 

@@ -109,7 +109,7 @@ class WholeMessage:
         if reply is not None:
             self._tokens.take(reply)
         if out is None:
-            out = _translated(read_repaired(body), self._model) or self._undo.hide_anywhere(body)
+            out = _translated(read_repaired(body), self._model) or self._undo.hide(body)
         self._message, self._whole = decoded_object(out), True
         return out
 

@@ -20,7 +20,7 @@ from proxy.dialects.base import (
     parse_object,
     with_changes,
 )
-from proxy.dialects.blind import Member, Path, without
+from proxy.dialects.blind import Member, without
 from proxy.dialects.events import EventStream, Unread
 from proxy.dialects.merge import PARTIAL_INPUT, merge_message_event
 from proxy.trainable import NOTHING_SAMPLED, Sampled
@@ -28,7 +28,6 @@ from store.records import ToolCall
 
 ENVELOPE: Final = "message"
 LAST_EVENT: Final = b"message_stop"
-HOLDERS: Final[frozenset[Path]] = frozenset({(), (ENVELOPE.encode(),)})
 Message = dict[str, Any]
 
 
@@ -137,7 +136,7 @@ class Renaming:
 
     def hide(self, payload: bytes) -> bytes:
         """Return what is no JSON object under that name."""
-        return without(payload, self._members, HOLDERS)
+        return without(payload, self._members)
 
 
 def _rename(holder: Object, model: msgspec.Raw) -> bool:

@@ -54,7 +54,7 @@ class ResponseUndo:
         members = self._members
         if b"logprobs" in members and DELTA in payload:
             members = members | {b"logprobs": Member(opens=b"[", instead=b"[]", unless_empty=True)}
-        return without(payload, members, None)
+        return without(payload, members)
 
     @property
     def changes_nothing(self) -> bool:

@@ -107,10 +107,8 @@ class WholeResponse:
 
     def _restored(self, body: bytes) -> bytes:
         parsed = parse_object(body)
-        if parsed is None:
+        if parsed is None or parsed.keys().isdisjoint(("model", "output")):
             return self._undo.hide(body)
-        if parsed.keys().isdisjoint(("model", "output")):
-            return body
         try:
             self._undo.response(parsed)
         except ODD_SHAPE:

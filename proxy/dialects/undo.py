@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from proxy.dialects.base import NULL, ModelRequest, Object, own_name, value_of
-from proxy.dialects.blind import Member, Path, without
+from proxy.dialects.blind import Member, without
 from proxy.trainable import Sampled
 
 IDS: Final = "return_token_ids"
@@ -17,8 +17,6 @@ ODD_SHAPE: Final = (msgspec.MsgspecError, KeyError, TypeError, AttributeError, V
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 ARRAY, OBJECT = b"["[0], b"{"[0]
-# The reply itself, and its choices.
-HOLDERS: Final[frozenset[Path]] = frozenset({(), (b"choices", None)})
 
 
 class _Token(msgspec.Struct, gc=False):
@@ -78,12 +76,8 @@ class Undo:
         return members
 
     def hide(self, payload: bytes) -> bytes:
-        """Return what is no JSON object without what was added, else byte for byte."""
-        return without(payload, self._members, HOLDERS)
-
-    def hide_anywhere(self, payload: bytes) -> bytes:
-        """Return a reply of another shape than the API's without what was added."""
-        return without(payload, self._members, None)
+        """Return what is no JSON object of the API's without what was added, else as it is."""
+        return without(payload, self._members)
 
     def try_restore(self, parsed: Object) -> list[Object] | None:
         """`restore`, or None for a reply of another shape than the API's."""
