@@ -41,6 +41,16 @@ class KeyReused(BadRequest):
     status = 409
 
 
+class TooSlow(BadRequest):
+    """The request's body did not come within what `PAWL_BODY_S` allows."""
+
+    status = 408
+
+
+class Unexpected(ProxyError):
+    """Something failed in the proxy that nobody foresaw; the log has the traceback."""
+
+
 class TooLarge(BadRequest):
     """The request's body is larger than `PAWL_MAX_BODY_MB`."""
 

@@ -7,7 +7,7 @@ and the lists of models are joined.
 from typing import Final
 
 from proxy.dialects.base import read_request
-from proxy.errors import NotAllowed, ProxyError, TooLarge
+from proxy.errors import NotAllowed, ProxyError, TooLarge, UpstreamBroke
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers, for_client, for_upstream
@@ -19,6 +19,8 @@ from proxy.upstreams.model_server import Reply
 from proxy.upstreams.upstream import Upstream
 
 MODELS: Final = "/v1/models"
+# HEAD is answered from what GET gives: the exchange leaves the body out.
+READS: Final = ("GET", "HEAD")
 
 
 async def forward(exchange: Exchange, route: Route, upstreams: Upstreams, *, max_body: int) -> None:
@@ -32,13 +34,16 @@ async def forward(exchange: Exchange, route: Route, upstreams: Upstreams, *, max
             )
         if upstreams.only is not None:
             reply = await _streamed(exchange, route, upstreams.only)
-        elif (exchange.method, route.path) == ("GET", MODELS):
+        elif exchange.method in READS and route.path == MODELS:
             await _models(exchange, upstreams)
             FORWARDED.labels(MODELS, "200").inc()
             return
         else:
             reply = await _routed(exchange, route, upstreams, max_body)
     except ProxyError as error:
+        if isinstance(error, UpstreamBroke):
+            # It was broken off because the client did not send the rest: it is not at fault.
+            exchange.body.raise_failure()
         FORWARDED.labels(route.label, str(error.status)).inc()
         refuse(exchange, error)
         return
@@ -62,7 +67,7 @@ async def _streamed(exchange: Exchange, route: Route, upstream: Upstream) -> Rep
 
 async def _routed(exchange: Exchange, route: Route, upstreams: Upstreams, max_body: int) -> Reply:
     headers, target = for_upstream(exchange.headers, plain=False), _target(exchange, route)
-    if exchange.method == "GET":
+    if exchange.method in READS:
         model = route.path.removeprefix(MODELS + "/")
         return await upstreams.for_model(model).fetch(target, headers)
     body = await exchange.read(max_body)

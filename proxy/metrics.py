@@ -49,6 +49,14 @@ FORWARDED = Counter(
     "pawl_forwarded_total", "Requests passed through unrecorded.", ["path", "status"]
 )
 REFUSED = Counter("pawl_refused_total", "Requests refused by the proxy itself.", ["reason"])
+TOO_SLOW = Counter(
+    "pawl_clients_too_slow_total",
+    "Connections broken off because the client did not get on with a head, a body or its reply.",
+    ["what"],
+)
+UNFORESEEN = Counter(
+    "pawl_unforeseen_failures_total", "Requests answered with 500: an error nobody foresaw."
+)
 
 # Each record ends in exactly one of stored, spooled, dead-lettered, dropped:
 # recorded = stored + spooled + dead letters + dropped.

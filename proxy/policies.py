@@ -46,7 +46,7 @@ class PolicyFile:
         while True:
             try:
                 versions = self.read()
-            except (OSError, msgspec.MsgspecError) as error:
+            except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
                 # Who serves stays as it was last known; the next look may be luckier.
                 log.error("policies_unreadable", path=str(self._path), reason=str(error))
             else:

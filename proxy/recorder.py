@@ -36,6 +36,13 @@ class Recorder:
         self._recent.remember_call(record, call, response_id)
         return self._spool.append(encode_frame(record), record.episode)
 
+    def lose(self, episode: str) -> "asyncio.Future[bool]":
+        """Count a record that could not even be made: as one that the disk refused."""
+        self._committed(False, [episode])
+        lost: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        lost.set_result(False)
+        return lost
+
     async def append(self, record: Frame) -> bool:
         """Put any other record into the spool; False where the disk refused it."""
         return await self._spool.append(encode_frame(record))
@@ -47,7 +54,7 @@ class Recorder:
             return
         RECORDED.inc(len(episodes))
         DROPPED.inc(len(episodes))
-        log.error("records_dropped", records=len(episodes), reason="the disk refused them")
+        log.error("records_dropped", records=len(episodes), reason="they could not be written")
         for episode in episodes:
             if episode and len(self._gaps) < MOST_GAPS:
                 self._gaps[episode] = None

@@ -19,15 +19,15 @@ from proxy.dialects.errors import error_event
 from proxy.dialects.table import DIALECTS
 from proxy.errors import ProxyError, ReplyTooLarge, TooLarge
 from proxy.http.client import Torn
-from proxy.http.exchange import Exchange
+from proxy.http.exchange import ClientGone, Exchange
 from proxy.http.wire import Headers, for_client, for_upstream, lowered
-from proxy.identity.identify import Identity, identify
+from proxy.identity.identify import DEFAULT_AGENT, Identity, identify
 from proxy.identity.signs import offers_of
 from proxy.identity.stitch import Stitches
 from proxy.lookup import Lookup
-from proxy.metrics import ADDED_SECONDS, FIRST_CHUNK_SECONDS, WARNINGS
+from proxy.metrics import ADDED_SECONDS, FIRST_CHUNK_SECONDS, UNFORESEEN, WARNINGS
 from proxy.recorder import Recorder
-from proxy.refusal import refuse
+from proxy.refusal import UNEXPECTED, apologise, refuse
 from proxy.routes import Route
 from proxy.tool_status import HEADER as TOOL_STATUS_HEADER
 from proxy.tool_status import ToolStatusError, parse_tool_status
@@ -36,7 +36,7 @@ from proxy.upstreams.model_server import ModelServer, Reply
 from proxy.versions import Serving, Versions
 from store.ids import new_name
 from store.policies import pinned_version
-from store.records import CallStatus, ToolEvent
+from store.records import OWN_EPISODE, CallStatus, ToolEvent
 
 log = structlog.get_logger()
 
@@ -100,7 +100,11 @@ class Relay:
 
 
 class Call:
-    """One call's way through the proxy."""
+    """One call's way through the proxy.
+
+    From its making on it has a body, an id and an episode of its own, and so can be recorded:
+    what can fail is left to `run`, which answers and records the call whatever happens.
+    """
 
     _upstream: ModelServer
 
@@ -113,14 +117,12 @@ class Call:
         self._arrived = arrived
         self._started_at = time()
         self._id, self._name = new_name()
-        self._lower = lowered(exchange.headers)
+        exchange.call = self._name
         self._dialect = DIALECTS[route.dialect or ""]
-        self._asked: ModelRequest = read_request(body)
-        self._rewritten = self._asked
-        self._identity: Identity = identify(
-            self._lower, route, self._asked.fields, body, self._name, relay.stitches
-        )
-        self._tool_events, self._warnings = self._read_tool_status()
+        self._asked = self._rewritten = ModelRequest(body=body)
+        self._identity = Identity(self._name, OWN_EPISODE, DEFAULT_AGENT, route.task)
+        self._tool_events: tuple[ToolEvent, ...] = ()
+        self._warnings: tuple[str, ...] = ()
         self._serving = NOBODY
         self._reply: Reply | None = None
         self._transcript: Transcript | None = None
@@ -130,22 +132,27 @@ class Call:
         self._record: Captured | None = None
         self._on_disk: asyncio.Future[bool] | None = None
 
-    def _read_tool_status(self) -> tuple[tuple[ToolEvent, ...], tuple[str, ...]]:
-        value = self._lower.get(TOOL_STATUS_HEADER)
-        warnings = self._identity.warnings
-        events: tuple[ToolEvent, ...] = ()
-        if value is not None:
+    def _understand(self) -> None:
+        """Read what is asked, by whom, and how its tools ended."""
+        lower, relay = lowered(self._exchange.headers), self._relay
+        asked = self._asked = self._rewritten = read_request(self._asked.body)
+        self._identity = identify(
+            lower, self._route, asked.fields, asked.body, self._name, relay.stitches
+        )
+        self._warnings = self._identity.warnings
+        stated = lower.get(TOOL_STATUS_HEADER)
+        if stated is not None:
             try:
-                events = parse_tool_status(value)
+                self._tool_events = parse_tool_status(stated)
             except ToolStatusError as error:
-                warnings = (*warnings, str(error))
-        if warnings:
+                self._warnings = (*self._warnings, str(error))
+        if self._warnings:
             WARNINGS.inc()
-        return events, warnings
 
     async def run(self) -> None:
         """Forward, pass on, record, end."""
         try:
+            self._understand()
             await self._prepare()
             reply = self._reply = await self._send()
             if self._comes_in_events(reply):
@@ -154,12 +161,18 @@ class Call:
                 await self._whole(reply)
         except ProxyError as error:
             await self._refuse(error)
+        except ClientGone:
+            raise
+        except Exception:
+            await self._fail()
         finally:
             # However it ended: the upstream stops, and there is a record.
-            if self._reply is not None:
-                self._reply.close()
-            self._write_down()
-            self._note()
+            try:
+                if self._reply is not None:
+                    self._reply.close()
+            finally:
+                self._write_down()
+                self._note()
 
     async def _prepare(self) -> None:
         """Choose the version and who serves it, and rewrite the request for both."""
@@ -231,9 +244,20 @@ class Call:
         self._status = "truncated"
         await self._durable()
         said = f"The model server's reply broke off: {why}."
-        event = error_event(self._dialect.name, said, "upstream_error")
-        self._exchange.write(event)
+        self._exchange.write(error_event(self._dialect.name, said, "upstream_error"))
         self._exchange.tear()
+
+    async def _fail(self) -> None:
+        """Answer for an error that nobody foresaw: 500, or a torn stream that says so."""
+        log.exception("call_failed", call=self._name)
+        UNFORESEEN.inc()
+        exchange = self._exchange
+        if self._record is None:
+            self._status = "truncated" if exchange.started else "upstream_error"
+        await self._durable()
+        if exchange.started and exchange.open:
+            exchange.write(error_event(self._dialect.name, f"{UNEXPECTED} (call {self._name})."))
+        apologise(exchange, dialect=self._dialect.name, headers=self._own_headers())
 
     async def _whole(self, reply: Reply) -> None:
         try:
@@ -293,14 +317,21 @@ class Call:
         return headers
 
     def _write_down(self) -> None:
-        """Make this call's record, once, and hand it to the spool."""
-        if self._record is not None:
+        """Make this call's record, once, and hand it to the spool; if it cannot be, count it."""
+        if self._on_disk is not None:
             return
-        gist = Gist() if self._transcript is None else self._transcript.gist()
-        offers = self._offer(gist)
+        try:
+            gist, offers = self._gist_and_offers()
+            self._record = self._captured(offers)
+            self._on_disk = self._relay.recorder.take(self._record, self._name, gist.response_id)
+        except Exception:
+            log.exception("record_not_made", call=self._name)
+            self._on_disk = self._relay.recorder.lose(self._identity.episode)
+
+    def _captured(self, offers: tuple[bytes, ...]) -> Captured:
         reply, deflated = self._tape.take()
         identity, serving, request = self._identity, self._serving, self._asked
-        record = self._record = Captured(
+        return Captured(
             id=self._id,
             episode=identity.episode,
             method=identity.method,
@@ -328,7 +359,15 @@ class Call:
             first_chunk_ms=self._first_chunk_ms,
             total_ms=(perf_counter() - self._arrived) * 1000,
         )
-        self._on_disk = self._relay.recorder.take(record, self._name, gist.response_id)
+
+    def _gist_and_offers(self) -> tuple[Gist, tuple[bytes, ...]]:
+        """Read what a later call may repeat; a call is recorded without it if that fails."""
+        try:
+            gist = Gist() if self._transcript is None else self._transcript.gist()
+            return gist, self._offer(gist)
+        except Exception:
+            log.exception("offers_not_read", call=self._name)
+            return Gist(), ()
 
     def _offer(self, gist: Gist) -> tuple[bytes, ...]:
         """What a later call may repeat of this one; known before its end leaves."""

@@ -42,6 +42,24 @@ class ProxySettings(StoreSettings):
         gt=0,
         description="how long the upstream may say nothing before a call is given up, in seconds",
     )
+    head_s: float = Field(
+        default=60.0, gt=0, description="how long a client may take for a request's head, in seconds"
+    )
+    body_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="how long a client may take for each 16 KiB of a request's body, in seconds",
+    )
+    write_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="how long a client may take to read 16 KiB of a waiting reply, in seconds",
+    )
+    stop_grace_s: float = Field(
+        default=20.0,
+        gt=0,
+        description="how long calls may take to end after SIGTERM before they are broken off",
+    )
     max_body_mb: int = Field(default=256, ge=1, description="largest request body taken, in MiB")
     max_reply_mb: int = Field(
         default=256, ge=1, description="largest recorded reply in one piece, in MiB"

@@ -30,6 +30,12 @@ def parse_feedback(body: bytes, at: datetime, idempotency_key: str | None) -> Fe
         parsed = msgspec.json.decode(body)
     except msgspec.DecodeError as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    except UnicodeDecodeError as error:
+        raise BadRequest(
+            f"The body is not valid JSON: it is not UTF-8 ({error.reason}, byte "
+            f"0x{error.object[error.start]:02x}); encode it as UTF-8",
+            code="invalid_json",
+        ) from error
     statements = parsed if isinstance(parsed, list) else [parsed]
     if not statements or len(statements) > MAX_ITEMS:
         raise BadRequest(f"Send 1 to {MAX_ITEMS} statements, not {len(statements)}")

@@ -7,17 +7,18 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from proxy.errors import ProxyError
+from proxy.errors import ProxyError, TooSlow
 from proxy.feedback import FeedbackDesk
 from proxy.forward import forward
-from proxy.http.exchange import ClientGone, Exchange
+from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
+from proxy.http.patience import Patience
 from proxy.http.server import Handler, Server
 from proxy.lookup import Lookup
-from proxy.metrics import IN_FLIGHT, REFUSED
+from proxy.metrics import IN_FLIGHT, REFUSED, TOO_SLOW, UNFORESEEN
 from proxy.policies import PolicyFile
 from proxy.recent import Recent
 from proxy.recorder import Recorder
-from proxy.refusal import refuse
+from proxy.refusal import apologise, explain, refuse
 from proxy.relay import Relay
 from proxy.routes import Kind, find_route
 from proxy.settings import ProxySettings
@@ -28,7 +29,6 @@ from store.records import PolicyVersion
 
 log = structlog.get_logger()
 
-FINISH_S = 600.0
 QUEUE_S = 0.05
 PINS_S = 5.0
 COUNT_S = 0.5
@@ -52,18 +52,35 @@ def data_handler(relay: Relay, desk: FeedbackDesk) -> Handler:
         except ClientGone:
             # Its record, where it had got so far as to have one, is made.
             log.info("client_gone", method=exchange.method)
+        except BodyTooSlow as error:
+            REFUSED.labels(TooSlow.__name__).inc()
+            refuse(exchange, TooSlow(f"{error}; PAWL_BODY_S sets how long each step may take"))
         except Exception:
-            log.exception("request_failed", method=exchange.method)
-            raise
+            log.exception("request_failed", method=exchange.method, call=exchange.call)
+            UNFORESEEN.inc()
+            apologise(exchange)
 
     return handle
+
+
+def _note_too_slow(what: str, allowed_s: float, exchange: Exchange | None) -> None:
+    """Count and log a client that was broken off because it did not get on."""
+    TOO_SLOW.labels(what).inc()
+    log.warning(
+        "client_too_slow",
+        what=what,
+        allowed_s=allowed_s,
+        method=None if exchange is None else exchange.method,
+        call=None if exchange is None else exchange.call,
+    )
 
 
 @asynccontextmanager
 async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIterator[Server]:
     """A worker that takes connections from `listener`: up when entered.
 
-    When it is left, no new connection is taken and calls under way are finished first.
+    When it is left, no new connection is taken and calls under way are finished first: within
+    `PAWL_STOP_GRACE_S`, unless `finish_within` was called on the server before.
     """
     versions = Versions()
     recent = Recent()
@@ -82,7 +99,14 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         default_temperature=settings.default_temperature,
     )
     desk = FeedbackDesk(recorder, recent, lookup, max_body=relay.max_body)
-    server = Server(data_handler(relay, desk))
+    server = Server(
+        data_handler(relay, desk),
+        patience=Patience(
+            head_s=settings.head_s, body_s=settings.body_s, write_s=settings.write_s
+        ),
+        explain=explain,
+        on_late=_note_too_slow,
+    )
 
     def take(known: list[PolicyVersion]) -> None:
         versions.replace(known)
@@ -104,7 +128,9 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         # Who is in the queue already is let in: with the socket's end they would be reset.
         await asyncio.sleep(QUEUE_S)
         server.stop_accepting()
-        await server.finished(FINISH_S)
+        if not server.ending:
+            server.finish_within(settings.stop_grace_s)
+        await server.finished()
         await server.close()
         for task in beside:
             task.cancel()

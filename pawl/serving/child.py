@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import uvloop
@@ -13,6 +15,7 @@ from prometheus_client import values
 from prometheus_client.values import MultiProcessValue
 
 from pawl.logs import configure_logging
+from pawl.serving.ending import LEAVE, LEAVE_S, STOP
 from proxy.settings import ProxySettings
 
 PATIENCE_S: Final = 30.0
@@ -20,21 +23,36 @@ KEEPER_NICENESS: Final = 10
 GC_THRESHOLDS: Final = (20_000, 20, 20)
 
 
-async def _until_told() -> None:
-    """Until SIGTERM, or until the supervisor is gone: standard input ends then."""
-    stop = asyncio.Event()
+def _no_hurry() -> None:
+    """Nothing is under way that would have to be hurried."""
+
+
+async def _until_told(
+    stop_soon: Callable[[], None] = _no_hurry, leave: Callable[[], None] = _no_hurry
+) -> None:
+    """Wait until SIGTERM, SIGHUP, or the supervisor's end, with which standard input ends.
+
+    `stop_soon` is called on each SIGTERM, also on one that comes later; `leave` on the others.
+    """
+    told = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, stop.set)
+
+    def on_signal(then: Callable[[], None]) -> None:
+        then()
+        told.set()
+
+    loop.add_signal_handler(STOP, on_signal, stop_soon)
+    loop.add_signal_handler(LEAVE, on_signal, leave)
     # Ctrl-C reaches the whole group; the supervisor decides what it means.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
 
     def on_input() -> None:
         if not os.read(0, 64):
-            stop.set()
+            on_signal(leave)
             loop.remove_reader(0)
 
     loop.add_reader(0, on_input)
-    await stop.wait()
+    await told.wait()
 
 
 def spare_the_collector() -> None:
@@ -68,8 +86,12 @@ async def _work(fd: int) -> None:
     from proxy.worker import serving
 
     spare_the_collector()
-    async with serving(ProxySettings(), socket.socket(fileno=fd)):
-        await _until_told()
+    settings = ProxySettings()
+    async with serving(settings, socket.socket(fileno=fd)) as server:
+        await _until_told(
+            partial(server.finish_within, settings.stop_grace_s),
+            partial(server.finish_within, LEAVE_S),
+        )
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """`pawl proxy`: one keeper and N workers on one port, kept up.
 
 The sockets are the supervisor's: while a worker is replaced, connections wait in its queue.
-SIGTERM and SIGINT end all of it, calls under way first; SIGHUP replaces the workers one after
-another, new code and settings included, without a failed request.
+SIGTERM and SIGINT end all of it, calls under way first, within `PAWL_STOP_GRACE_S`; SIGHUP replaces
+the workers one after another, new code and settings included, without a failed request.
 """
 
 import asyncio
@@ -12,13 +12,13 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import structlog
 from prometheus_client.multiprocess import mark_process_dead
 
+from pawl.serving.ending import KEEPER_S, LEAVE, LEAVE_S, STOP, WORKER_MARGIN_S, end
 from proxy.errors import BadUpstreams, DoesNotStart
 from proxy.outdated import outdated
 from proxy.settings import ProxySettings
@@ -39,9 +39,16 @@ class Child:
     """One process, started again whenever it ends by itself."""
 
     def __init__(
-        self, name: str, command: list[str], environment: Mapping[str, str], fds: Sequence[int]
+        self,
+        name: str,
+        command: list[str],
+        environment: Mapping[str, str],
+        fds: Sequence[int],
+        *,
+        stop_s: float,
     ) -> None:
         self.name = name
+        self._stop_s = stop_s
         self._command = command
         self._environment = environment
         self._fds = fds
@@ -91,18 +98,21 @@ class Child:
         await self.start()
         if old is not None:
             self._leaving = old
-            await self._end(old)
+            await self._end(old, LEAVE, LEAVE_S + WORKER_MARGIN_S)
             self._leaving = None
 
     async def stop(self) -> None:
-        """Let it finish its work and end, and one that is being replaced."""
+        """Let it finish its work and end, and one that is being replaced; both have their time."""
         self.stopping = True
         present = (self._process, self._leaving)
-        await asyncio.gather(*(self._end(process) for process in present if process is not None))
+        await asyncio.gather(
+            *(self._end(process, STOP, self._stop_s) for process in present if process is not None)
+        )
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        _tell(process, signal.SIGTERM)
-        await process.wait()
+    async def _end(
+        self, process: asyncio.subprocess.Process, how: signal.Signals, within_s: float
+    ) -> None:
+        await end(process, self.name, how, within_s)
         mark_process_dead(process.pid, self._environment["PROMETHEUS_MULTIPROC_DIR"])  # type: ignore[no-untyped-call]
 
     @property
@@ -110,11 +120,6 @@ class Child:
         """Ends with `DoesNotStart` if it cannot be kept up."""
         assert self._watching is not None
         return self._watching
-
-
-def _tell(process: asyncio.subprocess.Process, what: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        process.send_signal(what)
 
 
 def listening(listen: str, count: int) -> list[socket.socket]:
@@ -232,9 +237,10 @@ def _children(settings: ProxySettings, listeners: list[socket.socket]) -> list[C
     environment = dict(os.environ) | {"PROMETHEUS_MULTIPROC_DIR": str(_emptied(metrics).resolve())}
     # The keeper does not get it: who holds it, holds the port, whether he accepts or not.
     run = [sys.executable, "-m", "pawl.serving.child"]
-    keeper = Child("keeper", [*run, "keeper"], environment, ())
+    keeper = Child("keeper", [*run, "keeper"], environment, (), stop_s=KEEPER_S)
+    stop_s = settings.stop_grace_s + WORKER_MARGIN_S
     workers = [
-        Child(f"worker {number}", [*run, "worker", str(fd)], environment, (fd,))
+        Child(f"worker {number}", [*run, "worker", str(fd)], environment, (fd,), stop_s=stop_s)
         for number, fd in enumerate(listener.fileno() for listener in listeners)
     ]
     return [keeper, *workers]

@@ -11,9 +11,11 @@ from typing import Final
 import aiohttp
 import structlog
 
+from pawl.serving.ending import KEEPER_S, WORKER_MARGIN_S
 from pawl.stack.preflight import check_disk, check_memory, check_ports
 from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
+from proxy.settings import ProxySettings
 from store.embedded import EmbeddedPostgres
 from store.records import Record
 from store.settings import address
@@ -138,7 +140,9 @@ def _processes(plan: StackPlan, database_url: str) -> list[Process]:
             Process("vllm", vllm_command(plan.vllm), vllm_environment(cores), plan.log_dir)
         )
     found.append(Process("trainer", [*pawl, "trainer"], environment, plan.log_dir))
-    found.append(Process("proxy", [*pawl, "proxy"], environment, plan.log_dir))
+    # It lets its calls end first, and stores what they left: only then may it be killed.
+    stop_s = ProxySettings().stop_grace_s + WORKER_MARGIN_S + KEEPER_S
+    found.append(Process("proxy", [*pawl, "proxy"], environment, plan.log_dir, stop_s=stop_s))
     if plan.judge:
         found.append(Process("judge", [*pawl, "judge"], environment, plan.log_dir))
     return found

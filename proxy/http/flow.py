@@ -1,10 +1,12 @@
 """A body on its way: pieces that arrived, and brakes for whoever sends too fast."""
 
 import asyncio
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 # A sender is told to wait when so much lies unread, and to go on when it is taken.
 HIGH_WATER: Final = 256 * 1024
+# Pieces smaller than this are joined while they wait: an object each would cost many times more.
+SMALL: Final = 1024
 
 
 class Brake(Protocol):
@@ -35,7 +37,7 @@ class Inflow:
     def __init__(self, source: Brake, loop: asyncio.AbstractEventLoop) -> None:
         self._source = source
         self._loop = loop
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes | bytearray] = []
         self._size = 0
         self._waiter: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
@@ -55,12 +57,23 @@ class Inflow:
 
     def put(self, data: bytes) -> None:
         """More has arrived."""
-        self._pieces.append(data)
+        if len(data) < SMALL and self._pieces:
+            self._join(data)
+        else:
+            self._pieces.append(data)
         self._size += len(data)
         if self._patient and self._size > HIGH_WATER and not self._braked:
             self._braked = True
             self._source.pause_reading()
         self._wake()
+
+    def _join(self, data: bytes) -> None:
+        """Add it to what came before; the first piece of all stays as it came, and is `bytes`."""
+        last = self._pieces[-1]
+        if isinstance(last, bytearray):
+            last += data
+        else:
+            self._pieces.append(bytearray(data))
 
     def end(self) -> None:
         """That was all."""
@@ -76,13 +89,19 @@ class Inflow:
     def take(self) -> bytes:
         """All that lies here; empty if nothing does."""
         pieces = self._pieces
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        # Most often there is one piece, and the first is always as it came.
+        data = cast("bytes", pieces[0]) if len(pieces) == 1 else b"".join(pieces)
         self._pieces = []
         self._size = 0
         if self._braked:
             self._braked = False
             self._source.resume_reading()
         return data
+
+    def raise_failure(self) -> None:
+        """Raise what it broke off with, if it did."""
+        if self._failure is not None:
+            raise self._failure
 
     async def more(self) -> bytes:
         """The next pieces; empty at the end.
@@ -112,8 +131,7 @@ class Inflow:
         return None if limit is not None and self._size > limit else self.take()
 
     async def _wait(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        self.raise_failure()
         self._waiter = self._loop.create_future()
         try:
             await self._waiter

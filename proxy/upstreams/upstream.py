@@ -192,7 +192,7 @@ class Upstream:
         try:
             entries = msgspec.json.decode(body, type=_Models).data
             return {msgspec.json.decode(entry, type=_Model).id: entry for entry in entries}
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UpstreamBroke(f"the list of models is none: {reply.status} {error}") from error
 
     def learn(self, served_names: Iterable[str]) -> None:
