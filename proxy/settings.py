@@ -43,7 +43,9 @@ class ProxySettings(StoreSettings):
         description="how long the upstream may say nothing before a call is given up, in seconds",
     )
     head_s: float = Field(
-        default=60.0, gt=0, description="how long a client may take for a request's head, in seconds"
+        default=60.0,
+        gt=0,
+        description="how long a client may take for a request's head, in seconds",
     )
     body_s: float = Field(
         default=300.0,
@@ -56,9 +58,10 @@ class ProxySettings(StoreSettings):
         description="how long a client may take to read 16 KiB of a waiting reply, in seconds",
     )
     stop_grace_s: float = Field(
-        default=20.0,
+        default=28.0,
         gt=0,
-        description="how long calls may take to end after SIGTERM before they are broken off",
+        description="how long all of `pawl proxy` may take to end after SIGTERM, in seconds; calls "
+        "under way get 60 % of it, their records the rest",
     )
     max_body_mb: int = Field(default=256, ge=1, description="largest request body taken, in MiB")
     max_reply_mb: int = Field(
@@ -70,3 +73,23 @@ class ProxySettings(StoreSettings):
         description="how tools' results are read, tool by tool: search=json_error,shell=exit_code",
     )
     drain_batch: int = Field(default=256, ge=1, description="records stored in one transaction")
+
+    @property
+    def calls_end_s(self) -> float:
+        """After SIGTERM, when calls that are still under way are broken off."""
+        return 0.6 * self.stop_grace_s
+
+    @property
+    def workers_end_s(self) -> float:
+        """When a worker that is still there is killed: it had time to write its records down."""
+        return 0.75 * self.stop_grace_s
+
+    @property
+    def keeper_ends_s(self) -> float:
+        """How long the keeper may take after the workers; it stores for a part of that."""
+        return self.stop_grace_s - self.workers_end_s
+
+    @property
+    def last_drain_s(self) -> float:
+        """How long the keeper stores what is left before it closes."""
+        return 0.6 * self.keeper_ends_s

@@ -80,7 +80,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     """A worker that takes connections from `listener`: up when entered.
 
     When it is left, no new connection is taken and calls under way are finished first: within
-    `PAWL_STOP_GRACE_S`, unless `finish_within` was called on the server before.
+    a part of `PAWL_STOP_GRACE_S`, unless `finish_within` was called on the server before.
     """
     versions = Versions()
     recent = Recent()
@@ -101,9 +101,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     desk = FeedbackDesk(recorder, recent, lookup, max_body=relay.max_body)
     server = Server(
         data_handler(relay, desk),
-        patience=Patience(
-            head_s=settings.head_s, body_s=settings.body_s, write_s=settings.write_s
-        ),
+        patience=Patience(head_s=settings.head_s, body_s=settings.body_s, write_s=settings.write_s),
         explain=explain,
         on_late=_note_too_slow,
     )
@@ -129,7 +127,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         await asyncio.sleep(QUEUE_S)
         server.stop_accepting()
         if not server.ending:
-            server.finish_within(settings.stop_grace_s)
+            server.finish_within(settings.calls_end_s)
         await server.finished()
         await server.close()
         for task in beside:

@@ -89,7 +89,7 @@ async def _work(fd: int) -> None:
     settings = ProxySettings()
     async with serving(settings, socket.socket(fileno=fd)) as server:
         await _until_told(
-            partial(server.finish_within, settings.stop_grace_s),
+            partial(server.finish_within, settings.calls_end_s),
             partial(server.finish_within, LEAVE_S),
         )
 

@@ -12,10 +12,8 @@ log = structlog.get_logger()
 # A worker that is replaced, or whose supervisor was killed, keeps nobody waiting: its calls get
 # as long as they may need. `PAWL_STOP_GRACE_S` is for those that somebody waits for.
 LEAVE_S: Final = 600.0
-# What a worker needs after its grace: to break its calls off, and to make their records durable.
-WORKER_MARGIN_S: Final = 4.0
-# The keeper stores what is left for 5 s (`proxy.keeping.keeper`), then closes.
-KEEPER_S: Final = 10.0
+# What it needs after that: to break its calls off, and to make their records durable.
+LEAVE_MARGIN_S: Final = 10.0
 
 STOP: Final = signal.SIGTERM
 LEAVE: Final = signal.SIGHUP

@@ -18,7 +18,7 @@ from typing import Final
 import structlog
 from prometheus_client.multiprocess import mark_process_dead
 
-from pawl.serving.ending import KEEPER_S, LEAVE, LEAVE_S, STOP, WORKER_MARGIN_S, end
+from pawl.serving.ending import LEAVE, LEAVE_MARGIN_S, LEAVE_S, STOP, end
 from proxy.errors import BadUpstreams, DoesNotStart
 from proxy.outdated import outdated
 from proxy.settings import ProxySettings
@@ -98,7 +98,7 @@ class Child:
         await self.start()
         if old is not None:
             self._leaving = old
-            await self._end(old, LEAVE, LEAVE_S + WORKER_MARGIN_S)
+            await self._end(old, LEAVE, LEAVE_S + LEAVE_MARGIN_S)
             self._leaving = None
 
     async def stop(self) -> None:
@@ -237,8 +237,8 @@ def _children(settings: ProxySettings, listeners: list[socket.socket]) -> list[C
     environment = dict(os.environ) | {"PROMETHEUS_MULTIPROC_DIR": str(_emptied(metrics).resolve())}
     # The keeper does not get it: who holds it, holds the port, whether he accepts or not.
     run = [sys.executable, "-m", "pawl.serving.child"]
-    keeper = Child("keeper", [*run, "keeper"], environment, (), stop_s=KEEPER_S)
-    stop_s = settings.stop_grace_s + WORKER_MARGIN_S
+    keeper = Child("keeper", [*run, "keeper"], environment, (), stop_s=settings.keeper_ends_s)
+    stop_s = settings.workers_end_s
     workers = [
         Child(f"worker {number}", [*run, "worker", str(fd)], environment, (fd,), stop_s=stop_s)
         for number, fd in enumerate(listener.fileno() for listener in listeners)

@@ -11,7 +11,6 @@ from typing import Final
 import aiohttp
 import structlog
 
-from pawl.serving.ending import KEEPER_S, WORKER_MARGIN_S
 from pawl.stack.preflight import check_disk, check_memory, check_ports
 from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
@@ -25,6 +24,8 @@ log = structlog.get_logger()
 READY_S: Final = 600.0
 POLL_S: Final = 0.25
 WATCH_S: Final = 0.5
+# What the proxy's supervisor needs for itself.
+STOP_MARGIN_S: Final = 2.0
 
 
 class StackPlan(Record, frozen=True, kw_only=True):
@@ -141,7 +142,7 @@ def _processes(plan: StackPlan, database_url: str) -> list[Process]:
         )
     found.append(Process("trainer", [*pawl, "trainer"], environment, plan.log_dir))
     # It lets its calls end first, and stores what they left: only then may it be killed.
-    stop_s = ProxySettings().stop_grace_s + WORKER_MARGIN_S + KEEPER_S
+    stop_s = ProxySettings().stop_grace_s + STOP_MARGIN_S
     found.append(Process("proxy", [*pawl, "proxy"], environment, plan.log_dir, stop_s=stop_s))
     if plan.judge:
         found.append(Process("judge", [*pawl, "judge"], environment, plan.log_dir))

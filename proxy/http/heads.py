@@ -7,9 +7,7 @@ from proxy.http.wire import Headers
 
 VERSIONS: Final = ("1.1", "1.0")
 # uri-host [":" port], RFC 9110 §7.2 and RFC 3986 §3.2.2; it may be empty.
-_HOST: Final = re.compile(
-    rb"(?:\[[0-9A-Za-z:._~%-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(?::[0-9]*)?\Z"
-)
+_HOST: Final = re.compile(rb"(?:\[[0-9A-Za-z:._~%-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(?::[0-9]*)?\Z")
 
 
 class Refused(ValueError):

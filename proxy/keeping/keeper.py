@@ -58,7 +58,7 @@ async def keeping(settings: ProxySettings, *, patience_s: float = 0.0) -> AsyncI
     finally:
         drainer.stop()
         await asyncio.wait([draining])
-        await _drain_rest(drainer)
+        await _drain_rest(drainer, min(DRAIN_AT_EXIT_S, settings.last_drain_s))
         database.stop()
         await asyncio.wait([watching])
         await database.close()
@@ -79,10 +79,10 @@ async def _hold_patiently(path: Path, patience_s: float) -> Lock:
         await asyncio.sleep(LOOK_S)
 
 
-async def _drain_rest(drainer: Drainer) -> None:
+async def _drain_rest(drainer: Drainer, within_s: float) -> None:
     """Store what is left, for a few seconds; the next start stores the rest."""
     try:
-        async with asyncio.timeout(DRAIN_AT_EXIT_S):
+        async with asyncio.timeout(within_s):
             while await drainer.drain_once():
                 pass
     except Exception as error:

@@ -11,15 +11,16 @@ import pytest
 import structlog
 
 from benchmarks.chaos.stand import Stand
-from pawl.serving.ending import STOP, WORKER_MARGIN_S, end
+from pawl.serving.ending import STOP, end
 from tests.fake_upstream import fake_upstream
+from tests.integration.conftest import eventually
 from tests.integration.test_faulty_processes import begun, down, slow, up
 from tests.integration.test_slow_clients import asleep, endless
 from tests.raw_upstream import post, raw_upstream
 
 # As many of each as the bar has.
 EACH = int(os.environ.get("STALLED_CLIENTS", "100"))
-GRACE_S = 8.0
+GRACE_S = 20.0
 BODY = b'{"model":"m","messages":[{"role":"user","content":"q"}],"stream":true}'
 CHAT = post("/v1/chat/completions", BODY)
 log = structlog.get_logger()
@@ -51,6 +52,7 @@ async def ended(stand: Stand) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.timeout(120)
 async def test_it_ends_in_time_with_stalled_readers_and_dribbling_writers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +62,12 @@ async def test_it_ends_in_time_with_stalled_readers_and_dribbling_writers(
         stand = await up(tmp_path, upstream.port, 2)
         sleepers = [await asleep(stand.port, CHAT) for _ in range(EACH)]
         dribblers = [await dribbler(stand.port) for _ in range(EACH)]
-        await asyncio.sleep(2.0)
+
+        async def all_asked() -> bool:
+            return len(upstream.heads) == EACH
+
+        await eventually(all_asked)
+        await asyncio.sleep(1.0)
         took = await ended(stand)
         log.info("stopped", each=EACH, grace_s=GRACE_S, seconds=round(took, 2))
         for writer in dribblers:
@@ -72,13 +79,14 @@ async def test_it_ends_in_time_with_stalled_readers_and_dribbling_writers(
     assert took < GRACE_S
     text = stand.log.read_text()
     assert text.count('"status":"client_gone"') == EACH
-    assert "child_killed" not in text
+    # The keeper may be in the middle of storing so much: the rest stays in the spool.
+    assert not [line for line in text.splitlines() if "child_killed" in line and "worker" in line]
 
 
 async def test_a_stream_that_goes_on_is_broken_off_at_the_end_of_the_grace_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PAWL_STOP_GRACE_S", "3")
+    monkeypatch.setenv("PAWL_STOP_GRACE_S", "5")
     go_on = asyncio.Event()
     async with fake_upstream() as upstream:
         slow(go_on, upstream)
@@ -90,8 +98,7 @@ async def test_a_stream_that_goes_on_is_broken_off_at_the_end_of_the_grace_and_r
         writer.close()
         go_on.set()
         await down(stand)
-    # The keeper stores what is left after that.
-    assert 3 <= took < 3 + WORKER_MARGIN_S + 5
+    assert 3 <= took < 5
     assert '"status":"client_gone"' in stand.log.read_text()
     assert "calls_broken_off" in stand.log.read_text()
 
@@ -114,7 +121,9 @@ async def test_a_replaced_workers_streams_have_more_time_than_a_stop_gives_them(
 
 
 async def test_a_process_that_does_not_heed_its_end_is_killed() -> None:
-    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    deaf = (
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    )
     process = await asyncio.create_subprocess_exec(
         "python3", "-c", deaf, stdout=asyncio.subprocess.PIPE
     )
