@@ -10,7 +10,7 @@ import structlog
 
 from proxy.http import wire
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
-from proxy.http.heads import Refused, check_version, read_head
+from proxy.http.heads import VERSIONS, Refused, read_head, wrong_version
 from proxy.http.patience import STEP, Clock, Patience
 from proxy.http.wire import Headers
 
@@ -46,7 +46,8 @@ class Connection(asyncio.Protocol):
         self._overhead = 0
         self._received = 0
         self._given = 0
-        self._reads, self._sends = Clock(), Clock()
+        self._heads = 0
+        self._head_clock, self._body_clock, self._reply_clock = Clock(), Clock(), Clock()
         self._receiving: Exchange | None = None
         self._current: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
@@ -83,29 +84,30 @@ class Connection(asyncio.Protocol):
         """Break off whoever does not get on: takes nothing, sends nothing, or is idle."""
         unsent = self.unsent
         if not unsent:
-            self._sends.reset()
-        elif self._sends.waited(now, self._given - unsent, STEP) > patience.write_s:
+            self._reply_clock.reset()
+        elif self._reply_clock.waited(now, self._given - unsent, STEP) > patience.write_s:
             self.server.on_late("write", patience.write_s, self._current)
             self.transport.abort()
         receiving = self._receiving
         if self._closing or self.transport.is_closing():
             return
         if receiving is not None:
+            self._head_clock.reset()
             self._sweep_body(receiving, now, patience.body_s)
         elif self._in_head and not self._held:
-            if self._reads.waited(now, 0) > patience.head_s:
+            if self._head_clock.waited(now, self._heads) > patience.head_s:
                 self.server.on_late("head", patience.head_s, None)
                 self._refuse(408, f"the head did not come within {patience.head_s:g} s")
         else:
-            self._reads.reset()
+            self._head_clock.reset()
             if not self.busy and not unsent and self.idle_since < now - patience.idle_s:
                 self.transport.close()
 
     def _sweep_body(self, receiving: Exchange, now: float, body_s: float) -> None:
         if receiving.body.braked or self._held or receiving.expects:
             # It is we who keep the client waiting.
-            self._reads.reset()
-        elif self._reads.waited(now, self._received, STEP) > body_s:
+            self._body_clock.reset()
+        elif self._body_clock.waited(now, self._received + STEP * self._heads, STEP) > body_s:
             self.server.on_late("body", body_s, receiving)
             self._receiving = None
             self._closing = True
@@ -182,7 +184,6 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         """A request begins."""
         self._in_head = True
-        self._reads.reset()
         self._target = b""
         self._headers = []
 
@@ -201,9 +202,10 @@ class Connection(asyncio.Protocol):
             return
         self._in_head = False
         self._overhead = 0
-        self._reads.reset()
+        self._heads += 1
         version = self._parser.get_http_version()
-        check_version(version)
+        if version not in VERSIONS:
+            raise wrong_version(version)
         # Of what is not HTTP/1.1 nothing is asked but that it reads until we close.
         modern = version == "1.1"
         exchange = Exchange(
@@ -251,7 +253,7 @@ class Connection(asyncio.Protocol):
             log.exception("handler_failed", method=exchange.method, call=exchange.call)
         finally:
             # However it ended: who is still there gets an answer.
-            if self.answering(exchange):
+            if self._current is exchange and not self._lost:
                 self._break_off(exchange)
 
     def _break_off(self, exchange: Exchange) -> None:

@@ -1,6 +1,7 @@
 """Which request heads are refused though they parse (pure); RFC 9112 says which."""
 
 import re
+from functools import lru_cache
 from typing import Final
 
 from proxy.http.wire import Headers
@@ -19,17 +20,10 @@ class Refused(ValueError):
         self.why = why
 
 
-def check_version(version: str) -> None:
-    """Refuse what is neither HTTP/1.1 nor HTTP/1.0.
-
-    Raises:
-        Refused: 400 for HTTP/0.9, which has no heads at all, and 505 for any other.
-    """
-    if version in VERSIONS:
-        return
-    if version == "0.9":
-        raise Refused(400, "HTTP/0.9 is not served: send the request as HTTP/1.1")
-    raise Refused(505, f"HTTP/{version} is not served here: send the request as HTTP/1.1")
+def wrong_version(version: str) -> Refused:
+    """Return how a version is refused: 400 for HTTP/0.9, which has no heads at all, else 505."""
+    status = 400 if version == "0.9" else 505
+    return Refused(status, f"HTTP/{version} is not served here: send the request as HTTP/1.1")
 
 
 def read_head(headers: Headers, *, modern: bool) -> bool:
@@ -58,6 +52,7 @@ def read_head(headers: Headers, *, modern: bool) -> bool:
     return expects
 
 
+@lru_cache(maxsize=64)
 def _check_host(value: bytes) -> None:
     if _HOST.match(value) is None:
         raise Refused(400, "the Host header is not a host's name with or without a port")
