@@ -10,17 +10,8 @@ import msgspec
 import structlog
 
 from proxy.errors import NoModels, ProxyError, UpstreamBroke, UpstreamSilent, UpstreamUnreachable
-from proxy.http.client import (
-    NoReply,
-    NotSent,
-    Pool,
-    Reply,
-    Silent,
-    Torn,
-    ask_bodyless,
-    ask_streaming,
-    ask_whole,
-)
+from proxy.http.asking import ask_bodyless, ask_streaming, ask_whole
+from proxy.http.client import NoReply, NotSent, Pool, Reply, Silent, Torn
 from proxy.http.flow import Inflow
 from proxy.http.wire import Headers
 from proxy.upstreams.keys import Key
