@@ -5,6 +5,7 @@ the same pure dialect and makes the ledger's record of them (`proxy.keeping.tran
 """
 
 import zlib
+from collections.abc import Callable
 from typing import Final
 
 from store.records import CallStatus, Confidence, FeedbackRecord, Record, ToolEvent
@@ -62,9 +63,11 @@ Frame = Captured | FeedbackRecord | Gap
 class Tape:
     """A reply's bytes as they come, small in memory however long a stream gets."""
 
-    __slots__ = ("_deflater", "_packed", "_pieces", "_size")
+    __slots__ = ("_deflater", "_grown", "_packed", "_pieces", "_size")
 
-    def __init__(self) -> None:
+    def __init__(self, grown: Callable[[int], None] | None = None) -> None:
+        """`grown` is told of bytes that are kept for longer, each time some are."""
+        self._grown = grown
         self._pieces: list[bytes] = []
         self._size = 0
         self._packed: list[bytes] = []
@@ -84,8 +87,11 @@ class Tape:
     def _pack(self) -> None:
         if self._deflater is None:
             self._deflater = zlib.compressobj(LEVEL)
-        self._packed.append(self._deflater.compress(b"".join(self._pieces)))
+        packed = self._deflater.compress(b"".join(self._pieces))
+        self._packed.append(packed)
         self._pieces, self._size = [], 0
+        if self._grown is not None:
+            self._grown(len(packed))
 
     def take(self) -> tuple[bytes, bool]:
         """All of it, and whether it is deflated."""

@@ -11,6 +11,8 @@ class ProxyError(Exception):
     status: ClassVar[int] = 500
     fault: ClassVar[Fault] = "proxy"
     kind: ClassVar[str] = "server_error"
+    # When the same request may be sent again, where that is likely to help.
+    retry_after_s: ClassVar[int | None] = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -42,9 +44,17 @@ class KeyReused(BadRequest):
 
 
 class TooLarge(BadRequest):
-    """The request's body is larger than `PAWL_MAX_BODY_MB`."""
+    """The request's body is larger than its limit, or holds more values than are parsed."""
 
     status = 413
+
+
+class Overloaded(ProxyError):
+    """There is no room in memory for the request now: `PAWL_IN_FLIGHT_MB`."""
+
+    status = 503
+    kind = "overloaded_error"
+    retry_after_s = 1
 
 
 class NoUpstream(BadRequest):

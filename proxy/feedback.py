@@ -10,9 +10,11 @@ from typing import Final
 import msgspec
 import structlog
 
-from proxy.errors import KeyReused, SpoolFull, TooLarge
+from proxy.errors import KeyReused, SpoolFull
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, lowered
+from proxy.intake.budget import Claim
+from proxy.intake.intake import Intake
 from proxy.lookup import Lookup
 from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS
 from proxy.recent import Recent
@@ -26,18 +28,19 @@ log = structlog.get_logger()
 
 # Feedback never waits long for a database that is slow or away: it is durable without it.
 LOOK_UP_S: Final = 0.25
+SETTING: Final = "PAWL_MAX_FEEDBACK_KB"
+# Some 10 ms of statements.
+LONG_BYTES: Final = 128 * 1024
 
 
 class FeedbackDesk:
     """Takes statements."""
 
-    def __init__(
-        self, recorder: Recorder, recent: Recent, lookup: Lookup, *, max_body: int
-    ) -> None:
+    def __init__(self, recorder: Recorder, recent: Recent, lookup: Lookup, intake: Intake) -> None:
         self._recorder = recorder
         self._recent = recent
         self._lookup = lookup
-        self._max_body = max_body
+        self._intake = intake
 
     async def handle(self, exchange: Exchange) -> None:
         """Answer one POST.
@@ -45,13 +48,22 @@ class FeedbackDesk:
         Raises:
             BadRequest, KeyReused: see `proxy.statements`; nothing was taken.
             TooLarge: the body is larger than the proxy takes.
+            Overloaded: there is no room for it now.
             SpoolFull: it could not be made durable; ask again later.
         """
-        body = await exchange.read(self._max_body)
-        if body is None:
-            raise TooLarge("The body is larger than PAWL_MAX_BODY_MB allows; send it in parts")
+        with self._intake.budget.claim() as claim:
+            record = await self._read(exchange, claim)
+            await self._answer(exchange, record)
+
+    async def _read(self, exchange: Exchange, claim: Claim) -> FeedbackRecord:
+        intake = self._intake
+        body = await intake.read_bytes(exchange, claim, intake.max_feedback, SETTING)
         key = lowered(exchange.headers).get("idempotency-key")
-        record = parse_feedback(body, datetime.now(UTC), key)
+        if len(body) > LONG_BYTES:
+            return await intake.beside(parse_feedback, body, datetime.now(UTC), key)
+        return parse_feedback(body, datetime.now(UTC), key)
+
+    async def _answer(self, exchange: Exchange, record: FeedbackRecord) -> None:
         repeated = await self._seen_before(record)
         known = await self._known(record)
         if not repeated:

@@ -7,10 +7,11 @@ and the lists of models are joined.
 from typing import Final
 
 from proxy.dialects.base import read_request
-from proxy.errors import NotAllowed, ProxyError, TooLarge
+from proxy.errors import NotAllowed, ProxyError
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers, for_client, for_upstream
+from proxy.intake.intake import Intake
 from proxy.metrics import FORWARDED
 from proxy.refusal import refuse
 from proxy.routes import Route
@@ -21,7 +22,7 @@ from proxy.upstreams.upstream import Upstream
 MODELS: Final = "/v1/models"
 
 
-async def forward(exchange: Exchange, route: Route, upstreams: Upstreams, *, max_body: int) -> None:
+async def forward(exchange: Exchange, route: Route, upstreams: Upstreams, intake: Intake) -> None:
     """Pass a request on to the upstream it is for, and its reply back, byte for byte."""
     try:
         if route.administers and upstreams.keyed:
@@ -37,7 +38,7 @@ async def forward(exchange: Exchange, route: Route, upstreams: Upstreams, *, max
             FORWARDED.labels(MODELS, "200").inc()
             return
         else:
-            reply = await _routed(exchange, route, upstreams, max_body)
+            reply = await _routed(exchange, route, upstreams, intake)
     except ProxyError as error:
         FORWARDED.labels(route.label, str(error.status)).inc()
         refuse(exchange, error)
@@ -60,19 +61,17 @@ async def _streamed(exchange: Exchange, route: Route, upstream: Upstream) -> Rep
     )
 
 
-async def _routed(exchange: Exchange, route: Route, upstreams: Upstreams, max_body: int) -> Reply:
+async def _routed(exchange: Exchange, route: Route, upstreams: Upstreams, intake: Intake) -> Reply:
     headers, target = for_upstream(exchange.headers, plain=False), _target(exchange, route)
     if exchange.method == "GET":
         model = route.path.removeprefix(MODELS + "/")
         return await upstreams.for_model(model).fetch(target, headers)
-    body = await exchange.read(max_body)
-    if body is None:
-        raise TooLarge(
-            "With several upstreams a body must be read to know whose it is, and this one is "
-            "larger than the proxy takes; PAWL_MAX_BODY_MB sets how much"
-        )
-    server = upstreams.for_model(read_request(body).model)
-    return await server.ask(exchange.method, target, headers, body)
+    with intake.budget.claim() as claim:
+        # With several upstreams a body must be read to know whose it is.
+        body, long = await intake.read(exchange, claim)
+        asked = await intake.beside(read_request, body) if long else read_request(body)
+        server = upstreams.for_model(asked.model)
+        return await server.ask(exchange.method, target, headers, body)
 
 
 async def _models(exchange: Exchange, upstreams: Upstreams) -> None:

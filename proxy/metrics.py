@@ -45,6 +45,11 @@ ADDED_SECONDS = Histogram(
 )
 TOKENS = Counter("pawl_tokens_total", "Tokens recorded.", ["policy", "kind"])
 IN_FLIGHT = Gauge("pawl_calls_in_flight", "Calls being answered now.", multiprocess_mode="livesum")
+IN_FLIGHT_BYTES = Gauge(
+    "pawl_in_flight_bytes",
+    "Memory charged to requests and replies in flight; each worker has PAWL_IN_FLIGHT_MB.",
+    multiprocess_mode="livesum",
+)
 FORWARDED = Counter(
     "pawl_forwarded_total", "Requests passed through unrecorded.", ["path", "status"]
 )

@@ -16,5 +16,7 @@ def refuse(
     """Answer with an error; `dialect` None: that of the path that was asked."""
     spoken = dialect or ("messages" if "/v1/messages" in exchange.target else "chat")
     body = error_body(spoken, error.message, error.kind, error.param, error.code)
-    fault = (b"x-pawl-fault", error.fault.encode())
-    exchange.reply(error.status, b"", [JSON, fault, *(headers or [])], body)
+    told: Headers = [JSON, (b"x-pawl-fault", error.fault.encode()), *(headers or [])]
+    if error.retry_after_s is not None:
+        told.append((b"Retry-After", b"%d" % error.retry_after_s))
+    exchange.reply(error.status, b"", told, body)

@@ -7,7 +7,7 @@ leaves, the upstream tears), the call ends in exactly one status and one record.
 
 import asyncio
 from time import perf_counter, time
-from typing import Final
+from typing import Final, NamedTuple
 from uuid import UUID
 
 import structlog
@@ -17,13 +17,16 @@ from proxy.capture import Captured, Tape
 from proxy.dialects.base import Gist, ModelRequest, Transcript, read_request
 from proxy.dialects.errors import error_event
 from proxy.dialects.table import DIALECTS
-from proxy.errors import ProxyError, ReplyTooLarge, TooLarge
+from proxy.errors import ProxyError, ReplyTooLarge
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
 from proxy.http.wire import Headers, for_client, for_upstream, lowered
+from proxy.identity.conversation import Conversation, read_conversation
 from proxy.identity.identify import Identity, identify
 from proxy.identity.signs import offers_of
 from proxy.identity.stitch import Stitches
+from proxy.intake.budget import Claim
+from proxy.intake.intake import Intake
 from proxy.lookup import Lookup
 from proxy.metrics import ADDED_SECONDS, FIRST_CHUNK_SECONDS, WARNINGS
 from proxy.recorder import Recorder
@@ -45,6 +48,7 @@ ERRORS: Final = 400
 REFUSED_AS_MALFORMED: Final = (400, 422)
 # How long a call may wait to be told its episode's version; a local answer takes 1 ms.
 PIN_S: Final = 0.05
+REPLY_COPIES: Final = 3
 NOBODY: Final = Serving(None, None, None)
 
 
@@ -58,7 +62,7 @@ class Relay:
         recorder: Recorder,
         lookup: Lookup,
         *,
-        max_body: int,
+        intake: Intake,
         max_reply: int,
         default_temperature: float,
     ) -> None:
@@ -67,7 +71,7 @@ class Relay:
         self.recorder = recorder
         self._lookup = lookup
         self.stitches = Stitches()
-        self.max_body = max_body
+        self.intake = intake
         self.max_reply = max_reply
         self.default_temperature = default_temperature
 
@@ -75,15 +79,13 @@ class Relay:
         """Answer one call and record it.
 
         Raises:
-            TooLarge: its body is larger than the proxy takes.
+            TooLarge, BadRequest, Overloaded: its body is not taken in (see `Intake.read`).
         """
         arrived = perf_counter()
-        body = await exchange.read(self.max_body)
-        if body is None:
-            raise TooLarge(
-                "The request's body is larger than this proxy takes; PAWL_MAX_BODY_MB sets how much"
-            )
-        await Call(self, exchange, route, body, arrived).run()
+        with self.intake.budget.claim() as claim:
+            body, long = await self.intake.read(exchange, claim)
+            read = await self.intake.beside(read_long, body) if long else Read(read_request(body))
+            await Call(self, exchange, route, read, arrived, claim).run()
 
     async def learn_pin(self, model: str, episode: str) -> None:
         """Ask the ledger for the version of an episode that may have begun at another proxy.
@@ -99,15 +101,35 @@ class Relay:
             self.versions.pin(model, episode, version)
 
 
+class Read(NamedTuple):
+    """A request that was parsed; with its conversation where reading that takes long."""
+
+    asked: ModelRequest
+    conversation: Conversation | None = None
+
+
+def read_long(body: bytes) -> Read:
+    """Read all at once that would hold up other calls: done beside the event loop."""
+    asked = read_request(body)
+    return Read(asked, read_conversation(asked.fields))
+
+
 class Call:
     """One call's way through the proxy."""
 
     _upstream: ModelServer
 
     def __init__(
-        self, relay: Relay, exchange: Exchange, route: Route, body: bytes, arrived: float
+        self,
+        relay: Relay,
+        exchange: Exchange,
+        route: Route,
+        read: Read,
+        arrived: float,
+        claim: Claim,
     ) -> None:
         self._relay = relay
+        self._claim = claim
         self._exchange = exchange
         self._route = route
         self._arrived = arrived
@@ -115,16 +137,22 @@ class Call:
         self._id, self._name = new_name()
         self._lower = lowered(exchange.headers)
         self._dialect = DIALECTS[route.dialect or ""]
-        self._asked: ModelRequest = read_request(body)
-        self._rewritten = self._asked
+        asked = self._asked = self._rewritten = read.asked
+        self._takes_long = read.conversation is not None
         self._identity: Identity = identify(
-            self._lower, route, self._asked.fields, body, self._name, relay.stitches
+            self._lower,
+            route,
+            asked.fields,
+            asked.body,
+            self._name,
+            relay.stitches,
+            read.conversation,
         )
         self._tool_events, self._warnings = self._read_tool_status()
         self._serving = NOBODY
         self._reply: Reply | None = None
         self._transcript: Transcript | None = None
-        self._tape = Tape()
+        self._tape = Tape(claim.add)
         self._status: CallStatus = "client_gone"
         self._first_chunk_ms: float | None = None
         self._record: Captured | None = None
@@ -169,7 +197,11 @@ class Call:
         self._serving = relay.versions.resolve(model, follows)
         # A version is served where its policy is.
         self._upstream = relay.upstreams.for_model(self._serving.policy or model)
-        self._rewrite(await self._upstream.gives_ids(self._serving.served_name))
+        want_ids = await self._upstream.gives_ids(self._serving.served_name)
+        if self._takes_long:
+            await relay.intake.beside(self._rewrite, want_ids)
+        else:
+            self._rewrite(want_ids)
 
     def _rewrite(self, want_ids: bool) -> None:
         name = self._serving.served_name
@@ -236,6 +268,10 @@ class Call:
         self._exchange.tear()
 
     async def _whole(self, reply: Reply) -> None:
+        length = reply.header(b"content-length")
+        if length is not None and length.isdigit():
+            # As it comes, as it leaves and as it is recorded.
+            self._claim.add(REPLY_COPIES * min(int(length), self._relay.max_reply))
         try:
             body = await reply.read(self._relay.max_reply)
         except Torn as error:

@@ -43,6 +43,15 @@ class ProxySettings(StoreSettings):
         description="how long the upstream may say nothing before a call is given up, in seconds",
     )
     max_body_mb: int = Field(default=256, ge=1, description="largest request body taken, in MiB")
+    max_feedback_kb: int = Field(
+        default=2048, ge=1, description="largest body of /feedback taken, in KiB"
+    )
+    in_flight_mb: int = Field(
+        default=192,
+        ge=1,
+        description="memory of one worker for bodies and replies in flight, in MiB; past it new "
+        "requests are answered with 503",
+    )
     max_reply_mb: int = Field(
         default=256, ge=1, description="largest recorded reply in one piece, in MiB"
     )

@@ -24,6 +24,7 @@ Reason = Literal[
     "reshaped_distribution",
     "constrained_sampling",
     "unknown_policy",
+    "nested_too_deep",
 ]
 
 # Settings that leave the distribution as it is, by the value that does so.

@@ -12,8 +12,9 @@ from proxy.feedback import FeedbackDesk
 from proxy.forward import forward
 from proxy.http.exchange import ClientGone, Exchange
 from proxy.http.server import Handler, Server
+from proxy.intake.intake import Intake
 from proxy.lookup import Lookup
-from proxy.metrics import IN_FLIGHT, REFUSED
+from proxy.metrics import IN_FLIGHT, IN_FLIGHT_BYTES, REFUSED
 from proxy.policies import PolicyFile
 from proxy.recent import Recent
 from proxy.recorder import Recorder
@@ -45,7 +46,7 @@ def data_handler(relay: Relay, desk: FeedbackDesk) -> Handler:
             elif route.kind is Kind.FEEDBACK:
                 await desk.handle(exchange)
             else:
-                await forward(exchange, route, relay.upstreams, max_body=relay.max_body)
+                await forward(exchange, route, relay.upstreams, relay.intake)
         except ProxyError as error:
             REFUSED.labels(type(error).__name__).inc()
             refuse(exchange, error)
@@ -72,16 +73,21 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     )
     upstreams = open_upstreams(settings)
     lookup = Lookup(settings)
+    intake = Intake(
+        budget=settings.in_flight_mb * 2**20,
+        max_body=settings.max_body_mb * 2**20,
+        max_feedback=settings.max_feedback_kb * 2**10,
+    )
     relay = Relay(
         upstreams,
         versions,
         recorder,
         lookup,
-        max_body=settings.max_body_mb * 2**20,
+        intake=intake,
         max_reply=settings.max_reply_mb * 2**20,
         default_temperature=settings.default_temperature,
     )
-    desk = FeedbackDesk(recorder, recent, lookup, max_body=relay.max_body)
+    desk = FeedbackDesk(recorder, recent, lookup, intake)
     server = Server(data_handler(relay, desk))
 
     def take(known: list[PolicyVersion]) -> None:
@@ -94,7 +100,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         asyncio.create_task(policies.watch(take), name="pawl-policies"),
         asyncio.create_task(_load_pins(lookup, versions), name="pawl-pins"),
         asyncio.create_task(upstreams.sweep(), name="pawl-sweep"),
-        asyncio.create_task(_count_in_flight(server), name="pawl-in-flight"),
+        asyncio.create_task(_count_in_flight(server, intake), name="pawl-in-flight"),
     ]
     await server.listen(sock=listener, backlog=4096)
     log.info("worker_up", listen=settings.listen)
@@ -112,6 +118,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         await upstreams.close()
         await recorder.close()
         await lookup.close()
+        intake.close()
         log.info("worker_down")
 
 
@@ -126,7 +133,8 @@ async def _load_pins(lookup: Lookup, versions: Versions) -> None:
         await asyncio.sleep(1.0)
 
 
-async def _count_in_flight(server: Server) -> None:
+async def _count_in_flight(server: Server, intake: Intake) -> None:
     while True:
         IN_FLIGHT.set(sum(connection.busy for connection in server.connections))
+        IN_FLIGHT_BYTES.set(intake.budget.used)
         await asyncio.sleep(COUNT_S)

@@ -5,9 +5,12 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from proxy.trainable import Sampled
+from store.json_limits import nests_too_deep
 from store.records import ToolCall
 
 Object = dict[str, msgspec.Raw]
+# What a parser raises for bytes that it cannot read: not JSON, not UTF-8, or too deep for it.
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _objects: Final = msgspec.json.Decoder(Object)
 
@@ -103,9 +106,10 @@ class Dialect(Protocol):
 def read_request(body: bytes, *, without: tuple[str, ...] = ()) -> ModelRequest:
     """A request as the client sent it; fields `without` which it can be read are left out.
 
-    A body that is no JSON object is kept as it is: the upstream says what is wrong with it.
+    A body that is no JSON object is kept as it is: the upstream says what is wrong with it. So
+    is one that nests too deep to be parsed.
     """
-    parsed = parse_object(body)
+    parsed = None if nests_too_deep(body) else parse_object(body)
     if parsed is None:
         return ModelRequest(body=body)
     for name in without:
@@ -143,7 +147,7 @@ def own_name(request: ModelRequest, served_name: str | None) -> msgspec.Raw | No
 
 
 def parse_object(body: bytes) -> Object | None:
-    """A JSON object's top level, its values unparsed; None if it is not one.
+    """A JSON object's top level, its values unparsed; None if it is not one that can be read.
 
     Keys keep their order and values their exact bytes, so that what is not touched comes
     out as it went in.
@@ -152,7 +156,7 @@ def parse_object(body: bytes) -> Object | None:
         if not body.isascii():
             body.decode()
         return _objects.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 
@@ -165,19 +169,22 @@ def readable_value(raw: msgspec.Raw) -> Any:
     """The parsed value, or its text where it is none that Python holds (such as 1e400)."""
     try:
         return msgspec.json.decode(raw)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return bytes(raw).decode()
 
 
-def decoded_object(payload: bytes) -> dict[str, Any] | None:
-    """A JSON object with all its values; None where one is none that Python holds.
+def decoded_object(payload: bytes | msgspec.Raw) -> dict[str, Any] | None:
+    """A JSON object with all its values; None where one is none that Python holds, or too deep.
 
     `parse_object` takes more: it leaves values alone, so that a lone surrogate or 1e400
     passes through it. What is only read for the ledger must not fail where that did not.
     """
+    if nests_too_deep(bytes(payload)):
+        # What is built must be walked over and encoded again: that is recursive too.
+        return None
     try:
         return msgspec.json.decode(payload, type=dict[str, Any])
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None
 
 

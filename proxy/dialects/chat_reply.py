@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from proxy.dialects.base import UNREADABLE
 from proxy.trainable import Sampled
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -88,7 +89,7 @@ def read_reply(payload: bytes) -> Reply | None:
     """The reply or chunk; None where it is none."""
     try:
         return msgspec.json.decode(payload, type=Reply)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 

@@ -211,7 +211,10 @@ class StreamedReply:
             )
         self._gathering.take(parsed, choices)
         if self._reading:
-            self._gather(msgspec.json.decode(out))
+            event = decoded_object(out)
+            if event is None:
+                raise ValueError("an event with a value that cannot be read")
+            self._gather(event)
 
     def _rides_on_nothing(self, parsed: Object, choices: list[Object]) -> bool:
         """A chunk that is there only for its ids (vLLM parsers do)."""

@@ -15,6 +15,7 @@ import msgspec
 
 from proxy.dialects.base import (
     NULL,
+    UNREADABLE,
     Gist,
     ModelRequest,
     Object,
@@ -42,7 +43,7 @@ RAW_TOKENS: Final = "raw_message_tokens"
 EMPTY: Final = msgspec.Raw(b"[]")
 UNTOLD: Final = (NULL, EMPTY)
 # What reading a reply raises that is not of the API's shape: it is passed on as it came.
-ODD_SHAPE: Final = (msgspec.MsgspecError, KeyError, TypeError, ValueError)
+ODD_SHAPE: Final = (*UNREADABLE, KeyError, TypeError, ValueError)
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 

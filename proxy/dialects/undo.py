@@ -4,14 +4,14 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from proxy.dialects.base import NULL, ModelRequest, Object, own_name, value_of
+from proxy.dialects.base import NULL, UNREADABLE, ModelRequest, Object, own_name, value_of
 from proxy.trainable import Sampled
 
 IDS: Final = "return_token_ids"
 LOGPROBS: Final = "logprobs"
 # What reading a reply raises that is not of the API's shape. Such a reply is passed on as it
 # came, and its call is not trainable.
-ODD_SHAPE: Final = (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError)
+ODD_SHAPE: Final = (*UNREADABLE, KeyError, TypeError, AttributeError, ValueError)
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 ARRAY, OBJECT = b"["[0], b"{"[0]

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from proxy.http import wire
-from proxy.http.flow import Inflow
+from proxy.http.flow import Grown, Inflow
 from proxy.http.wire import Headers
 
 if TYPE_CHECKING:
@@ -71,14 +71,16 @@ class Exchange:
             self.expects = False
             self._connection.transport.write(wire.CONTINUE)
 
-    async def read(self, limit: int) -> bytes | None:
+    async def read(self, limit: int, grown: Grown | None = None) -> bytes | None:
         """The whole body; None if it is longer than `limit`.
+
+        `grown` is told how much of it has come, again and again; what it raises ends the reading.
 
         Raises:
             ClientGone: the client left before it was sent.
         """
         self.ask_on()
-        body = await self.body.whole(limit)
+        body = await self.body.whole(limit, grown)
         if body is None:
             self.keep_alive = False
         return body

@@ -1,10 +1,12 @@
 """A body on its way: pieces that arrived, and brakes for whoever sends too fast."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Final, Protocol
 
 # A sender is told to wait when so much lies unread, and to go on when it is taken.
 HIGH_WATER: Final = 256 * 1024
+Grown = Callable[[int], None]
 
 
 class Brake(Protocol):
@@ -94,8 +96,10 @@ class Inflow:
             await self._wait()
         return self.take()
 
-    async def whole(self, limit: int | None = None) -> bytes | None:
+    async def whole(self, limit: int | None = None, grown: Grown | None = None) -> bytes | None:
         """All of it; None once it is longer than `limit`.
+
+        `grown` is told how much there is, whenever there is more.
 
         Raises:
             ConnectionError: it broke off before its end.
@@ -108,6 +112,8 @@ class Inflow:
         while not self.ended:
             if limit is not None and self._size > limit:
                 return None
+            if grown is not None:
+                grown(self._size)
             await self._wait()
         return None if limit is not None and self._size > limit else self.take()
 

@@ -1,6 +1,7 @@
 """From what a worker captured to the ledger's record (pure): the same dialect reads it again."""
 
 from datetime import UTC, datetime
+from typing import Final
 from uuid import UUID
 
 import msgspec
@@ -11,12 +12,20 @@ from proxy.dialects.choice_replies import StreamedReply
 from proxy.dialects.table import DIALECTS
 from proxy.result_readers import ResultReaders
 from proxy.tool_results import result_events
-from proxy.trainable import NOTHING_SAMPLED, Sampled, sampling_settings, why_not_trainable
+from proxy.trainable import (
+    NOTHING_SAMPLED,
+    Reason,
+    Sampled,
+    sampling_settings,
+    why_not_trainable,
+)
+from store.json_limits import nests_too_deep
 from store.records import CallRecord, Tokens, ToolEvent
 from store.tokens import pack_ids, pack_logprobs
 
 # What was asked is kept as bytes; where the reply is read without it, it is not parsed.
 UNREAD = {"chat": ("messages",), "completions": ("prompt",)}
+TOO_DEEP: Final = "nested_too_deep"
 NO_READERS = ResultReaders()
 NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole=False)
 
@@ -31,15 +40,21 @@ def transcribe(captured: Captured, readers: ResultReaders = NO_READERS) -> CallR
     """
     request = read_request(captured.request, without=UNREAD.get(captured.dialect, ()))
     raw = inflate(captured.reply, captured.deflated)
-    facts = _facts(captured, request, raw)
+    deep = _reply_nests_too_deep(raw, captured.streamed)
+    facts = _facts(captured, request, raw, reading=not deep)
+    if deep or _nests_too_deep(facts):
+        facts, deep = _unreadable(facts), True
+    deep |= request.parsed is None and nests_too_deep(request.body)
     sampling = sampling_settings(request.fields, captured.default_temperature)
-    reason = why_not_trainable(
-        captured.status,
-        captured.http_status,
-        captured.policy_version,
-        sampling,
-        facts.sampled,
-    )
+    reason: Reason | None = TOO_DEEP
+    if not deep:
+        reason = why_not_trainable(
+            captured.status,
+            captured.http_status,
+            captured.policy_version,
+            sampling,
+            facts.sampled,
+        )
     return CallRecord(
         id=UUID(bytes=captured.id),
         episode=captured.episode,
@@ -77,20 +92,42 @@ def transcribe(captured: Captured, readers: ResultReaders = NO_READERS) -> CallR
     )
 
 
-def _facts(captured: Captured, request: ModelRequest, raw: bytes) -> ReplyFacts:
-    """What the reply said; nothing was sent to an upstream where it has no status."""
+def _reply_nests_too_deep(raw: bytes, streamed: bool) -> bool:
+    """Whether the reply, or an event of it, cannot be read as JSON."""
+    return any(map(nests_too_deep, raw.split(b"\n"))) if streamed else nests_too_deep(raw)
+
+
+def _nests_too_deep(facts: ReplyFacts) -> bool:
+    """Whether what was put together of a reply, or is JSON within it, is too deep for a reader."""
+    return (facts.reply is not None and nests_too_deep(facts.reply)) or any(
+        nests_too_deep(call.arguments.encode(errors="surrogatepass")) for call in facts.tool_calls
+    )
+
+
+def _unreadable(facts: ReplyFacts) -> ReplyFacts:
+    """The facts of a reply that is kept as the bytes that came; its id is what feedback names."""
+    return msgspec.structs.replace(NO_REPLY, response_id=facts.response_id, whole=facts.whole)
+
+
+def _facts(captured: Captured, request: ModelRequest, raw: bytes, *, reading: bool) -> ReplyFacts:
+    """What the reply said; nothing was sent to an upstream where it has no status.
+
+    Without `reading` it is followed as the worker did, and tells no more than its gist.
+    """
     if captured.http_status is None:
         return NO_REPLY
     dialect = DIALECTS[captured.dialect]
     asked = dialect.rewrite(request, captured.served_model, want_ids=captured.wanted_ids)
     follow = dialect.streamed if captured.streamed else dialect.whole
-    transcript = follow(asked, captured.served_model, reading=True)
-    if isinstance(transcript, StreamedReply):
+    transcript = follow(asked, captured.served_model, reading=reading)
+    if reading and isinstance(transcript, StreamedReply):
         transcript.reread(raw)
     else:
         transcript.feed(raw)
     if captured.streamed or captured.status == "complete":
         transcript.finish()
+    if not reading:
+        return msgspec.structs.replace(NO_REPLY, response_id=transcript.gist().response_id)
     return transcript.facts()
 
 

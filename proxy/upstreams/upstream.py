@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
+from proxy.dialects.base import UNREADABLE
 from proxy.errors import NoModels, ProxyError, UpstreamBroke, UpstreamSilent, UpstreamUnreachable
 from proxy.http.client import (
     NoReply,
@@ -192,7 +193,7 @@ class Upstream:
         try:
             entries = msgspec.json.decode(body, type=_Models).data
             return {msgspec.json.decode(entry, type=_Model).id: entry for entry in entries}
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise UpstreamBroke(f"the list of models is none: {reply.status} {error}") from error
 
     def learn(self, served_names: Iterable[str]) -> None:
