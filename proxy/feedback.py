@@ -10,9 +10,10 @@ from typing import Final
 import msgspec
 import structlog
 
-from proxy.errors import KeyReused, SpoolFull
+from proxy.errors import SpoolFull
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, lowered
+from proxy.idempotency.desk import LOOK_UP_S, Answer, KeyDesk
 from proxy.intake.budget import Claim
 from proxy.intake.intake import Intake
 from proxy.lookup import Lookup
@@ -26,8 +27,6 @@ from store.records import FeedbackRecord
 
 log = structlog.get_logger()
 
-# Feedback never waits long for a database that is slow or away: it is durable without it.
-LOOK_UP_S: Final = 0.25
 SETTING: Final = "PAWL_MAX_FEEDBACK_KB"
 # Some 10 ms of statements.
 LONG_BYTES: Final = 128 * 1024
@@ -36,11 +35,19 @@ LONG_BYTES: Final = 128 * 1024
 class FeedbackDesk:
     """Takes statements."""
 
-    def __init__(self, recorder: Recorder, recent: Recent, lookup: Lookup, intake: Intake) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        recent: Recent,
+        lookup: Lookup,
+        intake: Intake,
+        keys: KeyDesk,
+    ) -> None:
         self._recorder = recorder
         self._recent = recent
         self._lookup = lookup
         self._intake = intake
+        self._keys = keys
 
     async def handle(self, exchange: Exchange) -> None:
         """Answer one POST.
@@ -53,7 +60,8 @@ class FeedbackDesk:
         """
         with self._intake.budget.claim() as claim:
             record = await self._read(exchange, claim)
-            await self._answer(exchange, record)
+            answer = await self._keys.once(record, self._state)
+            exchange.reply(answer.status, b"", [JSON], answer.body)
 
     async def _read(self, exchange: Exchange, claim: Claim) -> FeedbackRecord:
         intake = self._intake
@@ -63,10 +71,10 @@ class FeedbackDesk:
             return await intake.beside(parse_feedback, body, datetime.now(UTC), key)
         return parse_feedback(body, datetime.now(UTC), key)
 
-    async def _answer(self, exchange: Exchange, record: FeedbackRecord) -> None:
-        repeated = await self._seen_before(record)
+    async def _state(self, record: FeedbackRecord, durable: bool) -> Answer:
+        """Record what is stated, unless it is known to be durable, and say what became of it."""
         known = await self._known(record)
-        if not repeated:
+        if not durable:
             await self._take(record)
         results = [
             {
@@ -76,27 +84,8 @@ class FeedbackDesk:
             for item in record.items
         ]
         all_known = all(result["status"] == "stored" for result in results)
-        log.info("feedback", items=len(results), repeated=repeated, all_known=all_known)
-        answer = msgspec.json.encode({"results": results})
-        exchange.reply(200 if all_known else 202, b"", [JSON], answer)
-
-    async def _seen_before(self, record: FeedbackRecord) -> bool:
-        key = record.idempotency_key
-        if key is None:
-            return False
-        earlier = self._recent.body_hash_of(key)
-        if earlier is None:
-            earlier = await self._lookup.ask(
-                lambda connection: ingest.body_hash_of(connection, key), within_s=LOOK_UP_S
-            )
-        if earlier is None:
-            return False
-        if earlier != record.body_hash:
-            raise KeyReused(
-                f"Idempotency-Key {key!r} was used for another body; use a new key for a new one",
-                param="Idempotency-Key",
-            )
-        return True
+        log.info("feedback", items=len(results), repeated=durable, all_known=all_known)
+        return Answer(200 if all_known else 202, msgspec.json.encode({"results": results}))
 
     async def _known(self, record: FeedbackRecord) -> set[tuple[str, str]]:
         targets = {(item.target_kind, item.target) for item in record.items}
@@ -117,8 +106,6 @@ class FeedbackDesk:
                 "The feedback could not be written to disk and was not taken; "
                 "free space in PAWL_SPOOL_DIR and send it again"
             )
-        if record.idempotency_key and record.body_hash:
-            self._recent.remember_key(record.idempotency_key, record.body_hash)
         for item in record.items:
             earner = self._recent.earner(item.target_kind, item.target)
             FEEDBACK.labels(item.metric[:64], "known" if earner else "pending").inc()

@@ -73,6 +73,10 @@ DRAIN_LAG = Gauge(
 )
 
 FEEDBACK = Counter("pawl_feedback_total", "Statements taken on /feedback.", ["metric", "result"])
+KEY_CONFLICTS = Counter(
+    "pawl_feedback_key_conflicts_total",
+    "Requests stored under an idempotency key that another body had: both were taken.",
+)
 REWARD = Histogram(
     "pawl_reward",
     "Rewards as they were stated, by the version that earned them.",

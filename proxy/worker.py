@@ -12,6 +12,8 @@ from proxy.feedback import FeedbackDesk
 from proxy.forward import forward
 from proxy.http.exchange import ClientGone, Exchange
 from proxy.http.server import Handler, Server
+from proxy.idempotency.desk import KeyDesk
+from proxy.idempotency.key_files import KeyFiles
 from proxy.intake.intake import Intake
 from proxy.lookup import Lookup
 from proxy.metrics import IN_FLIGHT, IN_FLIGHT_BYTES, REFUSED
@@ -87,7 +89,8 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         max_reply=settings.max_reply_mb * 2**20,
         default_temperature=settings.default_temperature,
     )
-    desk = FeedbackDesk(recorder, recent, lookup, intake)
+    keys = KeyDesk(KeyFiles(settings.spool_dir), recent, lookup)
+    desk = FeedbackDesk(recorder, recent, lookup, intake, keys)
     server = Server(data_handler(relay, desk))
 
     def take(known: list[PolicyVersion]) -> None:

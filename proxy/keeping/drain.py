@@ -28,6 +28,7 @@ from proxy.metrics import (
     DEAD_LETTERS,
     DRAIN_LAG,
     DROPPED,
+    KEY_CONFLICTS,
     NOT_TRAINABLE,
     RECORDED,
     SPOOLED,
@@ -77,7 +78,7 @@ class Drainer:
         self._readers = readers
         self._counted_before = counted_before
         self._segments: dict[str, Segment] = {}
-        self._ingester = Ingester()
+        self._ingester = Ingester(_tell_of_conflicts)
         self._stopping = asyncio.Event()
         # Counting and draining read the same offsets.
         self._busy = asyncio.Lock()
@@ -243,6 +244,11 @@ def record_of(payload: bytes, readers: ResultReaders = NO_READERS) -> SpoolRecor
     if isinstance(frame, Gap):
         return GapRecord(id=UUID(bytes=frame.id), episodes=frame.episodes)
     return frame
+
+
+def _tell_of_conflicts(requests: list[UUID]) -> None:
+    KEY_CONFLICTS.inc(len(requests))
+    log.warning("idempotency_key_reused", stored=[str(request) for request in requests[:10]])
 
 
 def _count_call(record: CallRecord) -> None:

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from proxy.errors import SpoolInUse
 from proxy.keeping.admin import admin_app, unsettled
+from proxy.keeping.cleaning import clean_keys
 from proxy.keeping.database import Database
 from proxy.keeping.drain import Drainer
 from proxy.settings import ProxySettings
@@ -52,12 +53,16 @@ async def keeping(settings: ProxySettings, *, patience_s: float = 0.0) -> AsyncI
     await web.TCPSite(admin, host, port).start()
     watching = asyncio.create_task(database.run(), name="pawl-database")
     draining = asyncio.create_task(drainer.run(), name="pawl-drain")
+    cleaning = asyncio.create_task(
+        clean_keys(settings.spool_dir, database.engine), name="pawl-clean-keys"
+    )
     log.info("keeper_up", admin=settings.admin_listen)
     try:
         yield
     finally:
+        cleaning.cancel()
         drainer.stop()
-        await asyncio.wait([draining])
+        await asyncio.wait([draining, cleaning])
         await _drain_rest(drainer)
         database.stop()
         await asyncio.wait([watching])
