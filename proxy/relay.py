@@ -7,26 +7,26 @@ leaves, the upstream tears), the call ends in exactly one status and one record.
 
 import asyncio
 from time import perf_counter, time
-from typing import Final, NamedTuple
+from typing import Final
 from uuid import UUID
 
 import structlog
 
 from proxy.call_log import note_call
 from proxy.capture import Captured, Tape
-from proxy.dialects.base import Gist, ModelRequest, Transcript, read_request
+from proxy.dialects.base import Gist, Transcript
 from proxy.dialects.errors import error_event
 from proxy.dialects.table import DIALECTS
 from proxy.errors import ProxyError, ReplyTooLarge
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
 from proxy.http.wire import Headers, for_client, for_upstream, lowered
-from proxy.identity.conversation import Conversation, read_conversation
 from proxy.identity.identify import Identity, identify
 from proxy.identity.signs import offers_of
 from proxy.identity.stitch import Stitches
 from proxy.intake.budget import Claim
 from proxy.intake.intake import Intake
+from proxy.intake.reading import Read, take_request
 from proxy.lookup import Lookup
 from proxy.metrics import ADDED_SECONDS, FIRST_CHUNK_SECONDS, WARNINGS
 from proxy.recorder import Recorder
@@ -83,8 +83,7 @@ class Relay:
         """
         arrived = perf_counter()
         with self.intake.budget.claim() as claim:
-            body, long = await self.intake.read(exchange, claim)
-            read = await self.intake.beside(read_long, body) if long else Read(read_request(body))
+            read = await take_request(self.intake, exchange, claim)
             await Call(self, exchange, route, read, arrived, claim).run()
 
     async def learn_pin(self, model: str, episode: str) -> None:
@@ -99,19 +98,6 @@ class Relay:
         )
         if version is not None:
             self.versions.pin(model, episode, version)
-
-
-class Read(NamedTuple):
-    """A request that was parsed; with its conversation where reading that takes long."""
-
-    asked: ModelRequest
-    conversation: Conversation | None = None
-
-
-def read_long(body: bytes) -> Read:
-    """Read all at once that would hold up other calls: done beside the event loop."""
-    asked = read_request(body)
-    return Read(asked, read_conversation(asked.fields))
 
 
 class Call:
@@ -138,7 +124,7 @@ class Call:
         self._lower = lowered(exchange.headers)
         self._dialect = DIALECTS[route.dialect or ""]
         asked = self._asked = self._rewritten = read.asked
-        self._takes_long = read.conversation is not None
+        self._takes_long = read.takes_long
         self._identity: Identity = identify(
             self._lower,
             route,

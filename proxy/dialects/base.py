@@ -103,13 +103,15 @@ class Dialect(Protocol):
         """Follows a reply of server-sent events."""
 
 
-def read_request(body: bytes, *, without: tuple[str, ...] = ()) -> ModelRequest:
+def read_request(
+    body: bytes, *, without: tuple[str, ...] = (), checked: bool = False
+) -> ModelRequest:
     """A request as the client sent it; fields `without` which it can be read are left out.
 
     A body that is no JSON object is kept as it is: the upstream says what is wrong with it. So
-    is one that nests too deep to be parsed.
+    is one that nests too deep to be parsed; `checked` says that it is known not to.
     """
-    parsed = None if nests_too_deep(body) else parse_object(body)
+    parsed = parse_object(body) if checked or not nests_too_deep(body) else None
     if parsed is None:
         return ModelRequest(body=body)
     for name in without:

@@ -8,6 +8,7 @@ import msgspec
 
 from proxy.capture import Captured, inflate
 from proxy.dialects.base import ModelRequest, ReplyFacts, parse_object, read_request
+from proxy.dialects.chat_reply import read_reply
 from proxy.dialects.choice_replies import StreamedReply
 from proxy.dialects.table import DIALECTS
 from proxy.result_readers import ResultReaders
@@ -19,7 +20,7 @@ from proxy.trainable import (
     sampling_settings,
     why_not_trainable,
 )
-from store.json_limits import nests_too_deep
+from store.json_limits import MAX_DEPTH, most_of, nests_too_deep
 from store.records import CallRecord, Tokens, ToolEvent
 from store.tokens import pack_ids, pack_logprobs
 
@@ -42,7 +43,7 @@ def transcribe(captured: Captured, readers: ResultReaders = NO_READERS) -> CallR
     raw = inflate(captured.reply, captured.deflated)
     deep = _reply_nests_too_deep(raw, captured.streamed)
     facts = _facts(captured, request, raw, reading=not deep)
-    if deep or _nests_too_deep(facts):
+    if deep or _nests_too_deep(facts) or _arguments_nest_too_deep(captured, raw):
         facts, deep = _unreadable(facts), True
     deep |= request.parsed is None and nests_too_deep(request.body)
     sampling = sampling_settings(request.fields, captured.default_temperature)
@@ -101,6 +102,22 @@ def _nests_too_deep(facts: ReplyFacts) -> bool:
     """Whether what was put together of a reply, or is JSON within it, is too deep for a reader."""
     return (facts.reply is not None and nests_too_deep(facts.reply)) or any(
         nests_too_deep(call.arguments.encode(errors="surrogatepass")) for call in facts.tool_calls
+    )
+
+
+def _arguments_nest_too_deep(captured: Captured, raw: bytes) -> bool:
+    """Whether a message was made of a chat's reply with a tool's arguments too deep for it.
+
+    They are text in a chat, and a structure in a message.
+    """
+    if captured.dialect != "messages" or captured.streamed or most_of(raw).containers <= MAX_DEPTH:
+        return False
+    reply = read_reply(raw)
+    said = [choice.message for choice in (reply.choices or ())] if reply is not None else []
+    calls = [call for message in said if message for call in message.tool_calls or ()]
+    return any(
+        nests_too_deep((call.function.arguments or "").encode(errors="surrogatepass"))
+        for call in calls
     )
 
 
