@@ -11,7 +11,7 @@ import msgspec
 from proxy.errors import BadRequest
 from proxy.intake.shape import check_depth
 from store.ids import new_id
-from store.json_limits import most_of, size_of
+from store.json_limits import Size, most_of, size_of
 from store.records import REWARD, TOOL_STATUSES, FeedbackItem, FeedbackRecord, ToolEvent
 
 TOOL_STATUS: Final = "tool_status"
@@ -55,7 +55,7 @@ def _parsed(body: bytes) -> Any:
     size = most_of(body)
     if size.containers > MAX_CONTAINERS or size.values > MAX_VALUES:
         # Brackets and commas in texts were counted too: now exactly.
-        size = size_of(body)
+        size = size_of(body, Size(MAX_CONTAINERS, MAX_VALUES))
         if size.containers > MAX_CONTAINERS or size.values > MAX_VALUES:
             raise BadRequest(
                 f"The body holds more than {MAX_ITEMS} statements, each an object of plain "

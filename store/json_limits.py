@@ -7,6 +7,7 @@ Only what stands outside of strings counts. JSON that is not valid is counted as
 would read it: up to its first mistake.
 """
 
+import re
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import Final, NamedTuple
@@ -18,8 +19,8 @@ _REST: Final = bytes(set(range(256)) - set(_STRUCTURE))
 _SQUARE: Final = bytes.maketrans(b"{}", b"[]")
 # The steps that an opening and a closing bracket make.
 _STEPS: Final = {b"["[0]: 1, b"]"[0]: -1}
-# So much is split at its quotes at once: what it is split into takes fifty times its size.
-_WINDOW: Final = 64 * 1024
+_BACKSLASHES: Final = re.compile(rb"\\*")
+_PIECE: Final = 64 * 1024
 # Each pass takes the innermost brackets away; most JSON is gone after so many.
 _PASSES: Final = 12
 
@@ -35,7 +36,7 @@ def nests_too_deep(data: bytes) -> bool:
     """Whether lists and objects stand within each other more than `MAX_DEPTH` deep."""
     if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return False
-    brackets = _outside_strings(data).translate(_SQUARE, delete=b",")
+    brackets = b"".join(_outside_strings(data)).translate(_SQUARE, delete=b",")
     return brackets.count(b"[") > MAX_DEPTH and _depth_exceeds(brackets)
 
 
@@ -45,29 +46,49 @@ def most_of(data: bytes) -> Size:
     return Size(containers, containers + data.count(b","))
 
 
-def size_of(data: bytes) -> Size:
-    """Return the size of `data`; strings are left out, which takes time."""
-    outside = _outside_strings(data)
-    containers = outside.count(b"[") + outside.count(b"{")
-    return Size(containers, containers + outside.count(b","))
+def size_of(data: bytes, enough: Size) -> Size:
+    """Return the size of `data`, or of its beginning that is larger than `enough` in either way.
+
+    Strings are left out, which takes time; what is far too large is known soon.
+    """
+    containers = commas = 0
+    for outside in _outside_strings(data):
+        containers += outside.count(b"[") + outside.count(b"{")
+        commas += outside.count(b",")
+        if containers > enough.containers or containers + commas > enough.values:
+            break
+    return Size(containers, containers + commas)
 
 
-def _outside_strings(data: bytes) -> bytes:
-    """Return the brackets and commas of `data` that are not part of a string, in order."""
-    if b'\\"' in data:
-        # Pairs first: then a backslash that is left before a quote escapes it.
-        data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    # Two quotes side by side enclose nothing: without them the same is inside and outside.
-    marks = data.translate(None, delete=_REST).replace(b'""', b"")
-    return b"".join(_unquoted(marks)) if b'"' in marks else marks
+def _outside_strings(data: bytes) -> Iterator[bytes]:
+    """Yield the brackets and commas of `data` that are not part of a string, in order.
 
-
-def _unquoted(marks: bytes) -> Iterator[bytes]:
+    Piece by piece: what a piece is split into takes fifty times its size, and between two of them
+    other threads have a turn.
+    """
     inside = 0
-    for start in range(0, len(marks), _WINDOW):
-        parts = marks[start : start + _WINDOW].split(b'"')
-        yield from parts[inside::2]
+    for cut in _pieces(data):
+        piece = cut
+        if b'\\"' in piece:
+            # Pairs first: then a backslash that is left before a quote escapes it.
+            piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        # Two quotes side by side enclose nothing: without them the same is inside and outside.
+        marks = piece.translate(None, delete=_REST).replace(b'""', b"")
+        parts = marks.split(b'"')
+        yield b"".join(parts[inside::2])
         inside ^= (len(parts) - 1) & 1
+
+
+def _pieces(data: bytes) -> Iterator[bytes]:
+    """Yield `data` in pieces, none of which ends between a backslash and what it escapes."""
+    start = 0
+    while start < len(data):
+        end = start + _PIECE
+        if data[end - 1 : end] == b"\\":
+            rest = _BACKSLASHES.match(data, end)
+            end = rest.end() + 1 if rest is not None else end
+        yield data[start:end]
+        start = end
 
 
 def _depth_exceeds(brackets: bytes) -> bool:

@@ -12,6 +12,7 @@ from store.json_limits import MAX_DEPTH, Size, most_of, nests_too_deep, size_of
 # parts; a prompt of a million token ids.
 MAX_CONTAINERS: Final = 100_000
 MAX_VALUES: Final = 1_000_000
+MOST: Final = Size(MAX_CONTAINERS, MAX_VALUES)
 # What one of them takes in Python, about, in bytes.
 CONTAINER_BYTES: Final = 200
 VALUE_BYTES: Final = 60
@@ -33,12 +34,12 @@ def check_shape(body: bytes) -> Size:
     size = most_of(body)
     if _exceeds(size):
         # Brackets and commas in texts were counted too: now exactly.
-        size = size_of(body)
+        size = size_of(body, MOST)
         if _exceeds(size):
             raise TooLarge(
-                f"The body holds {size.containers} lists and objects and about {size.values} "
-                f"values; this proxy reads at most {MAX_CONTAINERS} and {MAX_VALUES}. "
-                "Send less in one request",
+                f"The body holds more than {MAX_CONTAINERS} lists and objects, or more than "
+                f"{MAX_VALUES} values, which is at most what this proxy reads. Send less in one "
+                "request",
                 code="too_many_values",
             )
     check_depth(body, size)

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from store.json_limits import MAX_DEPTH, most_of, nests_too_deep, size_of
+from store import json_limits
+from store.json_limits import MAX_DEPTH, Size, most_of, nests_too_deep
+
+UNLIMITED = Size(10**9, 10**9)
+
+
+def size_of(data: bytes) -> Size:
+    return json_limits.size_of(data, UNLIMITED)
 
 
 def reference(data: bytes) -> tuple[int, int, int]:
@@ -68,6 +75,23 @@ def test_strings_across_windows_are_kept_apart() -> None:
     text = json.dumps(["[", "],", '"'] * 60_000).encode()
     assert size_of(text).containers == 1
     assert size_of(text).values == 180_000
+
+
+def test_what_is_too_large_is_not_counted_to_its_end() -> None:
+    size = json_limits.size_of(b"[" + b"{}," * 10**6, Size(1000, 10**9))
+    assert 1000 < size.containers < 10**5
+
+
+@pytest.mark.parametrize("piece", range(1, 12))
+def test_no_cut_changes_what_is_counted(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_limits, "_PIECE", piece)
+    texts = ['a"[', "\\", "\\\\", '\\"', '\\\\"{', "]" * 9, "\\" * 40, '"""', ""]
+    data = json.dumps([{text: text} for text in texts] + [[texts]]).encode()
+    deepest, containers, commas = reference(data)
+    assert size_of(data) == (containers, containers + commas)
+    assert nests_too_deep(data + nested(MAX_DEPTH + 1))
+    assert not nests_too_deep(data + nested(MAX_DEPTH))
+    assert deepest < MAX_DEPTH
 
 
 PIECES = st.sampled_from(
