@@ -27,6 +27,8 @@ def pytest_sessionstart() -> None:
 
 # A machine busy with something else is no reason for a test to fail.
 settings.register_profile("pawl", deadline=None)
+# For `tests/fuzz` (which says how it is run): as many examples as the promise is about.
+settings.register_profile("long", deadline=None, max_examples=50_000, print_blob=True)
 settings.load_profile("pawl")
 
 
