@@ -13,6 +13,8 @@ _MEANT: Final = (
 )
 # Explaining a failure traces each line, which takes longer than finding it.
 _PHASES: Final = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
+# Making a failure smaller takes hundreds of examples: too long where each asks a database.
+_SLOW: Final = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
 def is_long() -> bool:
@@ -20,14 +22,15 @@ def is_long() -> bool:
     return settings.get_current_profile_name() == "long"
 
 
-def fuzzing(examples: int) -> Any:
+def fuzzing(examples: int, *, slow: bool = False) -> Any:
     """Try so many examples, the same each time; in the long run as many as its profile says."""
+    phases = _SLOW if slow else _PHASES
     if is_long():
-        return settings(phases=_PHASES, suppress_health_check=_MEANT)
+        return settings(phases=phases, suppress_health_check=_MEANT)
     return settings(
         max_examples=examples,
         derandomize=True,
         database=None,
-        phases=_PHASES,
+        phases=phases,
         suppress_health_check=_MEANT,
     )
