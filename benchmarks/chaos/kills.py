@@ -9,6 +9,7 @@ again, so that nothing is killed before that.
 
 import asyncio
 import random
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from benchmarks.chaos.ledger import ends, kept, without_letter
 from benchmarks.chaos.load import Load, Outcome
 from benchmarks.chaos.poison import EVERY, Laid, lay
 from benchmarks.chaos.scrape import Scrapes, drained, scraping
-from benchmarks.chaos.stand import PARTS, Part, Stand
+from benchmarks.chaos.stand import PARTS, NotReady, Part, Stand
 
 AT_ONCE: Final = 16
 PAUSE_S: Final = 0.02
@@ -55,7 +56,7 @@ class Happened:
     kills: list[Kill] = field(default_factory=list)
     faults: Counter[Fault] = field(default_factory=Counter)
     laid: Laid = field(default_factory=Laid)
-    # Faults after which the proxy did not answer as many calls as it should.
+    # Where it did not go on as it should: not ready again, too few calls answered, not stopped.
     stalled: list[str] = field(default_factory=list)
 
 
@@ -75,21 +76,23 @@ async def kills(stand: Stand, count: int, seed: int) -> dict[str, Any]:
     load.start()
     for event in _events(count, dice, faulty=stand.disk is not None):
         await asyncio.sleep(dice.uniform(*QUIET_S))
-        if event is None:
-            await _kill(stand, done, dice)
-        else:
-            await _fail(stand, event, load, done, dice)
-        if stand.disk is not None:
-            _poison(stand, load.outcome, done, dice)
+        try:
+            await _happen(event, stand, load, done, dice)
+        except NotReady as error:
+            done.stalled.append(str(error))
+            break
     await load.stop()
     watching.cancel()
     drain_s = await drained(stand.admin, scrapes, within_s=DRAIN_S)
-    await asyncio.to_thread(stand.stop)
+    try:
+        await asyncio.to_thread(stand.stop)
+    except subprocess.TimeoutExpired:
+        done.stalled.append("it did not stop when it was told to")
     return (
         _report(done.kills, load.outcome, scrapes)
         | {"drain_s": None if drain_s is None else round(drain_s, 2)}
         | await _compared(stand, load.outcome, done, scrapes)
-        | {"ended_by_itself": stand.ended_by_itself}
+        | {"stalled": done.stalled, "ended_by_itself": stand.ended_by_itself}
     )
 
 
@@ -101,6 +104,17 @@ def _events(count: int, dice: random.Random, *, faulty: bool) -> Sequence[Fault 
     events: list[Fault | None] = [*faults, *[None] * count]
     dice.shuffle(events)
     return events
+
+
+async def _happen(
+    event: Fault | None, stand: Stand, load: Load, done: Happened, dice: random.Random
+) -> None:
+    if event is None:
+        await _kill(stand, done, dice)
+    else:
+        await _fail(stand, event, load, done, dice)
+    if stand.disk is not None:
+        _poison(stand, load.outcome, done, dice)
 
 
 async def _kill(stand: Stand, done: Happened, dice: random.Random) -> None:
@@ -145,7 +159,6 @@ async def _compared(
         "missing": len(ended.missing),
         "twice": found.twice,
         "faults": dict(done.faults),
-        "stalled": done.stalled,
         "dropped_and_marked": len(ended.marked),
         "dropped_uncounted": max(0, len(ended.marked) - int(scrapes.dropped)),
         "poisoned_calls": len(outcome.poisoned),

@@ -63,12 +63,12 @@ class Stand:
             return subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
 
     def processes(self, kind: str) -> list[psutil.Process]:
-        """The supervisor's workers, or its keeper."""
+        """The supervisor's workers, or its keeper; of an empty kind all of them."""
         found = []
         with suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.supervisor.pid).children():
                 with suppress(psutil.NoSuchProcess):
-                    if kind in process.cmdline():
+                    if not kind or kind in process.cmdline():
                         found.append(process)
         return found
 
@@ -138,12 +138,20 @@ class Stand:
         return "\n".join([line for line in lines if '"event":"call"' not in line][-count:])
 
     def stop(self) -> None:
-        """SIGTERM; what is spooled is stored first, as far as it can be."""
+        """SIGTERM; what is spooled is stored first, as far as it can be.
+
+        Raises:
+            subprocess.TimeoutExpired: it did not end; all of it is killed.
+        """
+        everything = [*self.processes(""), psutil.Process(self.supervisor.pid)]
         self.supervisor.terminate()
         try:
             self.supervisor.wait(READY_S)
         except subprocess.TimeoutExpired:
-            self.supervisor.kill()
+            for process in everything:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.supervisor.wait()
             raise
 
 

@@ -183,7 +183,9 @@ _response_event: Final = shaped(
         "sequence_number": COUNTS,
     }
 )
-_payload: Final = either(_completion, _completion, _message_event, _response_event, _error, anything)
+_payload: Final = either(
+    _completion, _completion, _message_event, _response_event, _error, anything
+)
 
 # A reply in one piece.
 wholes: Final[Grammar] = damaged(either(_completion, _said, _response, _error, anything))

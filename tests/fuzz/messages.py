@@ -10,7 +10,15 @@ TARGETS: Final = (
     *(b"/v1/chat/completions", b"/v1/messages", b"/feedback", b"/v1/models", b"*", b"/\xff"),
     *(b"http://a/v1/completions?x", b"/episode/%00/v1/responses", b"//", b"", b"/" + b"a" * 9_000),
 )
-VERSIONS: Final = (b"HTTP/1.1", b"HTTP/1.1", b"HTTP/1.1", b"HTTP/1.0", b"HTTP/0.9", b"HTTP/2.0", b"")
+VERSIONS: Final = (
+    b"HTTP/1.1",
+    b"HTTP/1.1",
+    b"HTTP/1.1",
+    b"HTTP/1.0",
+    b"HTTP/0.9",
+    b"HTTP/2.0",
+    b"",
+)
 STATUSES: Final = (
     *(b"200 OK", b"200", b"204 No Content", b"304 x", b"101 Switching Protocols", b"100 Continue"),
     *(b"103 Early Hints", b"999 \xff", b"-1 x", b"20 x", b"503 " + b"x" * 300),
@@ -26,7 +34,12 @@ HEADERS: Final = (
 )
 LINE_ENDS: Final = (b"\r\n",) * 6 + (b"\n", b"\r")
 CHUNKS: Final = (b"5", b"2;ext=1", b"0", b"fffffffffffffffff", b"-1", b"", b" 5")
-OPENINGS: Final = (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02", b"\r\n\r\n", b"GET /\r\n")
+OPENINGS: Final = (
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"\x16\x03\x01\x02",
+    b"\r\n\r\n",
+    b"GET /\r\n",
+)
 
 
 def _head(tape: Tape, first: bytes, framing: list[bytes]) -> bytes:
@@ -36,7 +49,9 @@ def _head(tape: Tape, first: bytes, framing: list[bytes]) -> bytes:
 
 def _chunked(tape: Tape, body: bytes) -> bytes:
     if tape.rarely():
-        return b"%b\r\n%b\r\n0\r\n" % (tape.pick(CHUNKS), body) + tape.pick((b"\r\n", b"X: y\r\n\r\n"))
+        return b"%b\r\n%b\r\n0\r\n" % (tape.pick(CHUNKS), body) + tape.pick(
+            (b"\r\n", b"X: y\r\n\r\n")
+        )
     return b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
 
 

@@ -1,6 +1,7 @@
-"""Any segment through the drain: each record that is whole ends somewhere, and the drain goes on."""
+"""Any segment through the drain: each whole record ends somewhere, and the drain goes on."""
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple
@@ -78,7 +79,9 @@ def _piece(tape: Tape) -> Piece:
     match tape.below(4):
         case 0:
             at = tape.below(len(frame))
-            return Piece(frame[:at] + bytes([frame[at] ^ 1 << tape.below(8)]) + frame[at + 1 :], None)
+            return Piece(
+                frame[:at] + bytes([frame[at] ^ 1 << tape.below(8)]) + frame[at + 1 :], None
+            )
         case 1:
             return Piece(frame[: tape.below(len(frame))], None)
         case 2:
@@ -99,11 +102,9 @@ def test_any_segment_is_read_to_an_end(data: bytes) -> None:
     for end, payload in read_frames(data):
         assert before < end <= len(data)
         before = end
-        try:
+        # Whatever is raised is a reason that can be written beside the record.
+        with suppress(Exception):
             decode_payload(payload)
-        except Exception as error:
-            # Whatever it is, it is a reason that can be written beside the record.
-            assert str(error).encode(errors="replace") or type(error).__name__
 
 
 @fuzzing(60, slow=True)

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.dialects.errors import error_body
 from proxy.errors import BadRequest
 from proxy.segments import decode_payload, encode_frame, read_frames
 from proxy.statements import parse_feedback
@@ -48,7 +49,7 @@ def test_any_body_states_something_or_is_refused(body: bytes, key: str | None) -
         record = parse_feedback(body, NOW, key)
     except BadRequest as refusal:
         # The refusal itself must reach the client.
-        assert refusal.message.encode()
+        _check_told(refusal)
         return
     [(_, payload)] = read_frames(encode_frame(record))
     assert decode_payload(payload) == record
@@ -56,3 +57,8 @@ def test_any_body_states_something_or_is_refused(body: bytes, key: str | None) -
         for text in (item.metric, item.target):
             # PostgreSQL's texts are UTF-8 without NUL.
             assert b"\0" not in text.encode()
+
+
+def _check_told(refusal: BadRequest) -> None:
+    assert refusal.message
+    assert error_body("chat", refusal.message, refusal.kind, refusal.param, refusal.code)

@@ -88,7 +88,8 @@ def test_any_value_of_a_structured_header_is_read_or_refused(value: bytes) -> No
     try:
         events = parse_tool_status(text)
     except ToolStatusError as refusal:
-        assert str(refusal)
+        # It goes to the client as a warning.
+        str(refusal).encode(errors="replace")
         return
     for event in events:
         for told in (event.tool_id, event.name, event.detail):

@@ -36,25 +36,25 @@ def deep(tape: Tape) -> bytes:
 
 def anything(tape: Tape, levels: int = 3) -> bytes:
     """Any JSON there is, and some that is none."""
-    match tape.below(8 if levels else 6):
-        case 0 | 1:
-            return tape.pick(PLAIN)
-        case 2:
-            return tape.pick(NUMBERS)
-        case 3:
-            return tape.pick(STRINGS)
-        case 4:
-            return quoted(tape.bytes(6))
-        case 5:
-            return deep(tape) if tape.rarely() else b"%d" % tape.below(2**16)
-        case 6:
-            return listed(lambda inner: anything(inner, levels - 1))(tape)
+    if levels and tape.below(4) == 3:
+        return _nest(tape, levels - 1)
+    match tape.below(8):
+        case 0 | 1 | 2:
+            found = tape.pick(PLAIN)
+        case 3 | 4:
+            found = tape.pick(NUMBERS)
+        case 5 | 6:
+            found = tape.pick(STRINGS)
         case _:
-            pairs = [
-                tape.pick(STRINGS) + b":" + anything(tape, levels - 1)
-                for _ in range(tape.below(MEMBERS + 1))
-            ]
-            return b"{%b}" % b",".join(pairs)
+            found = deep(tape) if tape.rarely() else quoted(tape.bytes(6))
+    return found
+
+
+def _nest(tape: Tape, levels: int) -> bytes:
+    members = [anything(tape, levels) for _ in range(tape.below(MEMBERS + 1))]
+    if tape.below(2):
+        return b"[%b]" % b",".join(members)
+    return b"{%b}" % b",".join(tape.pick(STRINGS) + b":" + member for member in members)
 
 
 def listed(member: Grammar, most: int = MEMBERS) -> Grammar:
@@ -131,6 +131,4 @@ def cut(tape: Tape, data: bytes) -> list[bytes]:
             return [data[at : at + 1] for at in range(len(data))]
         case _:
             places = sorted(tape.below(len(data) + 1) for _ in range(tape.below(9)))
-            return [
-                data[a:b] for a, b in zip([0, *places], [*places, len(data)], strict=True)
-            ]
+            return [data[a:b] for a, b in zip([0, *places], [*places, len(data)], strict=True)]
