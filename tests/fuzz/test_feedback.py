@@ -37,8 +37,8 @@ _plain = one_of(
     b'{"value":1,"episode":"e"}',
     b'{"metric":"tool_status","value":"ok","response":"r","id":"t","name":"n","ms":1.5}',
 )
-_one = either(_plain, _reward, _tool_event)
-bodies = made(damaged(_one)) | made(damaged(listed(_one))) | made(anything)
+one_statement = either(_plain, _reward, _tool_event)
+bodies = made(damaged(one_statement)) | made(damaged(listed(one_statement))) | made(anything)
 keys = st.sampled_from((None, None, "k", "", "k" * 257, "\udcff", "\0")) | st.text(max_size=4)
 
 
