@@ -18,6 +18,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +34,8 @@ from benchmarks.chaos.trainer.kills import trainer_kills
 
 # Memory that is flat may still wander by pages: so many bytes a call are no growth.
 FLAT: Final = 50.0
+# Of the members of a list so many are shown.
+TOLD: Final = 10
 
 
 def main() -> None:
@@ -108,7 +111,7 @@ def broken_promises(found: dict[str, Any]) -> list[str]:
         *("lost", "spent_otherwise", "states_differ", "files_differ", "by_themselves"),
         *("ended_by_itself", "stalled", "dropped_uncounted", "poison_not_dead"),
     )
-    broken = [f"{name}: {found[name]}" for name in nothing if found.get(name)]
+    broken = [f"{name}: {_counted(found[name])}" for name in nothing if found.get(name)]
     if found.get("drain_s", 0.0) is None:
         broken.append("the spool was not drained in time")
     for process, grows in found.get("bytes_a_call", {}).items():
@@ -121,10 +124,19 @@ def _table(name: str, found: dict[str, Any], broken: list[str]) -> Table:
     table = Table("", "", title=name, caption="; ".join(broken) or "all promises held")
     for key, value in found.items():
         if isinstance(value, list):
-            table.add_row(key, "\n".join(map(_said, value)) or "none")
+            table.add_row(key, _counted(value) or "none")
         else:
             table.add_row(key, _said(value))
     return table
+
+
+def _counted(value: Any) -> str:
+    """The members of a list, each once and how often; anything else as it is said."""
+    if not isinstance(value, list):
+        return _said(value)
+    times = Counter(map(_said, value))
+    told = [f"{count} × {said}" if count > 1 else said for said, count in times.most_common(TOLD)]
+    return "\n".join([*told, *([f"and {len(times) - TOLD} more"] if len(times) > TOLD else [])])
 
 
 def _said(value: Any) -> str:

@@ -37,8 +37,7 @@ KINDS = (b"application/json", b"text/event-stream", b"text/event-stream; charset
 STATUSES = (200, 200, 200, 400, 422, 429, 204, 304, 503)
 NOBODY = UUID(int=0)
 MOST = 2**20
-# The turns of the loop that an answer may take.
-TURNS = 200
+PATIENCE_S = 10.0
 
 
 class Told(NamedTuple):
@@ -85,10 +84,9 @@ async def _asked(told: Told) -> None:
     kept = Remembered()
     connection, wire = _served(told, kept)
     connection.data_received(told.request)
-    for _ in range(TURNS):
-        if connection.task is None or connection.task.done():
-            break
-        await asyncio.sleep(0)
+    await settle()
+    if connection.task is not None:
+        await asyncio.wait({connection.task}, timeout=PATIENCE_S)
     await settle()
     assert connection.task is None or connection.task.done(), "nobody is answered"
     # One head, unless the upstream broke off: then it may be none.

@@ -48,8 +48,7 @@ def test_any_recorded_call_is_exported_as_one_line(
     agent = str(new_id())
     keys = [str(new_id()) for _ in told]
     records = [
-        transcribe(captured(key, agent=agent, **call))
-        for key, call in zip(keys, told, strict=True)
+        transcribe(captured(key, agent=agent, **call)) for key, call in zip(keys, told, strict=True)
     ]
     exported, stored, damaged = asyncio.run(_exported(database_url, agent, records))
     lines = exported.split(b"\n")
@@ -63,9 +62,7 @@ def test_any_recorded_call_is_exported_as_one_line(
         assert len(line["calls"]) == 1
 
 
-async def _exported(
-    url: str, agent: str, records: list[Any]
-) -> tuple[bytes, set[str], set[str]]:
+async def _exported(url: str, agent: str, records: list[Any]) -> tuple[bytes, set[str], set[str]]:
     """Store them, each by itself; returns the export, the episodes stored, and those damaged."""
     engine, ingester, out = make_engine(url), Ingester(), BytesIO()
     stored: set[str] = set()
