@@ -142,7 +142,11 @@ async def _fail(
 def _poison(stand: Stand, outcome: Outcome, done: Happened, dice: random.Random) -> None:
     """Lay as many poisoned segments as calls say."""
     while len(done.laid.poisoned) < len(outcome.complete) // EVERY:
-        lay(stand.spool, dice, done.laid)
+        try:
+            lay(stand.spool, dice, done.laid)
+        except OSError:
+            # So much waits for the database that the disk is full by itself: it is laid later.
+            return
 
 
 async def _compared(

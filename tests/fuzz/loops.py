@@ -18,11 +18,13 @@ def run(example: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
         loop.set_task_factory(lambda loop, work, **more: _kept(tasks, loop, work, more))
         return await example()
 
-    found = asyncio.run(watched())
-    unseen += [error for task in tasks if (error := _ended_with(task)) is not None]
-    if unseen:
-        raise unseen[0]
-    return found
+    try:
+        return asyncio.run(watched())
+    finally:
+        # What a task raised tells more than what was missed because of it.
+        unseen += [error for task in tasks if (error := _ended_with(task)) is not None]
+        if unseen:
+            raise unseen[0]
 
 
 def _raised(context: dict[str, Any]) -> BaseException:
