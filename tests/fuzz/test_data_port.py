@@ -74,7 +74,7 @@ def _told(tape: Tape) -> Told:
     )
 
 
-@fuzzing(1_000)
+@fuzzing(400)
 @given(made_of(_told))
 def test_any_request_gets_one_answer_and_any_call_one_record(told: Told) -> None:
     run(lambda: _asked(told))

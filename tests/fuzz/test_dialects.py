@@ -29,7 +29,7 @@ def test_every_dialect_is_tried() -> None:
     assert set(calls.DIALECTS) == set(DIALECTS)
 
 
-@fuzzing(1_500)
+@fuzzing(500)
 @given(names, requests, served, st.booleans())
 def test_any_request_can_be_rewritten(
     name: str, body: bytes, served_name: str | None, want_ids: bool
@@ -40,7 +40,7 @@ def test_any_request_can_be_rewritten(
         assert asked.body == body
 
 
-@fuzzing(1_500)
+@fuzzing(500)
 @given(names, requests, made(calls.wholes), served, st.booleans())
 def test_any_whole_reply_can_be_followed(
     name: str, body: bytes, reply: bytes, served_name: str | None, want_ids: bool
@@ -57,7 +57,7 @@ def _pieces(tape: Tape) -> tuple[bytes, list[bytes]]:
     return stream, cut(tape, stream)
 
 
-@fuzzing(1_500)
+@fuzzing(500)
 @given(names, requests, made_of(_pieces), served, st.booleans())
 def test_any_stream_can_be_followed(
     name: str,
@@ -94,7 +94,7 @@ def _unchanged(asked: ModelRequest, served_name: str | None, reply: bytes) -> by
     return None if asked.injected or asked.path is not None or renamed else reply
 
 
-@fuzzing(1_500)
+@fuzzing(500)
 @given(names, requests, made(calls.wholes), st.booleans(), st.sampled_from(ENDS))
 def test_any_whole_reply_is_read_again(
     name: str, body: bytes, reply: bytes, wanted_ids: bool, end: dict[str, Any]
@@ -102,7 +102,7 @@ def test_any_whole_reply_is_read_again(
     _read_again(name, body, reply, wanted_ids, end, streamed=False)
 
 
-@fuzzing(1_500)
+@fuzzing(500)
 @given(names, requests, made(calls.streams), st.booleans(), st.sampled_from(ENDS))
 def test_any_stream_is_read_again(
     name: str, body: bytes, reply: bytes, wanted_ids: bool, end: dict[str, Any]

@@ -95,7 +95,7 @@ def _piece(tape: Tape) -> Piece:
 segments = made_of(lambda tape: [_piece(tape) for _ in range(1 + tape.below(5))])
 
 
-@fuzzing(2_000)
+@fuzzing(500)
 @given(st.binary(max_size=40) | segments.map(lambda pieces: b"".join(p.data for p in pieces)))
 def test_any_segment_is_read_to_an_end(data: bytes) -> None:
     before = 0
@@ -107,7 +107,7 @@ def test_any_segment_is_read_to_an_end(data: bytes) -> None:
             decode_payload(payload)
 
 
-@fuzzing(60, slow=True)
+@fuzzing(40, slow=True)
 @given(segments)
 def test_every_whole_record_is_stored_or_a_dead_letter_with_its_reason(
     database_url: str, pieces: list[Piece]

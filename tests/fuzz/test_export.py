@@ -40,7 +40,7 @@ def _call(tape: Tape) -> dict[str, Any]:
     }
 
 
-@fuzzing(60, slow=True)
+@fuzzing(40, slow=True)
 @given(made_of(lambda tape: [_call(tape) for _ in range(1 + tape.below(4))]))
 def test_any_recorded_call_is_exported_as_one_line(
     database_url: str, told: list[dict[str, Any]]

@@ -58,7 +58,7 @@ def _route(path: str) -> Route:
         return find_route("POST", "/v1/chat/completions")
 
 
-@fuzzing(1_500)
+@fuzzing(500)
 @given(headers, paths, made(calls.requests) | made(anything), st.text(max_size=4))
 def test_any_headers_name_somebody_or_nobody(
     pairs: list[tuple[bytes, bytes]], path: str, body: bytes, said: str
@@ -79,7 +79,7 @@ def test_any_headers_name_somebody_or_nobody(
     for_client(pairs)
 
 
-@fuzzing(3_000)
+@fuzzing(1_000)
 @given(values)
 def test_any_value_of_a_structured_header_is_read_or_refused(value: bytes) -> None:
     text = value.decode("utf-8", "surrogateescape")

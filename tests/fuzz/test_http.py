@@ -35,7 +35,7 @@ class Echo:
         self.answered += 1
 
 
-@fuzzing(1_500)
+@fuzzing(500)
 @given(made_of(lambda tape: cut(tape, messages.requests(tape))))
 def test_any_bytes_from_a_client_are_answered_refused_or_waited_for(pieces: list[bytes]) -> None:
     run(lambda: _served(pieces))
@@ -71,7 +71,7 @@ def _answer(tape: Tape) -> tuple[list[bytes], int, bool]:
     return cut(tape, messages.replies(tape)), tape.below(3), tape.rarely()
 
 
-@fuzzing(1_500)
+@fuzzing(500)
 @given(made_of(_answer))
 def test_any_bytes_from_an_upstream_are_a_reply_or_a_broken_one(
     answer: tuple[list[bytes], int, bool],
