@@ -28,7 +28,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.proxy import wire
 from proxy.capture import Captured
-from proxy.keeping.drain import record_of
+from proxy.keeping.entries import record_of
 from proxy.segments import encode_frame, read_frames
 from store.digests import PREFIX
 from store.embedded import EmbeddedPostgres

@@ -325,7 +325,9 @@ def spool(
 
     async def try_again() -> tuple[int, list[str]]:
         async with open_engine(settings) as engine:
-            return await letters.replay(folder, engine, serving.tool_results)
+            return await letters.replay(
+                folder, engine, serving.tool_results, serving.max_reply_mb * 2**20
+            )
 
     if replay:
         stored, refused = asyncio.run(try_again())

@@ -8,8 +8,9 @@ from uuid import UUID
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.documents import compact
 from store.errors import Damaged
-from store.reading import episode_ids, read_in_batches, what_is
+from store.reading import episode_ids, read_in_batches
 from store.records import (
     REWARD,
     Episode,
@@ -21,7 +22,7 @@ from store.records import (
     policy_name,
 )
 from store.tokens import unpack_ids, unpack_logprobs
-from trainer.air import AskedEvent, asked_event, asked_events
+from trainer.air import MatchedEvent, match_event, matched_events
 from trainer.credit.accounts import has_failed
 
 # An episode without a reward counts as over when it has been silent for this long.
@@ -40,7 +41,7 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
     """Write the episodes to `out`; returns how many.
 
     Raises:
-        Damaged: some cannot be read back; all others are written.
+        Damaged: some cannot be read back, each named with its reason; all others are written.
     """
     now = datetime.now(UTC)
     count = 0
@@ -55,10 +56,16 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
         async for found in read_in_batches(connection, ids):
             damaged |= found.damaged
             for episode in found.episodes:
-                out.write(msgspec.json.encode(episode_line(episode, now)) + b"\n")
+                try:
+                    line = encoded_line(episode, now)
+                except Damaged as error:
+                    damaged[episode.id] = str(error)
+                    continue
+                out.write(line + b"\n")
                 count += 1
     if damaged:
-        raise Damaged(f"{what_is(damaged)}; the other {count} episodes are written", damaged)
+        named = "\n".join(damaged.values())
+        raise Damaged(f"{named}; the other {count} episodes are written", damaged)
     return count
 
 
@@ -80,14 +87,22 @@ def _has_reward(statements: Sequence[Feedback]) -> bool:
     return any(statement.metric == REWARD for statement in statements)
 
 
-def episode_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> dict[str, Any]:
-    """One line's object (pure)."""
+def encoded_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> bytes:
+    """Return an episode as one compact JSON document, without the newline that ends it (pure).
+
+    Raises:
+        Damaged: a request or reply of it is no JSON document, or nests too deep to be read.
+    """
+    return msgspec.json.encode(_episode_line(episode, now, quiet))
+
+
+def _episode_line(episode: Episode, now: datetime, quiet: timedelta) -> dict[str, Any]:
     line: dict[str, Any] = {
         "episode": episode.key,
         "task": episode.task,
         "state": episode_state(episode, now, quiet),
         "feedback": _statements(episode.feedback),
-        "calls": [_call(call) for call in episode.calls],
+        "calls": [_call(episode, call) for call in episode.calls],
     }
     if stray := [*episode.stray_tool_events, *_unasked(episode.calls)]:
         # Stated of tools that no call of the episode asked for: kept, and of no effect.
@@ -97,30 +112,40 @@ def episode_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> d
     return line
 
 
-def _call(call: TransitionRow) -> dict[str, Any]:
+def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
+    request, reply = _document(episode, call, "request"), _document(episode, call, "reply")
     return {
         "call": str(call.id),
         "agent": call.agent,
         "policy": None
         if call.policy is None
         else policy_name(call.policy, call.policy_version or 0, call.policy),
-        "request": _json(call.request),
-        "reply": _json(call.reply),
+        "request": request,
+        "reply": reply,
         "prompt_ids": unpack_ids(call.tokens.prompt_ids),
         "sampled_ids": unpack_ids(call.tokens.sampled_ids),
         "sampled_logprobs": unpack_logprobs(call.tokens.sampled_logprobs),
         "trainable": call.trainable,
         "reason": call.reason,
-        "tool_events": [_event(event) for event in asked_events(call)],
+        "tool_events": [_event(event) for event in matched_events(call)],
         "feedback": _statements(call.feedback),
     }
 
 
-def _json(text: bytes | None) -> msgspec.Raw | None:
-    return None if text is None else msgspec.Raw(text)
+def _document(episode: Episode, call: TransitionRow, part: str) -> msgspec.Raw | None:
+    """A text that a client or a server wrote: it must not end the line that it is put into."""
+    text: bytes | None = getattr(call, part)
+    if text is None:
+        return None
+    try:
+        return msgspec.Raw(compact(text))
+    except ValueError as error:
+        raise Damaged(
+            f"episode {episode.key!r} cannot be read back: the {part} of call {call.id}: {error}"
+        ) from error
 
 
-def _event(event: AskedEvent) -> dict[str, Any]:
+def _event(event: MatchedEvent) -> dict[str, Any]:
     return {
         "id": event.id,
         "name": event.tool,
@@ -134,7 +159,7 @@ def _unasked(calls: Sequence[TransitionRow]) -> list[ToolEvent]:
         event
         for call in calls
         for event in call.tool_events
-        if asked_event(event, call.tool_calls) is None
+        if match_event(event, call.tool_calls) is None
     ]
 
 

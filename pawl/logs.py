@@ -3,19 +3,69 @@
 import asyncio
 import atexit
 import logging
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import BinaryIO
+from itertools import islice
+from typing import BinaryIO, Final, cast
 
 import msgspec
 import structlog
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
+# A line no longer than this is written as it is. Of a longer one each text is cut: much of what
+# is logged was said by clients and upstreams, who may say megabytes.
+MOST_LINE_BYTES: Final = 2048
+MOST_CHARS: Final = 256
+# The end of a trace says what went wrong, its beginning where.
+MOST_TRACE_CHARS: Final = 8192
+TRACE: Final = "exception"
+MOST_ITEMS: Final = 100
+MOST_DEPTH: Final = 4
 
 
-def _to_json(event: object, **_: object) -> bytes:
-    return _encode(event)
+def shortened(event: Mapping[str, object]) -> dict[str, object]:
+    """Return a line's fields, each text cut to what helps who reads it."""
+    return {
+        _cut(name): _short(value, MOST_TRACE_CHARS if name == TRACE else MOST_CHARS, MOST_DEPTH)
+        for name, value in event.items()
+    }
+
+
+def _short(value: object, most: int, depth: int) -> object:
+    if isinstance(value, str):
+        return _cut(value, most)
+    if value is None or isinstance(value, bool | int | float | datetime):
+        return value
+    if isinstance(value, Mapping) and depth:
+        pairs = islice(value.items(), MOST_ITEMS)
+        return {_cut(str(name)): _short(item, most, depth - 1) for name, item in pairs}
+    if isinstance(value, list | tuple | set | frozenset) and depth:
+        return [_short(item, most, depth - 1) for item in islice(value, MOST_ITEMS)]
+    return _cut(str(value), most)
+
+
+def _cut(text: str, most: int = MOST_CHARS) -> str:
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}… {len(text) - 2 * half} characters …{text[-half:]}"
+
+
+def _line_of(event: Mapping[str, object]) -> bytes:
+    line = _encode(event)
+    return line if len(line) <= MOST_LINE_BYTES else _encode(shortened(event))
+
+
+def _to_json(event: Mapping[str, object], **_: object) -> bytes:
+    return _line_of(event)
+
+
+def _short_fields(
+    _: object, __: str, event: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    return shortened(event)
 
 
 def _line(logger: object, level: str, event: structlog.typing.EventDict) -> bytes:
@@ -24,7 +74,42 @@ def _line(logger: object, level: str, event: structlog.typing.EventDict) -> byte
         event = structlog.processors.format_exc_info(logger, level, event)
     event["level"] = level
     event["timestamp"] = datetime.now(UTC)
-    return _encode(event)
+    return _line_of(event)
+
+
+class SureFile:
+    """Writes to a descriptor; no failure of it reaches who logs: a log's disk may be full.
+
+    What could not be written is counted, and told once there is room again.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._lost = 0
+        self._torn = False
+
+    def write(self, lines: bytes) -> int:
+        """Write whole lines, as far as it can be done; returns how many bytes were taken."""
+        told = b""
+        if self._torn:
+            told += b"\n"
+        if self._lost:
+            told += _encode({"event": "log_lines_lost", "lines": self._lost, "level": "error"})
+            told += b"\n"
+        rest = memoryview(told + lines)
+        try:
+            while rest:
+                rest = rest[os.write(self._handle, rest) :]
+        except OSError:
+            # Told when it can be; there is nowhere else to say it.
+            self._torn = len(rest) < len(told) + len(lines)
+            self._lost += bytes(rest).count(b"\n") if self._torn else lines.count(b"\n")
+        else:
+            self._lost, self._torn = 0, False
+        return len(lines)
+
+    def flush(self) -> None:
+        """Do nothing: what was taken is written."""
 
 
 class GatheringLogger:
@@ -36,7 +121,7 @@ class GatheringLogger:
     MOST_BYTES = 64 * 1024
     EVERY_S = 0.2
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: SureFile) -> None:
         self._file = file
         self._lines: list[bytes] = []
         self._bytes = 0
@@ -89,14 +174,16 @@ def configure_logging(*, gather: bool = False) -> None:
         structlog.processors.format_exc_info,
     ]
     if sys.stderr.isatty():
-        processors.append(structlog.dev.ConsoleRenderer())
+        processors += [_short_fields, structlog.dev.ConsoleRenderer()]
         factory = structlog.PrintLoggerFactory(sys.stderr)
     else:
         processors.append(structlog.processors.JSONRenderer(_to_json))
-        factory = structlog.BytesLoggerFactory(sys.stderr.buffer)
+        file = SureFile(sys.stderr.fileno())
+        # It takes anything that can be written to and flushed.
+        factory = structlog.BytesLoggerFactory(cast(BinaryIO, file))
         if gather:
             processors = [_line]
-            logger = GatheringLogger(sys.stderr.buffer)
+            logger = GatheringLogger(file)
 
             def factory(*_: object) -> GatheringLogger:
                 return logger

@@ -2,6 +2,6 @@
 
 A call crosses these modules in this order: `routes` (allow-list) → `identity` (episode,
 agent, task) → `versions` (which policy version) → `dialects` (rewrite and transcribe, pure)
-→ `upstream` → `relay` (the only place bytes flow both ways) → `spool` (durable) and, off
+→ `upstream` → `call` (the only place bytes flow both ways) → `spool` (durable) and, off
 the request's path, `drain` (to PostgreSQL). It never waits for the database or the trainer.
 """

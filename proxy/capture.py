@@ -5,6 +5,7 @@ the same pure dialect and makes the ledger's record of them (`proxy.keeping.tran
 """
 
 import zlib
+from collections.abc import Callable
 from typing import Final
 
 from store.records import CallStatus, Confidence, FeedbackRecord, Record, ToolEvent
@@ -12,6 +13,8 @@ from store.records import CallStatus, Confidence, FeedbackRecord, Record, ToolEv
 # A long reply's bytes wait in memory until its end; from this size on they are deflated.
 DEFLATE_FROM: Final = 64 * 1024
 LEVEL: Final = 1
+# A few bytes can stand for very many; so many may become of one reply, unless settings say more.
+MOST_INFLATED: Final = 256 * 2**20
 
 
 class Captured(Record, frozen=True, kw_only=True, tag="captured", array_like=True):
@@ -62,9 +65,11 @@ Frame = Captured | FeedbackRecord | Gap
 class Tape:
     """A reply's bytes as they come, small in memory however long a stream gets."""
 
-    __slots__ = ("_deflater", "_packed", "_pieces", "_size")
+    __slots__ = ("_deflater", "_grown", "_packed", "_pieces", "_size")
 
-    def __init__(self) -> None:
+    def __init__(self, grown: Callable[[int], None] | None = None) -> None:
+        """`grown` is told of bytes that are kept for longer, each time some are."""
+        self._grown = grown
         self._pieces: list[bytes] = []
         self._size = 0
         self._packed: list[bytes] = []
@@ -84,8 +89,11 @@ class Tape:
     def _pack(self) -> None:
         if self._deflater is None:
             self._deflater = zlib.compressobj(LEVEL)
-        self._packed.append(self._deflater.compress(b"".join(self._pieces)))
+        packed = self._deflater.compress(b"".join(self._pieces))
+        self._packed.append(packed)
         self._pieces, self._size = [], 0
+        if self._grown is not None:
+            self._grown(len(packed))
 
     def take(self) -> tuple[bytes, bool]:
         """All of it, and whether it is deflated."""
@@ -95,6 +103,26 @@ class Tape:
         return b"".join([*self._packed, self._deflater.flush()]), True
 
 
-def inflate(reply: bytes, deflated: bool) -> bytes:
-    """What `Tape` was given."""
-    return zlib.decompress(reply) if deflated else reply
+class ReplyTooLong(Exception):
+    """A reply is longer than what is read into memory at once."""
+
+
+def inflate(reply: bytes, deflated: bool, most: int = MOST_INFLATED) -> bytes:
+    """Return what `Tape` was given.
+
+    Raises:
+        zlib.error: it was deflated, and is damaged.
+        ReplyTooLong: it is more than `most` bytes.
+    """
+    if not deflated:
+        return reply
+    inflater = zlib.decompressobj()
+    inflated = inflater.decompress(reply, most + 1)
+    if len(inflated) > most:
+        raise ReplyTooLong(
+            f"the reply is longer than {most} bytes; raise PAWL_MAX_REPLY_MB, then "
+            "`pawl spool --replay` stores it"
+        )
+    if not inflater.eof:
+        raise zlib.error("the deflated reply ends before its end")
+    return inflated

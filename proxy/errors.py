@@ -11,6 +11,8 @@ class ProxyError(Exception):
     status: ClassVar[int] = 500
     fault: ClassVar[Fault] = "proxy"
     kind: ClassVar[str] = "server_error"
+    # When the same request may be sent again, where that is likely to help.
+    retry_after_s: ClassVar[int | None] = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -23,6 +25,14 @@ class NotAllowed(ProxyError):
     """The path or method is not one that the proxy forwards."""
 
     status = 404
+    fault = "client"
+    kind = "invalid_request_error"
+
+
+class Forbidden(ProxyError):
+    """The proxy could pass it on, and was not told that it may; the message names the setting."""
+
+    status = 403
     fault = "client"
     kind = "invalid_request_error"
 
@@ -41,10 +51,28 @@ class KeyReused(BadRequest):
     status = 409
 
 
+class TooSlow(BadRequest):
+    """The request's body did not come within what `PAWL_BODY_S` allows."""
+
+    status = 408
+
+
+class Unexpected(ProxyError):
+    """Something failed in the proxy that nobody foresaw; the log has the traceback."""
+
+
 class TooLarge(BadRequest):
-    """The request's body is larger than `PAWL_MAX_BODY_MB`."""
+    """The request's body is larger than its limit, or holds more values than are parsed."""
 
     status = 413
+
+
+class Overloaded(ProxyError):
+    """There is no room in memory for the request now: `PAWL_IN_FLIGHT_MB`."""
+
+    status = 503
+    kind = "overloaded_error"
+    retry_after_s = 1
 
 
 class NoUpstream(BadRequest):
@@ -63,6 +91,18 @@ class UpstreamUnreachable(ProxyError):
 
 class UpstreamBroke(ProxyError):
     """A request was sent, and the connection broke before any reply."""
+
+    status = 502
+    fault = "upstream"
+    kind = "upstream_error"
+
+
+class ReplyTorn(UpstreamBroke):
+    """A reply in one piece broke off, and nothing of it has been passed on."""
+
+
+class UnreadableCoding(ProxyError):
+    """A reply came in a content coding that was not asked for and that nobody here can decode."""
 
     status = 502
     fault = "upstream"

@@ -10,11 +10,14 @@ from typing import Final
 import msgspec
 import structlog
 
-from proxy.errors import KeyReused, SpoolFull, TooLarge
+from proxy.errors import SpoolFull
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, lowered
+from proxy.idempotency.desk import LOOK_UP_S, Answer, KeyDesk
+from proxy.intake.budget import Claim
+from proxy.intake.intake import Intake
 from proxy.lookup import Lookup
-from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS
+from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS, metric_label
 from proxy.recent import Recent
 from proxy.recorder import Recorder
 from proxy.statements import parse_feedback
@@ -24,20 +27,27 @@ from store.records import FeedbackRecord
 
 log = structlog.get_logger()
 
-# Feedback never waits long for a database that is slow or away: it is durable without it.
-LOOK_UP_S: Final = 0.25
+SETTING: Final = "PAWL_MAX_FEEDBACK_KB"
+# Some 10 ms of statements.
+LONG_BYTES: Final = 128 * 1024
 
 
 class FeedbackDesk:
     """Takes statements."""
 
     def __init__(
-        self, recorder: Recorder, recent: Recent, lookup: Lookup, *, max_body: int
+        self,
+        recorder: Recorder,
+        recent: Recent,
+        lookup: Lookup,
+        intake: Intake,
+        keys: KeyDesk,
     ) -> None:
         self._recorder = recorder
         self._recent = recent
         self._lookup = lookup
-        self._max_body = max_body
+        self._intake = intake
+        self._keys = keys
 
     async def handle(self, exchange: Exchange) -> None:
         """Answer one POST.
@@ -45,16 +55,26 @@ class FeedbackDesk:
         Raises:
             BadRequest, KeyReused: see `proxy.statements`; nothing was taken.
             TooLarge: the body is larger than the proxy takes.
+            Overloaded: there is no room for it now.
             SpoolFull: it could not be made durable; ask again later.
         """
-        body = await exchange.read(self._max_body)
-        if body is None:
-            raise TooLarge("The body is larger than PAWL_MAX_BODY_MB allows; send it in parts")
+        with self._intake.budget.claim() as claim:
+            record = await self._read(exchange, claim)
+            answer = await self._keys.once(record, self._state)
+            exchange.reply(answer.status, b"", [JSON], answer.body)
+
+    async def _read(self, exchange: Exchange, claim: Claim) -> FeedbackRecord:
+        intake = self._intake
+        body = await intake.read_bytes(exchange, claim, intake.max_feedback, SETTING)
         key = lowered(exchange.headers).get("idempotency-key")
-        record = parse_feedback(body, datetime.now(UTC), key)
-        repeated = await self._seen_before(record)
+        if len(body) > LONG_BYTES:
+            return await intake.beside(parse_feedback, body, datetime.now(UTC), key)
+        return parse_feedback(body, datetime.now(UTC), key)
+
+    async def _state(self, record: FeedbackRecord, durable: bool) -> Answer:
+        """Record what is stated, unless it is known to be durable, and say what became of it."""
         known = await self._known(record)
-        if not repeated:
+        if not durable:
             await self._take(record)
         results = [
             {
@@ -64,27 +84,8 @@ class FeedbackDesk:
             for item in record.items
         ]
         all_known = all(result["status"] == "stored" for result in results)
-        log.info("feedback", items=len(results), repeated=repeated, all_known=all_known)
-        answer = msgspec.json.encode({"results": results})
-        exchange.reply(200 if all_known else 202, b"", [JSON], answer)
-
-    async def _seen_before(self, record: FeedbackRecord) -> bool:
-        key = record.idempotency_key
-        if key is None:
-            return False
-        earlier = self._recent.body_hash_of(key)
-        if earlier is None:
-            earlier = await self._lookup.ask(
-                lambda connection: ingest.body_hash_of(connection, key), within_s=LOOK_UP_S
-            )
-        if earlier is None:
-            return False
-        if earlier != record.body_hash:
-            raise KeyReused(
-                f"Idempotency-Key {key!r} was used for another body; use a new key for a new one",
-                param="Idempotency-Key",
-            )
-        return True
+        log.info("feedback", items=len(results), repeated=durable, all_known=all_known)
+        return Answer(200 if all_known else 202, msgspec.json.encode({"results": results}))
 
     async def _known(self, record: FeedbackRecord) -> set[tuple[str, str]]:
         targets = {(item.target_kind, item.target) for item in record.items}
@@ -105,11 +106,9 @@ class FeedbackDesk:
                 "The feedback could not be written to disk and was not taken; "
                 "free space in PAWL_SPOOL_DIR and send it again"
             )
-        if record.idempotency_key and record.body_hash:
-            self._recent.remember_key(record.idempotency_key, record.body_hash)
         for item in record.items:
             earner = self._recent.earner(item.target_kind, item.target)
-            FEEDBACK.labels(item.metric[:64], "known" if earner else "pending").inc()
+            FEEDBACK.labels(metric_label(item.metric), "known" if earner else "pending").inc()
             if item.tool is not None:
                 TOOL_STATUS.labels(item.tool.status).inc()
             elif item.metric == REWARD_METRIC and item.value is not None:

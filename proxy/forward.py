@@ -6,24 +6,46 @@ and the lists of models are joined.
 
 from typing import Final
 
+import structlog
+
 from proxy.dialects.base import read_request
-from proxy.errors import NotAllowed, ProxyError, TooLarge
+from proxy.errors import Forbidden, NotAllowed, ProxyError, ReplyTorn, UpstreamBroke
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers, for_client, for_upstream
-from proxy.metrics import FORWARDED
-from proxy.refusal import refuse
+from proxy.intake.intake import Intake
+from proxy.metrics import FORWARDED, status_label
+from proxy.refusal import UPSTREAM_SAID, refuse
 from proxy.routes import Route
 from proxy.upstreams.members import Upstreams
 from proxy.upstreams.model_server import Reply
+from proxy.upstreams.replies import comes_in_events
 from proxy.upstreams.upstream import Upstream
 
+log = structlog.get_logger()
+
 MODELS: Final = "/v1/models"
+ERRORS: Final = 400
+# HEAD is answered from what GET gives: the exchange leaves the body out.
+READS: Final = ("GET", "HEAD")
 
 
-async def forward(exchange: Exchange, route: Route, upstreams: Upstreams, *, max_body: int) -> None:
+async def forward(
+    exchange: Exchange,
+    route: Route,
+    upstreams: Upstreams,
+    intake: Intake,
+    *,
+    may_delete_models: bool,
+) -> None:
     """Pass a request on to the upstream it is for, and its reply back, byte for byte."""
     try:
+        if not may_delete_models and exchange.method == "DELETE" and _is_model(route):
+            raise Forbidden(
+                f"DELETE {route.path} takes a model away from everybody who uses it, and this "
+                "proxy does not pass that on: set PAWL_ALLOW_MODEL_DELETE=true to let it",
+                code="model_delete_not_allowed",
+            )
         if route.administers and upstreams.keyed:
             raise NotAllowed(
                 f"{exchange.method} {route.path} manages the account at the provider, and this "
@@ -32,19 +54,24 @@ async def forward(exchange: Exchange, route: Route, upstreams: Upstreams, *, max
             )
         if upstreams.only is not None:
             reply = await _streamed(exchange, route, upstreams.only)
-        elif (exchange.method, route.path) == ("GET", MODELS):
+        elif exchange.method in READS and route.path == MODELS:
             await _models(exchange, upstreams)
             FORWARDED.labels(MODELS, "200").inc()
             return
         else:
-            reply = await _routed(exchange, route, upstreams, max_body)
+            reply = await _routed(exchange, route, upstreams, intake)
     except ProxyError as error:
-        FORWARDED.labels(route.label, str(error.status)).inc()
+        if isinstance(error, UpstreamBroke):
+            # It was broken off because the client did not send the rest: it is not at fault.
+            exchange.body.raise_failure()
+        FORWARDED.labels(route.label, status_label(error.status)).inc()
         refuse(exchange, error)
         return
-    FORWARDED.labels(route.label, str(reply.status)).inc()
+    FORWARDED.labels(route.label, status_label(reply.status)).inc()
     try:
         await _pass_back(exchange, reply)
+    except ProxyError as error:
+        refuse(exchange, error)
     finally:
         reply.close()
 
@@ -60,19 +87,17 @@ async def _streamed(exchange: Exchange, route: Route, upstream: Upstream) -> Rep
     )
 
 
-async def _routed(exchange: Exchange, route: Route, upstreams: Upstreams, max_body: int) -> Reply:
+async def _routed(exchange: Exchange, route: Route, upstreams: Upstreams, intake: Intake) -> Reply:
     headers, target = for_upstream(exchange.headers, plain=False), _target(exchange, route)
-    if exchange.method == "GET":
-        model = route.path.removeprefix(MODELS + "/")
-        return await upstreams.for_model(model).fetch(target, headers)
-    body = await exchange.read(max_body)
-    if body is None:
-        raise TooLarge(
-            "With several upstreams a body must be read to know whose it is, and this one is "
-            "larger than the proxy takes; PAWL_MAX_BODY_MB sets how much"
-        )
-    server = upstreams.for_model(read_request(body).model)
-    return await server.ask(exchange.method, target, headers, body)
+    named = route.path.removeprefix(MODELS + "/") if _is_model(route) else None
+    if exchange.method in READS:
+        return await upstreams.for_model(named or route.path).fetch(target, headers)
+    with intake.budget.claim() as claim:
+        # With several upstreams a body must be read to know whose it is.
+        body, long = await intake.read(exchange, claim)
+        if named is None:
+            named = (await intake.beside(read_request, body) if long else read_request(body)).model
+        return await upstreams.for_model(named).ask(exchange.method, target, headers, body)
 
 
 async def _models(exchange: Exchange, upstreams: Upstreams) -> None:
@@ -85,23 +110,53 @@ async def _models(exchange: Exchange, upstreams: Upstreams) -> None:
     exchange.reply(200, b"", said, body)
 
 
+def _is_model(route: Route) -> bool:
+    return route.path.startswith(MODELS + "/")
+
+
 def _target(exchange: Exchange, route: Route) -> str:
     query = exchange.target.partition("?")[2]
     return f"{route.path}?{query}" if query else route.path
 
 
 async def _pass_back(exchange: Exchange, reply: Reply) -> None:
+    """Pass a reply on as it comes.
+
+    Its head waits for the first piece of a body that is no stream: a client cannot use the one
+    without the other, and a reply that breaks off before it can still be answered for.
+
+    Raises:
+        ReplyTorn: it broke off before anything of it was sent.
+    """
+    try:
+        if comes_in_events(reply):
+            _begin(exchange, reply)
+        async for piece in reply.pieces():
+            if not exchange.started:
+                _begin(exchange, reply)
+            exchange.write(piece)
+            await exchange.drained()
+    except Torn as error:
+        if not exchange.started:
+            raise ReplyTorn(
+                f"The model server's reply broke off after its head: {error}. "
+                "Whether it worked on the request cannot be known",
+                code="upstream_broke",
+            ) from error
+        log.warning("forwarded_reply_torn", reason=str(error))
+        exchange.tear()
+        return
+    if not exchange.started:
+        _begin(exchange, reply)
+    exchange.end()
+
+
+def _begin(exchange: Exchange, reply: Reply) -> None:
     length = reply.header(b"content-length")
     headers = for_client(reply.headers)
+    if reply.status >= ERRORS:
+        headers.append(UPSTREAM_SAID)
     if length is None:
         exchange.begin(reply.status, reply.reason, headers)
     else:
         exchange.begin_sized(reply.status, reply.reason, headers, length)
-    try:
-        async for piece in reply.pieces():
-            exchange.write(piece)
-            await exchange.drained()
-    except Torn:
-        exchange.tear()
-        return
-    exchange.end()

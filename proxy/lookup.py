@@ -34,10 +34,12 @@ class Lookup:
     ) -> Answer | None:
         """The database's answer; None where it gives none in time."""
         loop = asyncio.get_running_loop()
-        engine = self._connect()
-        if engine is None or loop.time() < self._not_before:
+        if loop.time() < self._not_before:
             return None
         try:
+            engine = self._connect()
+            if engine is None:
+                return None
             async with asyncio.timeout(within_s), engine.connect() as connection:
                 return await question(connection)
         except Exception as error:

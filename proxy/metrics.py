@@ -1,10 +1,11 @@
 """What `/metrics` says (Prometheus). One place, so that names and labels stay few and stable.
 
-Workers and keeper count in files that the keeper reads together (prometheus_client's
-multi-process mode, where `PROMETHEUS_MULTIPROC_DIR` is set); a gauge says how it is joined.
+Workers and keeper count in memory that they share, and the keeper adds up (`proxy.counting`); a
+gauge says by its `multiprocess_mode` how it is joined.
 """
 
 from functools import cache
+from http import HTTPStatus
 from typing import Final, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -15,8 +16,27 @@ Metric = TypeVar("Metric", bound=MetricWrapperBase)
 
 @cache
 def labelled(metric: Metric, *values: str) -> Metric:
-    """`metric.labels(*values)`, looked up once: on a call's path every microsecond counts."""
+    """`metric.labels(*values)`, looked up once: on a call's path every microsecond counts.
+
+    No value may be one that a client can make up: each is a series for as long as we run.
+    """
     return metric.labels(*values)
+
+
+# Only what we name ourselves is a label: a client may state metrics of any name.
+NAMED_METRICS: Final = frozenset({"reward", "tool_status"})
+STANDARD_STATUSES: Final = frozenset(str(status.value) for status in HTTPStatus)
+
+
+def metric_label(metric: str) -> str:
+    """Return what a statement's metric is counted as."""
+    return metric if metric in NAMED_METRICS else "other"
+
+
+def status_label(status: int) -> str:
+    """Return what a reply's status is counted as: those that HTTP does not define, by class."""
+    text = str(status)
+    return text if text in STANDARD_STATUSES else f"{text[0]}xx"
 
 
 SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -45,10 +65,23 @@ ADDED_SECONDS = Histogram(
 )
 TOKENS = Counter("pawl_tokens_total", "Tokens recorded.", ["policy", "kind"])
 IN_FLIGHT = Gauge("pawl_calls_in_flight", "Calls being answered now.", multiprocess_mode="livesum")
+IN_FLIGHT_BYTES = Gauge(
+    "pawl_in_flight_bytes",
+    "Memory charged to requests and replies in flight; each worker has PAWL_IN_FLIGHT_MB.",
+    multiprocess_mode="livesum",
+)
 FORWARDED = Counter(
     "pawl_forwarded_total", "Requests passed through unrecorded.", ["path", "status"]
 )
 REFUSED = Counter("pawl_refused_total", "Requests refused by the proxy itself.", ["reason"])
+TOO_SLOW = Counter(
+    "pawl_clients_too_slow_total",
+    "Connections broken off because the client did not get on with a head, a body or its reply.",
+    ["what"],
+)
+UNFORESEEN = Counter(
+    "pawl_unforeseen_failures_total", "Requests answered with 500: an error nobody foresaw."
+)
 
 # Each record ends in exactly one of stored, spooled, dead-lettered, dropped:
 # recorded = stored + spooled + dead letters + dropped.
@@ -61,6 +94,21 @@ SPOOLED = Gauge(
     "Records on disk that are not in PostgreSQL yet.",
     multiprocess_mode="livemostrecent",
 )
+HELD = Gauge(
+    "pawl_records_held",
+    "Spooled records that could not be stored nor dead-lettered yet, while others are stored.",
+    multiprocess_mode="livemostrecent",
+)
+DRAIN_STUCK = Gauge(
+    "pawl_drain_stuck_seconds",
+    "For how long the drain has moved nothing, though PostgreSQL answers; 0: it moves.",
+    multiprocess_mode="livemostrecent",
+)
+SPOOL_COMMIT = Gauge(
+    "pawl_spool_commit_seconds",
+    "For how long a worker's disk has been busy with one commit: a disk that hangs.",
+    multiprocess_mode="livemax",
+)
 DRAIN_LAG = Gauge(
     "pawl_spool_lag_bytes",
     "Bytes on disk still to be stored.",
@@ -68,6 +116,10 @@ DRAIN_LAG = Gauge(
 )
 
 FEEDBACK = Counter("pawl_feedback_total", "Statements taken on /feedback.", ["metric", "result"])
+KEY_CONFLICTS = Counter(
+    "pawl_feedback_key_conflicts_total",
+    "Requests stored under an idempotency key that another body had: both were taken.",
+)
 REWARD = Histogram(
     "pawl_reward",
     "Rewards as they were stated, by the version that earned them.",

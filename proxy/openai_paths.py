@@ -19,7 +19,11 @@ STORES: Final = (
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """Paths of one kind; `administers`: they manage the account, not the caller's own data."""
+    """Paths of one kind; `administers`: they manage the account, not the caller's own data.
+
+    Those ask for a key that may do so, and so only go with the client's own. To delete a model
+    asks for no key at many servers, and takes it from everybody: see `proxy.forward`.
+    """
 
     methods: frozenset[str]
     label: str

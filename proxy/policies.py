@@ -30,23 +30,31 @@ class PolicyFile:
         partial.replace(self._path)
 
     def read(self) -> list[PolicyVersion] | None:
-        """What it says; None if it has not changed since it was read last, or is not there."""
+        """What it says; None if it has not changed since it was read last, or says nothing.
+
+        A file that cannot be read is told of once, and waited out.
+        """
         try:
             stat = self._path.stat()
         except FileNotFoundError:
             return None
         if self._seen == (stat.st_mtime_ns, stat.st_ino):
             return None
-        versions = msgspec.json.decode(self._path.read_bytes(), type=list[PolicyVersion])
+        content = self._path.read_bytes()
         self._seen = (stat.st_mtime_ns, stat.st_ino)
-        return versions
+        try:
+            return msgspec.json.decode(content, type=list[PolicyVersion])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            # Who serves stays as it was last known; the keeper writes the file anew.
+            log.error("policies_unreadable", path=str(self._path), reason=str(error))
+            return None
 
     async def watch(self, take: Callable[[list[PolicyVersion]], None]) -> None:
         """For ever: hand on what it says, whenever that changes."""
         while True:
             try:
                 versions = self.read()
-            except (OSError, msgspec.MsgspecError) as error:
+            except OSError as error:
                 # Who serves stays as it was last known; the next look may be luckier.
                 log.error("policies_unreadable", path=str(self._path), reason=str(error))
             else:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Final
 
 import structlog
 
@@ -15,7 +16,11 @@ from store.ids import new_id
 log = structlog.get_logger()
 
 # Episodes with a gap that are still to be told of; what comes past them is only counted.
-MOST_GAPS = 10_000
+MOST_GAPS: Final = 10_000
+# A disk that refused a record is tried again so often, though no call comes.
+RETRY_S: Final = 1.0
+# What marks the frame that tells of gaps: it stands for no record of a client's.
+GAP: Final = "\0gap"
 
 
 class Recorder:
@@ -25,42 +30,90 @@ class Recorder:
         """Take a folder under `root`.
 
         Raises:
-            OSError: it cannot be made or written.
+            OSError: it cannot be made or written, and that will not change by itself.
         """
         self._recent = recent
         self._gaps: dict[str, None] = {}
+        self._telling = False
+        self._retry: asyncio.TimerHandle | None = None
         self._spool = take_folder(root, segment_bytes=segment_bytes, on_commit=self._committed)
 
     def take(self, record: Captured, call: str, response_id: str | None) -> "asyncio.Future[bool]":
         """Take a call's record; it goes to disk whether or not anybody waits for it."""
         self._recent.remember_call(record, call, response_id)
-        return self._spool.append(encode_frame(record), record.episode)
+        return self._append(record, record.episode)
+
+    def lose(self, episode: str) -> "asyncio.Future[bool]":
+        """Count a record that could not even be made: as one that the disk refused."""
+        self._committed(False, [episode.encode(errors="replace").decode()])
+        lost: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        lost.set_result(False)
+        return lost
 
     async def append(self, record: Frame) -> bool:
         """Put any other record into the spool; False where the disk refused it."""
-        return await self._spool.append(encode_frame(record))
+        return await self._append(record, "")
+
+    def _append(self, record: Frame, episode: str) -> "asyncio.Future[bool]":
+        try:
+            frame = encode_frame(record)
+        except Exception:
+            # It cannot be written down at all: who waits is told, as if the disk had refused it.
+            log.exception("record_not_encoded", kind=type(record).__name__)
+            return self.lose(episode)
+        return self._spool.append(frame, episode)
+
+    def under_way_s(self) -> float:
+        """Return for how many seconds the disk has been busy with one commit."""
+        return self._spool.under_way_s()
 
     def _committed(self, durable: bool, episodes: list[str]) -> None:
         if durable:
-            if self._gaps:
-                self._tell_of_gaps()
+            self._tell_of_gaps()
             return
-        RECORDED.inc(len(episodes))
-        DROPPED.inc(len(episodes))
-        log.error("records_dropped", records=len(episodes), reason="the disk refused them")
-        for episode in episodes:
+        # One that tells of gaps was no call's or feedback's: it is told again, and not lost.
+        lost = [episode for episode in episodes if episode != GAP]
+        if lost:
+            RECORDED.inc(len(lost))
+            DROPPED.inc(len(lost))
+            log.error("records_dropped", records=len(lost), reason="not written")
+        for episode in lost:
             if episode and len(self._gaps) < MOST_GAPS:
                 self._gaps[episode] = None
+        if self._gaps and self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        # Without a call that comes, nobody would notice that the disk works again; and an
+        # episode that misses a call would pass for a whole one.
+        self._retry = None
+        self._tell_of_gaps()
 
     def _tell_of_gaps(self) -> None:
-        """The disk takes records again: the episodes that miss one are marked as incomplete."""
+        """Mark the episodes that miss a record as incomplete, once the disk takes records again."""
+        if not self._gaps or self._telling:
+            return
         episodes, self._gaps = tuple(self._gaps), {}
+        self._telling = True
+
+        def told(answer: "asyncio.Future[bool]") -> None:
+            self._telling = False
+            if not answer.result():
+                self._gaps = dict.fromkeys(episodes) | self._gaps
+                self._committed(False, [])
+
         gap = encode_frame(Gap(id=new_id().bytes, episodes=episodes))
-        self._spool.append(gap).add_done_callback(
-            lambda told: None if told.result() else self._gaps.update(dict.fromkeys(episodes))
-        )
+        self._spool.append(gap, GAP).add_done_callback(told)
 
     async def close(self) -> None:
         """Write what waits, and let go of the folder."""
         await self._spool.flush()
+        self._tell_of_gaps()
+        await self._spool.flush()
+        # What is answered is told of in the loop's next turn.
+        await asyncio.sleep(0)
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._gaps:
+            log.error("gaps_not_told", episodes=len(self._gaps), reason="the disk refused them")
         self._spool.close()

@@ -1,9 +1,26 @@
 """Tells a client what went wrong, in the words of the API it speaks, and whose fault it was."""
 
+from typing import Final
+
 from proxy.dialects.errors import error_body
-from proxy.errors import ProxyError
+from proxy.errors import ProxyError, Unexpected
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers
+
+# Goes with an error that is passed on as the upstream said it, whatever it was about.
+UPSTREAM_SAID: Final = (b"x-pawl-fault", b"upstream")
+UNEXPECTED: Final = "The proxy failed in a way that was not foreseen; its log says how"
+
+
+def spoken_at(target: str) -> str:
+    """Return the dialect whose errors a client of this path understands."""
+    return "messages" if "/v1/messages" in target else "chat"
+
+
+def explain(target: str, status: int, why: str) -> bytes:
+    """Return the body of a refusal of what could not be read as a request."""
+    kind = "server_error" if status == 500 else "invalid_request_error"
+    return error_body(spoken_at(target), f"The request was not read: {why}.", kind, status=status)
 
 
 def refuse(
@@ -13,8 +30,32 @@ def refuse(
     dialect: str | None = None,
     headers: Headers | None = None,
 ) -> None:
-    """Answer with an error; `dialect` None: that of the path that was asked."""
-    spoken = dialect or ("messages" if "/v1/messages" in exchange.target else "chat")
-    body = error_body(spoken, error.message, error.kind, error.param, error.code)
-    fault = (b"x-pawl-fault", error.fault.encode())
-    exchange.reply(error.status, b"", [JSON, fault, *(headers or [])], body)
+    """Answer with an error; `dialect` None: that of the path that was asked.
+
+    A reply that has begun cannot become another one: it is torn.
+    """
+    if exchange.started:
+        exchange.tear()
+        return
+    spoken = dialect or spoken_at(exchange.target)
+    body = error_body(
+        spoken, error.message, error.kind, error.param, error.code, status=error.status
+    )
+    told: Headers = [JSON, (b"x-pawl-fault", error.fault.encode()), *(headers or [])]
+    if error.retry_after_s is not None:
+        told.append((b"Retry-After", b"%d" % error.retry_after_s))
+    exchange.reply(error.status, b"", told, body)
+
+
+def apologise(
+    exchange: Exchange, *, dialect: str | None = None, headers: Headers | None = None
+) -> None:
+    """Answer for a failure that nobody foresaw, and close: 500, or torn where a reply has begun."""
+    if not exchange.open:
+        return
+    if exchange.started:
+        exchange.tear()
+        return
+    exchange.keep_alive = False
+    call = f" (call {exchange.call})" if exchange.call else ""
+    refuse(exchange, Unexpected(f"{UNEXPECTED}{call}."), dialect=dialect, headers=headers)

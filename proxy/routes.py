@@ -88,12 +88,14 @@ def find_route(method: str, raw_path: str) -> Route:
 
 
 def _route(method: str, path: str) -> Route:
-    plain = _PLAIN.get((method, path))
+    # What may be read may be asked about (RFC 9110 §9.3.2).
+    reading = "GET" if method == "HEAD" else method
+    plain = _PLAIN.get((reading, path))
     if plain is not None:
         return plain
-    if method == "GET" and _MODEL.match(path):
+    if reading == "GET" and _MODEL.match(path):
         return Route(kind=Kind.FORWARD, path=path, label="/v1/models")
-    rule = openai_rule(method, path)
+    rule = openai_rule(reading, path)
     if rule is None:
         raise NotAllowed(_message(method, path), code="unknown_url")
     return Route(kind=Kind.FORWARD, path=path, label=rule.label, administers=rule.administers)

@@ -9,7 +9,9 @@ from uuid import UUID
 import msgspec
 
 from proxy.errors import BadRequest
+from proxy.intake.shape import check_depth
 from store.ids import new_id
+from store.json_limits import Size, most_of, size_of
 from store.records import REWARD, TOOL_STATUSES, FeedbackItem, FeedbackRecord, ToolEvent
 
 TOOL_STATUS: Final = "tool_status"
@@ -18,6 +20,11 @@ COMMON: Final = frozenset({"metric", "value", *TARGETS})
 ABOUT_TOOLS: Final = frozenset({"id", "name", "detail", "ms"})
 MAX_ITEMS: Final = 10_000
 MAX_TEXT: Final = 1024
+# What is looked up stands in an index, whose rows PostgreSQL limits to 2,704 bytes in all.
+MAX_TARGET_BYTES: Final = 2048
+# A list of statements, none of which holds another value than text and numbers.
+MAX_CONTAINERS: Final = MAX_ITEMS + 1
+MAX_VALUES: Final = MAX_ITEMS * (len(COMMON | ABOUT_TOOLS) + 1)
 
 
 def parse_feedback(body: bytes, at: datetime, idempotency_key: str | None) -> FeedbackRecord:
@@ -26,10 +33,7 @@ def parse_feedback(body: bytes, at: datetime, idempotency_key: str | None) -> Fe
     Raises:
         BadRequest: something in it is not as the contract says; nothing of it is taken.
     """
-    try:
-        parsed = msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
-        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    parsed = _parsed(body)
     statements = parsed if isinstance(parsed, list) else [parsed]
     if not statements or len(statements) > MAX_ITEMS:
         raise BadRequest(f"Send 1 to {MAX_ITEMS} statements, not {len(statements)}")
@@ -47,10 +51,38 @@ def parse_feedback(body: bytes, at: datetime, idempotency_key: str | None) -> Fe
     )
 
 
+def _parsed(body: bytes) -> Any:
+    size = most_of(body)
+    if size.containers > MAX_CONTAINERS or size.values > MAX_VALUES:
+        # Brackets and commas in texts were counted too: now exactly.
+        size = size_of(body, Size(MAX_CONTAINERS, MAX_VALUES))
+        if size.containers > MAX_CONTAINERS or size.values > MAX_VALUES:
+            raise BadRequest(
+                f"The body holds more than {MAX_ITEMS} statements, each an object of plain "
+                "values; send them in parts",
+                code="too_many_values",
+            )
+    check_depth(body, size)
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    except UnicodeDecodeError as error:
+        raise BadRequest(
+            f"The body is not valid JSON: it is not UTF-8 ({error.reason}, byte "
+            f"0x{error.object[error.start]:02x}); encode it as UTF-8",
+            code="invalid_json",
+        ) from error
+
+
 def _key(value: str | None) -> str | None:
     if value is not None and not (0 < len(value) <= 256 and value.isprintable()):
         raise BadRequest("Idempotency-Key must be 1 to 256 printable characters")
     return value
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:42]
 
 
 def _as_float(value: Any) -> float | None:
@@ -100,7 +132,7 @@ class _Statement:
         for name in self._fields:
             if name not in allowed:
                 known = ", ".join(sorted(allowed))
-                raise self._error(str(name), f"is not a field of a statement; there are {known}")
+                raise self._error(name[:64], f"is not a field of a statement; there are {known}")
 
     def _target(self) -> tuple[Any, str]:
         named = [kind for kind in TARGETS if self._fields.get(kind) is not None]
@@ -113,6 +145,8 @@ class _Statement:
         target = self._text(kind)
         if not target:
             raise self._error(kind, "must not be empty")
+        if len(target.encode()) > MAX_TARGET_BYTES:
+            raise self._error(kind, f"must be at most {MAX_TARGET_BYTES} bytes long in UTF-8")
         if kind == "call":
             try:
                 target = str(UUID(target))
@@ -126,8 +160,10 @@ class _Statement:
         value = self._fields.get(name)
         if value is None:
             return None
-        if not isinstance(value, str) or len(value) > MAX_TEXT or "\x00" in value:
+        if not isinstance(value, str) or len(value) > MAX_TEXT:
             raise self._error(name, f"must be a string of at most {MAX_TEXT} characters")
+        if "\x00" in value:
+            raise self._error(name, "must not hold the character U+0000, which no text can keep")
         return value
 
     def _number(self, name: str, *, required: bool = False) -> float | None:
@@ -136,14 +172,16 @@ class _Statement:
             return None
         number = _as_float(value)
         if number is None:
-            raise self._error(name, f"must be a finite number, not {str(value)[:40]!r}")
+            raise self._error(name, f"must be a finite number, not {_shown(value)}")
         return number
 
     def _tool_event(self) -> ToolEvent:
         status = self._fields.get("value")
         if status not in TOOL_STATUSES:
             known = ", ".join(TOOL_STATUSES)
-            raise self._error("value", f"must be one of {known} for tool_status, not {status!r}")
+            raise self._error(
+                "value", f"must be one of {known} for tool_status, not {_shown(status)}"
+            )
         return msgspec.convert(
             {
                 "id": new_id(),

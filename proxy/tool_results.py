@@ -12,7 +12,7 @@ from uuid import UUID, uuid5
 import msgspec
 
 from proxy.contents import objects, texts
-from proxy.dialects.base import Object
+from proxy.dialects.base import UNREADABLE, Object
 from proxy.result_readers import ResultReaders
 from store.records import Record, ToolEvent, ToolSource, ToolStatus
 
@@ -86,7 +86,7 @@ def results_of(dialect: str, parsed: Object | None) -> list[ToolResult]:
         return []
     try:
         members = _members.decode(raw)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         # No list: a conversation of one question.
         return []
     told: list[dict[str, Any]] = []
@@ -113,7 +113,7 @@ def _backwards(members: list[msgspec.Raw]) -> Iterator[dict[str, Any]]:
     for raw in reversed(members):
         try:
             yield _member.decode(raw)
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             # No object, or one with a value that Python does not hold: it tells nothing.
             continue
 

@@ -14,6 +14,7 @@ from store.ids import new_id
 from store.records import TOOL_STATUSES, ToolEvent
 
 HEADER: Final = "x-pawl-tool-status"
+MAX_TEXT: Final = 1024
 PARAMETERS: Final = ("id", "name", "detail", "ms")
 
 
@@ -60,7 +61,13 @@ def _event(member: Any, parameters: dict[str, Any]) -> ToolEvent:
 
 def _text(parameters: dict[str, Any], name: str) -> str | None:
     value = parameters.get(name)
-    if value is None or (isinstance(value, str) and not isinstance(value, http_sf.Token)):
+    if value is None:
+        return None
+    if isinstance(value, str) and not isinstance(value, http_sf.Token):
+        if len(value) > MAX_TEXT or "\x00" in value:
+            raise ToolStatusError(
+                f"{HEADER}: {name} must be at most {MAX_TEXT} characters without U+0000"
+            )
         return value
     raise ToolStatusError(f'{HEADER}: {name} must be a string in quotes, such as {name}="x"')
 

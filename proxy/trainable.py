@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from store.records import CallStatus
+from store.tokens import may_be_sampled
 
 Reason = Literal[
     "incomplete",
@@ -17,13 +18,16 @@ Reason = Literal[
     "no_token_ids",
     "no_logprobs",
     "length_mismatch",
+    "impossible_logprobs",
     "usage_mismatch",
     "empty",
     "several_choices",
+    "unreadable_sampling",
     "greedy",
     "reshaped_distribution",
     "constrained_sampling",
     "unknown_policy",
+    "nested_too_deep",
 ]
 
 # Settings that leave the distribution as it is, by the value that does so.
@@ -41,6 +45,10 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "min_tokens": (0,),
     # Past it, the end of the thinking is forced.
     "thinking_token_budget": (),
+    # Nothing is sampled by a beam search; the other two change what is.
+    "use_beam_search": (False,),
+    "watermarking": (False,),
+    "vllm_xargs": ({},),
 }
 GRAMMARS: Final = (
     "structured_outputs",
@@ -51,20 +59,9 @@ GRAMMARS: Final = (
 )
 # As each API says that the model itself chooses whether to call a tool.
 FREE_CHOICES: Final = (None, "auto", "none", {"type": "auto"}, {"type": "none"})
-RECORDED: Final = (
-    "temperature",
-    "max_tokens",
-    "max_completion_tokens",
-    "stop",
-    "seed",
-    "n",
-    "tool_choice",
-    "response_format",
-    # The same in the words of the Responses and the Messages API.
-    *("max_output_tokens", "stop_sequences", "text", "output_config", "thinking"),
-    *NEUTRAL,
-    *GRAMMARS,
-)
+# What the reading of the settings adds to them (`proxy.keeping.sampling`).
+STRICT_TOOLS: Final = "strict_tools"
+UNREADABLE: Final = "unreadable"
 
 
 class Sampled(msgspec.Struct, frozen=True):
@@ -80,31 +77,6 @@ class Sampled(msgspec.Struct, frozen=True):
 NOTHING_SAMPLED: Final = Sampled(
     prompt_ids=None, sampled_ids=None, sampled_logprobs=None, choices=1, completion_tokens=None
 )
-
-
-def sampling_settings(request: Mapping[str, Any], default_temperature: float) -> dict[str, Any]:
-    """The settings a call was sampled with: the request's own, and the temperature always."""
-    found = {
-        name: value for name, value in request.items() if value is not None and name in RECORDED
-    }
-    found.setdefault("temperature", default_temperature)
-    if _has_strict_tool(request.get("tools")):
-        found["strict_tools"] = True
-    return found
-
-
-def _has_strict_tool(tools: object) -> bool:
-    """vLLM holds strict tools to their schema by a grammar: another distribution.
-
-    In a chat the tool's function says it, in the other APIs the tool itself.
-    """
-    return isinstance(tools, list) and any(
-        holder.get("strict") is True
-        for tool in tools
-        if isinstance(tool, dict)
-        for holder in (tool, tool.get("function"))
-        if isinstance(holder, dict)
-    )
 
 
 def why_not_trainable(
@@ -132,16 +104,27 @@ def _tokens(sampled: Sampled) -> Reason | None:
         return "no_token_ids"
     if sampled.sampled_logprobs is None:
         return "no_logprobs"
-    if len(sampled.sampled_ids) != len(sampled.sampled_logprobs):
+    return _counts(sampled, sampled.prompt_ids, sampled.sampled_ids, sampled.sampled_logprobs)
+
+
+def _counts(
+    sampled: Sampled,
+    prompt_ids: tuple[int, ...],
+    sampled_ids: tuple[int, ...],
+    logprobs: tuple[float, ...],
+) -> Reason | None:
+    if len(sampled_ids) != len(logprobs):
         return "length_mismatch"
-    if not sampled.prompt_ids or not sampled.sampled_ids:
+    if not prompt_ids or not sampled_ids:
         return "empty"
-    if sampled.completion_tokens not in (None, len(sampled.sampled_ids)):
+    if sampled.completion_tokens not in (None, len(sampled_ids)):
         return "usage_mismatch"
-    return None
+    return None if may_be_sampled(logprobs) else "impossible_logprobs"
 
 
 def _distribution(sampling: Mapping[str, Any]) -> Reason | None:
+    if UNREADABLE in sampling:
+        return "unreadable_sampling"
     if sampling["temperature"] == 0:
         return "greedy"
     for name, value in sampling.items():
@@ -150,7 +133,7 @@ def _distribution(sampling: Mapping[str, Any]) -> Reason | None:
     thinking = sampling.get("thinking")
     if isinstance(thinking, dict) and thinking.get("budget_tokens") is not None:
         return "reshaped_distribution"
-    if "strict_tools" in sampling or _constrained(sampling):
+    if STRICT_TOOLS in sampling or _constrained(sampling):
         return "constrained_sampling"
     return None
 

@@ -7,17 +7,28 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from proxy.errors import ProxyError
+from proxy.errors import ProxyError, TooSlow
 from proxy.feedback import FeedbackDesk
 from proxy.forward import forward
-from proxy.http.exchange import ClientGone, Exchange
+from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
+from proxy.http.patience import Patience
 from proxy.http.server import Handler, Server
+from proxy.idempotency.desk import KeyDesk
+from proxy.idempotency.key_files import KeyFiles
+from proxy.intake.intake import Intake
 from proxy.lookup import Lookup
-from proxy.metrics import IN_FLIGHT, REFUSED
+from proxy.metrics import (
+    IN_FLIGHT,
+    IN_FLIGHT_BYTES,
+    REFUSED,
+    SPOOL_COMMIT,
+    TOO_SLOW,
+    UNFORESEEN,
+)
 from proxy.policies import PolicyFile
 from proxy.recent import Recent
 from proxy.recorder import Recorder
-from proxy.refusal import refuse
+from proxy.refusal import apologise, explain, refuse
 from proxy.relay import Relay
 from proxy.routes import Kind, find_route
 from proxy.settings import ProxySettings
@@ -28,13 +39,12 @@ from store.records import PolicyVersion
 
 log = structlog.get_logger()
 
-FINISH_S = 600.0
 QUEUE_S = 0.05
 PINS_S = 5.0
 COUNT_S = 0.5
 
 
-def data_handler(relay: Relay, desk: FeedbackDesk) -> Handler:
+def data_handler(relay: Relay, desk: FeedbackDesk, *, may_delete_models: bool) -> Handler:
     """The data port: every request goes through the allow-list, the only router there is."""
 
     async def handle(exchange: Exchange) -> None:
@@ -45,25 +55,48 @@ def data_handler(relay: Relay, desk: FeedbackDesk) -> Handler:
             elif route.kind is Kind.FEEDBACK:
                 await desk.handle(exchange)
             else:
-                await forward(exchange, route, relay.upstreams, max_body=relay.max_body)
+                await forward(
+                    exchange,
+                    route,
+                    relay.upstreams,
+                    relay.intake,
+                    may_delete_models=may_delete_models,
+                )
         except ProxyError as error:
             REFUSED.labels(type(error).__name__).inc()
             refuse(exchange, error)
         except ClientGone:
             # Its record, where it had got so far as to have one, is made.
             log.info("client_gone", method=exchange.method)
+        except BodyTooSlow as error:
+            REFUSED.labels(TooSlow.__name__).inc()
+            refuse(exchange, TooSlow(f"{error}; PAWL_BODY_S sets how long each step may take"))
         except Exception:
-            log.exception("request_failed", method=exchange.method)
-            raise
+            log.exception("request_failed", method=exchange.method, call=exchange.call)
+            UNFORESEEN.inc()
+            apologise(exchange)
 
     return handle
+
+
+def _note_too_slow(what: str, allowed_s: float, exchange: Exchange | None) -> None:
+    """Count and log a client that was broken off because it did not get on."""
+    TOO_SLOW.labels(what).inc()
+    log.warning(
+        "client_too_slow",
+        what=what,
+        allowed_s=allowed_s,
+        method=None if exchange is None else exchange.method,
+        call=None if exchange is None else exchange.call,
+    )
 
 
 @asynccontextmanager
 async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIterator[Server]:
     """A worker that takes connections from `listener`: up when entered.
 
-    When it is left, no new connection is taken and calls under way are finished first.
+    When it is left, no new connection is taken and calls under way are finished first: within
+    a part of `PAWL_STOP_GRACE_S`, unless `finish_within` was called on the server before.
     """
     versions = Versions()
     recent = Recent()
@@ -72,17 +105,28 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     )
     upstreams = open_upstreams(settings)
     lookup = Lookup(settings)
+    intake = Intake(
+        budget=settings.in_flight_mb * 2**20,
+        max_body=settings.max_body_mb * 2**20,
+        max_feedback=settings.max_feedback_kb * 2**10,
+    )
     relay = Relay(
         upstreams,
         versions,
         recorder,
         lookup,
-        max_body=settings.max_body_mb * 2**20,
+        intake=intake,
         max_reply=settings.max_reply_mb * 2**20,
         default_temperature=settings.default_temperature,
     )
-    desk = FeedbackDesk(recorder, recent, lookup, max_body=relay.max_body)
-    server = Server(data_handler(relay, desk))
+    keys = KeyDesk(KeyFiles(settings.spool_dir), recent, lookup)
+    desk = FeedbackDesk(recorder, recent, lookup, intake, keys)
+    server = Server(
+        data_handler(relay, desk, may_delete_models=settings.allow_model_delete),
+        patience=Patience(head_s=settings.head_s, body_s=settings.body_s, write_s=settings.write_s),
+        explain=explain,
+        on_late=_note_too_slow,
+    )
 
     def take(known: list[PolicyVersion]) -> None:
         versions.replace(known)
@@ -94,7 +138,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         asyncio.create_task(policies.watch(take), name="pawl-policies"),
         asyncio.create_task(_load_pins(lookup, versions), name="pawl-pins"),
         asyncio.create_task(upstreams.sweep(), name="pawl-sweep"),
-        asyncio.create_task(_count_in_flight(server), name="pawl-in-flight"),
+        asyncio.create_task(_count_in_flight(server, recorder, intake), name="pawl-in-flight"),
     ]
     await server.listen(sock=listener, backlog=4096)
     log.info("worker_up", listen=settings.listen)
@@ -104,7 +148,9 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         # Who is in the queue already is let in: with the socket's end they would be reset.
         await asyncio.sleep(QUEUE_S)
         server.stop_accepting()
-        await server.finished(FINISH_S)
+        if not server.ending:
+            server.finish_within(settings.calls_end_s)
+        await server.finished()
         await server.close()
         for task in beside:
             task.cancel()
@@ -112,6 +158,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         await upstreams.close()
         await recorder.close()
         await lookup.close()
+        intake.close()
         log.info("worker_down")
 
 
@@ -126,7 +173,9 @@ async def _load_pins(lookup: Lookup, versions: Versions) -> None:
         await asyncio.sleep(1.0)
 
 
-async def _count_in_flight(server: Server) -> None:
+async def _count_in_flight(server: Server, recorder: Recorder, intake: Intake) -> None:
     while True:
+        SPOOL_COMMIT.set(recorder.under_way_s())
         IN_FLIGHT.set(sum(connection.busy for connection in server.connections))
+        IN_FLIGHT_BYTES.set(intake.budget.used)
         await asyncio.sleep(COUNT_S)

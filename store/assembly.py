@@ -4,13 +4,13 @@ An episode may have several parts (`store.joins`), the earliest first: it goes b
 key. A call that a later one names as the attempt it repeats is left out: they are one call.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
-import msgspec
-
 from store.delta import rebuild
+from store.documents import parse
 from store.errors import Damaged
 from store.records import (
     OWN_EPISODE,
@@ -21,7 +21,8 @@ from store.records import (
     ToolEvent,
     TransitionRow,
 )
-from store.tokens import ITEM_BYTES
+from store.sampling import used_temperature
+from store.tokens import ITEM_BYTES, are_logprobs
 
 # An explicit statement of how a tool ended beats what its result says.
 _SURENESS: Final[Mapping[str, int]] = {
@@ -32,6 +33,17 @@ _SURENESS: Final[Mapping[str, int]] = {
     "assumed": 0,
 }
 Texts = tuple[bytes | None, bytes]
+_Settings = dict[str, Any]
+_ToolCalls = tuple[ToolCall, ...]
+
+
+class Readable(NamedTuple):
+    """What of a call had to be rebuilt, checked or parsed."""
+
+    request: bytes | None
+    prompt_ids: bytes
+    sampling: _Settings
+    tool_calls: _ToolCalls
 
 
 class WholeTexts(NamedTuple):
@@ -53,14 +65,15 @@ def assemble(
     `whole` is what `whole_texts` says of at least these calls.
 
     Raises:
-        Damaged: a call cannot be read back.
+        Damaged: a call cannot be read back, or a statement about one.
     """
     head = next((part for part in parts if part.root is None), parts[0])
-    repeated_by = {row.retry_of: row.id for row in rows if row.retry_of is not None}
+    repeated_by = _repeated_by(rows)
     calls = [row for row in rows if row.id not in repeated_by]
     known = {row.id for row in calls}
+    readable = {row.id: _readable(row, whole) for row in calls}
     standing = _newest_events(events)
-    asked = {call["id"]: row.id for row in calls for call in row.tool_calls}
+    asked = {call.id: row.id for row in calls for call in readable[row.id].tool_calls}
     owner = {
         event.id: _last(repeated_by, event.asked_by) or asked.get(event.tool_id)
         for event in standing
@@ -80,7 +93,7 @@ def assemble(
         calls=tuple(
             _transition(
                 row,
-                _readable(row, whole),
+                readable[row.id],
                 [event for event in standing if owner[event.id] == row.id],
                 [statement for statement in statements if about[statement.id] == row.id],
             )
@@ -108,11 +121,14 @@ def whole_texts(rows: Iterable[Any]) -> WholeTexts:
             try:
                 found[call.id] = _texts(call, by_id, found)
             except ValueError as error:
-                damaged[call.id] = f"call {call.id} adds to {call.parent_id}: {error}"
+                base = "" if call.parent_id is None else f" adds to {call.parent_id}"
+                damaged[call.id] = f"call {call.id}{base}: {error}"
     return WholeTexts(found, damaged)
 
 
 def _texts(row: Any, by_id: Mapping[UUID, Any], found: Mapping[UUID, Texts]) -> Texts:
+    if any(len(values) % ITEM_BYTES for values in (row.sampled_ids, row.sampled_logprobs)):
+        raise ValueError("it has half a token id or log-probability")
     if row.parent_id is None:
         return row.request, row.prompt_ids
     if row.parent_id not in by_id:
@@ -129,16 +145,51 @@ def _texts(row: Any, by_id: Mapping[UUID, Any], found: Mapping[UUID, Texts]) -> 
     )
 
 
-def _readable(row: Any, whole: WholeTexts) -> Texts:
-    """A call's texts, once what it sampled is seen to be whole too."""
+def _readable(row: Any, whole: WholeTexts) -> Readable:
+    """A call's parts, once all that it says of itself is seen to hold together."""
     if row.id in whole.damaged:
         raise Damaged(whole.damaged[row.id])
-    texts = whole.of[row.id]
-    if any(len(ids) % ITEM_BYTES for ids in (texts[1], row.sampled_ids, row.sampled_logprobs)):
-        raise Damaged(f"call {row.id} has half a token id or log-probability")
-    if row.trainable and len(row.sampled_ids) != len(row.sampled_logprobs):
+    request, prompt_ids = whole.of[row.id]
+    if len(prompt_ids) % ITEM_BYTES:
+        raise Damaged(f"call {row.id} has half a token id")
+    sampling: _Settings = _parsed(row, "sampling", _Settings)
+    tool_calls: _ToolCalls = _parsed(row, "tool_calls", _ToolCalls)
+    if row.trainable:
+        _check_trainable(row, prompt_ids, sampling)
+    return Readable(request, prompt_ids, sampling, tool_calls)
+
+
+def _check_trainable(row: Any, prompt_ids: bytes, sampling: _Settings) -> None:
+    """What the trainer computes with must be there, and be what it is called."""
+    if len(row.sampled_ids) != len(row.sampled_logprobs):
         raise Damaged(f"call {row.id} has not as many log-probabilities as sampled ids")
-    return texts
+    if not prompt_ids or not row.sampled_ids:
+        raise Damaged(f"call {row.id} is marked as trainable and has no ids")
+    if not are_logprobs(row.sampled_logprobs):
+        raise Damaged(f"call {row.id} has a log-probability that is none")
+    if not used_temperature(sampling.get("temperature")):
+        raise Damaged(f"call {row.id} is marked as trainable and tells no temperature above 0")
+
+
+def _parsed(row: Any, column: str, kind: Any) -> Any:
+    try:
+        return parse(getattr(row, column).encode(), kind)
+    except ValueError as error:
+        raise Damaged(f"{column} of call {row.id}: {error}") from error
+
+
+def _repeated_by(rows: Iterable[Any]) -> dict[UUID, UUID]:
+    """Return the call that repeats it by each attempt that was repeated."""
+    found = {row.retry_of: row.id for row in rows if row.retry_of is not None}
+    for attempt in found:
+        seen: set[UUID] = set()
+        call: UUID | None = attempt
+        while call is not None:
+            if call in seen:
+                raise Damaged(f"call {attempt} says that it repeats itself")
+            seen.add(call)
+            call = found.get(call)
+    return found
 
 
 def _last(repeated_by: Mapping[UUID, UUID], call_id: UUID | None) -> UUID | None:
@@ -159,8 +210,7 @@ def _newest_events(rows: Iterable[Any]) -> list[Any]:
     return list(standing.values())
 
 
-def _transition(row: Any, texts: Texts, events: list[Any], said: list[Any]) -> TransitionRow:
-    request, prompt_ids = texts
+def _transition(row: Any, read: Readable, events: list[Any], said: list[Any]) -> TransitionRow:
     return TransitionRow(
         id=row.id,
         episode_id=row.episode_id,
@@ -169,17 +219,17 @@ def _transition(row: Any, texts: Texts, events: list[Any], said: list[Any]) -> T
         policy_version=row.policy_version,
         status=row.status,
         http_status=row.http_status,
-        request=request,
+        request=read.request,
         reply=row.reply,
         tokens=Tokens(
-            prompt_ids=prompt_ids,
+            prompt_ids=read.prompt_ids,
             sampled_ids=row.sampled_ids,
             sampled_logprobs=row.sampled_logprobs,
         ),
-        sampling=row.sampling,
+        sampling=read.sampling,
         trainable=row.trainable,
         reason=row.reason,
-        tool_calls=tuple(msgspec.convert(call, ToolCall) for call in row.tool_calls),
+        tool_calls=read.tool_calls,
         tool_events=tuple(_event(event) for event in events),
         feedback=tuple(_statement(statement) for statement in said),
         method=row.method,
@@ -200,4 +250,6 @@ def _event(row: Any) -> ToolEvent:
 
 
 def _statement(row: Any) -> Feedback:
+    if not math.isfinite(row.value):
+        raise Damaged(f"statement {row.id} has the value {row.value}")
     return Feedback(metric=row.metric, value=row.value, at=row.at)

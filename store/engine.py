@@ -1,9 +1,13 @@
 """Connections: one engine a process, with time limits so that nothing waits for ever."""
 
+import asyncio
+
 import msgspec
+from sqlalchemy import text
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from store.away import is_away
 from store.errors import StoreError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -42,3 +46,15 @@ def make_engine(database_url: str, *, pool_size: int = 5) -> AsyncEngine:
             "server_settings": {"application_name": "pawl"},
         },
     )
+
+
+async def answers(engine: AsyncEngine, within_s: float = 5.0) -> bool:
+    """Return whether the database answers a question that needs nothing of it."""
+    try:
+        async with asyncio.timeout(within_s), engine.connect() as connection:
+            await connection.execute(text("SELECT 1"))
+    except Exception as error:
+        if not is_away(error):
+            raise
+        return False
+    return True

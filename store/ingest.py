@@ -8,13 +8,14 @@ settled whenever it arrives. The first transaction writes a batch's rows; only t
 committed, and the later of two drainers sees them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from typing import Any
+from uuid import UUID
 
 import asyncpg
-from sqlalchemy import select, text
+from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -24,14 +25,15 @@ from store.errors import Refused
 from store.partitions import days_of, ensure_partition
 from store.records import CallRecord, SpoolRecord
 from store.settle import meets_others, settle
-from store.tables import feedback_requests
-from store.write import write
+from store.write import key_conflicts, write
 
 
 class Ingester:
     """Stores the batches of one drainer; remembers what they may be stored as additions to."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_conflicts: Callable[[list[UUID]], None] | None = None) -> None:
+        """`on_conflicts` is told of feedback whose idempotency key another body had: both count."""
+        self._on_conflicts = on_conflicts
         self._bases = Bases()
         self._days: set[date] = set()
 
@@ -42,7 +44,8 @@ class Ingester:
 
         Raises:
             Refused: the database refuses a record.
-            Exception: the database is away (see `store.away`).
+            Exception: the database is away (see `store.away`), or nobody expected it: it may be a
+                record's fault, or everybody's.
         """
         with _refusals():
             await self._store(engine, records)
@@ -67,6 +70,9 @@ class Ingester:
         async with driver.transaction():
             written = await write(driver, records, batch, repeated=repeated)
         batch.commit()
+        conflicts = await key_conflicts(driver, written)
+        if conflicts and self._on_conflicts is not None:
+            self._on_conflicts(conflicts)
         if await meets_others(driver, written):
             async with driver.transaction():
                 await settle(driver, written)
@@ -112,7 +118,8 @@ def _refusals() -> Iterator[None]:
         ArithmeticError,
         ValueError,
     ) as error:
-        if is_away(error):
+        # What PostgreSQL calls an error of its own (a damaged index, say) is no record's fault yet.
+        if is_away(error) or isinstance(error, asyncpg.InternalServerError):
             raise
         raise Refused(str(error)) from error
 
@@ -138,11 +145,3 @@ async def known_targets(
         rows = await connection.execute(text(queries[kind]), {"wanted": wanted})
         found.update((kind, row[0]) for row in rows)
     return found
-
-
-async def body_hash_of(connection: AsyncConnection, idempotency_key: str) -> str | None:
-    """The hash of the body that was stored under this key, if any was."""
-    query = select(feedback_requests.c.body_hash).where(
-        feedback_requests.c.idempotency_key == idempotency_key
-    )
-    return (await connection.execute(query)).scalar()

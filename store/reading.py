@@ -2,10 +2,10 @@
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
-from sqlalchemy import Row, Select, func, or_, select
+from sqlalchemy import Row, Select, Text, cast, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.assembly import assemble, whole_texts
@@ -114,8 +114,15 @@ async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
     return found
 
 
+# JSON comes as text (the driver would parse it): it is parsed call by call, so that one that
+# cannot be parsed is the damage of its episode and not the end of the query.
+_AS_TEXT: Final = ("sampling", "tool_calls")
 _CALLS = select(
-    *[column for column in transitions.c if column.name not in ("request_raw", "reply_raw")]
+    *[
+        cast(column, Text).label(column.name) if column.name in _AS_TEXT else column
+        for column in transitions.c
+        if column.name not in ("request_raw", "reply_raw", "usage")
+    ]
 ).order_by(transitions.c.id)
 _EVENTS = select(tool_events).order_by(tool_events.c.at, tool_events.c.id)
 _FEEDBACK = select(feedback).order_by(feedback.c.at, feedback.c.id)

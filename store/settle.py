@@ -36,6 +36,8 @@ class Written(msgspec.Struct):
     # Episodes that are linked to others already; and ones whose first call may have changed.
     linked: list[UUID] = []
     rescored: list[UUID] = []
+    # Feedback under an idempotency key.
+    keyed: list[UUID] = []
 
     def offers(self) -> list[UUID]:
         """The digests that the batch's calls offer."""

@@ -258,9 +258,21 @@ feedback_requests = Table(
     "feedback_requests",
     metadata,
     Column("id", Uuid, primary_key=True),
-    Column("idempotency_key", Text, unique=True),
+    Column("idempotency_key", Text),
     Column("body_hash", Text),
     Column("at", When, nullable=False),
+    # Two bodies under one key may both be taken where proxies could not know of each other.
+    UniqueConstraint("idempotency_key", "body_hash"),
+)
+
+# Keys that were taken, maybe for bodies that are not stored yet; for a day.
+feedback_keys = Table(
+    "feedback_keys",
+    metadata,
+    Column("idempotency_key", Text, primary_key=True),
+    Column("body_hash", Text, nullable=False),
+    Column("at", When, nullable=False, server_default=text("now()")),
+    Index("ix_feedback_keys_at", "at"),
 )
 
 policies = Table(

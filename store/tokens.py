@@ -7,6 +7,10 @@ from typing import Final, TypeVar
 
 # Of one id, or one log-probability.
 ITEM_BYTES: Final = 4
+# vLLM says this where a log-probability is -inf, which JSON has no word for.
+NO_LOGPROB: Final = -9999.0
+# A softmax in float32 may give a hair more than a probability of 1.
+ROUNDING: Final = 1e-3
 
 Values = TypeVar("Values", "array[int]", "array[float]")
 
@@ -33,6 +37,19 @@ def unpack_ids(data: bytes) -> list[int]:
 def unpack_logprobs(data: bytes) -> list[float]:
     """The inverse of `pack_logprobs`, to float32's precision."""
     return _little_endian(array("f", data)).tolist()
+
+
+def are_logprobs(data: bytes) -> bool:
+    """Return whether each packed value is one that a sampled token can have."""
+    return may_be_sampled(unpack_logprobs(data))
+
+
+def may_be_sampled(logprobs: Iterable[float]) -> bool:
+    """Return whether each is the log-probability of a token that can be sampled.
+
+    False for NaN, for what stands for -inf, and for a probability past 1.
+    """
+    return all(NO_LOGPROB < value <= ROUNDING for value in logprobs)
 
 
 def _little_endian(values: Values) -> Values:

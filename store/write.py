@@ -26,6 +26,7 @@ from store.rows import (
     transition_row,
 )
 from store.settle import Written
+from store.storable import storable_call
 
 # A named task beats a derived one; among equals the earliest call's counts, and so for
 # the policy: whatever the order of arrival, the outcome is the same.
@@ -83,7 +84,9 @@ async def write(
         asyncpg.UniqueViolationError: some are, and `repeated` did not say so.
         asyncpg.PostgresError: the database is away, or refuses a record.
     """
-    calls = {record.id: record for record in records if isinstance(record, CallRecord)}
+    calls = {
+        record.id: storable_call(record) for record in records if isinstance(record, CallRecord)
+    }
     statements = {record.id: record for record in records if isinstance(record, FeedbackRecord)}
     written = Written()
     if calls:
@@ -91,7 +94,7 @@ async def write(
         await _write_calls(driver, list(calls.values()), known, batch, written)
     await mark_gaps(driver, [record for record in records if isinstance(record, GapRecord)])
     if statements:
-        await _write_feedback(driver, list(statements.values()))
+        written.keyed += await _write_feedback(driver, list(statements.values()))
         written.statements += statements.values()
     return written
 
@@ -148,8 +151,20 @@ async def _copy(driver: Any, table: str, columns: Sequence[str], rows: Sequence[
         await driver.copy_records_to_table(table, columns=columns, records=rows)
 
 
-async def _write_feedback(driver: Any, records: Sequence[FeedbackRecord]) -> None:
-    """What was stated; a repeat under the same idempotency key states nothing new."""
+# Of two in one batch the later is told.
+_CONFLICTS = """
+    SELECT n.id FROM feedback_requests n WHERE n.id = ANY($1) AND EXISTS (
+        SELECT FROM feedback_requests o
+        WHERE o.idempotency_key = n.idempotency_key AND o.body_hash <> n.body_hash
+            AND (o.id < n.id OR o.id <> ALL ($1)))
+"""
+
+
+async def _write_feedback(driver: Any, records: Sequence[FeedbackRecord]) -> list[UUID]:
+    """Write what was stated; a repeat of a key's body states nothing new, another body does.
+
+    Returns the requests that are new and have a key.
+    """
     ordered = sorted(records, key=lambda record: (record.idempotency_key or "", record.id))
     rows = [(r.id, r.idempotency_key, r.body_hash, r.at) for r in ordered]
     found = await driver.fetch(_INSERT_REQUESTS, *map(list, zip(*rows, strict=True)))
@@ -163,3 +178,13 @@ async def _write_feedback(driver: Any, records: Sequence[FeedbackRecord]) -> Non
                 events.append(event_row(item.tool, record.at, item=item))
     await _copy(driver, "feedback", FEEDBACK_COLUMNS, said)
     await _copy(driver, "tool_events", EVENT_COLUMNS, events)
+    return [record.id for record in records if record.id in new and record.idempotency_key]
+
+
+async def key_conflicts(driver: Any, written: Written) -> list[UUID]:
+    """Of what was written and committed, the requests whose key another body has.
+
+    Of two that are committed at the same time at least the later one sees the other.
+    """
+    found = await driver.fetch(_CONFLICTS, written.keyed) if written.keyed else []
+    return [row[0] for row in found]

@@ -27,6 +27,8 @@ def pytest_sessionstart() -> None:
 
 # A machine busy with something else is no reason for a test to fail.
 settings.register_profile("pawl", deadline=None)
+# For `tests/fuzz` (which says how it is run): as many examples as the promise is about.
+settings.register_profile("long", deadline=None, max_examples=50_000, print_blob=True)
 settings.load_profile("pawl")
 
 
@@ -50,7 +52,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostg
 def psql(server: EmbeddedPostgres, statement: str) -> None:
     """Run a statement as the server's owner."""
     admin = server.url.replace("/pawl?", "/postgres?")
-    binary = server._running().bin_path / "psql"
+    binary = server.programs / "psql"
     subprocess.run(
         [str(binary), "--no-psqlrc", "-q", admin, "-c", statement], check=True, capture_output=True
     )

@@ -1,7 +1,7 @@
-"""The training process: polls the store, assigns credit, trains, publishes.
+"""The training process: it polls the store, assigns credit, trains and publishes.
 
-One update crosses these modules in this order: `store.claims` (whole groups) → `credit`
-and `air` (pure) → `rows` and `batching` (pure) → `learners` (TRL) → `adapters` (files) →
-`store.claims.consume` → `publish` (into vLLM) → `store.policies.promote`. `loop` holds that
+One update passes through these modules in this order: `store.claims` (whole groups),
+`credit` and `air` (pure), `rows` and `batching` (pure), `learners` (TRL), `adapters` (files),
+`store.claims.consume`, `publish` (into vLLM), `store.policies.promote`. `loop` shows all of it
 on one page.
 """

@@ -1,12 +1,12 @@
-"""A version's files: written beside their place, synced, then renamed into it, whole.
+"""The files of a policy version: written beside their place, synced, then renamed into it.
 
     <adapter_dir>/<policy>/<version>/
-        adapter_config.json  adapter_model.safetensors     what the server reads
+        adapter_config.json  adapter_model.safetensors     what the model server reads
         manifest.json                                      update, parent, hashes, outcomes
         trainer/                                           what resuming needs
 
-The rename is the moment a version exists. Its manifest carries all that recording and
-probing it needs, so that a crash after the rename ends in the same rows and the same checks.
+A version exists from the moment of the rename. Its manifest holds all that is needed to
+record and to probe it, so that a crash after the rename ends in the same rows and checks.
 """
 
 import shutil
@@ -31,7 +31,11 @@ STATES_KEPT: Final = 3
 
 
 class Manifest(Record, frozen=True, kw_only=True):
-    """What a version is and came from."""
+    """The content of `manifest.json`: a version's origin, hashes, outcomes and probe rows.
+
+    `sha256` maps the name of each served file to its hash. `outcomes` are those of the update's
+    episodes, and `baselines` the moving baselines that it leaves to the next update, if any.
+    """
 
     policy: str
     version: int
@@ -45,7 +49,7 @@ class Manifest(Record, frozen=True, kw_only=True):
 
 
 def version_folder(root: Path, policy: str, version: int) -> Path:
-    """Where a version lies; a policy's name may hold slashes, its folder does not."""
+    """Return the folder of a version; slashes in the policy's name become `--`."""
     return root.resolve() / policy.replace("/", "--") / str(version)
 
 
@@ -62,15 +66,18 @@ def write_version(
     probe: tuple[ProbeRow, ...],
     baselines: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Have `save` write the files, then make the version exist.
+    """Let `save` write the files into a temporary folder, then rename it: the version exists.
 
     Raises:
-        AdapterError: there is such a version already; its bytes are not touched.
-        OSError: the disk does not take it; nothing is left of it, and it may be tried again.
+        AdapterError: the version exists already; its files are not touched.
+        OSError: the disk refused a write; nothing is left of the attempt, and it can be repeated.
     """
     place = version_folder(root, policy, version)
     if place.exists():
-        raise AdapterError(f"{place} exists: a version's bytes never change")
+        raise AdapterError(
+            f"{place} exists already, and a version's files never change: another trainer wrote"
+            " it; stop one of the two and start this one again"
+        )
     partial = place.with_name(f".{version}-{update_id}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -99,15 +106,18 @@ def write_version(
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a version's folder; None where there is no such version.
+    """Return the manifest of a version's folder, or None if there is no such version.
 
     Raises:
-        AdapterError: the files are not what it says.
+        AdapterError: the manifest cannot be read, or a file does not have the hash in it.
     """
     manifest = _manifest(folder)
     for name, expected in manifest.sha256.items() if manifest is not None else ():
         if _sha256(folder / name) != expected:
-            raise AdapterError(f"{folder / name} is not the file that was written")
+            raise AdapterError(
+                f"{folder / name} is not the file that was written: its SHA-256 is not the one in"
+                f" {MANIFEST}; restore it from a backup"
+            )
     return manifest
 
 
@@ -118,18 +128,18 @@ def _manifest(folder: Path) -> Manifest | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except msgspec.DecodeError as error:
-        raise AdapterError(f"{path} cannot be read: {error}") from error
+        raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error
 
 
 def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifest] | None:
-    """The version that an update wrote, if it came that far.
+    """Return the folder and manifest of the version that an update wrote, or None if it wrote none.
 
     Raises:
-        AdapterError: see `read_manifest`.
+        AdapterError: the manifest cannot be read, or a file does not have the hash in it.
     """
     for _, folder in reversed(_folders(root, policy)):
-        found = _manifest(folder)
-        if found is not None and found.update_id == update_id:
+        unchecked = _manifest(folder)
+        if unchecked is not None and unchecked.update_id == update_id:
             manifest = read_manifest(folder)
             assert manifest is not None
             return folder, manifest
@@ -137,9 +147,9 @@ def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifes
 
 
 def highest_version(root: Path, policy: str) -> int:
-    """The highest number that has a folder, whether or not it was recorded; 0 for none.
+    """Return the highest version number that has a folder, recorded or not, or 0 if there is none.
 
-    One may have been written by a trainer that had lost its claim; its number is taken.
+    A trainer that had lost its claim may have written an unrecorded one: its number is taken.
     """
     return max((number for number, _ in _folders(root, policy)), default=0)
 
@@ -150,10 +160,10 @@ def _folders(root: Path, policy: str) -> list[tuple[int, Path]]:
 
 
 def sweep(root: Path, policy: str) -> None:
-    """Remove what killed updates left half-written, and optimiser states of old versions.
+    """Remove what killed updates left half-written, and the optimiser states of old versions.
 
-    The served files stay for as long as their name can be asked for: vLLM's engine dies
-    over a missing folder.
+    Served files stay for as long as their name can be requested: vLLM's engine dies over a
+    missing folder.
     """
     parent = version_folder(root, policy, 0).parent
     for partial in parent.glob(".*-*"):

@@ -1,6 +1,6 @@
-"""Which rows are computed together (pure): optimiser steps, then micro-batches.
+"""Batching of training rows: into optimiser steps, then into micro-batches (pure).
 
-Rows are kept in lexicographic order of their ids, so that those that share a prefix fall
+Rows are kept in lexicographic order of their token ids, so that rows that share a prefix fall
 into one micro-batch and the prefix is computed once.
 """
 
@@ -13,10 +13,10 @@ from trainer.trees import build_tree, shared_prefix
 
 
 def split_steps(rows: Sequence[Row], steps: int) -> list[list[Row]]:
-    """Divide an update into at most `steps` optimiser steps of about equal token counts.
+    """Divide an update into at most `steps` optimiser steps with about equal numbers of tokens.
 
-    Rows of one prompt are dealt out in turn, so that every step sees every group: a step
-    over one group alone would have advantages of one task only.
+    Rows are dealt out in lexicographic order, one to each step in turn, so that every step sees
+    every group: the advantages of a step over one group alone would be those of one task only.
     """
     dealt: list[list[Row]] = [[] for _ in range(min(steps, len(rows)))]
     for index, row in enumerate(sorted(rows, key=lambda row: row.ids)):
@@ -27,8 +27,9 @@ def split_steps(rows: Sequence[Row], steps: int) -> list[list[Row]]:
 def plan_micro_batches(rows: Sequence[Row], budget: int, *, merge: bool = True) -> list[list[Row]]:
     """Cut rows into micro-batches of at most `budget` computed tokens each.
 
-    Merged, these are the distinct nodes of their prefix tree; else all, and rows of one
-    length are together. A row that is larger than the budget gets a micro-batch of its own.
+    With `merge` these are the distinct nodes of the micro-batch's prefix tree. Without it they are
+    all input tokens, and rows of equal length come together. A row larger than `budget` gets a
+    micro-batch of its own.
     """
     batches: list[list[Row]] = []
     tokens = 0
@@ -46,26 +47,27 @@ def plan_micro_batches(rows: Sequence[Row], budget: int, *, merge: bool = True) 
 
 
 def _by_prefix(row: Row) -> tuple[int, ...]:
-    """In the order of `inputs`; the last id decides between those that read the same."""
+    """Return a sort key: the row's inputs, then its last id."""
     return (*row.inputs, -1, row.ids[-1])
 
 
 def _by_length(row: Row) -> tuple[int, ...]:
+    """Return a sort key: the row's number of inputs, then its ids."""
     return (len(row.inputs), *row.ids)
 
 
 def computed_tokens(rows: Sequence[Row], *, merge: bool = True) -> int:
-    """How many tokens a micro-batch computes."""
+    """Return how many tokens a micro-batch computes."""
     if merge:
         return len(build_tree([row.inputs for row in rows]).tokens)
     return sum(len(row.inputs) for row in rows)
 
 
 def share_out(batches: Sequence[Sequence[Row]], processes: int) -> list[list[Sequence[Row]]]:
-    """Divide micro-batches among processes, as many to each and about as many tokens.
+    """Divide micro-batches among processes: equally many for each, with about equally many tokens.
 
-    Sharded layers are gathered by all processes together, so that each must compute as often
-    as the others: where a micro-batch is missing, the smallest is computed for nothing.
+    All processes gather the sharded layers together, so each must compute as often as the others.
+    Where a micro-batch is missing, the smallest one is computed again with weight 0.
     """
     if processes == 1:
         return [list(batches)]

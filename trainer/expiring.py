@@ -1,4 +1,4 @@
-"""When episodes that can never be trained any more are looked for, and how that is told."""
+"""Consumes episodes that can never be trained any more, and reports them as expired."""
 
 from time import perf_counter
 from typing import Any, Final
@@ -12,21 +12,25 @@ from trainer.metrics import EPISODES
 
 log = structlog.get_logger()
 
-# Between looks while the same version serves.
+# Seconds between checks while the same version serves.
 EXPIRE_S: Final = 60.0
 
 
 class Expiring:
-    """Spends them for each new version, and now and then."""
+    """Consumes expired episodes for each new version, and once every `EXPIRE_S` seconds."""
 
     def __init__(self, engine: AsyncEngine, rule: ClaimRule, recipe: dict[str, Any]) -> None:
+        """Store the claim rule, and the recipe (as JSON) that sweeps are recorded with."""
         self._engine = engine
         self._rule = rule
         self._recipe = recipe
         self._looked: tuple[int, float] | None = None
 
     async def look(self, parent: int) -> None:
-        """Spend what is past the rule's limits where `parent` is trained on."""
+        """Consume the episodes that are past the rule's limits for an update of version `parent`.
+
+        Nothing is done within `EXPIRE_S` seconds of the last time, unless `parent` has changed.
+        """
         if self._looked is not None:
             version, at = self._looked
             if version == parent and perf_counter() < at + EXPIRE_S:

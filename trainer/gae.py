@@ -1,20 +1,20 @@
-"""Generalised advantage estimation over an episode's calls (pure, float64).
+"""Generalised advantage estimation (GAE) over an episode's calls (pure, float64).
 
-GAE (arXiv:1506.02438 §3) on one chain of tokens: the trained calls of an episode by
-position, the state after a call's last token being the next call's prompt. Calls between
-them that are not trained belong to the environment.
+GAE (arXiv:1506.02438 §3) on one chain of tokens: the trained calls of an episode by position.
+The state after a call's last token is the next trained call's prompt; calls between them that
+are not trained belong to the environment.
 
     δ_t = reward_t + γ_t · V_{t+1} − V_t          V after the last token is 0
     A_t = δ_t + γ_t · λ · A_{t+1}
 
-A call is one step of the episode (Agent Lightning, arXiv:2508.03680 §3.1), so that γ_t is
-`gamma` on a call's last token and 1 within it; λ counts tokens. Rewards are paid on the last
-token of a call, and are what the credit assignment's returns G_k come down to:
+A call is one action of the episode (Agent Lightning, arXiv:2508.03680 §3.2), so γ_t is
+`gamma` on a call's last token and 1 within the call; λ counts tokens. Rewards stand on the
+last token of a call. They are derived from the returns G_k that credit assignment gives:
 
     reward of call k = G_k − G_{k+1},  of the last call G_K
 
-With γ = 1 the return of every token is thus its call's r_total, whatever the assignment:
-identical credit pays once, at the episode's end; step-wise credit pays each step's share.
+With γ = 1 the return of every token is then its call's r_total, whatever the assignment:
+identical credit puts one reward at the episode's end, step-wise credit one on each call.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ from trainer.rows import Row
 
 
 class ValuedCall(NamedTuple):
-    """One trained call: its credited return, and of each of its S tokens the critic's view.
+    """One trained call of S sampled tokens, with its return and the critic's values.
 
-    Shapes: `values` (S,), V before the token; `rewards` (S,), what the token earns by itself
-    (the cost of leaving the base model; zeros without).
+    `r_total` is the call's return from credit assignment. Shapes: `values` (S,), V before each
+    token; `rewards` (S,), each token's own reward (the KL penalty, or zeros).
     """
 
     r_total: float
@@ -38,14 +38,14 @@ class ValuedCall(NamedTuple):
 
 
 def call_rewards(totals: Sequence[float]) -> list[float]:
-    """What each call pays, for the undiscounted returns to be `totals`."""
+    """Return each call's reward, such that the undiscounted returns are `totals`, (K,)."""
     return [here - after for here, after in pairwise([*totals, 0.0])]
 
 
 def estimate(
     rewards: Sequence[float], values: Sequence[float], discounts: Sequence[float], trace: float
 ) -> list[float]:
-    """GAE of one chain of T steps; all shapes (T,), `trace` is λ."""
+    """Return the GAE of one chain of T tokens; all shapes are (T,), `trace` is λ."""
     advantages = [0.0] * len(rewards)
     value_after, advantage_after = 0.0, 0.0
     for step in reversed(range(len(rewards))):
@@ -58,11 +58,11 @@ def estimate(
 def episode_advantages(
     calls: Sequence[ValuedCall], gamma: float, trace: float
 ) -> list[list[float]]:
-    """Advantages of every token of an episode's trained calls, which come by position."""
-    paid = call_rewards([call.r_total for call in calls])
+    """Return the advantage of every token of an episode's trained calls, given by position."""
+    last_rewards = call_rewards([call.r_total for call in calls])
     rewards = [
-        reward + (pay if token == len(call.rewards) - 1 else 0.0)
-        for call, pay in zip(calls, paid, strict=True)
+        reward + (last_reward if token == len(call.rewards) - 1 else 0.0)
+        for call, last_reward in zip(calls, last_rewards, strict=True)
         for token, reward in enumerate(call.rewards)
     ]
     discounts = [
@@ -84,32 +84,36 @@ def row_advantages(
     trace: float,
     by_agent: bool,
 ) -> list[list[float]]:
-    """Advantages of every token of an update's rows, which come in any order.
+    """Return the advantage of every token of an update's rows, which come in any order.
 
-    `by_agent` chains the calls of each agent of an episode by themselves: where every agent
-    has a return of its own, the others belong to its environment.
+    `values` and `rewards` hold one sequence (S,) for each row, and so does the result. With
+    `by_agent` the calls of each agent of an episode are a chain of their own: where each agent
+    has its own return, the other agents belong to its environment.
     """
 
     def chain_of(index: int) -> tuple[str, str]:
+        """Return the chain that a row belongs to."""
         row = rows[index]
         return str(row.episode_id), row.agent if by_agent else ""
 
-    found: list[list[float]] = [[] for _ in rows]
+    by_row: list[list[float]] = [[] for _ in rows]
     order = sorted(range(len(rows)), key=lambda index: (*chain_of(index), rows[index].position))
     for _, group in groupby(order, key=chain_of):
         indices = list(group)
         calls = [ValuedCall(rows[i].r_total, values[i], rewards[i]) for i in indices]
         for index, advantages in zip(indices, episode_advantages(calls, gamma, trace), strict=True):
-            found[index] = advantages
-    return found
+            by_row[index] = advantages
+    return by_row
 
 
 def normalised(
     rows: Sequence[Sequence[float]], weights: Sequence[float], smallest_spread: float
 ) -> list[list[float]]:
-    """Advantages less their mean, over their spread; a row's tokens share the row's weight.
+    """Return the advantages minus their mean, divided by their spread.
 
-    Weights are those of the loss, so that a long call counts no more than a short one.
+    Mean and variance weigh tokens as the loss does: a row's weight is divided among its tokens,
+    so that a long call counts no more than a short one. A spread below `smallest_spread` is
+    replaced by it.
     """
     mean, variance = _moments(rows, weights)
     spread = max(sqrt(variance), smallest_spread)
@@ -119,7 +123,10 @@ def normalised(
 def explained_variance(
     values: Sequence[Sequence[float]], returns: Sequence[Sequence[float]], weights: Sequence[float]
 ) -> float | None:
-    """1 − Var(return − V) / Var(return): 1 is a perfect critic, 0 a constant; None undefined."""
+    """Return 1 − Var(return − V) / Var(return), or None if the returns do not vary.
+
+    1 is a perfect critic, 0 one that is no better than a constant.
+    """
     errors = [
         [target - value for value, target in zip(row, targets, strict=True)]
         for row, targets in zip(values, returns, strict=True)
@@ -130,12 +137,12 @@ def explained_variance(
 
 
 def _moments(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> tuple[float, float]:
-    """Weighted mean and variance over tokens, each row's weight divided among its tokens."""
+    """Return weighted mean and variance over tokens; a row's weight is divided among its tokens."""
     shares = [
         (value, weight / len(row))
         for row, weight in zip(rows, weights, strict=True)
         for value in row
     ]
-    whole = fsum(share for _, share in shares)
-    mean = fsum(value * share for value, share in shares) / whole
-    return mean, fsum((value - mean) ** 2 * share for value, share in shares) / whole
+    total = fsum(share for _, share in shares)
+    mean = fsum(value * share for value, share in shares) / total
+    return mean, fsum((value - mean) ** 2 * share for value, share in shares) / total

@@ -1,4 +1,7 @@
-"""What the loop asks of a learner. `trainer.learners` has the real one, which needs torch."""
+"""The interface between the update loop and a learner; `trainer.learners` implements it.
+
+It is a module of its own because the implementation needs torch and the loop does not.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,23 +10,23 @@ from typing import Any, Protocol
 from trainer.rows import Row
 
 
-class Learning(Protocol):
-    """Holds a policy between updates."""
+class LearnerProtocol(Protocol):
+    """A learner: it holds one policy's model between updates."""
 
     def restore(self, adapter: Path | None) -> None:
-        """Continue from a version's folder; None: from the base model."""
+        """Continue from a version's folder, or from the base model if `adapter` is None."""
 
     def update(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Train on rows whose weights sum to one; the update's metrics, JSON-ready."""
+        """Train on rows whose weights sum to one, and return the update's metrics, JSON-ready."""
 
     def interrupt(self) -> None:
-        """Make a running `update` raise `Interrupted` soon; the learner is not used again."""
+        """Make a running `update` raise `Interrupted` soon; the learner cannot be used after it."""
 
     def save(self, folder: Path) -> None:
-        """Write what the server and what resuming needs."""
+        """Write into `folder` the adapter that the server reads, and what resuming needs."""
 
     def saved_as(self, adapter: Path) -> None:
-        """What was saved last is this version now."""
+        """Note that the state that was saved last is the version in `adapter`."""
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
-        """Log-probabilities (S,) of each row's sampled tokens, at temperature one."""
+        """Return the log-probabilities (S,) of each row's sampled tokens at temperature one."""

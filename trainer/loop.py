@@ -1,12 +1,13 @@
-"""The trainer's one page: claim, credit, train, write, consume, publish; and what a crash left.
+"""The update loop on one page: claim, credit, train, write, consume, publish, and recover.
 
-Exactly once (DESIGN §3.6): a claim lives in the database, a version exists from the moment
-its folder is renamed into place, and its episodes are consumed in the transaction that
-records it. After a kill, a running update whose folder exists is recorded from its
-manifest; one without is abandoned and its episodes are free again.
+Each episode is trained exactly once (docs/decisions/004-once.md and 024-exactly-once.md). A
+claim lives in the database; a version exists from the moment its folder is renamed into
+place; its episodes are consumed in the transaction that records it. After a kill, a running
+update whose folder exists is recorded from its manifest; one without a folder is abandoned,
+and its episodes are free again.
 
-Nothing of an update depends on the clock, on ids made for it or on chance: the same claim
-gives the same version, bit by bit, however often it was begun.
+An update depends on no clock, no generated id and no chance: the same claim gives the same
+version, bit by bit, however often it is begun.
 """
 
 import asyncio
@@ -27,9 +28,9 @@ from store.errors import ClaimLost
 from store.records import PolicyVersion
 from trainer import adapters
 from trainer.claiming import Claiming
-from trainer.errors import AdapterError, LearnerError, PublishError
+from trainer.errors import AdapterError, LearnerError, PublishError, Unusable
 from trainer.expiring import Expiring
-from trainer.learning import Learning
+from trainer.learning import LearnerProtocol
 from trainer.metrics import EPISODES, TRAINED_TOKENS, UPDATE, UPDATE_SECONDS, UPDATES, VERSION
 from trainer.probe import ProbeRow
 from trainer.progress import read_progress
@@ -43,12 +44,12 @@ from trainer.update import Plan, claim_rule, plan_update
 log = structlog.get_logger()
 
 T = TypeVar("T")
-# Between attempts to write a version that the disk did not take.
+# Seconds between attempts to write a version that the disk refused.
 WRITE_AGAIN_S: Final = 5.0
 
 
 class Loop:
-    """Updates of one policy, one after the other."""
+    """Runs the updates of one policy, one after the other."""
 
     def __init__(
         self,
@@ -56,9 +57,10 @@ class Loop:
         recipe: Recipe,
         engine: AsyncEngine,
         publisher: Publisher,
-        learner: Learning,
+        learner: LearnerProtocol,
         policy: str,
     ) -> None:
+        """Connect the parts of the loop; `policy` is the name of the policy in training."""
         self._adapter_dir = settings.adapter_dir
         self._recipe = recipe
         self._engine = engine
@@ -72,7 +74,11 @@ class Loop:
         self._expiring = Expiring(engine, rule, told)
 
     async def recover(self) -> None:
-        """Finish or undo what a killed trainer left."""
+        """Finish or abandon the update that a killed trainer left, and publish what it had written.
+
+        Raises:
+            AdapterError: a version's files are missing or differ from its manifest.
+        """
         async with self._engine.connect() as connection:
             running = await claims.running_update(connection, self._policy)
         if running is not None:
@@ -108,13 +114,13 @@ class Loop:
         self._count_outcomes(manifest.outcomes)
         log.warning("update_finished_late", update=str(update_id), version=manifest.version)
 
-    async def tend(self) -> None:
-        """Keep the server's adapters as the store has them."""
+    async def sync_adapters(self) -> None:
+        """Load the adapters that the store lists as servable, and unload those that are retired."""
         await self._publisher.keep_loaded()
         await self._publisher.retire_idle()
 
     async def update_once(self) -> bool:
-        """One update if enough episodes wait; whether there was one."""
+        """Run one update if enough episodes are ready; return whether there was one."""
         started = perf_counter()
         parent = await self._serving()
         await self._expiring.look(parent.version)
@@ -130,13 +136,14 @@ class Loop:
         return True
 
     async def _update(self, parent: PolicyVersion) -> bool:
-        claim = await self._claiming.take(parent.version)
-        if claim is None:
-            return False
-        await self._run(claim, parent)
-        return True
+        while (claim := await self._claiming.take(parent.version)) is not None:
+            if await self._run(claim, parent):
+                self._claiming.went_well()
+                return True
+        return False
 
-    async def _run(self, claim: Claim, parent: PolicyVersion) -> None:
+    async def _run(self, claim: Claim, parent: PolicyVersion) -> bool:
+        """Whether the claim came to its end; else it was undone, and another may be taken."""
         async with self._engine.connect() as connection:
             next_version = max(
                 await claims.next_version(connection, self._policy),
@@ -146,11 +153,15 @@ class Loop:
         log.info("update_begun", update=str(claim.update_id), version=next_version, **plan.metrics)
         if not plan.rows:
             await self._consume(claim, plan, plan.metrics)
-            return
+            return True
         try:
             await self._make(claim, plan, parent, next_version)
+        except Unusable as error:
+            await self._claiming.put_right(claim.update_id, error)
+            return False
         except LearnerError as error:
             await self._give_up(claim, plan, error)
+        return True
 
     async def _make(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, next_version: int
@@ -191,7 +202,7 @@ class Loop:
         return adapters.version_folder(self._adapter_dir, self._policy, version.version)
 
     def _has_ended(self, parent: PolicyVersion) -> bool:
-        """Whether the recipe's schedule leaves `parent` as it is; says so once."""
+        """Return True if the recipe's schedule has ended at `parent`; log that once."""
         rule = self._recipe.optimizer
         if rule.schedule == "constant":
             return False
@@ -204,7 +215,7 @@ class Loop:
         return ended
 
     async def _write(self, write: Callable[[], Path]) -> Path:
-        """Write a version; where the disk does not take it, keep what was trained and wait."""
+        """Write a version; if the disk refuses, keep the trained weights and try again."""
         while True:
             try:
                 return await self._in_thread(write)
@@ -213,7 +224,7 @@ class Loop:
                 await asyncio.sleep(WRITE_AGAIN_S)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` beside the event loop; one who cancels waits until it has ended."""
+        """Run `work` in a thread; a cancelled caller waits until it has ended."""
         running = asyncio.ensure_future(asyncio.to_thread(work))
         try:
             return await asyncio.shield(running)
@@ -223,7 +234,7 @@ class Loop:
             raise
 
     def _probe_rows(self, rows: Sequence[Row]) -> tuple[ProbeRow, ...]:
-        """A few of the update's rows with what the new policy gives them."""
+        """Return a few of the update's rows with the new policy's log-probabilities."""
         chosen = rows[: self._recipe.publish.probe_rows]
         found = self._learner.logprobs(chosen)
         return tuple(
@@ -287,7 +298,7 @@ class Loop:
         )
 
     async def _leave(self) -> None:
-        """Stopped from outside: finish what is written; else free the episodes at once."""
+        """Handle a stop from outside: record a written version, or release the episodes at once."""
         try:
             async with self._engine.connect() as connection:
                 running = await claims.running_update(connection, self._policy)
@@ -296,7 +307,7 @@ class Loop:
         except Exception as error:
             if not (is_away(error) or isinstance(error, ClaimLost)):
                 raise
-            # Whoever works on the policy next finds it (`recover`).
+            # The next trainer of the policy finds the update (`recover`).
             log.warning("update_left", reason=str(error))
 
     def _count_outcomes(self, outcomes: Sequence[Outcome]) -> None:
@@ -304,9 +315,9 @@ class Loop:
             EPISODES.labels(self._policy, one.reason or "trained").inc()
 
     async def _give_up(self, claim: Claim, plan: Plan, why: LearnerError) -> None:
-        """An update that came out unusable: its episodes are spent, nothing is published.
+        """Consume the episodes of an update that failed, and publish nothing.
 
-        Freed, the same episodes would be claimed again at once and fail again for ever.
+        If they were released, the same episodes would be claimed and fail again for ever.
         """
         outcomes = [
             Outcome(episode_id=one.episode_id, trained=False, reason=one.reason or why.reason)

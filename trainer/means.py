@@ -1,11 +1,11 @@
-"""Means that do not depend on an order, and leave equal values what they are (pure)."""
+"""Means that do not depend on the order of values and are exact for equal ones (pure)."""
 
 from collections.abc import Sequence
 from math import fsum
 
 
 def mean_of(values: Sequence[float]) -> float:
-    """The mean of one or more values; of equal ones exactly that value."""
+    """Return the mean of one or more values; the mean of equal values is exactly that value."""
     first = values[0]
     if all(value == first for value in values):
         return first
@@ -13,5 +13,5 @@ def mean_of(values: Sequence[float]) -> float:
 
 
 def mean_square(values: Sequence[float]) -> float:
-    """The mean of the squares of one or more values."""
+    """Return the mean of the squares of one or more values."""
     return mean_of([value * value for value in values])

@@ -1,38 +1,40 @@
-"""What the trainer's `/metrics` says (Prometheus)."""
+"""The trainer's Prometheus metrics, served at `/metrics`."""
 
 from typing import Final
 
 from prometheus_client import Counter, Gauge, Histogram
 
-UPDATES = Counter("pawl_updates_total", "Updates by how they ended.", ["policy", "outcome"])
+UPDATES = Counter("pawl_updates_total", "Updates, by outcome.", ["policy", "outcome"])
 UPDATE_SECONDS = Histogram(
     "pawl_update_seconds",
-    "From a claim to the new version's promotion.",
+    "Seconds from a claim to the promotion of the new version.",
     ["policy"],
     buckets=(1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280),
 )
 EPISODES = Counter(
-    "pawl_episodes_consumed_total", "Episodes spent: trained, or why not.", ["policy", "reason"]
+    "pawl_episodes_consumed_total",
+    "Episodes consumed, by reason: trained, or why not.",
+    ["policy", "reason"],
 )
 TRAINED_TOKENS = Counter(
     "pawl_trained_tokens_total", "Sampled tokens that carried loss.", ["policy"]
 )
 UPDATE: Final = {
-    name: Gauge(f"pawl_update_{name}", f"{words} of the last update.", ["policy"])
-    for name, words in {
+    name: Gauge(f"pawl_update_{name}", f"{description}, in the last update.", ["policy"])
+    for name, description in {
         "reward_mean": "Mean final reward of the episodes",
         "total_mean": "Mean r_total (final and automatic) of the episodes",
         "air_mean": "Mean r_air of the episodes",
         "staleness_mean": "Mean staleness, in versions, of the rows",
-        "entropy": "Mean entropy, nats per token,",
+        "entropy": "Mean entropy, nats per token",
         "ratio_cut_share": "Share of tokens whose ratio was truncated",
-        "masked_share": "Share of calls too far off the policy to carry loss",
-        "effective_sample_size": "Effective sample size, as a share of the tokens,",
-        "drift_kl": "Divergence of server and trainer about one version, nats per token,",
+        "masked_share": "Share of calls that are too far off the policy to carry loss",
+        "effective_sample_size": "Effective sample size, as a share of the tokens",
+        "drift_kl": "Divergence of server and trainer about one version, nats per token",
         "drift_logp_mean_abs": "Mean |trainer − server| log-probability about one version",
-        "staleness_kl": "Divergence that older versions add to it, nats per token,",
+        "staleness_kl": "Divergence that older versions add to the drift, nats per token",
         "clip_share": "Share of tokens whose ratio PPO clipped",
-        "kl_to_base": "KL to the base model, nats per token,",
+        "kl_to_base": "KL to the base model, nats per token",
         "value_loss": "Critic's mean half squared error",
         "explained_variance": "Share of the returns' variance that the critic explained",
         "grad_norm": "Gradient norm",

@@ -1,4 +1,4 @@
-"""Is a version served right? Served log-probabilities against the trainer's (pure)."""
+"""The probe of a new version: served log-probabilities against the trainer's (pure)."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from store.records import Record
 
 
 class ProbeRow(Record, frozen=True, kw_only=True):
-    """A fixed sequence, and what the trainer gives its last tokens.
+    """A fixed token sequence, and the trainer's log-probabilities of its last tokens.
 
     Shapes: `ids` (P + S,), `logprobs` (S,) in nats, at temperature one.
     """
@@ -15,8 +15,12 @@ class ProbeRow(Record, frozen=True, kw_only=True):
     logprobs: tuple[float, ...]
 
 
-class Probe(Record, frozen=True, kw_only=True):
-    """What a comparison found, in nats per token."""
+class ProbeResult(Record, frozen=True, kw_only=True):
+    """Differences between log-probabilities over all probe tokens, in nats per token.
+
+    `mean_difference` and `largest_difference` are |served − trainer|; `moved` is the largest
+    |served now − served by the version before|.
+    """
 
     mean_difference: float
     largest_difference: float
@@ -28,30 +32,38 @@ def compare(
     served: Sequence[Sequence[float]],
     trained: Sequence[Sequence[float]],
     before: Sequence[Sequence[float]],
-) -> Probe:
-    """Compare fixed sequences: served now, by the trainer, and served by the version before.
+) -> ProbeResult:
+    """Compare log-probabilities: served now, the trainer's, and served by the version before.
 
-    Each is (rows, S): the log-probabilities of each row's sampled tokens.
+    Shapes: each is (rows, S), the log-probabilities of each row's sampled tokens.
     """
-    off = [abs(a - b) for a, b in _pairs(served, trained)]
+    differences = [abs(a - b) for a, b in _pairs(served, trained)]
     moved = [abs(a - b) for a, b in _pairs(served, before)]
-    return Probe(
-        mean_difference=sum(off) / len(off),
-        largest_difference=max(off),
+    return ProbeResult(
+        mean_difference=sum(differences) / len(differences),
+        largest_difference=max(differences),
         moved=max(moved),
-        tokens=len(off),
+        tokens=len(differences),
     )
 
 
-def what_is_wrong(probe: Probe, tolerance: float) -> str | None:
-    """Why a version must not serve; None if it may."""
+def rejection_reason(probe: ProbeResult, tolerance: float) -> str | None:
+    """Return why a version must not serve, or None if it may.
+
+    `tolerance` bounds the mean difference. A NaN difference is rejected too. A version that
+    answers exactly as the one before was not loaded: an update always moves the policy.
+    """
     if not probe.mean_difference <= tolerance:
         return (
-            f"served log-probabilities are off by {probe.mean_difference:.4f} nats a token in the"
-            f" mean, more than {tolerance}"
+            "served log-probabilities differ from the trainer's by"
+            f" {probe.mean_difference:.4f} nats per token in the mean, more than"
+            f" publish.tolerance = {tolerance}: does the server use the same base model and dtype?"
         )
     if probe.moved == 0.0:
-        return "the server answers exactly as before under the new name"
+        return (
+            "the server answers under the new name exactly as under the old one: it did not load"
+            " the adapter"
+        )
     return None
 
 

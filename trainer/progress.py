@@ -1,4 +1,4 @@
-"""How far training has come, kept beside a version's adapter for as long as that is."""
+"""The number of optimiser steps taken up to a version, kept beside its adapter for good."""
 
 from pathlib import Path
 from typing import Final
@@ -12,24 +12,28 @@ PROGRESS: Final = "progress.json"
 
 
 class Progress(Record, frozen=True, kw_only=True):
-    """Optimiser steps taken between the base and a version."""
+    """The content of `progress.json`: optimiser steps taken between the base and a version."""
 
     steps_taken: int
 
 
 def write_progress(folder: Path, steps_taken: int) -> None:
-    """Write it into a version's folder; raises OSError where the disk does not take it."""
+    """Write the progress file into a version's folder.
+
+    Raises:
+        OSError: the disk refused the write.
+    """
     (folder / PROGRESS).write_bytes(msgspec.json.encode(Progress(steps_taken=steps_taken)))
 
 
 def read_progress(folder: Path) -> int:
-    """The optimiser steps taken up to the version in `folder`.
+    """Return the optimiser steps taken up to the version in `folder`.
 
     Raises:
-        AdapterError: it cannot be read.
+        AdapterError: the file cannot be read.
     """
     path = folder / PROGRESS
     try:
         return msgspec.json.decode(path.read_bytes(), type=Progress).steps_taken
     except (OSError, msgspec.DecodeError) as error:
-        raise AdapterError(f"{path} cannot be read: {error}") from error
+        raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error

@@ -1,7 +1,7 @@
-"""From a version on disk to one that has the traffic: load, probe, promote (DESIGN §4).
+"""Publishing: load a written version, probe it, and promote it to serve the traffic.
 
-A version that does not load or is not served right is rejected and the one before keeps
-the traffic. What the server lost (it was restarted) is loaded again.
+A version that does not load or fails the probe is rejected, and the one before keeps the
+traffic. Adapters that a restarted server lost are loaded again.
 """
 
 from collections.abc import Sequence
@@ -14,23 +14,24 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store import policies
 from store.records import PolicyState, PolicyVersion
 from trainer.errors import PublishError
-from trainer.probe import Probe, ProbeRow, compare, what_is_wrong
+from trainer.probe import ProbeResult, ProbeRow, compare, rejection_reason
 from trainer.recipe_parts import PublishPart
 from trainer.replicas import Replicas
 from trainer.server import ModelServer
 
 log = structlog.get_logger()
 
-# Proxies read the policies twice a second.
-PROXIES_KNOW_S: Final = 10.0
+# All proxies know of a change after this long; they read the policies twice a second.
+PROXY_REFRESH_S: Final = 10.0
 
 
 class Publisher:
-    """Publishes the versions of one policy."""
+    """Publishes and retires the versions of one policy."""
 
     def __init__(
         self, engine: AsyncEngine, servers: Replicas, policy: str, rule: PublishPart
     ) -> None:
+        """Store the model servers, the policy's name and the recipe's `[publish]` rule."""
         self._engine = engine
         self._servers = servers
         self._policy = policy
@@ -41,12 +42,14 @@ class Publisher:
         version: PolicyVersion,
         before: str,
         rows: Sequence[ProbeRow],
-    ) -> Probe:
-        """Load `version`, probe it with `rows`, and give it the traffic.
+    ) -> ProbeResult:
+        """Load `version`, probe it with `rows`, and promote it.
+
+        `before` is the served name of the version that has the traffic now.
 
         Raises:
-            PublishError: it was rejected; nothing changed for any request.
-            UpstreamAway: the server does not answer; the version stays `written`.
+            PublishError: the version was rejected; nothing changes for any request.
+            UpstreamAway: a server does not answer; the version stays `written`.
         """
         assert version.adapter_path is not None
         try:
@@ -62,8 +65,8 @@ class Publisher:
         log.info("version_promoted", version=version.served_name)
         return probe
 
-    async def _probe(self, name: str, before: str, rows: Sequence[ProbeRow]) -> Probe:
-        """What the worst of the replicas gave."""
+    async def _probe(self, name: str, before: str, rows: Sequence[ProbeRow]) -> ProbeResult:
+        """Probe every replica and return the worst result."""
         probes = [
             await self._probe_one(server, name, before, rows) for server in self._servers.each
         ]
@@ -71,13 +74,13 @@ class Publisher:
 
     async def _probe_one(
         self, server: ModelServer, name: str, before: str, rows: Sequence[ProbeRow]
-    ) -> Probe:
+    ) -> ProbeResult:
         trained = [row.logprobs for row in rows]
-        served = await _served(server, name, rows)
-        probe = compare(served, trained, await _served(server, before, rows))
-        wrong = what_is_wrong(probe, self._rule.tolerance)
-        if wrong is not None:
-            raise PublishError(wrong)
+        served = await _served_logprobs(server, name, rows)
+        probe = compare(served, trained, await _served_logprobs(server, before, rows))
+        reason = rejection_reason(probe, self._rule.tolerance)
+        if reason is not None:
+            raise PublishError(reason)
         return probe
 
     async def _set_state(self, version: int, state: PolicyState) -> None:
@@ -85,7 +88,7 @@ class Publisher:
             await policies.set_state(connection, self._policy, version, state)
 
     async def keep_loaded(self) -> None:
-        """Load again what should be servable and is not: the server was restarted."""
+        """Load again the adapters that should be servable and are not (a server was restarted)."""
         listed = await self._servers.models()
         for version in await self._versions():
             wanted = version.state in ("serving", "published") and version.version > 0
@@ -96,18 +99,18 @@ class Publisher:
         try:
             await self._servers.load(version.served_name, Path(version.adapter_path or ""))
         except PublishError as error:
-            # Asked again at the next look; meanwhile training and the other versions go on.
+            # It is tried again at the next sync; training and other versions go on meanwhile.
             log.error("version_not_reloaded", version=version.served_name, reason=str(error))
             return
         log.info("version_reloaded", version=version.served_name)
 
     async def retire_idle(self) -> None:
-        """Take away published versions that no episode has used for a while.
+        """Retire published versions that no episode has used for a while.
 
-        First from the proxies, then, once they all know, from the server. Its files stay:
-        vLLM's engine dies over a folder that is gone.
+        They are taken from the proxies first and, once all proxies know, from the model servers.
+        The files stay: vLLM's engine dies over a missing folder.
         """
-        for version in await self._idle("retired", PROXIES_KNOW_S):
+        for version in await self._idle("retired", PROXY_REFRESH_S):
             for server in self._servers.each:
                 if version.served_name in await server.models():
                     await server.unload(version.served_name)
@@ -124,5 +127,7 @@ class Publisher:
             return await policies.list_versions(connection, self._policy)
 
 
-async def _served(server: ModelServer, name: str, rows: Sequence[ProbeRow]) -> list[list[float]]:
+async def _served_logprobs(
+    server: ModelServer, name: str, rows: Sequence[ProbeRow]
+) -> list[list[float]]:
     return [(await server.prompt_logprobs(name, row.ids))[-len(row.logprobs) :] for row in rows]

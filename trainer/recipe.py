@@ -1,4 +1,4 @@
-"""A recipe: which learner, and its numbers. TOML, every key known, every value in range."""
+"""Recipes: which learner to use, and its numbers; TOML with known keys and checked ranges."""
 
 import tomllib
 from importlib.resources import files
@@ -16,18 +16,14 @@ from trainer.recipe_parts import (
     LoraPart,
     OffPolicyPart,
     OptimizerPart,
-    Part,
     PpoPart,
     PublishPart,
+    RecipePart,
 )
 
 
-class Recipe(Part):
-    """All of it. Defaults stand for what a file leaves out.
-
-    `dtype` "auto" is what `pawl up` serves in on such a machine: bfloat16 on a GPU, float32
-    on a CPU.
-    """
+class Recipe(RecipePart):
+    """A complete recipe; keys that a file leaves out have their defaults."""
 
     learner: Literal["grpo", "ppo"] = "grpo"
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
@@ -43,7 +39,7 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _groups_are_compared(self) -> "Recipe":
-        """An episode that is alone cannot be compared with its group."""
+        """Refuse groups of one with a baseline that compares an episode with its group."""
         compared = self.credit.baseline in ("group", "leave_one_out")
         if compared and self.claim.smallest_group == 1:
             key = "group_size" if self.claim.group_size == 1 else "smallest_group"
@@ -56,7 +52,7 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def _ppo_has_one_baseline(self) -> "Recipe":
-        """The critic is PPO's baseline, over all of an update: groups have no part in it."""
+        """Refuse group baselines for PPO: its critic is the baseline, over all of an update."""
         if self.learner != "ppo":
             return self
         credit = self.credit
@@ -74,10 +70,10 @@ class Recipe(Part):
 
 
 def load_recipe(name_or_path: str) -> Recipe:
-    """The recipe in a TOML file, or the packaged one of that name (`default`, `demo`).
+    """Return the recipe in a TOML file, or the packaged recipe of that name.
 
     Raises:
-        RecipeError: there is none, or something in it is wrong; the message names the key.
+        RecipeError: there is no such recipe, or a key in it is wrong; the message names the key.
     """
     path = Path(name_or_path)
     packaged = files("trainer.recipes") / f"{name_or_path}.toml"
@@ -95,10 +91,10 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
-    """The recipe in `text`; `where` names it in messages.
+    """Return the recipe in `text`; `where` names the source in error messages.
 
     Raises:
-        RecipeError: see `load_recipe`.
+        RecipeError: the text is not TOML, or a key is wrong; the message names the key.
     """
     try:
         values: dict[str, Any] = tomllib.loads(text)

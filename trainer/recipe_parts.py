@@ -1,4 +1,4 @@
-"""The parts of a recipe: every key, its range, and what it means."""
+"""The parts of a recipe: one class for each TOML table, with each key's range and meaning."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,37 +13,55 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 
 Assignment = Literal["identical", "per_agent", "discounted", "first_call", "last_call", "call"]
-Baseline = Literal["group", "leave_one_out", "moving", "none"]
+BaselineName = Literal["group", "leave_one_out", "moving", "none"]
 Normalisation = Literal["group", "batch", "none"]
 EqualWeight = Literal["episode", "call", "token"]
 
 
-class Part(BaseModel):
-    """A table of the recipe: no key but its own, and none that changes."""
+class RecipePart(BaseModel):
+    """A table of the recipe: unknown keys are refused, and values never change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ClaimPart(Part):
-    """Which episodes make an update (see `store.claims.ClaimRule`).
+class ClaimPart(RecipePart):
+    """`[claim]`: the episodes that make an update (`store.ready.ClaimRule`)."""
 
-    `group_size` 1 takes episodes one by one, for a baseline that needs no group. What is
-    older than `max_staleness` versions or, where it is set, has been silent for longer than
-    `max_episode_age_s` is spent and not trained. An episode whose last call failed takes
-    `credit.failed_reward`, where that is set, once it has been silent for `failed_after_s`.
-    One whose only rewards are for single calls counts as scored, where `credit.assignment`
-    pays these, once no call and no such reward has come for `call_rewards_after_s`.
-    """
-
-    group_size: Count = 8
-    groups: Count = 16
-    # Two, and one where `group_size` is one.
-    smallest_group: Count = 2
-    max_age_s: Positive = 600.0
-    max_staleness: Annotated[int, Field(ge=0)] = 4
-    max_episode_age_s: Positive | None = None
-    failed_after_s: Positive = 60.0
-    call_rewards_after_s: Positive = 60.0
+    group_size: Count = Field(
+        default=8,
+        description="Episodes of one task that are compared as a group. 1 takes episodes one by "
+        "one, for a baseline that needs no group.",
+    )
+    groups: Count = Field(default=16, description="Groups in an update, at most.")
+    smallest_group: Count = Field(
+        default=2,
+        description="Fewest episodes of a group that is taken although it is incomplete. The "
+        "default is 1 if group_size is 1.",
+    )
+    max_age_s: Positive = Field(
+        default=600.0,
+        description="An incomplete group is taken this long after its first reward.",
+    )
+    max_staleness: Annotated[int, Field(ge=0)] = Field(
+        default=4,
+        description="Versions with traffic that may lie between sampling and training; older "
+        "episodes are consumed, untrained.",
+    )
+    max_episode_age_s: Positive | None = Field(
+        default=None,
+        description="Episodes without any activity for this long are consumed, untrained. "
+        "Unset: never.",
+    )
+    failed_after_s: Positive = Field(
+        default=60.0,
+        description="An unscored episode whose last call failed takes credit.failed_reward, if "
+        "that is set, after this long without activity.",
+    )
+    call_rewards_after_s: Positive = Field(
+        default=60.0,
+        description="An episode with rewards for single calls only counts as scored after this "
+        "long without a call or such a reward, if credit.assignment uses these rewards.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -63,32 +81,65 @@ class ClaimPart(Part):
         return self
 
 
-class CreditPart(Part):
-    """How returns become advantages (see `trainer.credit`), and which share of the loss."""
+class CreditPart(RecipePart):
+    """`[credit]`: from rewards to advantages and loss weights (`trainer.credit`)."""
 
-    assignment: Assignment = "identical"
-    discount: Annotated[float, Field(gt=0, le=1)] = 0.95
-    baseline: Baseline = "group"
-    # What the advantage is divided by: the spread of what the baseline is taken over, that of
-    # the update, or nothing.
-    normalisation: Normalisation = "group"
-    # What has the same weight: an episode whatever its number of calls, a call, or a token.
-    equal_weight: EqualWeight = "episode"
-    smallest_spread: Positive = 0.1
-    failed_reward: Finite | None = None
-    # Of the moving baseline: the share of each new return in it.
-    baseline_rate: Annotated[float, Field(gt=0, le=1)] = 0.05
-    air_lambda: Annotated[float, Field(ge=0, le=0.2)] = 0.2
-    air_assignment: Literal["episode", "step"] = "episode"
-    air_scores: dict[str, Finite] = Field(
-        default={"ok": 1.0, "error": -0.5, "timeout": -0.5, "denied": -0.5, "malformed": -1.0}
+    assignment: Assignment = Field(
+        default="identical",
+        description="How an episode's return is assigned to its calls (`trainer.credit.returns`).",
     )
-    # Scores of single tools by their names: {"search": {"ok": 0.2}}.
-    air_tools: dict[str, dict[str, Finite]] = Field(default={})
+    discount: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.95,
+        description='Factor for each later call, with assignment = "discounted".',
+    )
+    baseline: BaselineName = Field(
+        default="group",
+        description="Value that a return is compared with (`trainer.credit.baselines`).",
+    )
+    normalisation: Normalisation = Field(
+        default="group",
+        description="What the difference from the baseline is divided by: the spread that belongs "
+        'to the baseline ("group"), that of the update ("batch"), or nothing ("none").',
+    )
+    equal_weight: EqualWeight = Field(
+        default="episode",
+        description="What has the same weight in the loss: each episode whatever its number of "
+        "calls, each call, or each token.",
+    )
+    smallest_spread: Positive = Field(
+        default=0.1,
+        description="Lower limit of the spread that advantages are divided by, in reward units.",
+    )
+    failed_reward: Finite | None = Field(
+        default=None,
+        description="Final reward of an episode that failed and that nobody scored. Unset: such "
+        "episodes are not trained.",
+    )
+    baseline_rate: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.05,
+        description='Weight of each new return in the average, with baseline = "moving".',
+    )
+    air_lambda: Annotated[float, Field(ge=0, le=0.2)] = Field(
+        default=0.2,
+        description="Factor of automatic intermediate rewards (`trainer.air`); 0 is without.",
+    )
+    air_assignment: Literal["episode", "step"] = Field(
+        default="episode",
+        description="Whether a call gets the AIR of all the episode's tools, or of its own only.",
+    )
+    air_scores: dict[str, Finite] = Field(
+        default={"ok": 1.0, "error": -0.5, "timeout": -0.5, "denied": -0.5, "malformed": -1.0},
+        description="Score of each tool status.",
+    )
+    air_tools: dict[str, dict[str, Finite]] = Field(
+        default={},
+        description="Scores of single tools, by tool name, in place of those in air_scores: "
+        "air_tools.search = {ok = 0.2}.",
+    )
 
     @property
     def pays_single_calls(self) -> bool:
-        """Whether a reward for a single call counts (see `trainer.credit.returns`)."""
+        """Return True if rewards for single calls count (see `trainer.credit.returns`)."""
         return self.assignment in ("call", "per_agent")
 
     @model_validator(mode="after")
@@ -105,9 +156,10 @@ class CreditPart(Part):
 
     @model_validator(mode="after")
     def _malformed_is_worst(self) -> "CreditPart":
-        """Of any tool, or a call of one would be spoilt to avoid the failure of another.
+        """Refuse scores under which a malformed call is not worse than every clean failure.
 
-        Means are clipped at −1: what is below it is no worse than −1.
+        This holds across tools: otherwise a policy would garble a call of one tool to avoid
+        the failure of another. Means are clipped at −1, so no score is worse than −1.
         """
         tables = {"air_scores": self.air_scores} | {
             f"air_tools.{tool}": scores for tool, scores in self.air_tools.items()
@@ -117,22 +169,31 @@ class CreditPart(Part):
             clean = min((score for key, score in scores.items() if key != "malformed"), default=1.0)
             if max(malformed, -1.0) >= clean:
                 raise ValueError(
-                    f"{name}: malformed must score below one that failed cleanly, of any tool,"
-                    f" and -1 is the lowest that counts; {clean} is not above {malformed}"
+                    f"{name}: malformed must score below every clean failure of any tool, and"
+                    f" scores below -1 count as -1: {clean} is not above {malformed}"
                 )
         return self
 
 
-class OptimizerPart(Part):
-    """AdamW's numbers; the rate rises over `warmup_steps` and then follows `schedule`."""
+class OptimizerPart(RecipePart):
+    """`[optimizer]`: AdamW; the rate rises over `warmup_steps` and then follows `schedule`."""
 
-    learning_rate: Positive = 2e-4
-    weight_decay: NotNegative = 0.0
-    max_grad_norm: Positive = 1.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    # Where `schedule` ends at zero, and training with it; of no effect for "constant".
-    total_steps: Count = 1000
+    learning_rate: Positive = Field(default=2e-4, description="Full learning rate.")
+    weight_decay: NotNegative = Field(default=0.0, description="AdamW's weight decay.")
+    max_grad_norm: Positive = Field(
+        default=1.0, description="Norm that gradients are clipped to, policy and critic apart."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Decay of the learning rate after the warm-up."
+    )
+    warmup_steps: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="Optimiser steps over which the rate rises linearly."
+    )
+    total_steps: Count = Field(
+        default=1000,
+        description="Optimiser step at which the schedule reaches zero and training ends; "
+        'without effect with schedule = "constant".',
+    )
 
     @model_validator(mode="after")
     def _warm_before_the_end(self) -> "OptimizerPart":
@@ -141,32 +202,41 @@ class OptimizerPart(Part):
         return self
 
 
-class BatchPart(Part):
-    """How an update is computed; none of it changes what is computed but `steps`.
+class BatchPart(RecipePart):
+    """`[batch]`: how an update is computed; only `steps` changes the result."""
 
-    `steps` optimiser steps an update; micro-batches of at most `micro_batch_tokens` tokens
-    that are computed at once. `merge_prefixes` "auto" merges where the model allows it.
-    """
+    steps: Count = Field(default=1, description="Optimiser steps in an update.")
+    micro_batch_tokens: Annotated[int, Field(ge=64)] = Field(
+        default=1024, description="Tokens that are computed at once, at most."
+    )
+    merge_prefixes: Literal["auto", "never"] = Field(
+        default="auto",
+        description='Whether shared prefixes are computed once; "auto": if the model allows it.',
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="Save memory by computing activations a second time."
+    )
 
-    steps: Count = 1
-    micro_batch_tokens: Annotated[int, Field(ge=64)] = 1024
-    merge_prefixes: Literal["auto", "never"] = "auto"
-    gradient_checkpointing: bool = False
 
+class OffPolicyPart(RecipePart):
+    """`[off_policy]`: limits for samples of another policy than the one in training."""
 
-class OffPolicyPart(Part):
-    """What is done about samples of another policy than the one in training.
-
-    Ratios policy/sampled of single tokens are truncated at `ratio_cap`; a sequence whose
-    geometric mean ratio is outside [`sequence_min`, `sequence_max`] carries no loss.
-    `max_drift` bounds the divergence of server and trainer, in nats a token, that rows of
-    the newest version show: an update past it is not published.
-    """
-
-    ratio_cap: Positive = 2.0
-    sequence_min: NotNegative = 0.5
-    sequence_max: Positive = 2.0
-    max_drift: Positive = 0.1
+    ratio_cap: Positive = Field(
+        default=2.0, description="Upper limit of a token's ratio policy/sampled in the loss."
+    )
+    sequence_min: NotNegative = Field(
+        default=0.5,
+        description="A call whose geometric mean ratio is below this carries no loss.",
+    )
+    sequence_max: Positive = Field(
+        default=2.0,
+        description="A call whose geometric mean ratio is above this carries no loss.",
+    )
+    max_drift: Positive = Field(
+        default=0.1,
+        description="Largest divergence of model server and trainer about the newest version, in "
+        "nats per token; an update past it is not applied.",
+    )
 
     @model_validator(mode="after")
     def _one_is_inside(self) -> "OffPolicyPart":
@@ -175,46 +245,61 @@ class OffPolicyPart(Part):
         return self
 
 
-class KlPart(Part):
-    """What it costs to leave the base model: `coefficient` · KL, in the loss or the reward."""
+class KlPart(RecipePart):
+    """`[kl]`: a penalty on leaving the base model (`trainer.learners.kl`)."""
 
-    coefficient: NotNegative = 0.0
-    place: Literal["loss", "reward"] = "loss"
-
-
-class PpoPart(Part):
-    """PPO's own numbers (arXiv:1707.06347).
-
-    `epochs` times an update goes through its rows, each time in `batch.steps` optimiser
-    steps, with ratios clipped to 1 ± `clip`. `gamma` discounts from call to call, `gae_lambda`
-    from token to token (see `trainer.gae`). The critic has its own learning rate;
-    `value_clip` bounds how far an update moves a value (left out: not at all, which is the
-    better choice by arXiv:2006.05990).
-    """
-
-    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    value_clip: Positive | None = None
-    value_learning_rate: Positive = 1e-2
-    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    gae_lambda: Share = 0.95
-    epochs: Count = 2
+    coefficient: NotNegative = Field(default=0.0, description="Factor of the KL; 0 is without.")
+    place: Literal["loss", "reward"] = Field(
+        default="loss", description="Whether the penalty is part of the loss or of the reward."
+    )
 
 
-class LoraPart(Part):
-    """The adapter's shape. `rank` must not exceed the server's --max-lora-rank."""
+class PpoPart(RecipePart):
+    """`[ppo]`: PPO's own numbers (arXiv:1707.06347); the learner "grpo" ignores them."""
 
-    rank: Count = 16
-    alpha: Positive = 32.0
-    target_modules: str | list[str] = "all-linear"
+    clip: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.2, description="Ratios to the old policy are clipped to 1 ± clip."
+    )
+    value_clip: Positive | None = Field(
+        default=None,
+        description="Largest change of a value in an update. Unset: not limited, which is the "
+        "better choice by arXiv:2006.05990 §3.4.",
+    )
+    value_learning_rate: Positive = Field(
+        default=1e-2, description="Full learning rate of the critic."
+    )
+    gamma: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Discount from one call of an episode to the next."
+    )
+    gae_lambda: Share = Field(default=0.95, description="GAE's λ, from token to token.")
+    epochs: Count = Field(
+        default=2,
+        description="Passes over an update's rows, each in batch.steps optimiser steps.",
+    )
 
 
-class PublishPart(Part):
-    """When a version counts as served right, and when an idle one is taken away.
+class LoraPart(RecipePart):
+    """`[lora]`: the adapter's shape."""
 
-    `tolerance` bounds the mean |served − trainer| log-probability of the probe's tokens, in
-    nats: about 0.001 between float32 and float32, 0.05 where the server computes in bf16.
-    """
+    rank: Count = Field(
+        default=16, description="LoRA rank; not above the model server's --max-lora-rank."
+    )
+    alpha: Positive = Field(default=32.0, description="LoRA scale: updates count alpha / rank.")
+    target_modules: str | list[str] = Field(
+        default="all-linear", description="Layers with an adapter, as PEFT names them."
+    )
 
-    tolerance: Positive = 0.15
-    probe_rows: Count = 4
-    retire_after_s: Positive = 900.0
+
+class PublishPart(RecipePart):
+    """`[publish]`: when a version passes the probe, and when an idle one is retired."""
+
+    tolerance: Positive = Field(
+        default=0.15,
+        description="Largest mean |served − trainer| log-probability of the probe's tokens, in "
+        "nats. It is about 0.001 between float32 and float32, 0.05 if the server computes in bf16.",
+    )
+    probe_rows: Count = Field(default=4, description="Rows of the update that the probe uses.")
+    retire_after_s: Positive = Field(
+        default=900.0,
+        description="A version that lost the traffic is retired after this long without a call.",
+    )

@@ -1,7 +1,7 @@
-"""Several model servers that serve the same: what one is to hold, all are to hold.
+"""Several model servers that serve the same models: an adapter is loaded on all or on none.
 
-While one of them is away nothing is published: a version that some do not know would fail
-the requests that reach them.
+While one of them is away nothing is published: requests that reach a server that does not
+know the new version would fail.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,15 @@ from trainer.server import ModelServer
 
 
 class Replicas:
-    """All replicas of the model server, one after another."""
+    """The replicas of the model server; each operation goes to one after the other."""
 
     def __init__(self, base_urls: Sequence[str]) -> None:
+        """Create a client for each base URL; `async with` opens them."""
         self.each = tuple(ModelServer(url) for url in base_urls)
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        """Open a connection pool for each replica."""
         for server in self.each:
             await self._open.enter_async_context(server)
         return self
@@ -31,13 +33,14 @@ class Replicas:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Close all connection pools."""
         await self._open.aclose()
 
     async def models(self) -> dict[str, dict[str, Any]]:
-        """What all of them serve, by name; see `ModelServer.models`.
+        """Return the models that every replica serves, by name, as the first one describes them.
 
         Raises:
-            UpstreamAway: one does not answer.
+            UpstreamAway: a replica does not answer.
         """
         first, *others = [await server.models() for server in self.each]
         return {
@@ -45,15 +48,21 @@ class Replicas:
         }
 
     async def load(self, name: str, folder: Path) -> None:
-        """Make an adapter servable everywhere; where it is already it is left alone.
+        """Load an adapter on every replica that does not serve it yet.
 
         Raises:
-            PublishError: one refuses it, or serves other bytes under that name.
+            PublishError: a replica refuses it, or serves other files under that name.
+            UpstreamAway: a replica does not answer.
         """
         for server in self.each:
             await server.load(name, folder)
 
     async def unload(self, name: str) -> None:
-        """Take a name away everywhere; where it is not there is fine."""
+        """Unload an adapter from every replica; a replica that does not know the name is skipped.
+
+        Raises:
+            PublishError: a replica refuses.
+            UpstreamAway: a replica does not answer.
+        """
         for server in self.each:
             await server.unload(name)

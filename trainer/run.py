@@ -1,8 +1,9 @@
-"""Puts the trainer together and runs it; a database or model server that is away is waited for."""
+"""The trainer process: start-up, and waiting while the database or a model server is away."""
 
 import asyncio
 import signal
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from time import perf_counter
 
 import structlog
@@ -21,7 +22,7 @@ from trainer.errors import TrainerError, UpstreamAway
 from trainer.learners.learner import Learner
 from trainer.learners.memory import keep_freed_memory
 from trainer.learners.several import LeadingLearner, follow, is_follower
-from trainer.learning import Learning
+from trainer.learning import LearnerProtocol
 from trainer.loop import Loop
 from trainer.publish import Publisher
 from trainer.recipe import Recipe, load_recipe
@@ -31,20 +32,21 @@ from trainer.settings import TrainerSettings
 log = structlog.get_logger()
 
 RETRY_S = 1.0
-# Where a look at the store takes long (a large backlog), the pause after it is this much longer.
-LOOKING_SHARE = 10
+# The pause after a check of the store is at least this many times as long as the check, so
+# that a large backlog does not keep the database busy.
+PAUSE_PER_CHECK = 10
 
 
 async def train(settings: TrainerSettings, *, once: bool = False) -> None:
-    """Run until SIGTERM or SIGINT, or for one update.
+    """Run the trainer until SIGTERM or SIGINT, or for one update with `once`.
 
-    Started by `accelerate launch` as one of several processes: rank 0 does all but the
-    learning alone, and ends the others.
+    As one of several processes started by `accelerate launch`, rank 0 does everything but the
+    computation alone, and stops the others at the end.
 
     Raises:
-        TrainerError: recipe, model or policy cannot be used.
+        TrainerError: the recipe, the model or the policy cannot be used.
     """
-    # Before there is a second thread: see there.
+    # Must come before a second thread starts: only the first arena may be used.
     keep_freed_memory()
     recipe = load_recipe(settings.recipe)
     if is_follower():
@@ -60,7 +62,7 @@ async def train(settings: TrainerSettings, *, once: bool = False) -> None:
     await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if stop.is_set():
-        # An update half done is abandoned, and its episodes are freed (`Loop.update_once`).
+        # A half-done update is abandoned, and its episodes are released (`Loop.update_once`).
         work.cancel()
         await asyncio.wait([work])
     if not work.cancelled():
@@ -71,7 +73,7 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
     async with AsyncExitStack() as stack:
         urls = [str(url) for url in (settings.upstream_url, *settings.replica_urls)]
         server = await stack.enter_async_context(Replicas(urls))
-        policy, model = await _what_to_train(settings, server)
+        policy, model = await _policy_and_model(settings, server)
         learner = LeadingLearner(await _learner(settings, recipe, model))
         stack.callback(learner.stop)
         host, port = address(settings.trainer_listen)
@@ -94,7 +96,7 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
 
 async def _follow(settings: TrainerSettings, recipe: Recipe) -> None:
     async with Replicas([str(settings.upstream_url)]) as server:
-        _, model = await _what_to_train(settings, server)
+        _, model = await _policy_and_model(settings, server)
     follow(await _learner(settings, recipe, model))
 
 
@@ -103,8 +105,8 @@ async def _learner(settings: TrainerSettings, recipe: Recipe, model: str) -> Lea
     return await asyncio.to_thread(Learner, model, recipe, settings.seed, scratch)
 
 
-async def _what_to_train(settings: TrainerSettings, server: Replicas) -> tuple[str, str]:
-    """The policy's name and the model under it, from the settings or from the server."""
+async def _policy_and_model(settings: TrainerSettings, server: Replicas) -> tuple[str, str]:
+    """Return the policy's name and its base model, from the settings or from the model server."""
     if settings.policy and settings.model:
         return settings.policy, settings.model
     while True:
@@ -118,7 +120,8 @@ async def _what_to_train(settings: TrainerSettings, server: Replicas) -> tuple[s
     policy = settings.policy or bases[0]
     if policy not in listed:
         raise TrainerError(
-            f"PAWL_POLICY is {policy!r}, but the server serves {', '.join(sorted(listed))}"
+            f"PAWL_POLICY is {policy!r}, but the model server serves {', '.join(sorted(listed))}:"
+            " set it to one of these, or unset it to train the base model"
         )
     return policy, settings.model or str(listed[policy]["root"])
 
@@ -127,44 +130,65 @@ async def _session(
     settings: TrainerSettings,
     recipe: Recipe,
     server: Replicas,
-    learner: Learning,
+    learner: LearnerProtocol,
     policy: str,
     *,
     once: bool,
 ) -> bool:
-    """Work on one database connection's lifetime; True when `once` is done."""
-    url = await _database_url(settings)
-    await upgrade(url)
+    """Work for as long as one database connection lives; return True when `once` is done."""
+    async with _database(settings) as url:
+        await upgrade(url)
+        return await _session_on(url, settings, recipe, server, learner, policy, once=once)
+
+
+async def _session_on(
+    url: str,
+    settings: TrainerSettings,
+    recipe: Recipe,
+    server: Replicas,
+    learner: LearnerProtocol,
+    policy: str,
+    *,
+    once: bool,
+) -> bool:
+    """Do what `_session` does, on the database at `url`."""
     engine = make_engine(url)
     try:
         async with engine.connect() as guard:
-            await _be_the_only_one(guard, policy)
+            await _hold_policy(guard, policy)
             publisher = Publisher(engine, server, policy, recipe.publish)
             loop = Loop(settings, recipe, engine, publisher, learner, policy)
             await _ensure_base(engine, policy)
             await loop.recover()
             while True:
                 await claims.still_connected(guard)
-                await loop.tend()
+                await loop.sync_adapters()
                 started = perf_counter()
                 updated = await loop.update_once()
                 if updated and once:
                     return True
                 if not updated:
-                    looked = perf_counter() - started
-                    await asyncio.sleep(max(settings.poll_s, LOOKING_SHARE * looked))
+                    check_s = perf_counter() - started
+                    await asyncio.sleep(max(settings.poll_s, PAUSE_PER_CHECK * check_s))
     finally:
         await engine.dispose()
 
 
-async def _database_url(settings: TrainerSettings) -> str:
+@asynccontextmanager
+async def _database(settings: TrainerSettings) -> AsyncIterator[str]:
+    """Yield the URL of the configured or the embedded database, which nobody stops meanwhile."""
     if settings.database_url is not None:
-        return settings.database_url.get_secret_value()
-    return await asyncio.to_thread(EmbeddedPostgres(settings.data_dir).ensure_running)
+        yield settings.database_url.get_secret_value()
+        return
+    postgres = EmbeddedPostgres(settings.data_dir)
+    try:
+        yield await asyncio.to_thread(postgres.ensure_running)
+    finally:
+        await asyncio.to_thread(postgres.leave)
 
 
-async def _be_the_only_one(guard: AsyncConnection, policy: str) -> None:
-    """Hold the policy for as long as this connection lives; wait for whoever holds it."""
+async def _hold_policy(guard: AsyncConnection, policy: str) -> None:
+    """Lock the policy for as long as this connection lives; wait while another trainer holds it."""
     waited = False
     while not await claims.hold_policy(guard, policy):
         if not waited:

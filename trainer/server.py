@@ -1,6 +1,7 @@
-"""The model server's side doors: its list of models, its adapters, its prompt log-probabilities.
+"""Client of vLLM's administrative endpoints: models, LoRA adapters, prompt log-probabilities.
 
-These endpoints are vLLM's own (`VLLM_ALLOW_RUNTIME_LORA_UPDATING`); the proxy refuses them.
+The server needs `VLLM_ALLOW_RUNTIME_LORA_UPDATING`. The proxy refuses these endpoints to
+its clients.
 """
 
 from collections.abc import Sequence
@@ -16,12 +17,14 @@ TIMEOUT_S: Final = 120.0
 
 
 class ModelServer:
-    """One vLLM."""
+    """Client of one vLLM server."""
 
     def __init__(self, base_url: str) -> None:
+        """Store the base URL, with its `/v1`; `async with` opens the connection pool."""
         self._root = base_url.rstrip("/")
 
     async def __aenter__(self) -> Self:
+        """Open the connection pool."""
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
             connector=aiohttp.TCPConnector(keepalive_timeout=3.0),
@@ -34,43 +37,61 @@ class ModelServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Close the connection pool."""
         await self._session.close()
 
     async def models(self) -> dict[str, dict[str, Any]]:
-        """What it serves, by name: `root` is the folder, `parent` the base of an adapter.
+        """Return the served models by name: `root` is the folder, `parent` the base of an adapter.
 
         Raises:
-            UpstreamAway: it does not answer.
+            UpstreamAway: the server does not answer, or does not list its models.
         """
-        status, body = await self._ask("GET", "/models", None)
+        status, body = await self._request("GET", "/models", None)
         if status != 200:
-            raise UpstreamAway(f"the model server lists no models: {status} {body}")
+            raise UpstreamAway(f"the model server does not list its models: {status} {body}")
         return {model["id"]: model for model in body["data"]}
 
     async def load(self, name: str, folder: Path) -> None:
-        """Make an adapter servable under `name`; one that is already is left alone.
+        """Load the adapter in `folder` under `name`, unless the server has it already.
 
         Raises:
-            PublishError: the server refuses it, or serves other bytes under that name.
+            PublishError: the server refuses it, or serves other files under that name.
+            UpstreamAway: the server does not answer.
         """
         listed = (await self.models()).get(name)
         if listed is None:
             body = {"lora_name": name, "lora_path": str(folder)}
-            status, answer = await self._ask("POST", "/load_lora_adapter", body)
+            status, answer = await self._request("POST", "/load_lora_adapter", body)
             if status != 200:
-                raise PublishError(f"the server did not load {name}: {status} {answer}")
+                raise PublishError(
+                    f"the model server did not load {name}: {status} {answer}; check that it reads"
+                    f" {folder}, and its --max-lora-rank and --max-loras"
+                )
             listed = (await self.models()).get(name)
         if listed is None or listed.get("root") != str(folder):
-            raise PublishError(f"the server lists {listed} as {name}, not {folder}")
+            raise PublishError(
+                f"the model server lists {listed} as {name} instead of {folder}: unload that name"
+                " or restart the server"
+            )
 
     async def unload(self, name: str) -> None:
-        """Take a name away; requests that run on it finish. A name that is not there is fine."""
-        status, answer = await self._ask("POST", "/unload_lora_adapter", {"lora_name": name})
+        """Unload an adapter; running requests finish, and an unknown name is no error.
+
+        Raises:
+            PublishError: the server refuses.
+            UpstreamAway: the server does not answer.
+        """
+        status, answer = await self._request("POST", "/unload_lora_adapter", {"lora_name": name})
         if status not in (200, 404):
-            raise PublishError(f"the server did not unload {name}: {status} {answer}")
+            raise PublishError(f"the model server did not unload {name}: {status} {answer}")
 
     async def prompt_logprobs(self, name: str, ids: Sequence[int]) -> list[float]:
-        """log p(ids[i] | ids[:i]) for i ≥ 1 as the server computes it, shape (T − 1,), T = 1."""
+        """Return the server's log p(ids[i] | ids[:i]) for i ≥ 1, (T − 1,), at temperature one.
+
+        Raises:
+            PublishError: the server refuses the request.
+            UpstreamAway: the server does not answer.
+        """
         body = {
             "model": name,
             "prompt": list(ids),
@@ -78,16 +99,16 @@ class ModelServer:
             "prompt_logprobs": 0,
             "temperature": 0,
         }
-        status, answer = await self._ask("POST", "/completions", body)
+        status, answer = await self._request("POST", "/completions", body)
         if status != 200:
-            raise PublishError(f"the server does not answer for {name}: {status} {answer}")
+            raise PublishError(f"the model server refused a probe of {name}: {status} {answer}")
         entries = answer["choices"][0]["prompt_logprobs"]
         return [
             float(entry[str(token)]["logprob"])
             for token, entry in zip(ids[1:], entries[1:], strict=True)
         ]
 
-    async def _ask(self, method: str, path: str, body: object) -> tuple[int, Any]:
+    async def _request(self, method: str, path: str, body: object) -> tuple[int, Any]:
         try:
             async with self._session.request(method, self._root + path, json=body) as response:
                 is_json = response.content_type == "application/json"

@@ -1,4 +1,4 @@
-"""The trainer's settings: one frozen object, read once at the start."""
+"""The trainer's settings: one frozen object, read once at start-up."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,32 +17,39 @@ Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(_separated)]
 
 
 class TrainerSettings(StoreSettings):
-    """What `pawl trainer` reads from `PAWL_*`."""
+    """The settings that `pawl trainer` reads from `PAWL_*`."""
 
     model_config = SettingsConfigDict(
         env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
     )
 
     upstream_url: HttpUrl = Field(
-        default=HttpUrl("http://127.0.0.1:8000/v1"), description="the model server, with its /v1"
+        default=HttpUrl("http://127.0.0.1:8000/v1"),
+        description="base URL of the model server, with its /v1",
     )
     replica_urls: Urls = Field(
         default=(),
-        description="its other replicas, separated by commas: adapters are loaded on each",
+        description="base URLs of its other replicas, comma-separated; each loads every adapter",
     )
     adapter_dir: Path = Field(
-        default=Path("var/adapters"), description="where versions are kept; the server reads it too"
+        default=Path("var/adapters"),
+        description="folder of policy versions; the model server reads it too",
     )
-    recipe: str = Field(default="default", description="a TOML file, or a packaged recipe's name")
+    recipe: str = Field(
+        default="default", description="path of a TOML file, or the name of a packaged recipe"
+    )
     policy: str | None = Field(
-        default=None, description="the policy trained; unset: the server's base model"
+        default=None,
+        description="name of the policy to train; unset: the model server's base model",
     )
     model: str | None = Field(
         default=None,
-        description="folder or name of the base model; unset: what the server says it serves",
+        description="folder or name of the base model; unset: as the model server reports it",
     )
     trainer_listen: Listen = Field(
-        default="127.0.0.1:8102", description="where the trainer's /metrics are"
+        default="127.0.0.1:8102", description="address of the trainer's /metrics"
     )
-    poll_s: float = Field(default=1.0, gt=0, description="pause between looks at the store")
-    seed: int = Field(default=0, ge=0, description="of the first adapter's weights")
+    poll_s: float = Field(
+        default=1.0, gt=0, description="pause between checks of the store, in seconds"
+    )
+    seed: int = Field(default=0, ge=0, description="random seed of the first adapter's weights")

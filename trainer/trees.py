@@ -1,7 +1,7 @@
 """Prefix trees: rows that share a beginning compute it once (pure).
 
-Rows are inserted in lexicographic order, so that nodes come out in depth-first pre-order
-and "is an ancestor of, or is" is an interval test: kv ≤ q < end[kv].
+Rows are inserted in lexicographic order, so nodes are in depth-first pre-order and "kv is q
+or an ancestor of q" is an interval test: kv ≤ q < end[kv].
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from store.records import Record
 class Tree(Record, frozen=True, kw_only=True):
     """A packed prefix tree of N nodes, one token each.
 
-    Shapes: `tokens`, `depth`, `end` (N,); `end[i]` is one past the last descendant of i.
+    Shapes: `tokens`, `depth` and `end` are (N,); `end[i]` is one past the last descendant of i.
     `paths[r]` are the nodes of row r, root first.
     """
 
@@ -23,7 +23,7 @@ class Tree(Record, frozen=True, kw_only=True):
 
 
 def build_tree(rows: Sequence[Sequence[int]]) -> Tree:
-    """The tree of `rows` (each a sequence of token ids, none empty)."""
+    """Return the prefix tree of `rows`, non-empty sequences of token ids."""
     tokens: list[int] = []
     depth: list[int] = []
     end: list[int] = []
@@ -47,7 +47,7 @@ def build_tree(rows: Sequence[Sequence[int]]) -> Tree:
 
 
 def padded(tree: Tree, multiple: int) -> Tree:
-    """`tree` with nodes that no other sees, up to a multiple of `multiple` nodes."""
+    """Return `tree` with nodes that no other node sees, up to a multiple of `multiple` nodes."""
     size = len(tree.tokens)
     more = range(size, size + -size % multiple)
     return Tree(
@@ -59,7 +59,7 @@ def padded(tree: Tree, multiple: int) -> Tree:
 
 
 def shared_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many leading tokens two rows share."""
+    """Return how many leading tokens two rows share."""
     length = 0
     for one, other in zip(left, right, strict=False):
         if one != other:

@@ -1,4 +1,4 @@
-"""What an update is made of, between its claim and its recording (pure)."""
+"""The plan of an update: from a claim to its rows, outcomes and metrics (pure)."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -10,24 +10,27 @@ from store.claims import Claim, Outcome
 from store.ready import ClaimRule
 from store.records import Record
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
-from trainer.credit.moving import NO_BASELINES, Baselines
+from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.recipe import Recipe
 from trainer.rows import Row, training_rows
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """A claim with its credit: what is trained, and what becomes of each episode."""
+    """The plan of an update: credited transitions, training rows, and each episode's outcome.
+
+    `baselines` are the moving baselines that this update leaves to the next, as JSON, or None
+    if the recipe uses none.
+    """
 
     credited: tuple[TransitionCredit, ...]
     rows: tuple[Row, ...]
     outcomes: tuple[Outcome, ...]
     metrics: dict[str, Any]
-    # The moving baselines that this update leaves to the next, as JSON; None where it has none.
     baselines: dict[str, Any] | None
 
 
 def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
-    """Which of a policy's episodes make an update, under a recipe."""
+    """Return the store's claim rule for a recipe and a policy."""
     rule = recipe.claim
     return ClaimRule(
         policy=policy,
@@ -43,11 +46,15 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
 
 
 def plan_update(claim: Claim, recipe: Recipe) -> Plan:
-    """Assign credit to a claim, and say what it comes to.
+    """Assign credit to a claim and derive rows, outcomes and metrics.
 
-    The same for a claim that was consumed long ago, unless more was said of it since.
+    The result is the same for a claim that was consumed long ago, unless feedback was added since.
     """
-    before = NO_BASELINES if claim.baselines is None else convert(claim.baselines, Baselines)
+    before = (
+        NO_MOVING_BASELINES
+        if claim.baselines is None
+        else convert(claim.baselines, MovingBaselines)
+    )
     credited = assign_credit(
         claim.groups,
         recipe.credit,
@@ -68,7 +75,8 @@ def plan_update(claim: Claim, recipe: Recipe) -> Plan:
 
 def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outcome, ...]:
     trained = {credit.episode_id for credit in credited if credit.reason is None}
-    # A call that cannot be trained by itself says nothing of why its episode is not.
+    # The reason of a trainable call explains why its episode is not trained; that of a call
+    # which is untrainable by itself does not.
     reasons = {credit.episode_id: credit.reason for credit in credited}
     reasons |= {credit.episode_id: credit.reason for credit in credited if credit.call.trainable}
     return tuple(
@@ -90,7 +98,10 @@ def _metrics(
     rows: Sequence[Row],
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
-    """Figures of an update, JSON-ready. Means are over episodes but for `staleness_mean`."""
+    """Return an update's figures, JSON-ready.
+
+    Means are over episodes, but `staleness_mean` is over rows.
+    """
     returns = credited.returns.values()
     dropped: dict[str, int] = {}
     for outcome in outcomes:
@@ -102,9 +113,9 @@ def _metrics(
         "earlier_members": sum(len(group.earlier) for group in claim.groups),
         "trained_episodes": sum(outcome.trained for outcome in outcomes),
         "dropped": dropped,
-        "reward_mean": _mean([earned.r_final for earned in returns]),
-        "total_mean": _mean([earned.r_total for earned in returns]),
-        "air_mean": _mean([earned.r_air for earned in returns]),
+        "reward_mean": _mean([mean_return.r_final for mean_return in returns]),
+        "total_mean": _mean([mean_return.r_total for mean_return in returns]),
+        "air_mean": _mean([mean_return.r_air for mean_return in returns]),
         "staleness_mean": _mean([claim.parent_version - row.version for row in rows]),
         "tool_events": sum(len(credit.call.tool_events) for credit in credited.transitions),
     }

@@ -2,7 +2,9 @@
 
 `--target proxy`: a model server that answers at once, an embedded PostgreSQL and `pawl proxy`
 are started; one of three things is done (`--kills`, `--outage`, `--calls`), and what the
-clients saw is compared with what is stored.
+clients saw is compared with what is stored. Between kills the spool's disk, a small one of its
+own, is full or gives I/O errors for a moment, and one record in 200 is poison; `--plain` leaves
+that out, and needs neither root nor a C compiler.
 
 `--target trainer`: a ledger of scored episodes is trained twice, once by a `pawl trainer` that
 is left alone and once by one that is killed (`--kills`), at boundaries of its steps and at
@@ -16,12 +18,14 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.chaos.faults import CannotInjectFaults
 from benchmarks.chaos.kills import kills
 from benchmarks.chaos.memory import memory
 from benchmarks.chaos.outage import outage
@@ -30,6 +34,8 @@ from benchmarks.chaos.trainer.kills import trainer_kills
 
 # Memory that is flat may still wander by pages: so many bytes a call are no growth.
 FLAT: Final = 50.0
+# Of the members of a list so many are shown.
+TOLD: Final = 10
 
 
 def main() -> None:
@@ -37,7 +43,10 @@ def main() -> None:
     options = _options()
     with tempfile.TemporaryDirectory(prefix="pawl-chaos-") as folder:
         of = _of_the_trainer if options.target == "trainer" else _of_the_proxy
-        name, found = of(options, Path(folder))
+        try:
+            name, found = of(options, Path(folder))
+        except CannotInjectFaults as error:
+            raise SystemExit(str(error)) from error
     broken = broken_promises(found)
     title = f"{options.target}: {name}"
     Console(stderr=options.json).print(_table(title, found, broken))
@@ -47,7 +56,8 @@ def main() -> None:
 
 
 def _of_the_proxy(options: argparse.Namespace, folder: Path) -> tuple[str, dict[str, Any]]:
-    with standing(folder, options.workers) as stand:
+    faults = not (options.calls or options.outage or options.plain)
+    with standing(folder, options.workers, faults=faults) as stand:
         if options.calls:
             return "memory", asyncio.run(memory(stand, options.calls))
         if options.outage:
@@ -82,6 +92,9 @@ def _options() -> argparse.Namespace:
         default="group",
         help="of the trainer with grpo (group)",
     )
+    parser.add_argument(
+        "--plain", action="store_true", help="of the proxy: kills alone, no faults of the disk"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the moments and victims (1)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--kills", type=int, default=100, help="kill -9 so many times (100)")
@@ -96,8 +109,9 @@ def broken_promises(found: dict[str, Any]) -> list[str]:
     nothing = (
         *("missing", "twice", "failed", "failed_otherwise", "scrapes_off", "scrapes_failed"),
         *("lost", "spent_otherwise", "states_differ", "files_differ", "by_themselves"),
+        *("ended_by_itself", "stalled", "dropped_uncounted", "poison_not_dead"),
     )
-    broken = [f"{name}: {found[name]}" for name in nothing if found.get(name)]
+    broken = [f"{name}: {_counted(found[name])}" for name in nothing if found.get(name)]
     if found.get("drain_s", 0.0) is None:
         broken.append("the spool was not drained in time")
     for process, grows in found.get("bytes_a_call", {}).items():
@@ -110,10 +124,19 @@ def _table(name: str, found: dict[str, Any], broken: list[str]) -> Table:
     table = Table("", "", title=name, caption="; ".join(broken) or "all promises held")
     for key, value in found.items():
         if isinstance(value, list):
-            table.add_row(key, "\n".join(map(_said, value)) or "none")
+            table.add_row(key, _counted(value) or "none")
         else:
             table.add_row(key, _said(value))
     return table
+
+
+def _counted(value: Any) -> str:
+    """The members of a list, each once and how often; anything else as it is said."""
+    if not isinstance(value, list):
+        return _said(value)
+    times = Counter(map(_said, value))
+    told = [f"{count} × {said}" if count > 1 else said for said, count in times.most_common(TOLD)]
+    return "\n".join([*told, *([f"and {len(times) - TOLD} more"] if len(times) > TOLD else [])])
 
 
 def _said(value: Any) -> str:

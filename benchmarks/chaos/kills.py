@@ -1,21 +1,38 @@
-"""`kill -9` at random moments, of random processes, under load."""
+"""`kill -9` at random moments, of random processes, under load; the disk fails in between.
+
+With faults, the spool's disk is full or gives I/O errors for a while between two kills, and one
+call in 200 gets a reply that is hard to keep. A call that is answered meanwhile is stored, or its
+record was refused by the disk: then a counter counts it, and the ledger says that its episode
+misses a call. A worker keeps in its memory which episodes these are until the disk takes a record
+again, so that nothing is killed before that.
+"""
 
 import asyncio
 import random
+import subprocess
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.chaos.ledger import kept
+from benchmarks.chaos.faults import FAULTS, Fault
+from benchmarks.chaos.ledger import ends, kept, without_letter
 from benchmarks.chaos.load import Load, Outcome
+from benchmarks.chaos.poison import EVERY, Laid, lay
 from benchmarks.chaos.scrape import Scrapes, drained, scraping
-from benchmarks.chaos.stand import PARTS, Part, Stand
+from benchmarks.chaos.stand import PARTS, NotReady, Part, Stand
 
 AT_ONCE: Final = 16
 PAUSE_S: Final = 0.02
 QUIET_S: Final = (0.05, 1.0)
+FAULT_S: Final = (0.3, 1.5)
+# One fault to so many kills, and one of each kind at least.
+KILLS_A_FAULT: Final = 4
+# Every worker that has calls has told the ledger of what it missed after so many more of them.
+CALLS_AFTER_FAULT: Final = 20 * AT_ONCE
+CALLS_WITHIN_S: Final = 60.0
 DRAIN_S: Final = 120.0
 # A client sees a reset a moment after the kill.
 SLACK_S: Final = 0.5
@@ -32,31 +49,126 @@ class Kill:
     back: float
 
 
+@dataclass(slots=True)
+class Happened:
+    """What was done to the proxy."""
+
+    kills: list[Kill] = field(default_factory=list)
+    faults: Counter[Fault] = field(default_factory=Counter)
+    laid: Laid = field(default_factory=Laid)
+    # Where it did not go on as it should: not ready again, too few calls answered, not stopped.
+    stalled: list[str] = field(default_factory=list)
+
+
 async def kills(stand: Stand, count: int, seed: int) -> dict[str, Any]:
-    """Kill so many times; what it cost."""
+    """Kill so many times; what it cost. The disk fails too where the stand has one of its own."""
     dice = random.Random(seed)
     await stand.ready()
-    load = Load(stand.port, at_once=AT_ONCE, pause_s=PAUSE_S, calls_per_episode=1)
-    scrapes = Scrapes()
+    load = Load(
+        stand.port,
+        at_once=AT_ONCE,
+        pause_s=PAUSE_S,
+        calls_per_episode=1,
+        poisoned=stand.disk is not None,
+    )
+    scrapes, done = Scrapes(), Happened()
     watching = asyncio.create_task(scraping(stand.admin, scrapes))
     load.start()
-    done: list[Kill] = []
-    for _ in range(count):
+    for event in _events(count, dice, faulty=stand.disk is not None):
         await asyncio.sleep(dice.uniform(*QUIET_S))
-        part = dice.choice(PARTS)
-        began = time.monotonic()
-        await stand.kill(part, dice.randrange(stand.workers))
-        done.append(Kill(part, began, time.monotonic()))
+        try:
+            await _happen(event, stand, load, done, dice)
+        except NotReady as error:
+            done.stalled.append(str(error))
+            break
     await load.stop()
     watching.cancel()
     drain_s = await drained(stand.admin, scrapes, within_s=DRAIN_S)
-    await asyncio.to_thread(stand.stop)
-    found = await kept(stand.url, load.outcome.complete, own_episodes=True)
-    return _report(done, load.outcome, scrapes) | {
-        "drain_s": None if drain_s is None else round(drain_s, 2),
+    try:
+        await asyncio.to_thread(stand.stop)
+    except subprocess.TimeoutExpired:
+        done.stalled.append("it did not stop when it was told to")
+    return (
+        _report(done.kills, load.outcome, scrapes)
+        | {"drain_s": None if drain_s is None else round(drain_s, 2)}
+        | await _compared(stand, load.outcome, done, scrapes)
+        | {"stalled": done.stalled, "ended_by_itself": stand.ended_by_itself}
+    )
+
+
+def _events(count: int, dice: random.Random, *, faulty: bool) -> Sequence[Fault | None]:
+    """None for each kill, and faults between them."""
+    if not faulty:
+        return [None] * count
+    faults = [FAULTS[n % len(FAULTS)] for n in range(max(len(FAULTS), count // KILLS_A_FAULT))]
+    events: list[Fault | None] = [*faults, *[None] * count]
+    dice.shuffle(events)
+    return events
+
+
+async def _happen(
+    event: Fault | None, stand: Stand, load: Load, done: Happened, dice: random.Random
+) -> None:
+    if event is None:
+        await _kill(stand, done, dice)
+    else:
+        await _fail(stand, event, load, done, dice)
+    if stand.disk is not None:
+        _poison(stand, load.outcome, done, dice)
+
+
+async def _kill(stand: Stand, done: Happened, dice: random.Random) -> None:
+    part = dice.choice(PARTS)
+    began = time.monotonic()
+    await stand.kill(part, dice.randrange(stand.workers))
+    done.kills.append(Kill(part, began, time.monotonic()))
+
+
+async def _fail(
+    stand: Stand, fault: Fault, load: Load, done: Happened, dice: random.Random
+) -> None:
+    """Let the disk fail, and wait until calls are recorded again."""
+    assert stand.disk is not None
+    await stand.disk.suffer(fault, dice.uniform(*FAULT_S))
+    done.faults[fault] += 1
+    await stand.ready()
+    try:
+        async with asyncio.timeout(CALLS_WITHIN_S):
+            await load.reached(len(load.outcome.complete) + CALLS_AFTER_FAULT)
+    except TimeoutError:
+        done.stalled.append(f"after {fault}")
+
+
+def _poison(stand: Stand, outcome: Outcome, done: Happened, dice: random.Random) -> None:
+    """Lay as many poisoned segments as calls say."""
+    while len(done.laid.poisoned) < len(outcome.complete) // EVERY:
+        try:
+            lay(stand.spool, dice, done.laid)
+        except OSError:
+            # So much waits for the database that the disk is full by itself: it is laid later.
+            return
+
+
+async def _compared(
+    stand: Stand, outcome: Outcome, done: Happened, scrapes: Scrapes
+) -> dict[str, Any]:
+    """What the clients saw, and what was laid down, against what is kept."""
+    answered = outcome.episodes | done.laid.whole
+    found = await kept(stand.url, list(answered), own_episodes=True)
+    if stand.disk is None:
+        return {"stored": found.stored, "missing": found.missing, "twice": found.twice}
+    ended = await ends(stand.url, stand.spool, answered)
+    return {
         "stored": found.stored,
-        "missing": found.missing,
+        "missing": len(ended.missing),
         "twice": found.twice,
+        "faults": dict(done.faults),
+        "dropped_and_marked": len(ended.marked),
+        "dropped_uncounted": max(0, len(ended.marked) - int(scrapes.dropped)),
+        "poisoned_calls": len(outcome.poisoned),
+        "poisoned_calls_dead": len(ended.dead),
+        "poisoned_segments": len(done.laid.poisoned),
+        "poison_not_dead": without_letter(stand.spool, done.laid.poisoned),
     }
 
 

@@ -1,10 +1,14 @@
-"""A lean load: kept connections that ask one call after another, and remember how each ended."""
+"""A lean load: kept connections that ask one call after another, and remember how each ended.
+
+Where `poisoned`, one call in `benchmarks.chaos.poison.EVERY` asks for a reply that is hard to keep.
+"""
 
 import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Final
 
+from benchmarks.chaos.poison import mark_of
 from benchmarks.proxy import wire
 
 PATH: Final = "/v1/chat/completions"
@@ -30,6 +34,10 @@ class Outcome:
 
     # The ids of calls whose reply's end arrived.
     complete: list[str] = field(default_factory=list)
+    # The episode that each of them named.
+    episodes: dict[str, str] = field(default_factory=dict)
+    # Those that asked for a reply that is hard to keep.
+    poisoned: list[str] = field(default_factory=list)
     # When each of them ended (monotonic), and how long it took.
     took: list[tuple[float, float]] = field(default_factory=list)
     # Calls that were sent and have no whole reply: when, and why.
@@ -41,8 +49,17 @@ class Outcome:
 class Load:
     """So many clients at once; every third call is a stream."""
 
-    def __init__(self, port: int, *, at_once: int, pause_s: float, calls_per_episode: int) -> None:
+    def __init__(
+        self,
+        port: int,
+        *,
+        at_once: int,
+        pause_s: float,
+        calls_per_episode: int,
+        poisoned: bool = False,
+    ) -> None:
         self._port = port
+        self._poisoned = poisoned
         self._at_once = at_once
         self._pause_s = pause_s
         self._calls_per_episode = calls_per_episode
@@ -98,9 +115,7 @@ class Load:
             connection.close()
             self.outcome.failed.append((time.monotonic(), f"{type(error).__name__}: {error}"[:200]))
             return None
-        now = time.monotonic()
-        self.outcome.complete.append(answer.headers["x-pawl-call"])
-        self.outcome.took.append((now, now - began))
+        self._note(number, answer.headers["x-pawl-call"], began)
         if len(self.outcome.complete) >= self._wanted:
             self._reached.set()
         if answer.headers.get("connection") == "close":
@@ -108,11 +123,25 @@ class Load:
             return None
         return connection
 
+    def _note(self, number: int, call: str, began: float) -> None:
+        now = time.monotonic()
+        self.outcome.complete.append(call)
+        self.outcome.episodes[call] = self._episode(number)
+        if self._mark(number):
+            self.outcome.poisoned.append(call)
+        self.outcome.took.append((now, now - began))
+
+    def _mark(self, number: int) -> str:
+        return mark_of(number) if self._poisoned else ""
+
+    def _episode(self, number: int) -> str:
+        return f"chaos-{number // self._calls_per_episode}"
+
     def _request(self, number: int) -> bytes:
-        body = wire.prompt(f"{number} ", PROMPT_CHARS)
+        body = wire.prompt(f"{self._mark(number)}{number} ", PROMPT_CHARS)
         if _streams(number):
             body = f'{body[:-1]},"stream":true}}'
-        episode = f"chaos-{number // self._calls_per_episode}"
+        episode = self._episode(number)
         head = (
             f"POST {PATH} HTTP/1.1\r\nHost: pawl\r\nContent-Type: application/json\r\n"
             f"x-pawl-episode: {episode}\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -8,11 +8,12 @@ from benchmarks.chaos.load import BROKEN, fetch
 
 RECORDED: Final = "pawl_records_total"
 SPOOLED: Final = "pawl_records_spooled"
+DROPPED: Final = "pawl_records_dropped_total"
 OUTCOMES: Final = (
     "pawl_records_stored_total",
     SPOOLED,
     "pawl_records_dead_lettered_total",
-    "pawl_records_dropped_total",
+    DROPPED,
 )
 EVERY_S: Final = 0.25
 
@@ -28,11 +29,17 @@ class Scrapes:
     failed: list[str] = field(default_factory=list)
     off: list[dict[str, float]] = field(default_factory=list)
     most_spooled: float = 0.0
+    # Counted since the beginning: a proxy that is started anew begins again at 0.
+    dropped: float = 0.0
+    _last_dropped: float = 0.0
 
     def note(self, samples: dict[str, float]) -> None:
         """One scrape."""
         self.read += 1
         self.most_spooled = max(self.most_spooled, samples.get(SPOOLED, 0.0))
+        dropped = samples.get(DROPPED, 0.0)
+        self.dropped += dropped - (self._last_dropped if dropped >= self._last_dropped else 0.0)
+        self._last_dropped = dropped
         if not adds_up(samples):
             self.off.append({name: samples.get(name, 0.0) for name in (RECORDED, *OUTCOMES)})
 

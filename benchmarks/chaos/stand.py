@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final, Literal
 
 import psutil
 
+from benchmarks.chaos.faults import Disk, small_disk
 from benchmarks.chaos.load import BROKEN, fetch
 from benchmarks.chaos.postgres import kill, kill_and_start, start_again
 from benchmarks.proxy.machine import running
@@ -32,10 +33,16 @@ class NotReady(Exception):
 class Stand:
     """A running proxy and what it needs."""
 
-    def __init__(self, folder: Path, upstream_port: int, workers: int) -> None:
+    def __init__(
+        self, folder: Path, upstream_port: int, workers: int, disk: Disk | None = None
+    ) -> None:
+        """`disk`: what the spool lies on, if it can go wrong."""
         self.port, self.admin = free_port(), free_port()
         self.workers = workers
-        self.spool = folder / "spool"
+        self.disk = disk
+        self.spool = folder / "spool" if disk is None else disk.folder / "spool"
+        # The last words of each supervisor that ended though nobody had killed it.
+        self.ended_by_itself: list[str] = []
         self.postgres = EmbeddedPostgres(folder)
         self.url = self.postgres.ensure_running()
         self.log = folder / "pawl.log"
@@ -46,6 +53,8 @@ class Stand:
             "PAWL_ADMIN_LISTEN": f"127.0.0.1:{self.admin}",
             "PAWL_SPOOL_DIR": str(self.spool),
         }
+        if disk is not None:
+            self._environment |= disk.environment
         self.supervisor = self._start()
 
     def _start(self) -> "subprocess.Popen[bytes]":
@@ -54,12 +63,12 @@ class Stand:
             return subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
 
     def processes(self, kind: str) -> list[psutil.Process]:
-        """The supervisor's workers, or its keeper."""
+        """The supervisor's workers, or its keeper; of an empty kind all of them."""
         found = []
         with suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.supervisor.pid).children():
                 with suppress(psutil.NoSuchProcess):
-                    if kind in process.cmdline():
+                    if not kind or kind in process.cmdline():
                         found.append(process)
         return found
 
@@ -98,13 +107,19 @@ class Stand:
     async def ready(self) -> None:
         """Until keeper and workers are there and the database is up.
 
+        A supervisor that has ended is noted, and started again: what it did to the calls is to be
+        seen, too.
+
         Raises:
             NotReady: they are not, after a minute.
         """
         deadline = time.monotonic() + READY_S
         while not await self._is_ready():
-            if self.supervisor.poll() is not None or time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise NotReady(self._last_words())
+            if self.supervisor.poll() is not None:
+                self.ended_by_itself.append(self._last_words(5))
+                await self.restart()
             await asyncio.sleep(POLL_S)
 
     async def _is_ready(self) -> bool:
@@ -117,28 +132,42 @@ class Stand:
             return False
         return said["database"] == "up" and models.status == 200
 
-    def _last_words(self) -> str:
+    def _last_words(self, count: int = 40) -> str:
         """The end of the proxy's log, less its lines about calls."""
         lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join([line for line in lines if '"event":"call"' not in line][-40:])
+        return "\n".join([line for line in lines if '"event":"call"' not in line][-count:])
 
     def stop(self) -> None:
-        """SIGTERM; what is spooled is stored first, as far as it can be."""
+        """SIGTERM; what is spooled is stored first, as far as it can be.
+
+        Raises:
+            subprocess.TimeoutExpired: it did not end; all of it is killed.
+        """
+        everything = [*self.processes(""), psutil.Process(self.supervisor.pid)]
         self.supervisor.terminate()
         try:
             self.supervisor.wait(READY_S)
         except subprocess.TimeoutExpired:
-            self.supervisor.kill()
+            for process in everything:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            self.supervisor.wait()
             raise
 
 
 @contextmanager
-def standing(folder: Path, workers: int) -> Iterator[Stand]:
-    """All of it, up; gone when the block is left."""
+def standing(folder: Path, workers: int, *, faults: bool = False) -> Iterator[Stand]:
+    """All of it, up; gone when the block is left. With `faults` the spool's disk can go wrong.
+
+    Raises:
+        CannotInjectFaults: see `benchmarks.chaos.faults`.
+    """
     port = free_port()
     command = [sys.executable, "-m", "benchmarks.chaos.upstream", str(port)]
-    with running(command, max(os.sched_getaffinity(0)), folder / "upstream.log"):
-        stand = Stand(folder, port, workers)
+    log = folder / "upstream.log"
+    disk = small_disk(folder / "disk", folder) if faults else nullcontext()
+    with disk as own, running(command, max(os.sched_getaffinity(0)), log):
+        stand = Stand(folder, port, workers, own)
         try:
             yield stand
         finally:

@@ -1,6 +1,7 @@
 """A model server that answers at once: `python -m benchmarks.chaos.upstream PORT`.
 
-Whole replies of 20 tokens; streams of five chunks, five milliseconds apart.
+Whole replies of 20 tokens; streams of five chunks, five milliseconds apart. A request that asks
+for poison (`benchmarks.chaos.poison`) gets that, whole or as a stream's one event.
 """
 
 import asyncio
@@ -11,12 +12,13 @@ from typing import Final, cast
 
 import uvloop
 
+from benchmarks.chaos.poison import reply_to
 from benchmarks.proxy import wire
 from benchmarks.proxy.stream_server import END, STREAM_HEAD, whole_request
 
 CHUNKS: Final = 5
 INTERVAL_S: Final = 0.005
-WHOLE: Final = wire.reply(20)
+WHOLE: Final = wire.reply(20).encode()
 
 
 class Connection(asyncio.Protocol):
@@ -40,12 +42,20 @@ class Connection(asyncio.Protocol):
         request = whole_request(self._received)
         if request is not None and self._transport is not None:
             self._received = b""
-            if b'"stream":true' in request:
-                self._transport.write(STREAM_HEAD)
+            self._answer(self._transport, request)
+
+    def _answer(self, transport: asyncio.Transport, request: bytes) -> None:
+        poison = reply_to(request)
+        if b'"stream":true' in request:
+            transport.write(STREAM_HEAD)
+            if poison is None:
                 self._stream(0)
             else:
-                said = wire.MODELS if request.startswith(b"GET ") else WHOLE
-                self._transport.write(whole(said))
+                transport.write(wire.framed(b"data: %b\n\n" % poison) + END)
+        elif request.startswith(b"GET "):
+            transport.write(whole(wire.MODELS.encode()))
+        else:
+            transport.write(whole(WHOLE if poison is None else poison))
 
     def _stream(self, number: int) -> None:
         if self._transport is None:
@@ -57,10 +67,10 @@ class Connection(asyncio.Protocol):
             asyncio.get_running_loop().call_later(INTERVAL_S, self._stream, number + 1)
 
 
-def whole(said: str) -> bytes:
+def whole(said: bytes) -> bytes:
     """A whole reply."""
     head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(said)}"
-    return f"{head}\r\n\r\n{said}".encode()
+    return head.encode() + b"\r\n\r\n" + said
 
 
 async def serve(port: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from pawl.judging.errors import JudgeFailed
+from store.documents import parse
 
 Statement = dict[str, Any]
 
@@ -45,8 +46,8 @@ def read_answer(answer: bytes, episode: str) -> list[Statement]:
     if not answer.strip():
         raise JudgeFailed('it answered nothing; print {"value": null} where it cannot tell')
     try:
-        said = msgspec.json.decode(answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        said = parse(answer, Any)
+    except ValueError as error:
         raise JudgeFailed(f"its answer is not JSON ({error}): {_shown(answer)}") from error
     statements = said if isinstance(said, list) else [said]
     return [

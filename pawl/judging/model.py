@@ -81,5 +81,5 @@ class _Completion(msgspec.Struct):
 def _said(body: bytes) -> str:
     try:
         return msgspec.json.decode(body, type=_Completion).choices[0].message.content or ""
-    except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError, IndexError) as error:
         raise JudgeFailed(f"the server's reply is no chat completion: {error}") from error

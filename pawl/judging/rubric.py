@@ -29,12 +29,20 @@ _DECODER: Final = json.JSONDecoder()
 
 def judge_messages(rubric: str, line: bytes, max_chars: int) -> list[Message]:
     """The messages of the request, the transcript cut in its middle to `max_chars`."""
-    shown = _cut(transcript(json.loads(line)), max_chars)
+    shown = _cut(transcript(json.loads(line, parse_int=_number)), max_chars)
     fenced = shown.replace("</transcript", "<\\/transcript")
     return [
         {"role": "system", "content": SYSTEM.format(rubric=rubric.strip())},
         {"role": "user", "content": f"<transcript>\n{fenced}\n</transcript>"},
     ]
+
+
+def _number(digits: str) -> int | str:
+    """Python makes no integer of more digits than `sys.get_int_max_str_digits`."""
+    try:
+        return int(digits)
+    except ValueError:
+        return digits
 
 
 def _cut(text: str, most: int) -> str:
@@ -46,7 +54,11 @@ def _cut(text: str, most: int) -> str:
 
 
 def transcript(episode: dict[str, Any]) -> str:
-    """An exported episode as text: what each call added to the ones before, and its reply."""
+    """An exported episode as text: what each call added to the ones before, and its reply.
+
+    Whatever is said over several lines is indented from its second on, so that nothing that was
+    said looks like a call's head, a reply or a tool's end.
+    """
     parts: list[str] = []
     known: list[list[Any]] = []
     for number, call in enumerate(episode["calls"], 1):
@@ -57,7 +69,7 @@ def transcript(episode: dict[str, Any]) -> str:
         parts += [_told(member) for member in members[shared:]]
         parts += [f"reply: {text}" for text in _reply(call["reply"])]
         parts += [f"tool {event['id']}: {event['status']}" for event in call["tool_events"]]
-    return "\n".join(parts)
+    return "\n".join("\n  ".join(part.splitlines()) for part in parts)
 
 
 def _members(request: Any) -> list[Any]:

@@ -14,11 +14,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 from uuid import UUID
 
-import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.export import Selection, episode_line
+from pawl.export import Selection, encoded_line
 from pawl.judging.answers import Judge, Statement, idempotency_key
 from pawl.judging.desk import FeedbackDesk
 from pawl.judging.errors import Away, JudgeError, JudgeFailed
@@ -152,6 +151,7 @@ class Judging:
             episode: Episode | None = None
             outcome: Outcome = "failed"
             reason = None
+            attempts = self._plan.attempts
             try:
                 async with self._engine.connect() as connection:
                     [episode] = await read_episodes(connection, [one.episode_id])
@@ -161,7 +161,11 @@ class Judging:
                 return
             except (JudgeFailed, Damaged) as error:
                 reason = str(error).replace("\x00", "")[:MAX_REASON]
-            await self._note(one, outcome, reason, episode.last_call_at if episode else seen)
+                if isinstance(error, Damaged):
+                    # It will read no better another time: only a further call makes it news.
+                    attempts = 1
+            last_call_at = episode.last_call_at if episode else seen
+            await self._note(one, outcome, reason, last_call_at, attempts)
             self.tally[outcome] += 1
             (log.warning if reason else log.info)(
                 "episode_judged",
@@ -176,8 +180,8 @@ class Judging:
         shown = (episode.id, episode.last_call_at)
         statements = self._unsent.pop(shown, None)
         if statements is None:
-            line = episode_line(episode, datetime.now(UTC), self._plan.quiet)
-            statements = await self._judge.judge(episode.key, msgspec.json.encode(line))
+            line = encoded_line(episode, datetime.now(UTC), self._plan.quiet)
+            statements = await self._judge.judge(episode.key, line)
         if not statements:
             return "cannot_tell"
         async with self._engine.connect() as connection:
@@ -192,12 +196,17 @@ class Judging:
         return "judged"
 
     async def _note(
-        self, one: Awaiting, outcome: Outcome, reason: str | None, last_call_at: datetime
+        self,
+        one: Awaiting,
+        outcome: Outcome,
+        reason: str | None,
+        last_call_at: datetime,
+        most_attempts: int,
     ) -> None:
         failures = one.failures + 1
         due_at = None
         if outcome == "failed":
-            due_at = retry_at(failures, self._plan.attempts, datetime.now(UTC))
+            due_at = retry_at(failures, most_attempts, datetime.now(UTC))
         judgement = Judgement(
             episode_id=one.episode_id,
             judge=self._judge.name,

@@ -1,24 +1,22 @@
 """`pawl proxy`: one keeper and N workers on one port, kept up.
 
 The sockets are the supervisor's: while a worker is replaced, connections wait in its queue.
-SIGTERM and SIGINT end all of it, calls under way first; SIGHUP replaces the workers one after
-another, new code and settings included, without a failed request.
+SIGTERM and SIGINT end all of it, calls under way first, within `PAWL_STOP_GRACE_S`; SIGHUP replaces
+the workers one after another, new code and settings included, without a failed request.
 """
 
 import asyncio
-import os
-import shutil
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import structlog
-from prometheus_client.multiprocess import mark_process_dead
 
+from pawl.serving.process import Child, NotReplaced
+from proxy.counting.board import Board
+from proxy.counting.memory import make_block
 from proxy.errors import BadUpstreams, DoesNotStart
 from proxy.outdated import outdated
 from proxy.settings import ProxySettings
@@ -27,94 +25,7 @@ from store.settings import address
 
 log = structlog.get_logger()
 
-METRICS_DIR: Final = "metrics"
 BACKLOG: Final = 4096
-RESTART_S: Final = 0.2
-# A process that ends so soon after its start did not fail at its work.
-YOUNG_S: Final = 5.0
-MOST_EARLY_ENDS: Final = 5
-
-
-class Child:
-    """One process, started again whenever it ends by itself."""
-
-    def __init__(
-        self, name: str, command: list[str], environment: Mapping[str, str], fds: Sequence[int]
-    ) -> None:
-        self.name = name
-        self._command = command
-        self._environment = environment
-        self._fds = fds
-        self._process: asyncio.subprocess.Process | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._leaving: asyncio.subprocess.Process | None = None
-        self._early_ends = 0
-        self.stopping = False
-
-    async def start(self) -> None:
-        """Start it, and watch it from now on."""
-        await self._spawn()
-        self._watching = asyncio.create_task(self._watch(), name=f"pawl-watch-{self.name}")
-
-    async def _spawn(self) -> None:
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            env=self._environment,
-            pass_fds=self._fds,
-            # It ends with us, however we end: its standard input closes then.
-            stdin=asyncio.subprocess.PIPE,
-        )
-        log.info("child_started", child=self.name, pid=self._process.pid)
-
-    async def _watch(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._process is not None:
-            started = loop.time()
-            status = await self._process.wait()
-            mark_process_dead(self._process.pid, self._environment["PROMETHEUS_MULTIPROC_DIR"])  # type: ignore[no-untyped-call]
-            if self.stopping:
-                return
-            log.error("child_ended", child=self.name, status=status)
-            # One that somebody killed (the kernel, for its memory) did not fail to start.
-            young = status != -signal.SIGKILL and loop.time() - started < YOUNG_S
-            self._early_ends = self._early_ends + 1 if young else 0
-            if self._early_ends >= MOST_EARLY_ENDS:
-                raise DoesNotStart(f"{self.name} ends as soon as it is started; see its log above")
-            await asyncio.sleep(RESTART_S)
-            await self._spawn()
-
-    async def replace(self) -> None:
-        """Start another one, then let the present one finish its work and end."""
-        old, watching = self._process, self._watching
-        if watching is not None:
-            watching.cancel()
-        await self.start()
-        if old is not None:
-            self._leaving = old
-            await self._end(old)
-            self._leaving = None
-
-    async def stop(self) -> None:
-        """Let it finish its work and end, and one that is being replaced."""
-        self.stopping = True
-        present = (self._process, self._leaving)
-        await asyncio.gather(*(self._end(process) for process in present if process is not None))
-
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        _tell(process, signal.SIGTERM)
-        await process.wait()
-        mark_process_dead(process.pid, self._environment["PROMETHEUS_MULTIPROC_DIR"])  # type: ignore[no-untyped-call]
-
-    @property
-    def watching(self) -> asyncio.Task[None]:
-        """Ends with `DoesNotStart` if it cannot be kept up."""
-        assert self._watching is not None
-        return self._watching
-
-
-def _tell(process: asyncio.subprocess.Process, what: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        process.send_signal(what)
 
 
 def listening(listen: str, count: int) -> list[socket.socket]:
@@ -153,10 +64,13 @@ def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
 async def serve(settings: ProxySettings) -> None:
     """Run until SIGTERM or SIGINT.
 
+    What could not work when it is first started is raised. A process that was up once is kept up
+    for ever, whatever happens to it.
+
     Raises:
         OSError: a port is taken.
         BadUpstreams: the file of upstreams cannot be used.
-        DoesNotStart: a process cannot be kept up, or would not run what its sources say.
+        DoesNotStart: a process never came up, or would not run what its sources say.
     """
     _check(settings)
     stop, replace = asyncio.Event(), asyncio.Event()
@@ -165,57 +79,110 @@ async def serve(settings: ProxySettings) -> None:
         loop.add_signal_handler(name, stop.set)
     loop.add_signal_handler(signal.SIGHUP, replace.set)
     listeners = listening(settings.listen, settings.workers)
-    children = _children(settings, listeners)
-    keeper, workers = children[0], children[1:]
+    fleet = Fleet(settings, listeners)
     try:
-        for child in children:
-            await child.start()
-        log.info("proxy_up", listen=settings.listen, workers=len(workers))
-        await _until_stopped(settings, children, stop, replace)
+        await fleet.start()
+        log.info("proxy_up", listen=settings.listen, workers=len(fleet.workers))
+        await _until_stopped(settings, fleet, stop, replace)
     finally:
         # Refused from now on: in the queue of a socket that nobody accepts from they would hang.
         for listener in listeners:
             listener.close()
-        await asyncio.gather(*(worker.stop() for worker in workers))
-        # Last, so that it stores what the workers still wrote.
-        await keeper.stop()
+        await fleet.stop()
         log.info("proxy_down")
 
 
+class Fleet:
+    """The keeper and the workers, and what they share."""
+
+    def __init__(self, settings: ProxySettings, listeners: Sequence[socket.socket]) -> None:
+        self.gave_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._board = Board.new()
+        # While workers are replaced one after another there is one more of them; the keeper
+        # counts too. One is spare.
+        blocks = [make_block(f"pawl-counters-{number}") for number in range(len(listeners) + 3)]
+        counters = ["--counters", *map(str, blocks)]
+        run = [sys.executable, "-m", "pawl.serving.child"]
+        # The keeper does not get the sockets: who holds one holds the port, accepting or not.
+        keeper = [*run, "keeper", *counters, "--board", str(self._board.page)]
+        self.keeper = Child(
+            "keeper",
+            keeper,
+            (*blocks, self._board.page),
+            self._tell,
+            self.gave_up,
+            stop_s=settings.keeper_ends_s,
+        )
+        self.workers = [
+            Child(
+                f"worker {number}",
+                [*run, "worker", *counters, "--listener", str(fd)],
+                (*blocks, fd),
+                self._tell,
+                self.gave_up,
+                stop_s=settings.workers_end_s,
+            )
+            for number, fd in enumerate(listener.fileno() for listener in listeners)
+        ]
+
+    async def start(self) -> None:
+        """Start all of them, the keeper first."""
+        self._tell()
+        for child in (self.keeper, *self.workers):
+            await child.start()
+
+    async def replace(self) -> None:
+        """Replace the workers one after another; the rest stay where one cannot be replaced.
+
+        Raises:
+            NotReplaced: a new one did not come up.
+            OSError: this machine starts no process now.
+        """
+        for worker in self.workers:
+            await worker.replace()
+
+    async def stop(self) -> None:
+        """Let them finish their work and end."""
+        await asyncio.gather(*(worker.stop() for worker in self.workers))
+        # Last, so that it stores what the workers still wrote.
+        await self.keeper.stop()
+
+    def _tell(self) -> None:
+        """Show the keeper how the workers are."""
+        try:
+            self._board.write([worker.state for worker in self.workers])
+        except OSError as error:
+            log.error("readiness_not_told", reason=str(error))
+
+
 async def _until_stopped(
-    settings: ProxySettings,
-    children: list[Child],
-    stop: asyncio.Event,
-    replace: asyncio.Event,
+    settings: ProxySettings, fleet: Fleet, stop: asyncio.Event, replace: asyncio.Event
 ) -> None:
     stopping = asyncio.create_task(stop.wait())
-    replacing = asyncio.create_task(_replace_once(settings, children[1:], replace))
-    while not stopping.done():
-        # That of a process which is being replaced is cancelled, and watches nothing any more.
-        watched = {child.watching for child in children if not child.watching.cancelled()}
-        await asyncio.wait({stopping, replacing, *watched}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (replacing, *watched):
-            if task.done() and not task.cancelled():
-                task.result()
-        if replacing.done():
-            replacing = asyncio.create_task(_replace_once(settings, children[1:], replace))
+    replacing = asyncio.create_task(_replace_each_time(settings, fleet, replace))
+    ends: set[asyncio.Future[Any]] = {stopping, fleet.gave_up}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
     replacing.cancel()
+    await asyncio.wait([replacing])
+    if fleet.gave_up.done():
+        fleet.gave_up.result()
 
 
-async def _replace_once(
-    settings: ProxySettings, workers: list[Child], replace: asyncio.Event
-) -> None:
-    """One after another; none where the new ones could not start."""
-    await replace.wait()
-    replace.clear()
-    try:
-        _check(settings)
-    except (BadUpstreams, DoesNotStart) as error:
-        log.error("workers_not_replaced", reason=error.message)
-        return
-    for worker in workers:
-        await worker.replace()
-    log.info("workers_replaced", workers=len(workers))
+async def _replace_each_time(settings: ProxySettings, fleet: Fleet, replace: asyncio.Event) -> None:
+    """Replace the workers whenever it is asked for; whatever goes wrong, the present ones serve."""
+    while True:
+        await replace.wait()
+        replace.clear()
+        try:
+            _check(settings)
+            await fleet.replace()
+        except (BadUpstreams, DoesNotStart, NotReplaced) as error:
+            log.error("workers_not_replaced", reason=error.message)
+        except Exception:
+            log.exception("workers_not_replaced")
+        else:
+            log.info("workers_replaced", workers=len(fleet.workers))
 
 
 def _check(settings: ProxySettings) -> None:
@@ -224,24 +191,3 @@ def _check(settings: ProxySettings) -> None:
     if changed := outdated():
         named = ", ".join(path.name for path in changed)
         raise DoesNotStart(f"changed after it was compiled: {named}. `make install` compiles it")
-
-
-def _children(settings: ProxySettings, listeners: list[socket.socket]) -> list[Child]:
-    """The keeper first."""
-    metrics = settings.spool_dir / METRICS_DIR
-    environment = dict(os.environ) | {"PROMETHEUS_MULTIPROC_DIR": str(_emptied(metrics).resolve())}
-    # The keeper does not get it: who holds it, holds the port, whether he accepts or not.
-    run = [sys.executable, "-m", "pawl.serving.child"]
-    keeper = Child("keeper", [*run, "keeper"], environment, ())
-    workers = [
-        Child(f"worker {number}", [*run, "worker", str(fd)], environment, (fd,))
-        for number, fd in enumerate(listener.fileno() for listener in listeners)
-    ]
-    return [keeper, *workers]
-
-
-def _emptied(folder: Path) -> Path:
-    """Counters begin at 0 with the proxy, as Prometheus expects of a process."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder

@@ -2,8 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Final
 
+import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.embedded import EmbeddedPostgres
@@ -11,24 +14,28 @@ from store.engine import make_engine
 from store.migrate import upgrade
 from store.settings import StoreSettings
 
+log = structlog.get_logger()
+
+WATCH_S: Final = 0.5
+# One look waits no longer than this, so that the stack can be stopped meanwhile.
+LOOK_S: Final = 5.0
+
 
 @asynccontextmanager
 async def open_database(settings: StoreSettings) -> AsyncIterator[str]:
     """The URL of `DATABASE_URL`'s server, or of the embedded one.
 
-    An embedded server that was not running is started, and stopped when left.
+    An embedded server that nobody ran is started, and stopped again by the last who uses it.
     """
     if settings.database_url is not None:
         yield settings.database_url.get_secret_value()
         return
     postgres = EmbeddedPostgres(settings.data_dir)
-    was_running = postgres.is_running
-    url = await asyncio.to_thread(postgres.ensure_running)
     try:
-        yield url
+        yield await asyncio.to_thread(postgres.ensure_running, passing=True)
     finally:
-        if not was_running:
-            await asyncio.to_thread(postgres.stop)
+        # Also where the wait for it was broken off.
+        await asyncio.to_thread(postgres.leave)
 
 
 @asynccontextmanager
@@ -41,3 +48,36 @@ async def open_engine(settings: StoreSettings) -> AsyncIterator[AsyncEngine]:
             yield engine
         finally:
             await engine.dispose()
+
+
+@asynccontextmanager
+async def kept_postgres(data_dir: Path) -> AsyncIterator[EmbeddedPostgres]:
+    """The embedded server, started again whenever it goes away, and stopped when left."""
+    postgres = EmbeddedPostgres(data_dir)
+    ending = asyncio.Event()
+    watching: asyncio.Task[None] | None = None
+    try:
+        await asyncio.to_thread(postgres.ensure_running)
+        watching = asyncio.create_task(_keep(postgres, ending), name="keep-postgres")
+        yield postgres
+    finally:
+        ending.set()
+        postgres.give_up()
+        if watching is not None:
+            # Its thread may be starting the server: stopped before that ends, it would run on.
+            await asyncio.wait([watching])
+        await asyncio.to_thread(postgres.stop)
+
+
+async def _keep(postgres: EmbeddedPostgres, ending: asyncio.Event) -> None:
+    """Start the server again if it went away; nobody else's business stops meanwhile."""
+    while not ending.is_set():
+        with suppress(TimeoutError):
+            await asyncio.wait_for(ending.wait(), WATCH_S)
+            return
+        try:
+            await asyncio.to_thread(postgres.ensure_running, within_s=LOOK_S)
+        except Exception as error:
+            if not ending.is_set():
+                reason = f"{type(error).__name__}: {error}"
+                log.warning("postgres_restart_failed", reason=reason[:200])

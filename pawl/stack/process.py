@@ -29,11 +29,18 @@ class Process:
     """A command that is kept running until it is told to stop."""
 
     def __init__(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str], log_dir: Path
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        log_dir: Path,
+        *,
+        stop_s: float = STOP_S,
     ) -> None:
         self.name = name
         self.restarts = 0
         self.failed: ProcessFailed | None = None
+        self._stop_s = stop_s
         self._command = list(command)
         self._environment = dict(environment)
         self.log_file = log_dir / f"{name}.log"
@@ -58,9 +65,9 @@ class Process:
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
             try:
-                await asyncio.wait_for(self._process.wait(), STOP_S)
+                await asyncio.wait_for(self._process.wait(), self._stop_s)
             except TimeoutError:
-                log.warning("process_killed", process=self.name, after_s=STOP_S)
+                log.warning("process_killed", process=self.name, after_s=self._stop_s)
                 self._kill_group()
                 await self._process.wait()
         self._kill_group()

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Final
 
 import aiohttp
-import structlog
 
+from pawl.stack.database import kept_postgres
 from pawl.stack.preflight import check_disk, check_memory, check_ports
 from pawl.stack.process import Process, ProcessFailed
 from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
+from proxy.settings import ProxySettings
 from store.embedded import EmbeddedPostgres
 from store.records import Record
 from store.settings import address
 
-log = structlog.get_logger()
-
 READY_S: Final = 600.0
 POLL_S: Final = 0.25
-WATCH_S: Final = 0.5
+# What the proxy's supervisor needs for itself when it is stopped.
+STOP_MARGIN_S: Final = 2.0
 
 
 class StackPlan(Record, frozen=True, kw_only=True):
@@ -88,11 +88,8 @@ async def running_stack(
         postgres = None
         database_url = plan.database_url
         if database_url is None:
-            postgres = EmbeddedPostgres(plan.data_dir)
-            database_url = await asyncio.to_thread(postgres.ensure_running)
-            exits.callback(postgres.stop)
-            watching = asyncio.create_task(_keep_postgres(postgres), name="keep-postgres")
-            exits.callback(watching.cancel)
+            postgres = await exits.enter_async_context(kept_postgres(plan.data_dir))
+            database_url = postgres.url
         stack = Stack(plan, database_url, postgres)
         for process in _processes(plan, database_url):
             await process.start()
@@ -116,16 +113,6 @@ def preflight(plan: StackPlan) -> None:
     check_disk(plan.data_dir)
 
 
-async def _keep_postgres(postgres: EmbeddedPostgres) -> None:
-    """Start the server again if it went away; nobody else's business stops meanwhile."""
-    while True:
-        await asyncio.sleep(WATCH_S)
-        try:
-            await asyncio.to_thread(postgres.ensure_running)
-        except Exception as error:
-            log.warning("postgres_restart_failed", reason=f"{type(error).__name__}: {error}"[:200])
-
-
 def _processes(plan: StackPlan, database_url: str) -> list[Process]:
     """The slowest to come up first."""
     upstream = plan.upstream_url or f"http://127.0.0.1:{plan.vllm.port}/v1"
@@ -138,7 +125,9 @@ def _processes(plan: StackPlan, database_url: str) -> list[Process]:
             Process("vllm", vllm_command(plan.vllm), vllm_environment(cores), plan.log_dir)
         )
     found.append(Process("trainer", [*pawl, "trainer"], environment, plan.log_dir))
-    found.append(Process("proxy", [*pawl, "proxy"], environment, plan.log_dir))
+    # It lets its calls end first, and stores what they left: only then may it be killed.
+    stop_s = ProxySettings().stop_grace_s + STOP_MARGIN_S
+    found.append(Process("proxy", [*pawl, "proxy"], environment, plan.log_dir, stop_s=stop_s))
     if plan.judge:
         found.append(Process("judge", [*pawl, "judge"], environment, plan.log_dir))
     return found

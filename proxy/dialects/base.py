@@ -5,9 +5,12 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from proxy.trainable import Sampled
+from store.json_limits import nests_too_deep
 from store.records import ToolCall
 
 Object = dict[str, msgspec.Raw]
+# What a parser raises for bytes that it cannot read: not JSON, not UTF-8, or too deep for it.
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _objects: Final = msgspec.json.Decoder(Object)
 
@@ -77,6 +80,17 @@ class Transcript(Protocol):
         """All that was said, whole or not; made for `reading` only."""
 
 
+class StreamTranscript(Transcript, Protocol):
+    """Follows a reply of server-sent events, whose sender may linger after the last of them."""
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the event that ends the reply is there, whole: what follows is not recorded."""
+
+    def release(self) -> bytes:
+        """The record is durable: return what was held back for it; the rest leaves as it comes."""
+
+
 class Dialect(Protocol):
     """One wire format: how a request is rewritten and its reply followed."""
 
@@ -90,22 +104,30 @@ class Dialect(Protocol):
         """The request for the upstream; the client's own bytes where nothing must change."""
 
     def whole(
-        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+        self,
+        request: ModelRequest,
+        served_name: str | None,
+        *,
+        reading: bool = False,
+        status: int | None = None,
     ) -> Transcript:
-        """Follows a reply that comes in one piece."""
+        """Follows a reply that comes in one piece, with this HTTP `status`."""
 
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
-    ) -> Transcript:
+    ) -> StreamTranscript:
         """Follows a reply of server-sent events."""
 
 
-def read_request(body: bytes, *, without: tuple[str, ...] = ()) -> ModelRequest:
+def read_request(
+    body: bytes, *, without: tuple[str, ...] = (), checked: bool = False
+) -> ModelRequest:
     """A request as the client sent it; fields `without` which it can be read are left out.
 
-    A body that is no JSON object is kept as it is: the upstream says what is wrong with it.
+    A body that is no JSON object is kept as it is: the upstream says what is wrong with it. So
+    is one that nests too deep to be parsed; `checked` says that it is known not to.
     """
-    parsed = parse_object(body)
+    parsed = parse_object(body) if checked or not nests_too_deep(body) else None
     if parsed is None:
         return ModelRequest(body=body)
     for name in without:
@@ -143,7 +165,7 @@ def own_name(request: ModelRequest, served_name: str | None) -> msgspec.Raw | No
 
 
 def parse_object(body: bytes) -> Object | None:
-    """A JSON object's top level, its values unparsed; None if it is not one.
+    """A JSON object's top level, its values unparsed; None if it is not one that can be read.
 
     Keys keep their order and values their exact bytes, so that what is not touched comes
     out as it went in.
@@ -152,7 +174,7 @@ def parse_object(body: bytes) -> Object | None:
         if not body.isascii():
             body.decode()
         return _objects.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
 
 
@@ -165,19 +187,22 @@ def readable_value(raw: msgspec.Raw) -> Any:
     """The parsed value, or its text where it is none that Python holds (such as 1e400)."""
     try:
         return msgspec.json.decode(raw)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return bytes(raw).decode()
 
 
-def decoded_object(payload: bytes) -> dict[str, Any] | None:
-    """A JSON object with all its values; None where one is none that Python holds.
+def decoded_object(payload: bytes | msgspec.Raw) -> dict[str, Any] | None:
+    """A JSON object with all its values; None where one is none that Python holds, or too deep.
 
     `parse_object` takes more: it leaves values alone, so that a lone surrogate or 1e400
     passes through it. What is only read for the ledger must not fail where that did not.
     """
+    if nests_too_deep(bytes(payload)):
+        # What is built must be walked over and encoded again: that is recursive too.
+        return None
     try:
         return msgspec.json.decode(payload, type=dict[str, Any])
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return None
 
 

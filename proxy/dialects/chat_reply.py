@@ -3,12 +3,21 @@
 Each is parsed once, into these types; all other fields are skipped unparsed.
 """
 
-from typing import Annotated, Any
+import re
+from typing import Annotated, Any, Final
 
 import msgspec
 
+from proxy.dialects.base import UNREADABLE
 from proxy.trainable import Sampled
 
+# An escape in a string; the group is half of a pair that lacks the other half.
+ESCAPE: Final = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+REPLACED: Final = rb"\ufffd"
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
@@ -88,8 +97,14 @@ def read_reply(payload: bytes) -> Reply | None:
     """The reply or chunk; None where it is none."""
     try:
         return msgspec.json.decode(payload, type=Reply)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except UNREADABLE:
         return None
+
+
+def read_repaired(body: bytes) -> Reply | None:
+    """A reply that has half an emoji or bytes that are no text, with U+FFFD for each of these."""
+    text = body.decode(errors="replace").encode()
+    return read_reply(ESCAPE.sub(lambda m: REPLACED if m[1] else m[0], text))
 
 
 class Tokens:

@@ -4,6 +4,7 @@ A worker follows a reply only as far as serving needs (`feed`, `finish`, `gist`)
 follows the same bytes again, `reading`, for all that the ledger wants (`facts`).
 """
 
+import json
 from typing import Any, Final
 
 import msgspec
@@ -19,7 +20,7 @@ from proxy.dialects.base import (
     readable_value,
 )
 from proxy.dialects.choice_words import ZERO, Gathering, string_or_none
-from proxy.dialects.events import EventStream, is_done
+from proxy.dialects.events import EventStream, Unread, is_done
 from proxy.dialects.merge import merge_delta
 from proxy.dialects.reread import reread
 from proxy.dialects.undo import ODD_SHAPE, Undo
@@ -31,6 +32,7 @@ READ: Final = ("id", "usage")
 IN_PIECES: Final = ("delta", "text")
 CHOICES: Final = ("choices",)
 OF_CHOICE: Final = ("finish_reason", "message")
+RIDERS: Final = ("finish_reason", "token_ids", "logprobs")
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -66,10 +68,13 @@ class WholeReply:
         parsed = parse_object(body)
         choices = None if parsed is None else self._undo.try_restore(parsed)
         if parsed is None or choices is None:
-            return body
+            self._out = self._undo.hide(body)
+            return self._out
         self._parsed, self._choices = parsed, choices
         if self._undo.changed:
             self._out = _encode(parsed)
+        if not choices:
+            self._out = self._undo.hide(self._out)
         try:
             self._gathering.take(parsed, choices)
         except ODD_SHAPE:
@@ -140,7 +145,7 @@ class StreamedReply:
         self._undo = Undo(request, served_name, reading=reading)
         self._reply_object = reply_object
         self._reading = reading
-        self._events = EventStream(self._data, is_done)
+        self._events = EventStream(self._data, self._undo.hide, is_done)
         self._gathering = Gathering()
         self._head: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
@@ -153,8 +158,17 @@ class StreamedReply:
 
     def reread(self, raw: bytes) -> None:
         """Take all there is, as `feed` does, where nothing of it leaves; of the facts, no gist."""
-        self._events = EventStream(self._reread, is_done)
+        self._events = EventStream(self._reread, self._undo.hide, is_done)
         self._events.feed(raw)
+
+    @property
+    def at_end(self) -> bool:
+        """See `StreamTranscript`."""
+        return self._events.at_end
+
+    def release(self) -> bytes:
+        """See `StreamTranscript`."""
+        return self._events.release()
 
     def finish(self) -> bytes:
         """See `Transcript`."""
@@ -164,7 +178,7 @@ class StreamedReply:
     def ended(self) -> bool:
         """Not every server sends [DONE]; a reason to finish in each choice says as much."""
         finished = bool(self._finished) and all(self._finished.values())
-        return (self._events.ended or finished) and not self._unread
+        return (self._events.ended or finished) and not (self._unread or self._events.unread)
 
     def gist(self) -> Gist:
         """See `Transcript`."""
@@ -174,13 +188,18 @@ class StreamedReply:
         if payload == DONE:
             return payload
         parsed = parse_object(payload)
-        choices = None if parsed is None else self._undo.try_restore(parsed)
-        if parsed is None or choices is None:
+        if parsed is None:
+            raise Unread
+        choices = self._undo.try_restore(parsed)
+        if choices is None:
             self._unread += 1
-            return payload
-        if self._rides_on_nothing(parsed, choices):
+            return self._undo.hide(payload)
+        if self._undo.took and _rides_on_nothing(choices):
             return None
         out = _encode(parsed) if self._undo.changed else payload
+        if not choices:
+            # Usually it tells the usage; whatever else it is, it shows no ids.
+            out = self._undo.hide(out)
         try:
             self._follow(parsed, choices, out)
         except ODD_SHAPE:
@@ -211,17 +230,7 @@ class StreamedReply:
             )
         self._gathering.take(parsed, choices)
         if self._reading:
-            self._gather(msgspec.json.decode(out))
-
-    def _rides_on_nothing(self, parsed: Object, choices: list[Object]) -> bool:
-        """A chunk that is there only for its ids (vLLM parsers do)."""
-        return (
-            self._undo.hide_ids
-            and bool(choices)
-            and all(choice.get("delta") == EMPTY for choice in choices)
-            and parsed.get("usage", NULL) == NULL
-            and all(choice.get("finish_reason", NULL) == NULL for choice in choices)
-        )
+            self._gather(_decoded(out))
 
     def _gather(self, event: dict[str, Any]) -> None:
         for choice in event.get("choices") or []:
@@ -240,3 +249,24 @@ class StreamedReply:
         choices = [self._choices[index] for index in sorted(self._choices)]
         reply = self._head | {"object": self._reply_object, "choices": choices}
         return _facts(_encode(reply), reply, self._undo, whole=self.ended)
+
+
+def _decoded(payload: bytes) -> dict[str, Any]:
+    """Return an event's values; a number past all bounds, as `1E400`, is infinite."""
+    try:
+        return msgspec.json.decode(payload, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        told: dict[str, Any] = json.loads(payload)
+        return told
+
+
+def _rides_on_nothing(choices: list[Object]) -> bool:
+    """Whether a chunk, now that what was added is out of it, says nothing at all.
+
+    vLLM sends a delta that its parsers leave empty only for what rides on it: ids or
+    log-probabilities that are asked for. What is still there was asked for by the client.
+    """
+    for choice in choices:
+        if choice.get("delta") != EMPTY or any(choice.get(n, NULL) != NULL for n in RIDERS):
+            return False
+    return True

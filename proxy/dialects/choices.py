@@ -10,7 +10,13 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.dialects.base import ModelRequest, Object, Transcript, with_changes
+from proxy.dialects.base import (
+    ModelRequest,
+    Object,
+    StreamTranscript,
+    Transcript,
+    with_changes,
+)
 from proxy.dialects.choice_replies import StreamedReply, WholeReply
 from proxy.dialects.undo import IDS, LOGPROBS
 
@@ -19,34 +25,43 @@ class ChoicesDialect(msgspec.Struct, frozen=True):
     """Chat completions or text completions.
 
     `wanted` are the fields that make vLLM give ids and log-probabilities; `asked` says
-    whether a client's own value of one already does.
+    whether a client's own value of one stands. To a request that is `spoilt` by it nothing is
+    added: vLLM would answer it with other words then, or not refuse it any more.
     """
 
     name: str
     reply_object: str
     wanted: Mapping[str, msgspec.Raw]
     asked: Callable[[str, Any], bool]
+    spoilt: Callable[[Mapping[str, Any]], bool]
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
         """See `Dialect`."""
+        fields = request.fields
+        want_ids = want_ids and not self.spoilt(fields)
         added: Object = {
             field: value
             for field, value in self.wanted.items()
-            if want_ids and not self.asked(field, request.fields.get(field))
+            if want_ids and not self.asked(field, fields.get(field))
         }
         return with_changes(request, served_name, added)
 
     def whole(
-        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+        self,
+        request: ModelRequest,
+        served_name: str | None,
+        *,
+        reading: bool = False,
+        status: int | None = None,
     ) -> Transcript:
         """See `Dialect`."""
         return WholeReply(request, served_name, reading=reading)
 
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
-    ) -> Transcript:
+    ) -> StreamTranscript:
         """See `Dialect`."""
         return StreamedReply(request, served_name, self.reply_object, reading=reading)
 
@@ -55,12 +70,19 @@ CHAT: Final = ChoicesDialect(
     name="chat",
     reply_object="chat.completion",
     wanted={LOGPROBS: msgspec.Raw(b"true"), IDS: msgspec.Raw(b"true")},
-    asked=lambda _field, value: value is True,
+    asked=lambda _field, value: value is not None and value is not False,
+    # Without the client's own `logprobs` these are refused.
+    spoilt=lambda fields: (
+        not fields.get(LOGPROBS)
+        and bool(fields.get("top_logprobs") or fields.get("logprob_token_ids"))
+    ),
 )
 COMPLETIONS: Final = ChoicesDialect(
     name="completions",
     reply_object="text_completion",
     # Here `logprobs` is a number: how many alternatives beside the sampled token.
     wanted={LOGPROBS: msgspec.Raw(b"0"), IDS: msgspec.Raw(b"true")},
-    asked=lambda field, value: value is True if field == IDS else value is not None,
+    asked=lambda field, value: value is not None and (field == LOGPROBS or value is not False),
+    # With ids asked for, the prompt's text is left out of the echo.
+    spoilt=lambda fields: bool(fields.get("echo")),
 )

@@ -8,16 +8,39 @@
   event `error` (https://docs.anthropic.com/en/api/messages-streaming, "Error events").
 """
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
-# What our own errors are called there (https://docs.anthropic.com/en/api/errors).
-ANTHROPIC_KINDS: Final = {
-    "server_error": "api_error",
-    "storage_error": "api_error",
-    "upstream_error": "api_error",
+# Anthropic's types by HTTP status (https://docs.anthropic.com/en/api/errors). 408 and 503 are not
+# listed there: a request that took too long, and a server that has no room for it now.
+ANTHROPIC_BY_STATUS: Final[Mapping[int, str]] = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
 }
+# What vLLM calls an error (`vllm/entrypoints/serve/exception_handling/error_response.py`), and
+# what we call one: in a stream it comes without a status.
+STATUS_OF_KIND: Final[Mapping[str, int]] = {
+    "BadRequestError": 400,
+    "invalid_request_error": 400,
+    "UnprocessableEntityError": 422,
+    "AuthenticationError": 401,
+    "PermissionDeniedError": 403,
+    "NotFoundError": 404,
+    "RateLimitError": 429,
+    "ServiceUnavailableError": 503,
+}
+ERRORS: Final = range(400, 600)
 
 
 def error_body(
@@ -26,30 +49,48 @@ def error_body(
     kind: str = "server_error",
     param: str | None = None,
     code: str | None = None,
+    *,
+    status: int | None = None,
 ) -> bytes:
-    """A reply's body; `dialect` is one of the ledger's names."""
+    """A reply's body, sent with `status`; `dialect` is one of the ledger's names."""
     if dialect == "messages":
-        return msgspec.json.encode(_anthropic(message, kind))
+        return msgspec.json.encode(_anthropic(message, kind, status))
     error = {"message": message, "type": kind, "param": param, "code": code}
     return msgspec.json.encode({"error": error})
 
 
 def error_event(
-    dialect: str, message: str, kind: str = "server_error", *, sequence_number: int = 0
+    dialect: str,
+    message: str,
+    kind: str = "server_error",
+    *,
+    sequence_number: int = 0,
+    status: int | None = None,
 ) -> bytes:
     """The event that tells a stream's reader that no more comes, and why.
 
-    `sequence_number` counts a response's events; no other API has one.
+    `sequence_number` counts a response's events; no other API has one. `status` is what the
+    error would have been answered with before the stream began, where that is known.
     """
     if dialect == "messages":
-        return b"event: error\ndata: %s\n\n" % msgspec.json.encode(_anthropic(message, kind))
+        told = msgspec.json.encode(_anthropic(message, kind, status))
+        return b"event: error\ndata: %s\n\n" % told
     if dialect == "responses":
-        event = {"code": kind, "message": message, "param": None}
-        told = {"type": "error", **event, "sequence_number": sequence_number}
-        return b"event: error\ndata: %s\n\n" % msgspec.json.encode(told)
+        event: dict[str, Any] = {"type": "error", "code": kind, "message": message, "param": None}
+        event["sequence_number"] = sequence_number
+        return b"event: error\ndata: %s\n\n" % msgspec.json.encode(event)
     return b"data: %s\n\n" % error_body(dialect, message, kind)
 
 
-def _anthropic(message: str, kind: str) -> dict[str, Any]:
-    kind = ANTHROPIC_KINDS.get(kind, kind)
-    return {"type": "error", "error": {"type": kind, "message": message}}
+def anthropic_type(status: int | None, kind: str | None = None) -> str:
+    """Return Anthropic's name for an error of this status; without one, for that `kind`."""
+    if status not in ERRORS:
+        status = STATUS_OF_KIND.get(kind or "", 500)
+    assert status is not None
+    other = "invalid_request_error" if status < 500 else "api_error"
+    return ANTHROPIC_BY_STATUS.get(status, other)
+
+
+def _anthropic(message: str, kind: str, status: int | None) -> dict[str, Any]:
+    told = {"type": anthropic_type(status, kind), "message": message}
+    return {"type": "error", "error": told}

@@ -4,6 +4,9 @@ from typing import Any, Final
 
 import msgspec
 
+from proxy.dialects.base import UNREADABLE
+from store.json_limits import nests_too_deep
+
 # Said once and for all, where other strings come in pieces.
 WHOLE_STRINGS: Final = frozenset({"role", "id", "type", "name"})
 
@@ -71,14 +74,21 @@ _BLOCK_DELTAS: Final = {
 }
 
 
+def _input_of(text: str) -> Any:
+    """A tool's input; what is no JSON stays text, and what nests too deep is not parsed."""
+    encoded = text.encode(errors="surrogatepass")
+    if nests_too_deep(encoded):
+        return msgspec.Raw(encoded)
+    try:
+        return msgspec.json.decode(encoded) if encoded else {}
+    except UNREADABLE:
+        return text
+
+
 def _merge_block(block: dict[str, Any], delta: Any, *, stop: bool) -> None:
     """Text is appended; a tool's input comes as JSON in pieces and is read at the block's end."""
     if stop and PARTIAL_INPUT in block:
-        text = block.pop(PARTIAL_INPUT)
-        try:
-            block["input"] = msgspec.json.decode(text) if text else {}
-        except msgspec.DecodeError:
-            block["input"] = text
+        block["input"] = _input_of(block.pop(PARTIAL_INPUT))
     if isinstance(delta, dict) and delta.get("type") in _BLOCK_DELTAS:
         source, target = _BLOCK_DELTAS[delta["type"]]
         if isinstance(delta.get(source), str):

@@ -15,19 +15,21 @@ from proxy.dialects.base import (
     Gist,
     ModelRequest,
     ReplyFacts,
+    StreamTranscript,
     Transcript,
     decoded_object,
     own_name,
     value_of,
 )
-from proxy.dialects.chat_reply import Reply, Tokens, read_reply
+from proxy.dialects.chat_reply import Reply, Tokens, read_repaired, read_reply
 from proxy.dialects.choice_replies import DONE
-from proxy.dialects.errors import error_body, error_event
-from proxy.dialects.events import is_done
+from proxy.dialects.errors import ERRORS, error_body, error_event
+from proxy.dialects.events import BOM, Lines, is_done
 from proxy.dialects.merge import merge_message_event
 from proxy.dialects.message_events import Event, MessageEvents, encode_event, whole_message
 from proxy.dialects.plain import MESSAGES as FORWARDED
 from proxy.dialects.plain import message_facts, message_gist
+from proxy.dialects.undo import Undo
 
 CHAT_PATH: Final = "/v1/chat/completions"
 ASKED_FOR: Final = {"logprobs": True, "return_token_ids": True}
@@ -56,16 +58,21 @@ class MessagesDialect(msgspec.Struct, frozen=True):
         )
 
     def whole(
-        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+        self,
+        request: ModelRequest,
+        served_name: str | None,
+        *,
+        reading: bool = False,
+        status: int | None = None,
     ) -> Transcript:
         """See `Dialect`."""
         if request.path is None:
             return FORWARDED.whole(request, served_name)
-        return WholeMessage(request, served_name)
+        return WholeMessage(request, served_name, status=status)
 
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
-    ) -> Transcript:
+    ) -> StreamTranscript:
         """See `Dialect`."""
         if request.path is None:
             return FORWARDED.streamed(request, served_name)
@@ -78,8 +85,12 @@ MESSAGES: Final = MessagesDialect()
 class WholeMessage:
     """A chat completion in one piece, or the error that came in its place."""
 
-    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+    def __init__(
+        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
+    ) -> None:
         self._model = _asked_model(request, served_name)
+        self._undo = Undo(request, served_name, reading=False)
+        self._status = status
         self._pieces: list[bytes] = []
         self._tokens = Tokens()
         self._message: dict[str, Any] | None = None
@@ -91,18 +102,16 @@ class WholeMessage:
         return b""
 
     def finish(self) -> bytes:
-        """The message, or the error in Anthropic's shape; what is neither as it came."""
+        """The message, or the error in Anthropic's shape; what is neither as it came, less ids."""
         body = b"".join(self._pieces)
-        out = self._translated(read_reply(body)) or _translated_error(body) or body
+        reply = read_reply(body)
+        out = _translated(reply, self._model) or _translated_error(body, self._status)
+        if reply is not None:
+            self._tokens.take(reply)
+        if out is None:
+            out = _translated(read_repaired(body), self._model) or self._undo.hide(body)
         self._message, self._whole = decoded_object(out), True
         return out
-
-    def _translated(self, reply: Reply | None) -> bytes | None:
-        if reply is None or not reply.choices or reply.choices[0].message is None:
-            return None
-        self._tokens.take(reply)
-        model = self._model or reply.model
-        return msgspec.json.encode(whole_message(reply, reply.choices[0], model))
 
     @property
     def ended(self) -> bool:
@@ -125,41 +134,61 @@ class StreamedMessage:
         self._events = MessageEvents(_asked_model(request, served_name))
         self._tokens = Tokens()
         self._message: dict[str, Any] = {}
-        self._partial = b""
+        self._lines = Lines()
+        # Data that is no chunk by itself: it may be the first line of several.
+        self._parts: list[bytes] = []
         self._held = b""
         self._ended = False
         self._failed = False
 
     def feed(self, chunk: bytes) -> bytes:
         """See `Transcript`; each complete line leaves at once as its events."""
-        lines = (self._partial + chunk).split(b"\n")
-        self._partial = lines.pop()
-        return b"".join(self._line(line) for line in lines)
+        return b"".join([self._line(line) for line in self._lines.feed(chunk)])
+
+    @property
+    def at_end(self) -> bool:
+        """See `StreamTranscript`."""
+        return self._ended
+
+    def release(self) -> bytes:
+        """See `StreamTranscript`."""
+        held, self._held = self._held, b""
+        return held
 
     def finish(self) -> bytes:
         """See `Transcript`; a line that was cut off says nothing."""
-        if is_done(self._partial):
-            self._line(self._partial)
-        held, self._partial, self._held = self._held, b"", b""
-        return held
+        rest = self._lines.rest()
+        if is_done(rest):
+            self._line(rest)
+        return self.release()
 
     def _line(self, line: bytes) -> bytes:
+        line = line.removeprefix(BOM)
         if line.startswith(b":"):
-            return line.rstrip(b"\r") + b"\n\n"
-        if not line.startswith(b"data:") or self._ended or self._failed:
+            return line.rstrip(b"\r\n") + b"\n\n"
+        if self._ended or self._failed:
             return b""
+        if not line.startswith(b"data:"):
+            return self._rest_of_event() if self._parts and not line.strip() else b""
         payload = line[5:].strip()
         if payload == DONE:
             self._ended = True
             self._held = self._say(self._events.stop())
             return b""
+        chunk = None if self._parts else read_reply(payload)
+        if chunk is None:
+            self._parts.append(payload)
+            return b""
+        return self._chunk(chunk, payload)
+
+    def _rest_of_event(self) -> bytes:
+        payload, self._parts = b"\n".join(self._parts), []
         return self._chunk(read_reply(payload), payload)
 
     def _chunk(self, chunk: Reply | None, payload: bytes) -> bytes:
         if chunk is None or chunk.choices is None:
             self._failed = True
-            said = decoded_object(payload) or {}
-            return error_event(FORWARDED.name, _message_of(said) or UNREADABLE)
+            return _error_event(decoded_object(payload) or {})
         self._tokens.take(chunk)
         return self._say(self._events.take(chunk))
 
@@ -183,26 +212,45 @@ class StreamedMessage:
         return message_gist(self._message)
 
 
+def _translated(reply: Reply | None, model: str | None) -> bytes | None:
+    if reply is None or not reply.choices or reply.choices[0].message is None:
+        return None
+    return msgspec.json.encode(whole_message(reply, reply.choices[0], model or reply.model))
+
+
 def _asked_model(request: ModelRequest, served_name: str | None) -> str | None:
     name = value_of(own_name(request, served_name))
     return name if isinstance(name, str) else None
 
 
-def _translated_error(body: bytes) -> bytes | None:
-    """vLLM's error in Anthropic's shape, of the type that vLLM's own messages give it."""
-    said = decoded_object(body) or {}
-    message = _message_of(said)
-    if message is None:
+def _translated_error(body: bytes, status: int | None) -> bytes | None:
+    """vLLM's error in Anthropic's shape, of the type that its status has there."""
+    error = _error_of(decoded_object(body) or {})
+    if error is None:
         return None
-    error = said.get("error")
-    kind = (error if isinstance(error, dict) else said).get("type")
-    return error_body(FORWARDED.name, message, kind if isinstance(kind, str) else "api_error")
+    if status not in ERRORS:
+        status = error.status
+    return error_body(FORWARDED.name, error.message, error.kind, status=status)
 
 
-def _message_of(said: dict[str, Any]) -> str | None:
-    """The message of an error in OpenAI's shape, or in that of vLLM before 0.10."""
+def _error_event(said: dict[str, Any]) -> bytes:
+    error = _error_of(said) or _Error(UNREADABLE, "", None)
+    return error_event(FORWARDED.name, error.message, error.kind, status=error.status)
+
+
+class _Error(msgspec.Struct, frozen=True):
+    message: str
+    kind: str
+    status: int | None
+
+
+def _error_of(said: dict[str, Any]) -> _Error | None:
+    """What an error in OpenAI's shape says, or one in that of vLLM before 0.10."""
     error = said.get("error")
     if not isinstance(error, dict):
         error = said if said.get("object") == "error" else {}
-    message = error.get("message")
-    return message if isinstance(message, str) else None
+    message, kind, code = error.get("message"), error.get("type"), error.get("code")
+    if not isinstance(message, str):
+        return None
+    # vLLM tells the HTTP status as the code, OpenAI a word.
+    return _Error(message, str(kind), code if type(code) is int else None)

@@ -13,13 +13,15 @@ from proxy.dialects.base import (
     ModelRequest,
     Object,
     ReplyFacts,
+    StreamTranscript,
     Transcript,
     decoded_object,
     own_name,
     parse_object,
     with_changes,
 )
-from proxy.dialects.events import EventStream
+from proxy.dialects.blind import Member, without
+from proxy.dialects.events import EventStream, Unread
 from proxy.dialects.merge import PARTIAL_INPUT, merge_message_event
 from proxy.trainable import NOTHING_SAMPLED, Sampled
 from store.records import ToolCall
@@ -41,16 +43,21 @@ class PlainDialect(msgspec.Struct, frozen=True):
         return with_changes(request, served_name, {})
 
     def whole(
-        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+        self,
+        request: ModelRequest,
+        served_name: str | None,
+        *,
+        reading: bool = False,
+        status: int | None = None,
     ) -> Transcript:
         """See `Dialect`."""
-        return PlainReply(own_name(request, served_name))
+        return PlainReply(Renaming(request, served_name))
 
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
-    ) -> Transcript:
+    ) -> StreamTranscript:
         """See `Dialect`."""
-        return PlainStream(own_name(request, served_name))
+        return PlainStream(Renaming(request, served_name))
 
 
 MESSAGES: Final = PlainDialect()
@@ -102,17 +109,34 @@ def _tool_calls(message: Message) -> tuple[ToolCall, ...]:
     )
 
 
-def _restore(payload: bytes, model: msgspec.Raw | None) -> bytes:
-    """The payload under the name the client asked for; the same object if nothing changes."""
-    parsed = parse_object(payload) if model is not None else None
-    if parsed is None or model is None:
-        return payload
-    changed = _rename(parsed, model)
-    inner = parse_object(bytes(parsed[ENVELOPE])) if ENVELOPE in parsed else None
-    if inner is not None and _rename(inner, model):
-        parsed[ENVELOPE] = msgspec.Raw(msgspec.json.encode(inner))
-        changed = True
-    return msgspec.json.encode(parsed) if changed else payload
+class Renaming:
+    """Puts back the name that the client asked for, where the version's stands."""
+
+    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        self._model = own_name(request, served_name)
+        self._members: dict[bytes, Member] = {}
+        if self._model is not None:
+            served = msgspec.json.encode(served_name)
+            self._members[b"model"] = Member(opens=b'"', instead=bytes(self._model), only=served)
+
+    def restore(self, payload: bytes) -> bytes:
+        """Return the payload under that name; the same object if nothing changes."""
+        model = self._model
+        if model is None:
+            return payload
+        parsed = parse_object(payload)
+        if parsed is None:
+            return self.hide(payload)
+        changed = _rename(parsed, model)
+        inner = parse_object(bytes(parsed[ENVELOPE])) if ENVELOPE in parsed else None
+        if inner is not None and _rename(inner, model):
+            parsed[ENVELOPE] = msgspec.Raw(msgspec.json.encode(inner))
+            changed = True
+        return msgspec.json.encode(parsed) if changed else payload
+
+    def hide(self, payload: bytes) -> bytes:
+        """Return what is no JSON object under that name."""
+        return without(payload, self._members)
 
 
 def _rename(holder: Object, model: msgspec.Raw) -> bool:
@@ -125,8 +149,8 @@ def _rename(holder: Object, model: msgspec.Raw) -> bool:
 class PlainReply:
     """A reply in one piece."""
 
-    def __init__(self, model: msgspec.Raw | None) -> None:
-        self._model = model
+    def __init__(self, renaming: Renaming) -> None:
+        self._renaming = renaming
         self._pieces: list[bytes] = []
         self._message: Message | None = None
         self._whole = False
@@ -138,7 +162,7 @@ class PlainReply:
 
     def finish(self) -> bytes:
         """See `Transcript`."""
-        out = _restore(b"".join(self._pieces), self._model)
+        out = self._renaming.restore(b"".join(self._pieces))
         self._message, self._whole = decoded_object(out), True
         return out
 
@@ -159,14 +183,23 @@ class PlainReply:
 class PlainStream:
     """A reply as events, each of which says its type."""
 
-    def __init__(self, model: msgspec.Raw | None) -> None:
-        self._model = model
-        self._events = EventStream(self._data, _is_end)
+    def __init__(self, renaming: Renaming) -> None:
+        self._renaming = renaming
+        self._events = EventStream(self._data, renaming.hide, _is_end)
         self._message: Message = {}
 
     def feed(self, chunk: bytes) -> bytes:
         """See `Transcript`."""
         return self._events.feed(chunk)
+
+    @property
+    def at_end(self) -> bool:
+        """See `StreamTranscript`."""
+        return self._events.at_end
+
+    def release(self) -> bytes:
+        """See `StreamTranscript`."""
+        return self._events.release()
 
     def finish(self) -> bytes:
         """See `Transcript`."""
@@ -186,10 +219,11 @@ class PlainStream:
         return message_gist(self._message)
 
     def _data(self, payload: bytes) -> bytes:
-        out = _restore(payload, self._model)
+        out = self._renaming.restore(payload)
         event = decoded_object(out)
-        if event is not None:
-            merge_message_event(self._message, event)
+        if event is None:
+            raise Unread
+        merge_message_event(self._message, event)
         return out
 
 

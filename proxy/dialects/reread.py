@@ -11,6 +11,7 @@ import msgspec
 
 from proxy.dialects.choice_words import Said
 from proxy.dialects.undo import ODD_SHAPE, Id, Logprobs, Undo
+from store.json_limits import nests_too_deep
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -36,6 +37,8 @@ def reread(payload: bytes, undo: Undo) -> dict[str, Any] | None:
 
     None for an event that is not of the usual shape: then nothing was added.
     """
+    if nests_too_deep(payload):
+        return None
     try:
         event, typed = _event.decode(payload), _typed.decode(payload)
     except ODD_SHAPE:

@@ -9,7 +9,7 @@ its tokens; one of tool calls alone has none, and a stream lacks those of reason
 calls and of the token that ends it: then counts differ, and the call is not trainable.
 """
 
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 
@@ -19,31 +19,26 @@ from proxy.dialects.base import (
     ModelRequest,
     Object,
     ReplyFacts,
+    StreamTranscript,
     Transcript,
     decoded_object,
-    own_name,
     parse_object,
     value_of,
     with_changes,
 )
-from proxy.dialects.events import EventStream
-from proxy.trainable import Sampled
+from proxy.dialects.events import EventStream, Unread
+from proxy.dialects.response_undo import (
+    EMPTY,
+    IDS,
+    INCLUDE,
+    ODD_SHAPE,
+    TOP,
+    ResponseUndo,
+)
 from store.records import ToolCall
 
-IDS: Final = "enable_response_messages"
-INCLUDE: Final = "include"
 LOGPROBS: Final = "message.output_text.logprobs"
-TOP: Final = "top_logprobs"
 LAST_EVENTS: Final = frozenset({"response.completed", "response.incomplete", "response.failed"})
-# Any other item says that the server took turns of its own: several prompts, several samples.
-OWN_ITEMS: Final = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
-# vLLM calls them so beside the conversation in gpt-oss's own form, which has no ids.
-RAW_TOKENS: Final = "raw_message_tokens"
-EMPTY: Final = msgspec.Raw(b"[]")
-UNTOLD: Final = (NULL, EMPTY)
-# What reading a reply raises that is not of the API's shape: it is passed on as it came.
-ODD_SHAPE: Final = (msgspec.MsgspecError, KeyError, TypeError, ValueError)
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class ResponsesDialect(msgspec.Struct, frozen=True):
@@ -59,7 +54,7 @@ class ResponsesDialect(msgspec.Struct, frozen=True):
         included = fields.get(INCLUDE)
         added: Object = {}
         if want_ids and isinstance(included, list | None) and fields.get("background") is not True:
-            if fields.get(IDS) is not True:
+            if fields.get(IDS) is None or fields[IDS] is False:
                 added[IDS] = msgspec.Raw(b"true")
             if LOGPROBS not in (included or ()):
                 added[INCLUDE] = msgspec.Raw(msgspec.json.encode([*(included or ()), LOGPROBS]))
@@ -70,14 +65,19 @@ class ResponsesDialect(msgspec.Struct, frozen=True):
         return with_changes(request, served_name, added)
 
     def whole(
-        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+        self,
+        request: ModelRequest,
+        served_name: str | None,
+        *,
+        reading: bool = False,
+        status: int | None = None,
     ) -> Transcript:
         """See `Dialect`."""
         return WholeResponse(request, served_name)
 
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
-    ) -> Transcript:
+    ) -> StreamTranscript:
         """See `Dialect`."""
         return StreamedResponse(request, served_name)
 
@@ -85,105 +85,11 @@ class ResponsesDialect(msgspec.Struct, frozen=True):
 RESPONSES: Final = ResponsesDialect()
 
 
-class _Undo:
-    """Takes out of a reply what the request's rewriting put in, and gathers it."""
-
-    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
-        self._model = own_name(request, served_name)
-        self._hide_ids = IDS in request.injected
-        self._hide_logprobs = INCLUDE in request.injected
-        self._prompts: list[list[int]] | None = None
-        self._ids: list[list[int]] | None = None
-        self._logprobs: list[float] = []
-        self._one_sample = True
-
-    @property
-    def changes_nothing(self) -> bool:
-        """Whether a reply goes through as it is."""
-        return not (self._hide_ids or self._hide_logprobs or self._model)
-
-    def response(self, response: Object) -> None:
-        """Undo a response in place; its own tokens replace those of an earlier state."""
-        if self._model is not None and "model" in response:
-            response["model"] = self._model
-        self._prompts = _tokens(response.get("input_messages"))
-        self._ids = _tokens(response.get("output_messages"))
-        for name in ("input_messages", "output_messages"):
-            if self._hide_ids and name in response:
-                response[name] = NULL
-        if self._hide_logprobs and TOP in response:
-            response[TOP] = NULL
-        self._logprobs = []
-        items = _objects(response.get("output"))
-        if items:
-            for item in items:
-                self._one_sample &= value_of(item.get("type")) in OWN_ITEMS
-                self._logprobs += self.item(item)
-            response["output"] = msgspec.Raw(msgspec.json.encode(items))
-
-    def item(self, item: Object) -> list[float]:
-        """Undo an output item in place; the log-probabilities it told."""
-        found: list[float] = []
-        parts = _objects(item.get("content"))
-        if parts:
-            for part in parts:
-                found += self.text(part, NULL)
-            item["content"] = msgspec.Raw(msgspec.json.encode(parts))
-        return found
-
-    def text(self, holder: Object, untold: msgspec.Raw) -> list[float]:
-        """Undo a text, or a piece of one, in place; `untold` is what it says without."""
-        told = holder.get("logprobs")
-        if told is None or told in UNTOLD:
-            return []
-        if self._hide_logprobs:
-            holder["logprobs"] = untold
-        return [token.logprob for token in msgspec.json.decode(told, type=list[_Token])]
-
-    def sampled(self, usage: dict[str, Any] | None) -> Sampled:
-        """The ids, where there is one prompt and all that followed was sampled."""
-        exact = self._one_sample and self._prompts is not None and len(self._prompts) == 1
-        ids = self._ids if exact else None
-        return Sampled(
-            prompt_ids=tuple(self._prompts[0]) if exact and self._prompts else None,
-            sampled_ids=None if ids is None else tuple(token for part in ids for token in part),
-            sampled_logprobs=tuple(self._logprobs) or None,
-            choices=1,
-            completion_tokens=(usage or {}).get("output_tokens"),
-        )
-
-
-class _Token(msgspec.Struct):
-    logprob: float
-
-
-class _RawMessage(msgspec.Struct):
-    type: str
-    tokens: list[TokenId] | None = None
-
-
-def _tokens(raw: msgspec.Raw | None) -> list[list[int]] | None:
-    """The ids of each message; None where there are none."""
-    if raw is None or raw in UNTOLD:
-        return None
-    messages = msgspec.json.decode(raw, type=list[_RawMessage])
-    if any(message.type != RAW_TOKENS or message.tokens is None for message in messages):
-        return None
-    return [message.tokens or [] for message in messages]
-
-
-def _objects(raw: msgspec.Raw | None) -> list[Object]:
-    """A list's members, their values unparsed; none where it is no list."""
-    if raw is None or bytes(raw)[:1] != b"[":
-        return []
-    return msgspec.json.decode(raw, type=list[Object])
-
-
 class WholeResponse:
     """A reply in one piece."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
-        self._undo = _Undo(request, served_name)
+        self._undo = ResponseUndo(request, served_name)
         self._pieces: list[bytes] = []
         self._response: dict[str, Any] | None = None
         self._whole = False
@@ -202,11 +108,11 @@ class WholeResponse:
     def _restored(self, body: bytes) -> bytes:
         parsed = parse_object(body)
         if parsed is None or parsed.keys().isdisjoint(("model", "output")):
-            return body
+            return self._undo.hide(body)
         try:
             self._undo.response(parsed)
         except ODD_SHAPE:
-            return body
+            return self._undo.hide(body)
         return body if self._undo.changes_nothing else msgspec.json.encode(parsed)
 
     @property
@@ -227,8 +133,8 @@ class StreamedResponse:
     """A reply as events, which carry the response at its beginning and at its end."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
-        self._undo = _Undo(request, served_name)
-        self._events = EventStream(self._data, _is_end)
+        self._undo = ResponseUndo(request, served_name)
+        self._events = EventStream(self._data, self._undo.hide, _is_end)
         self._response: dict[str, Any] | None = None
         self._deltas: list[str] = []
         self._unread = False
@@ -237,6 +143,15 @@ class StreamedResponse:
         """See `Transcript`."""
         return self._events.feed(chunk)
 
+    @property
+    def at_end(self) -> bool:
+        """See `StreamTranscript`."""
+        return self._events.at_end
+
+    def release(self) -> bytes:
+        """See `StreamTranscript`."""
+        return self._events.release()
+
     def finish(self) -> bytes:
         """See `Transcript`."""
         return self._events.finish()
@@ -244,12 +159,11 @@ class StreamedResponse:
     @property
     def ended(self) -> bool:
         """See `Transcript`."""
-        return self._events.ended and not self._unread
+        return self._events.ended and not (self._unread or self._events.unread)
 
     def facts(self) -> ReplyFacts:
         """See `Transcript`."""
-        whole = self._events.ended and not self._unread
-        return _facts(self._response, self._undo, whole=whole)
+        return _facts(self._response, self._undo, whole=self.ended)
 
     def gist(self) -> Gist:
         """See `Gist`; before the end, of texts alone."""
@@ -258,13 +172,12 @@ class StreamedResponse:
     def _data(self, payload: bytes) -> bytes:
         event = parse_object(payload)
         if event is None:
-            self._unread = True
-            return payload
+            raise Unread
         try:
             changed = self._read(event)
         except ODD_SHAPE:
             self._unread = True
-            return payload
+            return self._undo.hide(payload)
         if not changed or self._undo.changes_nothing:
             return payload
         return msgspec.json.encode(event)
@@ -298,7 +211,7 @@ def _is_end(line: bytes) -> bool:
     return name == b"event" and value.strip().decode(errors="replace") in LAST_EVENTS
 
 
-def _facts(response: dict[str, Any] | None, undo: _Undo, *, whole: bool) -> ReplyFacts:
+def _facts(response: dict[str, Any] | None, undo: ResponseUndo, *, whole: bool) -> ReplyFacts:
     if response is None:
         return ReplyFacts(None, None, None, None, (), undo.sampled(None), whole)
     usage = response.get("usage") if isinstance(response.get("usage"), dict) else None

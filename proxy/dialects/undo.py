@@ -1,17 +1,19 @@
 """Takes out of a reply in `choices` what the request's rewriting put in (pure)."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import msgspec
 
-from proxy.dialects.base import NULL, ModelRequest, Object, own_name, value_of
+from proxy.dialects.base import NULL, UNREADABLE, ModelRequest, Object, own_name, value_of
+from proxy.dialects.blind import Member, without
 from proxy.trainable import Sampled
 
 IDS: Final = "return_token_ids"
 LOGPROBS: Final = "logprobs"
 # What reading a reply raises that is not of the API's shape. Such a reply is passed on as it
-# came, and its call is not trainable.
-ODD_SHAPE: Final = (msgspec.MsgspecError, KeyError, TypeError, AttributeError, ValueError)
+# came, less what was added wherever it stands, and its call is not trainable.
+ODD_SHAPE: Final = (*UNREADABLE, KeyError, TypeError, AttributeError, ValueError)
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 ARRAY, OBJECT = b"["[0], b"{"[0]
@@ -52,13 +54,33 @@ class Undo:
         self._reading = reading
         # Whether the last `restore` changed anything: what it did not goes on as it came.
         self.changed = False
+        # Whether that took ids or log-probabilities out of a choice.
+        self.took = False
+        # What was taken out is none that the API gives: nothing of it is known for sure.
+        self._unsound = False
+        self._members = self._added_members(served_name)
         self.prompt_ids: list[int] | None = None
         self.sampled_ids: list[int] | None = None
         self.sampled_logprobs: list[float] | None = None
         self.indices: set[int] = set()
 
+    def _added_members(self, served_name: str | None) -> dict[bytes, Member]:
+        members: dict[bytes, Member] = {}
+        if self.hide_ids:
+            members |= dict.fromkeys((b"prompt_token_ids", b"token_ids"), Member(opens=b"["))
+        if self.hide_logprobs:
+            members[b"logprobs"] = Member(opens=b"{")
+        if self._model is not None:
+            served = _encode(served_name)
+            members[b"model"] = Member(opens=b'"', instead=bytes(self._model), only=served)
+        return members
+
+    def hide(self, payload: bytes) -> bytes:
+        """Return what is no JSON object of the API's without what was added, else as it is."""
+        return without(payload, self._members)
+
     def try_restore(self, parsed: Object) -> list[Object] | None:
-        """`restore`, or None for a reply of another shape than the API's: it is passed on as is."""
+        """`restore`, or None for a reply of another shape than the API's."""
         try:
             return self.restore(parsed)
         except ODD_SHAPE:
@@ -70,8 +92,9 @@ class Undo:
         if self._model is not None and self.changed:
             parsed["model"] = self._model
         self.changed |= self._take_prompt(parsed)
+        self.took = False
         raw_choices = parsed.get("choices")
-        if raw_choices is None or not _begins(raw_choices, ARRAY):
+        if raw_choices is None or raw_choices == NULL:
             return []
         choices = _choices.decode(raw_choices)
         changed = False
@@ -88,7 +111,7 @@ class Undo:
         if raw is None or not _begins(raw, ARRAY):
             return False
         if self._reading:
-            self.prompt_ids = _ids.decode(raw)
+            self._gather(raw, self._took_prompt)
         if self.hide_ids:
             holder["prompt_token_ids"] = NULL
         return self.hide_ids
@@ -96,23 +119,36 @@ class Undo:
     def _take_choice(self, choice: Object) -> bool:
         """Whether anything of the choice was changed."""
         if self._reading:
-            self.indices.add(int(value_of(choice.get("index")) or 0))
+            self._gather(choice.get("index", NULL), self._took_index)
         changed = self._take_prompt(choice)
         ids = choice.get("token_ids")
         if ids is not None and _begins(ids, ARRAY):
             if self._reading:
-                self.took_ids(_ids.decode(ids))
+                self._gather(ids, lambda raw: self.took_ids(_ids.decode(raw)))
             if self.hide_ids:
                 choice["token_ids"] = NULL
-                changed = True
+                changed = self.took = True
         logprobs = choice.get("logprobs")
         if logprobs is not None and _begins(logprobs, OBJECT):
             if self._reading:
-                self.took_logprobs(_logprobs.decode(logprobs))
+                self._gather(logprobs, lambda raw: self.took_logprobs(_logprobs.decode(raw)))
             if self.hide_logprobs:
                 choice["logprobs"] = NULL
-                changed = True
+                changed = self.took = True
         return changed
+
+    def _gather(self, raw: msgspec.Raw, take: Callable[[msgspec.Raw], None]) -> None:
+        """Read what is there; what cannot be read leaves all the same, as it does in the worker."""
+        try:
+            take(raw)
+        except ODD_SHAPE:
+            self._unsound = True
+
+    def _took_prompt(self, raw: msgspec.Raw) -> None:
+        self.prompt_ids = _ids.decode(raw)
+
+    def _took_index(self, raw: msgspec.Raw) -> None:
+        self.indices.add(int(value_of(raw) or 0))
 
     def took_ids(self, ids: list[int]) -> None:
         """More ids were sampled."""
@@ -125,11 +161,12 @@ class Undo:
         self.sampled_logprobs += logprobs.values()
 
     def sampled(self, usage: dict[str, Any] | None) -> Sampled:
-        """What was gathered."""
+        """What was gathered; no ids where some could not be read."""
+        sound = not self._unsound
         return Sampled(
-            prompt_ids=_tuple(self.prompt_ids),
-            sampled_ids=_tuple(self.sampled_ids),
-            sampled_logprobs=_tuple(self.sampled_logprobs),
+            prompt_ids=_tuple(self.prompt_ids) if sound else None,
+            sampled_ids=_tuple(self.sampled_ids) if sound else None,
+            sampled_logprobs=_tuple(self.sampled_logprobs) if sound else None,
             choices=len(self.indices),
             completion_tokens=(usage or {}).get("completion_tokens"),
         )

@@ -16,6 +16,8 @@ from proxy.http.wire import Headers
 # vLLM closes idle connections after 5 s; one that is reused must be younger.
 KEEPALIVE_S: Final = 3.0
 CONNECT_S: Final = 10.0
+# Of a reply's head, and of what stands between the pieces of its body: sizes, trailers.
+MAX_HEAD_BYTES: Final = 256 * 1024
 
 
 class NotSent(ConnectionError):
@@ -72,6 +74,15 @@ class Reply:
         """
         return await self.body.whole(limit)
 
+    @property
+    def ended(self) -> bool:
+        """Whether all of it has come, and was taken."""
+        return self.body.exhausted
+
+    def unread(self) -> bytes:
+        """Return what lies here of a body that broke off."""
+        return self.body.take()
+
     def close(self) -> None:
         """Let go of it; if it has not ended, the server is told to stop."""
         if not self.body.ended:
@@ -98,6 +109,9 @@ class UpstreamConnection(asyncio.Protocol):
         self._headers: Headers = []
         self._interim = False
         self._until_close = False
+        self._to_head = False
+        # Bytes that came since the last piece of a body, or the last head's end.
+        self._overhead = 0
         self._can_write: asyncio.Future[None] | None = None
         self.sending = False
         self.pushing: asyncio.Task[None] | None = None
@@ -108,9 +122,14 @@ class UpstreamConnection(asyncio.Protocol):
         """Whether it is open and owes nobody anything."""
         return self._head is None and self._reply is None and not self.transport.is_closing()
 
-    def ask(self, data: bytes) -> "asyncio.Future[Reply]":
-        """Send a request (or its beginning); the future is the reply once its head is there."""
+    def ask(self, data: bytes, *, to_head: bool = False) -> "asyncio.Future[Reply]":
+        """Send a request (or its beginning); the future is the reply once its head is there.
+
+        `to_head`: the method is HEAD, and no body follows whatever the reply's head says.
+        """
         self.last_heard = monotonic()
+        self._to_head = to_head
+        self._overhead = 0
         self._head = self.loop.create_future()
         self.transport.write(data)
         return self._head
@@ -159,11 +178,16 @@ class UpstreamConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse; what is not HTTP breaks the connection off."""
         self.last_heard = monotonic()
+        self._overhead += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(f"not HTTP: {error}")
             self.transport.abort()
+        else:
+            if self._overhead > MAX_HEAD_BYTES:
+                self._fail(f"a head or trailers of more than {MAX_HEAD_BYTES} bytes")
+                self.transport.abort()
 
     def pause_writing(self) -> None:
         """The server reads more slowly than we write."""
@@ -189,8 +213,9 @@ class UpstreamConnection(asyncio.Protocol):
         self._reason += status
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header line."""
-        self._headers.append((name, value))
+        """One header line; one that comes after a body is none (RFC 9110 §6.5.1)."""
+        if self._head is not None:
+            self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head is there; a 1xx is only the announcement of one (RFC 9110 §15.2)."""
@@ -198,10 +223,15 @@ class UpstreamConnection(asyncio.Protocol):
         self._interim = 100 <= status < 200
         if self._interim or self._head is None:
             return
+        self._overhead = 0
         reply = Reply(self, status, self._reason, self._headers)
-        self._reply = reply
+        if self._to_head:
+            # The parser would wait for the body that the head speaks of: it is not asked again.
+            reply.body.end()
+            self.transport.close()
+        else:
+            self._reply = reply
         self._until_close = not any(name.lower() in wire.FRAMING for name, _ in self._headers)
-        # What comes after a body is no header (RFC 9110 §6.5.1): it is left out.
         self._headers = []
         head, self._head = self._head, None
         if not head.done():
@@ -209,6 +239,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
+        self._overhead = 0
         if self._reply is not None:
             self._reply.body.put(body)
 
@@ -298,61 +329,3 @@ class Pool:
         """Close every connection."""
         for connection in list(self.connections):
             connection.transport.abort()
-
-
-async def ask_whole(pool: Pool, method: str, target: str, headers: Headers, body: bytes) -> Reply:
-    """Send a request with a body that is at hand; returns once the reply's head is there.
-
-    Raises:
-        NotSent: there was no connection.
-        NoReply: it broke, or was silent for too long, before the reply.
-    """
-    connection = await pool.connection()
-    head = wire.request_head(method, target, pool.authority, headers, len(body))
-    return await _answer(connection, connection.ask(head + body))
-
-
-async def ask_bodyless(pool: Pool, method: str, target: str, headers: Headers) -> Reply:
-    """Send a request without a body; see `ask_whole`."""
-    connection = await pool.connection()
-    head = wire.bodyless_head(method, target, pool.authority, headers)
-    return await _answer(connection, connection.ask(head))
-
-
-async def ask_streaming(
-    pool: Pool, method: str, target: str, headers: Headers, length: int | None, body: Inflow
-) -> Reply:
-    """Send a request whose body comes in pieces; see `ask_whole`.
-
-    A server may answer before it has all of it: the rest is sent beside its answer, for as
-    long as that lasts.
-    """
-    connection = await pool.connection()
-    head = wire.request_head(method, target, pool.authority, headers, length)
-    connection.sending = True
-    answer = connection.ask(head)
-    pushing = asyncio.create_task(_push(connection, body, chunked=length is None))
-    connection.pushing = pushing
-    return await _answer(connection, answer)
-
-
-async def _push(connection: UpstreamConnection, body: Inflow, *, chunked: bool) -> None:
-    try:
-        while data := await body.more():
-            await connection.push(wire.chunk(data) if chunked else data)
-    except ConnectionError:
-        # The client left in the middle of its request: half of it is no request.
-        connection.abort()
-        return
-    if chunked:
-        await connection.push(wire.LAST_CHUNK)
-    connection.sending = False
-
-
-async def _answer(connection: UpstreamConnection, answer: "asyncio.Future[Reply]") -> Reply:
-    try:
-        return await answer
-    except asyncio.CancelledError:
-        # Nobody wants the reply any more: the server must not go on making it.
-        connection.abort()
-        raise

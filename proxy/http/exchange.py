@@ -3,15 +3,19 @@
 from typing import TYPE_CHECKING
 
 from proxy.http import wire
-from proxy.http.flow import Inflow
+from proxy.http.flow import Grown, Inflow
 from proxy.http.wire import Headers
 
 if TYPE_CHECKING:
-    from proxy.http.server import Connection
+    from proxy.http.connection import Connection
 
 
 class ClientGone(ConnectionError):
     """The client closed its connection before it had its answer."""
+
+
+class BodyTooSlow(ConnectionError):
+    """The client sent too little of its request's body within the time it is given for that."""
 
 
 class Exchange:
@@ -20,7 +24,9 @@ class Exchange:
     __slots__ = (
         "_connection",
         "_framed",
+        "_silent",
         "body",
+        "call",
         "expects",
         "headers",
         "keep_alive",
@@ -49,7 +55,16 @@ class Exchange:
         self.expects = expects
         # An HTTP/1.0 client knows no chunks: its reply ends with the connection.
         self._framed = chunks
+        # RFC 9110 §9.3.2: the head that GET would have, and no body.
+        self._silent = method == "HEAD"
         self.started = False
+        # The recorded call that it is, for whoever has something to tell of it.
+        self.call: str | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether its reply is still due, or under way, and the client there."""
+        return self._connection.answering(self)
 
     @property
     def length(self) -> int | None:
@@ -69,16 +84,18 @@ class Exchange:
         """Tell a client that waits for it to send its body (RFC 9110 §10.1.1)."""
         if self.expects and not self.started:
             self.expects = False
-            self._connection.transport.write(wire.CONTINUE)
+            self._connection.send(wire.CONTINUE)
 
-    async def read(self, limit: int) -> bytes | None:
+    async def read(self, limit: int, grown: Grown | None = None) -> bytes | None:
         """The whole body; None if it is longer than `limit`.
+
+        `grown` is told how much of it has come, again and again; what it raises ends the reading.
 
         Raises:
             ClientGone: the client left before it was sent.
         """
         self.ask_on()
-        body = await self.body.whole(limit)
+        body = await self.body.whole(limit, grown)
         if body is None:
             self.keep_alive = False
         return body
@@ -88,7 +105,8 @@ class Exchange:
         framing: Headers = []
         if status not in wire.BODYLESS:
             framing = [(b"Content-Length", b"%d" % len(body))]
-        self._connection.transport.write(self._head(status, reason, headers, framing) + body)
+        head = self._head(status, reason, headers, framing)
+        self._send(head if self._silent else head + body)
         self._connection.answered(self)
 
     def begin(self, status: int, reason: bytes, headers: Headers) -> None:
@@ -98,25 +116,25 @@ class Exchange:
         elif not self._framed:
             self.keep_alive = False
         framing: Headers = [wire.CHUNKED] if self._framed else []
-        self._connection.transport.write(self._head(status, reason, headers, framing))
+        self._send(self._head(status, reason, headers, framing))
 
     def begin_sized(self, status: int, reason: bytes, headers: Headers, length: bytes) -> None:
         """Give the head of a reply whose length is known; the body follows in pieces."""
         self._framed = False
         framing: Headers = [(b"Content-Length", length)]
-        self._connection.transport.write(self._head(status, reason, headers, framing))
+        self._send(self._head(status, reason, headers, framing))
 
     def write(self, data: bytes) -> None:
         """Give the next piece, at once."""
-        if data:
-            self._connection.transport.write(wire.chunk(data) if self._framed else data)
+        if data and not self._silent:
+            self._connection.send(wire.chunk(data) if self._framed else data)
 
     def end(self, data: bytes = b"") -> None:
         """Give the last piece and the body's end, in one write."""
         if self._framed:
             data = (wire.chunk(data) if data else b"") + wire.LAST_CHUNK
-        if data:
-            self._connection.transport.write(data)
+        if data and not self._silent:
+            self._connection.send(data)
         self._connection.answered(self)
 
     async def drained(self) -> None:
@@ -131,8 +149,11 @@ class Exchange:
         """Break the connection off at once."""
         self._connection.transport.abort()
 
-    def _head(self, status: int, reason: bytes, headers: Headers, framing: Headers) -> bytes:
+    def _send(self, head: bytes) -> None:
         self.started = True
+        self._connection.send(head)
+
+    def _head(self, status: int, reason: bytes, headers: Headers, framing: Headers) -> bytes:
         if self._connection.server.draining:
             self.keep_alive = False
         closing = [] if self.keep_alive else [wire.CLOSE]

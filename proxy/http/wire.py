@@ -109,10 +109,15 @@ def reply_head(status: int, reason: bytes, headers: Iterable[tuple[bytes, bytes]
     return head(b"HTTP/1.1 %d %b" % (status, reason or REASONS.get(status, b"")), headers)
 
 
-def refusal_head(status: int) -> bytes:
-    """The whole reply to what is no request."""
+def refusal(status: int, body: bytes, *, bodyless: bool = False) -> bytes:
+    """Return the whole reply to what is no request; `bodyless`: it was to HEAD."""
     date = formatdate(usegmt=True).encode()
-    return reply_head(status, b"", [(b"Date", date), (b"Content-Length", b"0"), CLOSE])
+    fault = b"client" if status < 500 or status == 505 else b"proxy"
+    headers = [(b"Date", date), (b"x-pawl-fault", fault)]
+    if body:
+        headers.append(JSON)
+    headers += [(b"Content-Length", b"%d" % len(body)), CLOSE]
+    return reply_head(status, b"", headers) + (b"" if bodyless else body)
 
 
 def chunk(data: bytes) -> bytes:

@@ -70,6 +70,7 @@ def identify(
     body: bytes,
     call: str,
     stitches: Stitches,
+    said: Conversation | None = None,
 ) -> Identity:
     """Episode, agent and task of a call.
 
@@ -80,17 +81,17 @@ def identify(
         body: its bytes; looked at only where they may repeat an attempt.
         call: its id, which names the episode where nothing else does.
         stitches: what this proxy remembers of earlier calls.
+        said: the request's conversation, if it was read already.
     """
     warnings: list[str] = []
     told = read_told(headers, fields)
     retry = retry_count(headers)
     names = chain(_ours(headers, "episode", route.episode), episode_names(told, fields))
     name = _first_usable(names, warnings)
-    said = None
     if name is not None:
         episode = _named(name, body if retry else None, stitches)
     else:
-        said = read_conversation(fields)
+        said = said or read_conversation(fields)
         asks = asks_of(route.dialect or "", fields, said)
         episode = _unnamed(headers, asks, body if retry else None, call, stitches)
     agent = _role(headers, "agent", route.agent, told, told.agents(), warnings)

@@ -169,7 +169,7 @@ def _claude_code_session(user_id: Any) -> Iterator[Name]:
     elif user_id.startswith("{"):
         try:
             parsed = msgspec.json.decode(user_id, type=dict[str, Any])
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             return
         yield from _told(parsed, _IN_USER_ID, "session", "metadata.user_id.")
 

@@ -8,6 +8,7 @@ see whose they are. A request that an SDK sends again after it failed joins the 
 failed.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Final
@@ -21,6 +22,8 @@ from store.records import Confidence
 
 # Of offers, and of failed attempts. An offer takes 170 bytes: 17 MB at most.
 CAPACITY: Final = 50_000
+# Of the failed attempts with one body: an SDK asks again within seconds, and many may ask at once.
+MOST_ATTEMPTS: Final = 64
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -61,7 +64,7 @@ class Stitches:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._offers: Generations[bytes, _Made] = Generations(capacity)
-        self._failed: Generations[bytes, tuple[Attempt, ...]] = Generations(capacity)
+        self._failed: Generations[bytes, deque[Attempt]] = Generations(capacity)
 
     def offer(self, digests: Iterable[bytes], episode: str, follows: str | None = None) -> None:
         """A call of `episode` made these offers; `follows` as `identify` found it."""
@@ -108,10 +111,17 @@ class Stitches:
         return None
 
     def failed(self, body: bytes, episode: str, call_id: UUID) -> None:
-        """An attempt with this body came to no reply; its client may send it again."""
+        """An attempt with this body came to no reply; its client may send it again.
+
+        Past `MOST_ATTEMPTS` the oldest is forgotten: a call that repeats it then counts as a
+        new one, with an episode of its own.
+        """
         digest = blake2b(body, digest_size=16).digest()
-        attempts = self._failed.get(digest) or ()
-        self._failed.put(digest, (*attempts, Attempt(episode, call_id)))
+        attempts = self._failed.get(digest)
+        if attempts is None:
+            attempts = deque(maxlen=MOST_ATTEMPTS)
+            self._failed.put(digest, attempts)
+        attempts.append(Attempt(episode, call_id))
 
     def retried(self, body: bytes, episode: str | None = None) -> Attempt | None:
         """The failed attempt that this body repeats, the latest first; each is repeated once.
@@ -119,13 +129,12 @@ class Stitches:
         With `episode`, one of that episode's attempts.
         """
         digest = blake2b(body, digest_size=16).digest()
-        attempts = self._failed.get(digest) or ()
-        for attempt in reversed(attempts):
-            if episode is None or attempt.episode == episode:
-                left = tuple(other for other in attempts if other is not attempt)
-                if left:
-                    self._failed.put(digest, left)
-                else:
-                    self._failed.forget(digest)
-                return attempt
-        return None
+        attempts = self._failed.get(digest)
+        if attempts is None:
+            return None
+        found = next((a for a in reversed(attempts) if episode in (None, a.episode)), None)
+        if found is not None:
+            attempts.remove(found)
+            if not attempts:
+                self._failed.forget(digest)
+        return found

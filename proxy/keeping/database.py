@@ -17,6 +17,7 @@ from proxy.policies import PolicyFile, serving_of
 from proxy.settings import ProxySettings
 from store.embedded import EmbeddedPostgres
 from store.engine import make_engine
+from store.files import write_private
 from store.migrate import upgrade
 from store.policies import list_versions
 from store.records import PolicyVersion
@@ -25,6 +26,9 @@ log = structlog.get_logger()
 
 WATCH_S: Final = 0.5
 RETRY_S: Final = 1.0
+# An embedded server that is not ready yet is not waited for at a stretch: the keeper may be told
+# to stop meanwhile.
+LOOK_S: Final = 5.0
 
 
 class Database:
@@ -34,6 +38,8 @@ class Database:
         self._settings = settings
         self._file = PolicyFile(settings.spool_dir)
         self._known: list[PolicyVersion] | None = None
+        # Whether the workers have not been told of them yet.
+        self._unwritten = False
         self._embedded: EmbeddedPostgres | None = None
         self._engine: AsyncEngine | None = None
         self._stopping = asyncio.Event()
@@ -52,6 +58,9 @@ class Database:
             try:
                 if self._engine is None:
                     await self._start()
+                elif self._embedded is not None and not self.up:
+                    # It may have been killed, and nobody else may be there to start it again.
+                    await self._url()
                 await self._watch_once()
                 self._set_up(True)
             except Exception as error:
@@ -69,6 +78,8 @@ class Database:
         """Give the connections back; the embedded server runs on for the other processes."""
         if self._engine is not None:
             await self._engine.dispose()
+        if self._embedded is not None:
+            await asyncio.to_thread(self._embedded.leave)
 
     async def _start(self) -> None:
         url = await self._url()
@@ -80,18 +91,44 @@ class Database:
             return self._settings.database_url.get_secret_value()
         if self._embedded is None:
             self._embedded = EmbeddedPostgres(self._settings.data_dir)
-        url = await asyncio.to_thread(self._embedded.ensure_running)
-        url_file(self._settings.spool_dir).write_text(url)
+        url = await asyncio.to_thread(self._embedded.ensure_running, within_s=LOOK_S)
+        self._tell_workers(url)
         return url
+
+    def _tell_workers(self, url: str) -> None:
+        """Write down where the embedded server is; what is spooled is stored in any case.
+
+        A full disk is made free by storing what is on it.
+        """
+        file = url_file(self._settings.spool_dir)
+        try:
+            if not file.exists() or file.read_text() != url:
+                partial = file.with_suffix(".part")
+                # It may hold a password.
+                write_private(partial, url.encode())
+                partial.replace(file)
+        except OSError as error:
+            log.error("workers_not_told", what=file.name, reason=str(error))
 
     async def _watch_once(self) -> None:
         assert self._engine is not None
         async with self._engine.connect() as connection:
             versions = await list_versions(connection)
         if versions != self._known:
-            await asyncio.to_thread(self._file.write, versions)
             self._known = versions
             self._show(versions)
+            self._unwritten = True
+        if self._unwritten:
+            await self._write(versions)
+
+    async def _write(self, versions: list[PolicyVersion]) -> None:
+        try:
+            await asyncio.to_thread(self._file.write, versions)
+        except OSError as error:
+            # The disk is full: the database is there all the same; tried again at each look.
+            log.error("workers_not_told", what="policies", reason=str(error))
+        else:
+            self._unwritten = False
 
     def _show(self, versions: list[PolicyVersion]) -> None:
         self.serving = serving_of(versions)

@@ -1,45 +1,60 @@
 """From what a worker captured to the ledger's record (pure): the same dialect reads it again."""
 
 from datetime import UTC, datetime
+from typing import Final
 from uuid import UUID
 
 import msgspec
 
-from proxy.capture import Captured, inflate
-from proxy.dialects.base import ModelRequest, ReplyFacts, parse_object, read_request
+from proxy.capture import MOST_INFLATED, Captured, inflate
+from proxy.dialects.base import ModelRequest, ReplyFacts, Transcript, parse_object, read_request
+from proxy.dialects.chat_reply import read_reply
 from proxy.dialects.choice_replies import StreamedReply
 from proxy.dialects.table import DIALECTS
+from proxy.keeping.sampling import sampling_settings
 from proxy.result_readers import ResultReaders
 from proxy.tool_results import result_events
-from proxy.trainable import NOTHING_SAMPLED, Sampled, sampling_settings, why_not_trainable
+from proxy.trainable import NOTHING_SAMPLED, Reason, Sampled, why_not_trainable
+from store.json_limits import MAX_DEPTH, most_of, nests_too_deep
 from store.records import CallRecord, Tokens, ToolEvent
 from store.tokens import pack_ids, pack_logprobs
 
 # What was asked is kept as bytes; where the reply is read without it, it is not parsed.
 UNREAD = {"chat": ("messages",), "completions": ("prompt",)}
+TOO_DEEP: Final = "nested_too_deep"
 NO_READERS = ResultReaders()
 NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole=False)
 
 
-def transcribe(captured: Captured, readers: ResultReaders = NO_READERS) -> CallRecord:
+def transcribe(
+    captured: Captured, readers: ResultReaders = NO_READERS, most_reply: int = MOST_INFLATED
+) -> CallRecord:
     """The record of a call, its request as the client sent it.
 
     `readers` say how the results of tools in it are read.
 
     Raises:
         zlib.error: its reply was deflated and is damaged.
+        ReplyTooLong: its reply is more than `most_reply` bytes.
     """
     request = read_request(captured.request, without=UNREAD.get(captured.dialect, ()))
-    raw = inflate(captured.reply, captured.deflated)
-    facts = _facts(captured, request, raw)
-    sampling = sampling_settings(request.fields, captured.default_temperature)
-    reason = why_not_trainable(
-        captured.status,
-        captured.http_status,
-        captured.policy_version,
-        sampling,
-        facts.sampled,
-    )
+    raw = inflate(captured.reply, captured.deflated, most_reply)
+    deep = _reply_nests_too_deep(raw, captured.streamed)
+    facts = _facts(captured, request, raw, reading=not deep)
+    if deep or _nests_too_deep(facts) or _arguments_nest_too_deep(captured, raw):
+        facts, deep = _unreadable(facts), True
+    deep |= request.parsed is None and nests_too_deep(request.body)
+    fields = None if request.parsed is None else request.fields
+    sampling = sampling_settings(fields, captured.default_temperature)
+    reason: Reason | None = TOO_DEEP
+    if not deep:
+        reason = why_not_trainable(
+            captured.status,
+            captured.http_status,
+            captured.policy_version,
+            sampling,
+            facts.sampled,
+        )
     return CallRecord(
         id=UUID(bytes=captured.id),
         episode=captured.episode,
@@ -77,20 +92,62 @@ def transcribe(captured: Captured, readers: ResultReaders = NO_READERS) -> CallR
     )
 
 
-def _facts(captured: Captured, request: ModelRequest, raw: bytes) -> ReplyFacts:
-    """What the reply said; nothing was sent to an upstream where it has no status."""
+def _reply_nests_too_deep(raw: bytes, streamed: bool) -> bool:
+    """Whether the reply, or an event of it, cannot be read as JSON."""
+    return any(map(nests_too_deep, raw.split(b"\n"))) if streamed else nests_too_deep(raw)
+
+
+def _nests_too_deep(facts: ReplyFacts) -> bool:
+    """Whether what was put together of a reply, or is JSON within it, is too deep for a reader."""
+    return (facts.reply is not None and nests_too_deep(facts.reply)) or any(
+        nests_too_deep(call.arguments.encode(errors="surrogatepass")) for call in facts.tool_calls
+    )
+
+
+def _arguments_nest_too_deep(captured: Captured, raw: bytes) -> bool:
+    """Whether a message was made of a chat's reply with a tool's arguments too deep for it.
+
+    They are text in a chat, and a structure in a message.
+    """
+    if captured.dialect != "messages" or captured.streamed or most_of(raw).containers <= MAX_DEPTH:
+        return False
+    reply = read_reply(raw)
+    said = [choice.message for choice in (reply.choices or ())] if reply is not None else []
+    calls = [call for message in said if message for call in message.tool_calls or ()]
+    return any(
+        nests_too_deep((call.function.arguments or "").encode(errors="surrogatepass"))
+        for call in calls
+    )
+
+
+def _unreadable(facts: ReplyFacts) -> ReplyFacts:
+    """The facts of a reply that is kept as the bytes that came; its id is what feedback names."""
+    return msgspec.structs.replace(NO_REPLY, response_id=facts.response_id, whole=facts.whole)
+
+
+def _facts(captured: Captured, request: ModelRequest, raw: bytes, *, reading: bool) -> ReplyFacts:
+    """What the reply said; nothing was sent to an upstream where it has no status.
+
+    Without `reading` it is followed as the worker did, and tells no more than its gist.
+    """
     if captured.http_status is None:
         return NO_REPLY
     dialect = DIALECTS[captured.dialect]
     asked = dialect.rewrite(request, captured.served_model, want_ids=captured.wanted_ids)
-    follow = dialect.streamed if captured.streamed else dialect.whole
-    transcript = follow(asked, captured.served_model, reading=True)
-    if isinstance(transcript, StreamedReply):
+    name = captured.served_model
+    transcript: Transcript = (
+        dialect.streamed(asked, name, reading=reading)
+        if captured.streamed
+        else dialect.whole(asked, name, reading=reading, status=captured.http_status)
+    )
+    if reading and isinstance(transcript, StreamedReply):
         transcript.reread(raw)
     else:
         transcript.feed(raw)
     if captured.streamed or captured.status == "complete":
         transcript.finish()
+    if not reading:
+        return msgspec.structs.replace(NO_REPLY, response_id=transcript.gist().response_id)
     return transcript.facts()
 
 

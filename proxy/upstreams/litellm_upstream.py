@@ -149,6 +149,15 @@ class WholeReply:
         """See `Reply`."""
         return self._body
 
+    @property
+    def ended(self) -> bool:
+        """See `Reply`."""
+        return True
+
+    def unread(self) -> bytes:
+        """See `Reply`: what comes in one piece does not break off."""
+        return b""
+
     def close(self) -> None:
         """See `Reply`."""
 
@@ -181,6 +190,11 @@ class StreamedReply(WholeReply):
     async def read(self, limit: int | None = None) -> bytes | None:
         """See `Reply`."""
         return b"".join([piece async for piece in self.pieces()])
+
+    @property
+    def ended(self) -> bool:
+        """See `Reply`."""
+        return self._ended
 
     def close(self) -> None:
         """See `Reply`."""

@@ -16,7 +16,7 @@ from proxy.upstreams.file import UpstreamSpec, load_upstreams
 from proxy.upstreams.keys import Key
 from proxy.upstreams.litellm_upstream import LitellmUpstream
 from proxy.upstreams.model_server import ModelServer
-from proxy.upstreams.routing import ModelTable
+from proxy.upstreams.routing import ModelTable, shown
 from proxy.upstreams.upstream import Upstream
 from store.records import PolicyVersion
 
@@ -68,7 +68,9 @@ class Upstreams:
         if number is not None:
             return self._members[number]
         known = ", ".join(self._table.known)
-        asked = "The request names no model" if model is None else f"There is no model {model!r}"
+        asked = (
+            "The request names no model" if model is None else f"There is no model {shown(model)!r}"
+        )
         raise NoUpstream(
             f"{asked} here, and no upstream is the default. Ask for one of: {known}",
             param="model",

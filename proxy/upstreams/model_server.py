@@ -40,6 +40,13 @@ class Reply(Protocol):
             Torn: it broke off.
         """
 
+    @property
+    def ended(self) -> bool:
+        """Whether all of it has come, and was taken."""
+
+    def unread(self) -> bytes:
+        """Return what lies here of a body that broke off."""
+
     def close(self) -> None:
         """Let go of it; if it has not ended, who makes it is told to stop."""
 

@@ -7,6 +7,14 @@ from typing import Final
 # A version's name is its policy's with @N; some vendors' models are named with a date so.
 _VERSION: Final = re.compile(r"(.+)@\d+\Z", re.DOTALL)
 
+# So much of a name that a client made up is said back to it.
+_MOST_SHOWN: Final = 200
+
+
+def shown(model: str) -> str:
+    """Return a model's name as it is told in a message: one that is too long is cut."""
+    return model if len(model) <= _MOST_SHOWN else f"{model[:_MOST_SHOWN]}…"
+
 
 class ModelTable:
     """From a model's name to the number of the upstream that claims it.

@@ -9,18 +9,10 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
+from proxy.dialects.base import UNREADABLE
 from proxy.errors import NoModels, ProxyError, UpstreamBroke, UpstreamSilent, UpstreamUnreachable
-from proxy.http.client import (
-    NoReply,
-    NotSent,
-    Pool,
-    Reply,
-    Silent,
-    Torn,
-    ask_bodyless,
-    ask_streaming,
-    ask_whole,
-)
+from proxy.http.asking import ask_bodyless, ask_streaming, ask_whole
+from proxy.http.client import NoReply, NotSent, Pool, Reply, Silent, Torn
 from proxy.http.flow import Inflow
 from proxy.http.wire import Headers
 from proxy.upstreams.keys import Key
@@ -29,8 +21,13 @@ log = structlog.get_logger()
 
 ENGINE: Final = "vllm"
 LOOK_S: Final = 10.0
-# A name that was not in the server's list of models may be in it later.
-LOOK_AGAIN_S: Final = 30.0
+# A name that was not in the server's list of models may be in it later. The list is asked for no
+# more often than this, whatever names clients think of.
+LOOK_AGAIN_S: Final = 2.0
+# A server that could not be asked may be starting.
+RETRY_S: Final = 0.5
+# A server that lists other names each time must not fill the memory.
+MOST_NAMES: Final = 10_000
 # A replica that could not be reached is asked last for so long.
 AVOID_S: Final = 2.0
 SWEEP_S: Final = 1.0
@@ -73,8 +70,9 @@ class Upstream:
         # Whether requests go with a key of ours in place of the client's.
         self.keyed = key is not None
         self._named_in = named_in
+        # By model, for what the server listed or our trainer loaded; never what a client says.
         self._gives_ids: dict[str, bool] = {}
-        self._looked_at: dict[str, float] = {}
+        self._look_from = 0.0
         self._looking = asyncio.Lock()
 
     async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> Reply:
@@ -154,15 +152,20 @@ class Upstream:
         known = self._gives_ids.get(model)
         if known is not None:
             return known
-        async with self._looking:
-            now = asyncio.get_running_loop().time()
-            if now - self._looked_at.get(model, -LOOK_AGAIN_S) >= LOOK_AGAIN_S:
-                found = await self._look()
-                if found is None:
-                    return False
-                self._gives_ids |= found
-                self._looked_at[model] = now
+        loop = asyncio.get_running_loop()
+        if self._looking.locked() or loop.time() >= self._look_from:
+            # Who comes while the list is being asked for waits for that one answer.
+            async with self._looking:
+                if loop.time() >= self._look_from:
+                    found = await self._look()
+                    self._look_from = loop.time() + (RETRY_S if found is None else LOOK_AGAIN_S)
+                    self._remember(found or {})
         return self._gives_ids.get(model, False)
+
+    def _remember(self, found: dict[str, bool]) -> None:
+        if len(self._gives_ids) + len(found) > MOST_NAMES:
+            self._gives_ids = {}
+        self._gives_ids |= found
 
     async def _look(self) -> dict[str, bool] | None:
         """By model, whether it is vLLM's; None if the server cannot be asked now."""
@@ -192,12 +195,12 @@ class Upstream:
         try:
             entries = msgspec.json.decode(body, type=_Models).data
             return {msgspec.json.decode(entry, type=_Model).id: entry for entry in entries}
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             raise UpstreamBroke(f"the list of models is none: {reply.status} {error}") from error
 
     def learn(self, served_names: Iterable[str]) -> None:
         """These are adapters that our own trainer loaded: the server is vLLM."""
-        self._gives_ids |= dict.fromkeys(served_names, True)
+        self._remember(dict.fromkeys(served_names, True))
 
     async def sweep(self) -> None:
         """For ever: close idle connections, give up on a server that is silent for too long."""

@@ -8,12 +8,13 @@ import gzip
 import json
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.http.wire import HOP_BY_HOP
@@ -65,6 +66,9 @@ def sized(status: bytes, body: bytes, *headers: bytes) -> bytes:
     return b"HTTP/1.1 %b\r\n%bContent-Length: %d\r\n\r\n" % (status, lines, len(body)) + body
 
 
+LAST = b"0\r\n\r\n"
+
+
 def chunked(*pieces: bytes) -> bytes:
     return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
 
@@ -101,6 +105,7 @@ def unchunked(body: bytes) -> bytes:
 
 ODD = b'{ "z":1.0,\t"a" :[9007199254740993,1e400,-0.0,1E+2],"b":"\xc3\xa9\\u00e9","new":{}}\n'
 JSON = b"Content-Type: application/json"
+GZIP = b"Content-Encoding: gzip"
 ZIPPED = gzip.compress(ODD, mtime=0)
 STREAM = (
     b': ping\r\n\r\nevent: odd\ndata: {"id":"r","choices":[],"new":9007199254740993}\n\n',
@@ -112,10 +117,8 @@ REPLIES = {
     "malformed": sized(b"400 Bad Request", b'{"error":"what?"}', JSON),
     "limited": sized(b"429 Slow Down", b"", b"Retry-After: 7", b"x-ratelimit-remaining: 0"),
     "balancer": sized(b"502 Bad Gateway", b"<html>\r\nbad\x00\xff", b"Content-Type: text/html"),
-    "gzip": sized(b"200 OK", ZIPPED, JSON, b"Content-Encoding: gzip", b"Vary: Accept-Encoding"),
-    "gzip stream": sized(
-        b"200 OK", ZIPPED, b"Content-Type: text/event-stream", b"Content-Encoding: gzip"
-    ),
+    "gzip": sized(b"200 OK", ZIPPED, JSON, GZIP, b"Vary: Accept-Encoding"),
+    "gzip stream": sized(b"200 OK", ZIPPED, b"Content-Type: text/event-stream", GZIP),
     "large": sized(b"200 OK", b'{"x":"' + b"y" * 20 * 2**20 + b'"}', JSON),
     "odd json": sized(b"200 Fine", ODD, JSON, b"Set-Cookie: a=1", b"SET-cookie: b=2"),
     "list": sized(b"200 OK", b"[1,2]", JSON),
@@ -127,6 +130,10 @@ REPLIES = {
     "until close": b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n" + ODD,
     "announced": b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + sized(b"200 OK", ODD, JSON),
     "stream": EVENTS + chunked(*STREAM) + b"0\r\n\r\n",
+    "old stream": EVENTS + chunked(*(part.replace(b"\n", b"\r") for part in STREAM)) + LAST,
+    "after the end": EVENTS + chunked(*STREAM, b": still here\n\n", b"data: {}\n\ndata: x") + LAST,
+    "half an emoji": sized(b"200 OK", b'{"choices": [{"text": "\\ud83d"}], "x": 1E400 }', JSON),
+    "no json": sized(b"200 OK", b'{"choices": [NaN, {"token_ids": 7}]} \xff', JSON),
 }
 
 
@@ -171,14 +178,18 @@ async def test_and_so_where_ids_are_asked_for(
 def spelled(reply: tuple[bytes, list[bytes], bytes]) -> Any:
     """A JSON object's keys in their order and numbers as they are written; else the bytes.
 
-    Where ids are taken out of a reply, the blanks between its outermost fields may go too.
+    Where ids are taken out of a reply, the blanks between its outermost fields may go too, and
+    of a stream its content coding.
     """
     status, lines, body = reply
     if b"Content-Type: text/event-stream" in lines:
+        if GZIP in lines:
+            lines, body = [line for line in lines if line != GZIP], gzip.decompress(body)
         return status, lines, body.replace(b" ", b"")
     if body.startswith(b"{"):
         read = json.JSONDecoder(object_pairs_hook=list, parse_float=str, parse_int=str).decode
-        return status, lines, read(body.decode())
+        with suppress(ValueError):
+            return status, lines, read(body.decode())
     return reply
 
 
@@ -218,12 +229,23 @@ async def test_a_torn_stream_ends_torn_after_its_apis_error_event(
 
 
 @pytest.mark.parametrize("path", APIS)
-async def test_a_torn_whole_reply_breaks_the_clients_connection_off(
+async def test_a_torn_whole_reply_is_502_in_the_words_of_its_api(
     proxy: Proxy, upstream: RawUpstream, path: str
 ) -> None:
+    """Nothing of it was passed on, so the client can still be told."""
     upstream.script = says(sized(b"200 OK", ODD, JSON)[:-1], then="reset")
-    assert await raw_ask(port_of(proxy), post(path, APIS[path])) == b""
-    assert (await proxy.only_call()).status == "truncated"
+    reply = await raw_ask(port_of(proxy), post(path, APIS[path]))
+    assert reply.startswith(b"HTTP/1.1 502 ")
+    assert b"x-pawl-fault: upstream\r\n" in reply
+    error = json.loads(parts(reply)[2])["error"]
+    assert "broke off" in error["message"]
+    assert error["type"] == ("api_error" if path == "/v1/messages" else "upstream_error")
+    call = await proxy.only_call()
+    assert (call.status, call.http_status, call.trainable) == ("truncated", 200, False)
+    # What came is kept.
+    async with proxy.engine.connect() as connection:
+        kept = await connection.scalar(text("SELECT reply_raw FROM transitions"))
+    assert kept == ODD[:-1]
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -289,7 +311,9 @@ async def test_a_silent_upstream_tears_what_has_begun(proxy: Proxy, upstream: Ra
     assert content.startswith(event + ERROR_EVENTS[CHAT])
     assert b"silent" in content
     upstream.script = says(sized(b"200 OK", ODD, JSON)[:-1], then="hang")
-    assert await raw_ask(port_of(proxy), post(CHAT, APIS[CHAT])) == b""
+    reply = await raw_ask(port_of(proxy), post(CHAT, APIS[CHAT]))
+    assert reply.startswith(b"HTTP/1.1 502 ")
+    assert b"silent" in reply
     calls = [call for episode in await proxy.episodes(2) for call in episode.calls]
     assert [call.status for call in calls] == ["truncated"] * 2
 

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from aiohttp import web
 
+from benchmarks.chaos.__main__ import broken_promises
+from benchmarks.chaos.faults import CannotInjectFaults
 from benchmarks.chaos.kills import kills
 from benchmarks.chaos.ledger import kept
 from benchmarks.chaos.load import Load
@@ -290,3 +292,18 @@ def test_ten_kills_lose_nothing_store_nothing_twice_and_the_counters_add_up(
     assert (found["scrapes_off"], found["scrapes_failed"]) == ([], [])
     assert found["failed_otherwise"] == []
     assert found["drain_s"] is not None
+
+
+@pytest.mark.timeout(180)
+def test_kills_a_failing_disk_and_poison_lose_nothing_and_stop_nothing(tmp_path: Path) -> None:
+    """Six kills, a full disk, I/O errors, and poison in one record of 200."""
+    try:
+        with standing(tmp_path, 2, faults=True) as stand:
+            found = asyncio.run(kills(stand, 6, seed=5))
+    except CannotInjectFaults as error:
+        pytest.skip(str(error))
+    assert broken_promises(found) == []
+    assert found["faults"] == {"full disk": 1, "I/O errors": 1}
+    assert found["poisoned_calls"] > 0
+    assert found["poisoned_segments"] > 0
+    assert found["dropped_and_marked"] > 0

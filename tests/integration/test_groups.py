@@ -99,7 +99,8 @@ async def reasons(engine: AsyncEngine) -> dict[str, str | None]:
 
 
 async def test_episodes_are_taken_one_by_one_with_or_without_a_task(engine: AsyncEngine) -> None:
-    await episode(engine, "e0", 1.0, tokens=Tokens())
+    without_ids = {"tokens": Tokens(), "trainable": False, "reason": "no_token_ids"}
+    await episode(engine, "e0", 1.0, **without_ids)
     for number, task in enumerate(["a", "a", "b"], 1):
         await episode(engine, f"e{number}", 1.0, at=number, task=task)
     claim = await take(engine, SINGLE)

@@ -223,7 +223,7 @@ def scenario(dice: random.Random) -> list[SpoolRecord]:
                 method="own" if is_own else "header" if is_first else "tool_call",
                 task=dice.choice([None, None, None, f"named {number % 2}"]),
                 request=b'{"messages":["' + b"turn, " * 20 * number + b'"], "tools": "..."}',
-                tokens=tokens(list(range(number * 3)), [7, number]),
+                tokens=tokens(list(range(1 + number * 3)), [7, number]),
                 response_id=f"r{number}",
                 offers=tuple(dice.sample(signs, dice.randrange(3))),
                 asks=tuple(dice.sample(signs, dice.randrange(1, 3))) if is_own else (),

@@ -23,7 +23,7 @@ from trainer.learners.head import CHUNK, head_logprobs
 from trainer.learners.learner import Learner
 from trainer.learners.merging import why_separate
 from trainer.learners.scoring import score_rows
-from trainer.learners.tree_attention import batches_of, block_mask, blocks_of
+from trainer.learners.tree_attention import batch_blocks, block_mask, blocks_of
 from trainer.recipe_parts import OffPolicyPart
 from trainer.trees import build_tree, padded
 
@@ -64,7 +64,7 @@ def test_every_query_sees_exactly_its_ancestors(seed: int, size: int, most: int)
     tree = build_tree([row.inputs for row in random_tree(seed, 3)])
     ancestors = {node: set(path[: i + 1]) for path in tree.paths for i, node in enumerate(path)}
     queries = []
-    for batch in batches_of(blocks_of(tree, size), most):
+    for batch in batch_blocks(blocks_of(tree, size), most):
         assert len(batch.keys) == 1 or batch.mask.numel() <= most
         for nodes, keys, mask in zip(batch.queries, batch.keys, batch.mask, strict=True):
             queries += nodes.tolist()
@@ -77,7 +77,7 @@ def test_every_query_sees_exactly_its_ancestors(seed: int, size: int, most: int)
 @given(seed=st.integers(0, 10_000), size=st.integers(1, 9))
 def test_the_runs_of_a_batch_are_the_keys_that_somebody_sees(seed: int, size: int) -> None:
     tree = build_tree([row.inputs for row in random_tree(seed, 3)])
-    for batch in batches_of(blocks_of(tree, size)):
+    for batch in batch_blocks(blocks_of(tree, size)):
         found: list[list[int]] = [[] for _ in batch.keys]
         for place, start, stop, offset in batch.runs:
             assert offset == len(found[place])

@@ -137,3 +137,30 @@ async def test_what_was_stored_survives_up_and_down(empty_database_url: str) -> 
     ]
     assert [[said.value for said in e.feedback] for e in after] == [[], [1.0]]
     await check(empty_database_url)
+
+
+async def test_two_bodies_under_one_key_survive_down_and_up(empty_database_url: str) -> None:
+    await upgrade(empty_database_url, "0005")
+    engine = make_engine(empty_database_url)
+    insert = text(
+        "INSERT INTO feedback_requests (id, idempotency_key, body_hash, at)"
+        " VALUES (:id, :key, :hash, now())"
+    )
+    async with engine.begin() as connection:
+        for key in ("old", None, None):
+            await connection.execute(insert, {"id": new_id(), "key": key, "hash": key and "a"})
+    await engine.dispose()
+    await upgrade(empty_database_url)
+    async with engine.begin() as connection:
+        for key, body in (("k", "a"), ("k", "b"), ("old", "b")):
+            await connection.execute(insert, {"id": new_id(), "key": key, "hash": body})
+    await engine.dispose()
+    await downgrade(empty_database_url, "0005")
+    query = text("SELECT idempotency_key, body_hash FROM feedback_requests ORDER BY id")
+    async with engine.connect() as connection:
+        kept = [tuple(row) for row in await connection.execute(query)]
+    await engine.dispose()
+    empty = [(None, None), (None, None)]
+    assert kept == [("old", "a"), *empty, ("k", "a"), (None, "b"), (None, "b")]
+    await upgrade(empty_database_url)
+    await check(empty_database_url)

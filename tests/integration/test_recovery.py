@@ -166,7 +166,7 @@ async def test_an_update_goes_live_on_every_replica(bench: Bench) -> None:
             assert bench.fake.loads == other.loads == ["m@1"]
             # One was restarted: it alone loads again.
             other.loaded.clear()
-            await loop.tend()
+            await loop.sync_adapters()
             assert (bench.fake.loads, other.loads) == (["m@1"], ["m@1", "m@1"])
 
 
@@ -272,9 +272,9 @@ async def test_a_version_that_cannot_be_loaded_again_stops_nothing(bench: Bench)
     bench.fake.loaded.clear()
     bench.fake.refuse_load = True
     async with Replicas([bench.fake.url]) as server:
-        await bench.loop(server).tend()
+        await bench.loop(server).sync_adapters()
         bench.fake.refuse_load = False
-        await bench.loop(server).tend()
+        await bench.loop(server).sync_adapters()
     assert list(bench.fake.loaded) == ["m@1"]
 
 
@@ -309,7 +309,7 @@ async def test_a_restarted_server_gets_its_adapters_back(bench: Bench) -> None:
     await run_once(bench)
     bench.fake.loaded.clear()
     async with Replicas([bench.fake.url]) as server:
-        await bench.loop(server).tend()
+        await bench.loop(server).sync_adapters()
     assert list(bench.fake.loaded) == ["m@1"]
 
 

@@ -8,7 +8,7 @@ from pawl.spool import as_json, as_lines, look, replay
 from proxy.capture import Frame
 from proxy.segments import encode_frame, read_frames
 from store.reading import episode_ids
-from tests.records import REPLY, captured, reward
+from tests.records import captured, reward, statement
 
 
 def payload(record: Frame) -> bytes:
@@ -46,9 +46,9 @@ def test_what_waits_and_what_is_dead_is_told(tmp_path: Path) -> None:
 async def test_replaying_stores_what_can_be_stored_and_keeps_the_rest(
     engine: AsyncEngine, tmp_path: Path
 ) -> None:
-    bad = REPLY.replace(b'"r"', b'"nul\\u0000"')
+    bad = statement("nul\x00", 1.0, episode="bad")
     bury(tmp_path, "0", payload(captured("good")), "the partition was missing")
-    bury(tmp_path, "1", payload(captured("bad", reply=bad)), "refused")
+    bury(tmp_path, "1", payload(bad), "refused")
     bury(tmp_path, "2", b"torn", "a torn frame")
     bury(tmp_path, "3", payload(reward(1.0, episode="good")), "refused")
     stored, refused = await replay(tmp_path, engine)

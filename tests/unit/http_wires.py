@@ -7,8 +7,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from proxy.http.client import Pool, UpstreamConnection
-from proxy.http.exchange import Exchange
-from proxy.http.server import Connection, Handler, Server
+from proxy.http.connection import Connection
+from proxy.http.exchange import BodyTooSlow, Exchange
+from proxy.http.patience import Patience
+from proxy.http.server import Handler, Server
 
 
 class Wire(asyncio.Transport):
@@ -21,12 +23,19 @@ class Wire(asyncio.Transport):
         self.aborted = False
         self.ended = False
         self.paused = False
+        # What the other side has not taken; a client that stops reading leaves it all here.
+        self.stalled = False
+        self.unsent = 0
         self.protocol: asyncio.Protocol | None = None
 
     def write(self, data: Any) -> None:
         assert not self.ended
         if not self.is_closing():
             self.sent += bytes(data)
+            self.unsent += len(data) if self.stalled else 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
 
     def can_write_eof(self) -> bool:
         return True
@@ -59,9 +68,9 @@ class Wire(asyncio.Transport):
         self.protocol.connection_lost(None)
 
 
-def client(handle: Handler) -> tuple[Connection, Wire]:
-    """A client's connection to a server that does `handle`."""
-    connection, wire = Connection(Server(handle)), Wire()
+def client(handle: Handler, **server: Any) -> tuple[Connection, Wire]:
+    """A client's connection to a server that does `handle`; `server`: what else it is told."""
+    connection, wire = Connection(Server(handle, **server)), Wire()
     wire.protocol = connection
     connection.connection_made(wire)
     return connection, wire
@@ -74,6 +83,25 @@ def upstream() -> tuple[Pool, UpstreamConnection, Wire]:
     wire.protocol = connection
     connection.connection_made(wire)
     return pool, connection, wire
+
+
+async def swept(connection: Connection, *after_s: float, **patience: float) -> None:
+    """Look at a connection now, and again so many seconds later each time."""
+    now = asyncio.get_running_loop().time()
+    for seconds in (0.0, *after_s):
+        now += seconds
+        connection.sweep(now, Patience(**patience))
+        await settle()
+
+
+async def refusing(exchange: Exchange) -> None:
+    """A handler that tells a slow client why it has no answer, and others their body."""
+    try:
+        body = await exchange.read(2**20) or b""
+    except BodyTooSlow:
+        exchange.reply(408, b"", [], b"")
+    else:
+        exchange.reply(200, b"OK", [], body)
 
 
 async def settle() -> None:

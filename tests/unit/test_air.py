@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from store.records import TOOL_STATUSES, ToolCall, ToolEvent
 from tests.records import tool_event
 from tests.stored import transition
-from trainer.air import AskedEvent, air_rewards, asked_events, canonical
+from trainer.air import MatchedEvent, air_rewards, canonical, matched_events
 from trainer.recipe_parts import CreditPart
 
 RULE = CreditPart()
 
 
-def ended(status: str, arguments: str | None = "{}", tool: str = "calc") -> AskedEvent:
+def ended(status: str, arguments: str | None = "{}", tool: str = "calc") -> MatchedEvent:
     return msgspec.convert(
-        {"id": None, "tool": tool, "arguments": arguments, "status": status}, AskedEvent
+        {"id": None, "tool": tool, "arguments": arguments, "status": status}, MatchedEvent
     )
 
 
-def air(*calls: list[AskedEvent]) -> float:
+def air(*calls: list[MatchedEvent]) -> float:
     found = air_rewards(calls, RULE)
     assert len(set(found)) == 1
     return found[0]
@@ -113,7 +113,7 @@ SEARCH = ToolCall(id="t2", name="search", arguments='{"q": 1}')
 
 def asked(event: ToolEvent, *calls: ToolCall) -> list[str | None]:
     made = transition(tool_calls=calls, tool_events=(event,))
-    return [found.arguments for found in asked_events(made)]
+    return [found.arguments for found in matched_events(made)]
 
 
 def test_an_event_that_no_call_asked_for_does_not_count() -> None:

@@ -220,6 +220,12 @@ def test_the_spool_is_on_a_volume() -> None:
     assert mounts("proxy")["spool"] == (environment("proxy")["PAWL_SPOOL_DIR"], "rw")
 
 
+def test_the_proxy_has_ended_before_docker_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAWL_STOP_GRACE_S", environment("proxy")["PAWL_STOP_GRACE_S"])
+    grace_s = ProxySettings().stop_grace_s
+    assert grace_s < float(service("proxy")["stop_grace_period"].removesuffix("s"))
+
+
 def test_postgres_18_keeps_its_data_on_the_volume() -> None:
     assert service("postgres")["image"].startswith("postgres:18.")
     assert mounts("postgres")["database"] == ("/var/lib/postgresql", "rw")

@@ -188,3 +188,57 @@ def test_what_belongs_to_one_connection_is_not_passed_on() -> None:
     assert wire.for_client([*hop, (b"Server", b"s")]) == [(b"Server", b"s")]
     kept = wire.for_upstream([*hop, (b"Host", b"h"), (b"X-Pawl-Agent", b"a")], plain=True)
     assert kept == [(b"Accept-Encoding", b"identity")]
+
+
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b""]
+)
+async def test_a_reply_to_head_has_no_body_whatever_its_head_says(framing: bytes) -> None:
+    pool, connection, transport = upstream()
+    answer = connection.ask(b"HEAD / HTTP/1.1\r\n\r\n", to_head=True)
+    await feed(connection, [HEAD + framing + b"\r\n", b"hello"])
+    reply = await answer
+    assert await reply.read() == b""
+    # It cannot be told from a body what follows: the connection is not used again.
+    assert transport.is_closing()
+    assert not pool._idle
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        [b"HTTP/1.1 200 OK\r\n", *[b"X: " + b"y" * 60_000 + b"\r\n"] * 5],
+        [b"HTTP/1.1 200 ", *[b"y" * 60_000] * 5],
+        [b"HTTP/1.1 103 Early Hints\r\nLink: " + b"y" * 60_000 + b"\r\n\r\n"] * 5,
+    ],
+)
+async def test_a_head_without_end_is_no_reply(endless: list[bytes]) -> None:
+    _, connection, transport = upstream()
+    answer = connection.ask(b"")
+    await feed(connection, endless)
+    assert transport.aborted
+    with pytest.raises(NoReply, match="more than"):
+        await answer
+
+
+@pytest.mark.parametrize("trailer", [b"a: b\r\n" * 10_000, b"a: " + b"b" * 60_000])
+async def test_trailers_without_end_tear_the_reply(trailer: bytes) -> None:
+    _, connection, transport = upstream()
+    answer = connection.ask(b"")
+    await feed(connection, [CHUNKED[:-2], trailer, *[trailer] * 5])
+    reply = await answer
+    with pytest.raises(Torn, match="more than"):
+        await reply.read()
+    assert transport.aborted
+    assert connection._headers == []
+
+
+async def test_a_long_reply_is_not_taken_for_a_head() -> None:
+    _, connection, transport = upstream()
+    answer = connection.ask(b"")
+    await feed(connection, [HEAD + b"Transfer-Encoding: chunked\r\n\r\n"])
+    reply, size = await answer, 0
+    for _ in range(10):
+        await feed(connection, [b"%x\r\n%b\r\n" % (60_000, b"x" * 60_000)])
+        size += len(await reply.body.more())
+    assert (size, transport.is_closing()) == (600_000, False)

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.http import server as module
+from proxy.http import connection as module
+from proxy.http.connection import MAX_HEAD_BYTES
 from proxy.http.exchange import Exchange
 from proxy.http.flow import HIGH_WATER
-from proxy.http.server import MAX_HEAD_BYTES
-from tests.unit.http_wires import Seen, client, cuts, feed, settle
+from proxy.http.patience import Patience
+from tests.unit.http_wires import Seen, client, cuts, feed, refusing, settle, swept
 
 HEAD = b"POST /v1/x?y=%2F HTTP/1.1\r\nHost: a\r\nX-Case: Kept\r\nx-case: again\r\n"
 SIZED = HEAD + b"Content-Length: 5\r\n\r\nhello"
@@ -75,12 +76,11 @@ async def test_many_pipelined_requests_wait_in_the_socket() -> None:
 @pytest.mark.parametrize(
     ("head", "kept"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", True),
-        (b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n", False),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", True),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", False),
         (b"GET / HTTP/1.0\r\n\r\n", False),
         # We do not say so in the reply, so that its client waits for the close.
         (b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", False),
-        (b"GET /\r\n\r\n", False),
     ],
 )
 async def test_a_connection_is_kept_or_closed_as_was_asked(head: bytes, kept: bool) -> None:
@@ -98,7 +98,7 @@ async def _in_pieces(exchange: Exchange) -> None:
 
 async def test_a_reply_in_pieces_is_chunked_and_for_http_1_0_ends_with_the_connection() -> None:
     connection, wire = client(_in_pieces)
-    await feed(connection, [b"GET / HTTP/1.1\r\n\r\n"])
+    await feed(connection, [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"])
     assert wire.sent == (
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n1\r\nc\r\n0\r\n\r\n"
     )
@@ -119,7 +119,7 @@ async def test_a_reply_that_has_no_body_says_no_length(status: int) -> None:
 
     for handle in (whole, pieces):
         connection, wire = client(handle)
-        await feed(connection, [b"GET / HTTP/1.1\r\n\r\n"])
+        await feed(connection, [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"])
         assert b"ength" not in wire.sent
         assert b"chunked" not in wire.sent
         assert wire.sent.endswith(b"\r\n\r\n")
@@ -283,11 +283,11 @@ async def test_who_says_nothing_is_swept_away() -> None:
     connection, wire = client(Seen())
     await feed(connection, [SIZED])
     before = asyncio.get_running_loop().time()
-    connection.sweep(before - 1)
+    connection.sweep(before, Patience(idle_s=1.0))
     assert not wire.is_closing()
-    connection.sweep(before + 1)
+    connection.sweep(before + 2, Patience(idle_s=1.0))
     assert wire.closed
-    connection, wire = client(Seen())
+    connection, wire = client(refusing)
     await feed(connection, [SIZED[:-1]])
-    connection.sweep(asyncio.get_running_loop().time() + 1)
+    await swept(connection, 2, body_s=1.0)
     assert wire.sent.startswith(b"HTTP/1.1 408 ")

@@ -367,8 +367,21 @@ def test_an_error_in_a_stream_is_anthropics_and_ends_it(data: bytes, message: st
 @pytest.mark.parametrize(
     ("body", "kind", "message"),
     [
-        ({"error": {"message": "no", "type": "NotFoundError", "code": 404}}, "NotFoundError", "no"),
-        ({"object": "error", "message": "old", "type": "X", "code": 400}, "X", "old"),
+        (
+            {"error": {"message": "no", "type": "NotFoundError", "code": 404}},
+            "not_found_error",
+            "no",
+        ),
+        (
+            {"object": "error", "message": "old", "type": "X", "code": 400},
+            "invalid_request_error",
+            "old",
+        ),
+        (
+            {"error": {"message": "kind", "type": "BadRequestError", "code": None}},
+            "invalid_request_error",
+            "kind",
+        ),
         ({"error": {"message": "bare"}}, "api_error", "bare"),
     ],
 )
@@ -377,6 +390,43 @@ def test_errors_take_anthropics_shape(body: Any, kind: str, message: str) -> Non
     reply.feed(json.dumps(body).encode())
     wanted = {"type": "error", "error": {"type": kind, "message": message}}
     assert json.loads(reply.finish()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (408, "timeout_error"),
+        (409, "conflict_error"),
+        (413, "request_too_large"),
+        (422, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (501, "api_error"),
+        (502, "api_error"),
+        (503, "overloaded_error"),
+        (504, "timeout_error"),
+        (507, "api_error"),
+        (529, "overloaded_error"),
+    ],
+)
+def test_an_errors_type_is_that_of_its_status(status: int, kind: str) -> None:
+    """Whole, by the reply's own status; in a stream, where there is none, by vLLM's code."""
+    said = {"message": "no", "type": "SomeError", "param": None, "code": status}
+    whole = MESSAGES.whole(rewritten({}), "agent@3", status=status)
+    whole.feed(json.dumps({"error": said | {"code": "word"}}).encode())
+    wanted = {"type": "error", "error": {"type": kind, "message": "no"}}
+    assert json.loads(whole.finish()) == wanted
+    events, _ = streamed(sse(HEAD, {"error": said}))
+    assert events[-1] == wanted
+
+
+def test_an_error_in_a_stream_without_a_code_has_the_type_of_vllms_class() -> None:
+    events, _ = streamed(sse(HEAD, {"error": {"message": "no", "type": "NotFoundError"}}))
+    assert events[-1]["error"]["type"] == "not_found_error"
 
 
 @pytest.mark.parametrize(

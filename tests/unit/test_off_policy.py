@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.learners.off_policy import Compared, compare, keeps_loss, off_policy_metrics
+from trainer.learners.off_policy import RowComparison, compare, keeps_loss, off_policy_metrics
 
 LOG_RATIOS = st.lists(
     st.lists(st.floats(-3, 3, allow_subnormal=False), min_size=1, max_size=6),
@@ -24,7 +24,7 @@ def padded(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(values, dtype=torch.float64), torch.tensor(mask, dtype=torch.float64)
 
 
-def compared(rows: list[list[float]], versions: list[int], cap: float = 2.0) -> list[Compared]:
+def compared(rows: list[list[float]], versions: list[int], cap: float = 2.0) -> list[RowComparison]:
     d, mask = padded(rows)
     return compare(d, mask, keeps_loss(d, mask, 0.5, 2.0), versions, cap)
 

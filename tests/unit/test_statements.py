@@ -74,3 +74,8 @@ def test_infinite_numbers_and_bad_json_are_refused() -> None:
 def test_any_json_is_taken_or_refused(value: Any) -> None:
     with pytest.raises(BadRequest):
         parse(value)
+
+
+def test_a_byte_that_is_not_utf_8_is_named() -> None:
+    with pytest.raises(BadRequest, match=r"not UTF-8 .*0xff"):
+        parse_feedback(b'{"episode": "\xff", "value": 1}', datetime.now(UTC), None)

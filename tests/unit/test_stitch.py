@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from proxy.identity.generations import Generations
 from proxy.identity.signs import PREFIX, RESPONSE, TOOL_CALL, UNIQUE_PREFIX
-from proxy.identity.stitch import Attempt, Doubt, Joined, Stitches
+from proxy.identity.stitch import MOST_ATTEMPTS, Attempt, Doubt, Joined, Stitches
 
 FIRST, SECOND = UUID(int=1), UUID(int=2)
 
@@ -119,6 +119,16 @@ def test_a_named_episode_repeats_its_own_attempts_only() -> None:
     assert stitches.retried(b"body", "e3") is None
     assert stitches.retried(b"body", "e1") == Attempt("e1", FIRST)
     assert stitches.retried(b"body", "e1") is None
+
+
+def test_of_one_body_only_so_many_attempts_are_remembered() -> None:
+    """However often it fails: a call's cost must not grow with the failures before it."""
+    stitches = Stitches()
+    for number in range(10 * MOST_ATTEMPTS):
+        stitches.failed(b"body", f"e{number}", UUID(int=number))
+    found = [stitches.retried(b"body") for _ in range(MOST_ATTEMPTS + 1)]
+    latest = range(10 * MOST_ATTEMPTS - 1, 9 * MOST_ATTEMPTS - 1, -1)
+    assert found == [*(Attempt(f"e{n}", UUID(int=n)) for n in latest), None]
 
 
 @given(

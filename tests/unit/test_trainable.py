@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from proxy.trainable import Sampled, sampling_settings, why_not_trainable
+from proxy.keeping.sampling import sampling_settings
+from proxy.trainable import Sampled, why_not_trainable
 
 WHOLE = Sampled(
     prompt_ids=(1, 2),

@@ -1,18 +1,27 @@
-"""Credit: from an update's episodes to what each transition is worth (pure, float64).
+"""Credit assignment: what each transition of an update is worth (pure, float64).
 
-`accounts` (what of an episode counts) → `returns` (r_final, r_air and r_total of each call, by the
-rule's assignment) → `baselines` (what a return is compared with; `moving` from one update to
-the next) → `advantages` (normalised) → `weights` (shares of the loss) → `calls` (all of it),
-which `assign` does for the trainer's groups and `lines` for `pawl credit`'s JSON.
+The steps, in the order in which they run:
 
-With the defaults (identical assignment, Agent Lightning, arXiv:2508.03680 §3.2.1; group-relative
-advantages, GRPO, arXiv:2402.03300 §4.1.2, with baseline and spread over *episodes*):
+1. `accounts`: what of an episode counts for credit.
+2. `returns`: r_final, r_air and r_total of each call, by the recipe's `assignment`.
+3. `baselines`: what a return is compared with; `moving` carries one from update to update.
+4. `advantages`: differences from the baseline, normalised.
+5. `weights`: each call's share of the loss.
+6. `calls`: all of the above for the episodes of an update.
+
+`assign` runs them on the store's groups for the trainer; `lines` runs the same functions on
+exported JSON for `pawl credit`.
+
+The default recipe is identical assignment (each call of an episode gets the episode's
+return; Agent Lightning, arXiv:2508.03680 §3.3.2) with group-relative advantages (GRPO,
+arXiv:2402.03300 §4.1.2). Mean and spread are taken over *episodes*, not over calls:
 
     r_total   = r_final + r_air
     advantage = (r_total − mean) / max(s, smallest_spread)
-    weight    = 1 / (episodes trained · the episode's trainable calls)
+    weight    = 1 / (trained episodes · trainable calls of the episode)
 
-mean and s (sample standard deviation) over the group's scored episodes, before anything is
-dropped. Unscored is not zero, and failed is not unscored. Sums are `math.fsum`'s, which are
-exact before they are rounded once: no order of arrival changes a bit of the outcome.
+mean and s (sample standard deviation) are those of the group's scored episodes, computed
+before anything is dropped. An unscored episode is not one with reward 0, and a failed
+episode is not an unscored one. Sums use `math.fsum`, which is exact before it rounds once,
+so that no order of arrival changes a bit of the result.
 """

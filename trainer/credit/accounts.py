@@ -1,4 +1,4 @@
-"""What of an episode counts for credit: nothing else of it can change what is paid (pure)."""
+"""Episode accounts: the only facts about an episode that can change its credit (pure)."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -6,29 +6,35 @@ from typing import Final
 from store.records import REWARD, Episode, Feedback, Record, TransitionRow
 from store.records import has_failed as call_has_failed
 from store.tokens import unpack_ids
-from trainer.air import AskedEvent, asked_events
+from trainer.air import MatchedEvent, matched_events
 
-# A reward past it counts as it: squares and their sums must stay finite.
+# Rewards are clipped to ± this value, so that their squares and sums stay finite.
 LARGEST_REWARD: Final = 1e100
 
 
 class CallAccount(Record, frozen=True, kw_only=True):
-    """A call: `reason` says why it is not trainable, `reward` what was said of it alone."""
+    """The facts about one call that count for credit.
+
+    `reason` says why it is not trainable (None if it is). `sampled` is the number of its
+    sampled tokens. `reward` is the reward given to this call alone, None if there is none.
+    """
 
     agent: str
     trainable: bool
     reason: str | None
     sampled: int
     reward: float | None
-    events: tuple[AskedEvent, ...] = ()
+    events: tuple[MatchedEvent, ...] = ()
 
 
 class EpisodeAccount(Record, frozen=True, kw_only=True):
-    """An episode: `reward` is what was said of all of it.
+    """The facts about one episode that count for credit.
 
-    `withheld` says why it is not trained whatever it earned; it counts in what others are
-    compared with. `set_aside` says why it does not even do that. `earlier`: an update before
-    this one has spent it, and the group is compared with it all the same.
+    `reward` is the reward given to the whole episode, None if there is none. `withheld` says
+    why the episode is not trained although the others of its group are compared with it
+    (None: nothing forbids it). `excluded` says why it is not even compared. `earlier` marks
+    an episode that an earlier update has consumed: the group is compared with it, and it is
+    not trained again.
     """
 
     task: str | None
@@ -36,27 +42,28 @@ class EpisodeAccount(Record, frozen=True, kw_only=True):
     reward: float | None
     calls: tuple[CallAccount, ...]
     withheld: str | None = None
-    set_aside: str | None = None
+    excluded: str | None = None
     earlier: bool = False
 
 
-def newest(statements: Sequence[Feedback], metric: str) -> float | None:
-    """The value of the newest statement of `metric`, of equally new ones the lowest.
+def newest(feedback: Sequence[Feedback], metric: str) -> float | None:
+    """Return the newest value of `metric`, or None if there is no feedback on it.
 
-    None if there is none.
+    Of several values with the same time the lowest counts: the result must not depend on the
+    order in which feedback arrived.
     """
-    said = [(one.at, -one.value) for one in statements if one.metric == metric]
-    return -max(said)[1] if said else None
+    candidates = [(item.at, -item.value) for item in feedback if item.metric == metric]
+    return -max(candidates)[1] if candidates else None
 
 
-def standing_reward(statements: Sequence[Feedback]) -> float | None:
-    """The reward that counts, within ±LARGEST_REWARD; None if there is none."""
-    value = newest(statements, REWARD)
+def current_reward(feedback: Sequence[Feedback]) -> float | None:
+    """Return the reward that counts, clipped to ±LARGEST_REWARD, or None if there is none."""
+    value = newest(feedback, REWARD)
     return None if value is None else max(-LARGEST_REWARD, min(LARGEST_REWARD, value))
 
 
 def has_failed(episode: Episode) -> bool:
-    """Whether the episode's last call did not come to a proper reply."""
+    """Return True if the episode's last call ended without a proper reply."""
     if not episode.calls:
         return False
     last = episode.calls[-1]
@@ -66,14 +73,14 @@ def has_failed(episode: Episode) -> bool:
 def account_of(
     episode: Episode, *, withheld: str | None = None, earlier: bool = False
 ) -> EpisodeAccount:
-    """The account of an episode as the store gives it."""
+    """Return the account of an episode that was read from the store."""
     return EpisodeAccount(
         task=episode.task,
         failed=has_failed(episode),
-        reward=standing_reward(episode.feedback),
+        reward=current_reward(episode.feedback),
         calls=tuple(_call(call) for call in episode.calls),
         withheld=withheld,
-        set_aside=episode.quarantined_reason,
+        excluded=episode.quarantined_reason,
         earlier=earlier,
     )
 
@@ -84,6 +91,6 @@ def _call(call: TransitionRow) -> CallAccount:
         trainable=call.trainable,
         reason=call.reason,
         sampled=len(unpack_ids(call.tokens.sampled_ids)),
-        reward=standing_reward(call.feedback),
-        events=asked_events(call),
+        reward=current_reward(call.feedback),
+        events=matched_events(call),
     )

@@ -1,10 +1,18 @@
-"""From returns to advantages: compared, divided, and shared out among an episode's calls (pure).
+"""Advantages: returns compared, normalised, and shared out among an episode's calls (pure).
 
-`normalisation` says what a difference from the baseline is divided by: `group`, the spread of
-what the baseline is taken over (nothing where there is no baseline); `batch`, as REINFORCE++
-does (arXiv:2501.03262 §3): the mean over the update's episodes is taken off, and their spread
-divides; `none`, as in Dr. GRPO (arXiv:2503.20783 §3.2). No spread below `smallest_spread`
-divides: differences that small are no signal to be blown up.
+    advantage of a call = share · (return − baseline) / divisor
+
+`share` is the call's part of its episode's return (`returns`), `baseline` what the return is
+compared with (`baselines`). The recipe's `normalisation` chooses the divisor:
+
+- `group`: the spread of the returns that the baseline is taken over, as in GRPO
+  (arXiv:2402.03300 §4.1.2); 1 where there is no baseline.
+- `batch`: the spread over the update, after the update's mean is subtracted, as in
+  REINFORCE++ (arXiv:2501.03262 §3).
+- `none`: 1, as in Dr. GRPO (arXiv:2503.20783 §3.2).
+
+A spread below the recipe's `smallest_spread` is replaced by it: differences that small carry
+no signal and must not be amplified.
 """
 
 from collections.abc import Sequence
@@ -13,22 +21,22 @@ from typing import Final
 from store.records import Record
 from trainer.credit.accounts import EpisodeAccount
 from trainer.credit.baselines import (
+    Baseline,
     NoSignal,
-    Standing,
-    group_standings,
-    leave_one_out_standings,
-    moving_standings,
-    no_standings,
+    group_baselines,
+    leave_one_out_baselines,
+    moving_baselines,
     spread_about,
+    zero_baselines,
 )
-from trainer.credit.moving import Baselines, task_family
+from trainer.credit.moving import MovingBaselines, task_family
 from trainer.credit.returns import CallReturn
 from trainer.means import mean_of
 from trainer.recipe_parts import CreditPart
 
 
-class Paid(Record, frozen=True, kw_only=True):
-    """An episode with what its calls are paid, and the number of its group."""
+class EpisodeReturns(Record, frozen=True, kw_only=True):
+    """An episode with the return of each of its calls, and the number of its group."""
 
     group: int
     account: EpisodeAccount
@@ -36,139 +44,157 @@ class Paid(Record, frozen=True, kw_only=True):
 
 
 class Advantage(Record, frozen=True, kw_only=True):
-    """A call's advantage: None where nobody scored it, 0 where the comparison tells nothing.
+    """A call's advantage.
 
-    `reason` says why it tells nothing.
+    `value` is None if nobody scored the call, and 0 if the comparison gives no signal; `reason`
+    says why it gives none.
     """
 
     value: float | None
     reason: NoSignal | None
 
 
-NOBODY_SCORED: Final = Advantage(value=None, reason=None)
+UNSCORED: Final = Advantage(value=None, reason=None)
 
 
-class Member(Record, frozen=True, kw_only=True):
-    """What is compared: an episode's scored calls, or those of one of its agents.
+class ScoredCalls(Record, frozen=True, kw_only=True):
+    """The scored calls that are compared as one: those of an episode, or of one of its agents.
 
-    `episode` is its place in the update, `places` the calls' in the episode.
+    `episode` is the episode's index in the update, `positions` are those of the calls in the
+    episode, and `returns` are the calls' returns, in the order of `positions`.
     """
 
     episode: int
     group: int
     family: str
     agent: str
-    places: tuple[int, ...]
-    values: tuple[float, ...]
+    positions: tuple[int, ...]
+    returns: tuple[float, ...]
 
 
 def advantages(
-    paid: Sequence[Paid], rule: CreditPart, before: Baselines
-) -> tuple[list[list[Advantage]], Baselines]:
-    """The advantages of an update's calls, in their order, and the baselines after it."""
-    members = [one for index, each in enumerate(paid) for one in _members(index, each, rule)]
-    after = _advanced(members, rule, before)
-    standings = _standings(members, rule, before, after)
-    found = [[NOBODY_SCORED] * len(each.returns) for each in paid]
-    for member, scaled in zip(members, _scaled(members, standings, rule), strict=True):
-        for place, (value, reason) in zip(member.places, scaled, strict=True):
-            share = paid[member.episode].returns[place].share
-            found[member.episode][place] = Advantage(
+    episodes: Sequence[EpisodeReturns], rule: CreditPart, before: MovingBaselines
+) -> tuple[list[list[Advantage]], MovingBaselines]:
+    """Return the advantages of an update's calls, and the moving baselines after the update.
+
+    Advantages are ordered by episode, then by call. `before` are the moving baselines that the
+    last update left; unless the recipe's `baseline` is `moving` they are returned unchanged.
+    """
+    units = [
+        unit
+        for index, episode in enumerate(episodes)
+        for unit in _scored_calls(index, episode, rule)
+    ]
+    after = _updated_moving(units, rule, before)
+    baselines = _baselines(units, rule, before, after)
+    result = [[UNSCORED] * len(episode.returns) for episode in episodes]
+    for unit, normalised in zip(units, _normalised(units, baselines, rule), strict=True):
+        for position, (value, reason) in zip(unit.positions, normalised, strict=True):
+            share = episodes[unit.episode].returns[position].share
+            result[unit.episode][position] = Advantage(
                 value=share * value if share and reason is None else 0.0, reason=reason
             )
-    return found, after.kept()
+    return result, after.pruned()
 
 
-def _members(index: int, paid: Paid, rule: CreditPart) -> list[Member]:
-    if paid.account.earlier and rule.baseline in ("moving", "none"):
+def _scored_calls(index: int, episode: EpisodeReturns, rule: CreditPart) -> list[ScoredCalls]:
+    if episode.account.earlier and rule.baseline in ("moving", "none"):
+        # Only a group's own statistics have a use for an episode that is consumed already.
         return []
     by_agent = rule.assignment == "per_agent" or rule.baseline == "moving"
     scored: dict[str, list[tuple[int, float]]] = {}
-    for place, one in enumerate(paid.returns):
-        if one.value is not None:
-            agent = paid.account.calls[place].agent if by_agent else ""
-            scored.setdefault(agent, []).append((place, one.value))
+    for position, call in enumerate(episode.returns):
+        if call.value is not None:
+            agent = episode.account.calls[position].agent if by_agent else ""
+            scored.setdefault(agent, []).append((position, call.value))
     return [
-        Member(
+        ScoredCalls(
             episode=index,
-            group=paid.group,
-            family=task_family(paid.account.task),
+            group=episode.group,
+            family=task_family(episode.account.task),
             agent=agent,
-            places=tuple(place for place, _ in own),
-            values=tuple(value for _, value in own),
+            positions=tuple(position for position, _ in own),
+            returns=tuple(value for _, value in own),
         )
         for agent, own in scored.items()
     ]
 
 
-def _advanced(members: Sequence[Member], rule: CreditPart, before: Baselines) -> Baselines:
+def _updated_moving(
+    units: Sequence[ScoredCalls], rule: CreditPart, before: MovingBaselines
+) -> MovingBaselines:
     if rule.baseline != "moving":
         return before
     returns: dict[tuple[str, str], list[float]] = {}
-    for member in members:
-        returns.setdefault((member.family, member.agent), []).append(mean_of(member.values))
-    return before.advanced(returns, rule.baseline_rate)
+    for unit in units:
+        returns.setdefault((unit.family, unit.agent), []).append(mean_of(unit.returns))
+    return before.updated(returns, rule.baseline_rate)
 
 
-def _standings(
-    members: Sequence[Member], rule: CreditPart, before: Baselines, after: Baselines
-) -> list[Standing]:
-    """What each member is compared with, in their order."""
+def _baselines(
+    units: Sequence[ScoredCalls],
+    rule: CreditPart,
+    before: MovingBaselines,
+    after: MovingBaselines,
+) -> list[Baseline]:
+    """Return the baseline of each unit, in the order of `units`."""
     compared: dict[tuple[object, str], list[int]] = {}
-    for index, member in enumerate(members):
-        over = member.family if rule.baseline == "moving" else member.group
-        compared.setdefault((over, member.agent), []).append(index)
-    found: dict[int, Standing] = {}
+    for index, unit in enumerate(units):
+        over = unit.family if rule.baseline == "moving" else unit.group
+        compared.setdefault((over, unit.agent), []).append(index)
+    by_index: dict[int, Baseline] = {}
     for indices in compared.values():
-        first = members[indices[0]]
-        values = [members[index].values for index in indices]
+        first = units[indices[0]]
+        returns = [units[index].returns for index in indices]
         match rule.baseline:
             case "group":
-                standings = group_standings(values)
+                baselines = group_baselines(returns)
             case "leave_one_out":
-                standings = leave_one_out_standings(values)
+                baselines = leave_one_out_baselines(returns)
             case "moving":
-                standings = moving_standings(values, first.family, first.agent, before, after)
+                baselines = moving_baselines(returns, first.family, first.agent, before, after)
             case "none":
-                standings = no_standings(values)
-        found |= dict(zip(indices, standings, strict=True))
-    return [found[index] for index in range(len(members))]
+                baselines = zero_baselines(returns)
+        by_index |= dict(zip(indices, baselines, strict=True))
+    return [by_index[index] for index in range(len(units))]
 
 
-Scaled = list[tuple[float, NoSignal | None]]
+Normalised = list[tuple[float, NoSignal | None]]
 
 
-def _scaled(
-    members: Sequence[Member], standings: Sequence[Standing], rule: CreditPart
-) -> list[Scaled]:
-    """Each value's distance from its baseline, divided as the rule says."""
-    far = [
-        [value - standing.baseline for value in member.values]
-        for member, standing in zip(members, standings, strict=True)
+def _normalised(
+    units: Sequence[ScoredCalls], baselines: Sequence[Baseline], rule: CreditPart
+) -> list[Normalised]:
+    """Return each return's difference from its baseline, divided as the recipe says."""
+    differences = [
+        [value - baseline.value for value in unit.returns]
+        for unit, baseline in zip(units, baselines, strict=True)
     ]
     if rule.normalisation == "batch":
-        return _over_the_update(far, standings, rule.smallest_spread)
+        return _normalised_over_update(differences, baselines, rule.smallest_spread)
     divisors = [
-        max(standing.spread, rule.smallest_spread)
-        if rule.normalisation == "group" and standing.spread is not None
+        max(baseline.spread, rule.smallest_spread)
+        if rule.normalisation == "group" and baseline.spread is not None
         else 1.0
-        for standing in standings
+        for baseline in baselines
     ]
     return [
-        [(distance / divisor, standing.reason) for distance in own]
-        for own, divisor, standing in zip(far, divisors, standings, strict=True)
+        [(difference / divisor, baseline.reason) for difference in own]
+        for own, divisor, baseline in zip(differences, divisors, baselines, strict=True)
     ]
 
 
-def _over_the_update(
-    far: Sequence[Sequence[float]], standings: Sequence[Standing], smallest: float
-) -> list[Scaled]:
+def _normalised_over_update(
+    differences: Sequence[Sequence[float]], baselines: Sequence[Baseline], smallest_spread: float
+) -> list[Normalised]:
     compared = [
-        own for own, standing in zip(far, standings, strict=True) if standing.reason != "alone"
+        own
+        for own, baseline in zip(differences, baselines, strict=True)
+        if baseline.reason != "alone"
     ]
     mean = mean_of([mean_of(own) for own in compared]) if compared else 0.0
-    divisor = max(spread_about(mean, compared), smallest)
+    divisor = max(spread_about(mean, compared), smallest_spread)
     return [
-        [((distance - mean) / divisor, standing.reason) for distance in own]
-        for own, standing in zip(far, standings, strict=True)
+        [((difference - mean) / divisor, baseline.reason) for difference in own]
+        for own, baseline in zip(differences, baselines, strict=True)
     ]

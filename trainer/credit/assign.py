@@ -1,4 +1,4 @@
-"""All of it, for the trainer: from groups of episodes to what each transition is worth (pure)."""
+"""Credit assignment for the trainer: groups of episodes in, credited transitions out (pure)."""
 
 from collections.abc import Mapping, Sequence
 from uuid import UUID
@@ -8,13 +8,13 @@ import msgspec
 from store.records import Episode, Group, Record, TransitionRow
 from trainer.credit.accounts import EpisodeAccount, account_of
 from trainer.credit.calls import CallCredit, credit_accounts
-from trainer.credit.moving import NO_BASELINES, Baselines
-from trainer.credit.returns import EpisodeReturn
+from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
+from trainer.credit.returns import MeanReturn
 from trainer.recipe_parts import CreditPart
 
 
 class TransitionCredit(CallCredit, frozen=True, kw_only=True):
-    """The same with the call that was recorded; `position` is its place in its episode."""
+    """A call's credit with the recorded call; `position` is the call's index in its episode."""
 
     episode_id: UUID
     episode: str
@@ -23,11 +23,11 @@ class TransitionCredit(CallCredit, frozen=True, kw_only=True):
 
 
 class Credited(Record, frozen=True, kw_only=True):
-    """An update's credit: by transition, the return of each episode, and the next baselines."""
+    """An update's credit by transition, each episode's mean return, and the next baselines."""
 
     transitions: tuple[TransitionCredit, ...]
-    returns: Mapping[UUID, EpisodeReturn]
-    baselines: Baselines
+    returns: Mapping[UUID, MeanReturn]
+    baselines: MovingBaselines
 
 
 def assign_credit(
@@ -36,52 +36,57 @@ def assign_credit(
     *,
     policy: str,
     oldest_version: int,
-    baselines: Baselines = NO_BASELINES,
+    baselines: MovingBaselines = NO_MOVING_BASELINES,
 ) -> Credited:
-    """The credit of every transition of an update, in the order of groups and calls.
+    """Return the credit of every transition of an update, ordered by group, episode and call.
 
-    Calls of another policy than `policy` are not trainable. A group's `earlier` episodes count
-    in what its others are compared with, and get none. One without a task is compared with no
-    other. One with a call from before `oldest_version` is stale: it counts in what others are
-    compared with, and is not trained. `baselines` are those that the update before left (of
-    effect for the moving one alone).
+    - Calls that another policy than `policy` sampled are not trainable.
+    - Episodes without a task are compared with no other.
+    - A group's `earlier` episodes count in the baseline of the others and get no credit.
+    - An episode with a trainable call from a version before `oldest_version` is stale: it
+      counts in the baseline of the others and is not trained.
+
+    `baselines` are the moving baselines that the last update left; only the recipe's
+    `baseline = "moving"` uses them.
     """
-    members = [one for group in groups for one in _members(group, policy, oldest_version)]
-    accounts = [[account for _, account in them] for them in members]
-    found = credit_accounts(accounts, rule, baselines)
-    flat = [pair for them in members for pair in them]
-    kept = [
-        (episode, credit, earned)
-        for (episode, account), credit, earned in zip(flat, found.calls, found.returns, strict=True)
+    accounted = [part for group in groups for part in _account(group, policy, oldest_version)]
+    accounts = [[account for _, account in group] for group in accounted]
+    credited = credit_accounts(accounts, rule, baselines)
+    flat = [pair for group in accounted for pair in group]
+    new = [
+        (episode, credit, mean_return)
+        for (episode, account), credit, mean_return in zip(
+            flat, credited.calls, credited.returns, strict=True
+        )
         if not account.earlier
     ]
     return Credited(
         transitions=tuple(
             _transition(episode, position, credit)
-            for episode, own, _ in kept
+            for episode, own, _ in new
             for position, credit in enumerate(own)
         ),
-        returns={episode.id: earned for episode, _, earned in kept},
-        baselines=found.baselines,
+        returns={episode.id: mean_return for episode, _, mean_return in new},
+        baselines=credited.baselines,
     )
 
 
-Members = list[tuple[Episode, EpisodeAccount]]
+AccountedGroup = list[tuple[Episode, EpisodeAccount]]
 
 
-def _members(group: Group, policy: str, oldest_version: int) -> list[Members]:
-    """Those of a group that are compared with each other."""
-    members = [
-        (one, account_of(one, withheld=_stale(one, oldest_version)))
-        for one in (_for_policy(episode, policy) for episode in group.episodes)
+def _account(group: Group, policy: str, oldest_version: int) -> list[AccountedGroup]:
+    """Return the group's episodes with their accounts, one list for each set to compare."""
+    accounted = [
+        (episode, account_of(episode, withheld=_stale(episode, oldest_version)))
+        for episode in (_for_policy(episode, policy) for episode in group.episodes)
     ]
     if not group.task:
-        return [[member] for member in members]
-    return [members + [(one, account_of(one, earlier=True)) for one in group.earlier]]
+        return [[pair] for pair in accounted]
+    return [accounted + [(episode, account_of(episode, earlier=True)) for episode in group.earlier]]
 
 
 def _for_policy(episode: Episode, policy: str) -> Episode:
-    """The episode with what another policy sampled as not trainable: only its own counts."""
+    """Return the episode with the calls of other policies marked as not trainable."""
     calls = tuple(
         msgspec.structs.replace(call, trainable=False, reason="other_policy")
         if call.trainable and call.policy != policy

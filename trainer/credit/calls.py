@@ -1,18 +1,22 @@
-"""From what the calls of an update are paid to their shares of its loss (pure)."""
+"""The credit of every call of an update: returns, advantages and loss weights (pure)."""
 
 from collections.abc import Sequence
 
 from store.records import Record
 from trainer.credit.accounts import CallAccount, EpisodeAccount
-from trainer.credit.advantages import Advantage, Paid, advantages
-from trainer.credit.moving import NO_BASELINES, Baselines
-from trainer.credit.returns import CallReturn, EpisodeReturn, call_returns, episode_return
-from trainer.credit.weights import weights
+from trainer.credit.advantages import Advantage, EpisodeReturns, advantages
+from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
+from trainer.credit.returns import CallReturn, MeanReturn, call_returns, mean_return
+from trainer.credit.weights import loss_weights
 from trainer.recipe_parts import CreditPart
 
 
 class CallCredit(Record, frozen=True, kw_only=True):
-    """What one call is worth in the update's loss; `reason` says why it is not in it."""
+    """One call's rewards, advantage and share of the update's loss.
+
+    `r_final`, `r_total` and `advantage` are None if nobody scored the call. `reason` says why
+    the call is not trained; it is None for calls that are.
+    """
 
     r_final: float | None
     r_air: float
@@ -23,79 +27,83 @@ class CallCredit(Record, frozen=True, kw_only=True):
 
 
 class CreditedAccounts(Record, frozen=True, kw_only=True):
-    """The calls' credit and the returns of episodes, in their order, and the next baselines."""
+    """The credit of calls and the mean returns, by episode, and the next moving baselines."""
 
     calls: tuple[tuple[CallCredit, ...], ...]
-    returns: tuple[EpisodeReturn, ...]
-    baselines: Baselines
+    returns: tuple[MeanReturn, ...]
+    baselines: MovingBaselines
 
 
 def credit_accounts(
     groups: Sequence[Sequence[EpisodeAccount]],
     rule: CreditPart,
-    baselines: Baselines = NO_BASELINES,
+    baselines: MovingBaselines = NO_MOVING_BASELINES,
 ) -> CreditedAccounts:
-    """The credit of every call, in the order of groups, episodes and calls."""
-    paid = [
-        Paid(group=number, account=account, returns=tuple(call_returns(account, rule)))
+    """Return the credit of every call, ordered by group, episode and call."""
+    episodes = [
+        EpisodeReturns(group=number, account=account, returns=tuple(call_returns(account, rule)))
         for number, group in enumerate(groups)
         for account in group
     ]
-    found, after = advantages(paid, rule, baselines)
+    by_episode, after = advantages(episodes, rule, baselines)
     reasons = [
-        [_reason(one, position, own, rule) for position, own in enumerate(theirs)]
-        for one, theirs in zip(paid, found, strict=True)
+        [_reason(episode, position, own, rule) for position, own in enumerate(call_advantages)]
+        for episode, call_advantages in zip(episodes, by_episode, strict=True)
     ]
-    shares = weights(
+    weights = loss_weights(
         [
             [
                 call.sampled if reason is None else None
-                for call, reason in zip(one.account.calls, why, strict=True)
+                for call, reason in zip(episode.account.calls, own, strict=True)
             ]
-            for one, why in zip(paid, reasons, strict=True)
+            for episode, own in zip(episodes, reasons, strict=True)
         ],
         rule,
     )
     return CreditedAccounts(
         calls=tuple(
-            tuple(map(_call_credit, one.returns, own, weight, reason))
-            for one, own, weight, reason in zip(paid, found, shares, reasons, strict=True)
+            tuple(map(_call_credit, episode.returns, own, weight, reason))
+            for episode, own, weight, reason in zip(
+                episodes, by_episode, weights, reasons, strict=True
+            )
         ),
-        returns=tuple(episode_return(one.returns) for one in paid),
+        returns=tuple(mean_return(episode.returns) for episode in episodes),
         baselines=after,
     )
 
 
 def _call_credit(
-    paid: CallReturn, advantage: Advantage, weight: float, reason: str | None
+    call: CallReturn, advantage: Advantage, weight: float, reason: str | None
 ) -> CallCredit:
     return CallCredit(
-        r_final=paid.r_final,
-        r_air=paid.r_air,
-        r_total=paid.r_total,
+        r_final=call.r_final,
+        r_air=call.r_air,
+        r_total=call.r_total,
         advantage=advantage.value,
         weight=weight,
         reason=reason,
     )
 
 
-def _reason(paid: Paid, position: int, advantage: Advantage, rule: CreditPart) -> str | None:
-    """Why a call is not trained: what is said of its episode comes first."""
-    account, own = paid.account, paid.returns[position]
-    if account.set_aside is not None or account.earlier:
-        return account.set_aside or "earlier"
-    if own.value is None:
+def _reason(
+    episode: EpisodeReturns, position: int, advantage: Advantage, rule: CreditPart
+) -> str | None:
+    """Return why a call is not trained, or None; reasons of the whole episode come first."""
+    account, call = episode.account, episode.returns[position]
+    if account.excluded is not None or account.earlier:
+        return account.excluded or "earlier"
+    if call.value is None:
         return "failed" if account.failed else "unscored"
     if advantage.reason is not None:
         return advantage.reason
-    if not any(call.trainable for call in account.calls):
+    if not any(each.trainable for each in account.calls):
         return "no_trainable_call"
-    return account.withheld or _calls_own_reason(account.calls[position], own, rule)
+    return account.withheld or _call_reason(account.calls[position], call, rule)
 
 
-def _calls_own_reason(call: CallAccount, paid: CallReturn, rule: CreditPart) -> str | None:
-    if not call.trainable:
-        return call.reason or "not_trainable"
-    if rule.assignment in ("first_call", "last_call") and paid.share == 0:
+def _call_reason(account: CallAccount, call: CallReturn, rule: CreditPart) -> str | None:
+    if not account.trainable:
+        return account.reason or "not_trainable"
+    if rule.assignment in ("first_call", "last_call") and call.share == 0:
         return f"not_{rule.assignment}"
     return None

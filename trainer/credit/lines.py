@@ -1,6 +1,7 @@
-"""`pawl credit`'s JSON lines: an episode each in, as `pawl export` writes them; a call each out.
+"""The JSON lines of `pawl credit`: one episode a line in, one call a line out (pure).
 
-Of a line that counts for credit is read; what else an export holds is passed over (pure).
+Input lines are those that `pawl export` writes. Only the fields that count for credit are
+read; others are ignored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,33 +11,36 @@ from typing import Annotated, Literal
 import msgspec
 
 from store.records import REWARD, Feedback, Record, ToolStatus
-from trainer.air import AskedEvent
-from trainer.credit.accounts import CallAccount, EpisodeAccount, standing_reward
+from trainer.air import MatchedEvent
+from trainer.credit.accounts import CallAccount, EpisodeAccount, current_reward
 from trainer.credit.calls import CallCredit, credit_accounts
 from trainer.errors import CreditLineError
 from trainer.recipe_parts import CreditPart
 
-# Years 1970 to 9999, in seconds.
+# Seconds since 1970, up to the end of the year 9999.
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
 
 
-class StatementLine(Record, frozen=True, kw_only=True):
-    """One statement; `at` is RFC 3339 (UTC where it names no zone), or seconds since 1970."""
+class FeedbackLine(Record, frozen=True, kw_only=True):
+    """One feedback item; `at` is RFC 3339 (UTC if it names no zone) or seconds since 1970."""
 
     metric: str
     value: float
     at: datetime | Seconds
 
     @property
-    def moment(self) -> datetime:
-        """When it was said."""
+    def timestamp(self) -> datetime:
+        """Return `at` as a datetime with a zone."""
         if isinstance(self.at, float):
             return datetime.fromtimestamp(self.at, UTC)
         return self.at if self.at.tzinfo is not None else self.at.replace(tzinfo=UTC)
 
 
 class EventLine(Record, frozen=True, kw_only=True):
-    """How a tool ended that the call asked for; `arguments` as the model wrote them."""
+    """One tool event: how a tool that the call requested ended.
+
+    `arguments` is the text that the model wrote.
+    """
 
     status: ToolStatus
     id: str | None = None
@@ -45,7 +49,7 @@ class EventLine(Record, frozen=True, kw_only=True):
 
 
 class CallLine(Record, frozen=True, kw_only=True):
-    """One call."""
+    """One call of an episode."""
 
     call: str
     trainable: bool
@@ -53,22 +57,25 @@ class CallLine(Record, frozen=True, kw_only=True):
     reason: str | None = None
     sampled_ids: tuple[int, ...] = ()
     tool_events: tuple[EventLine, ...] = ()
-    feedback: tuple[StatementLine, ...] = ()
+    feedback: tuple[FeedbackLine, ...] = ()
 
 
 class EpisodeLine(Record, frozen=True, kw_only=True):
-    """One episode. Whether it is scored is for its feedback to say, and `failed` for `state`."""
+    """One episode.
+
+    Its feedback decides whether it is scored; of `state` only `failed` is used.
+    """
 
     episode: str
     state: Literal["scored", "unscored", "failed", "open"]
-    feedback: tuple[StatementLine, ...]
+    feedback: tuple[FeedbackLine, ...]
     calls: tuple[CallLine, ...]
     task: str | None = None
     quarantined: str | None = None
 
 
 class CreditLine(Record, frozen=True, kw_only=True):
-    """What one call is worth, in the order of the keys that are written."""
+    """One call's credit; the fields are in the order in which they are written."""
 
     episode: str
     call: str
@@ -82,39 +89,42 @@ class CreditLine(Record, frozen=True, kw_only=True):
 
 
 def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:
-    """The episodes of an input; `where` names it in messages, and blank lines are passed over.
+    """Parse the episodes of an input; blank lines are skipped.
+
+    `where` names the input in error messages.
 
     Raises:
-        CreditLineError: a line is not as the format says; the message names it and the field.
+        CreditLineError: a line does not have the format, or repeats an episode; the message
+            names the line and the field.
     """
-    found: list[EpisodeLine] = []
-    places: dict[str, int] = {}
+    episodes: list[EpisodeLine] = []
+    line_of: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         episode = _read(line, f"{where}, line {number}")
-        before = places.setdefault(episode.episode, number)
-        if before != number:
+        first = line_of.setdefault(episode.episode, number)
+        if first != number:
             raise CreditLineError(
-                f"{where}, line {number}: episode {episode.episode!r} is on line {before} already;"
-                " an episode is trained once: leave one of them out"
+                f"{where}, line {number}: episode {episode.episode!r} is on line {first} already,"
+                " and an episode is trained only once: remove one of the two lines"
             )
-        found.append(episode)
-    return found
+        episodes.append(episode)
+    return episodes
 
 
 def credit_lines(episodes: Sequence[EpisodeLine], rule: CreditPart) -> list[CreditLine]:
-    """What each call is worth, in the order of episodes and calls.
+    """Return the credit of each call, in the order of episodes and calls.
 
-    Episodes of one task are a group; one without a task is alone.
+    Episodes of one task form a group; an episode without a task is a group of its own.
     """
     groups: dict[object, list[EpisodeLine]] = {}
-    for place, line in enumerate(episodes):
-        groups.setdefault(place if line.task is None else line.task, []).append(line)
+    for index, line in enumerate(episodes):
+        groups.setdefault(index if line.task is None else line.task, []).append(line)
     accounts = [[_account(line) for line in members] for members in groups.values()]
-    found = credit_accounts(accounts, rule)
+    credited = credit_accounts(accounts, rule)
     lines = [line for members in groups.values() for line in members]
-    credit_of = {line.episode: own for line, own in zip(lines, found.calls, strict=True)}
+    credit_of = {line.episode: own for line, own in zip(lines, credited.calls, strict=True)}
     return [
         credit_line(line.episode, call.call, call.agent, credit)
         for line in episodes
@@ -123,7 +133,7 @@ def credit_lines(episodes: Sequence[EpisodeLine], rule: CreditPart) -> list[Cred
 
 
 def credit_line(episode: str, call: str, agent: str, credit: CallCredit) -> CreditLine:
-    """One call's line."""
+    """Return the output line of one call."""
     return CreditLine(
         episode=episode,
         call=call,
@@ -146,7 +156,7 @@ def _read(line: bytes, where: str) -> EpisodeLine:
         raise CreditLineError(f"{where}{f', {field}' if field else ''}: {message}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CreditLineError(
-            f"{where} is not JSON ({error}): write one episode a line, as `pawl export` does"
+            f"{where} is not JSON ({error}): write one episode per line, as `pawl export` does"
         ) from error
 
 
@@ -156,7 +166,7 @@ def _account(line: EpisodeLine) -> EpisodeAccount:
         failed=line.state == "failed",
         reward=_reward(line.feedback),
         calls=tuple(_call(call) for call in line.calls),
-        set_aside=None if line.quarantined is None else "quarantined",
+        excluded=None if line.quarantined is None else "quarantined",
     )
 
 
@@ -168,17 +178,19 @@ def _call(line: CallLine) -> CallAccount:
         sampled=len(line.sampled_ids),
         reward=_reward(line.feedback),
         events=tuple(
-            AskedEvent(id=event.id, tool=event.name, arguments=event.arguments, status=event.status)
+            MatchedEvent(
+                id=event.id, tool=event.name, arguments=event.arguments, status=event.status
+            )
             for event in line.tool_events
         ),
     )
 
 
-def _reward(statements: Sequence[StatementLine]) -> float | None:
-    return standing_reward(
+def _reward(feedback: Sequence[FeedbackLine]) -> float | None:
+    return current_reward(
         [
-            Feedback(metric=one.metric, value=one.value, at=one.moment)
-            for one in statements
-            if one.metric == REWARD
+            Feedback(metric=item.metric, value=item.value, at=item.timestamp)
+            for item in feedback
+            if item.metric == REWARD
         ]
     )

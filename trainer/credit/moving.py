@@ -1,10 +1,13 @@
-"""The moving baseline: what episodes of a family have earned an agent so far (pure).
+"""Moving baselines: a running average of what a task family's episodes earn an agent (pure).
 
-For tasks that are seen once, as production's are: an exponential moving average takes the
-group's place (REINFORCE's baseline, Sutton & Barto §13.4). n returns that come in one update
-have no order among each other. Their share in the average is the one that they would have one
-after the other, 1 − (1 − rate)ⁿ, and the same for each: the mean over all orders. While fewer
-than 1/rate were seen the average is the plain mean, so that the first ones do not stand for long.
+For tasks that come only once, as in production: with no group to compare an episode with,
+an exponential moving average of earlier returns is the baseline of REINFORCE with baseline
+(Sutton & Barto, 2nd ed., §13.4).
+
+The n returns of one update have no order among each other, so all have the same weight in the
+average. Together they weigh what n single steps would, 1 − (1 − rate)ⁿ; the result is the
+mean over all orders of such steps. While fewer than 1/rate returns were seen the average is
+the plain mean, so that the first returns do not dominate for long.
 """
 
 import re
@@ -15,20 +18,21 @@ from typing import Final
 from store.records import Record
 from trainer.means import mean_of, mean_square
 
-# Past so many families the least seen are forgotten: names that never come again (a random id
-# a task) would grow without end.
-MOST_FAMILIES: Final = 1000
+# Only the most frequent families are kept: task names that never repeat (a random id for
+# each task) would otherwise make the record grow without end.
+MAX_FAMILIES: Final = 1000
 
 _FAMILY: Final = re.compile(r"[^/:]*")
 _NUMBER: Final = re.compile(r"[\W_]*\d+$")
 
 
 def task_family(task: str | None) -> str:
-    """The tasks that share a baseline: `refunds/17`, `refunds:x` and `refunds-17` are `refunds`.
+    """Return the name of the family whose baseline a task shares.
 
-    What is before the first `/` or `:`; where there is neither, the name less the number that it
-    ends with. Episodes without a task are a family, and so are those that named none
-    (`prompt:…`).
+    It is the part before the first `/` or `:`, or, where there is neither, the name without
+    the number at its end: `refunds/17`, `refunds:x` and `refunds-17` are all `refunds`.
+    Episodes without a task form one family (the empty name), and so do those whose task is
+    derived from the prompt (`prompt:…`).
     """
     name = task or ""
     family = _FAMILY.match(name)
@@ -36,69 +40,77 @@ def task_family(task: str | None) -> str:
     return family[0] if family[0] != name else _NUMBER.sub("", name)
 
 
-class Moving(Record, frozen=True, kw_only=True):
-    """Mean and variance of a family's returns for an agent; `count` of them were seen."""
+class MovingAverage(Record, frozen=True, kw_only=True):
+    """Mean and variance of a family's returns for one agent, and how many were seen."""
 
     mean: float
     variance: float
     count: int
 
 
-class Baselines(Record, frozen=True, kw_only=True):
-    """The moving baselines of a policy, by family and agent, as an update found or left them."""
+class MovingBaselines(Record, frozen=True, kw_only=True):
+    """A policy's moving averages by family and agent, before or after an update."""
 
-    families: Mapping[str, Mapping[str, Moving]] = {}
+    families: Mapping[str, Mapping[str, MovingAverage]] = {}
 
-    def of(self, family: str, agent: str) -> float | None:
-        """The mean; None for what was never seen."""
-        found = self.families.get(family, {}).get(agent)
-        return None if found is None else found.mean
+    def mean(self, family: str, agent: str) -> float | None:
+        """Return the mean return, or None if the family was never seen with this agent."""
+        average = self.families.get(family, {}).get(agent)
+        return None if average is None else average.mean
 
     def spread(self, family: str, agent: str) -> float | None:
-        """The standard deviation; None for what was never seen."""
-        found = self.families.get(family, {}).get(agent)
-        return None if found is None else sqrt(found.variance)
+        """Return the standard deviation, or None if the family was never seen with this agent."""
+        average = self.families.get(family, {}).get(agent)
+        return None if average is None else sqrt(average.variance)
 
-    def advanced(
+    def updated(
         self, returns: Mapping[tuple[str, str], Sequence[float]], rate: float
-    ) -> "Baselines":
-        """The baselines after an update with these returns, by family and agent.
+    ) -> "MovingBaselines":
+        """Return the baselines after an update with these returns, by (family, agent).
 
-        A family and agent that were never seen start with the mean of theirs.
+        The average of a pair that was never seen starts as the mean of its returns.
         """
         families = {family: dict(agents) for family, agents in self.families.items()}
         for (family, agent), values in sorted(returns.items()):
             agents = families.setdefault(family, {})
-            agents[agent] = _advance(agents.get(agent), values, rate)
-        return Baselines(families=families)
+            agents[agent] = _updated_average(agents.get(agent), values, rate)
+        return MovingBaselines(families=families)
 
-    def kept(self) -> "Baselines":
-        """What is written down: at most `MOST_FAMILIES`, in the order of their names."""
+    def pruned(self) -> "MovingBaselines":
+        """Return the `MAX_FAMILIES` most seen families, sorted by name, as they are stored."""
 
         def seen(family: str) -> int:
-            return sum(moving.count for moving in self.families[family].values())
+            return sum(average.count for average in self.families[family].values())
 
-        often = sorted(self.families, key=lambda family: (-seen(family), family))[:MOST_FAMILIES]
-        return Baselines(
+        most_seen = sorted(self.families, key=lambda family: (-seen(family), family))
+        return MovingBaselines(
             families={
-                family: dict(sorted(self.families[family].items())) for family in sorted(often)
+                family: dict(sorted(self.families[family].items()))
+                for family in sorted(most_seen[:MAX_FAMILIES])
             }
         )
 
 
-# Of a policy that was never trained.
-NO_BASELINES: Final = Baselines()
+# The baselines of a policy that was never trained.
+NO_MOVING_BASELINES: Final = MovingBaselines()
 
 
-def _advance(before: Moving | None, values: Sequence[float], rate: float) -> Moving:
+def _updated_average(
+    before: MovingAverage | None, values: Sequence[float], rate: float
+) -> MovingAverage:
+    """Mix new returns into an average.
+
+    Mean and variance are those of a mixture of two distributions, the old one with weight
+    1 − share and the new one with weight share (law of total variance).
+    """
     mean = mean_of(values)
     variance = mean_square([value - mean for value in values])
     count = len(values)
     if before is None:
-        return Moving(mean=mean, variance=variance, count=count)
+        return MovingAverage(mean=mean, variance=variance, count=count)
     share = max(1 - (1 - rate) ** count, count / (before.count + count))
     moved = before.mean + share * (mean - before.mean)
-    return Moving(
+    return MovingAverage(
         mean=moved,
         variance=(1 - share) * (before.variance + (before.mean - moved) ** 2)
         + share * (variance + (mean - moved) ** 2),

@@ -1,11 +1,14 @@
-"""What each call of an episode is paid, under the rule's assignment (pure).
+"""The return of each call of an episode, by the recipe's `assignment` (pure).
 
-`identical`: the episode's return, each call. `per_agent`: the agent's own: the mean of what its
-calls were given singly (the episode's reward where none was), and AIR of its own tools.
-`discounted`: the episode's, times `discount` for each call that came after. `first_call`,
-`last_call`: the episode's, to its first or last trainable call alone. `call`: what a call was
-given singly, and the episode's reward where it was given nothing. A reward given to a single
-call counts under `per_agent` and `call` only: elsewhere it would be added to what it is part of.
+- `identical`: each call gets the episode's return (Agent Lightning, arXiv:2508.03680 §3.3.2).
+- `per_agent`: each call gets its agent's return: the mean of the rewards given to single calls
+  of that agent (the episode's reward if there are none), plus AIR of that agent's tools.
+- `discounted`: the episode's return times `discount` for each call that came after.
+- `first_call`, `last_call`: the episode's return goes to its first or last trainable call.
+- `call`: the reward given to the call itself, or the episode's if it was given none.
+
+Rewards for single calls count under `per_agent` and `call` only. Elsewhere they would be
+added to the episode's reward, of which they are a part already.
 """
 
 from collections.abc import Sequence
@@ -18,10 +21,11 @@ from trainer.recipe_parts import CreditPart
 
 
 class CallReturn(Record, frozen=True, kw_only=True):
-    """A call's pay before it is shared out, and the call's `share` of it.
+    """The return that a call's episode is compared by, and the call's share of it.
 
-    What is compared with other episodes is `value`; the call gets `share` of it, and of the
-    advantage that comes of it.
+    Episodes are compared by `value`. The call gets `share` of it (0 to 1), and the same share
+    of the advantage. Comparing what is left after sharing would put the first calls of every
+    long success below the mean (docs/decisions/017-credit.md).
     """
 
     final: float | None
@@ -30,26 +34,26 @@ class CallReturn(Record, frozen=True, kw_only=True):
 
     @property
     def value(self) -> float | None:
-        """Final reward and AIR; None where nobody scored it."""
+        """Return final reward plus AIR before sharing, or None if nobody scored the call."""
         return None if self.final is None else self.final + self.air
 
     @property
     def r_final(self) -> float | None:
-        """The call's part of the final reward."""
-        return None if self.final is None else _part(self.share, self.final)
+        """Return the call's share of the final reward, or None if nobody scored the call."""
+        return None if self.final is None else _shared(self.share, self.final)
 
     @property
     def r_air(self) -> float:
-        """The call's part of AIR."""
-        return _part(self.share, self.air)
+        """Return the call's share of AIR."""
+        return _shared(self.share, self.air)
 
     @property
     def r_total(self) -> float | None:
-        """r_final + r_air; None where there is no r_final."""
+        """Return r_final + r_air, or None if nobody scored the call."""
         return None if self.r_final is None else self.r_final + self.r_air
 
 
-class EpisodeReturn(Record, frozen=True, kw_only=True):
+class MeanReturn(Record, frozen=True, kw_only=True):
     """An episode's return: the mean over its calls, before it is shared out among them."""
 
     r_final: float | None
@@ -57,75 +61,75 @@ class EpisodeReturn(Record, frozen=True, kw_only=True):
 
     @property
     def r_total(self) -> float | None:
-        """r_final + r_air; None where there is no r_final."""
+        """Return r_final + r_air, or None if nobody scored the episode."""
         return None if self.r_final is None else self.r_final + self.r_air
 
 
 def call_returns(episode: EpisodeAccount, rule: CreditPart) -> list[CallReturn]:
-    """What each call is paid, in the order of calls."""
+    """Return the return of each call of an episode, in the order of calls."""
     shares = _shares(episode, rule)
     return [
         CallReturn(final=final, air=air, share=share)
         for final, air, share in zip(
-            _finals(episode, rule), _airs(episode, rule), shares, strict=True
+            _final_rewards(episode, rule), _air_rewards(episode, rule), shares, strict=True
         )
     ]
 
 
-def episode_return(returns: Sequence[CallReturn]) -> EpisodeReturn:
-    """The return of the episode whose calls are paid so."""
-    finals = [paid.final for paid in returns if paid.final is not None]
-    airs = [paid.air for paid in returns]
-    return EpisodeReturn(
+def mean_return(returns: Sequence[CallReturn]) -> MeanReturn:
+    """Return the mean of an episode's call returns; calls that nobody scored are left out."""
+    finals = [call.final for call in returns if call.final is not None]
+    airs = [call.air for call in returns]
+    return MeanReturn(
         r_final=mean_of(finals) if finals else None, r_air=mean_of(airs) if airs else 0.0
     )
 
 
-def _part(share: float, whole: float) -> float:
+def _shared(share: float, whole: float) -> float:
     return share * whole if share else 0.0
 
 
-def _finals(episode: EpisodeAccount, rule: CreditPart) -> list[float | None]:
-    """The final reward of each call; a failed episode that nobody scored has `failed_reward`."""
+def _final_rewards(episode: EpisodeAccount, rule: CreditPart) -> list[float | None]:
+    """Return each call's final reward; a failed, unscored episode takes `failed_reward`."""
     whole = episode.reward
     if whole is None and episode.failed:
         whole = rule.failed_reward
-    if episode.set_aside is not None:
+    if episode.excluded is not None:
         return [None] * len(episode.calls)
     single: list[float | None] = [None] * len(episode.calls)
     if rule.assignment == "call":
         single = [call.reward for call in episode.calls]
     elif rule.assignment == "per_agent":
-        of_agent = {call.agent: _agents_own(episode, call.agent) for call in episode.calls}
+        of_agent = {call.agent: _agent_reward(episode, call.agent) for call in episode.calls}
         single = [of_agent[call.agent] for call in episode.calls]
     return [whole if reward is None else reward for reward in single]
 
 
-def _agents_own(episode: EpisodeAccount, agent: str) -> float | None:
-    given = [
+def _agent_reward(episode: EpisodeAccount, agent: str) -> float | None:
+    rewards = [
         call.reward for call in episode.calls if call.agent == agent and call.reward is not None
     ]
-    return mean_of(given) if given else None
+    return mean_of(rewards) if rewards else None
 
 
-def _airs(episode: EpisodeAccount, rule: CreditPart) -> list[float]:
+def _air_rewards(episode: EpisodeAccount, rule: CreditPart) -> list[float]:
     if rule.assignment != "per_agent":
         return air_rewards([call.events for call in episode.calls], rule)
-    found = [0.0] * len(episode.calls)
+    by_position = [0.0] * len(episode.calls)
     for agent in {call.agent for call in episode.calls}:
-        own = [place for place, call in enumerate(episode.calls) if call.agent == agent]
-        airs = air_rewards([episode.calls[place].events for place in own], rule)
-        for place, air in zip(own, airs, strict=True):
-            found[place] = air
-    return found
+        own = [position for position, call in enumerate(episode.calls) if call.agent == agent]
+        airs = air_rewards([episode.calls[position].events for position in own], rule)
+        for position, air in zip(own, airs, strict=True):
+            by_position[position] = air
+    return by_position
 
 
 def _shares(episode: EpisodeAccount, rule: CreditPart) -> list[float]:
     count = len(episode.calls)
     if rule.assignment == "discounted":
-        return [rule.discount ** (count - 1 - place) for place in range(count)]
+        return [rule.discount ** (count - 1 - position) for position in range(count)]
     if rule.assignment in ("first_call", "last_call"):
-        able = [place for place, call in enumerate(episode.calls) if call.trainable]
-        paid = able[:1] if rule.assignment == "first_call" else able[-1:]
-        return [1.0 if place in paid else 0.0 for place in range(count)]
+        trainable = [position for position, call in enumerate(episode.calls) if call.trainable]
+        credited = trainable[:1] if rule.assignment == "first_call" else trainable[-1:]
+        return [1.0 if position in credited else 0.0 for position in range(count)]
     return [1.0] * count

@@ -1,8 +1,11 @@
-"""A call's share of the update's loss: shares sum to 1 (pure).
+"""Loss weights: each call's share of the update's loss; shares sum to 1 (pure).
 
-`episode`: every trained episode has the same, divided among its calls that are trained. `call`:
-every call. `token`: every sampled token, as Dr. GRPO leaves the mean over a call's tokens out
-(arXiv:2503.20783 §3.2), but divided by the update's tokens instead of a constant.
+The recipe's `equal_weight` says what has the same weight:
+
+- `episode`: each trained episode, divided equally among its trained calls.
+- `call`: each trained call.
+- `token`: each sampled token. Like Dr. GRPO (arXiv:2503.20783 §3.2) this leaves out the mean
+  over a call's own tokens; the divisor is the update's token count instead of a constant.
 """
 
 from collections.abc import Sequence
@@ -10,10 +13,11 @@ from collections.abc import Sequence
 from trainer.recipe_parts import CreditPart
 
 
-def weights(sampled: Sequence[Sequence[int | None]], rule: CreditPart) -> list[list[float]]:
-    """Of each call of each episode.
+def loss_weights(sampled: Sequence[Sequence[int | None]], rule: CreditPart) -> list[list[float]]:
+    """Return each call's loss weight, by episode.
 
-    `sampled` says how many tokens it sampled; None: it is not trained, and has no share.
+    `sampled` holds each call's number of sampled tokens, or None for a call that is not
+    trained, whose weight is 0.
     """
     if rule.equal_weight == "episode":
         counts = [sum(count is not None for count in own) for own in sampled]
@@ -23,8 +27,8 @@ def weights(sampled: Sequence[Sequence[int | None]], rule: CreditPart) -> list[l
             for own, count in zip(sampled, counts, strict=True)
         ]
     sizes = [[_size(count, rule) for count in own] for own in sampled]
-    whole = sum(size for own in sizes for size in own)
-    return [[size / whole if size else 0.0 for size in own] for own in sizes]
+    total = sum(size for own in sizes for size in own)
+    return [[size / total if size else 0.0 for size in own] for own in sizes]
 
 
 def _size(sampled: int | None, rule: CreditPart) -> int:

@@ -1,6 +1,6 @@
-"""What turns rows into a better adapter. The only folder that knows torch, TRL and PEFT."""
+"""Learners: they turn rows into a better adapter; the only folder that needs torch, TRL, PEFT."""
 
 import warnings
 
-# TRL's own vLLM client is not used: which vLLM it supports is nothing to us.
+# TRL warns about vLLM versions that its own client does not support; Pawl does not use it.
 warnings.filterwarnings("ignore", message="TRL currently supports vLLM versions")

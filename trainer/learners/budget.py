@@ -1,7 +1,8 @@
-"""How much is computed at once: the recipe's tokens, or less where the GPU has no room for it.
+"""The size of micro-batches: the recipe's, or smaller if the GPU runs out of memory.
 
-On a GPU shared with a model server what is free is not known beforehand. Whatever runs out
-of memory is undone and done again in micro-batches half as large; the smaller size stays.
+On a GPU shared with a model server the free memory is not known beforehand. A computation
+that runs out of it is undone and repeated with micro-batches half as large; the smaller size
+is kept for the rest of the run.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,45 +17,47 @@ from trainer.rows import Row
 
 log = structlog.get_logger()
 
-Plan = list[list[Row]]
-Done = TypeVar("Done")
+MicroBatches = list[list[Row]]
+Result = TypeVar("Result")
 
-# Below it is not the micro-batch that has no room.
-LEAST: Final = 64
+# Below this a smaller micro-batch frees no memory worth having.
+SMALLEST_BUDGET: Final = 64
 
 
 class Budget:
-    """The micro-batches of a learner; `tokens` are computed at once, at most."""
+    """The micro-batches of a learner, each of at most `tokens` computed tokens."""
 
     def __init__(self, tokens: int, *, merge: bool, alone: bool) -> None:
-        """`alone`: no other process computes in step with this one."""
+        """Start with `tokens` tokens; `alone` says that no other process computes in step."""
         self.tokens = tokens
         self._merge = merge
         self._alone = alone
 
-    def plan(self, rows: Sequence[Row]) -> Plan:
+    def plan(self, rows: Sequence[Row]) -> MicroBatches:
         """Cut `rows` into micro-batches."""
         return plan_micro_batches(rows, self.tokens, merge=self._merge)
 
     def fit(
-        self, rows: Sequence[Row], deed: Callable[[Plan], Done], undo: Callable[[], None]
-    ) -> tuple[Done, Plan]:
-        """Do `deed` on micro-batches of `rows`, smaller ones if need be; and which they were.
+        self, rows: Sequence[Row], run: Callable[[MicroBatches], Result], undo: Callable[[], None]
+    ) -> tuple[Result, MicroBatches]:
+        """Run `run` on micro-batches of `rows`, halving them as needed; return result and batches.
+
+        `undo` is called after each attempt that ran out of memory.
 
         Raises:
-            LearnerError: the smallest do not fit either; or, of several processes, one had no
-                room: the others wait for it in the middle of the same deed.
+            LearnerError: the smallest micro-batches do not fit either; or one of several processes
+                ran out of memory, while the others wait for it in the middle of `run`.
         """
         while True:
             plan = self.plan(rows)
             try:
-                return deed(plan), plan
+                return run(plan), plan
             except torch.OutOfMemoryError as error:
                 undo()
                 self._shrink(error)
 
     def _shrink(self, error: torch.OutOfMemoryError) -> None:
-        if not self._alone or self.tokens < 2 * LEAST:
+        if not self._alone or self.tokens < 2 * SMALLEST_BUDGET:
             raise LearnerError(
                 f"the GPU has no room for {self.tokens} tokens at once: lower"
                 " batch.micro_batch_tokens, set batch.gradient_checkpointing, or give the model"

@@ -1,11 +1,14 @@
-"""GRPO on stored transitions: TRL's loss, our batches, our forward.
+"""GRPO on stored transitions: TRL's loss, with Pawl's batches and Pawl's forward pass.
 
 The loss is TRL's `cispo` (MiniMax-M1, arXiv:2506.13585 §3.1) with the *sampled*
-log-probabilities as the old ones: −min(policy/sampled, cap)·A·log π, a policy gradient with
-importance weights truncated at `ratio_cap`, in one forward. Weights of episodes and the
-mean over a call's tokens are folded into the advantages (B, T), which is exact since they
-are not negative. Sequences too far off the policy are left out where TRL leaves them out
-(`get_off_policy_mask`), by our rule (`trainer.learners.off_policy`).
+log-probabilities as the old ones:
+
+    −min(π/sampled, ratio_cap) · A · log π          (no gradient through the ratio)
+
+This is a policy gradient with truncated importance weights, in one forward pass. Loss weights
+and the mean over a call's tokens are folded into the advantages (B, T), which is exact since
+neither is negative. Sequences too far off the policy carry no loss: TRL's hook for such a mask
+(`get_off_policy_mask`) applies the rule in `trainer.learners.off_policy`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,8 +22,8 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from trainer.errors import LearnerError
-from trainer.learners.kl import ByRow, KlToBase, by_row, charged
-from trainer.learners.off_policy import Compared, compare, keeps_loss
+from trainer.learners.kl import ByRow, KlToBase, by_row, with_kl_rewards
+from trainer.learners.off_policy import RowComparison, compare, keeps_loss
 from trainer.learners.scoring import Scored, score_rows
 from trainer.recipe import Recipe
 from trainer.recipe_parts import OffPolicyPart
@@ -30,7 +33,11 @@ AnyTrainer = TypeVar("AnyTrainer", bound="StoredGrpoTrainer")
 
 
 class View(NamedTuple):
-    """What an update's rows are like before its first step; empty where nobody asks."""
+    """An update's rows as seen before its first step: log-probabilities, and the critic's values.
+
+    `policy` are the trainer's own log-probabilities, `base` those of the base model. Each is
+    empty if the recipe has no use for it.
+    """
 
     policy: ByRow
     base: ByRow
@@ -38,7 +45,7 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, parts: Iterable["View"]) -> "View":
-        """The views of all micro-batches in one."""
+        """Merge the views of all micro-batches into one."""
         whole = cls({}, {}, {})
         for part in parts:
             for all_of_it, some in zip(whole, part, strict=True):
@@ -47,34 +54,34 @@ class View(NamedTuple):
 
 
 class StoredGrpoTrainer(GRPOTrainer):
-    """TRL's GRPO, fed with recorded rows: nothing is generated, nothing tokenised.
+    """TRL's GRPO trainer, fed with recorded rows: nothing is generated, nothing tokenised.
 
-    `merge`: whether prefixes are computed once; `off_policy`: the recipe's rule.
+    `merge` says whether shared prefixes are computed once; `off_policy` is the recipe's rule.
     """
 
     merge: bool
     off_policy: OffPolicyPart
-    _compared: list[Compared]
+    _compared: list[RowComparison]
 
     # Set by `build_trainer`.
     recipe: Recipe
     kl: KlToBase
-    # The micro-batch in hand.
+    # The scores of the current micro-batch.
     scored: Scored
     needs_hidden = False
 
     @property
     def epochs(self) -> int:
-        """How often an update goes through its rows."""
+        """Return how often an update goes through its rows."""
         return 1
 
     @property
     def needs_look(self) -> bool:
-        """Whether an update must look at its rows before its first step."""
+        """Return True if an update must `look` at its rows before its first step."""
         return self.kl.is_wanted
 
     def look(self, rows: Sequence[Row]) -> View:
-        """A micro-batch as policy and base see it at the update's start."""
+        """Return a micro-batch as policy and base see it before the update's first step."""
         policy: ByRow = {}
         if self.kl.in_reward:
             with torch.no_grad():
@@ -82,45 +89,45 @@ class StoredGrpoTrainer(GRPOTrainer):
         return View(policy=policy, base=self.base_logprobs(rows), values={})
 
     def base_logprobs(self, rows: Sequence[Row]) -> ByRow:
-        """Log-probabilities under the base model, where KL to it is wanted."""
+        """Return log-probabilities under the base model, or nothing if no KL to it is wanted."""
         if not self.kl.is_wanted:
             return {}
         with torch.no_grad(), self.model.disable_adapter():
             return by_row(rows, self.score(rows).logprobs)
 
     def score(self, rows: Sequence[Row], *, entropy: bool = False, hidden: bool = False) -> Scored:
-        """A micro-batch's sampled tokens under the model as it stands."""
+        """Score a micro-batch's sampled tokens under the model as it stands."""
         return score_rows(self.model, rows, entropy=entropy, hidden=hidden, merge=self.merge)
 
     def prepare(self, rows: Sequence[Row], view: View) -> list[Row]:
-        """The rows as they are trained, after all of them were looked at."""
+        """Return the rows as they are trained, from the view of all of them."""
         self.kl.begin(view.base)
         if not self.kl.in_reward:
             return list(rows)
-        return charged(
+        return with_kl_rewards(
             rows, {row.key: sum(self.kl.rewards(row, view.policy[row.key])) for row in rows}
         )
 
     def parts(self) -> dict[str, torch.nn.Module]:
-        """What is trained beside the adapter, and saved and resumed with the optimiser."""
+        """Return the modules that are trained beside the adapter, by the names of their files."""
         return {}
 
     def trained_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The policy's, and the critic's (it has none)."""
+        """Return the trained parameters of the policy, and those of the critic (GRPO has none)."""
         return [p for p in self.model.parameters() if p.requires_grad], []
 
     def loss_of(self, rows: Sequence[Row]) -> Tensor:
-        """The loss of one micro-batch; its gradients add up to the optimiser step's."""
+        """Return the loss of one micro-batch; gradients add up to those of the optimiser step."""
         self._rows = rows
         loss: Tensor = self._compute_loss(self.model, self.tensors_of(rows))
         return loss + self.kl.loss(rows, self.scored.logprobs)
 
     def tensors_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """What TRL's loss reads."""
+        """Return the tensors that TRL's loss reads."""
         return collate(rows, self.accelerator)
 
     def figures(self) -> dict[str, float]:
-        """The last update's own figures, beside TRL's."""
+        """Return the metrics of the last update that TRL does not compute."""
         return self.kl.figures()
 
     def _get_per_token_logps_and_entropies(
@@ -137,42 +144,47 @@ class StoredGrpoTrainer(GRPOTrainer):
         return pad_rows(logprobs, lengths), pad_rows(entropies, lengths), None
 
     def get_off_policy_mask(self, per_token_logps: Tensor, mask: Tensor, **_: Any) -> Tensor:
-        """1 for each sequence that carries loss, (B, 1); TRL multiplies its loss by it."""
+        """Return 1 for each sequence that carries loss and 0 for the others, (B, 1).
+
+        TRL multiplies its loss by it. TRL's own rule (DeepSeek-V3.2) is replaced by `keeps_loss`.
+        """
         log_ratios = per_token_logps.detach() - _sampled_logprobs(self._rows).to(mask.device)
         rule, versions = self.off_policy, [row.version for row in self._rows]
         keeps = keeps_loss(log_ratios, mask, rule.sequence_min, rule.sequence_max)
         compared = compare(log_ratios, mask, keeps, versions, rule.ratio_cap)
-        # What is computed to keep other processes company has no weight.
+        # Rows without weight only keep processes in step; they are not part of the update.
         self._compared += [
-            row for row, of in zip(compared, self._rows, strict=True) if of.weight > 0
+            comparison
+            for comparison, row in zip(compared, self._rows, strict=True)
+            if row.weight > 0
         ]
         return keeps
 
-    def take_compared(self) -> list[Compared]:
-        """How the rows since the last call compare with the policy."""
+    def take_compared(self) -> list[RowComparison]:
+        """Return the comparisons of rows with the policy since the last call, and forget them."""
         taken, self._compared = self._compared, []
         return taken
 
 
 def pad_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """(M,) cut into rows of `lengths` and padded with zeros to (B, max length)."""
+    """Cut (M,) into rows of `lengths` and pad them with zeros to (B, max length)."""
     pieces = torch.split(values, list(lengths))
     return torch.nn.utils.rnn.pad_sequence(list(pieces), batch_first=True)
 
 
 def collate(rows: Sequence[Row], accelerator: Accelerator) -> dict[str, Tensor]:
-    """The tensors that TRL's `_compute_loss` reads, shapes (B, P) and (B, T).
+    """Return the tensors that TRL's `_compute_loss` reads, of shapes (B, P) and (B, T).
 
     `advantages[b, t]` = advantage · weight / T_b, so that a row's share of the loss is its
-    weight whatever its length. `num_items_in_batch` is 1 for each process: weights already
-    sum to one.
+    weight whatever its length. `num_items_in_batch` is 1 for each process, because weights
+    sum to one already.
     """
     lengths = [len(row.sampled_ids) for row in rows]
     completion_ids = pad_rows(_flat([row.sampled_ids for row in rows], torch.long), lengths)
     mask = pad_rows(torch.ones(sum(lengths)), lengths)
     each = torch.tensor([row.advantage * row.weight / len(row.sampled_ids) for row in rows])
     tensors = {
-        # Our forward reads the rows themselves; TRL only concatenates these.
+        # Pawl's forward pass reads the rows themselves; TRL only concatenates these.
         "prompt_ids": torch.zeros(len(rows), 1, dtype=torch.long),
         "prompt_mask": torch.ones(len(rows), 1, dtype=torch.long),
         "completion_ids": completion_ids,
@@ -194,14 +206,17 @@ def _flat(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
 
 
 def _rewards_come_from_the_store(**_: Any) -> list[float]:
-    """TRL insists on a reward function; it would only be called if TRL generated."""
-    raise LearnerError("rewards come from the store, not from TRL")
+    """Refuse to compute rewards; TRL requires a reward function and calls it if it generates."""
+    raise LearnerError("TRL generated samples, but rows and rewards come from the store")
 
 
 def make_trainer(
     model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, merge: bool
 ) -> StoredGrpoTrainer:
-    """A TRL trainer around `model`; `folder` is where TRL may write (it does not)."""
+    """Return a TRL trainer around `model` with GRPO's loss.
+
+    `folder` is where TRL may write (it does not).
+    """
     loss = {"loss_type": "cispo", "epsilon_high": recipe.off_policy.ratio_cap}
     return build_trainer(StoredGrpoTrainer, model, tokenizer, recipe, folder, loss, merge=merge)
 
@@ -216,19 +231,19 @@ def build_trainer(
     *,
     merge: bool,
 ) -> AnyTrainer:
-    """A trainer of `kind` whose surrogate is what `loss` says in TRL's words."""
+    """Return a trainer of class `kind`; `loss` holds TRL's arguments that select the surrogate."""
     config = GRPOConfig(
         output_dir=str(folder),
         **loss,
-        # Set, so that TRL asks for the mask; the rule is ours.
+        # TRL calls `get_off_policy_mask` only if this is set; the rule is in `off_policy`.
         off_policy_mask_threshold=recipe.off_policy.sequence_max,
-        # KL to the base is ours (`kl`): TRL's is not weighted by rows.
+        # TRL's KL term is not weighted by rows; `kl` has one that is.
         beta=0.0,
         learning_rate=recipe.optimizer.learning_rate,
         weight_decay=recipe.optimizer.weight_decay,
         max_grad_norm=recipe.optimizer.max_grad_norm,
         lr_scheduler_type="constant",
-        # TRL wants groups of its own making; ours come from the store.
+        # TRL requires a group size and a batch that it divides; groups come from the store.
         num_generations=2,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=1,

@@ -1,10 +1,14 @@
-"""Log-probabilities out of hidden states without ever holding all logits.
+"""Log-probabilities from hidden states, without holding all logits at once.
 
-The LM head runs over chunks of rows. A chunk's logits become probabilities p, and at once
-p·W, the expected output embedding: with it the gradient of log p(token) is known,
-(W[token] − p·W) / T, and so is the entropy, log Σ exp(z) − h·(p·W) / T. The backward multiplies
-nothing by the vocabulary again, and no logits are kept. Products are summed, and softmax is
-taken, in float32.
+The LM head runs over chunks of rows. A chunk's logits z become probabilities p and at once
+p·W, the expected output embedding. With W[token], the token's output embedding, this gives
+the gradient with respect to the hidden state h at temperature T, and the entropy:
+
+    ∂ log p(token) / ∂h = (W[token] − p·W) / T
+    entropy             = log Σ exp(z) − h·(p·W) / T
+
+The backward pass needs no second product with the vocabulary, and no logits are kept.
+Products are summed, and softmax is taken, in float32.
 """
 
 from collections.abc import Sequence
@@ -17,16 +21,16 @@ from torch.autograd.function import once_differentiable
 
 from trainer.learners.products import product
 
-# Logits of a chunk: 64 MiB in float32 on a CPU, 512 MiB on a GPU.
+# Logits in a chunk, by device: 64 MiB in float32 on a CPU, 512 MiB on a GPU.
 CHUNK: Final = {"cpu": 2**24, "cuda": 2**27}
 
 
 class HeadLogprobs(Function):
-    """(log-probabilities, entropies) of tokens after hidden states, under a frozen head.
+    """Log-probabilities and entropies of tokens after hidden states, under a frozen head.
 
     Shapes: `hidden` (R, H), `head` (V, H), `temperatures` (R,), `rows` and `labels` (M,):
-    token m is `labels[m]` after `hidden[rows[m]]`. Both results (M,); entropies carry no
-    gradient.
+    token m is `labels[m]` after `hidden[rows[m]]`. Both results are (M,), in nats; entropies
+    carry no gradient.
     """
 
     @staticmethod
@@ -38,9 +42,10 @@ class HeadLogprobs(Function):
         rows: Tensor,
         labels: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """Compute both results, and keep the expected output embeddings for the backward pass."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         order, counts = rows.argsort(stable=True), rows.bincount(minlength=len(hidden))
-        found = torch.empty(len(rows), dtype=wide, device=hidden.device)
+        logprobs = torch.empty(len(rows), dtype=wide, device=hidden.device)
         entropies = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         expected = torch.empty(hidden.shape, dtype=wide, device=hidden.device)
         size = max(1, CHUNK[hidden.device.type] // len(head))
@@ -51,7 +56,7 @@ class HeadLogprobs(Function):
             logits = _wide_product(hidden[start:stop], head)
             logits /= temperatures[start:stop, None]
             logp = torch.log_softmax(logits, -1)
-            found[tokens] = logp[rows[tokens] - start, labels[tokens]]
+            logprobs[tokens] = logp[rows[tokens] - start, labels[tokens]]
             normaliser = logits[:, 0] - logp[:, 0]
             mean = _wide_product(logp.exp_().to(hidden.dtype), head.T)
             along = torch.linalg.vecdot(mean, hidden[start:stop].to(wide))
@@ -61,13 +66,14 @@ class HeadLogprobs(Function):
         ctx.dtype = hidden.dtype
         spread = entropies[rows]
         ctx.mark_non_differentiable(spread)
-        return found, spread
+        return logprobs, spread
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_found: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the log-probabilities with respect to `hidden`."""
         expected, head, temperatures, rows, labels = ctx.saved_tensors
-        share = d_found / temperatures[rows]
+        share = d_logprobs / temperatures[rows]
         total = torch.zeros_like(temperatures).index_add_(0, rows, share)
         d_hidden = expected * -total[:, None]
         d_hidden.index_add_(0, rows, head[labels].to(expected.dtype) * share[:, None])
@@ -75,7 +81,7 @@ class HeadLogprobs(Function):
 
 
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """left · rightᵀ, summed and given in float32 at least."""
+    """Return left · rightᵀ, summed and stored in float32 at least."""
     if left.dtype in (torch.float32, torch.float64):
         return product(left, right.T)
     if left.device.type == "cuda":
@@ -90,10 +96,10 @@ def head_logprobs(
     parents: Sequence[int],
     labels: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Score tokens by the hidden states of the nodes before them.
+    """Return log-probabilities and entropies (M,) of tokens after the nodes before them.
 
     Shapes: `hidden` (N, H); `temperatures`, `parents` (a token's node) and `labels` (M,).
-    What follows one node at one temperature shares its logits.
+    Tokens that follow one node at one temperature share its logits.
     """
     pairs = list(zip(parents, temperatures, strict=True))
     place = {pair: index for index, pair in enumerate(sorted(set(pairs)))}

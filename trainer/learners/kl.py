@@ -1,9 +1,10 @@
 """KL to the base model: the same weights with the adapter switched off.
 
 In the loss it is the k3 estimator (Schulman, "Approximating KL divergence", 2020; GRPO,
-arXiv:2402.03300 §4.1.1), weighted like the rest of the loss; TRL's own `beta` is not. In
-the reward it is log π − log π_base of each sampled token (arXiv:1909.08593 §2), π being
-the policy at the update's start. Both are at the temperature that the row was sampled at.
+arXiv:2402.03300 §4.1.1), weighted like the rest of the loss, which TRL's own `beta` is not.
+In the reward it is log π − log π_base of each sampled token (arXiv:1909.08593 §2), with π
+the policy before the update's first step. Both are at the temperature that the row was
+sampled at.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,23 +17,25 @@ from torch import Tensor
 from trainer.recipe_parts import KlPart
 from trainer.rows import Row, RowKey
 
-# A figure of each sampled token, (S,), by row.
+# One value for each sampled token, (S,), by row.
 ByRow = dict[RowKey, list[float]]
 
 
 def by_row(rows: Sequence[Row], values: Tensor) -> ByRow:
-    """(M,) of a micro-batch, cut into its rows."""
+    """Cut the values of a micro-batch's sampled tokens, (M,), into its rows."""
     remaining = iter(values.tolist())
     return {row.key: [next(remaining) for _ in row.sampled_ids] for row in rows}
 
 
-def joined(rows: Sequence[Row], found: Mapping[RowKey, Sequence[float]], device: Any) -> Tensor:
-    """The rows' figures one behind the other, (M,)."""
-    return torch.tensor([value for row in rows for value in found[row.key]], device=device)
+def concatenated(
+    rows: Sequence[Row], values: Mapping[RowKey, Sequence[float]], device: Any
+) -> Tensor:
+    """Return the rows' values one after the other, (M,)."""
+    return torch.tensor([value for row in rows for value in values[row.key]], device=device)
 
 
 def token_weights(rows: Sequence[Row], device: Any) -> Tensor:
-    """Each sampled token's share of the loss, (M,): a row's weight over its tokens."""
+    """Return each sampled token's share of the loss, (M,): the row's weight over its tokens."""
     return torch.tensor(
         [row.weight / len(row.sampled_ids) for row in rows for _ in row.sampled_ids],
         device=device,
@@ -40,59 +43,65 @@ def token_weights(rows: Sequence[Row], device: Any) -> Tensor:
 
 
 def k3(policy: Tensor, reference: Tensor) -> Tensor:
-    """Estimate of KL(policy ‖ reference) from each token that the policy sampled."""
+    """Return the k3 estimate of KL(policy ‖ reference) for each token that the policy sampled.
+
+    With d = log reference − log policy it is exp(d) − d − 1: unbiased and never negative.
+    """
     difference = reference - policy
     return difference.exp() - difference - 1.0
 
 
 class KlToBase:
-    """What it costs to differ from the base model, over one update."""
+    """The KL penalty of one update, in the loss or in the reward, as the recipe says."""
 
     def __init__(self, rule: KlPart) -> None:
+        """Store the recipe's `[kl]` rule."""
         self.rule = rule
         self.is_wanted = rule.coefficient > 0
         self.in_reward = self.is_wanted and rule.place == "reward"
         self.begin({})
 
     def begin(self, reference: ByRow) -> None:
-        """Start an update, whose rows the base model gives these log-probabilities."""
+        """Start an update; `reference` holds its rows' log-probabilities under the base model."""
         self._reference = reference
         self._seen = 0.0
         self._weight = 0.0
 
     def rewards(self, row: Row, policy: Sequence[float]) -> list[float]:
-        """What each token of a row earns by how far it is from the base, (S,)."""
+        """Return each token's KL reward, (S,): −coefficient · (log π − log π_base), or zeros."""
         if not self.in_reward:
             return [0.0] * len(policy)
         pairs = zip(policy, self._reference[row.key], strict=True)
         return [-self.rule.coefficient * (here - there) for here, there in pairs]
 
     def loss(self, rows: Sequence[Row], policy: Tensor) -> Tensor:
-        """The term of a micro-batch's loss; zero where the reward pays. `policy` is (M,)."""
+        """Return the KL term of a micro-batch's loss; zero if the penalty is in the reward.
+
+        `policy` (M,) are the log-probabilities of the micro-batch's sampled tokens.
+        """
         if not self.is_wanted:
             return policy.new_zeros(())
         weights = token_weights(rows, policy.device)
-        reference = joined(rows, self._reference, policy.device)
+        reference = concatenated(rows, self._reference, policy.device)
         divergence = (weights * k3(policy, reference)).sum()
         self._seen += float(divergence.detach())
         self._weight += float(weights.sum())
         return divergence * (0.0 if self.in_reward else self.rule.coefficient)
 
     def figures(self) -> dict[str, float]:
-        """`kl_to_base` in nats a token, over the update's passes."""
+        """Return `kl_to_base` in nats per token, the mean over the update's passes."""
         return {"kl_to_base": self._seen / self._weight} if self._weight else {}
 
 
-def charged(rows: Sequence[Row], rewards: Mapping[RowKey, float]) -> list[Row]:
-    """Rows whose advantages include what they pay for leaving the base (for GRPO).
+def with_kl_rewards(rows: Sequence[Row], rewards: Mapping[RowKey, float]) -> list[Row]:
+    """Return the rows with their KL reward added to the advantage (for GRPO).
 
-    `rewards` are summed over a row's tokens and taken against their mean over the update, by
-    the rows' weights: a baseline, without which every sample would be pushed down. Credit
-    has long divided the rewards by their spread, so the coefficient is in units of the
-    advantage.
+    `rewards` are sums over a row's tokens. Their mean over the update, weighted by the rows, is
+    subtracted: without this baseline every sample would be pushed down. Credit assignment has
+    already divided rewards by their spread, so the coefficient is in units of the advantage.
     """
-    whole = sum(row.weight for row in rows)
-    mean = sum(rewards[row.key] * row.weight for row in rows) / whole
+    total = sum(row.weight for row in rows)
+    mean = sum(rewards[row.key] * row.weight for row in rows) / total
     return [
         msgspec.structs.replace(row, advantage=row.advantage + rewards[row.key] - mean)
         for row in rows

@@ -1,9 +1,9 @@
-"""Lighter forwards for modules of the model under training, put on the modules themselves.
+"""Lighter forward passes for modules of the model in training, installed on the modules.
 
-What is replaced is what `trainer.learners.products` knows to be the same: PEFT's linear
-layers with one plain adapter, root-mean-square norms, gated units. A module that is not as
-expected keeps its own forward, and one whose circumstances change (an adapter switched off
-or merged, a base that is trained) takes it.
+They replace what `trainer.learners.products` can compute identically: PEFT's linear layers
+with one plain adapter, root-mean-square norms, and gated units. A module that is not as
+expected keeps its own forward pass, and one whose state changes (an adapter switched off or
+merged, a trained base) falls back to it.
 """
 
 from types import MethodType
@@ -17,19 +17,19 @@ from trainer.learners.products import LoraProduct, RmsNorm, SwiGlu
 
 
 def make_base_lean(base: nn.Module) -> None:
-    """Lighten the norms and gated units of `base`, in place."""
+    """Replace the forward passes of norms and gated units of `base`, in place."""
     same: dict[type, bool] = {}
     for module in base.modules():
         forward = _norm_forward if _is_norm(module) else _gated_forward
         if _is_norm(module) or _is_gated(module):
             if type(module) not in same:
-                same[type(module)] = _agree(module, forward)
+                same[type(module)] = _outputs_agree(module, forward)
             if same[type(module)]:
                 module.forward = MethodType(forward, module)
 
 
 def make_adapter_lean(model: nn.Module) -> None:
-    """Lighten the adapted linear layers of `model`, in place."""
+    """Replace the forward passes of the adapted linear layers of `model`, in place."""
     for module in model.modules():
         if type(module) is Linear and _is_plain(module):
             module.forward = MethodType(_lora_forward, module)
@@ -48,8 +48,8 @@ def _is_gated(module: Any) -> bool:
 
 
 @torch.no_grad()
-def _agree(module: Any, forward: Any) -> bool:
-    """Whether `forward` gives what the module gives (of norms and units there are variants)."""
+def _outputs_agree(module: Any, forward: Any) -> bool:
+    """Return True if `forward` computes what the module does; some norms and units differ."""
     weight = module.weight if _is_norm(module) else module.gate_proj.weight
     x = torch.linspace(-3, 3, weight.shape[-1], dtype=weight.dtype, device=weight.device)[None]
     own, ours = module(x), forward(module, x)
@@ -73,7 +73,7 @@ def _gated_forward(self: Any, x: Tensor) -> Tensor:
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether the module is y = x·Wᵀ + b + scale·(x·Aᵀ)·Bᵀ and nothing else."""
+    """Return True if the module is y = x·Wᵀ + b + scale·(x·Aᵀ)·Bᵀ and nothing else."""
     (name,) = module.lora_A if len(module.lora_A) == 1 else (None,)
     return (
         name is not None

@@ -1,4 +1,4 @@
-"""One policy's learner: loads a version, takes an update's rows, saves what came out."""
+"""The learner of one policy: it loads a version, trains on an update's rows, and saves."""
 
 import logging
 import threading
@@ -14,8 +14,9 @@ from accelerate import PartialState
 from safetensors import SafetensorError
 
 from trainer.batching import computed_tokens, split_steps
-from trainer.errors import DriftOutOfBounds
-from trainer.learners.budget import Budget, Plan
+from trainer.errors import DriftOutOfBounds, Unusable
+from trainer.learners.blame import can_be_summed, check_ids, check_view, to_blame
+from trainer.learners.budget import Budget, MicroBatches
 from trainer.learners.determinism import be_deterministic
 from trainer.learners.grpo import View, make_trainer
 from trainer.learners.memory import give_freed_memory_back
@@ -33,7 +34,7 @@ from trainer.rows import Row
 log = structlog.get_logger()
 
 TRAINERS = {"grpo": make_trainer, "ppo": make_ppo_trainer}
-# TRL's names and ours: entropy of the policy; tokens whose ratio was clipped.
+# TRL's metric names and Pawl's: the policy's entropy, and the share of clipped ratios.
 FIGURES = {
     "entropy": "entropy",
     "clip_ratio/region_mean": "clip_share",
@@ -42,26 +43,28 @@ IN_BETWEEN = "trained on, and not saved as a version"
 
 
 class Learner:
-    """Holds the model between updates; `restore` puts it where a version left it."""
+    """Holds one policy's model between updates; implements `trainer.learning.LearnerProtocol`."""
 
     def __init__(self, model: str, recipe: Recipe, seed: int, scratch: Path) -> None:
-        """Load the base model (seconds to minutes).
+        """Load the base model, which takes seconds to minutes.
+
+        `seed` is that of the first adapter's weights; `scratch` a folder where TRL may write.
 
         Raises:
-            LearnerError: see `load_base`.
+            LearnerError: the model does not exist, or cannot be trained.
         """
-        # TRL and transformers speak through logging and warnings; ours is the one log.
+        # TRL writes to the logging module; Pawl has one log, structlog's.
         logging.getLogger("trl").setLevel(logging.ERROR)
         be_deterministic()
         self._recipe = recipe
         self._seed = seed
         self._scratch = scratch
         base, self._tokenizer = load_base(model, recipe)
-        # How many processes there are, `accelerate launch` has said; one if nobody did.
+        # Reads the number of processes that `accelerate launch` set; without it there is one.
         PartialState(cpu=not torch.cuda.is_available())
         self.processes = Processes()
         self.processes.shard(base)
-        # Where the model stands: a version's folder, None for the base, or in between.
+        # The version that the model is: its folder, None for the base, or IN_BETWEEN.
         self._stands_at: Path | str | None = None
         self._interrupted = threading.Event()
         self._merge: bool | None = None
@@ -92,10 +95,10 @@ class Learner:
         return why is None
 
     def restore(self, adapter: Path | None) -> None:
-        """Continue from `adapter` (None: from the base model), optimiser state included.
+        """Continue from `adapter`, optimiser state included, or from the base model if it is None.
 
         Raises:
-            AdapterError: see `load_state`.
+            AdapterError: a state file cannot be read.
         """
         if adapter == self._stands_at:
             return
@@ -106,31 +109,42 @@ class Learner:
         self._stands_at = adapter
 
     def _parts(self) -> dict[str, Any]:
-        """What is saved and resumed beside the adapter."""
+        """Return the objects that are saved and resumed beside the adapter, by name."""
         return {OPTIMIZER: self._trainer.optimizer} | self._trainer.parts()
 
     def update(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Train on `rows`, whose weights sum to one; returns the update's metrics.
+        """Train on `rows`, whose weights sum to one, and return the update's metrics.
+
+        After any of these errors the learner must be restored.
 
         Raises:
-            DriftOutOfBounds: the server sampled from another policy than the trainer has;
-                as for any `LearnerError`, the learner must be restored.
-            LearnerError: the gradient is not finite.
-            Interrupted: see `interrupt`.
+            DriftOutOfBounds: the server sampled from another policy than the trainer has.
+            Unusable: some rows cannot be computed with, or the loss or gradient is not finite.
+            LearnerError: the GPU has too little memory.
+            Interrupted: `interrupt` was called.
         """
+        check_ids(rows, self._model.get_input_embeddings().weight.shape[0])
         newest = self._version()
         self._stands_at = IN_BETWEEN
         started = time.perf_counter()
-        rows = self._trainer.prepare(rows, self._look(rows))
+        view = self._look(rows)
+        check_view(rows, view)
+        rows = self._trainer.prepare(rows, view)
         off_policy: dict[str, Any] = {}
 
         def judge() -> None:
-            # Before the first step the policy is the newest version: only then can drift be told.
+            # Only before the first step is the policy the newest version, and drift measurable.
             if not off_policy:
                 off_policy.update(self._judge_drift(newest))
 
         steps = split_steps(rows, self._recipe.batch.steps) * self._trainer.epochs
-        taken, plans = zip(*[self._take(step, judge) for step in steps], strict=True)
+        try:
+            taken, plans = zip(*[self._take(step, judge) for step in steps], strict=True)
+        except Unusable as error:
+            self._forget()
+            # Of all rows: who is to blame may have been compared with who is in this step.
+            blamed = to_blame(self._trainer, rows, self._step.stop_if_asked)
+            raise Unusable(str(error), blamed) from error
         give_freed_memory_back()
         return {
             "loss": _mean([loss for loss, _ in taken]),
@@ -151,7 +165,7 @@ class Learner:
         }
 
     def _look(self, rows: Sequence[Row]) -> View:
-        """What the trainer wants to know of the rows before the first step."""
+        """Return the rows as the trainer sees them before the first step, if it needs that."""
         if not self._trainer.needs_look:
             return View.of([])
         seen, _ = self._budget.fit(
@@ -161,24 +175,27 @@ class Learner:
 
     def _take(
         self, rows: Sequence[Row], judge: Callable[[], None]
-    ) -> tuple[tuple[float, float], Plan]:
+    ) -> tuple[tuple[float, float], MicroBatches]:
         return self._budget.fit(rows, lambda plan: self._step.take(plan, judge), self._forget)
 
     def _forget(self) -> None:
-        """Undo half a step: nothing of it is left in gradients or figures."""
+        """Undo half a step: clear its gradients and figures."""
         self._trainer.optimizer.zero_grad()
         self._trainer.take_compared()
         self._trainer._metrics["train"].clear()
 
     def _version(self) -> int | None:
-        """The version that the model is; None where it is none."""
+        """Return the version that the model is, or None if it is none."""
         if isinstance(self._stands_at, Path):
             return int(self._stands_at.name)
         return 0 if self._stands_at is None else None
 
     def _judge_drift(self, newest: int | None) -> dict[str, Any]:
         seen = self.processes.gather(self._trainer.take_compared())
-        found = off_policy_metrics([row for rows in seen for row in rows], newest)
+        compared = [row for rows in seen for row in rows]
+        if not can_be_summed(compared):
+            raise Unusable("what sampled some rows is too far from the policy to be calculated")
+        found = off_policy_metrics(compared, newest)
         drift, bound = found["drift_kl"], self._recipe.off_policy.max_drift
         if drift is not None and drift > bound:
             raise DriftOutOfBounds(
@@ -190,7 +207,7 @@ class Learner:
         return found
 
     def _take_metrics(self) -> dict[str, float]:
-        """TRL's own, means over micro-batches, and the trainer's."""
+        """Return TRL's metrics (means over micro-batches) and the trainer's own, and clear them."""
         self._trainer.take_compared()
         kept = self._trainer._metrics["train"]
         means = {ours: _mean(kept[theirs]) for theirs, ours in FIGURES.items() if kept[theirs]}
@@ -198,7 +215,7 @@ class Learner:
         return means | self._trainer.figures()
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
-        """Log-probabilities (S,) of each row's sampled tokens under the present policy, T = 1."""
+        """Return log-probabilities (S,) of each row's sampled tokens at temperature one."""
         self._model.eval()
         with torch.no_grad():
             return [
@@ -209,12 +226,12 @@ class Learner:
             ]
 
     def save(self, folder: Path) -> None:
-        """Write the adapter for the server, and what resuming needs (see `state`).
+        """Write the adapter for the server, and what resuming needs (`trainer.learners.state`).
 
-        All processes hold the same: the first writes.
+        All processes hold the same weights; only rank 0 writes.
 
         Raises:
-            OSError: the disk does not take it; nothing has changed, and it may be tried again.
+            OSError: the disk refused a write; the learner is unchanged, and `save` can be repeated.
         """
         if self.processes.rank > 0:
             return
@@ -226,7 +243,7 @@ class Learner:
         save_state(self._parts(), self._step.taken, folder)
 
     def saved_as(self, adapter: Path) -> None:
-        """What was trained last is now `adapter`: continuing from it needs no reading back."""
+        """Note that the trained state is `adapter` now, so that `restore` need not read it back."""
         self._stands_at = adapter
 
 

@@ -1,7 +1,8 @@
-"""What glibc does with memory that torch frees on a CPU.
+"""Control over how glibc handles memory that torch frees on a CPU.
 
 Tensors above a threshold are mapped anew each time, and their pages come one fault after the
-other: a tenth of an update. During one, freed memory is kept; afterwards it is given back.
+other: a tenth of an update's time. So freed memory is kept during an update and given back
+after it.
 """
 
 import ctypes
@@ -10,27 +11,27 @@ from typing import Final
 
 import torch
 
-# Of malloc.h; values are C ints.
+# Options of mallopt, from malloc.h; their values are C ints.
 M_TRIM_THRESHOLD: Final = -1
 M_MMAP_THRESHOLD: Final = -3
 M_ARENA_MAX: Final = -8
-MOST: Final = 2**31 - 1
+INT_MAX: Final = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what is freed, for all threads. Without glibc nothing changes."""
+    """Make malloc keep freed memory, for all threads; without glibc nothing changes."""
     libc = _glibc()
     if libc is not None:
-        # Only the first arena can grow without bounds; updates run in a thread of their own.
+        # Updates run in their own thread, and only the first arena can grow without bounds.
         libc.mallopt(M_ARENA_MAX, 1)
-        libc.mallopt(M_MMAP_THRESHOLD, MOST)
-        libc.mallopt(M_TRIM_THRESHOLD, MOST)
+        libc.mallopt(M_MMAP_THRESHOLD, INT_MAX)
+        libc.mallopt(M_TRIM_THRESHOLD, INT_MAX)
 
 
 def give_freed_memory_back() -> None:
-    """Return to the system what malloc has kept, and to the GPU what torch has.
+    """Return the memory that malloc kept to the system, and torch's to the GPU.
 
-    A model server may share the GPU: between updates it is the server's.
+    A model server may share the GPU; between updates the memory is the server's.
     """
     torch.cuda.empty_cache()
     libc = _glibc()

@@ -1,4 +1,4 @@
-"""Whether a model can be trained on merged prefixes: by what it says of itself, and tried."""
+"""The check whether a model can be trained on merged prefixes: by its configuration, then tried."""
 
 from typing import Any, Final
 from uuid import UUID
@@ -9,26 +9,31 @@ from trainer.learners.scoring import score_rows
 from trainer.learners.tree_attention import NAME
 from trainer.rows import Row
 
-PLAIN: Final = "sdpa"
-# Mean nats a token between merged and separate, in the precision of the model.
+DEFAULT_ATTENTION: Final = "sdpa"
+# Largest mean difference between merged and separate, in nats per token, by precision.
 TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.2}
 
 
 def why_separate(model: Any) -> str | None:
-    """Ready `model` (a PEFT model) for merged prefixes; or say why that cannot be."""
-    why = _why_not(model)
+    """Prepare `model` (a PEFT model) for merged prefixes, or return why that is impossible.
+
+    Merged log-probabilities are compared with separate ones on a few rows. If they differ, or
+    the configuration rules merging out, the model keeps its own attention.
+    """
+    why = _unsupported_reason(model)
     if why is None:
         model.get_base_model().set_attn_implementation(NAME)
-        why = _why_not_the_same(model)
+        why = _mismatch_reason(model)
     if why is not None:
-        model.get_base_model().set_attn_implementation(PLAIN)
+        model.get_base_model().set_attn_implementation(DEFAULT_ATTENTION)
     return why
 
 
-def _why_not(model: Any) -> str | None:
-    """What speaks against it: a tree needs attention that takes any mask.
+def _unsupported_reason(model: Any) -> str | None:
+    """Return why the configuration rules merging out, or None: a tree needs arbitrary masks.
 
-    No window, no state that runs along the sequence, nothing added to or cut off its scores.
+    That is: attention without a window, no state that runs along the sequence, and scores that
+    are neither capped nor dropped.
     """
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
@@ -46,9 +51,10 @@ def _why_not(model: Any) -> str | None:
 
 
 @torch.no_grad()
-def _why_not_the_same(model: Any) -> str | None:
+def _mismatch_reason(model: Any) -> str | None:
+    """Return how far merged and separate log-probabilities differ, or None if they agree."""
     model.eval()
-    rows = _rows_to_try(model.config.get_text_config().vocab_size)
+    rows = _trial_rows(model.config.get_text_config().vocab_size)
     merged = score_rows(model, rows).logprobs
     separate = score_rows(model, rows, merge=False).logprobs
     difference = float((merged - separate).abs().mean())
@@ -57,8 +63,8 @@ def _why_not_the_same(model: Any) -> str | None:
     return f"merged and separate differ by {difference:.2g} nats a token"
 
 
-def _rows_to_try(vocabulary: int) -> list[Row]:
-    """Two that share a prompt, one that shares half of it."""
+def _trial_rows(vocabulary: int) -> list[Row]:
+    """Return three rows: two that share a prompt, and one that shares half of it."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (32,), generator=generator).tolist()
     prompts = [ids[:12], ids[:12], ids[:6]]

@@ -1,4 +1,4 @@
-"""The model under training: frozen base, one LoRA adapter, in the recipe's precision."""
+"""The model in training: a frozen base and one LoRA adapter, in the recipe's precision."""
 
 import os
 from pathlib import Path
@@ -16,19 +16,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def precision(recipe: Recipe, device: str) -> torch.dtype:
-    """What the frozen base is computed in on `device`: "cpu", or "cuda:…"."""
+    """Return the dtype of the frozen base on `device`, which is "cpu" or "cuda:…"."""
     if recipe.dtype == "auto":
         return torch.float32 if device == "cpu" else torch.bfloat16
     return DTYPES[recipe.dtype]
 
 
 def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
-    """The causal LM and its tokenizer, on the GPU where there is one.
+    """Load the causal LM and its tokenizer, onto the GPU if there is one.
 
     Raises:
-        LearnerError: there is no such model, or it is none that can be trained.
+        LearnerError: the model cannot be loaded.
     """
-    # Of several processes on one host, each has a GPU of its own.
+    # Each of several processes on one host has its own GPU.
     device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     try:
         base = AutoModelForCausalLM.from_pretrained(
@@ -36,7 +36,10 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
         )
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise LearnerError(f"the model {model!r} cannot be loaded: {error}") from error
+        raise LearnerError(
+            f"the model {model!r} cannot be loaded: {error}; set PAWL_MODEL to the folder or name"
+            " of a causal language model"
+        ) from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     base.to(device)
@@ -47,11 +50,12 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
 
 
 def attach_adapter(base: Any, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:
-    """`base` with the adapter in `adapter`, or with a fresh one (whose effect is nil)."""
+    """Return `base` with the adapter in `adapter`, or with a new one, whose effect is zero."""
     model = _adapted(base, recipe, adapter, seed)
     for config in model.peft_config.values():
         if isinstance(config.target_modules, set):
-            # A set is written in each process's own order: the same update, other bytes.
+            # A set is written in an order that differs between processes: the same update would
+            # have other bytes.
             config.target_modules = sorted(config.target_modules)
     make_adapter_lean(model)
     return model

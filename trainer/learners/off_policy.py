@@ -1,13 +1,15 @@
-"""How far the policy in training is from those that sampled its rows, and what follows.
+"""The distance of the policy in training from those that sampled its rows.
 
-With d = log policy − log sampled, per token. A sequence whose geometric mean ratio
-exp(mean d) is out of bounds carries no loss (the others' weights stay as they are, so that
-an update with such rows is a smaller one); the ratios of the rest are truncated by the loss.
+With d = log policy − log sampled, per token. A sequence whose geometric mean ratio exp(mean d)
+(the sequence ratio of GSPO, arXiv:2507.18071 §4) is out of bounds carries no loss. The
+weights of the others stay as they are, so that an update with such rows is a smaller one.
+The token ratios of the rest are truncated by the loss.
 
 The divergence KL(sampled ‖ policy) is estimated by mean(exp(d) − 1 − d), never negative and
-of little variance (Schulman, http://joschu.net/blog/kl-approx.html, k3). Before the first
-optimiser step the policy in training *is* the newest version: rows that it sampled differ by
-arithmetic alone, which is drift; older ones by drift and by staleness.
+of low variance (k3; Schulman, "Approximating KL divergence", 2020,
+http://joschu.net/blog/kl-approx.html). Before the first optimiser step the policy in
+training *is* the newest version: rows that this version sampled differ by arithmetic alone,
+which is called drift; older rows differ by drift and by staleness.
 """
 
 from collections.abc import Sequence
@@ -20,8 +22,13 @@ from torch import Tensor
 from store.records import Record
 
 
-class Compared(Record, frozen=True, kw_only=True):
-    """Sums over the sampled tokens of one row; `divergence` of exp(d) − 1 − d."""
+class RowComparison(Record, frozen=True, kw_only=True):
+    """Sums over the sampled tokens of one row, with d = log policy − log sampled.
+
+    `divergence` sums exp(d) − 1 − d, `distance` |d|, `ratios` exp(d) and `squared_ratios` its
+    square. `cut` counts the tokens whose ratio is truncated; `masked` says that the row carries
+    no loss.
+    """
 
     version: int
     tokens: int
@@ -34,7 +41,10 @@ class Compared(Record, frozen=True, kw_only=True):
 
 
 def keeps_loss(log_ratios: Tensor, mask: Tensor, least: float, most: float) -> Tensor:
-    """Which sequences carry loss: 1 or 0, (B, 1), for d and its mask (B, T)."""
+    """Return 1 for each sequence that carries loss and 0 for the others, (B, 1).
+
+    Shapes: `log_ratios` (d) and `mask` are (B, T). `least` and `most` bound exp(mean d).
+    """
     means = (log_ratios * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
     ratios = means.exp()
     return ((ratios >= least) & (ratios <= most)).to(mask.dtype)
@@ -42,8 +52,8 @@ def keeps_loss(log_ratios: Tensor, mask: Tensor, least: float, most: float) -> T
 
 def compare(
     log_ratios: Tensor, mask: Tensor, keeps: Tensor, versions: Sequence[int], cap: float
-) -> list[Compared]:
-    """One record a row, for d and its mask (B, T)."""
+) -> list[RowComparison]:
+    """Return one comparison for each row; `log_ratios` (d) and `mask` are (B, T)."""
     d = torch.where(mask.bool(), log_ratios.detach().double(), 0.0)
     ratios = d.exp() * mask
     columns = (
@@ -56,7 +66,7 @@ def compare(
         keeps[:, 0] == 0,
     )
     return [
-        Compared(
+        RowComparison(
             version=version,
             tokens=tokens,
             divergence=divergence,
@@ -72,13 +82,15 @@ def compare(
     ]
 
 
-def off_policy_metrics(compared: Sequence[Compared], newest: int | None) -> dict[str, Any]:
-    """An update's figures, JSON-ready; None where no row can tell.
+def off_policy_metrics(compared: Sequence[RowComparison], newest: int | None) -> dict[str, Any]:
+    """Return an update's off-policy metrics, JSON-ready; None where no row can tell.
 
-    `drift_kl` and `drift_logp_mean_abs` of the rows that version `newest` sampled
-    (None: the policy is no version);
-    `staleness_kl` is what the divergence of older rows exceeds the drift by;
-    `effective_sample_size` (Σw)² / (n·Σw²) over all tokens' ratios w, before any is cut.
+    - `drift_kl`, `drift_logp_mean_abs`: over the rows that version `newest` sampled (None: the
+      policy in training is no version), in nats per token.
+    - `staleness_kl`: the divergence of older rows minus the drift, in nats per token.
+    - `effective_sample_size`: (Σw)² / (n·Σw²) over the ratios w of all n tokens before any is
+      truncated (Kish), as a share of the tokens.
+    - `ratio_cut_share` of tokens, and `masked_share` of rows.
     """
     fresh = [row for row in compared if row.version == newest]
     stale = [row for row in compared if row.version != newest]
@@ -92,15 +104,15 @@ def off_policy_metrics(compared: Sequence[Compared], newest: int | None) -> dict
         "drift_kl": drift,
         "drift_logp_mean_abs": _share([row.distance for row in fresh], fresh),
         "staleness_kl": None if drift is None or older is None else older - drift,
-        "effective_sample_size": total**2 / (tokens * squares),
+        "effective_sample_size": total * total / (tokens * squares),
         "ratio_cut_share": sum(row.cut for row in compared) / tokens,
         "masked_share": sum(row.masked for row in compared) / len(compared),
     }
 
 
-def _divergence(rows: Sequence[Compared]) -> float | None:
+def _divergence(rows: Sequence[RowComparison]) -> float | None:
     return _share([row.divergence for row in rows], rows)
 
 
-def _share(sums: Sequence[float], rows: Sequence[Compared]) -> float | None:
+def _share(sums: Sequence[float], rows: Sequence[RowComparison]) -> float | None:
     return fsum(sums) / sum(row.tokens for row in rows) if rows else None

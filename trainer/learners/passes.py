@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainer.batching import share_out
-from trainer.errors import Interrupted, LearnerError
+from trainer.errors import Interrupted, Unusable
 from trainer.learners.processes import Processes
 from trainer.recipe_parts import OptimizerPart
 from trainer.rows import Row
@@ -18,7 +18,7 @@ Seen = TypeVar("Seen")
 
 
 class Step:
-    """Takes optimiser steps with one TRL trainer; `taken` counts them from the base on."""
+    """Takes optimiser steps with one TRL trainer; `taken` counts them from the base model on."""
 
     def __init__(
         self,
@@ -27,6 +27,7 @@ class Step:
         interrupted: threading.Event,
         processes: Processes,
     ) -> None:
+        """Store the parts; the optimiser's present learning rates are the full ones."""
         self._processes = processes
         self._trainer = trainer
         self._rule = rule
@@ -37,17 +38,17 @@ class Step:
     def survey(
         self, micro_batches: Sequence[Sequence[Row]], look: Callable[[Sequence[Row]], Seen]
     ) -> list[Seen]:
-        """What `look` finds in the micro-batches: each process looks at its own, all get all.
+        """Apply `look` to all micro-batches, each process to its own, and return all results.
 
         Raises:
-            Interrupted: see `take`.
+            Interrupted: the update was stopped; the learner must be restored.
         """
         found = [look(rows) for rows in self._share(micro_batches)]
         return [one for share in self._processes.gather(found) for one in share]
 
     def _share(self, micro_batches: Sequence[Sequence[Row]]) -> Iterator[Sequence[Row]]:
         for rows in share_out(micro_batches, self._processes.count)[self._processes.rank]:
-            self._stop_if_asked()
+            self.stop_if_asked()
             yield rows
 
     def take(
@@ -55,13 +56,14 @@ class Step:
         micro_batches: Sequence[Sequence[Row]],
         judge: Callable[[], None],
     ) -> tuple[float, float]:
-        """One step on all of `micro_batches`, each process on its own; loss and gradient norm.
+        """Take one step on all of `micro_batches`, each process on its own; return loss and norm.
 
-        `judge` is called before anything is applied; what it raises passes on.
+        The norm is that of the policy's gradient before clipping. `judge` is called before anything
+        is applied; what it raises passes on.
 
         Raises:
-            LearnerError: the gradient is not finite; nothing was applied.
-            Interrupted: it was asked to stop; the learner must be restored.
+            Unusable: the loss or the gradient is not finite; nothing was applied.
+            Interrupted: the update was stopped; the learner must be restored.
         """
         share = sum(row.weight for rows in micro_batches for row in rows)
         loss = 0.0
@@ -71,24 +73,32 @@ class Step:
             self._trainer.accelerator.backward(part)
             loss += float(part.detach())
         judge()
-        return sum(self._processes.gather(loss)), self._apply()
+        whole = sum(self._processes.gather(loss))
+        if not math.isfinite(whole):
+            raise Unusable(f"the loss is {whole}: the update was not applied")
+        return whole, self._apply()
 
-    def _stop_if_asked(self) -> None:
-        """All processes stop at the same micro-batch, or none."""
+    def stop_if_asked(self) -> None:
+        """Stop all processes at the same micro-batch if one was asked to stop.
+
+        Raises:
+            Interrupted: they stop.
+        """
         if any(self._processes.gather(self._interrupted.is_set())):
             raise Interrupted("the update was stopped half-way and will be done again")
 
     def _apply(self) -> float:
         policy, critic = self._trainer.trained_parameters()
         self._processes.add_up([*policy, *critic])
-        # Each by itself: what the critic has yet to learn must not shrink the policy's step.
+        # Clipped separately: a critic with much to learn must not shrink the policy's step.
         norms = [
             float(torch.nn.utils.clip_grad_norm_(parameters, self._rule.max_grad_norm))
             for parameters in (policy, critic)
         ]
         if not all(map(math.isfinite, norms)):
             self._trainer.optimizer.zero_grad()
-            raise LearnerError(f"the gradient's norm is {norms[0]}: the update was not applied")
+            told = " and ".join(map(str, norms))
+            raise Unusable(f"the gradients' norms are {told}: the update was not applied")
         share = rate_share(self._rule, self.taken)
         for group, rate in zip(self._trainer.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * share

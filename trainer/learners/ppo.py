@@ -1,11 +1,14 @@
-"""PPO on stored transitions (arXiv:1707.06347): TRL's clipped surrogate, our critic and GAE.
+"""PPO on stored transitions: TRL's clipped surrogate, with Pawl's critic and GAE.
 
-Before an update's first step one pass without gradient gives the trainer's own
-log-probabilities, the old ones of the ratio, and the critic's values, from which
-`trainer.gae` makes the advantages. The surrogate is TRL's `dapo` loss, the sum over tokens
-of −min(ratio·A, clip(ratio)·A). What the rows were sampled from is corrected for by the
-importance weight min(exp(old − sampled), cap), folded into A with the rows' weights
-(exact: none is negative).
+PPO is arXiv:1707.06347 §3. Before an update's first step, one pass without gradient gives
+the trainer's own log-probabilities, which are the old ones of the ratio, and the critic's
+values, from which `trainer.gae` derives the advantages. The surrogate is TRL's `dapo` loss:
+
+    Σ over tokens of −min(ratio · A, clip(ratio, 1 − ε, 1 + ε) · A)
+
+The rows may come from an older policy. That is corrected by the truncated importance weight
+min(exp(old − sampled), ratio_cap), folded into A together with the rows' weights (exact:
+neither is negative).
 """
 
 from collections.abc import Sequence
@@ -18,24 +21,24 @@ from torch import Tensor
 
 from trainer.gae import explained_variance, normalised, row_advantages
 from trainer.learners.grpo import StoredGrpoTrainer, View, build_trainer, pad_rows
-from trainer.learners.kl import ByRow, by_row, joined, token_weights
+from trainer.learners.kl import ByRow, by_row, concatenated, token_weights
 from trainer.learners.value_head import NAME, add_value_head, values_of
 from trainer.recipe import Recipe
 from trainer.rows import Row
 
 
 class Targets(NamedTuple):
-    """What an update holds fixed about its rows, of each sampled token."""
+    """The values that an update keeps fixed for each sampled token, by row."""
 
     old: ByRow
     values: ByRow
     returns: ByRow
-    # With the importance weight, without the row's own.
+    # Including the importance weight, without the row's loss weight.
     advantages: ByRow
 
 
 class StoredPpoTrainer(StoredGrpoTrainer):
-    """The stored rows' trainer with a critic; the rows' own advantages are not used."""
+    """The trainer of stored rows with a critic; it does not use the rows' own advantages."""
 
     needs_hidden = True
     # Set by `make_ppo_trainer`.
@@ -43,16 +46,16 @@ class StoredPpoTrainer(StoredGrpoTrainer):
 
     @property
     def needs_look(self) -> bool:
-        """Always: for the old log-probabilities and the critic's values."""
+        """Return True: old log-probabilities and values are always needed."""
         return True
 
     @property
     def epochs(self) -> int:
-        """How often an update goes through its rows."""
+        """Return how often an update goes through its rows."""
         return self.recipe.ppo.epochs
 
     def look(self, rows: Sequence[Row]) -> View:
-        """A micro-batch as policy, critic and base see it at the update's start."""
+        """Return a micro-batch as policy, critic and base see it before the update's first step."""
         with torch.no_grad():
             scored = self.score(rows, hidden=True)
             values = by_row(rows, values_of(self.critic, scored))
@@ -79,10 +82,10 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         self._targets = Targets(
             old=view.policy,
             values=view.values,
-            returns={row.key: found for row, found in zip(rows, returns, strict=True)},
+            returns={row.key: own for row, own in zip(rows, returns, strict=True)},
             advantages={
-                row.key: self._corrected(row, view.policy[row.key], found)
-                for row, found in zip(rows, advantages, strict=True)
+                row.key: self._importance_weighted(row, view.policy[row.key], own)
+                for row, own in zip(rows, advantages, strict=True)
             },
         )
         return list(rows)
@@ -98,10 +101,10 @@ class StoredPpoTrainer(StoredGrpoTrainer):
             by_agent=self.recipe.credit.assignment == "per_agent",
         )
 
-    def _corrected(
+    def _importance_weighted(
         self, row: Row, old: Sequence[float], advantages: Sequence[float]
     ) -> list[float]:
-        """A row's advantages times its tokens' truncated importance weights."""
+        """Return a row's advantages times its tokens' truncated importance weights, (S,)."""
         most = log(self.recipe.off_policy.ratio_cap)
         return [
             advantage * exp(min(here - sampled, most))
@@ -109,30 +112,37 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         ]
 
     def tensors_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        """What TRL's loss reads: the update's own old log-probabilities and advantages."""
+        """Return the tensors that TRL's loss reads: with PPO's old values and advantages."""
         device = self.accelerator.device
         lengths = [len(row.sampled_ids) for row in rows]
-        advantages = token_weights(rows, device) * joined(rows, self._targets.advantages, device)
+        advantages = token_weights(rows, device) * concatenated(
+            rows, self._targets.advantages, device
+        )
         tensors = super().tensors_of(rows)
         return tensors | {
             "sampling_per_token_logps": tensors["old_per_token_logps"],
-            "old_per_token_logps": pad_rows(joined(rows, self._targets.old, device), lengths),
+            "old_per_token_logps": pad_rows(concatenated(rows, self._targets.old, device), lengths),
             "advantages": pad_rows(advantages, lengths),
         }
 
     def loss_of(self, rows: Sequence[Row]) -> Tensor:
-        """Surrogate, KL and the critic's loss of one micro-batch."""
+        """Return the sum of surrogate, KL term and critic loss of one micro-batch."""
         return super().loss_of(rows) + self._critic_loss(rows)
 
     def _critic_loss(self, rows: Sequence[Row]) -> Tensor:
-        """½ (V − return)², a token weighing as it does in the surrogate."""
+        """Return ½ (V − return)², each token with its weight in the surrogate.
+
+        With `value_clip` it is the larger of this and the loss of V clipped to within that distance
+        of its value before the update (PPO-style value clipping; arXiv:2006.05990 §3.4 advises
+        against it).
+        """
         values = values_of(self.critic, self.scored)
         weights = token_weights(rows, values.device)
-        returns = joined(rows, self._targets.returns, values.device)
+        returns = concatenated(rows, self._targets.returns, values.device)
         errors = (values - returns).square()
         bound = self.recipe.ppo.value_clip
         if bound is not None:
-            before = joined(rows, self._targets.values, values.device)
+            before = concatenated(rows, self._targets.values, values.device)
             near = before + (values - before).clamp(-bound, bound)
             errors = torch.maximum(errors, (near - returns).square())
         loss = 0.5 * (weights * errors).sum()
@@ -141,29 +151,29 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         return loss
 
     def parts(self) -> dict[str, torch.nn.Module]:
-        """The critic."""
+        """Return the critic, to be saved and resumed."""
         return {NAME: self.critic}
 
     def trained_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The policy's, and the critic's."""
+        """Return the trained parameters of the policy, and those of the critic."""
         policy, _ = super().trained_parameters()
         critic: list[Tensor] = list(self.critic.parameters())
         return [p for p in policy if all(p is not own for own in critic)], critic
 
     def figures(self) -> dict[str, float]:
-        """The last update's own figures."""
-        found = super().figures()
+        """Return GRPO's metrics, the critic's loss and the explained variance."""
+        figures = super().figures()
         if self._critic_weight:
-            found["value_loss"] = self._critic_errors / self._critic_weight
+            figures["value_loss"] = self._critic_errors / self._critic_weight
         if self._explained is not None:
-            found["explained_variance"] = self._explained
-        return found
+            figures["explained_variance"] = self._explained
+        return figures
 
 
 def make_ppo_trainer(
     model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, merge: bool
 ) -> StoredPpoTrainer:
-    """As `make_trainer`, with a critic that starts at zero."""
+    """Return a TRL trainer around `model` with PPO's loss, and a critic that starts at zero."""
     clip = recipe.ppo.clip
     loss = {"loss_type": "dapo", "epsilon": clip, "epsilon_high": clip}
     trainer = build_trainer(StoredPpoTrainer, model, tokenizer, recipe, folder, loss, merge=merge)

@@ -1,8 +1,9 @@
-"""The processes of one learner: `accelerate launch` starts them, rank 0 leads.
+"""The processes of one learner: `accelerate launch` starts them, and rank 0 leads.
 
-The frozen base is sharded over them (FSDP2, arXiv:2304.11277), a decoder layer at a time;
-the adapter, small beside it, is whole in each. Each process computes its share of a step's
-micro-batches and the adapter's gradients are added up, so that all take the same step.
+The frozen base is sharded over them, one decoder layer at a time (`fully_shard`, the second
+version of PyTorch FSDP, arXiv:2304.11277); the adapter, which is small, is whole in each.
+Each process computes its share of a step's micro-batches, and the adapter's gradients are
+summed, so that all take the same step.
 """
 
 from collections.abc import Iterable
@@ -16,37 +17,40 @@ from torch.distributed.fsdp import fully_shard
 
 T = TypeVar("T")
 
-# A follower waits for its leader for as long as no episodes come.
-PATIENCE = timedelta(days=3650)
+# A follower waits for its leader for as long as there is nothing to train on.
+COMMAND_TIMEOUT = timedelta(days=3650)
 
 
 class Processes:
-    """What they say to each other. One process says nothing."""
+    """Communication between the processes of one learner; a single process communicates nothing."""
 
     def __init__(self) -> None:
+        """Read rank and number of processes from torch's process group, if there is one."""
         self.count = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        # Commands go over the network of the hosts, whatever the gradients go over.
-        self._words = dist.new_group(backend="gloo", timeout=PATIENCE) if self.count > 1 else None
+        # Commands use gloo, over the hosts' network, whatever backend the gradients use.
+        self._command_group = (
+            dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT) if self.count > 1 else None
+        )
 
-    def tell(self, what: T) -> T:
-        """What rank 0 has of `what`, in every process."""
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's `value` in every process."""
         if self.count == 1:
-            return what
-        said = [what]
-        dist.broadcast_object_list(said, src=0, group=self._words)
-        return said[0]
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._command_group)
+        return values[0]
 
-    def gather(self, what: T) -> list[T]:
-        """Everybody's `what`, in every process, by rank."""
+    def gather(self, value: T) -> list[T]:
+        """Return the `value` of every process, by rank, in every process."""
         if self.count == 1:
-            return [what]
-        said: list[Any] = [None] * self.count
-        dist.all_gather_object(said, what, group=self._words)
-        return said
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self._command_group)
+        return values
 
     def add_up(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Make every gradient the sum of everybody's."""
+        """Replace every gradient by its sum over all processes."""
         if self.count == 1:
             return
         trained = list(parameters)
@@ -62,7 +66,7 @@ class Processes:
             start += grad.numel()
 
     def shard(self, base: Any) -> None:
-        """Spread the decoder layers of `base`, frozen, over the processes, in place."""
+        """Shard the decoder layers of `base`, which is frozen, over the processes, in place."""
         if self.count == 1:
             return
         device = next(base.parameters()).device.type

@@ -1,10 +1,10 @@
-"""Matrix products for frozen weights with an adapter, each with a backward of its own.
+"""Matrix products for frozen weights with an adapter, each with its own backward pass.
 
-PEFT computes base and adapter as five operations and keeps what autograd asks of each. Here
-they are one: no gradient of a frozen weight, no copy of an input, the adapter in the model's
-precision, and on a CPU in float32 oneDNN's kernels, which torch otherwise keeps for half
-precision: with AVX-512 on processors that are not Intel's they are more than twice as fast
-as MKL's.
+PEFT computes base and adapter as five operations and keeps what autograd needs of each. Here
+they are one, with no gradient of a frozen weight, no copy of an input, and the adapter in
+the model's precision. On a CPU in float32 they use oneDNN's kernels, which torch otherwise
+keeps for half precision: with AVX-512 on processors that are not Intel's these are more than
+twice as fast as MKL's.
 """
 
 from functools import cache
@@ -16,21 +16,22 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-# How torch's float32 products on a CPU may be computed; None in a torch that cannot say.
-_PRODUCTS: Any = getattr(torch.backends.mkldnn, "matmul", None)
+# torch's setting of how float32 products are computed on a CPU; None if it has no such setting.
+_MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)
 
 
-class Fast:
-    """Within it float32 products on a CPU go to oneDNN, wherever that is exact.
+class OneDnnProducts:
+    """Context in which float32 products on a CPU use oneDNN, wherever that is exact.
 
-    torch gives oneDNN a float32 product only where it allows operands to be rounded to bfloat16.
-    oneDNN makes use of that on processors with matrix tiles (AMX) alone: there MKL stays.
+    torch gives oneDNN a float32 product only if it allows operands to be rounded to bfloat16.
+    oneDNN rounds them only on processors with matrix tiles (AMX); there MKL is kept.
     """
 
     def __enter__(self) -> None:
-        if _exact():
-            self._before = _PRODUCTS.fp32_precision
-            _PRODUCTS.fp32_precision = "bf16"
+        """Allow oneDNN, if it is exact on this processor."""
+        if _onednn_is_exact():
+            self._before = _MATMUL.fp32_precision
+            _MATMUL.fp32_precision = "bf16"
 
     def __exit__(
         self,
@@ -38,44 +39,52 @@ class Fast:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if _exact():
-            _PRODUCTS.fp32_precision = self._before
+        """Restore the setting from before."""
+        if _onednn_is_exact():
+            _MATMUL.fp32_precision = self._before
 
 
 @cache
-def _exact() -> bool:
-    """Whether oneDNN rounds nothing: tried with a number that bfloat16 does not have, times one."""
-    if _PRODUCTS is None or not torch.backends.mkldnn.is_available():
+def _onednn_is_exact() -> bool:
+    """Return True if oneDNN rounds nothing.
+
+    It is tried with 1 + 2⁻²⁰, which bfloat16 cannot represent, times one.
+    """
+    if _MATMUL is None or not torch.backends.mkldnn.is_available():
         return False
     odd = torch.full((256, 256), 1 + 2**-20)
-    before = _PRODUCTS.fp32_precision
-    _PRODUCTS.fp32_precision = "bf16"
+    before = _MATMUL.fp32_precision
+    _MATMUL.fp32_precision = "bf16"
     try:
         return bool((odd @ torch.eye(256) == odd).all())
     finally:
-        _PRODUCTS.fp32_precision = before
+        _MATMUL.fp32_precision = before
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left · right, two matrices or two batches of them."""
+    """Return left · right for two matrices, or for two batches of matrices."""
     multiply = torch.bmm if left.ndim == 3 else torch.mm
-    with Fast():
+    with OneDnnProducts():
         return multiply(left, right)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left · right to `total`, in place."""
-    with Fast():
+    with OneDnnProducts():
         total.addmm_(left, right)
 
 
 class LoraProduct(Function):
-    """x·Wᵀ + b + scale·(x·Aᵀ)·Bᵀ for x (N, K), W (M, K), A (r, K), B (M, r); W, b are frozen."""
+    """A linear layer with a LoRA adapter (arXiv:2106.09685 §4.1): x·Wᵀ + b + scale·(x·Aᵀ)·Bᵀ.
+
+    Shapes: x (N, K), W (M, K), b (M,), A (r, K), B (M, r). W and b are frozen.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
     ) -> Tensor:
+        """Return the layer's output, (N, M)."""
         down = product(x, a.to(x.dtype).T)
         y = product(x, weight.T)
         add_product(y, down, b.to(x.dtype).T * scale)
@@ -88,6 +97,7 @@ class LoraProduct(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, A and B."""
         x, down, weight, a, b = ctx.saved_tensors
         d_down = product(dy, b.to(dy.dtype) * ctx.scale)
         dx = None
@@ -100,10 +110,11 @@ class LoraProduct(Function):
 
 
 class RmsNorm(Function):
-    """w · x / sqrt(mean(x²) + eps) over the last dimension; w is frozen."""
+    """w · x / sqrt(mean(x²) + eps) over the last dimension (arXiv:1910.07467); w is frozen."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return the normalised input."""
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         inverse = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -114,6 +125,7 @@ class RmsNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of x."""
         x, inverse, weight = ctx.saved_tensors
         wide = x.float()
         scaled = (dy * weight).float()
@@ -124,16 +136,18 @@ class RmsNorm(Function):
 
 
 class SwiGlu(Function):
-    """silu(gate) · up."""
+    """silu(gate) · up (SwiGLU, arXiv:2002.05202)."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the gated input."""
         ctx.save_for_backward(gate, up)
         return torch.nn.functional.silu(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of gate and up; the activations are computed again."""
         gate, up = ctx.saved_tensors
         d_gate = torch.ops.aten.silu_backward(dy * up, gate)
         return d_gate, torch.nn.functional.silu(gate).mul_(dy)

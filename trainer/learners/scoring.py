@@ -1,9 +1,10 @@
-"""Log-probabilities of recorded tokens under the present policy.
+"""Log-probabilities of recorded tokens under the current policy.
 
-Merged: one packed forward over the prefix tree of the rows; a token attends to its ancestors
-only, positions are depths, and the LM head sees the nodes that a sampled token follows.
-Separate: each row for itself, through the model's own forward. That is the reference, and
-the way for models that cannot be merged (`trainer.learners.merging`).
+*Merged*: one packed forward pass over the prefix tree of the rows. A token attends to its
+ancestors only, positions are depths in the tree, and the LM head sees only the nodes that a
+sampled token follows. *Separate*: each row by itself, through the model's own forward pass.
+This is the reference, and the way for models that cannot be merged
+(`trainer.learners.merging`).
 """
 
 from collections import defaultdict
@@ -19,16 +20,16 @@ from trainer.learners.tree_attention import NAME, attention_tree
 from trainer.rows import Row
 from trainer.trees import Tree, build_tree, padded
 
-# On a GPU, where a new size means another compilation, trees are filled up to these.
+# Trees are padded to a multiple of these sizes: on a GPU each new size is compiled anew.
 SIZES = {"cpu": 1, "cuda": 256}
 
 
 class Scored(NamedTuple):
-    """All sampled tokens of some rows, M = Σ S, row after row.
+    """The sampled tokens of some rows, M = Σ S, row after row.
 
-    Shapes: `logprobs` (M,), in float32 at least, at each row's own temperature, with gradient
-    where the model has it; `entropies` (M,) of the distributions they were drawn from (zeros
-    unless asked for); `hidden` (M, H), what the LM head saw (None unless asked for).
+    Shapes: `logprobs` (M,) in nats, in float32 at least, at each row's own temperature, with
+    gradient if the model has one; `entropies` (M,) of the distributions they were drawn from
+    (zeros unless requested); `hidden` (M, H), the LM head's inputs (None unless requested).
     """
 
     logprobs: Tensor
@@ -47,9 +48,9 @@ def score_rows(
     """Score the sampled tokens of `rows`.
 
     Raises:
-        LearnerError: `merge`, and the model's attention is not a tree's (see `merging`).
+        LearnerError: `merge` is set and the model was not prepared for it (`why_separate`).
     """
-    scored = _merged(model, rows) if merge else _separate(model, rows)
+    scored = _score_merged(model, rows) if merge else _score_separately(model, rows)
     return Scored(
         scored.logprobs,
         scored.entropies if entropy else torch.zeros_like(scored.entropies),
@@ -58,7 +59,7 @@ def score_rows(
 
 
 def parents_of(rows: Sequence[Row], tree: Tree) -> list[int]:
-    """The node before every sampled token, row after row, in the tree of the rows' `inputs`."""
+    """Return the node before every sampled token, row after row, in the tree of the `inputs`."""
     return [
         node
         for row, path in zip(rows, tree.paths, strict=True)
@@ -66,9 +67,12 @@ def parents_of(rows: Sequence[Row], tree: Tree) -> list[int]:
     ]
 
 
-def _merged(model: Any, rows: Sequence[Row]) -> Scored:
+def _score_merged(model: Any, rows: Sequence[Row]) -> Scored:
     if model.config._attn_implementation != NAME:
-        raise LearnerError("prefixes cannot be merged: the model's attention takes no tree")
+        raise LearnerError(
+            "prefixes cannot be merged: the model's attention takes no tree; set"
+            ' batch.merge_prefixes = "never"'
+        )
     device = next(model.parameters()).device
     tree = padded(build_tree([row.inputs for row in rows]), SIZES[device.type])
     parents = parents_of(rows, tree)
@@ -78,7 +82,7 @@ def _merged(model: Any, rows: Sequence[Row]) -> Scored:
         .get_decoder()(
             input_ids=torch.tensor([tree.tokens], device=device),
             position_ids=torch.tensor([tree.depth], device=device),
-            # Of four dimensions, so that the model makes none; the tree says who sees whom.
+            # Four dimensions, so that the model builds no mask of its own; attention uses the tree.
             attention_mask=torch.empty(1, 1, 1, 1, device=device),
             use_cache=False,
             tree=attention_tree(tree, device),
@@ -92,20 +96,22 @@ def _merged(model: Any, rows: Sequence[Row]) -> Scored:
     return Scored(logprobs, entropies, states[torch.tensor(parents, device=device)])
 
 
-def _separate(model: Any, rows: Sequence[Row]) -> Scored:
-    """Rows of one length go together: so none is padded, whatever the model does with padding."""
+def _score_separately(model: Any, rows: Sequence[Row]) -> Scored:
+    """Score rows of equal length together, so that the model sees no padding."""
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         by_length[len(row.inputs)].append(index)
-    found: dict[int, Scored] = {}
+    by_index: dict[int, Scored] = {}
     for indices in by_length.values():
-        found |= zip(indices, _same_length(model, [rows[i] for i in indices]), strict=True)
-    parts = [found[index] for index in range(len(rows))]
+        by_index |= zip(
+            indices, _score_equal_lengths(model, [rows[i] for i in indices]), strict=True
+        )
+    parts = [by_index[index] for index in range(len(rows))]
     logprobs, entropies, hidden = (torch.cat(some) for some in zip(*parts, strict=True))
     return Scored(logprobs, entropies, hidden)
 
 
-def _same_length(model: Any, rows: Sequence[Row]) -> list[Scored]:
+def _score_equal_lengths(model: Any, rows: Sequence[Row]) -> list[Scored]:
     device = next(model.parameters()).device
     length = len(rows[0].inputs)
     first = min(len(row.prompt_ids) for row in rows) - 1
@@ -127,7 +133,7 @@ def _same_length(model: Any, rows: Sequence[Row]) -> list[Scored]:
 
 
 def _scored(row: Row, logits: Tensor, states: Tensor) -> Scored:
-    """One row, from the logits (S, V) before each of its sampled tokens."""
+    """Score one row, from the logits (S, V) before each of its sampled tokens."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / row.temperature
     distribution = torch.log_softmax(wide, dim=-1)
     labels = torch.tensor(row.sampled_ids, device=logits.device)

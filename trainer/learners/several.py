@@ -1,4 +1,4 @@
-"""A learner of several processes: rank 0 is told what to do and tells the others."""
+"""A learner of several processes: rank 0 receives the commands and passes them on."""
 
 import os
 import threading
@@ -17,66 +17,70 @@ log = structlog.get_logger()
 
 
 def is_follower() -> bool:
-    """Whether this process was started to do as rank 0 says."""
+    """Return True if this process follows the commands of rank 0."""
     return int(os.environ.get("RANK", "0")) > 0
 
 
 class LeadingLearner:
-    """A `Learning` whose every deed is done in all processes at once."""
+    """The learner in rank 0: it runs each command in all processes at once.
+
+    It implements `trainer.learning.LearnerProtocol`; results are those of rank 0.
+    """
 
     def __init__(self, learner: Learner) -> None:
+        """Lead the other processes of `learner`; there may be none."""
         self._learner = learner
         self._processes = learner.processes
-        # One deed at a time: what the processes say to each other must not interleave.
-        self._one = threading.Lock()
+        # One command at a time: the processes' messages must not interleave.
+        self._lock = threading.Lock()
 
     def interrupt(self) -> None:
-        """See `Learner.interrupt`."""
+        """Stop a running update; the other processes notice at the same micro-batch."""
         self._learner.interrupt()
 
     def restore(self, adapter: Path | None) -> None:
-        """See `Learner.restore`."""
-        self._do("restore", adapter)
+        """Continue from `adapter` in all processes."""
+        self._run_everywhere("restore", adapter)
 
     def update(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """See `Learner.update`."""
-        found: dict[str, Any] = self._do("update", rows)
-        return found
+        """Train on `rows` in all processes, and return rank 0's metrics."""
+        metrics: dict[str, Any] = self._run_everywhere("update", rows)
+        return metrics
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
-        """See `Learner.logprobs`."""
-        found: list[list[float]] = self._do("logprobs", rows)
-        return found
+        """Return rank 0's log-probabilities; all processes compute, since layers may be sharded."""
+        logprobs: list[list[float]] = self._run_everywhere("logprobs", rows)
+        return logprobs
 
     def save(self, folder: Path) -> None:
-        """See `Learner.save`; the files are the leader's."""
-        self._do("save", folder)
+        """Write the files in rank 0; the other processes hold the same weights."""
+        self._run_everywhere("save", folder)
 
     def saved_as(self, adapter: Path) -> None:
-        """See `Learner.saved_as`."""
-        self._do("saved_as", adapter)
+        """Note in all processes that the trained state is `adapter` now."""
+        self._run_everywhere("saved_as", adapter)
 
     def stop(self) -> None:
-        """Let the others end, once what is under way is done."""
-        with self._one:
-            self._processes.tell(None)
+        """Let the other processes end, once the command in progress is done."""
+        with self._lock:
+            self._processes.broadcast(None)
 
-    def _do(self, name: str, argument: object) -> Any:
-        with self._one:
-            self._processes.tell((name, argument))
+    def _run_everywhere(self, name: str, argument: object) -> Any:
+        with self._lock:
+            self._processes.broadcast((name, argument))
             return getattr(self._learner, name)(argument)
 
 
 def follow(learner: Learner) -> None:
-    """Do as the leader says until it says stop.
+    """Run the commands of rank 0 until it says stop.
 
-    What fails fails in every process alike; it is the leader who tells of it.
+    A command that fails does so in every process alike; rank 0 reports it.
     """
     processes: Processes = learner.processes
-    while (told := processes.tell(None)) is not None:
-        name, argument = told
-        deed: Callable[[Any], Any] = getattr(learner, name)
+    while (command := processes.broadcast(None)) is not None:
+        name, argument = command
+        method: Callable[[Any], Any] = getattr(learner, name)
         try:
-            deed(argument)
+            method(argument)
         except TrainerError as error:
-            log.debug("follower_failed", deed=name, reason=str(error))
+            log.debug("follower_failed", method=name, reason=str(error))

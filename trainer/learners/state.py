@@ -1,11 +1,11 @@
-"""What resuming needs beside the adapter: written with a version, read when it goes on.
+"""The state that resuming needs beside the adapter, written and read with a version.
 
-    <version>/progress.json          optimiser steps taken since the base; kept for ever
+    <version>/progress.json          optimiser steps taken since the base; kept for good
     <version>/trainer/optimizer.pt   moments; kept for the newest versions (`adapters.sweep`)
     <version>/trainer/<name>.pt      what a learner adds: a value head
 
-Nothing else is needed: dropout is off, and the one use of randomness is a first adapter's
-weights, which are seeded. Files are made durable by `adapters.write_version`.
+Nothing else is needed: dropout is off, and randomness is used only for a first adapter's
+weights, which are seeded. `adapters.write_version` syncs the files.
 """
 
 import io
@@ -26,15 +26,15 @@ OPTIMIZER: Final = "optimizer"
 
 
 def save_state(parts: Mapping[str, Any], steps_taken: int, version_folder: Path) -> None:
-    """Write the state of `parts` (what has `state_dict`, by name) into a version's folder.
+    """Write the state of `parts` (objects with `state_dict`, by name) into a version's folder.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: the disk refused a write.
     """
     folder = version_folder / STATE
     folder.mkdir(exist_ok=True)
     for name, part in parts.items():
-        # Through memory: torch's own writer does not say why a disk refused.
+        # Serialised in memory: torch's own file writer hides the reason of a failed write.
         written = io.BytesIO()
         torch.save(part.state_dict(), written)
         (folder / f"{name}.pt").write_bytes(written.getvalue())
@@ -42,10 +42,10 @@ def save_state(parts: Mapping[str, Any], steps_taken: int, version_folder: Path)
 
 
 def load_state(parts: Mapping[str, Any], version_folder: Path) -> int:
-    """Put `parts` where the version left them; returns the optimiser steps taken until then.
+    """Restore `parts` from a version's folder; return the optimiser steps taken until then.
 
-    What was swept starts anew, and the log says so: it is gone once a roll-back goes further
-    back than states are kept.
+    A part whose file was swept starts anew, with a warning in the log: a roll-back may go
+    further back than states are kept.
 
     Raises:
         AdapterError: a file cannot be read; the message names it and the remedy.
@@ -56,7 +56,7 @@ def load_state(parts: Mapping[str, Any], version_folder: Path) -> int:
             log.warning("state_starts_anew", part=name, version=version_folder.name)
             continue
         try:
-            part.load_state_dict(_with_own_numbers(part, torch.load(path, weights_only=True)))
+            part.load_state_dict(_with_recipe_settings(part, torch.load(path, weights_only=True)))
         except Exception as error:
             raise AdapterError(
                 f"{path} cannot be read ({type(error).__name__}): remove it to start anew there"
@@ -64,8 +64,8 @@ def load_state(parts: Mapping[str, Any], version_folder: Path) -> int:
     return read_progress(version_folder)
 
 
-def _with_own_numbers(part: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """An optimiser takes the version's moments, and rates and decay as the recipe has them now."""
+def _with_recipe_settings(part: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return `state` with the recipe's current rates and decay, if `part` is an optimiser."""
     if isinstance(part, torch.optim.Optimizer):
         return state | {"param_groups": part.state_dict()["param_groups"]}
     return state

@@ -1,10 +1,10 @@
-"""Attention within a prefix tree, block by block: what no token may see is not computed.
+"""Attention within a prefix tree, block by block; what no token may see is not computed.
 
-Nodes are in depth-first pre-order, so a block of consecutive queries [s, e) sees nothing but
-the ancestors of s and the block itself: an ancestor of any of its nodes that comes before s
-has s in its subtree, too. A block costs (e − s)·(depth(s) + e − s) instead of (e − s)·N. Small
-blocks compute little that is masked, and many of them are one product. This is for CPUs; on a
-GPU flex attention (arXiv:2412.05496) skips the blocks that nobody sees.
+Nodes are in depth-first pre-order, so a block of consecutive queries [s, e) sees only the
+ancestors of s and the block itself: an ancestor of any of its nodes that comes before s has s
+in its subtree, too. A block costs (e − s)·(depth(s) + e − s) instead of (e − s)·N. Small
+blocks compute little that is masked, and many of them are one batched product. This is for
+CPUs; on a GPU flex attention (arXiv:2412.05496) skips the blocks that no query sees.
 """
 
 from collections.abc import Sequence
@@ -23,20 +23,21 @@ from transformers.masking_utils import sdpa_mask
 from trainer.learners.products import product
 from trainer.trees import Tree
 
-# What transformers calls this attention.
+# The name under which transformers knows this attention.
 NAME: Final = "pawl_tree"
+# Queries in a block.
 BLOCK: Final = 48
-# Entries of masks that are computed together, so that scores stay in the cache.
-TOGETHER: Final = 2**16
-# The fewest keys of a block beside one that has most.
-ALIKE: Final = 0.7
+# Mask entries that are computed together, at most, so that scores stay in the cache.
+MAX_MASK_ENTRIES: Final = 2**16
+# Smallest number of keys in a block, as a share of those of its batch's largest block.
+MIN_KEY_SHARE: Final = 0.7
 FLEX_BLOCK: Final = 128
 
 
 class Block(NamedTuple):
-    """Queries [start, stop), and the nodes that one of them sees, in runs [from, to).
+    """Queries [start, stop), and the nodes that at least one of them sees, in runs [from, to).
 
-    Shapes: `mask` (stop − start, K), 0 or −inf, to be added to scores; K nodes in all runs.
+    Shapes: `mask` (stop − start, K), 0 or −inf, is added to scores; K is the nodes of all runs.
     """
 
     start: int
@@ -45,12 +46,12 @@ class Block(NamedTuple):
     mask: Tensor
 
 
-class Batch(NamedTuple):
-    """Blocks that are computed together: as many queries each, and about as many keys.
+class BlockBatch(NamedTuple):
+    """Blocks that are computed together: equally many queries, and about equally many keys.
 
-    Shapes: `queries` (Z, B) and `keys` (Z, K) are nodes, `mask` (Z, B, K); a block of fewer
-    keys has others, that none of its queries sees. `runs` says whose they are: of block z
-    nodes [from, to) are keys from `offset` on.
+    Shapes: `queries` (Z, B) and `keys` (Z, K) are nodes, `mask` is (Z, B, K). Blocks with fewer
+    keys are padded with node 0, which the mask hides. `runs` are (z, from, to, offset): in block
+    z the nodes [from, to) are the keys from `offset` on.
     """
 
     queries: Tensor
@@ -60,9 +61,9 @@ class Batch(NamedTuple):
 
 
 def blocks_of(tree: Tree, block: int = BLOCK) -> list[Block]:
-    """The blocks of `tree`."""
+    """Return the blocks of `tree`, of `block` queries each."""
     end = torch.tensor(tree.end)
-    found = []
+    blocks = []
     for start in range(0, len(tree.tokens), block):
         stop = min(start + block, len(tree.tokens))
         ancestors = torch.nonzero(end[:start] > start)[:, 0]
@@ -70,37 +71,37 @@ def blocks_of(tree: Tree, block: int = BLOCK) -> list[Block]:
         query = torch.arange(start, stop)[:, None]
         seen = (keys <= query) & (query < end[keys])
         mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
-        found.append(Block(start, stop, _runs(keys.tolist()), mask))
-    return found
+        blocks.append(Block(start, stop, _runs(keys.tolist()), mask))
+    return blocks
 
 
 def _runs(nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending nodes as runs of consecutive ones."""
+    """Return ascending nodes as runs [from, to) of consecutive ones."""
     starts = [i for i, node in enumerate(nodes) if i == 0 or nodes[i - 1] != node - 1]
     ends = [*starts[1:], len(nodes)]
     return tuple((nodes[a], nodes[b - 1] + 1) for a, b in zip(starts, ends, strict=True))
 
 
-def batches_of(blocks: Sequence[Block], most: int = TOGETHER) -> list[Batch]:
-    """The batches of `blocks`: masks of at most `most` entries, unless one block has more."""
+def batch_blocks(blocks: Sequence[Block], max_entries: int = MAX_MASK_ENTRIES) -> list[BlockBatch]:
+    """Batch blocks, with masks of at most `max_entries` entries unless one block alone has more."""
     groups: list[list[Block]] = []
     for block in sorted(blocks, key=lambda block: block.mask.shape, reverse=True):
         first = groups[-1][0].mask if groups else None
         if (
             first is None
             or len(block.mask) != len(first)
-            or (len(groups[-1]) + 1) * first.numel() > most
-            or block.mask.shape[1] < ALIKE * first.shape[1]
+            or (len(groups[-1]) + 1) * first.numel() > max_entries
+            or block.mask.shape[1] < MIN_KEY_SHARE * first.shape[1]
         ):
             groups.append([])
         groups[-1].append(block)
-    return [_batch(group) for group in groups]
+    return [_pad_to_batch(group) for group in groups]
 
 
-def _batch(blocks: Sequence[Block]) -> Batch:
-    size, most = blocks[0].mask.shape
-    keys = torch.zeros(len(blocks), most, dtype=torch.long)
-    mask = torch.full((len(blocks), size, most), float("-inf"))
+def _pad_to_batch(blocks: Sequence[Block]) -> BlockBatch:
+    size, width = blocks[0].mask.shape
+    keys = torch.zeros(len(blocks), width, dtype=torch.long)
+    mask = torch.full((len(blocks), size, width), float("-inf"))
     runs = []
     for place, block in enumerate(blocks):
         offset = 0
@@ -110,70 +111,72 @@ def _batch(blocks: Sequence[Block]) -> Batch:
             offset += stop - start
         mask[place, :, :offset] = block.mask
     queries = torch.stack([torch.arange(block.start, block.stop) for block in blocks])
-    return Batch(queries, keys, mask, tuple(runs))
+    return BlockBatch(queries, keys, mask, tuple(runs))
 
 
 class TreeAttention(Function):
-    """softmax(scale·q·kᵀ + mask)·v for q (N, H, D), k and v (N, G, D), G dividing H."""
+    """softmax(scale·q·kᵀ + mask)·v for q (N, H, D), k and v (N, G, D), where G divides H."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, batches: Sequence[Batch], scale: float
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, batches: Sequence[BlockBatch], scale: float
     ) -> Tensor:
+        """Return the attention's output, (N, H, D)."""
         ctx.batches, ctx.scale = batches, scale
-        groups, found = k.shape[1], []
+        groups, outputs = k.shape[1], []
         for batch in batches:
-            queries = _take(q, batch.queries, groups).mul_(scale)
-            p = _weights(queries, _take(k, batch.keys, groups), batch)
-            found.append(product(p, _take(v, batch.keys, groups)))
+            queries = _gather(q, batch.queries, groups).mul_(scale)
+            p = _attention_weights(queries, _gather(k, batch.keys, groups), batch)
+            outputs.append(product(p, _gather(v, batch.keys, groups)))
         ctx.save_for_backward(q, k, v)
-        return _by_node(found, batches, q)
+        return _by_node(outputs, batches, q)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v; the attention weights are computed again."""
         q, k, v = ctx.saved_tensors
-        groups, found = k.shape[1], []
+        groups, outputs = k.shape[1], []
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for batch in ctx.batches:
-            queries = _take(q, batch.queries, groups).mul_(ctx.scale)
-            keys, values = _take(k, batch.keys, groups), _take(v, batch.keys, groups)
-            do = _take(d_out, batch.queries, groups)
-            p = _weights(queries, keys, batch)
-            _add(dv, product(p.mT, do), batch)
+            queries = _gather(q, batch.queries, groups).mul_(ctx.scale)
+            keys, values = _gather(k, batch.keys, groups), _gather(v, batch.keys, groups)
+            do = _gather(d_out, batch.queries, groups)
+            p = _attention_weights(queries, keys, batch)
+            _scatter_add(dv, product(p.mT, do), batch)
             ds = torch._softmax_backward_data(product(do, values.mT), p, -1, p.dtype)
-            _add(dk, product(ds.mT, queries), batch)
-            found.append(product(ds, keys).mul_(ctx.scale))
-        return _by_node(found, ctx.batches, q), dk, dv, None, None
+            _scatter_add(dk, product(ds.mT, queries), batch)
+            outputs.append(product(ds, keys).mul_(ctx.scale))
+        return _by_node(outputs, ctx.batches, q), dk, dv, None, None
 
 
-def _take(x: Tensor, nodes: Tensor, groups: int) -> Tensor:
-    """Rows `nodes` (Z, B) of (N, G·R, D) for each of the G groups: (Z·G, B·R, D)."""
+def _gather(x: Tensor, nodes: Tensor, groups: int) -> Tensor:
+    """Gather rows `nodes` (Z, B) of (N, G·R, D) for each of the G groups: (Z·G, B·R, D)."""
     rows = x.reshape(len(x) * groups, -1)
     places = (nodes * groups)[:, None] + torch.arange(groups)[:, None]
     taken = rows.index_select(0, places.flatten())
     return taken.view(len(nodes) * groups, -1, x.shape[-1])
 
 
-def _by_node(found: Sequence[Tensor], batches: Sequence[Batch], like: Tensor) -> Tensor:
-    """What batches found, (Z·G, B·R, D) each, by node again, as `like` (N, G·R, D)."""
+def _by_node(outputs: Sequence[Tensor], batches: Sequence[BlockBatch], like: Tensor) -> Tensor:
+    """Put the batches' outputs, (Z·G, B·R, D) each, back in the order of nodes, as `like`."""
     out = torch.empty(like.shape, dtype=like.dtype)
-    for part, batch in zip(found, batches, strict=True):
+    for part, batch in zip(outputs, batches, strict=True):
         size, queries = batch.queries.shape
         heads = part.view(size, -1, queries, part.shape[1] // queries, part.shape[2])
         out[batch.queries] = heads.transpose(1, 2).flatten(2, 3)
     return out
 
 
-def _add(total: Tensor, part: Tensor, batch: Batch) -> None:
-    """Add to (N, G, D) what the keys of a batch got, (Z·G, K, D)."""
+def _scatter_add(total: Tensor, part: Tensor, batch: BlockBatch) -> None:
+    """Add the gradient of a batch's keys, (Z·G, K, D), to that of all nodes, (N, G, D)."""
     by_block = part.view(len(batch.keys), -1, *part.shape[1:]).transpose(1, 2)
     for place, start, stop, offset in batch.runs:
         total[start:stop] += by_block[place, offset : offset + stop - start]
 
 
-def _weights(queries: Tensor, keys: Tensor, batch: Batch) -> Tensor:
-    """What each query (Z·G, B·R, D) takes of each key (Z·G, K, D)."""
+def _attention_weights(queries: Tensor, keys: Tensor, batch: BlockBatch) -> Tensor:
+    """Return the softmax weights of keys (Z·G, K, D) for each query (Z·G, B·R, D)."""
     blocks, size, seen = batch.mask.shape
     scores = product(queries, keys.mT)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -184,10 +187,10 @@ def _weights(queries: Tensor, keys: Tensor, batch: Batch) -> Tensor:
 def tree_attention_forward(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: (1, H, N, D) in, (1, N, H, D) out.
+    """Compute attention by transformers' interface: (1, H, N, D) in, (1, N, H, D) out.
 
-    `tree` is what `attention_tree` made; the model passes it on with the other arguments.
-    Without one this is attention as everywhere.
+    The model passes the keyword argument `tree`, from `attention_tree`, through to here.
+    Without it this is the usual attention.
     """
     tree = kwargs.pop("tree", None)
     if tree is None:
@@ -201,17 +204,18 @@ def tree_attention_forward(
     return TreeAttention.apply(q, k, v, tree, kwargs["scaling"])[None], None
 
 
-def attention_tree(tree: Tree, device: torch.device) -> list[Batch] | BlockMask:
-    """What attention on `device` needs to know of `tree`: blocks, or flex attention's mask."""
+def attention_tree(tree: Tree, device: torch.device) -> list[BlockBatch] | BlockMask:
+    """Return what attention on `device` needs of `tree`: blocks, or flex attention's mask."""
     if device.type == "cpu":
-        return batches_of(blocks_of(tree))
+        return batch_blocks(blocks_of(tree))
     return block_mask(torch.tensor(tree.end, device=device))
 
 
 def block_mask(end: Tensor) -> BlockMask:
-    """Flex attention's mask of a tree of `end` (N,), N a multiple of its block's size.
+    """Return flex attention's mask of a tree with the interval ends `end` (N,).
 
-    Made from intervals: nothing of N × N is ever laid out.
+    N must be a multiple of `FLEX_BLOCK`. The mask is derived from intervals: nothing of size
+    N × N is ever allocated.
     """
     nodes = torch.arange(len(end), device=end.device)
     starts = nodes[::FLEX_BLOCK, None]
@@ -224,12 +228,12 @@ def block_mask(end: Tensor) -> BlockMask:
         return (key <= query) & (query < end[key])
 
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen
+        *_block_lists(some & ~whole), *_block_lists(whole), BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen
     )
 
 
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of each row are chosen, and which: those first."""
+def _block_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, for each row, how many entries are chosen, and their indices, chosen ones first."""
     order = chosen.int().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1).int()[None, None], order.int()[None, None]
 

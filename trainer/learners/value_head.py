@@ -1,8 +1,8 @@
-"""The critic: one linear layer on what the LM head sees, kept beside the adapter.
+"""The critic: one linear layer on the LM head's inputs, kept beside the adapter.
 
-It hangs on the PEFT wrapper, not in the base model: `unload` leaves it behind, LoRA's
-"all-linear" does not adapt it, and PEFT's adapter file, which the server reads, has no
-place for it. It starts at zero, so that the first update's advantages are its returns.
+It is a child of the PEFT wrapper, not of the base model: `unload` leaves it behind, LoRA's
+"all-linear" does not adapt it, and PEFT's adapter file, which the model server reads, does
+not contain it. It starts at zero, so that the first update's advantages are its returns.
 """
 
 from typing import Any, Final
@@ -16,7 +16,7 @@ NAME: Final = "value_head"
 
 
 def add_value_head(trainer: Any, learning_rate: float) -> torch.nn.Linear:
-    """Give the trainer's model a critic, and its optimiser the critic's parameters."""
+    """Add a critic to the trainer's model, and its parameters to the optimiser; return it."""
     model = trainer.model
     width = model.get_output_embeddings().in_features
     head = torch.nn.Linear(width, 1, device=model.device, dtype=torch.float32)
@@ -30,11 +30,11 @@ def add_value_head(trainer: Any, learning_rate: float) -> torch.nn.Linear:
 
 
 def values_of(critic: torch.nn.Linear, scored: Scored) -> Tensor:
-    """V (M,) before each token, from the hidden states that predict it.
+    """Return V (M,) before each token, from the hidden states that predict it.
 
     The states are detached: the value loss moves the critic and never the policy's adapter.
-    They are brought to length one, so that a step of Adam moves a value by no more than
-    √H times its rate, whatever the scale of the model's states.
+    They are scaled to length one, so that a step of Adam moves a value by no more than √H times
+    its rate, whatever the scale of the model's states.
     """
     assert scored.hidden is not None
     states = torch.nn.functional.normalize(scored.hidden.detach().to(critic.weight.dtype), dim=-1)

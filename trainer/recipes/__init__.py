@@ -1,1 +1,1 @@
-"""Packaged recipes (TOML)."""
+"""The packaged recipes, as TOML files."""

@@ -1,0 +1,76 @@
+"""Takes members out of JSON that no parser here reads, or whose shape is not the API's (pure).
+
+Half an emoji, NaN, bytes that are no text, an object that is cut off or stands beside something
+else: Python holds none of these, and a client is to get them as they came, less what it did
+not ask for. So names are looked for, wherever they stand: nobody can say for sure whose a
+member of such a reply is. No text of a model is touched, for within a string a name's
+quotes are escaped.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+OPENS: Final = b"{["
+NUMBER: Final = b"-0123456789"
+# A string that is cut off goes to the end.
+STRING: Final = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)'
+BRACKET: Final = re.compile(STRING + rb"|[{}\[\]]", re.DOTALL)
+SCALAR: Final = re.compile(STRING + rb"|[^,\]}\s]*", re.DOTALL)
+NO_CONTENT: Final = re.compile(rb"\[\s*\]")
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A member to be replaced: where its value begins with one of `opens`, by `instead`.
+
+    `only`: where its value is that; `unless_empty`: not an empty list.
+    """
+
+    opens: bytes
+    instead: bytes = b"null"
+    only: bytes | None = None
+    unless_empty: bool = False
+
+
+def without(data: bytes, members: Mapping[bytes, Member]) -> bytes:
+    """Return `data` with the values of `members` replaced, and every other byte as it is."""
+    if not any(name in data for name in members):
+        return data
+    key = re.compile(rb'"(%b)"\s*:\s*' % b"|".join(map(re.escape, members)))
+    pieces, kept, at = [], 0, 0
+    while (match := key.search(data, at)) is not None:
+        at = match.end()
+        member = members[match[1]]
+        end = _end_of(data, at, member)
+        if end is not None:
+            pieces += [data[kept:at], member.instead]
+            kept = at = end
+    return b"".join([*pieces, data[kept:]]) if pieces else data
+
+
+def _end_of(data: bytes, at: int, member: Member) -> int | None:
+    """Return where a value ends that is to be replaced; None where it is not to be."""
+    sign = data[at : at + 1]
+    if not sign or sign not in member.opens:
+        return None
+    if sign in OPENS:
+        empty = member.unless_empty and NO_CONTENT.match(data, at) is not None
+        return None if empty else _end_of_container(data, at)
+    match = SCALAR.match(data, at)
+    end = len(data) if match is None else match.end()
+    return end if member.only is None or data[at:end] == member.only else None
+
+
+def _end_of_container(data: bytes, at: int) -> int:
+    """Return where its last bracket is, or where the data is cut off."""
+    depth = 0
+    while (token := BRACKET.search(data, at)) is not None:
+        at = token.end()
+        sign = token[0]
+        if not sign.startswith(b'"'):
+            depth += 1 if sign in OPENS else -1
+        if depth == 0:
+            return at
+    return len(data)

@@ -1,0 +1,138 @@
+"""Takes out of a response what the request's rewriting put in (pure)."""
+
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from proxy.dialects.base import NULL, UNREADABLE, ModelRequest, Object, own_name, value_of
+from proxy.dialects.blind import NUMBER, Member, without
+from proxy.trainable import Sampled
+
+IDS: Final = "enable_response_messages"
+INCLUDE: Final = "include"
+TOP: Final = "top_logprobs"
+# Any other item says that the server took turns of its own: several prompts, several samples.
+OWN_ITEMS: Final = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
+# vLLM calls them so beside the conversation in gpt-oss's own form, which has no ids.
+RAW_TOKENS: Final = "raw_message_tokens"
+EMPTY: Final = msgspec.Raw(b"[]")
+DELTA: Final = b"response.output_text.delta"
+UNTOLD: Final = (NULL, EMPTY)
+# What reading a reply raises that is not of the API's shape: it is passed on as it came, less
+# what was added wherever it stands.
+ODD_SHAPE: Final = (*UNREADABLE, KeyError, TypeError, ValueError)
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+
+
+class ResponseUndo:
+    """Takes out of a reply what the request's rewriting put in, and gathers it."""
+
+    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        self._model = own_name(request, served_name)
+        self._hide_ids = IDS in request.injected
+        self._hide_logprobs = INCLUDE in request.injected
+        self._prompts: list[list[int]] | None = None
+        self._ids: list[list[int]] | None = None
+        self._logprobs: list[float] = []
+        self._one_sample = True
+        self._members = self._added_members(served_name)
+
+    def _added_members(self, served_name: str | None) -> dict[bytes, Member]:
+        members: dict[bytes, Member] = {}
+        if self._hide_ids:
+            members |= dict.fromkeys((b"input_messages", b"output_messages"), Member(opens=b"["))
+        if self._hide_logprobs:
+            members[TOP.encode()] = Member(opens=NUMBER)
+            members[b"logprobs"] = Member(opens=b"[", unless_empty=True)
+        if self._model is not None:
+            served = msgspec.json.encode(served_name)
+            members[b"model"] = Member(opens=b'"', instead=bytes(self._model), only=served)
+        return members
+
+    def hide(self, payload: bytes) -> bytes:
+        """Return what cannot be read without what was added, else byte for byte."""
+        members = self._members
+        if b"logprobs" in members and DELTA in payload:
+            members = members | {b"logprobs": Member(opens=b"[", instead=b"[]", unless_empty=True)}
+        return without(payload, members)
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether a reply goes through as it is."""
+        return not (self._hide_ids or self._hide_logprobs or self._model)
+
+    def response(self, response: Object) -> None:
+        """Undo a response in place; its own tokens replace those of an earlier state."""
+        if self._model is not None and "model" in response:
+            response["model"] = self._model
+        self._prompts = _tokens(response.get("input_messages"))
+        self._ids = _tokens(response.get("output_messages"))
+        for name in ("input_messages", "output_messages"):
+            if self._hide_ids and name in response:
+                response[name] = NULL
+        if self._hide_logprobs and TOP in response:
+            response[TOP] = NULL
+        self._logprobs = []
+        items = objects_of(response.get("output"))
+        if items:
+            for item in items:
+                self._one_sample &= value_of(item.get("type")) in OWN_ITEMS
+                self._logprobs += self.item(item)
+            response["output"] = msgspec.Raw(msgspec.json.encode(items))
+
+    def item(self, item: Object) -> list[float]:
+        """Undo an output item in place; the log-probabilities it told."""
+        found: list[float] = []
+        parts = objects_of(item.get("content"))
+        if parts:
+            for part in parts:
+                found += self.text(part, NULL)
+            item["content"] = msgspec.Raw(msgspec.json.encode(parts))
+        return found
+
+    def text(self, holder: Object, untold: msgspec.Raw) -> list[float]:
+        """Undo a text, or a piece of one, in place; `untold` is what it says without."""
+        told = holder.get("logprobs")
+        if told is None or told in UNTOLD:
+            return []
+        if self._hide_logprobs:
+            holder["logprobs"] = untold
+        return [token.logprob for token in msgspec.json.decode(told, type=list[_Token])]
+
+    def sampled(self, usage: dict[str, Any] | None) -> Sampled:
+        """The ids, where there is one prompt and all that followed was sampled."""
+        exact = self._one_sample and self._prompts is not None and len(self._prompts) == 1
+        ids = self._ids if exact else None
+        return Sampled(
+            prompt_ids=tuple(self._prompts[0]) if exact and self._prompts else None,
+            sampled_ids=None if ids is None else tuple(token for part in ids for token in part),
+            sampled_logprobs=tuple(self._logprobs) or None,
+            choices=1,
+            completion_tokens=(usage or {}).get("output_tokens"),
+        )
+
+
+class _Token(msgspec.Struct):
+    logprob: float
+
+
+class _RawMessage(msgspec.Struct):
+    type: str
+    tokens: list[TokenId] | None = None
+
+
+def _tokens(raw: msgspec.Raw | None) -> list[list[int]] | None:
+    """The ids of each message; None where there are none."""
+    if raw is None or raw in UNTOLD:
+        return None
+    messages = msgspec.json.decode(raw, type=list[_RawMessage])
+    if any(message.type != RAW_TOKENS or message.tokens is None for message in messages):
+        return None
+    return [message.tokens or [] for message in messages]
+
+
+def objects_of(raw: msgspec.Raw | None) -> list[Object]:
+    """A list's members, their values unparsed; none where it is no list."""
+    if raw is None or bytes(raw)[:1] != b"[":
+        return []
+    return msgspec.json.decode(raw, type=list[Object])

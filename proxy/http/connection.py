@@ -1,0 +1,348 @@
+"""One client's connection: requests are parsed, and answered one after another."""
+
+import asyncio
+from collections import deque
+from time import monotonic
+from typing import TYPE_CHECKING, Final, cast
+
+import httptools
+import structlog
+
+from proxy.http import wire
+from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
+from proxy.http.heads import VERSIONS, Refused, read_head, wrong_version
+from proxy.http.patience import STEP, Clock, Patience
+from proxy.http.wire import Headers
+
+if TYPE_CHECKING:
+    from proxy.http.server import Server
+
+log = structlog.get_logger()
+
+# Of a head, and of what stands between the pieces of a body: chunks' sizes, extensions, trailers.
+MAX_HEAD_BYTES: Final = 256 * 1024
+MAX_PIPELINED: Final = 8
+# How long a connection that is to be closed is still listened to.
+LINGER_S: Final = 1.0
+GONE: Final = "the client closed its connection"
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection: an httptools callback target."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, server: "Server") -> None:
+        self.server = server
+        # Asking for it costs a system call each time.
+        self.loop = asyncio.get_running_loop()
+        self.task: asyncio.Task[None] | None = None
+        self.idle_since = 0.0
+        self._parser = httptools.HttpRequestParser(self)
+        self._target = b""
+        self._headers: Headers = []
+        self._in_head = False
+        # Bytes that came since the last piece of a body, or the last head's end.
+        self._overhead = 0
+        self._received = 0
+        self._given = 0
+        self._heads = 0
+        self._head_clock, self._body_clock, self._reply_clock = Clock(), Clock(), Clock()
+        self._receiving: Exchange | None = None
+        self._current: Exchange | None = None
+        self._waiting: deque[Exchange] = deque()
+        # Too many requests wait: what follows stays in the socket.
+        self._held = False
+        self._can_write: asyncio.Future[None] | None = None
+        self._lost = False
+        # While a new parser is brought to where the one before it stopped.
+        self._resuming = False
+        self._closing = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being received or answered."""
+        return self._current is not None or self._receiving is not None
+
+    @property
+    def unsent(self) -> int:
+        """How many bytes lie here that the client has not taken yet."""
+        return self.transport.get_write_buffer_size()
+
+    def send(self, data: bytes) -> None:
+        """Write, and count what was written: how much the client takes is known by that."""
+        self._given += len(data)
+        self.transport.write(data)
+
+    def answering(self, exchange: Exchange) -> bool:
+        """Whether this is the request whose reply is due, or under way."""
+        return self._current is exchange and not self._lost
+
+    # deadlines: looked after by the server's sweep
+
+    def sweep(self, now: float, patience: Patience) -> None:
+        """Break off whoever does not get on: takes nothing, sends nothing, or is idle."""
+        unsent = self.unsent
+        if not unsent:
+            self._reply_clock.reset()
+        elif self._reply_clock.waited(now, self._given - unsent, STEP) > patience.write_s:
+            self.server.on_late("write", patience.write_s, self._current)
+            self.transport.abort()
+        receiving = self._receiving
+        if self._closing or self.transport.is_closing():
+            return
+        if receiving is not None:
+            self._head_clock.reset()
+            self._sweep_body(receiving, now, patience.body_s)
+        elif self._in_head and not self._held:
+            if self._head_clock.waited(now, self._heads) > patience.head_s:
+                self.server.on_late("head", patience.head_s, None)
+                self._refuse(408, f"the head did not come within {patience.head_s:g} s")
+        else:
+            self._head_clock.reset()
+            if not self.busy and not unsent and self.idle_since < now - patience.idle_s:
+                self.transport.close()
+
+    def _sweep_body(self, receiving: Exchange, now: float, body_s: float) -> None:
+        if receiving.body.braked or self._held or receiving.expects:
+            # It is we who keep the client waiting.
+            self._body_clock.reset()
+        elif self._body_clock.waited(now, self._received + STEP * self._heads, STEP) > body_s:
+            self.server.on_late("body", body_s, receiving)
+            self._receiving = None
+            self._closing = True
+            receiving.keep_alive = False
+            if receiving.started:
+                self.transport.abort()
+            else:
+                receiving.body.fail(
+                    BodyTooSlow(f"less than {STEP} bytes of the body came within {body_s:g} s")
+                )
+
+    # asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self.transport = cast("asyncio.Transport", transport)
+        self.idle_since = monotonic()
+        self.server.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone: whoever works for it must know at once."""
+        self._lost = True
+        self.server.connections.discard(self)
+        for exchange in (self._receiving, self._current, *self._waiting):
+            if exchange is not None:
+                exchange.body.fail(ClientGone(GONE))
+        self._waiting.clear()
+        if self._can_write is not None and not self._can_write.done():
+            self._can_write.set_exception(ClientGone(GONE))
+            # Nobody may be waiting for it any more.
+            self._can_write.exception()
+        if self.task is not None:
+            self.task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; a request that is none is answered and the connection closed."""
+        if self._closing:
+            return
+        self._received += len(data)
+        self._overhead += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserCallbackError as error:
+            self._refuse_for(error.__context__)
+        except httptools.HttpParserError as error:
+            self._refuse(400, f"not HTTP/1.1: {error}")
+        else:
+            if self._overhead > MAX_HEAD_BYTES:
+                self._refuse(431, f"a head or trailers of more than {MAX_HEAD_BYTES} bytes")
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write."""
+        self._can_write = self.loop.create_future()
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        if self._can_write is not None and not self._can_write.done():
+            self._can_write.set_result(None)
+        self._can_write = None
+
+    async def drained(self) -> None:
+        """Wait while the client is slower than we are.
+
+        Raises:
+            ClientGone: it left meanwhile.
+        """
+        if self._can_write is not None:
+            await self._can_write
+
+    # httptools' side
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._in_head = True
+        self._target = b""
+        self._headers = []
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the target."""
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header line; one that comes after a body is none (RFC 9110 §6.5.1)."""
+        if self._receiving is None:
+            self._headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        """The head is there: the request can be worked on."""
+        if self._resuming:
+            return
+        self._in_head = False
+        self._overhead = 0
+        self._heads += 1
+        version = self._parser.get_http_version()
+        if version not in VERSIONS:
+            raise wrong_version(version)
+        # Of what is not HTTP/1.1 nothing is asked but that it reads until we close.
+        modern = version == "1.1"
+        exchange = Exchange(
+            self,
+            self._parser.get_method().decode("latin-1"),
+            self._target.decode("latin-1"),
+            self._headers,
+            keep_alive=modern and self._parser.should_keep_alive(),
+            chunks=modern,
+            expects=read_head(self._headers, modern=modern),
+        )
+        self._receiving = exchange
+        self._headers = []
+        if self._current is None:
+            self._begin(exchange)
+        else:
+            self._waiting.append(exchange)
+            if len(self._waiting) >= MAX_PIPELINED:
+                self._held = True
+                self.transport.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._overhead = 0
+        if self._receiving is not None:
+            self._receiving.body.put(body)
+
+    def on_message_complete(self) -> None:
+        """The request is there to its end."""
+        if self._receiving is not None and not self._parser.should_upgrade():
+            self._receiving.body.end()
+            self._receiving = None
+            self._overhead = 0
+
+    # requests, one after another
+
+    def _begin(self, exchange: Exchange) -> None:
+        self._current = exchange
+        self.task = self.loop.create_task(self._run(exchange))
+
+    async def _run(self, exchange: Exchange) -> None:
+        try:
+            await self.server.handle(exchange)
+        except Exception:
+            log.exception("handler_failed", method=exchange.method, call=exchange.call)
+        finally:
+            # However it ended: who is still there gets an answer.
+            if self._current is exchange and not self._lost:
+                self._break_off(exchange)
+
+    def _break_off(self, exchange: Exchange) -> None:
+        """Answer for a handler that ended and did not: nobody waits for ever."""
+        if exchange.started:
+            self.transport.abort()
+        else:
+            exchange.keep_alive = False
+            why = "the proxy failed to answer; its log says why"
+            self._give(500, why, exchange.method, exchange.target)
+            self.answered(exchange)
+
+    def answered(self, exchange: Exchange) -> None:
+        """A reply was given to its end: the next request, if it is there already."""
+        if self._current is not exchange:
+            return
+        self._current = None
+        self.task = None
+        self.idle_since = monotonic()
+        if not exchange.keep_alive or (not exchange.body.ended and self._receiving is exchange):
+            # What a client still sends of a body nobody wants would be read as a request.
+            if exchange.body.ended:
+                self.transport.close()
+            else:
+                self._close_gently()
+        elif self._waiting:
+            if self._held and len(self._waiting) <= MAX_PIPELINED:
+                self._held = False
+                self.transport.resume_reading()
+            self._begin(self._waiting.popleft())
+
+    def _refuse_for(self, error: BaseException | None) -> None:
+        """Refuse what a callback did not take, or could not."""
+        if isinstance(error, Refused):
+            self._refuse(error.status, error.why)
+        else:
+            log.error("request_not_read", exc_info=error)
+            self._refuse(500, "the proxy failed to read the request; its log says why")
+
+    def _refuse(self, status: int, why: str) -> None:
+        """Answer what is not HTTP as we speak it; nothing can be made of what follows either.
+
+        Requests before it are answered first.
+        """
+        self._closing = True
+        self._waiting.clear()
+        broken, self._receiving = self._receiving, None
+        if broken is not None:
+            broken.body.fail(ClientGone("the client's request broke off"))
+        current = self._current
+        if current is not None and current is not broken:
+            current.keep_alive = False
+        elif current is not None and current.started:
+            self.transport.abort()
+        else:
+            method = self._parser.get_method().decode("latin-1")
+            self._give(status, why, method, self._target.decode("latin-1"))
+            self._close_gently()
+
+    def _give(self, status: int, why: str, method: str, target: str) -> None:
+        body = self.server.explain(target, status, why)
+        self.send(wire.refusal(status, body, bodyless=method == "HEAD"))
+
+    def _close_gently(self) -> None:
+        """Close once the client has read what it was told.
+
+        While it still sends, closing at once would be a reset, and that takes the reply away
+        from it (RFC 9112 §9.6).
+        """
+        self._closing = True
+        if self._current is not None and self.task is not None:
+            self.task.cancel()
+        self._receiving = self._current = None
+        if not self.transport.is_closing():
+            self.transport.write_eof()
+            self.loop.call_later(LINGER_S, self.transport.close)
+
+    # an upgrade that is offered and not taken (RFC 9110 §7.8: it may be ignored)
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """The parser takes what follows for another protocol: a new one reads the body."""
+        exchange = self._receiving
+        if exchange is None:
+            self._refuse(400, "an offer to upgrade without a request")
+            return
+        framing = [pair for pair in exchange.headers if pair[0].lower() in wire.FRAMING]
+        self._parser = httptools.HttpRequestParser(self)
+        self._resuming = True
+        self._parser.feed_data(wire.head(b"POST / HTTP/1.1", framing))
+        self._resuming = False
+        if rest:
+            self.data_received(rest)

@@ -1,0 +1,58 @@
+"""Which request heads are refused though they parse (pure); RFC 9112 says which."""
+
+import re
+from functools import lru_cache
+from typing import Final
+
+from proxy.http.wire import Headers
+
+VERSIONS: Final = ("1.1", "1.0")
+# uri-host [":" port], RFC 9110 §7.2 and RFC 3986 §3.2.2; it may be empty.
+_HOST: Final = re.compile(rb"(?:\[[0-9A-Za-z:._~%-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(?::[0-9]*)?\Z")
+
+
+class Refused(ValueError):
+    """A request that cannot be answered as what it says it is; the message says why."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+        self.why = why
+
+
+def wrong_version(version: str) -> Refused:
+    """Return how a version is refused: 400 for HTTP/0.9, which has no heads at all, else 505."""
+    status = 400 if version == "0.9" else 505
+    return Refused(status, f"HTTP/{version} is not served here: send the request as HTTP/1.1")
+
+
+def read_head(headers: Headers, *, modern: bool) -> bool:
+    """Return whether the client waits to be told to send its body; `modern`: it is HTTP/1.1.
+
+    Raises:
+        Refused: its host is not said exactly once (RFC 9112 §3.2), or its body is in a coding
+            that cannot be passed on as it is.
+    """
+    expects = False
+    hosts = 0
+    for name, value in headers:
+        size = len(name)
+        if size == 4:
+            if name.lower() == b"host":
+                hosts += 1
+                _check_host(value)
+        elif size == 6:
+            if name.lower() == b"expect":
+                expects = value.lower() == b"100-continue"
+        elif size == 17 and name.lower() == b"transfer-encoding" and value.lower() != b"chunked":
+            raise Refused(400, "a transfer coding that is not chunked cannot be passed on")
+    if hosts != 1 and (modern or hosts):
+        said = "no Host header" if not hosts else "more than one Host header"
+        raise Refused(400, f"the request has {said}: RFC 9112 section 3.2 wants exactly one")
+    return expects
+
+
+@lru_cache(maxsize=64)
+def _check_host(value: bytes) -> None:
+    if _HOST.match(value) is None:
+        raise Refused(400, "the Host header is not a host's name with or without a port")

@@ -1,0 +1,65 @@
+"""How long a client may take, and how that is measured (pure).
+
+No deadline has a timer of its own: a sweep looks at every connection now and then and asks
+whether it got on since. A deadline is late by at most two sweeps, which nobody notices.
+"""
+
+from typing import Final
+
+import msgspec
+
+# What counts as getting on with a body, either way. A limit on the whole would hurt who sends a
+# large file over a poor line; a limit on silence alone lets one byte a minute hold a connection.
+STEP: Final = 16 * 1024
+# An idle connection is closed after so long.
+IDLE_S: Final = 75.0
+SOONEST_S: Final = 0.05
+LATEST_S: Final = 5.0
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """Seconds that a client may take: for a head, and for each `STEP` bytes of a body.
+
+    `write_s` counts only while there is something that the client could take.
+    """
+
+    head_s: float = 60.0
+    body_s: float = 300.0
+    write_s: float = 300.0
+    idle_s: float = IDLE_S
+
+    def at_most(self, seconds: float) -> "Patience":
+        """The same, with no deadline longer than this."""
+        return Patience(
+            head_s=min(self.head_s, seconds),
+            body_s=min(self.body_s, seconds),
+            write_s=min(self.write_s, seconds),
+            idle_s=min(self.idle_s, seconds),
+        )
+
+    @property
+    def sweep_s(self) -> float:
+        """How often connections have to be looked at."""
+        shortest = min(self.head_s, self.body_s, self.write_s, self.idle_s)
+        return min(max(shortest / 10, SOONEST_S), LATEST_S)
+
+
+class Clock:
+    """Measures for how long a count has not grown by a step."""
+
+    __slots__ = ("_count", "_since")
+
+    def __init__(self) -> None:
+        self._count = -1
+        self._since = 0.0
+
+    def reset(self) -> None:
+        """Begin anew with the next look: nothing is being waited for."""
+        self._count = -1
+
+    def waited(self, now: float, count: int, step: int = 1) -> float:
+        """Return how long it took since the count last grew by `step`, as far as was seen."""
+        if self._count < 0 or count - self._count >= step:
+            self._count = count
+            self._since = now
+        return now - self._since

@@ -1,0 +1,1 @@
+"""One statement of feedback under one `Idempotency-Key`, wherever its repeats arrive."""

@@ -1,0 +1,35 @@
+"""Forgets idempotency keys that are a day old, on this machine and in the database."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from proxy.idempotency.key_files import KeyFiles
+from store.away import is_away
+from store.keys import forget_keys
+
+log = structlog.get_logger()
+
+CLEAN_S: Final = 600.0
+
+
+async def clean_keys(spool_dir: Path, connect: Callable[[], AsyncEngine | None]) -> None:
+    """For ever: look for keys to forget every ten minutes."""
+    files = KeyFiles(spool_dir)
+    while True:
+        await asyncio.sleep(CLEAN_S)
+        try:
+            forgotten = await asyncio.to_thread(files.clean)
+            engine = connect()
+            if engine is not None:
+                async with engine.connect() as connection:
+                    forgotten += await forget_keys(connection)
+            log.info("idempotency_keys_forgotten", keys=forgotten)
+        except Exception as error:
+            # Whatever it is, the keys are looked through again: this task must go on.
+            tell = log.warning if is_away(error) else log.exception
+            tell("idempotency_keys_kept", reason=type(error).__name__)

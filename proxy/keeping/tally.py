@@ -1,0 +1,37 @@
+"""Counts what was stored, by what it was."""
+
+from collections.abc import Iterable, Sequence
+from uuid import UUID
+
+import structlog
+
+from proxy.metrics import KEY_CONFLICTS, NOT_TRAINABLE, TOKENS, TOOL_STATUS, labelled
+from store.records import CallRecord, SpoolRecord
+
+log = structlog.get_logger()
+
+
+def count_calls(records: Iterable[SpoolRecord]) -> None:
+    """Count the calls among records that are stored. It never raises: they are stored."""
+    try:
+        for record in records:
+            if isinstance(record, CallRecord):
+                _count_call(record)
+    except Exception:
+        log.exception("calls_not_counted")
+
+
+def count_conflicts(requests: Sequence[UUID]) -> None:
+    """Count feedback that was stored although its idempotency key stands for another body."""
+    KEY_CONFLICTS.inc(len(requests))
+    log.warning("idempotency_key_reused", stored=[str(request) for request in requests[:10]])
+
+
+def _count_call(record: CallRecord) -> None:
+    policy = record.policy or ""
+    labelled(TOKENS, policy, "prompt").inc(len(record.tokens.prompt_ids) // 4)
+    labelled(TOKENS, policy, "sampled").inc(len(record.tokens.sampled_ids) // 4)
+    if record.reason is not None:
+        labelled(NOT_TRAINABLE, record.reason).inc()
+    for event in record.tool_events:
+        labelled(TOOL_STATUS, event.status).inc()

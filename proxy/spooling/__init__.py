@@ -1,0 +1,1 @@
+"""The disk below the spool: who holds which folder, and segments that grow."""

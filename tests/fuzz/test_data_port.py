@@ -1,0 +1,165 @@
+"""Any request to the data port, whatever the model server says to it: one answer, one record."""
+
+import asyncio
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from hypothesis import given
+
+from proxy.feedback import FeedbackDesk
+from proxy.http.server import Connection, Server
+from proxy.idempotency.desk import KeyDesk
+from proxy.idempotency.key_files import KeyFiles
+from proxy.intake.intake import Intake
+from proxy.keeping.transcribe import transcribe
+from proxy.recent import Recent
+from proxy.relay import Relay
+from proxy.upstreams.members import Member, Upstreams
+from proxy.versions import Versions
+from proxy.worker import data_handler
+from store.records import PolicyVersion
+from tests.fuzz import calls
+from tests.fuzz.doubles import NoDatabase, Remembered, SaidReply, SaidServer
+from tests.fuzz.loops import run
+from tests.fuzz.profile import fuzzing
+from tests.fuzz.tape import Tape, made_of
+from tests.fuzz.test_feedback import one_statement
+from tests.fuzz.texts import anything, cut
+from tests.unit.http_wires import Wire, settle
+
+CALLS = (
+    *(b"/v1/chat/completions", b"/v1/completions", b"/v1/messages", b"/v1/responses"),
+    *(b"/episode/e7/agent/a/v1/chat/completions", b"/task/%00/episode/%ff/v1/messages"),
+)
+HEADERS = (
+    *(b"x-pawl-episode: e1", b"x-pawl-episode: \xff\xfe", b"x-pawl-tool-status: ok;id=1"),
+    *(b"baggage: pawl.episode=%00", b"traceparent: 00-x", b"Idempotency-Key: k", b"Accept: \xff"),
+    *(b"x-stainless-retry-count: 2", b"session_id: \xed\xa0\x80", b"x-pawl-task: a\tb"),
+)
+KINDS = (b"application/json", b"text/event-stream", b"text/event-stream; charset=utf-8", b"\xff")
+STATUSES = (200, 200, 200, 400, 422, 429, 204, 304, 503)
+NOBODY = UUID(int=0)
+MOST = 2**20
+PATIENCE_S = 10.0
+
+
+class Told(NamedTuple):
+    """A request, and what the model server says to it (nothing: it breaks off)."""
+
+    path: bytes
+    request: bytes
+    body: bytes
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    pieces: list[bytes] | None
+    torn: bool
+    gives_ids: bool
+
+
+def _told(tape: Tape) -> Told:
+    path = b"/feedback" if tape.rarely() else tape.pick(CALLS)
+    body = one_statement(tape) if path == b"/feedback" else calls.requests(tape)
+    if tape.rarely():
+        body = anything(tape)
+    lines = [b"POST %b HTTP/1.1" % path, b"Host: a", b"Content-Length: %d" % len(body)]
+    lines += [tape.pick(HEADERS) for _ in range(tape.below(3))]
+    kind = tape.pick(KINDS)
+    reply = calls.streams(tape) if kind.startswith(b"text/event") else calls.wholes(tape)
+    return Told(
+        path=path,
+        request=b"\r\n".join([*lines, b"", b""]) + body,
+        body=body,
+        status=tape.pick(STATUSES),
+        headers=[(b"Content-Type", kind), *([(b"X-Odd", b"\xff")] if tape.rarely() else [])],
+        pieces=None if tape.rarely() else cut(tape, reply),
+        torn=tape.rarely(),
+        gives_ids=bool(tape.below(2)),
+    )
+
+
+@fuzzing(400)
+@given(made_of(_told))
+def test_any_request_gets_one_answer_and_any_call_one_record(told: Told) -> None:
+    run(lambda: _asked(told))
+
+
+async def _asked(told: Told) -> None:
+    # Small enough that it is asked for more than there is.
+    intake = Intake(budget=MOST, max_body=MOST, max_feedback=MOST)
+    try:
+        with TemporaryDirectory() as folder:
+            await _asked_with(told, intake, Path(folder))
+    finally:
+        intake.close()
+
+
+async def _asked_with(told: Told, intake: Intake, folder: Path) -> None:
+    kept = Remembered()
+    connection, wire = _served(told, kept, intake, folder)
+    connection.data_received(told.request)
+    await settle()
+    if connection.task is not None:
+        await asyncio.wait({connection.task}, timeout=PATIENCE_S)
+    await settle()
+    assert connection.task is None or connection.task.done(), "nobody is answered"
+    # One head, unless the upstream broke off: then it may be none.
+    assert wire.sent.count(b"HTTP/1.1 ") == 1 or (told.torn and wire.is_closing())
+    # Nothing here fails by itself: an exception that is answered is one all the same.
+    assert not wire.sent.startswith(b"HTTP/1.1 500 ")
+    if told.path == b"/feedback":
+        assert len(kept.frames) == wire.sent.startswith(b"HTTP/1.1 20")
+    else:
+        _check(kept.frames, told, wire)
+
+
+def _check(frames: list[Any], told: Told, wire: Wire) -> None:
+    """Look at the call's record; one that the proxy itself refuses (4xx) may have none."""
+    if not frames:
+        assert b"x-pawl-fault: client" in wire.sent.lower()
+        return
+    [frame] = frames
+    assert frame.request == told.body
+    assert transcribe(frame).episode
+
+
+def _served(told: Told, kept: Remembered, intake: Intake, folder: Path) -> tuple[Connection, Wire]:
+    """A client's connection to a worker's whole data port."""
+    server = SaidServer(lambda: _reply(told), gives=told.gives_ids)
+    versions, recent, away = Versions(), Recent(), NoDatabase()
+    versions.replace([PolicyVersion(**vars_of("m", 0)), PolicyVersion(**vars_of("m@1", 1))])
+    relay = Relay(
+        Upstreams([Member("one", (), True, server)]),
+        versions,
+        kept,  # type: ignore[arg-type]
+        away,  # type: ignore[arg-type]
+        intake=intake,
+        max_reply=MOST,
+        default_temperature=1.0,
+    )
+    keys = KeyDesk(KeyFiles(folder), recent, away)  # type: ignore[arg-type]
+    desk = FeedbackDesk(kept, recent, away, intake, keys)  # type: ignore[arg-type]
+    handler = data_handler(relay, desk, may_delete_models=False)
+    connection, wire = Connection(Server(handler)), Wire()
+    wire.protocol = connection
+    connection.connection_made(wire)
+    return connection, wire
+
+
+def vars_of(served_name: str, version: int) -> dict[str, Any]:
+    """A version of the policy `m`; the newest serves."""
+    return {
+        "name": "m",
+        "version": version,
+        "state": "serving" if version else "retired",
+        "served_name": served_name,
+        "adapter_path": None,
+        "update_id": None,
+    }
+
+
+def _reply(told: Told) -> SaidReply | None:
+    if told.pieces is None:
+        return None
+    return SaidReply(told.status, told.headers, told.pieces, torn=told.torn)

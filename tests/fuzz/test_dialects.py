@@ -1,0 +1,127 @@
+"""Any request and any reply through each dialect: no exception, and nothing altered unasked."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.dialects.base import ModelRequest, Transcript, read_request
+from proxy.dialects.table import DIALECTS
+from proxy.keeping.transcribe import transcribe
+from tests.fuzz import calls
+from tests.fuzz.profile import fuzzing
+from tests.fuzz.tape import Tape, made, made_of
+from tests.fuzz.texts import anything, cut
+from tests.records import captured
+
+names = st.sampled_from(calls.DIALECTS)
+served = st.sampled_from((None, "m", "m@1"))
+requests = made(calls.requests) | made(anything) | st.binary(max_size=20)
+ENDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"http_status": 400},
+    {"status": "truncated"},
+    {"status": "upstream_error", "http_status": None},
+)
+
+
+def test_every_dialect_is_tried() -> None:
+    assert set(calls.DIALECTS) == set(DIALECTS)
+
+
+@fuzzing(500)
+@given(names, requests, served, st.booleans())
+def test_any_request_can_be_rewritten(
+    name: str, body: bytes, served_name: str | None, want_ids: bool
+) -> None:
+    request = read_request(body)
+    asked = DIALECTS[name].rewrite(request, served_name, want_ids=want_ids)
+    if not asked.injected and served_name in (None, request.model):
+        assert asked.body == body
+
+
+@fuzzing(500)
+@given(names, requests, made(calls.wholes), served, st.booleans())
+def test_any_whole_reply_can_be_followed(
+    name: str, body: bytes, reply: bytes, served_name: str | None, want_ids: bool
+) -> None:
+    dialect = DIALECTS[name]
+    asked = dialect.rewrite(read_request(body), served_name, want_ids=want_ids)
+    for reading in (False, True):
+        transcript = dialect.whole(asked, served_name, reading=reading)
+        _follow(transcript, [reply], _unchanged(asked, served_name, reply), reading=reading)
+
+
+def _pieces(tape: Tape) -> tuple[bytes, list[bytes]]:
+    stream = calls.streams(tape)
+    return stream, cut(tape, stream)
+
+
+@fuzzing(500)
+@given(names, requests, made_of(_pieces), served, st.booleans())
+def test_any_stream_can_be_followed(
+    name: str,
+    body: bytes,
+    stream: tuple[bytes, list[bytes]],
+    served_name: str | None,
+    want_ids: bool,
+) -> None:
+    dialect = DIALECTS[name]
+    asked = dialect.rewrite(read_request(body), served_name, want_ids=want_ids)
+    reply, chunks = stream
+    for reading in (False, True):
+        transcript = dialect.streamed(asked, served_name, reading=reading)
+        _follow(transcript, chunks, _unchanged(asked, served_name, reply), reading=reading)
+
+
+def _follow(
+    transcript: Transcript, chunks: list[bytes], expected: bytes | None, *, reading: bool
+) -> None:
+    """Follow it to its end, and look at it before that too: it may break off anywhere."""
+    passed = b"".join([transcript.feed(chunk) for chunk in chunks])
+    transcript.gist()
+    passed += transcript.finish()
+    transcript.gist()
+    assert transcript.ended in (True, False)
+    assert expected is None or passed == expected
+    if reading:
+        transcript.facts()
+
+
+def _unchanged(asked: ModelRequest, served_name: str | None, reply: bytes) -> bytes | None:
+    """The reply, where nothing was put into the request that must be taken out of it again."""
+    renamed = served_name is not None and asked.model not in (None, served_name)
+    return None if asked.injected or asked.path is not None or renamed else reply
+
+
+@fuzzing(500)
+@given(names, requests, made(calls.wholes), st.booleans(), st.sampled_from(ENDS))
+def test_any_whole_reply_is_read_again(
+    name: str, body: bytes, reply: bytes, wanted_ids: bool, end: dict[str, Any]
+) -> None:
+    _read_again(name, body, reply, wanted_ids, end, streamed=False)
+
+
+@fuzzing(500)
+@given(names, requests, made(calls.streams), st.booleans(), st.sampled_from(ENDS))
+def test_any_stream_is_read_again(
+    name: str, body: bytes, reply: bytes, wanted_ids: bool, end: dict[str, Any]
+) -> None:
+    _read_again(name, body, reply, wanted_ids, end, streamed=True)
+
+
+def _read_again(
+    name: str, body: bytes, reply: bytes, wanted_ids: bool, end: dict[str, Any], *, streamed: bool
+) -> None:
+    """Read a call as the keeper does: facts, ids, results of tools, sampling settings."""
+    seen = captured(
+        dialect=name,
+        request=body,
+        reply=reply,
+        streamed=streamed,
+        wanted_ids=wanted_ids,
+        served_model="m@1",
+        **end,
+    )
+    record = transcribe(seen)
+    assert (record.request or record.request_raw or b"") == body

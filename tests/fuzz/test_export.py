@@ -1,0 +1,87 @@
+"""Any calls and statements, stored and exported: each line is one JSON document of one episode."""
+
+import asyncio
+import json
+from io import BytesIO
+from typing import Any
+
+from hypothesis import given
+from sqlalchemy import text
+
+from pawl.export import Selection, export
+from proxy.keeping.transcribe import transcribe
+from store.engine import make_engine
+from store.errors import Damaged, Refused
+from store.ids import new_id
+from store.ingest import Ingester
+from store.records import SpoolRecord
+from tests.fuzz import calls
+from tests.fuzz.profile import fuzzing
+from tests.fuzz.tape import Tape, made_of
+from tests.fuzz.texts import BLANKS, anything
+from tests.records import captured, reward
+
+FORGED = b'\n{"episode":"forged","state":"scored","feedback":[{"metric":"reward","value":1}]}\n'
+
+
+def _call(tape: Tape) -> dict[str, Any]:
+    streamed = bool(tape.below(2))
+    body = calls.requests(tape) if tape.below(4) else anything(tape)
+    if tape.rarely():
+        # Blanks between two fields are JSON; a line that looks like one of ours is none.
+        body = body.replace(b",", b"," + tape.pick((*BLANKS, FORGED)), 1)
+    return {
+        "dialect": tape.pick(calls.DIALECTS),
+        "streamed": streamed,
+        "request": body,
+        "reply": calls.streams(tape) if streamed else calls.wholes(tape),
+        "wanted_ids": bool(tape.below(2)),
+        "served_model": "m@1",
+    }
+
+
+@fuzzing(40, slow=True)
+@given(made_of(lambda tape: [_call(tape) for _ in range(1 + tape.below(4))]))
+def test_any_recorded_call_is_exported_as_one_line(
+    database_url: str, told: list[dict[str, Any]]
+) -> None:
+    agent = str(new_id())
+    keys = [str(new_id()) for _ in told]
+    records = [
+        transcribe(captured(key, agent=agent, **call)) for key, call in zip(keys, told, strict=True)
+    ]
+    exported, stored, damaged = asyncio.run(_exported(database_url, agent, records))
+    lines = exported.split(b"\n")
+    assert lines.pop() == b""
+    found = [json.loads(line) for line in lines]
+    # What the database refuses is a dead letter of its own; what cannot be read back is named.
+    assert {line["episode"] for line in found} | damaged == stored
+    assert len(found) + len(damaged) == len(stored)
+    for line in found:
+        assert line["state"] == "scored"
+        assert len(line["calls"]) == 1
+
+
+async def _exported(url: str, agent: str, records: list[Any]) -> tuple[bytes, set[str], set[str]]:
+    """Store them, each by itself; returns the export, the episodes stored, and those damaged."""
+    engine, ingester, out = make_engine(url), Ingester(), BytesIO()
+    stored: set[str] = set()
+    try:
+        for record in records:
+            batch: list[SpoolRecord] = [record, reward(0.5, episode=record.episode)]
+            try:
+                await ingester.store(engine, batch)
+            except Refused:
+                continue
+            stored.add(record.episode)
+        async with engine.connect() as connection:
+            rows = await connection.execute(text("SELECT id, key FROM episodes"))
+            key_of = {row.id: row.key for row in rows}
+        damaged: set[str] = set()
+        try:
+            await export(engine, Selection(agent=agent), out)
+        except Damaged as error:
+            damaged = {key_of[one] for one in error.episodes}
+    finally:
+        await engine.dispose()
+    return out.getvalue(), stored, damaged

@@ -1,0 +1,96 @@
+"""Any header through all that reads headers: names and events, or nothing and a warning."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.dialects.base import Gist, read_request
+from proxy.errors import NotAllowed
+from proxy.http.wire import for_client, for_upstream, lowered
+from proxy.identity.baggage import parse_baggage, trace_id
+from proxy.identity.identify import identify
+from proxy.identity.names import SESSION_HEADERS
+from proxy.identity.signs import offers_of
+from proxy.identity.stitch import Stitches
+from proxy.routes import Route, find_route
+from proxy.tool_status import HEADER, ToolStatusError, parse_tool_status
+from tests.fuzz import calls
+from tests.fuzz.profile import fuzzing
+from tests.fuzz.tape import Tape, made, made_of
+from tests.fuzz.texts import anything, damaged, one_of
+
+KNOWN = (
+    *(b"x-pawl-episode", b"x-pawl-agent", b"x-pawl-task", HEADER.encode(), b"baggage"),
+    *(b"traceparent", b"x-stainless-retry-count", b"connection", b"x-claude-code-agent-id"),
+    *(name.encode() for name, _ in SESSION_HEADERS),
+)
+_value = damaged(
+    one_of(
+        b"run-7",
+        b'ok;id="call_1", error;id="call_2";detail="exit 2";ms=1.5',
+        b"pawl.episode=e1,session.id=s%20%ff;p=1,pawl.task=%00",
+        b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        b"close, x-y",
+        b"1",
+        *('ok;id="é"'.encode(), b"", b"a" * 300, b"," * 9_000, b"\xed\xa0\x80", b"9" * 5_000),
+        *(b"ok;id=:" + b"A" * 99, b"ok;id=%" + b'"', b"(" * 2_000, b"ok;ms=" + b"9" * 20),
+    )
+)
+values = made(_value) | st.binary(max_size=20)
+
+
+def _pair(tape: Tape) -> tuple[bytes, bytes]:
+    return (tape.bytes(5) if tape.rarely() else tape.pick(KNOWN)), _value(tape)
+
+
+headers = made_of(lambda tape: [_pair(tape) for _ in range(tape.below(5))])
+paths = st.sampled_from(
+    (
+        *("/v1/chat/completions", "/task/t/episode/e/agent/a/v1/messages", "/v1/responses"),
+        *("/episode/%00%ff/v1/completions", "/feedback", "/task//v1/chat/completions"),
+    )
+) | st.text(max_size=12)
+
+
+def _route(path: str) -> Route:
+    try:
+        return find_route("POST", path)
+    except NotAllowed:
+        return find_route("POST", "/v1/chat/completions")
+
+
+@fuzzing(500)
+@given(headers, paths, made(calls.requests) | made(anything), st.text(max_size=4))
+def test_any_headers_name_somebody_or_nobody(
+    pairs: list[tuple[bytes, bytes]], path: str, body: bytes, said: str
+) -> None:
+    lower, route = lowered(pairs), _route(path)
+    fields = read_request(body).fields
+    stitches = Stitches()
+    found = identify(lower, route, fields, body, "own", stitches)
+    # The ledger keeps them as UTF-8 without NUL.
+    for name in (found.episode, found.agent, found.task or "-"):
+        assert name.isprintable()
+        assert name.encode()
+    gist = Gist(response_id="r", text=said)
+    offers = offers_of(route.dialect or "", fields, gist, found.conversation)
+    stitches.offer(offers, found.episode, found.follows)
+    assert identify(lower, route, fields, body, "next", stitches).episode
+    for_upstream(pairs, plain=True)
+    for_client(pairs)
+
+
+@fuzzing(1_000)
+@given(values)
+def test_any_value_of_a_structured_header_is_read_or_refused(value: bytes) -> None:
+    text = value.decode("utf-8", "surrogateescape")
+    parse_baggage(text)
+    trace_id(text)
+    try:
+        events = parse_tool_status(text)
+    except ToolStatusError as refusal:
+        # It goes to the client as a warning.
+        str(refusal).encode(errors="replace")
+        return
+    for event in events:
+        for told in (event.tool_id, event.name, event.detail):
+            assert b"\0" not in (told or "").encode()

@@ -1,0 +1,117 @@
+"""The budget of bytes in flight: whatever is asked and given back, the sum is right."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.errors import BadRequest, Overloaded, TooLarge
+from proxy.intake.budget import SMALL, Budget, Claim
+from proxy.intake.shape import (
+    COPIES,
+    LONG_BYTES,
+    MAX_CONTAINERS,
+    MAX_VALUES,
+    check_shape,
+    cost_of,
+    takes_long,
+)
+from store.json_limits import MAX_DEPTH
+
+LIMIT = 10 * SMALL
+SIZES = st.integers(0, SMALL // 2) | st.integers(SMALL - 2, SMALL + 2) | st.integers(0, 2 * LIMIT)
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.sampled_from(["ask", "add", "new", "end"]), st.integers(0, 5), SIZES)))
+def test_what_is_used_is_what_is_held(steps: list[tuple[str, int, int]]) -> None:
+    budget = Budget(LIMIT)
+    claims: list[Claim] = []
+    for what, which, size in steps:
+        if what == "new" or not claims:
+            claims.append(budget.claim())
+        claim = claims[which % len(claims)]
+        if what == "ask":
+            held = claim.held
+            try:
+                claim.ask(size)
+            except Overloaded:
+                assert claim.held == held
+                # Nobody alone is refused, and nobody while there is room.
+                assert budget.used - held + size > LIMIT
+                assert sum(other.held for other in claims) > held
+            else:
+                assert claim.held == max(held, size)
+        elif what == "add":
+            claim.add(size)
+        elif what == "end":
+            claim.release()
+            claim.release()
+            claims.remove(claim)
+        assert budget.used == sum(other.held for other in claims) >= 0
+        assert budget._small == sum(other.held for other in claims if other.held <= SMALL)
+        assert budget._large_claims == sum(other.held > SMALL for other in claims)
+    for claim in claims:
+        claim.release()
+    assert (budget.used, budget._small, budget._large_claims) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("limit", [1, 2**20, 16 * 2**20, LIMIT])
+@given(size=st.integers(0, 2**40))
+def test_whatever_the_budget_one_request_alone_is_let_in(limit: int, size: int) -> None:
+    with Budget(limit).claim() as alone:
+        alone.ask(size)
+        assert alone.held == size
+
+
+def test_one_large_request_is_let_in_and_small_ones_beside_it() -> None:
+    budget = Budget(LIMIT)
+    with budget.claim() as large, budget.claim() as other, budget.claim() as small:
+        large.ask(3 * LIMIT)
+        with pytest.raises(Overloaded, match="PAWL_IN_FLIGHT_MB"):
+            other.ask(SMALL + 1)
+        small.ask(SMALL)
+        other.ask(SMALL)
+        with budget.claim() as last, pytest.raises(Overloaded):
+            last.ask(SMALL)
+    assert budget.used == 0
+
+
+def test_a_block_that_fails_gives_back_what_it_held() -> None:
+    budget = Budget(LIMIT)
+
+    def fail() -> None:
+        with budget.claim() as claim:
+            claim.ask(7)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert budget.used == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "refusal"),
+    [
+        (b"[" + b"{}," * (MAX_CONTAINERS - 2) + b"0]", None),
+        (b"[" + b"{}," * MAX_CONTAINERS + b"0]", TooLarge),
+        (b"[" + b"1," * (MAX_VALUES - 2) + b"1]", None),
+        (b"[" + b"1," * MAX_VALUES + b"1]", TooLarge),
+        (b'["' + b"[,{" * MAX_VALUES + b'"]', None),
+        (b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, None),
+        (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), BadRequest),
+        (b"not JSON [[[", None),
+    ],
+)
+def test_what_may_be_parsed(body: bytes, refusal: Any) -> None:
+    if refusal is None:
+        assert cost_of(body, check_shape(body)) >= COPIES * len(body)
+    else:
+        with pytest.raises(refusal):
+            check_shape(body)
+
+
+def test_only_what_is_long_is_read_beside_the_loop() -> None:
+    for body, long in ((b"[]", False), (b"[" + b"{}," * 4000, True), (b" " * LONG_BYTES, False)):
+        assert takes_long(body, check_shape(body)) is long

@@ -1,0 +1,196 @@
+"""The supervisor's processes: started again with growing pauses, replaced once a new one is up."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import pawl.serving.process as kept
+from pawl.serving.process import Child, NotReplaced
+from proxy.counting.board import Board, ProcessState, readiness
+from proxy.errors import DoesNotStart
+
+# Says that it is up unless the file `broken` is there; then it ends with status 3.
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+folder, ready = Path(sys.argv[1]), int(sys.argv[3])
+if (folder / "broken").exists():
+    sys.exit(3)
+os.write(ready, b"up")
+os.close(ready)
+time.sleep(60)
+"""
+
+
+class Kept:
+    """A child, its states as they came, and what the supervisor would be told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seen: list[ProcessState] = []
+        self._news = asyncio.Event()
+        self.gave_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        command = [sys.executable, "-S", "-c", SCRIPT, str(folder)]
+        self.child = Child("worker 0", command, (), self._changed, self.gave_up, stop_s=10.0)
+
+    def _changed(self) -> None:
+        self.seen.append(self.child.state)
+        self._news.set()
+
+    def broken(self, is_so: bool) -> None:
+        file = self.folder / "broken"
+        file.touch() if is_so else file.unlink()
+
+    def pid(self) -> int:
+        present = self.child._present
+        assert present is not None
+        return present.process.pid
+
+    def end(self) -> None:
+        os.kill(self.pid(), signal.SIGTERM)
+
+    async def until(self, check: Callable[[ProcessState], bool]) -> None:
+        async with asyncio.timeout(30):
+            while not check(self.child.state):
+                self._news.clear()
+                await self._news.wait()
+
+    async def up(self, restarts: int) -> None:
+        await self.until(lambda s: s.state == "up" and s.restarts == restarts)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(kept, "LONGEST_PAUSE_S", 0.2)
+
+
+async def test_who_was_up_once_is_started_again_for_ever_with_growing_pauses(
+    tmp_path: Path,
+) -> None:
+    one = Kept(tmp_path)
+    await one.child.start()
+    await one.up(0)
+    one.broken(True)
+    one.end()
+    await one.until(lambda s: s.restarts == 12)
+    assert not one.gave_up.done()
+    assert one.child.state.last_exit == 3
+    # It is known how long each pause was: from "restarting" to the next "starting".
+    pairs = zip(one.seen, one.seen[1:], strict=False)
+    pauses = [b.since - a.since for a, b in pairs if (a.state, b.state)[0] == "restarting"]
+    assert pauses[0] < 0.15
+    assert min(pauses[5:]) >= 0.19
+    one.broken(False)
+    await one.until(lambda s: s.state == "up")
+    await one.child.stop()
+    assert one.child.state.state == "stopping"
+
+
+async def test_a_healthy_life_makes_the_pauses_short_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "HEALTHY_S", 0.0)
+    monkeypatch.setattr(kept, "LONGEST_PAUSE_S", 60.0)
+    one = Kept(tmp_path)
+    await one.child.start()
+    for restarts in range(10):
+        await one.up(restarts)
+        one.end()
+    await one.up(10)
+    await one.child.stop()
+
+
+async def test_one_that_never_comes_up_is_told_at_the_first_start(tmp_path: Path) -> None:
+    one = Kept(tmp_path)
+    one.broken(True)
+    await one.child.start()
+    with pytest.raises(DoesNotStart, match="worker 0 ends as soon as it is started"):
+        await asyncio.wait_for(one.gave_up, 30)
+    await one.child.stop()
+
+
+async def test_a_new_one_that_does_not_come_up_leaves_the_old_one_serving(tmp_path: Path) -> None:
+    one = Kept(tmp_path)
+    await one.child.start()
+    await one.up(0)
+    old = one.pid()
+    one.broken(True)
+    with pytest.raises(NotReplaced, match=r"did not come up \(status 3\)"):
+        await one.child.replace()
+    assert one.pid() == old
+    assert one.child.state.state == "up"
+    one.broken(False)
+    await one.child.replace()
+    assert one.pid() != old
+    assert one.child.state == ProcessState("worker 0", "up", one.child.state.since, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(old, 0)
+    await one.child.stop()
+
+
+async def test_an_old_one_that_ends_while_it_is_replaced_in_vain_is_started_again(
+    tmp_path: Path,
+) -> None:
+    one = Kept(tmp_path)
+    await one.child.start()
+    await one.up(0)
+    one.broken(True)
+    replacing = asyncio.create_task(one.child.replace())
+    os.kill(one.pid(), signal.SIGKILL)
+    with pytest.raises(NotReplaced):
+        await replacing
+    one.broken(False)
+    await one.until(lambda s: s.state == "up" and s.restarts > 0)
+    await one.child.stop()
+
+
+async def test_a_machine_that_starts_no_process_now_is_asked_again(tmp_path: Path) -> None:
+    one = Kept(tmp_path)
+    await one.child.start()
+    await one.up(0)
+    good = one.child._command
+    one.child._command = [str(tmp_path / "nothing")]
+    one.end()
+    await one.until(lambda s: s.restarts == 1)
+    await asyncio.sleep(0.3)
+    one.child._command = good
+    await one.up(1)
+    await one.child.stop()
+
+
+async def test_stop_ends_a_pause_at_once(tmp_path: Path) -> None:
+    one = Kept(tmp_path)
+    await one.child.start()
+    await one.up(0)
+    one.child._pause_s = 60.0
+    one.end()
+    await one.until(lambda s: s.state == "restarting")
+    async with asyncio.timeout(5):
+        await one.child.stop()
+
+
+def test_the_board_tells_the_latest_state() -> None:
+    board = Board.new()
+    assert board.read() == []
+    up = ProcessState("worker 0", "up", 1.0, 0)
+    down = ProcessState("worker 1", "restarting", 1.0, 7, -7)
+    board.write([down, down, down])
+    board.write([up, down])
+    assert board.read() == [up, down]
+    ready, told = readiness(board.read())
+    assert ready
+    assert told[1] == {
+        "name": "worker 1",
+        "state": "restarting",
+        "since": "1970-01-01T00:00:01Z",
+        "restarts": 7,
+        "last_exit": -7,
+    }
+    assert not readiness([down])[0]
+    assert readiness(None) == (True, [])

@@ -1,0 +1,90 @@
+"""One line of the log stays small, whatever a client says in it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pawl.logs import SureFile, shortened
+
+# Logs what a client said, as a worker (gathered) and as the other processes do.
+SCRIPT = """
+import sys, structlog
+from pawl.logs import configure_logging
+configure_logging(gather=sys.argv[1] == "gather")
+log = structlog.get_logger()
+long = "é\\n\\"" * 700_000
+log.info("call", model=long, agent=long, episode="e-1", bytes=7, served=None, first_chunk_ms=1.5)
+log.warning("models_unknown", reason={"model": long, "tried": [long] * 300}, call="c-1")
+try:
+    raise ValueError(long + "the end")
+except ValueError:
+    log.exception("request_failed", method=long)
+"""
+
+
+@pytest.mark.parametrize("how", ["gather", "plain"])
+def test_what_a_client_says_is_cut_in_every_line(how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, how], capture_output=True, check=True, timeout=60
+    )
+    lines = done.stderr.splitlines()
+    assert len(lines) == 3
+    assert max(map(len, lines[::2])) < 30_000
+    assert len(lines[1]) < 100_000
+    call, unknown, failed = map(json.loads, lines)
+    assert call["event"] == "call"
+    assert 250 < len(call["model"]) < 300
+    assert "2100000" not in call["model"]
+    assert "2099744 characters" in call["model"]
+    assert (call["episode"], call["bytes"], call["served"]) == ("e-1", 7, None)
+    assert call["first_chunk_ms"] == 1.5
+    assert len(unknown["reason"]["tried"]) == 100
+    assert failed["exception"].startswith("Traceback")
+    assert failed["exception"].endswith("the end")
+
+
+def test_a_name_of_a_field_is_cut_too_and_depth_has_an_end() -> None:
+    nested: object = "x"
+    for _ in range(3000):
+        nested = [nested]
+    found = shortened({"k" * 5000: "v", "nested": [[[["deep"] * 9000]]], "ok": True})
+    assert max(map(len, found)) < 300
+    assert len(str(found["nested"])) < 1000
+    assert found["ok"] is True
+
+
+@pytest.mark.parametrize("how", ["gather", "plain"])
+def test_a_log_on_a_full_disk_ends_nobody(how: str) -> None:
+    script = SCRIPT + "\nprint('still here')\n"
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script, how],
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=full,
+            timeout=60,
+        )
+    assert (done.returncode, done.stdout) == (0, b"still here\n")
+
+
+def test_what_was_lost_is_told_once_there_is_room_again() -> None:
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    file = SureFile(writing)
+    line = b"x" * 1023 + b"\n"
+    for _ in range(100):
+        file.write(line)
+    held = os.read(reading, 2**20)
+    file.write(b"after\n")
+    file.write(b"and on\n")
+    told = os.read(reading, 2**20)
+    os.close(reading)
+    os.close(writing)
+    assert held == line * 64
+    lost, *rest = told.splitlines()
+    assert json.loads(lost) == {"event": "log_lines_lost", "lines": 36, "level": "error"}
+    assert rest == [b"after", b"and on"]

@@ -1,0 +1,292 @@
+"""Replies that no parser reads, or that stand on several lines: what was added still goes out."""
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise, product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.dialects.base import Dialect, ModelRequest, read_request
+from proxy.dialects.choices import CHAT, COMPLETIONS
+from proxy.dialects.messages import MESSAGES
+from proxy.dialects.responses import RESPONSES
+
+ID = b"987654321"
+ASKED = {
+    "chat": b'{"model":"agent","messages":[{"role":"user","content":"q"}],"stream":true}',
+    "completions": b'{"model":"agent","prompt":"q","stream":true}',
+    "responses": b'{"model":"agent","input":"q","stream":true}',
+    "messages": b'{"model":"agent","max_tokens":9,"messages":[{"role":"user","content":"q"}]}',
+}
+
+
+def rewritten(dialect: Dialect, **fields: Any) -> ModelRequest:
+    body = json.dumps(json.loads(ASKED[dialect.name]) | fields).encode()
+    return dialect.rewrite(read_request(body), "agent@3", want_ids=True)
+
+
+def whole(dialect: Dialect, body: bytes, **fields: Any) -> bytes:
+    """What leaves; the keeper's reading of it is the same, and none that can be trained on."""
+    request = rewritten(dialect, **fields)
+    replies = [dialect.whole(request, "agent@3", reading=reading) for reading in (False, True)]
+    for reply in replies:
+        reply.feed(body)
+    seen, read = (reply.finish() for reply in replies)
+    assert seen == read
+    replies[1].facts()
+    return seen
+
+
+def streamed(dialect: Dialect, pieces: list[bytes], **fields: Any) -> bytes:
+    request = rewritten(dialect, **fields)
+    replies = [dialect.streamed(request, "agent@3", reading=reading) for reading in (False, True)]
+    seen, read = (b"".join([*map(r.feed, pieces), r.finish()]) for r in replies)
+    assert seen == read
+    replies[1].facts()
+    return seen
+
+
+TAKEN = b'"logprobs":{"content":[{"token":"]}","logprob":-0.5}]},"token_ids":[%b]' % ID
+LEFT = b'"logprobs":null,"token_ids":null'
+# Each has a place (X) for what was added; all else stays as it is.
+ODD = {
+    "half an emoji": b'{"choices":[{"index":0,"message":{"content":"\\ud83d"},X}]}',
+    "a huge number": b'{"choices":[{"index":0,"message":{"content":"a"},"n":1E400,X}],"x":-1E400}',
+    "no number": b'{"choices":[{"index":0,"x":NaN,X,"y":[-Infinity]}]}',
+    "no text": b'{"choices":[{"index":0,"message":{"content":"\xff\xfe"},X}]}',
+    "a control character": b'{"choices":[{"index":0,"message":{"content":"\x01"},X}]}',
+    "a mark before it": b'\xef\xbb\xbf{"choices":[{"index":0,X}]}',
+    "more after it": b'{"choices":[{"index":0,X}]} and more',
+    "an unknown escape": b'{"choices":[{"index":0,"message":{"content":"\\x"},X}]}',
+    "an odd choice": b'{"choices":[7,{"index":0,X}]}',
+    "a choice too many brackets deep": b'{"choices":[[{"index":0,X}]]}',
+    "choices by name": b'{"choices":{"0":{X}}}',
+    "cut off": b'{"choices":[{"index":0,X,"message":{"content":"abc',
+    "cut off at an escape": b'{"choices":[{"index":0,X,"message":{"content":"abc\\',
+    "a bracket too many": b'{"choices":[{"index":0,X}]}}',
+    "a list": b'[{"choices":[{"index":0,X}]}]',
+    "names in texts": b'{"choices":[{"message":{"content":"\\"token_ids\\":[1]"},"y":NaN,X}]}',
+}
+
+
+@pytest.mark.parametrize("dialect", [CHAT, COMPLETIONS], ids=["chat", "completions"])
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_reply_loses_what_was_added_and_nothing_else(name: str, dialect: Dialect) -> None:
+    body, wanted = ODD[name].replace(b"X", TAKEN), ODD[name].replace(b"X", LEFT)
+    assert whole(dialect, body) == wanted
+    event = b"data: %b\n\n"
+    assert streamed(dialect, [event % body]) == event % wanted
+    # Who asks for it has it.
+    asked = {"logprobs": True if dialect is CHAT else 1, "return_token_ids": True}
+    body = ODD[name].replace(b"X", TAKEN)
+    assert whole(dialect, body, **asked) == body
+    assert streamed(dialect, [event % body], **asked) == event % body
+
+
+def test_what_is_not_of_their_kind_is_not_ours() -> None:
+    body = b'{"choices":[{"token_ids":7,"logprobs":[1]}],"prompt_token_ids":"x","y":NaN}'
+    assert whole(CHAT, body) == body
+    read = body.replace(b"NaN", b"1")
+    assert whole(CHAT, read) == read
+
+
+def test_the_versions_name_does_not_show_in_an_odd_reply() -> None:
+    body = b'{"model": "agent@3", "x": NaN, "y": {"model": "agent@3"}}'
+    wanted = body.replace(b"agent@3", b"agent")
+    assert whole(CHAT, body) == wanted
+    assert whole(RESPONSES, body) == wanted
+    other = body.replace(b"agent@3", b"agent@31")
+    assert whole(CHAT, other) == other
+    plain = MESSAGES.rewrite(read_request(ASKED["messages"]), "agent@3", want_ids=False)
+    reply = MESSAGES.whole(plain, "agent@3")
+    reply.feed(body)
+    assert reply.finish() == wanted
+
+
+RESPONSE = (
+    b'{"id":"r","model":"agent@3","top_logprobs":0,"output":[{"type":"message","content":[{"type":'
+    b'"output_text","text":"\\ud83d","logprobs":[{"token":"a","logprob":-1,"top_logprobs":[]}]}]}],'
+    b'"input_messages":[{"type":"raw_message_tokens","tokens":[%b]}],"output_messages":[[%b]]}'
+) % (ID, ID)
+
+
+def test_an_odd_response_loses_what_was_added() -> None:
+    assert whole(RESPONSES, RESPONSE) == (
+        b'{"id":"r","model":"agent","top_logprobs":null,"output":[{"type":"message","content":'
+        b'[{"type":"output_text","text":"\\ud83d","logprobs":null}]}],'
+        b'"input_messages":null,"output_messages":null}'
+    )
+    event = b'event: response.completed\ndata: {"type":"response.completed","response":%b}\n\n'
+    assert ID not in streamed(RESPONSES, [event % RESPONSE])
+    odd = RESPONSE.replace(b'"output":[{', b'"output":[7,{').replace(b"\\ud83d", b"x")
+    assert ID not in whole(RESPONSES, odd)
+    assert ID not in streamed(RESPONSES, [event % odd])
+
+
+def test_an_odd_chat_reply_is_a_message_all_the_same() -> None:
+    """Half an emoji is what decoders make of it, U+FFFD; ids go, whatever else comes."""
+    body = (
+        b'{"id":"c","model":"agent@3","choices":[{"index":0,"finish_reason":"stop",%b,'
+        b'"message":{"role":"assistant","content":"a\\ud83d \\ud83d\\ude00 \\\\ud83d"}}]}'
+    ) % TAKEN
+    message = json.loads(whole(MESSAGES, body))
+    assert message["content"] == [{"type": "text", "text": "a\ufffd \U0001f600 \\ud83d"}]
+    assert message["model"] == "agent"
+    assert ID not in whole(MESSAGES, body.replace(b"choices", b"chances"))
+    assert ID not in whole(MESSAGES, body[:-30])
+
+
+WHOLE = (
+    b'{"id":"r1","model":"agent@3","choices":[{"index":0,"message":{"role":"assistant","content":'
+    b'"h","tool_calls":[{"id":"t","function":{"arguments":"{\\"token_ids\\":[7]}"}}]},X,'
+    b'"finish_reason":"stop"}],"usage":{"completion_tokens":1},"prompt_token_ids":[1,%b]}' % ID
+)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, len(WHOLE)), st.binary(max_size=3)), max_size=4),
+    st.integers(0, 2 * len(WHOLE)),
+)
+def test_no_damage_shows_an_id(damage: list[tuple[int, bytes]], cut: int) -> None:
+    """Bytes put in anywhere but into what was added itself, and the end cut off anywhere."""
+    body = WHOLE
+    for at, more in damage:
+        if at <= body.find(b'"prompt_token_ids"'):
+            body = body[:at] + more.replace(b"X", b"x") + body[at:]
+    body = body.replace(b"X", TAKEN)[: cut or None]
+    assert ID not in whole(CHAT, body)
+    lines = [b"data: " + line + b"\n" for line in body.split(b"\n")]
+    assert ID not in streamed(CHAT, [*lines, b"\n"])
+
+
+# events
+
+
+def test_an_event_on_several_lines_is_one() -> None:
+    body = ODD["a huge number"].replace(b"X", b"\nX")
+    lines = b"event: e\n" + b"".join(
+        b"data: " + line + b"\n" for line in body.replace(b"X", TAKEN).split(b"\n")
+    )
+    wanted = lines.replace(TAKEN, LEFT)
+    assert streamed(CHAT, [lines + b"id: 7\n\n"]).replace(b"\ndata: ", b"") == (
+        (wanted + b"id: 7\n\n").replace(b"\ndata: ", b"")
+    )
+    reply = CHAT.streamed(rewritten(CHAT), "agent@3", reading=True)
+    event = b'data: {"id":"c","choices":[{"index":0,\ndata: "delta":{"content":"h"},X}\ndata\n'
+    event += b"data:]}\n\ndata: [DONE]\n\n"
+    seen = reply.feed(event.replace(b"X", TAKEN)) + reply.finish()
+    assert seen == (
+        b'data: {"id":"c","choices":[{"index":0,"delta":{"content":"h"},'
+        + LEFT
+        + b"}]}\n\ndata: [DONE]\n\n"
+    )
+    facts = reply.facts()
+    assert facts.whole
+    assert facts.sampled.sampled_ids == (int(ID),)
+    assert json.loads(facts.reply or b"")["choices"][0]["message"] == {"content": "h"}
+
+
+@pytest.mark.parametrize("dialect", [CHAT, RESPONSES])
+def test_what_is_no_event_of_ours_goes_through_as_it_came(dialect: Dialect) -> None:
+    stream = (
+        b"data: one\ndata:two\n: c\nid: 7\n\ndata\n\ndata:\n\nretry: 1\n\ndata: [1,\ndata: 2]\n\n"
+    )
+    for end in (b"\n", b"\r\n", b"\r"):
+        data = stream.replace(b"\n", end)
+        assert streamed(dialect, [data]) == data
+        assert streamed(dialect, [data[i : i + 1] for i in range(len(data))]) == data
+
+
+CHUNK = b'{"id":"c","model":"agent@3","choices":[{"index":0,"delta":{"content":"h"},X}]}'
+SENT = b"\xef\xbb\xbfdata: C\n\nid: 1\ndata:C\nevent: e\n\ndata: C".replace(b"C", CHUNK)
+
+
+@given(st.sampled_from([b"\n", b"\r\n", b"\r"]), st.lists(st.integers(0, len(SENT)), max_size=6))
+def test_any_line_end_and_any_cut_gives_the_same(end: bytes, cuts: list[int]) -> None:
+    data = SENT.replace(b"\n", end).replace(b"X", TAKEN)
+    wanted = SENT.replace(b"\n", end).replace(b"X", LEFT).replace(b"agent@3", b"agent")
+    points = [0, *sorted(cuts), len(data)]
+    assert streamed(CHAT, [data[a:b] for a, b in pairwise(points)]) == wanted
+
+
+def test_a_line_that_is_cut_off_shows_no_id() -> None:
+    data = b'data: {"choices":[{"index":0,"token_ids":[1,' + ID
+    assert streamed(CHAT, [data]) == b'data: {"choices":[{"index":0,"token_ids":null'
+
+
+def test_a_message_takes_a_chunk_from_several_lines() -> None:
+    head = b'data: {"id":"c","choices":[{"index":0,\ndata: "delta":{"role":"assistant"}}]}\n\n'
+    said = b'data: {"id":"c","choices":[{"index":0,\rdata: "delta":{"content":"h"},X}]}\r\r'
+    seen = streamed(MESSAGES, [head, said.replace(b"X", TAKEN), b"data: [DONE]\n\n"])
+    assert b'"text":"h"' in seen
+    assert seen.endswith(b'data: {"type":"message_stop"}\n\n')
+
+
+# the chunks that vLLM sends for what rides on them
+
+
+def vllm_stream(asked: dict[str, bool], *, parser_hides: bool, usage: bool) -> Iterator[bytes]:
+    """Four tokens, two of which vLLM's tool parser keeps (`chat_completion/serving.py`)."""
+    for number, delta in enumerate(({"content": "a"}, None, None, {"tool_calls": [{"index": 0}]})):
+        ids = asked["return_token_ids"] and not parser_hides
+        entry = {"token": "t", "logprob": -1.0, "bytes": [116], "top_logprobs": []}
+        logprobs = {"content": [entry]} if asked["logprobs"] and not parser_hides else None
+        if delta is None and logprobs is None and not ids:
+            continue
+        choice = {"index": 0, "delta": delta or {}, "logprobs": logprobs, "finish_reason": None}
+        chunk: dict[str, Any] = {"id": "c", "model": "agent@3"}
+        chunk |= {"choices": [choice | {"token_ids": [number] if ids else None}]}
+        if usage:
+            chunk["usage"] = {"completion_tokens": number + 1}
+        yield b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+    # A parser's own empty delta is sent to everybody.
+    yield b'data: {"choices":[{"index":0,"delta":{},"logprobs":null,"token_ids":null}]}\n\n'
+    yield b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "ids", "hides", "usage"), list(product([False, True], repeat=4))
+)
+def test_a_client_sees_the_chunks_that_it_would_have_seen(
+    logprobs: bool, ids: bool, hides: bool, usage: bool
+) -> None:
+    asked = {"logprobs": logprobs, "return_token_ids": ids}
+    direct = b"".join(vllm_stream(asked, parser_hides=hides, usage=usage))
+    added = dict.fromkeys(asked, True)
+    sent = list(vllm_stream(added, parser_hides=hides, usage=usage))
+    assert streamed(CHAT, sent, **asked) == direct.replace(b"agent@3", b"agent")
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields"),
+    [
+        (COMPLETIONS, {"echo": True}),
+        (COMPLETIONS, {"echo": True, "logprobs": 2}),
+        (CHAT, {"top_logprobs": 3}),
+        (CHAT, {"logprob_token_ids": [1]}),
+        (CHAT, {"logprobs": "maybe", "return_token_ids": "perhaps"}),
+        (RESPONSES, {"enable_response_messages": "perhaps", "include": "x"}),
+    ],
+)
+def test_nothing_is_added_that_would_change_the_answer(
+    dialect: Dialect, fields: dict[str, Any]
+) -> None:
+    request = rewritten(dialect, **fields)
+    assert request.injected == frozenset()
+    assert json.loads(request.body).items() >= fields.items()
+
+
+def test_ids_that_are_none_are_taken_out_and_not_believed() -> None:
+    body = b'{"choices":[{"index":0,"text":"a","token_ids":[-1,1.5,"x"]}],"prompt_token_ids":[1]}'
+    request = rewritten(COMPLETIONS)
+    reply = COMPLETIONS.whole(request, "agent@3", reading=True)
+    reply.feed(body)
+    assert json.loads(reply.finish()) == {
+        "choices": [{"index": 0, "text": "a", "token_ids": None}],
+        "prompt_token_ids": None,
+    }
+    assert reply.facts().sampled.sampled_ids is None
+    assert whole(COMPLETIONS, body)

@@ -1,0 +1,101 @@
+"""Which rows are to blame where a step's loss or gradient is not finite.
+
+Looked for only then: each row is computed by itself. A row is to blame if that is not finite,
+either, unless no row can be computed at all: then it is the model's doing, or the machine's,
+and no episode must pay for it.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+from uuid import UUID
+
+import torch
+
+from trainer.errors import Unusable
+from trainer.learners.grpo import View
+from trainer.learners.off_policy import RowComparison
+from trainer.rows import Row
+
+# Sums of sums past it may be past any float.
+LARGEST: Final = 1e300
+# A return past it makes what its whole group is compared with too large for float32.
+LARGEST_RETURN: Final = 1e30
+NOT_FINITE: Final = "its loss or gradient is not finite"
+
+
+def check_ids(rows: Sequence[Row], vocabulary: int) -> None:
+    """Refuse rows with ids that the model has no embedding for.
+
+    Raises:
+        Unusable: there are some; on a GPU they would end the process.
+    """
+    strange = {
+        row.episode_id: f"it has a token id that is none of the model's {vocabulary}"
+        for row in rows
+        if min(row.ids) < 0 or max(row.ids) >= vocabulary
+    }
+    if strange:
+        raise Unusable("some rows have ids of another vocabulary", strange, reason="damaged")
+
+
+def check_view(rows: Sequence[Row], view: View) -> None:
+    """Refuse rows whose figures before the first step are not finite: means would spread them.
+
+    Raises:
+        Unusable: there are some.
+    """
+    odd = [
+        row
+        for row in rows
+        if any(not all(map(math.isfinite, part.get(row.key, ()))) for part in view)
+    ]
+    if odd:
+        blamed = {} if len(odd) == len(rows) else {row.episode_id: NOT_FINITE for row in odd}
+        raise Unusable("log-probabilities or values are not finite", blamed)
+
+
+def can_be_summed(compared: Sequence[RowComparison]) -> bool:
+    """Return whether the rows' differences from the policy are numbers to calculate with."""
+    return all(
+        # Not true of NaN.
+        row.divergence < LARGEST and row.squared_ratios < LARGEST
+        for row in compared
+    )
+
+
+def to_blame(
+    trainer: Any, rows: Sequence[Row], stop_if_asked: Callable[[], None]
+) -> Mapping[UUID, str]:
+    """Return why, by episode, for those that make the gradient of `rows` infinite.
+
+    Every process computes every row, so that all come to the same. Gradients are left empty.
+    `stop_if_asked` is called before each row; what it raises passes on.
+    """
+    odd = []
+    for row in rows:
+        stop_if_asked()
+        if not _is_finite(trainer, row):
+            odd.append(row)
+    if not any(_is_computed(trainer, row) for row in rows):
+        return {}
+    extreme = [row for row in odd if abs(row.r_total) > LARGEST_RETURN]
+    return {row.episode_id: NOT_FINITE for row in extreme or odd}
+
+
+def _is_finite(trainer: Any, row: Row) -> bool:
+    loss = trainer.loss_of([row])
+    compared = trainer.take_compared()
+    if not math.isfinite(float(loss.detach())) or not can_be_summed(compared):
+        return False
+    trainer.accelerator.backward(loss)
+    policy, critic = trainer.trained_parameters()
+    grads = [one.grad for one in (*policy, *critic) if one.grad is not None]
+    finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
+    trainer.optimizer.zero_grad()
+    return finite
+
+
+def _is_computed(trainer: Any, row: Row) -> bool:
+    with torch.no_grad():
+        return bool(torch.isfinite(trainer.score([row]).logprobs).all())
