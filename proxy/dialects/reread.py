@@ -43,7 +43,7 @@ def reread(payload: bytes, undo: Undo) -> dict[str, Any] | None:
         event, typed = _event.decode(payload), _typed.decode(payload)
     except ODD_SHAPE:
         return None
-    if not all(map(_is_usual, event["choices"])):
+    if not event["choices"] or not all(map(_is_usual, event["choices"])):
         return None
     if undo.model is not None and "model" in event:
         event["model"] = undo.model

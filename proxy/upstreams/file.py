@@ -48,7 +48,11 @@ def _url(value: str) -> str:
     parts = urlsplit(value)
     plain = not (parts.query or parts.fragment or parts.username or parts.password)
     if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
-        raise ValueError(f"{value!r} is not an http or https URL of host, port and path alone")
+        # Its host alone: the rest may hold a password.
+        raise ValueError(
+            f"the URL of {parts.hostname or 'no host'} is not an http or https URL of host, port and "
+            "path alone"
+        )
     try:
         _ = parts.port
     except ValueError as error:

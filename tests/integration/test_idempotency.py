@@ -18,7 +18,7 @@ from pawl.serving.supervisor import listening
 from proxy.idempotency.key_files import KEEP_S, KeyFiles
 from proxy.keeping.keeper import keeping
 from proxy.metrics import KEY_CONFLICTS
-from proxy.spool import Spool
+from proxy.spooling.segment_writer import SegmentWriter
 from proxy.worker import serving
 from store.errors import Refused
 from store.ingest import Ingester
@@ -156,7 +156,7 @@ async def test_a_key_whose_body_was_not_taken_is_free_again(
 ) -> None:
     worker = await place.worker(tmp_path)
     headers = {"Idempotency-Key": uuid4().hex}
-    monkeypatch.setattr(Spool, "_write", lambda *_: False)
+    monkeypatch.setattr(SegmentWriter, "append", lambda *_: False)
     assert (await worker.feedback(said(1), **headers))[0] == 507
     monkeypatch.undo()
     assert (await worker.feedback(said(2), **headers))[0] == 202

@@ -145,3 +145,9 @@ def test_keys_come_from_the_environment(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(BadUpstreams, match=r"PAWL_UPSTREAMS names .*nope\.toml.*Unset it"):
         load_upstreams(tmp_path / "nope.toml", {})
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(BadUpstreams, match="the URL of a is not an http or https URL") as refused:
+        parse_upstreams(ONE.replace("//a", "//me:s3cret@a"), "u.toml")
+    assert "s3cret" not in str(refused.value)
