@@ -131,7 +131,7 @@ class Drainer:
                         self._count(segment, pieces)
                 except OSError as error:
                     segment.failed(error)
-            self._settler.trouble = CANNOT_READ
+                    self._settler.trouble = CANNOT_READ
             self._show()
 
     async def drain_once(self) -> int | None:

@@ -50,8 +50,8 @@ def _url(value: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
         # Its host alone: the rest may hold a password.
         raise ValueError(
-            f"the URL of {parts.hostname or 'no host'} is not an http or https URL of host, port and "
-            "path alone"
+            f"the URL of {parts.hostname or 'no host'} is not an http or https URL of host, port "
+            "and path alone"
         )
     try:
         _ = parts.port
