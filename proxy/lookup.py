@@ -1,4 +1,4 @@
-"""Questions to PostgreSQL from the serving path: few, and never waited for long."""
+"""Queries to PostgreSQL from the serving path: few, and each with a short time limit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,25 +14,26 @@ from store.engine import make_engine
 
 log = structlog.get_logger()
 
-# After a question that was not answered none is asked for so long.
+# After a failed query no other is tried for this long.
 PAUSE_S: Final = 1.0
 URL_FILE: Final = "database.url"
 Answer = TypeVar("Answer")
 
 
 class Lookup:
-    """Asks the database, if there is one just now."""
+    """Query the database from the serving path, where it can be reached."""
 
     def __init__(self, settings: ProxySettings) -> None:
-        self._given = settings.database_url
-        self._told = url_file(settings.spool_dir)
+        """Take the database's URL from the settings, or from the file of an embedded server."""
+        self._configured_url = settings.database_url
+        self._url_file = url_file(settings.spool_dir)
         self._engine: AsyncEngine | None = None
         self._not_before = 0.0
 
     async def ask(
         self, question: Callable[[AsyncConnection], Awaitable[Answer]], *, within_s: float
     ) -> Answer | None:
-        """The database's answer; None where it gives none in time."""
+        """Return the query's result, or None if the database does not give it within `within_s`."""
         loop = asyncio.get_running_loop()
         if loop.time() < self._not_before:
             return None
@@ -43,7 +44,7 @@ class Lookup:
             async with asyncio.timeout(within_s), engine.connect() as connection:
                 return await question(connection)
         except Exception as error:
-            # Whatever it is: no call and no feedback fails for what the database says.
+            # No call and no feedback may fail because of the database, whatever the error is.
             self._not_before = loop.time() + PAUSE_S
             tell = log.warning if is_away(error) else log.exception
             tell("lookup_failed", reason=type(error).__name__)
@@ -57,17 +58,17 @@ class Lookup:
         return self._engine
 
     def _url(self) -> str | None:
-        if self._given is not None:
-            return self._given.get_secret_value()
-        # The embedded server's: a socket of this machine, told by the keeper that started it.
-        return self._told.read_text() if self._told.exists() else None
+        if self._configured_url is not None:
+            return self._configured_url.get_secret_value()
+        # The keeper that starts an embedded server writes the URL of its socket into this file.
+        return self._url_file.read_text() if self._url_file.exists() else None
 
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections to the database."""
         if self._engine is not None:
             await self._engine.dispose()
 
 
 def url_file(spool_dir: Path) -> Path:
-    """Where the keeper tells the workers of an embedded PostgreSQL."""
+    """Return the path of the file with the URL of an embedded PostgreSQL."""
     return spool_dir / URL_FILE

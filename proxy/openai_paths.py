@@ -1,7 +1,7 @@
-"""What else OpenAI's API serves beside calls: forwarded untouched and unrecorded (pure).
+"""Paths of OpenAI's API beside calls, which are forwarded untouched and unrecorded (pure).
 
-An allow-list of method and path, as `proxy.routes`: files, audio, images, batches, stored
-conversations and the like. No rule matches a path of vLLM's that is not OpenAI's too.
+This is an allow-list of methods and paths, as in `proxy.routes`: files, audio, images, batches,
+stored conversations and the like. No rule matches a path of vLLM that is not OpenAI's too.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 ID: Final = r"(?!\.)[\w.:-]+"
-# vLLM's own paths beside a stored completion or response.
+# vLLM's own paths where OpenAI's API has the id of a stored completion or response.
 NOT_VLLM: Final = r"(?!(?:render|derender|batch)(?:/|\Z))"
 STORES: Final = (
     "assistants|batches|chatkit|containers|conversations|evals|files|skills|threads|uploads"
@@ -19,10 +19,10 @@ STORES: Final = (
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """Paths of one kind; `administers`: they manage the account, not the caller's own data.
+    """Paths of one kind; `administers` marks those that manage the account at the provider.
 
-    Those ask for a key that may do so, and so only go with the client's own. To delete a model
-    asks for no key at many servers, and takes it from everybody: see `proxy.forward`.
+    Those need a key that may do so, and are therefore forwarded only with the client's own.
+    Deleting a model needs no key at many servers, and takes it from everybody: see `proxy.forward`.
     """
 
     methods: frozenset[str]
@@ -76,7 +76,7 @@ RULES: Final = (
 
 
 def openai_rule(method: str, path: str) -> Rule | None:
-    """The rule that lets a request through; None if none does."""
+    """Return the rule that lets a request through, or None if there is none."""
     return next(
         (rule for rule in RULES if method in rule.methods and rule.pattern.match(path)), None
     )

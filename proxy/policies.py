@@ -1,4 +1,4 @@
-"""Who serves, as a file: written by the keeper, watched by the workers."""
+"""The policies and their versions as a file, written by the keeper and watched by the workers."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,22 +17,23 @@ WATCH_S: Final = 0.1
 
 
 class PolicyFile:
-    """All versions of all policies, as the store last said."""
+    """A file with all versions of all policies, as the keeper last read them from the store."""
 
     def __init__(self, spool_dir: Path) -> None:
+        """Place the file in `spool_dir`; nothing is read yet."""
         self._path = spool_dir / NAME
         self._seen: tuple[int, int] | None = None
 
     def write(self, versions: list[PolicyVersion]) -> None:
-        """Replace the file as a whole."""
+        """Replace the file atomically."""
         partial = self._path.with_suffix(".part")
         partial.write_bytes(msgspec.json.encode(versions))
         partial.replace(self._path)
 
     def read(self) -> list[PolicyVersion] | None:
-        """What it says; None if it has not changed since it was read last, or says nothing.
+        """Return the versions in the file, or None if it is absent, unchanged or unreadable.
 
-        A file that cannot be read is told of once, and waited out.
+        A file that cannot be read is logged once and not read again until it changes.
         """
         try:
             stat = self._path.stat()
@@ -45,17 +46,17 @@ class PolicyFile:
         try:
             return msgspec.json.decode(content, type=list[PolicyVersion])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            # Who serves stays as it was last known; the keeper writes the file anew.
+            # The versions known so far go on serving until the keeper writes the file again.
             log.error("policies_unreadable", path=str(self._path), reason=str(error))
             return None
 
     async def watch(self, take: Callable[[list[PolicyVersion]], None]) -> None:
-        """For ever: hand on what it says, whenever that changes."""
+        """Call `take` with the versions whenever the file changes; never return."""
         while True:
             try:
                 versions = self.read()
             except OSError as error:
-                # Who serves stays as it was last known; the next look may be luckier.
+                # The versions known so far go on serving; the file is tried again soon.
                 log.error("policies_unreadable", path=str(self._path), reason=str(error))
             else:
                 if versions is not None:
@@ -64,5 +65,5 @@ class PolicyFile:
 
 
 def serving_of(versions: list[PolicyVersion]) -> dict[str, int]:
-    """The version that new episodes of each policy get."""
+    """Return the version that new episodes of each policy get."""
     return {version.name: version.version for version in versions if version.state == "serving"}

@@ -1,4 +1,4 @@
-"""Tells a client what went wrong, in the words of the API it speaks, and whose fault it was."""
+"""Answers a client with an error, in the format of its API, and with the party at fault."""
 
 from typing import Final
 
@@ -7,7 +7,7 @@ from proxy.errors import ProxyError, Unexpected
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers
 
-# Goes with an error that is passed on as the upstream said it, whatever it was about.
+# The header of an error that is passed on as the upstream sent it, whatever its cause.
 UPSTREAM_SAID: Final = (b"x-pawl-fault", b"upstream")
 UNEXPECTED: Final = "The proxy failed in a way that was not foreseen; its log says how"
 
@@ -18,7 +18,7 @@ def spoken_at(target: str) -> str:
 
 
 def explain(target: str, status: int, why: str) -> bytes:
-    """Return the body of a refusal of what could not be read as a request."""
+    """Return the error body for bytes that could not be read as a request."""
     kind = "server_error" if status == 500 else "invalid_request_error"
     return error_body(spoken_at(target), f"The request was not read: {why}.", kind, status=status)
 
@@ -30,9 +30,9 @@ def refuse(
     dialect: str | None = None,
     headers: Headers | None = None,
 ) -> None:
-    """Answer with an error; `dialect` None: that of the path that was asked.
+    """Answer with an error, in the format of `dialect` or, if that is None, of the path.
 
-    A reply that has begun cannot become another one: it is torn.
+    If the reply has begun already, its connection is closed before the reply's end instead.
     """
     if exchange.started:
         exchange.tear()
@@ -41,16 +41,16 @@ def refuse(
     body = error_body(
         spoken, error.message, error.kind, error.param, error.code, status=error.status
     )
-    told: Headers = [JSON, (b"x-pawl-fault", error.fault.encode()), *(headers or [])]
+    reply_headers: Headers = [JSON, (b"x-pawl-fault", error.fault.encode()), *(headers or [])]
     if error.retry_after_s is not None:
-        told.append((b"Retry-After", b"%d" % error.retry_after_s))
-    exchange.reply(error.status, b"", told, body)
+        reply_headers.append((b"Retry-After", b"%d" % error.retry_after_s))
+    exchange.reply(error.status, b"", reply_headers, body)
 
 
 def apologise(
     exchange: Exchange, *, dialect: str | None = None, headers: Headers | None = None
 ) -> None:
-    """Answer for a failure that nobody foresaw, and close: 500, or torn where a reply has begun."""
+    """Answer 500 for an unforeseen failure and close; a reply that has begun is cut off instead."""
     if not exchange.open:
         return
     if exchange.started:

@@ -1,7 +1,7 @@
-"""What a tool's result says of how the tool ended, read by rules that the user names (pure).
+"""Rules that read from a tool's result how the tool ended, chosen by the user (pure).
 
-`PAWL_TOOL_RESULTS` names them tool by tool: `search=json_error,shell=exit_code+timeout`.
-A rule that finds nothing it knows says nothing.
+`PAWL_TOOL_RESULTS` names them tool by tool: `search=json_error,shell=exit_code+timeout`. A rule
+that recognises nothing in a result gives no verdict.
 """
 
 import re
@@ -17,7 +17,7 @@ IGNORE: Final = "ignore"
 MAX_DETAIL: Final = 200
 
 _CODES: Final = ("exit_code", "exitCode", "returncode", "returnCode")
-# Where a tool wraps what it knows of its process.
+# Some tools put the exit code of their process into an object under this key.
 _WRAPPED: Final = "metadata"
 _TIMED_OUT: Final = ("timed_out", "timedOut", "timeout")
 _CODE: Final = r"(?:(?:exit|return)[ _-]?|exited with )(?:code|status)[\s:=]{0,3}(-?\d{1,10})\b"
@@ -31,7 +31,7 @@ _LINE: Final = 300
 
 
 class Reading(Record, frozen=True, kw_only=True):
-    """How a tool ended, as its result says, and by what that is seen."""
+    """A rule's verdict on how a tool ended, with the detail that it rests on."""
 
     status: ToolStatus
     detail: str | None = None
@@ -41,31 +41,32 @@ Rule = Callable[[str, Any], Reading | None]
 
 
 class BadReaders(ValueError):
-    """The setting is not as it must be; the message says where, and what there is."""
+    """`PAWL_TOOL_RESULTS` is invalid; the message says where, and what is allowed."""
 
 
 class ResultReaders(Record, frozen=True, kw_only=True):
-    """The rules of each tool, by its name; those of `*` where it has none of its own."""
+    """The rules of each tool by its name; those of `*` hold for tools without their own."""
 
     rules: Mapping[str, tuple[str, ...]] = {}
 
     def read(self, name: str | None, text: str) -> Reading | None:
-        """How the tool of that name ended; None where no rule says.
+        """Return how the tool of that name ended, or None if no rule gives a verdict.
 
-        Of several rules the worst counts.
+        If several rules give one, the worst counts.
         """
         rules = self._of(name)
         if not rules:
             return None
         parsed = _parsed(text)
-        found = [reading for rule in rules if (reading := RULES[rule](text, parsed)) is not None]
-        return max(found, key=_badness, default=None)
+        verdicts = [reading for rule in rules if (reading := RULES[rule](text, parsed)) is not None]
+        return max(verdicts, key=_badness, default=None)
 
     def ignores(self, name: str | None) -> bool:
-        """Whether a result of that tool says nothing by what it does not say."""
+        """Return whether a result of that tool must not be assumed `ok` when it states nothing."""
         return IGNORE in self._of(name)
 
     def __bool__(self) -> bool:
+        """Return whether any tool has a rule that can give a verdict."""
         return any(rule != IGNORE for rules in self.rules.values() for rule in rules)
 
     def _of(self, name: str | None) -> tuple[str, ...]:
@@ -74,21 +75,21 @@ class ResultReaders(Record, frozen=True, kw_only=True):
 
 
 def parse_readers(value: str) -> ResultReaders:
-    """The setting's readers.
+    """Return the rules that the setting's value names.
 
     Raises:
-        BadReaders: a part is none of TOOL=RULE, or its rule is unknown.
+        BadReaders: a part is not TOOL=RULE, names a tool again, or its rule is unknown.
     """
     rules: dict[str, tuple[str, ...]] = {}
     for part in filter(None, map(str.strip, value.split(","))):
-        name, equals, said = (piece.strip() for piece in part.rpartition("="))
+        name, equals, rule_names = (piece.strip() for piece in part.rpartition("="))
         if not equals or not name:
             raise BadReaders(f"{part!r} is not TOOL=RULE, such as search=json_error")
         if name in rules:
             raise BadReaders(
                 f"{part!r} names {name} again; join its rules, as in a=exit_code+timeout"
             )
-        rules[name] = tuple(_rule(rule.strip(), part) for rule in said.split("+"))
+        rules[name] = tuple(_rule(rule.strip(), part) for rule in rule_names.split("+"))
         if IGNORE in rules[name] and len(rules[name]) > 1:
             raise BadReaders(f"{part!r}: {IGNORE} stands alone")
     return ResultReaders(rules=rules)
@@ -102,19 +103,19 @@ def _rule(rule: str, part: str) -> str:
 
 
 def json_error(text: str, parsed: Any) -> Reading | None:
-    """A JSON object fails by its `error`, unless that is null, false or empty."""
+    """Read a JSON object's `error`: the tool failed unless that is null, false or empty."""
     if not isinstance(parsed, dict):
         return None
     error = parsed.get("error")
-    said = error.get("message") if isinstance(error, dict) else error
-    detail = _detail(said if isinstance(said, str) else None)
+    message = error.get("message") if isinstance(error, dict) else error
+    detail = _detail(message if isinstance(message, str) else None)
     if _says_timed_out(parsed) or (detail is not None and _TIMEOUT.search(detail)):
         return Reading(status="timeout", detail=detail)
     return Reading(status="error" if error else "ok", detail=detail)
 
 
 def exit_code(text: str, parsed: Any) -> Reading | None:
-    """A process fails by any exit code but 0: of a JSON object, or a text's first or last line."""
+    """Read the exit code in a JSON object, or in a text's first or last line: only 0 is success."""
     code = _json_code(parsed) if isinstance(parsed, dict) else _text_code(text)
     if isinstance(parsed, dict) and _says_timed_out(parsed):
         return Reading(status="timeout", detail=None if code is None else f"exit code {code}")
@@ -124,16 +125,16 @@ def exit_code(text: str, parsed: Any) -> Reading | None:
 
 
 def timeout(text: str, parsed: Any) -> Reading | None:
-    """A tool ran out of time where its JSON, or its text's first or last line, says so."""
+    """Read from a JSON object, or a text's first or last line, that the tool ran out of time."""
     if isinstance(parsed, dict):
-        found = _says_timed_out(parsed)
-        return Reading(status="timeout") if found else None
+        timed_out = _says_timed_out(parsed)
+        return Reading(status="timeout") if timed_out else None
     line = next((line for line in _outer_lines(text) if _TIMEOUT.search(line)), None)
     return None if line is None else Reading(status="timeout", detail=_detail(line))
 
 
 def ignore(text: str, parsed: Any) -> Reading | None:
-    """Nothing."""
+    """Give no verdict on any result."""
     return None
 
 
@@ -168,14 +169,17 @@ def _json_code(parsed: dict[str, Any]) -> int | None:
 
 
 def _text_code(text: str) -> int | None:
-    """Of two lines that state one, that of the failure: a command can print a line of its own."""
-    found = filter(None, map(_EXIT_LINE.match, _outer_lines(text)))
-    codes = [int(match.group(1) or match.group(2)) for match in found]
+    """Return the exit code of the first or last line; if both give one, prefer the failing one.
+
+    A command can print such a line of its own.
+    """
+    matches = filter(None, map(_EXIT_LINE.match, _outer_lines(text)))
+    codes = [int(match.group(1) or match.group(2)) for match in matches]
     return max(codes, key=abs, default=None)
 
 
 def _outer_lines(text: str) -> tuple[str, ...]:
-    """The first and the last line: what stands between them is what the tool printed."""
+    """Return the first and the last line; the tool's own output stands between them."""
     stripped = text.strip()
     return stripped.split("\n", 1)[0][:_LINE], stripped.rpartition("\n")[2][:_LINE]
 
@@ -184,6 +188,6 @@ def _says_timed_out(parsed: dict[str, Any]) -> bool:
     return any(parsed.get(key) is True for key in _TIMED_OUT)
 
 
-def _detail(said: str | None) -> str | None:
-    """The beginning of it, as the ledger can hold it."""
-    return said.replace("\x00", "")[:MAX_DETAIL] if said else None
+def _detail(text: str | None) -> str | None:
+    """Return the beginning of a text, in a form that the ledger can store."""
+    return text.replace("\x00", "")[:MAX_DETAIL] if text else None

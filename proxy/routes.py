@@ -1,6 +1,6 @@
-"""Which requests are let through, decided on method and path alone (pure).
+"""Routes of the requests that are let through, decided on method and path alone (pure).
 
-An allow-list, never a prefix rule: vLLM keeps its adapter and admin endpoints under the
+This is an allow-list, never a prefix rule: vLLM serves its adapter and admin endpoints under the
 same `/v1`. A path that is not exactly one of these, in any spelling, is refused.
 """
 
@@ -16,7 +16,7 @@ from proxy.openai_paths import openai_rule
 
 
 class Kind(Enum):
-    """What is done with a request."""
+    """The ways in which a request is handled."""
 
     CALL = "call"
     FORWARD = "forward"
@@ -24,7 +24,7 @@ class Kind(Enum):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """A let-through request: what it is, the upstream's path, and who the URL says it is."""
+    """An allowed request: its kind, the upstream's path, and the names in the URL's prefix."""
 
     kind: Kind
     path: str
@@ -32,9 +32,9 @@ class Route(msgspec.Struct, frozen=True):
     task: str | None = None
     episode: str | None = None
     agent: str | None = None
-    # What it is counted as: never a path with ids in it.
+    # The path in metrics, which never contains an id.
     label: str = ""
-    # Manages the account at the provider: only with the client's own key.
+    # Manages the account at the provider: forwarded only with the client's own key.
     administers: bool = False
 
 
@@ -60,7 +60,7 @@ _PLAIN: Final = {
     (method, path): Route(kind=kind, path=path, dialect=DIALECT_OF.get(path), label=path)
     for (method, path), kind in _EXACT.items()
 }
-# A model's name may hold a slash and an adapter's version, and nothing that could climb.
+# A model's name may contain slashes and an adapter's version, but no `..`.
 _MODEL: Final = re.compile(
     r"/v1/models/(?!.*\.\.)[A-Za-z0-9][\w.@:+-]*(?:/[\w.@:+-]+)*\Z", re.ASCII
 )
@@ -71,10 +71,10 @@ _PREFIX: Final = re.compile(
 
 
 def find_route(method: str, raw_path: str) -> Route:
-    """The route of a request, from its path as it was sent (still percent-encoded).
+    """Return the route of a request, from its path as it was sent (still percent-encoded).
 
     Raises:
-        NotAllowed: it is none that the proxy forwards.
+        NotAllowed: the proxy does not serve this method and path.
     """
     plain = _PLAIN.get((method, raw_path))
     if plain is not None:
@@ -88,7 +88,7 @@ def find_route(method: str, raw_path: str) -> Route:
 
 
 def _route(method: str, path: str) -> Route:
-    # What may be read may be asked about (RFC 9110 §9.3.2).
+    # HEAD is allowed wherever GET is (RFC 9110 §9.3.2).
     reading = "GET" if method == "HEAD" else method
     plain = _PLAIN.get((reading, path))
     if plain is not None:

@@ -1,8 +1,8 @@
-"""Results of tools as the next call brings them: who answers to what, and how it ended (pure).
+"""Tool results in a call's request: which tool call each answers, and how the tool ended (pure).
 
 Only results that answer the assistant's last turn are read: every later request of the thread
-repeats them. `is_error` of Anthropic's API is a statement, and where it is left out the API
-means false; the ledger tells the two apart (`docs/decisions/019-tool-event-sources.md`).
+repeats them. `is_error` of Anthropic's API is a statement. Where it is left out the API means
+false; the ledger keeps the two apart (`docs/decisions/019-tool-event-sources.md`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ from proxy.dialects.base import UNREADABLE, Object
 from proxy.result_readers import ResultReaders
 from store.records import Record, ToolEvent, ToolSource, ToolStatus
 
-# Where each API keeps the conversation.
+# The request's field that holds the conversation, by dialect.
 FIELDS: Final[Mapping[str, str]] = {
     "chat": "messages",
     "messages": "messages",
@@ -24,7 +24,7 @@ FIELDS: Final[Mapping[str, str]] = {
 }
 MAX_TEXT: Final = 1024
 _RESULT_TYPES: Final = ("function_call_output", "custom_tool_call_output")
-# What a user puts into the input of a response, beside messages.
+# The type of an item that the client adds to a response's input, beside messages, ends so.
 _HEARD_SUFFIXES: Final = ("_output", "_response")
 
 _members: Final = msgspec.json.Decoder(list[msgspec.Raw])
@@ -32,7 +32,7 @@ _member: Final = msgspec.json.Decoder(dict[str, Any])
 
 
 class ToolResult(Record, frozen=True, kw_only=True):
-    """What came back of one tool call; `is_error` is None where the client did not say."""
+    """The result of one tool call; `is_error` is None if the client did not state it."""
 
     tool_id: str
     name: str | None
@@ -43,16 +43,16 @@ class ToolResult(Record, frozen=True, kw_only=True):
 def result_events(
     call_id: UUID, dialect: str, parsed: Object | None, readers: ResultReaders
 ) -> tuple[ToolEvent, ...]:
-    """The events that the results in a call's request tell of.
+    """Return the tool events of the results in a call's request.
 
     `parsed` is the request's top level. The same call gives the same events, ids included.
     """
-    found: list[ToolEvent] = []
+    events: list[ToolEvent] = []
     for result in results_of(dialect, parsed):
         verdict = _judged(dialect, result, readers)
         if verdict is not None:
             status, source, detail = verdict
-            found.append(
+            events.append(
                 ToolEvent(
                     id=uuid5(call_id, result.tool_id),
                     tool_id=result.tool_id,
@@ -62,13 +62,13 @@ def result_events(
                     source=source,
                 )
             )
-    return tuple(found)
+    return tuple(events)
 
 
 def _judged(
     dialect: str, result: ToolResult, readers: ResultReaders
 ) -> tuple[ToolStatus, ToolSource, str | None] | None:
-    """The surest that can be said of a result: what was stated, read, or is meant by default."""
+    """Return the surest verdict on a result: stated, read by a rule, or assumed by default."""
     if result.is_error is not None:
         return ("error" if result.is_error else "ok"), "is_error", None
     read = readers.read(result.name, result.text)
@@ -80,46 +80,46 @@ def _judged(
 
 
 def results_of(dialect: str, parsed: Object | None) -> list[ToolResult]:
-    """The results that answer the assistant's last turn; the last of each tool call."""
+    """Return the results that answer the assistant's last turn, the last one of each tool call."""
     raw = (parsed or {}).get(FIELDS.get(dialect, ""))
     if raw is None:
         return []
     try:
         members = _members.decode(raw)
     except UNREADABLE:
-        # No list: a conversation of one question.
+        # It is not a list, but a question without any earlier turn.
         return []
-    told: list[dict[str, Any]] = []
+    after_turn: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     answering = False
     for member in _backwards(members):
         spoken = _is_assistants(member)
-        if spoken and told:
+        if spoken and after_turn:
             names |= _called(member)
             answering = True
         elif answering:
             break
         elif not spoken:
-            told.append(member)
-    found: dict[str, ToolResult] = {}
-    for member in reversed(told):
+            after_turn.append(member)
+    by_tool_id: dict[str, ToolResult] = {}
+    for member in reversed(after_turn):
         for result in _results(member, names):
-            found[result.tool_id] = result
-    return list(found.values())
+            by_tool_id[result.tool_id] = result
+    return list(by_tool_id.values())
 
 
 def _backwards(members: list[msgspec.Raw]) -> Iterator[dict[str, Any]]:
-    """The members from the last one on, each parsed only when it is asked for."""
+    """Yield the members from last to first, each parsed only when it is reached."""
     for raw in reversed(members):
         try:
             yield _member.decode(raw)
         except UNREADABLE:
-            # No object, or one with a value that Python does not hold: it tells nothing.
+            # It is not an object, or Python cannot represent one of its values.
             continue
 
 
 def _is_assistants(member: dict[str, Any]) -> bool:
-    """Whether the model said it: a message of its role, or another item of a response's output."""
+    """Return whether a member is the model's: a message of its role, or an item of its output."""
     role, kind = member.get("role"), member.get("type")
     if isinstance(role, str):
         return role == "assistant"
@@ -127,19 +127,21 @@ def _is_assistants(member: dict[str, Any]) -> bool:
 
 
 def _called(member: dict[str, Any]) -> dict[str, str]:
-    """The names of the tools that it calls, by their call's id."""
-    told: list[tuple[Any, Any]] = [(member.get("call_id"), member.get("name"))]
+    """Return the names of the tools that a member calls, by the calls' ids."""
+    named_calls: list[tuple[Any, Any]] = [(member.get("call_id"), member.get("name"))]
     for call in objects(member.get("tool_calls")):
         of_kind = call.get("custom") if call.get("type") == "custom" else call.get("function")
-        told.append((call.get("id"), of_kind.get("name") if isinstance(of_kind, dict) else None))
-    told += [
+        named_calls.append(
+            (call.get("id"), of_kind.get("name") if isinstance(of_kind, dict) else None)
+        )
+    named_calls += [
         (block.get("id"), block.get("name"))
         for block in objects(member.get("content"))
         if block.get("type") == "tool_use"
     ]
     return {
         tool_id: name
-        for tool_id, name in told
+        for tool_id, name in named_calls
         if isinstance(tool_id, str) and isinstance(name, str) and _storable(name)
     }
 
@@ -164,7 +166,7 @@ def _results(member: dict[str, Any], names: Mapping[str, str]) -> Iterator[ToolR
 def _result(
     tool_id: Any, content: Any, names: Mapping[str, str], is_error: bool | None = None
 ) -> Iterable[ToolResult]:
-    """A result whose call is named; of what tool another one is, nobody can tell."""
+    """Return the result if it names its tool call; without an id it cannot be matched to any."""
     if not isinstance(tool_id, str) or not tool_id or not _storable(tool_id):
         return ()
     name = names.get(tool_id)
@@ -174,5 +176,5 @@ def _result(
 
 
 def _storable(text: str) -> bool:
-    """As much, and of such characters, as feedback may say too."""
+    """Return whether a text keeps the limits that feedback has: its length, and no U+0000."""
     return len(text) <= MAX_TEXT and "\x00" not in text

@@ -1,7 +1,7 @@
-"""`x-pawl-tool-status`: how the tools ended that ran since the last call (pure).
+"""The header `x-pawl-tool-status`: how the tools ended that ran since the last call (pure).
 
-An RFC 9651 list of tokens with parameters:
-`ok;id="call_1", error;id="call_2";detail="exit 2"`.
+It is an RFC 9651 list of tokens with parameters: `ok;id="call_1", error;id="call_2";detail="exit
+2"`.
 """
 
 from decimal import Decimal
@@ -19,14 +19,14 @@ PARAMETERS: Final = ("id", "name", "detail", "ms")
 
 
 class ToolStatusError(ValueError):
-    """The header is not what RFC 9651 and the contract allow; the message says where."""
+    """The header breaks RFC 9651 or the rules of docs/tools.md; the message says where."""
 
 
 def parse_tool_status(value: str) -> tuple[ToolEvent, ...]:
-    """The events that the header states.
+    """Return the tool events that the header states.
 
     Raises:
-        ToolStatusError: it states none that can be understood; nothing of it is taken.
+        ToolStatusError: some part of the header is invalid; none of it is used.
     """
     try:
         members = http_sf.parse(value.encode(), tltype="list")

@@ -1,6 +1,6 @@
-"""Whether a call can carry loss, and if not, why (pure; DESIGN §3.4).
+"""Decides whether a call can carry loss, and gives the reason if it cannot (pure).
 
-Only ids that the policy sampled, with the log-probabilities it had then, under a
+A trainable call has ids that the policy sampled, with the log-probabilities they had then, under a
 distribution that the trainer can compute again: full softmax at a known temperature.
 """
 
@@ -30,7 +30,7 @@ Reason = Literal[
     "nested_too_deep",
 ]
 
-# Settings that leave the distribution as it is, by the value that does so.
+# For each setting the values that leave the distribution unchanged.
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "top_p": (1,),
     "top_k": (0, -1),
@@ -43,9 +43,9 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "allowed_token_ids": (),
     "logits_processors": (),
     "min_tokens": (0,),
-    # Past it, the end of the thinking is forced.
+    # Past the budget the end of the thinking is forced, and so not sampled.
     "thinking_token_budget": (),
-    # Nothing is sampled by a beam search; the other two change what is.
+    # A beam search does not sample; the other two change the distribution.
     "use_beam_search": (False,),
     "watermarking": (False,),
     "vllm_xargs": ({},),
@@ -57,15 +57,15 @@ GRAMMARS: Final = (
     "guided_choice",
     "guided_grammar",
 )
-# As each API says that the model itself chooses whether to call a tool.
+# The forms of `tool_choice`, in all APIs, that constrain nothing.
 FREE_CHOICES: Final = (None, "auto", "none", {"type": "auto"}, {"type": "none"})
-# What the reading of the settings adds to them (`proxy.keeping.sampling`).
+# Marks that `proxy.keeping.sampling` adds to the settings.
 STRICT_TOOLS: Final = "strict_tools"
 UNREADABLE: Final = "unreadable"
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """What is known of one reply's sampling."""
+    """The token ids of one reply, their log-probabilities, and the counts to check them against."""
 
     prompt_ids: tuple[int, ...] | None
     sampled_ids: tuple[int, ...] | None
@@ -86,7 +86,7 @@ def why_not_trainable(
     sampling: Mapping[str, Any],
     sampled: Sampled,
 ) -> Reason | None:
-    """The first reason that a call cannot be trained on; None if it can."""
+    """Return the first reason why a call cannot be trained on, or None if it can."""
     if status != "complete":
         return "incomplete"
     if http_status is None or http_status >= 400:
@@ -141,7 +141,7 @@ def _distribution(sampling: Mapping[str, Any]) -> Reason | None:
 def _constrained(sampling: Mapping[str, Any]) -> bool:
     choice = sampling.get("tool_choice")
     if isinstance(choice, dict):
-        # How many calls a reply may hold is decided after it is sampled.
+        # The limit on calls in a reply is applied after sampling, and constrains no token.
         choice = {n: v for n, v in choice.items() if n != "disable_parallel_tool_use"}
     free_tools = choice in FREE_CHOICES
     return not (free_tools and _free_format(sampling)) or any(name in sampling for name in GRAMMARS)

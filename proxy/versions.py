@@ -1,8 +1,8 @@
-"""Which version of a policy serves an episode (pure).
+"""Chooses the version of a policy that serves an episode (pure).
 
-The model name that an agent asks for names a policy. An episode's first call takes the
-version that is serving then, and every later one keeps it (DESIGN §3.8), for as long as
-that version can be served at all.
+The model name that an agent asks for names a policy. An episode's first call takes the version that
+is serving then, and its later calls keep it for as long as that version can be served at all: an
+episode is sampled by one version.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ SERVABLE: Final = ("serving", "published")
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """What the upstream is asked for on behalf of one call."""
+    """The policy and version that a call gets, and the model name to ask the upstream for."""
 
     policy: str | None
     version: int | None
@@ -29,15 +29,16 @@ class Serving(msgspec.Struct, frozen=True):
 class Versions:
     """The serving versions of every policy, and the versions that episodes keep.
 
-    Holds no clock and does no I/O: who watches the store hands in what it saw.
+    This class has no clock and does no I/O: the process that reads the store calls `replace`.
     """
 
     def __init__(self, versions: Iterable[PolicyVersion] = ()) -> None:
+        """Begin with the store's `versions` and no episode pinned."""
         self._pins: OrderedDict[tuple[str, str], int] = OrderedDict()
         self.replace(versions)
 
     def replace(self, versions: Iterable[PolicyVersion]) -> None:
-        """Take over what the store says now."""
+        """Replace all versions by those that the store has now; pins are kept."""
         self._names: dict[str, dict[int, str]] = {}
         self._serving: dict[str, int] = {}
         self._by_served_name: dict[str, tuple[str, int]] = {}
@@ -50,13 +51,13 @@ class Versions:
 
     @property
     def serving(self) -> dict[str, int]:
-        """The version that new episodes of each policy get."""
+        """Return the version that new episodes of each policy get."""
         return dict(self._serving)
 
     def knows(self, model: str | None, episode: str) -> bool:
-        """Whether `resolve` needs to ask nobody else which version an episode has.
+        """Return whether `resolve` can answer for an episode without a look-up in the store.
 
-        An episode that began at another proxy may have another than the one serving now.
+        An episode that began at another proxy may have another version than the one serving now.
         """
         return (
             model not in self._serving
@@ -65,16 +66,16 @@ class Versions:
         )
 
     def pin(self, policy: str, episode: str, version: int) -> None:
-        """Remember that `episode` was begun on `version`; an older memory stands."""
+        """Remember that `episode` began with `version`, unless a version is remembered already."""
         self._pins.setdefault((policy, episode), version)
         if len(self._pins) > MAX_PINS:
             self._pins.popitem(last=False)
 
     def resolve(self, model: str | None, episode: str) -> Serving:
-        """What to ask the upstream for.
+        """Return what to ask the upstream for when a client asks for `model`.
 
-        A name that is no policy's goes through as it is; one that is a version's own
-        (`NAME@3`) is that version.
+        A name that is not a policy's goes through unchanged; the name of a version (`NAME@3`) is
+        that version.
         """
         if model is None:
             return Serving(None, None, None)
@@ -92,7 +93,7 @@ class Versions:
         if pinned is not None and pinned in self._names[policy]:
             self._pins.move_to_end(key)
             return pinned
-        # What it was pinned to, if anything, can no longer be served.
+        # The version that it was pinned to, if any, can no longer be served.
         self._pins.pop(key, None)
         self.pin(policy, episode, self._serving[policy])
         return self._serving[policy]

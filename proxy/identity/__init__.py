@@ -1,1 +1,1 @@
-"""Whose call it is: episode, agent and task, from names, and from what a call repeats (pure)."""
+"""Identity of a call: its episode, agent and task, from names and from what it repeats (pure)."""

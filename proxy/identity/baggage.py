@@ -1,14 +1,14 @@
-"""W3C trace context and baggage: what a call says of the work it is part of (pure).
+"""W3C trace context and baggage: the names that a call carries of the work it belongs to (pure).
 
-https://www.w3.org/TR/baggage/ and https://www.w3.org/TR/trace-context/. What is malformed
-is as if it were absent: the specifications ask receivers not to fail for it.
+https://www.w3.org/TR/baggage/ and https://www.w3.org/TR/trace-context/. A malformed header is
+treated as absent: the specifications ask receivers not to fail because of one.
 """
 
 import re
 from typing import Final
 from urllib.parse import unquote
 
-# The size up to which the specification has every platform pass baggage on (§3.3.2).
+# Platforms must pass on baggage of up to this many bytes (W3C Baggage §3.3.2).
 MAX_BAGGAGE: Final = 8192
 _TRACEPARENT: Final = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?!0{32})(?P<trace>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?",
@@ -17,10 +17,10 @@ _TRACEPARENT: Final = re.compile(
 
 
 def parse_baggage(header: str) -> dict[str, str]:
-    """The members of a `baggage` header, values percent-decoded, properties left out.
+    """Return the members of a `baggage` header, values percent-decoded, properties left out.
 
-    Of a key that is told twice, the first counts. A header that is longer than anyone has
-    to pass on says nothing.
+    If a key occurs twice, its first value counts. A header longer than `MAX_BAGGAGE` gives no
+    members.
     """
     members: dict[str, str] = {}
     if len(header) > MAX_BAGGAGE:
@@ -33,6 +33,6 @@ def parse_baggage(header: str) -> dict[str, str]:
 
 
 def trace_id(traceparent: str) -> str | None:
-    """The trace that a `traceparent` header names, None if it names none."""
+    """Return the trace id of a `traceparent` header, or None if the header is malformed."""
     match = _TRACEPARENT.fullmatch(traceparent.strip())
     return match["trace"] if match else None

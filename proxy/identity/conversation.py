@@ -1,11 +1,11 @@
-"""A conversation as every client sends it back, in one form (pure).
+"""A conversation in one form, in whichever of many ways a client sends it back (pure).
 
-Clients rebuild what a server said: content as null, "" or a list of parts, arguments encoded
-anew, reasoning left out or repeated, marks added, system prompts changed. What they keep is
-who said what. So a conversation is read as three kinds of pieces: what the assistant said (a
-run of its messages is one), what it heard, and the results of tools; system prompts are no
-part of it. A tool call whose id is unique is that id: arguments and results add nothing to
-it. The pieces are hashed as a chain, so that all prefixes of a thread cost one pass.
+Clients rebuild what a server said: content as null, "" or a list of parts, arguments encoded anew,
+reasoning left out or repeated, marks added, system prompts changed. What they keep is who said
+what. So a conversation is read as three kinds of pieces: what the assistant said (a run of its
+messages is one piece), what it heard, and the results of tools. System prompts are left out. A tool
+call whose id is unique is represented by that id alone: its arguments and result add nothing to it.
+The pieces are hashed as a chain, so that the digests of all prefixes of a thread cost one pass.
 """
 
 import re
@@ -17,33 +17,35 @@ import msgspec
 from proxy.contents import is_text, objects, texts
 
 SIZE: Final = 16
-# From 2048 bytes on hashlib lets other threads run meanwhile: they would, and we should wait.
+# From 2048 bytes on hashlib releases the GIL: other threads would run, and this one would wait
+# to get it back. So longer data is hashed in smaller pieces.
 _PIECE: Final = 2000
 _UNHEARD_ROLES: Final = ("system", "developer")
 _TOOL_ROLES: Final = ("tool", "function")
-# `call_1` and `functions.add:0` are counters: servers hand the same ones to everybody.
+# `call_1` and `functions.add:0` are counters, which servers give to every client alike.
 _RANDOM_TAIL: Final = re.compile(r"(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{8,}\Z", re.ASCII)
 _NOT_ALNUM: Final = re.compile(r"[^A-Za-z0-9]")
 _THOUGHT_END: Final = "</think>"
 
 
 def is_unique(tool_id: str) -> bool:
-    """Whether a tool call's id is random enough to be handed out once.
+    """Return whether a tool call's id is random enough to have been handed out only once.
 
-    Its last run of letters and digits has eight characters, some of each.
+    It is if its last run of letters and digits has at least eight characters, some of each kind.
     """
     return _RANDOM_TAIL.match(_NOT_ALNUM.split(tool_id)[-1]) is not None
 
 
 class Conversation:
-    """A hash chain over what was said and heard.
+    """A hash chain over the pieces of a conversation.
 
-    `replies` are its prefixes up to and including each run of the assistant's messages that
-    something followed, each with whether it holds a unique id; `results` are the ids of the
-    tool results that came after the last.
+    `replies` holds a digest of each prefix that ends with a run of the assistant's messages which
+    something followed, and whether that prefix contains a unique tool call id. `results` holds the
+    ids of the tool results that came after the last of those replies.
     """
 
     def __init__(self) -> None:
+        """Begin with an empty conversation."""
         self.replies: list[tuple[bytes, bool]] = []
         self.results: list[str] = []
         self._state = bytes(SIZE)
@@ -52,12 +54,12 @@ class Conversation:
         self._calls: list[bytes] = []
 
     def heard(self, piece: bytes) -> None:
-        """Somebody else said `piece`."""
+        """Add `piece`, said by somebody other than the assistant."""
         self._close()
         self._state = _digest(self._state + piece)
 
     def result(self, tool_id: Any, content: Any) -> None:
-        """A tool's result came back."""
+        """Add a tool's result."""
         name = tool_id if isinstance(tool_id, str) else ""
         if is_unique(name):
             self._unique = True
@@ -67,24 +69,28 @@ class Conversation:
         self.results.append(name)
 
     def said(self, content: Any) -> None:
-        """The assistant said `content`, text or parts; what is no text is left out."""
+        """Add what the assistant said: text or a list of parts, of which only texts count."""
         for text in texts(content):
             spoken = text.rpartition(_THOUGHT_END)[2] if _THOUGHT_END in text else text
             if spoken := spoken.strip():
                 self._texts.append(spoken)
 
     def called(self, tool_id: Any, name: Any, arguments: Any) -> None:
-        """The assistant called a tool."""
+        """Add a tool call of the assistant."""
         identifier = tool_id if isinstance(tool_id, str) else ""
         if is_unique(identifier):
             self._unique = True
             self._calls.append(_encoded(identifier))
         else:
-            told = _encoded(f"{identifier}\0{name}\0")
-            self._calls.append(told + canonical_arguments(arguments))
+            label = _encoded(f"{identifier}\0{name}\0")
+            self._calls.append(label + canonical_arguments(arguments))
 
     def open_reply(self) -> tuple[bytes, bool] | None:
-        """The prefix up to and including what the assistant said last, if nothing followed it."""
+        """Return the prefix that ends with the assistant's last words, if nothing followed them.
+
+        Returns:
+            Its digest and whether it contains a unique tool call id; None if there is none.
+        """
         if not (self._texts or self._calls):
             return None
         pieces = [_encoded("".join(self._texts)), *self._calls]
@@ -102,12 +108,12 @@ class Conversation:
 
 
 def read_conversation(fields: dict[str, Any]) -> Conversation:
-    """The conversation of a request in any of the APIs: its `messages` or its `input`."""
+    """Return the conversation of a request in any of the APIs: its `messages` or its `input`."""
     conversation = Conversation()
-    asked = fields.get("input")
-    if isinstance(asked, str):
-        conversation.heard(b"u" + _encoded(asked))
-    for members in (fields.get("messages"), asked):
+    response_input = fields.get("input")
+    if isinstance(response_input, str):
+        conversation.heard(b"u" + _encoded(response_input))
+    for members in (fields.get("messages"), response_input):
         for member in members if isinstance(members, list) else ():
             if isinstance(member, dict):
                 _read_member(conversation, member)
@@ -115,7 +121,7 @@ def read_conversation(fields: dict[str, Any]) -> Conversation:
 
 
 def _read_member(conversation: Conversation, member: dict[str, Any]) -> None:
-    """One message, or one item of a response's input."""
+    """Add one message, or one item of a response's input."""
     kind, role = member.get("type"), member.get("role")
     if role == "assistant":
         conversation.said(member.get("content"))
@@ -132,7 +138,7 @@ def _read_member(conversation: Conversation, member: dict[str, Any]) -> None:
 
 
 def _read_calls(conversation: Conversation, message: dict[str, Any]) -> None:
-    """The tool calls of an assistant's message, in a chat's form and in Anthropic's."""
+    """Add the tool calls of an assistant's message, in the form of chat or of Anthropic's API."""
     for call in objects(message.get("tool_calls")):
         function = call.get("function")
         function = function if isinstance(function, dict) else {}
@@ -143,7 +149,7 @@ def _read_calls(conversation: Conversation, message: dict[str, Any]) -> None:
 
 
 def _read_heard(conversation: Conversation, content: Any) -> None:
-    """A user's message; Anthropic's tool results stand in one, among its other blocks."""
+    """Add a user's message; in Anthropic's API tool results stand among its blocks."""
     others = content
     if isinstance(content, list):
         others = []
@@ -158,7 +164,7 @@ def _read_heard(conversation: Conversation, content: Any) -> None:
 
 
 def heard_bytes(content: Any) -> bytes:
-    """What a user or a tool said, as bytes: text as it is, anything else as sorted JSON."""
+    """Return a user's or a tool's content as bytes: text as it is, anything else as sorted JSON."""
     if isinstance(content, str):
         return _encoded(content)
     if not isinstance(content, list):
@@ -175,9 +181,9 @@ def _part_bytes(part: Any) -> bytes:
 
 
 def canonical_arguments(arguments: Any) -> bytes:
-    """A tool call's arguments, whoever encoded them: parsed, keys sorted, 2.0 as 2.
+    """Return a tool call's arguments in one form, whoever encoded them: keys sorted, 2.0 as 2.
 
-    None and "" are no arguments, as {} is; text that is no JSON is itself.
+    None and "" mean no arguments, as {} does. Text that is not JSON is returned as it is.
     """
     if arguments is None or arguments == "":
         return b"{}"

@@ -1,7 +1,7 @@
-"""A bounded memory: what was touched lately stays, in constant time and space (pure).
+"""A bounded mapping that keeps what was used last, in constant time and space (pure).
 
-Two dictionaries in place of a list in order of use: when the young one is full it becomes
-the old one, and what was not touched since is forgotten with the next change.
+It has two dictionaries instead of a list in order of use. When the young one is full it becomes the
+old one, and the entries of the former old one are forgotten.
 """
 
 from typing import Generic, TypeVar
@@ -11,15 +11,16 @@ Value = TypeVar("Value")
 
 
 class Generations(Generic[Key, Value]):
-    """Keeps at least the `size` entries touched last, and at most twice as many."""
+    """Keep at least the `size` entries used last, and at most twice as many."""
 
     def __init__(self, size: int) -> None:
+        """Begin empty, with room for at least `size` entries."""
         self._size = size
         self._young: dict[Key, Value] = {}
         self._old: dict[Key, Value] = {}
 
     def get(self, key: Key) -> Value | None:
-        """The value of `key`, which is young again; None if it is not remembered."""
+        """Return the value of `key` and mark it as used, or None if it is not remembered."""
         value = self._young.get(key)
         if value is None:
             value = self._old.pop(key, None)
@@ -28,15 +29,16 @@ class Generations(Generic[Key, Value]):
         return value
 
     def put(self, key: Key, value: Value) -> None:
-        """Remember `value`, in place of what `key` had."""
+        """Remember `value` for `key`, in place of any earlier value."""
         if len(self._young) >= self._size and key not in self._young:
             self._old, self._young = self._young, {}
         self._young[key] = value
 
     def forget(self, key: Key) -> None:
-        """Drop `key`."""
+        """Remove `key` if it is there."""
         self._young.pop(key, None)
         self._old.pop(key, None)
 
     def __len__(self) -> int:
+        """Return how many keys are remembered."""
         return len(self._young.keys() | self._old.keys())

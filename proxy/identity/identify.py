@@ -1,14 +1,14 @@
-"""Whose call it is: episode, agent and task (pure).
+"""Identify the episode, agent and task of a call (pure).
 
-The first that applies, each for itself: our headers, our URL; then the names that tools and
-frameworks give their sessions (`proxy.identity.names`). A call whose episode has no name joins the
-attempt it repeats, or the episode whose reply it repeats (`proxy.identity.stitch`), or the trace it
-is part of; and else it is an episode of its own. An unusable value never fails the call: it
-is put aside with a warning. `user` is never read: it names a person, not a run.
+Each of the three comes from the first source that names it: our headers, our URL, then the names
+that tools and frameworks give their sessions (`proxy.identity.names`). A call without an episode's
+name joins the attempt it repeats, or the episode whose reply it repeats (`proxy.identity.stitch`),
+or the trace it is part of. Otherwise it is an episode of its own. An unusable value never fails the
+call: it is ignored with a warning. `user` is never read: it names a person, not a run.
 
-What is joined here is joined by what can have one source only. Anything else goes to the
-ledger as an episode of its own with what it asks for (`Identity.asks`): there the offers of
-all proxies are known, and only there can it be seen that nobody else made one.
+Calls are joined here only by what can have a single source. All others go to the ledger as episodes
+of their own, with the fingerprints that they ask for (`Identity.asks`): only the ledger knows the
+offers of all proxies, and can see that nobody else made the same one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,12 +33,12 @@ _LONGEST_COUNT: Final = 3
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who called, by which method that was found out, how surely, and what was wrong.
+    """Episode, agent and task of a call, the method that found the episode, and its confidence.
 
-    `asks` is what the ledger is to join by. `follows` is the episode whose policy version the
-    call is to keep: its own, or the one that this proxy saw it go on from most likely (to be
-    wrong about it costs nothing, for any live version may answer). `conversation` is the
-    request's as far as it was read, for `offers_of`.
+    `asks` are the fingerprints that the ledger joins by. `follows` is the episode whose policy
+    version the call keeps: its own, or the one that this proxy believes it continues (a wrong guess
+    costs nothing, for any live version may answer). `conversation` is the request's, if it was
+    read, for `offers_of`.
     """
 
     episode: str
@@ -70,48 +70,48 @@ def identify(
     body: bytes,
     call: str,
     stitches: Stitches,
-    said: Conversation | None = None,
+    conversation: Conversation | None = None,
 ) -> Identity:
-    """Episode, agent and task of a call.
+    """Return the identity of a call: its episode, agent and task.
 
     Args:
-        headers: looked up in lower case.
-        route: what the URL's prefix names.
-        fields: the request's, parsed; empty if it is no JSON object.
-        body: its bytes; looked at only where they may repeat an attempt.
-        call: its id, which names the episode where nothing else does.
+        headers: the request's, by lower-case name.
+        route: names from the URL's prefix.
+        fields: the request's parsed fields; empty if the body is not a JSON object.
+        body: the request's bytes, read only if they may repeat an earlier attempt.
+        call: the call's id, which names the episode if nothing else does.
         stitches: what this proxy remembers of earlier calls.
-        said: the request's conversation, if it was read already.
+        conversation: the request's, if it was read already.
     """
     warnings: list[str] = []
-    told = read_told(headers, fields)
+    hints = read_told(headers, fields)
     retry = retry_count(headers)
-    names = chain(_ours(headers, "episode", route.episode), episode_names(told, fields))
+    names = chain(_ours(headers, "episode", route.episode), episode_names(hints, fields))
     name = _first_usable(names, warnings)
     if name is not None:
         episode = _named(name, body if retry else None, stitches)
     else:
-        said = said or read_conversation(fields)
-        asks = asks_of(route.dialect or "", fields, said)
+        conversation = conversation or read_conversation(fields)
+        asks = asks_of(route.dialect or "", fields, conversation)
         episode = _unnamed(headers, asks, body if retry else None, call, stitches)
-    agent = _role(headers, "agent", route.agent, told, told.agents(), warnings)
+    agent = _role(headers, "agent", route.agent, hints, hints.agents(), warnings)
     return Identity(
         episode=episode.key,
         method=episode.method,
         agent=agent or DEFAULT_AGENT,
-        task=_role(headers, "task", route.task, told, (), warnings),
+        task=_role(headers, "task", route.task, hints, (), warnings),
         follows=episode.follows or episode.key,
         warnings=tuple(warnings),
         confidence=episode.confidence,
         asks=episode.asks,
         retry=retry,
         retry_of=episode.retry_of,
-        conversation=said,
+        conversation=conversation,
     )
 
 
 def retry_count(headers: Mapping[str, str]) -> int:
-    """How often an SDK says it has sent this request before; 0 where it says nothing."""
+    """Return how often an SDK says it has sent this request before; 0 if it says nothing."""
     value = headers.get(RETRY_COUNT, "0")
     return int(value) if value.isdecimal() and len(value) <= _LONGEST_COUNT else 0
 
@@ -128,15 +128,15 @@ def _unnamed(
     own: str,
     stitches: Stitches,
 ) -> _Episode:
-    """The episode of a call that names none, from what it repeats."""
-    found = stitches.find(asks)
-    follows = found.follows if isinstance(found, Joined) else stitches.followed(asks)
+    """Return the episode of a call that names none, from what the call repeats."""
+    joined = stitches.find(asks)
+    follows = joined.follows if isinstance(joined, Joined) else stitches.followed(asks)
     attempt = None if repeated is None else stitches.retried(repeated)
     if attempt is not None:
         return _Episode(attempt.episode, "retry", "likely", (), follows, attempt.call_id)
-    if isinstance(found, Joined):
-        return _Episode(found.episode, found.method, found.confidence, (), follows)
-    if isinstance(found, Doubt):
+    if isinstance(joined, Joined):
+        return _Episode(joined.episode, joined.method, joined.confidence, (), follows)
+    if isinstance(joined, Doubt):
         return _Episode(own, OWN_EPISODE, "doubtful", asks)
     if asks:
         return _Episode(own, OWN_EPISODE, "likely", asks, follows)
@@ -151,20 +151,20 @@ def _role(
     headers: Mapping[str, str],
     role: str,
     from_url: str | None,
-    told: Told,
+    hints: Told,
     others: Iterable[Name],
     warnings: list[str],
 ) -> str | None:
-    """The agent or the task: ours first, then what tools tell."""
+    """Return the agent or the task, from our header or URL first, then from tools' names."""
     ours = _ours(headers, role, from_url)
-    if not (ours or others or told.metadata or told.baggage):
+    if not (ours or others or hints.metadata or hints.baggage):
         return None
-    name = _first_usable(chain(ours, told.own(role), others), warnings)
+    name = _first_usable(chain(ours, hints.own(role), others), warnings)
     return None if name is None else name.key
 
 
 def _ours(headers: Mapping[str, str], role: str, from_url: str | None) -> list[Name]:
-    """Our header, then our URL."""
+    """Return the names from our header and our URL, in this order."""
     header = HEADER_PREFIX + role
     value = headers.get(header)
     names = [] if value is None else [Name(value, "header", header)]
@@ -174,7 +174,7 @@ def _ours(headers: Mapping[str, str], role: str, from_url: str | None) -> list[N
 
 
 def _first_usable(names: Iterable[Name], warnings: list[str]) -> Name | None:
-    """The first name that can be one; of those before it, a warning each."""
+    """Return the first usable name, and append a warning for each unusable one before it."""
     for name in names:
         wrong = what_is_wrong(name.value)
         if wrong is None:

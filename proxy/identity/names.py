@@ -1,9 +1,9 @@
-"""The names that a call goes by: what tools and frameworks tell of their sessions (pure).
+"""Names of sessions, agents and tasks that tools and frameworks send with a call (pure).
 
-A name of ours (`pawl_episode`, `pawl.episode`) is an episode's key as it is. A foreign one
-gets its namespace before it (`claude-code:UUID`), so that the equal ids of two tools are two
-episodes; the namespace is the tool's, or the kind of id where many tools use the name. Which
-tool sends what, and where that was read, stands in docs/decisions/012-identity.md.
+A name of ours (`pawl_episode`, `pawl.episode`) is an episode's key as it is. A foreign name gets a
+namespace before it (`claude-code:UUID`), so that equal ids of two tools are two episodes. The
+namespace is the tool's, or the kind of id where many tools use the name. Which tool sends what, and
+the source for it, stands in docs/decisions/012-identity.md.
 """
 
 import re
@@ -19,8 +19,8 @@ Table = tuple[tuple[str, str], ...]
 MAX_LENGTH: Final = 256
 SUB_AGENT: Final = "subagent"
 
-# Header, namespace; the first that is told counts. A parent's session comes before the
-# session's own: a sub-agent works in the episode of the one who sent it.
+# Header and namespace; the first one present counts. A parent's session comes before the
+# session's own, because a sub-agent works in the episode of the agent that sent it.
 SESSION_HEADERS: Final = (
     ("x-claude-code-session-id", "claude-code"),
     ("x-litellm-trace-id", "litellm"),
@@ -51,7 +51,7 @@ BAGGAGE: Final = (
     ("langfuse_session_id", "langfuse"),
     ("gen_ai.conversation.id", "conversation"),
 )
-# Told once a sub-agent: its presence says the role, its value is only an id.
+# One per sub-agent. Its presence tells the role; its value is only an id.
 _SUB_AGENT_HEADERS: Final = ("x-claude-code-agent-id", "x-parent-session-id")
 _AGENT_HEADERS: Final = (("x-openai-subagent", ""), ("x-litellm-agent-id", ""))
 _AGENT_METADATA: Final = (("agent_name", ""),)
@@ -61,13 +61,13 @@ _IN_CONVERSATION: Final = (("id", "conversation"),)
 _OLD_USER_ID: Final = re.compile(r"user_.*_session_(?P<session>[0-9A-Fa-f-]{36})", re.DOTALL)
 
 
-# Most calls tell nothing by header: one look instead of one for each.
+# Most calls have none of these headers: one set test instead of a look-up for each.
 _EPISODE_HEADERS: Final = frozenset(name for name, _ in SESSION_HEADERS)
 _ROLE_HEADERS: Final = frozenset((*_SUB_AGENT_HEADERS, *(name for name, _ in _AGENT_HEADERS)))
 
 
 class Name(msgspec.Struct, frozen=True):
-    """One name that a call goes by: how it was told, and where, for warnings."""
+    """A name that a call goes by, with its method and, for warnings, its place in the request."""
 
     value: str
     method: str
@@ -76,26 +76,26 @@ class Name(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """The episode's key."""
+        """Return the name with its namespace, as an episode's key."""
         return f"{self.namespace}:{self.value}" if self.namespace else self.value
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What a request's headers and fields tell beside our own headers and URL."""
+    """A request's headers, metadata and baggage, as sources of names beside our headers and URL."""
 
     headers: Mapping[str, str]
     metadata: dict[str, Any]
     baggage: dict[str, str]
 
     def own(self, name: str) -> Iterator[Name]:
-        """What is told of the `agent` or `task` under a name of ours."""
+        """Yield the names of the `agent` or `task` that are given under a key of ours."""
         if self.metadata:
             yield from _told(self.metadata, ((f"pawl_{name}", ""),), "metadata", "metadata.")
         if self.baggage:
             yield from _told(self.baggage, ((f"pawl.{name}", ""),), "baggage", "baggage ")
 
     def agents(self) -> Iterable[Name]:
-        """What tools tell of the agent's role, ours left out."""
+        """Return the agent names that tools send under their own keys."""
         silent = not self.metadata and not self.baggage
         return () if silent and _ROLE_HEADERS.isdisjoint(self.headers) else self._agents()
 
@@ -112,7 +112,7 @@ class Told(msgspec.Struct, frozen=True):
 
 
 def read_told(headers: Mapping[str, str], fields: dict[str, Any]) -> Told:
-    """What a request tells; what has another shape than its convention's tells nothing."""
+    """Return a request's sources of names; a value of an unexpected shape is left out."""
     metadata, baggage = fields.get("metadata"), headers.get("baggage")
     return Told(
         headers=headers,
@@ -121,22 +121,22 @@ def read_told(headers: Mapping[str, str], fields: dict[str, Any]) -> Told:
     )
 
 
-def episode_names(told: Told, fields: dict[str, Any]) -> Iterator[Name]:
-    """The names an episode is told by, those first that count first."""
-    if not _EPISODE_HEADERS.isdisjoint(told.headers):
-        yield from _told(told.headers, SESSION_HEADERS, "session", "")
-    if told.metadata:
-        yield from _claude_code_session(told.metadata.get("user_id"))
-        yield from _told(told.metadata, METADATA, "metadata", "metadata.")
+def episode_names(hints: Told, fields: dict[str, Any]) -> Iterator[Name]:
+    """Yield candidate episode names, highest priority first."""
+    if not _EPISODE_HEADERS.isdisjoint(hints.headers):
+        yield from _told(hints.headers, SESSION_HEADERS, "session", "")
+    if hints.metadata:
+        yield from _claude_code_session(hints.metadata.get("user_id"))
+        yield from _told(hints.metadata, METADATA, "metadata", "metadata.")
     yield from _told(fields, FIELDS, "metadata", "")
     if "conversation" in fields:
         yield from _conversation(fields["conversation"])
-    if told.baggage:
-        yield from _told(told.baggage, BAGGAGE, "baggage", "baggage ")
+    if hints.baggage:
+        yield from _told(hints.baggage, BAGGAGE, "baggage", "baggage ")
 
 
 def what_is_wrong(value: str) -> str | None:
-    """Why a value names nothing; None if it does."""
+    """Return why a value is unusable as a name, or None if it is usable."""
     if not value.strip():
         return "is empty"
     if len(value) > MAX_LENGTH:
@@ -158,9 +158,9 @@ def _told(source: Mapping[str, Any], table: Table, method: str, prefix: str) -> 
 
 
 def _claude_code_session(user_id: Any) -> Iterator[Name]:
-    """Claude Code's session within `metadata.user_id`; the rest of it names a person.
+    """Yield Claude Code's session within `metadata.user_id`; the rest of it names a person.
 
-    Two forms: `user_…_session_UUID`, and since 2.1.86 an object as JSON text.
+    It has two forms: `user_…_session_UUID`, and since 2.1.86 an object as JSON text.
     """
     if not isinstance(user_id, str):
         return
@@ -175,6 +175,6 @@ def _claude_code_session(user_id: Any) -> Iterator[Name]:
 
 
 def _conversation(conversation: Any) -> Iterator[Name]:
-    """The Responses API's `conversation`: an id, or an object with one."""
+    """Yield the name in the Responses API's `conversation`: an id, or an object with one."""
     source = conversation if isinstance(conversation, dict) else {"id": conversation}
     yield from _told(source, _IN_CONVERSATION, "response", "conversation ")

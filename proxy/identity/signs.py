@@ -1,8 +1,8 @@
-"""Signs by which calls without a name are joined: 16-byte digests, the first byte the kind.
+"""Fingerprints that join calls without a name: 16-byte digests whose first byte is the kind.
 
-A call offers what a later one may repeat of it, and asks for what it repeats itself. The
-digests go to the ledger with the record, which knows the offers of all proxies and joins by
-them what one proxy could not, or must not alone: a prefix of mere words may be others', too.
+A call offers what a later call may repeat of it, and asks for what it repeats itself. The
+fingerprints go to the ledger with the record. The ledger knows the offers of all proxies, and joins
+what a single proxy must not join alone: other conversations may begin with the same words.
 """
 
 from hashlib import blake2b
@@ -13,38 +13,38 @@ from proxy.identity.conversation import SIZE, Conversation, is_unique, read_conv
 
 TOOL_CALL: Final = 1
 RESPONSE: Final = 2
-# A conversation's beginning, up to and including a reply: of words that any number of
-# conversations may begin with, or with a tool call's unique id among them.
+# A conversation's beginning, up to and including a reply. The first kind consists of words only,
+# and any number of conversations may begin with them; the second contains a unique tool call id.
 PREFIX: Final = 3
 UNIQUE_PREFIX: Final = 4
 PREFIXES: Final = (PREFIX, UNIQUE_PREFIX)
 METHODS: Final = {TOOL_CALL: "tool_call", RESPONSE: "response", UNIQUE_PREFIX: "prefix"}
 
-# How many replies before the newest are asked for: a client may have put in one of its own.
+# How many replies before the newest are asked for: the client may have inserted one of its own.
 EARLIER_REPLIES: Final = 3
 MAX_TOOL_IDS: Final = 8
-# The states that a server keeps for its client: a request then shows only what is new.
+# With either of these the server keeps the conversation, and a request shows only what is new.
 _KEPT_BY_SERVER: Final = ("previous_response_id", "conversation")
 
 
 def asks_of(
     dialect: str, fields: dict[str, Any], conversation: Conversation | None = None
 ) -> tuple[bytes, ...]:
-    """What a request repeats of earlier calls, the surest first.
+    """Return the fingerprints that a request asks for, surest first.
 
-    The tool calls it brings results for, the response it goes on from, then its prefix up
-    to the newest reply that something follows, those before it, and a reply at its very
-    end (one that is to be continued, or words put into the assistant's mouth).
-    `conversation` is the request's, if it was read already.
+    They are: the tool calls it brings results for; the response it continues; its prefix up to the
+    newest reply that something follows; the prefixes up to the replies before it; and a reply at
+    its very end (one to be continued, or words put into the assistant's mouth). `conversation` is
+    the request's, if it was read already.
     """
-    said = conversation or read_conversation(fields)
-    asks = [_sign(TOOL_CALL, name) for name in reversed(said.results) if is_unique(name)]
+    history = conversation or read_conversation(fields)
+    asks = [_sign(TOOL_CALL, name) for name in reversed(history.results) if is_unique(name)]
     del asks[MAX_TOOL_IDS:]
     previous = fields.get("previous_response_id")
     if dialect == "responses" and isinstance(previous, str) and previous:
         asks.append(_sign(RESPONSE, previous))
-    asks += [_prefix(reply) for reply in said.replies[: -2 - EARLIER_REPLIES : -1]]
-    open_reply = said.open_reply()
+    asks += [_prefix(reply) for reply in history.replies[: -2 - EARLIER_REPLIES : -1]]
+    open_reply = history.open_reply()
     if open_reply is not None:
         asks.append(_prefix(open_reply))
     return tuple(dict.fromkeys(asks))
@@ -53,19 +53,19 @@ def asks_of(
 def offers_of(
     dialect: str, fields: dict[str, Any], gist: Gist, conversation: Conversation | None = None
 ) -> tuple[bytes, ...]:
-    """What a later call may repeat of this one: its tool calls, its id, all that was said.
+    """Return the fingerprints that a call offers: its tool calls, its id, the whole conversation.
 
-    `conversation` is the request's, if it was read already; it takes the reply in.
+    `conversation` is the request's, if it was read already. The reply is added to it.
     """
     offers = [_sign(TOOL_CALL, call.id) for call in gist.tool_calls if is_unique(call.id)]
     if dialect == "responses" and gist.response_id:
         offers.append(_sign(RESPONSE, gist.response_id))
     if (gist.text or gist.tool_calls) and not any(fields.get(name) for name in _KEPT_BY_SERVER):
-        said = conversation or read_conversation(fields)
-        said.said(gist.text)
+        history = conversation or read_conversation(fields)
+        history.said(gist.text)
         for call in gist.tool_calls:
-            said.called(call.id, call.name, call.arguments)
-        reply = said.open_reply()
+            history.called(call.id, call.name, call.arguments)
+        reply = history.open_reply()
         if reply is not None:
             offers.append(_prefix(reply))
     return tuple(dict.fromkeys(offers))

@@ -1,11 +1,10 @@
-"""Which episode a call without a name belongs to, from what it repeats (pure, bounded memory).
+"""Finds the episode of a call without a name, from what the call repeats (pure, bounded memory).
 
-What a call offers is remembered with its episode; a call that asks for it joins that episode,
-if the offer is one that can be made but once. An offer that two episodes made joins nothing:
-such a call is in doubt, and a doubtful join is never guessed (DESIGN §4). Words may be said
-in many conversations, at other proxies too: they join nothing here, but leave the ledger to
-see whose they are. A request that an SDK sends again after it failed joins the attempt that
-failed.
+The offers of each call are remembered with its episode. A call that asks for one joins that
+episode, if only one call can have made such an offer. If two episodes made it, the call is in doubt
+and joins none: a join is never guessed (docs/decisions/008-stitching.md). Mere words may occur in
+many conversations, also at other proxies: they join nothing here, and the ledger decides. A request
+that an SDK sends again after a failure joins the attempt that failed.
 """
 
 from collections import deque
@@ -20,16 +19,17 @@ from proxy.identity.generations import Generations
 from proxy.identity.signs import METHODS, PREFIX, PREFIXES
 from store.records import Confidence
 
-# Of offers, and of failed attempts. An offer takes 170 bytes: 17 MB at most.
+# Remembered offers, and as many failed attempts. An offer takes 170 bytes: 17 MB at most.
 CAPACITY: Final = 50_000
-# Of the failed attempts with one body: an SDK asks again within seconds, and many may ask at once.
+# Remembered failed attempts with the same body. An SDK sends again within seconds, and many
+# clients may send the same body at once.
 MOST_ATTEMPTS: Final = 64
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """The episode that a call's content points to, by which sign, and how surely.
+    """The episode that a call's content points to, by which kind of fingerprint, and how surely.
 
-    `follows` is what it goes on from as far as this proxy can see: see `Identity`.
+    `follows` is the episode that the call continues, as far as this proxy can see: see `Identity`.
     """
 
     episode: str
@@ -39,18 +39,18 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 class Doubt(msgspec.Struct, frozen=True):
-    """A call's content points to several episodes."""
+    """The finding that a call's content points to several episodes."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """A call that came to no reply."""
+    """A call that ended without a reply."""
 
     episode: str
     call_id: UUID
 
 
 class _Made(msgspec.Struct, frozen=True):
-    """By whom an offer was made."""
+    """The episode that made an offer."""
 
     episode: str
     follows: str
@@ -60,14 +60,15 @@ _SEVERAL: Final = _Made("", "")
 
 
 class Stitches:
-    """What replies offered, and which attempts failed."""
+    """Memory of the offers that replies made, and of attempts that failed."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
+        """Begin empty, with room for at least `capacity` offers and as many failed attempts."""
         self._offers: Generations[bytes, _Made] = Generations(capacity)
         self._failed: Generations[bytes, deque[Attempt]] = Generations(capacity)
 
     def offer(self, digests: Iterable[bytes], episode: str, follows: str | None = None) -> None:
-        """A call of `episode` made these offers; `follows` as `identify` found it."""
+        """Remember the offers of a call of `episode`; `follows` is as in its `Identity`."""
         made = _Made(episode, follows or episode)
         for digest in digests:
             known = self._offers.get(digest)
@@ -77,33 +78,33 @@ class Stitches:
                 self._offers.put(digest, _SEVERAL)
 
     def find(self, asks: Iterable[bytes]) -> Joined | Doubt | None:
-        """The episode that made the offers asked for; doubt if several did.
+        """Return the episode whose offers are asked for, doubt if there are several, or None.
 
-        Signs of one kind must agree, and a surer kind decides before the others. Of prefixes
-        only the longest is looked at: that a shorter one is known here, and the longest is
-        not, says that another proxy knows more. The ledger, which knows all, goes on from there.
+        Fingerprints of one kind must agree, and a surer kind decides before the others. Of prefixes
+        only the longest is looked up: if a shorter one is known here and the longest is not,
+        another proxy knows more. The ledger, which knows all, then decides.
         """
         doubt = False
-        kind, found = 0, dict[str, _Made]()
+        kind, candidates = 0, dict[str, _Made]()
         for digest in asks:
-            if digest[0] != kind and found:
+            if digest[0] != kind and candidates:
                 break
             kind = digest[0]
             known = None if kind == PREFIX else self._offers.get(digest)
             if known is _SEVERAL:
                 doubt = True
             elif known is not None:
-                found[known.episode] = known
+                candidates[known.episode] = known
             if kind in PREFIXES:
                 break
-        if len(found) == 1:
-            made = next(iter(found.values()))
+        if len(candidates) == 1:
+            made = next(iter(candidates.values()))
             confidence: Confidence = "likely" if kind in PREFIXES else "certain"
             return Joined(made.episode, METHODS[kind], confidence, made.follows)
-        return Doubt() if doubt or found else None
+        return Doubt() if doubt or candidates else None
 
     def followed(self, asks: Iterable[bytes]) -> str | None:
-        """What a call most likely goes on from by its words; no join, only a hint."""
+        """Return the episode that a call most likely continues by its words: a hint, not a join."""
         for digest in asks:
             if digest[0] in PREFIXES:
                 known = self._offers.get(digest)
@@ -111,9 +112,9 @@ class Stitches:
         return None
 
     def failed(self, body: bytes, episode: str, call_id: UUID) -> None:
-        """An attempt with this body came to no reply; its client may send it again.
+        """Remember an attempt that ended without a reply: its client may send this body again.
 
-        Past `MOST_ATTEMPTS` the oldest is forgotten: a call that repeats it then counts as a
+        Past `MOST_ATTEMPTS` the oldest one is forgotten: a call that repeats it then counts as a
         new one, with an episode of its own.
         """
         digest = blake2b(body, digest_size=16).digest()
@@ -124,17 +125,17 @@ class Stitches:
         attempts.append(Attempt(episode, call_id))
 
     def retried(self, body: bytes, episode: str | None = None) -> Attempt | None:
-        """The failed attempt that this body repeats, the latest first; each is repeated once.
+        """Return and forget the latest failed attempt that this body repeats, or None.
 
-        With `episode`, one of that episode's attempts.
+        With `episode`, only attempts of that episode count.
         """
         digest = blake2b(body, digest_size=16).digest()
         attempts = self._failed.get(digest)
         if attempts is None:
             return None
-        found = next((a for a in reversed(attempts) if episode in (None, a.episode)), None)
-        if found is not None:
-            attempts.remove(found)
+        attempt = next((a for a in reversed(attempts) if episode in (None, a.episode)), None)
+        if attempt is not None:
+            attempts.remove(attempt)
             if not attempts:
                 self._failed.forget(digest)
-        return found
+        return attempt
