@@ -1,1 +1,1 @@
-"""One pure module a wire format: bytes in; bytes, ids and facts out. No I/O, no clock."""
+"""The wire formats, a pure module each: bytes in; bytes, token ids and facts out."""

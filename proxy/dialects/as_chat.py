@@ -1,9 +1,8 @@
-"""A request to Anthropic's Messages API in the words of chat completions (pure).
+"""Translates a request to Anthropic's Messages API into one to chat completions (pure).
 
-The way there is vLLM's own (`vllm/entrypoints/anthropic/serving.py`), so that a chat
-template renders the same prompt whichever way a request came. What that way cannot say
-(documents, server tools, fields that we do not know) is not said by halves: such a request
-is forwarded as it is.
+The translation is vLLM's own (`vllm/entrypoints/anthropic/serving.py`), so that a chat template
+renders the same prompt whichever way a request came. A request that it cannot express whole
+(documents, server tools, unknown fields) is not translated in part, but forwarded as it is.
 """
 
 import json
@@ -13,11 +12,11 @@ from typing import Any, Final
 Fields = Mapping[str, Any]
 Message = dict[str, Any]
 
-# What vLLM takes no notice of, and a chat request has no word for.
+# Fields that vLLM ignores and that chat completions do not have.
 IGNORED: Final = frozenset(
     {"metadata", "service_tier", "context_management", "inference_geo", "cache_control"}
 )
-# Said in the same words, in Anthropic's API or vLLM's additions to it.
+# Fields that both APIs have under one name, vLLM's additions included.
 SAME: Final = (
     *("model", "max_tokens", "temperature", "top_p", "top_k"),
     *("cache_salt", "watermarking", "vllm_xargs", "chat_template_kwargs"),
@@ -29,7 +28,8 @@ TRANSLATED: Final = frozenset(
     }
 )
 KNOWN: Final = IGNORED | TRANSLATED | frozenset(SAME)
-# Claude Code's first system block: a hash a request, which vLLM leaves out of the prompt.
+# Claude Code's first system block: it has a hash that changes with each request, and vLLM leaves
+# it out of the prompt.
 BILLING: Final = "x-anthropic-billing-header"
 CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
@@ -37,11 +37,11 @@ LEAST_THINKING: Final = 1024
 
 
 class Inexpressible(Exception):
-    """Chat completions has no words for this part of a request."""
+    """A part of a request that chat completions cannot express."""
 
 
 def chat_request(fields: Fields) -> dict[str, Any] | None:
-    """The chat request that vLLM would make of `fields`; None if there is none."""
+    """Return the chat request that vLLM would make of `fields`, or None if there is none."""
     try:
         return _chat_request(fields)
     except Inexpressible:
@@ -85,10 +85,10 @@ def _object(value: object) -> dict[str, Any]:
 
 
 def _only(value: object, *known: str) -> dict[str, Any]:
-    """`value` as an object with no field beside `known`."""
-    found = _object(value)
-    _expect(set(known).issuperset(found))
-    return found
+    """Return `value` as an object that has no field beside `known`."""
+    fields = _object(value)
+    _expect(set(known).issuperset(fields))
+    return fields
 
 
 def _list(value: object) -> list[Any]:
@@ -116,7 +116,7 @@ def _system_text(value: object) -> str:
 
 
 def _blocks(value: object, *kinds: str) -> list[dict[str, Any]]:
-    """Content blocks, all of these kinds; a text among them has its text."""
+    """Return content blocks, all of these kinds; a text among them has its text."""
     blocks = [_object(block) for block in _list(value)]
     for block in blocks:
         _expect(block.get("type") in kinds)
@@ -125,20 +125,20 @@ def _blocks(value: object, *kinds: str) -> list[dict[str, Any]]:
 
 
 def _messages(value: object) -> list[Message]:
-    told: list[Message] = []
+    messages: list[Message] = []
     for message in _list(value):
         role, content = _only(message, "role", "content").get("role"), message.get("content")
         if role == "system":
-            told += _inline_system(content)
+            messages += _inline_system(content)
         elif isinstance(content, str) and role in ("user", "assistant"):
-            told.append({"role": role, "content": content})
+            messages.append({"role": role, "content": content})
         elif role == "user":
-            told += _user(content)
+            messages += _user(content)
         elif role == "assistant":
-            told.append(_assistant(content))
+            messages.append(_assistant(content))
         else:
             raise Inexpressible
-    return told
+    return messages
 
 
 def _inline_system(content: object) -> list[Message]:
@@ -148,7 +148,7 @@ def _inline_system(content: object) -> list[Message]:
 
 
 def _user(content: object) -> list[Message]:
-    """Results of tools stand before what else the user says, wherever they stood."""
+    """Return a user's messages; tool results come before all else, wherever they stood."""
     results: list[Message] = []
     parts: list[Message] = []
     for block in _blocks(content, "text", "image", "tool_result"):
@@ -156,8 +156,12 @@ def _user(content: object) -> list[Message]:
             results += _tool_result(block)
         else:
             parts += _part(block)
-    said = _content(parts)
-    return results if said is None else [*results, {"role": "user", "content": said}]
+    message_content = _content(parts)
+    return (
+        results
+        if message_content is None
+        else [*results, {"role": "user", "content": message_content}]
+    )
 
 
 def _assistant(content: object) -> Message:
@@ -172,12 +176,12 @@ def _assistant(content: object) -> Message:
             calls.append(_tool_call(block))
         elif block["type"] != "redacted_thinking":
             parts += _part(block)
-    said = _content(parts)
+    message_content = _content(parts)
     if thoughts:
         message["reasoning"] = "".join(thoughts)
     if calls:
         message["tool_calls"] = calls
-    return message if said is None else message | {"content": said}
+    return message if message_content is None else message | {"content": message_content}
 
 
 def _part(block: dict[str, Any]) -> list[Message]:
@@ -209,7 +213,7 @@ def _tool_call(block: dict[str, Any]) -> Message:
 
 
 def _tool_result(block: dict[str, Any]) -> list[Message]:
-    """A tool's message, and its images as a user's: no tool's message can show any."""
+    """Return a tool's message, and its images as a user's: a tool's message can show none."""
     content = block.get("content")
     texts: list[str] = []
     images: list[Message] = []
@@ -230,16 +234,16 @@ def _output(value: object) -> Message:
     if value is None:
         return {}
     config = _only(value, "effort", "format")
-    told: Message = {}
+    settings: Message = {}
     if config.get("format") is not None:
         form = _only(config["format"], "type", "schema")
         _expect(form.get("type") == "json_schema")
         schema = {"name": "json_schema", "schema": _object(form.get("schema"))}
-        told["response_format"] = {"type": "json_schema", "json_schema": schema}
+        settings["response_format"] = {"type": "json_schema", "json_schema": schema}
     if config.get("effort") is not None:
         _expect(config["effort"] in EFFORTS)
-        told["reasoning_effort"] = config["effort"]
-    return told
+        settings["reasoning_effort"] = config["effort"]
+    return settings
 
 
 def _thinking(value: object, max_tokens: int) -> Message:
@@ -259,17 +263,17 @@ def _thinking(value: object, max_tokens: int) -> Message:
 
 
 def _tools(tools: object, choice: object) -> Message:
-    told: Message = {}
+    settings: Message = {}
     if not tools:
-        # Chat completions takes no choice among no tools; without one it is the same prompt.
+        # Chat completions refuse a tool choice without tools; leaving it out gives the same prompt.
         _expect(_tool_choice(_object(choice or {"type": "none"})) in ("auto", "none"))
-        return told
+        return settings
     if choice is not None:
         chosen = _only(choice, "type", "name", "disable_parallel_tool_use")
-        told["tool_choice"] = _tool_choice(chosen)
-        told["parallel_tool_calls"] = not chosen.get("disable_parallel_tool_use")
-    told.setdefault("tool_choice", "auto")
-    return told | {"tools": [_tool(tool) for tool in _list(tools)]}
+        settings["tool_choice"] = _tool_choice(chosen)
+        settings["parallel_tool_calls"] = not chosen.get("disable_parallel_tool_use")
+    settings.setdefault("tool_choice", "auto")
+    return settings | {"tools": [_tool(tool) for tool in _list(tools)]}
 
 
 def _tool_choice(choice: dict[str, Any]) -> str | Message:
@@ -281,7 +285,7 @@ def _tool_choice(choice: dict[str, Any]) -> str | Message:
 
 
 def _tool(value: object) -> Message:
-    """A tool of the client's own; those that a server runs have a type of their own."""
+    """Return a tool of the client's own; tools that a server runs have a type of their own."""
     tool = _object(value)
     _expect(tool.get("type") in (None, "custom"))
     schema = _object(tool.get("input_schema"))
@@ -290,5 +294,5 @@ def _tool(value: object) -> Message:
         "description": tool.get("description"),
         "parameters": schema if "type" in schema else schema | {"type": "object"},
     }
-    told = {name: tool[name] for name in ("strict", "defer_loading") if tool.get(name) is not None}
-    return {"type": "function", "function": function | told}
+    flags = {name: tool[name] for name in ("strict", "defer_loading") if tool.get(name) is not None}
+    return {"type": "function", "function": function | flags}

@@ -1,4 +1,4 @@
-"""What every dialect gives the relay."""
+"""The interface of a dialect, and functions that all dialects share."""
 
 from typing import Any, Final, Protocol
 
@@ -9,17 +9,18 @@ from store.json_limits import nests_too_deep
 from store.records import ToolCall
 
 Object = dict[str, msgspec.Raw]
-# What a parser raises for bytes that it cannot read: not JSON, not UTF-8, or too deep for it.
+# Errors of a parser for bytes that are not JSON, not UTF-8, or nested too deep.
 UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 _objects: Final = msgspec.json.Decoder(Object)
 
 
 class ModelRequest(msgspec.Struct, frozen=True):
-    """A request as it goes to the upstream, and what must be undone in its reply.
+    """A request as it goes to the upstream, and what must be removed again from its reply.
 
-    `parsed` is its top level with values unparsed (None: it is no JSON object), `fields`
-    the same parsed, as the client sent them; `injected` names what the client did not ask for.
+    `parsed` is the body's top level with values unparsed (None if it is not a JSON object);
+    `fields` is the same with values parsed, as the client sent them. `injected` names the fields
+    that we added.
     """
 
     body: bytes
@@ -28,12 +29,12 @@ class ModelRequest(msgspec.Struct, frozen=True):
     model: str | None = None
     stream: bool = False
     injected: frozenset[str] = frozenset()
-    # Where it is sent, if not to the path that the client asked.
+    # The upstream's path, where it differs from the one that the client asked for.
     path: str | None = None
 
 
 class Gist(msgspec.Struct, frozen=True):
-    """What a later call may repeat of a reply: its first choice's text and tool calls, its id."""
+    """The parts of a reply that a later call may repeat: its id, and its first choice's content."""
 
     response_id: str | None = None
     text: str = ""
@@ -41,10 +42,10 @@ class Gist(msgspec.Struct, frozen=True):
 
 
 class ReplyFacts(msgspec.Struct, frozen=True):
-    """What a finished (or torn) reply said.
+    """The facts of a reply that are stored, whether it is whole or broke off.
 
-    `reply` is JSON as the client saw it, streams put together into one object; None where
-    it was no JSON. `whole` says whether it came to its proper end.
+    `reply` is JSON as the client saw it, with a stream's events merged into one object, or None if
+    it was not JSON. `whole` says whether the reply came to its proper end.
     """
 
     reply: bytes | None
@@ -57,51 +58,55 @@ class ReplyFacts(msgspec.Struct, frozen=True):
 
 
 class Transcript(Protocol):
-    """Follows one reply: passes on what the client is to see, and knows what was said.
+    """Follows one reply: passes on what the client is to see, and gathers what it says.
 
-    Fed with the same bytes once more, one that was made for `reading` gives the facts: the
-    worker needs only what serving needs, the keeper reads the rest later.
+    A worker follows a reply as far as serving needs. The keeper later feeds the same bytes to a
+    transcript made for `reading`, which also gives the facts.
     """
 
     @property
     def ended(self) -> bool:
-        """Whether the reply came to its proper end."""
+        """Return whether the reply came to its proper end."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take bytes as they came; return those that may leave at once."""
+        """Take bytes as they came, and return those that may leave at once."""
 
     def finish(self) -> bytes:
-        """The upstream has ended: return the bytes held back until the record is durable."""
+        """Take the upstream's end, and return the bytes held back until the record is durable."""
 
     def gist(self) -> Gist:
-        """What a later call may repeat of it."""
+        """Return what a later call may repeat of the reply."""
 
     def facts(self) -> ReplyFacts:
-        """All that was said, whole or not; made for `reading` only."""
+        """Return the reply's facts, whole or not; only on a transcript made for `reading`."""
 
 
 class StreamTranscript(Transcript, Protocol):
-    """Follows a reply of server-sent events, whose sender may linger after the last of them."""
+    """Follows a reply of server-sent events, whose sender may keep it open after the last event."""
 
     @property
     def at_end(self) -> bool:
-        """Whether the event that ends the reply is there, whole: what follows is not recorded."""
+        """Return whether the reply's last event has come whole; what follows is not recorded."""
 
     def release(self) -> bytes:
-        """The record is durable: return what was held back for it; the rest leaves as it comes."""
+        """Return what was held back, once the record is durable; later bytes leave as they come."""
 
 
 class Dialect(Protocol):
-    """One wire format: how a request is rewritten and its reply followed."""
+    """One wire format: rewrites a request and follows its reply."""
 
     @property
     def name(self) -> str:
-        """As the ledger has it."""
+        """Return the format's name, as the ledger stores it."""
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
-        """The request for the upstream; the client's own bytes where nothing must change."""
+        """Return the request for the upstream; its bytes are the client's if nothing must change.
+
+        With `want_ids`, the fields that make the server send token ids and log-probabilities are
+        added.
+        """
 
     def whole(
         self,
@@ -111,21 +116,26 @@ class Dialect(Protocol):
         reading: bool = False,
         status: int | None = None,
     ) -> Transcript:
-        """Follows a reply that comes in one piece, with this HTTP `status`."""
+        """Return a transcript for a reply in one piece, which comes with this HTTP `status`."""
 
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
     ) -> StreamTranscript:
-        """Follows a reply of server-sent events."""
+        """Return a transcript for a reply of server-sent events."""
 
 
 def read_request(
     body: bytes, *, without: tuple[str, ...] = (), checked: bool = False
 ) -> ModelRequest:
-    """A request as the client sent it; fields `without` which it can be read are left out.
+    """Parse a request as the client sent it.
 
-    A body that is no JSON object is kept as it is: the upstream says what is wrong with it. So
-    is one that nests too deep to be parsed; `checked` says that it is known not to.
+    A body that is not a JSON object is kept as it is: the upstream says what is wrong with it. So
+    is one that nests too deep to be parsed.
+
+    Args:
+        body: the request's body.
+        without: names of fields to leave out.
+        checked: the body is known not to nest too deep.
     """
     parsed = parse_object(body) if checked or not nests_too_deep(body) else None
     if parsed is None:
@@ -144,7 +154,7 @@ def read_request(
 
 
 def with_changes(request: ModelRequest, served_name: str | None, added: Object) -> ModelRequest:
-    """`request` under the version's name and with `added` fields, all else byte for byte."""
+    """Return `request` under the version's name and with `added` fields, all else byte for byte."""
     if request.parsed is None:
         return request
     changes: Object = {}
@@ -158,17 +168,17 @@ def with_changes(request: ModelRequest, served_name: str | None, added: Object) 
 
 
 def own_name(request: ModelRequest, served_name: str | None) -> msgspec.Raw | None:
-    """The model's name to put back into a reply; None where it was not changed."""
+    """Return the model's name to put back into a reply, or None if it was not changed."""
     if served_name is None or request.model is None or served_name == request.model:
         return None
     return msgspec.Raw(msgspec.json.encode(request.model))
 
 
 def parse_object(body: bytes) -> Object | None:
-    """A JSON object's top level, its values unparsed; None if it is not one that can be read.
+    """Return a JSON object's top level with values unparsed, or None if it cannot be read as one.
 
-    Keys keep their order and values their exact bytes, so that what is not touched comes
-    out as it went in.
+    Keys keep their order and values their exact bytes, so that what is not touched leaves as it
+    came.
     """
     try:
         if not body.isascii():
@@ -179,12 +189,12 @@ def parse_object(body: bytes) -> Object | None:
 
 
 def value_of(raw: msgspec.Raw | None) -> Any:
-    """The parsed value of a field; None where it is absent."""
+    """Return the parsed value of a field, or None if the field is absent."""
     return None if raw is None else msgspec.json.decode(raw)
 
 
 def readable_value(raw: msgspec.Raw) -> Any:
-    """The parsed value, or its text where it is none that Python holds (such as 1e400)."""
+    """Return the parsed value, or its JSON text if Python cannot represent it (such as 1e400)."""
     try:
         return msgspec.json.decode(raw)
     except UNREADABLE:
@@ -192,13 +202,13 @@ def readable_value(raw: msgspec.Raw) -> Any:
 
 
 def decoded_object(payload: bytes | msgspec.Raw) -> dict[str, Any] | None:
-    """A JSON object with all its values; None where one is none that Python holds, or too deep.
+    """Return a JSON object with all its values, or None if Python cannot represent or nest it.
 
-    `parse_object` takes more: it leaves values alone, so that a lone surrogate or 1e400
-    passes through it. What is only read for the ledger must not fail where that did not.
+    `parse_object` accepts more: it leaves values unparsed, so that a lone surrogate or 1e400 passes
+    through. Reading for the ledger must not fail a reply that was passed on.
     """
     if nests_too_deep(bytes(payload)):
-        # What is built must be walked over and encoded again: that is recursive too.
+        # The object is walked and encoded again later, which is recursive too.
         return None
     try:
         return msgspec.json.decode(payload, type=dict[str, Any])

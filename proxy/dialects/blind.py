@@ -1,10 +1,10 @@
-"""Takes members out of JSON that no parser here reads, or whose shape is not the API's (pure).
+"""Removes members from JSON that cannot be parsed, or whose shape is not the API's (pure).
 
-Half an emoji, NaN, bytes that are no text, an object that is cut off or stands beside something
-else: Python holds none of these, and a client is to get them as they came, less what it did
-not ask for. So names are looked for, wherever they stand: nobody can say for sure whose a
-member of such a reply is. No text of a model is touched, for within a string a name's
-quotes are escaped.
+A lone surrogate, NaN, bytes that are not UTF-8, an object that is cut off or has something beside
+it: Python represents none of these, and a client must get them as they came, without what it did
+not ask for. So members are found by their names, wherever they stand: in such a reply nobody can
+tell for sure which object a member belongs to. A model's text is never touched, because the quotes
+of a name within a string are escaped.
 """
 
 import re
@@ -15,7 +15,7 @@ import msgspec
 
 OPENS: Final = b"{["
 NUMBER: Final = b"-0123456789"
-# A string that is cut off goes to the end.
+# A string that is cut off reaches to the end of the data.
 STRING: Final = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)'
 BRACKET: Final = re.compile(STRING + rb"|[{}\[\]]", re.DOTALL)
 SCALAR: Final = re.compile(STRING + rb"|[^,\]}\s]*", re.DOTALL)
@@ -23,9 +23,9 @@ NO_CONTENT: Final = re.compile(rb"\[\s*\]")
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A member to be replaced: where its value begins with one of `opens`, by `instead`.
+    """A member to replace by `instead`, where its value begins with one of the bytes `opens`.
 
-    `only`: where its value is that; `unless_empty`: not an empty list.
+    With `only`, just a value equal to that is replaced; with `unless_empty`, no empty list.
     """
 
     opens: bytes
@@ -35,7 +35,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 def without(data: bytes, members: Mapping[bytes, Member]) -> bytes:
-    """Return `data` with the values of `members` replaced, and every other byte as it is."""
+    """Return `data` with the values of `members` replaced, and every other byte unchanged."""
     if not any(name in data for name in members):
         return data
     key = re.compile(rb'"(%b)"\s*:\s*' % b"|".join(map(re.escape, members)))
@@ -51,7 +51,7 @@ def without(data: bytes, members: Mapping[bytes, Member]) -> bytes:
 
 
 def _end_of(data: bytes, at: int, member: Member) -> int | None:
-    """Return where a value ends that is to be replaced; None where it is not to be."""
+    """Return where a member's value ends, or None if it is not to be replaced."""
     sign = data[at : at + 1]
     if not sign or sign not in member.opens:
         return None
@@ -64,7 +64,7 @@ def _end_of(data: bytes, at: int, member: Member) -> int | None:
 
 
 def _end_of_container(data: bytes, at: int) -> int:
-    """Return where its last bracket is, or where the data is cut off."""
+    """Return where a container's closing bracket ends, or the data's end if it is cut off."""
     depth = 0
     while (token := BRACKET.search(data, at)) is not None:
         at = token.end()

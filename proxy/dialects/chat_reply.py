@@ -1,6 +1,6 @@
-"""What a message is made of: the parts of a chat completion, whole or in chunks, that count.
+"""The parts of a chat completion, whole or in chunks, that a message is made of.
 
-Each is parsed once, into these types; all other fields are skipped unparsed.
+Each is parsed once into these types; all other fields are skipped unparsed.
 """
 
 import re
@@ -11,7 +11,7 @@ import msgspec
 from proxy.dialects.base import UNREADABLE
 from proxy.trainable import Sampled
 
-# An escape in a string; the group is half of a pair that lacks the other half.
+# An escape in a string; the group is a surrogate without its other half.
 ESCAPE: Final = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     rb"|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
@@ -22,7 +22,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Function(msgspec.Struct):
-    """A tool call's name, said once, and its arguments, which come in pieces."""
+    """A tool call's name, which comes whole, and its arguments, which come in pieces."""
 
     name: str | None = None
     arguments: str | None = None
@@ -45,19 +45,19 @@ class Said(msgspec.Struct):
 
 
 class Token(msgspec.Struct):
-    """What one sampled token's log-probability was."""
+    """The log-probability of one sampled token."""
 
     logprob: float
 
 
 class Logprobs(msgspec.Struct):
-    """Those of one choice, or of one piece of it."""
+    """The log-probabilities of a choice, or of a piece of one."""
 
     content: list[Token] | None = None
 
 
 class Choice(msgspec.Struct):
-    """The one choice of a whole reply (`message`) or of a chunk (`delta`)."""
+    """The only choice of a whole reply (`message`) or of a chunk (`delta`)."""
 
     message: Said | None = None
     delta: Said | None = None
@@ -68,14 +68,14 @@ class Choice(msgspec.Struct):
 
 
 class Details(msgspec.Struct):
-    """What of a prompt was in a cache."""
+    """The numbers of prompt tokens that were read from a cache, or written to it."""
 
     cached_tokens: int | None = None
     created_cache_tokens: int | None = None
 
 
 class Usage(msgspec.Struct):
-    """Tokens counted."""
+    """The numbers of tokens that the server counted."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = None
@@ -94,7 +94,7 @@ class Reply(msgspec.Struct):
 
 
 def read_reply(payload: bytes) -> Reply | None:
-    """The reply or chunk; None where it is none."""
+    """Return the parsed reply or chunk, or None if it is neither."""
     try:
         return msgspec.json.decode(payload, type=Reply)
     except UNREADABLE:
@@ -102,7 +102,7 @@ def read_reply(payload: bytes) -> Reply | None:
 
 
 def read_repaired(body: bytes) -> Reply | None:
-    """A reply that has half an emoji or bytes that are no text, with U+FFFD for each of these."""
+    """Return a reply with U+FFFD for each lone surrogate and each byte that is not UTF-8."""
     text = body.decode(errors="replace").encode()
     return read_reply(ESCAPE.sub(lambda m: REPLACED if m[1] else m[0], text))
 
@@ -111,6 +111,7 @@ class Tokens:
     """Gathers ids and log-probabilities, chunk by chunk."""
 
     def __init__(self) -> None:
+        """Begin with nothing gathered."""
         self._prompt: list[int] | None = None
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -118,7 +119,7 @@ class Tokens:
         self._counted: int | None = None
 
     def take(self, reply: Reply) -> None:
-        """Add what a reply, or a chunk of one, brings."""
+        """Add the token data of a reply, or of a chunk of one."""
         if reply.prompt_token_ids is not None:
             self._prompt = reply.prompt_token_ids
         if reply.usage is not None:
@@ -132,7 +133,7 @@ class Tokens:
                 self._logprobs += (token.logprob for token in choice.logprobs.content or ())
 
     def sampled(self) -> Sampled:
-        """All of it; None for what was not told at all."""
+        """Return what was gathered; None for what never came."""
         return Sampled(
             prompt_ids=None if self._prompt is None else tuple(self._prompt),
             sampled_ids=tuple(self._ids) if "ids" in self._told else None,

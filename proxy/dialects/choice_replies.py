@@ -1,7 +1,7 @@
-"""Follows replies in `choices`: what leaves, what a later call may repeat, what was sampled.
+"""Transcripts of replies in `choices`, whole or streamed.
 
-A worker follows a reply only as far as serving needs (`feed`, `finish`, `gist`); the keeper
-follows the same bytes again, `reading`, for all that the ledger wants (`facts`).
+A worker follows a reply only as far as serving needs (`feed`, `finish`, `gist`). The keeper follows
+the same bytes again, with `reading`, for all that the ledger stores (`facts`).
 """
 
 import json
@@ -37,17 +37,18 @@ RIDERS: Final = ("finish_reason", "token_ids", "logprobs")
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def _take_over(known: dict[str, Any], told: dict[str, Any], without: tuple[str, ...]) -> None:
-    """What is told last stands, but for null."""
-    for name, value in told.items():
+def _take_over(known: dict[str, Any], event: dict[str, Any], without: tuple[str, ...]) -> None:
+    """Copy the members of `event` but those in `without`; a null replaces nothing."""
+    for name, value in event.items():
         if name not in without and (value is not None or name not in known):
             known[name] = value
 
 
 class WholeReply:
-    """A reply that comes in one piece: nothing leaves before all of it is there."""
+    """A completion in one piece, of which nothing leaves before all of it has come."""
 
     def __init__(self, request: ModelRequest, served_name: str | None, *, reading: bool) -> None:
+        """Begin the reply to `request`."""
         self._undo = Undo(request, served_name, reading=reading)
         self._gathering = Gathering()
         self._pieces: list[bytes] = []
@@ -57,12 +58,12 @@ class WholeReply:
         self.ended = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """Keep; see `Transcript`."""
+        """Keep the bytes until the reply's end, and return none."""
         self._pieces.append(chunk)
         return b""
 
     def finish(self) -> bytes:
-        """The restored reply; byte for byte the upstream's where nothing was added."""
+        """Return the restored reply, byte for byte the upstream's if nothing was added."""
         body = self._out = b"".join(self._pieces)
         self.ended = True
         parsed = parse_object(body)
@@ -78,20 +79,20 @@ class WholeReply:
         try:
             self._gathering.take(parsed, choices)
         except ODD_SHAPE:
-            # Its gist is incomplete; the reply itself has not been touched.
+            # The gist is incomplete, but the reply itself is not affected.
             return self._out
         return self._out
 
     def gist(self) -> Gist:
-        """See `Transcript`."""
+        """Return the first choice's text and tool calls."""
         return self._gathering.gist()
 
     def facts(self) -> ReplyFacts:
-        """See `Transcript`."""
+        """Return the facts of the first choice, and of the reply if it could be read."""
         if self._parsed is None:
             reply = {} if self._out is None else decoded_object(self._out)
             return _facts(self._out if reply else None, reply or {}, self._undo, whole=self.ended)
-        # What stands beside the words is small; the words themselves are not read again.
+        # Only the few fields that the facts need are decoded, not the log-probabilities.
         head = {name: readable_value(self._parsed[name]) for name in READ if name in self._parsed}
         first = self._choices[0] if self._choices else {}
         choice = {name: readable_value(first[name]) for name in OF_CHOICE if name in first}
@@ -117,22 +118,22 @@ def _facts(reply: bytes | None, parsed: dict[str, Any], undo: Undo, *, whole: bo
 
 def _tool_calls(message: Any) -> tuple[ToolCall, ...]:
     calls = message.get("tool_calls") if isinstance(message, dict) else None
-    found = []
+    tool_calls = []
     for call in calls if isinstance(calls, list) else []:
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(function, dict) and call.get("id"):
-            found.append(
+            tool_calls.append(
                 ToolCall(
                     id=str(call["id"]),
                     name=str(function.get("name") or ""),
                     arguments=str(function.get("arguments") or ""),
                 )
             )
-    return tuple(found)
+    return tuple(tool_calls)
 
 
 class StreamedReply:
-    """A reply as server-sent events, put together as it passes."""
+    """A completion's server-sent events, merged into one reply as they pass."""
 
     def __init__(
         self,
@@ -142,6 +143,7 @@ class StreamedReply:
         *,
         reading: bool,
     ) -> None:
+        """Begin the reply to `request`; `reply_object` is the type that the merged reply gets."""
         self._undo = Undo(request, served_name, reading=reading)
         self._reply_object = reply_object
         self._reading = reading
@@ -153,35 +155,38 @@ class StreamedReply:
         self._unread = 0
 
     def feed(self, chunk: bytes) -> bytes:
-        """See `Transcript`."""
+        """Return the restored lines that `chunk` completes, up to the one that ends the reply."""
         return self._events.feed(chunk)
 
     def reread(self, raw: bytes) -> None:
-        """Take all there is, as `feed` does, where nothing of it leaves; of the facts, no gist."""
+        """Read a recorded stream for its facts only: nothing leaves, and no gist is gathered."""
         self._events = EventStream(self._reread, self._undo.hide, is_done)
         self._events.feed(raw)
 
     @property
     def at_end(self) -> bool:
-        """See `StreamTranscript`."""
+        """Return whether `[DONE]` has come."""
         return self._events.at_end
 
     def release(self) -> bytes:
-        """See `StreamTranscript`."""
+        """Return the held back end of the stream."""
         return self._events.release()
 
     def finish(self) -> bytes:
-        """See `Transcript`."""
+        """Return the held back end of the stream, with any unfinished line."""
         return self._events.finish()
 
     @property
     def ended(self) -> bool:
-        """Not every server sends [DONE]; a reason to finish in each choice says as much."""
+        """Return whether `[DONE]` or each choice's reason to finish came, and all was readable.
+
+        Not every server sends `[DONE]`.
+        """
         finished = bool(self._finished) and all(self._finished.values())
         return (self._events.ended or finished) and not (self._unread or self._events.unread)
 
     def gist(self) -> Gist:
-        """See `Transcript`."""
+        """Return the first choice's text and tool calls so far."""
         return self._gathering.gist()
 
     def _data(self, payload: bytes) -> bytes | None:
@@ -198,7 +203,7 @@ class StreamedReply:
             return None
         out = _encode(parsed) if self._undo.changed else payload
         if not choices:
-            # Usually it tells the usage; whatever else it is, it shows no ids.
+            # Such an event usually holds the usage. Whatever it is, it must show no ids.
             out = self._undo.hide(out)
         try:
             self._follow(parsed, choices, out)
@@ -243,7 +248,7 @@ class StreamedReply:
         _take_over(self._head, event, CHOICES)
 
     def facts(self) -> ReplyFacts:
-        """See `Transcript`; the events put together into one `chat.completion`."""
+        """Return the facts of the events, merged into one object of the type `reply_object`."""
         if not self._head and not self._choices:
             return _facts(None, {}, self._undo, whole=self._events.ended)
         choices = [self._choices[index] for index in sorted(self._choices)]
@@ -252,19 +257,19 @@ class StreamedReply:
 
 
 def _decoded(payload: bytes) -> dict[str, Any]:
-    """Return an event's values; a number past all bounds, as `1E400`, is infinite."""
+    """Return an event's values; a number beyond a float's range, as `1E400`, is infinite."""
     try:
         return msgspec.json.decode(payload, type=dict[str, Any])
     except msgspec.MsgspecError:
-        told: dict[str, Any] = json.loads(payload)
-        return told
+        event: dict[str, Any] = json.loads(payload)
+        return event
 
 
 def _rides_on_nothing(choices: list[Object]) -> bool:
-    """Whether a chunk, now that what was added is out of it, says nothing at all.
+    """Return whether a chunk is empty now that what was added is removed.
 
-    vLLM sends a delta that its parsers leave empty only for what rides on it: ids or
-    log-probabilities that are asked for. What is still there was asked for by the client.
+    vLLM sends a chunk with an empty delta only to carry ids or log-probabilities that were asked
+    for. Whatever is still in it was asked for by the client.
     """
     for choice in choices:
         if choice.get("delta") != EMPTY or any(choice.get(n, NULL) != NULL for n in RIDERS):

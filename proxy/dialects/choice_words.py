@@ -1,4 +1,4 @@
-"""What a later call may repeat of a reply in `choices` (pure)."""
+"""The words and tool calls of a reply in `choices` that a later call may repeat (pure)."""
 
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ class _ToolPiece(msgspec.Struct, gc=False):
 
 
 class Said(msgspec.Struct):
-    """A message or a delta, as far as a later call repeats it."""
+    """A message or a delta, with the fields that a later call repeats."""
 
     content: Any = None
     tool_calls: list[_ToolPiece] | None = None
@@ -33,15 +33,16 @@ _text: Final = msgspec.json.Decoder(str)
 
 
 class Gathering:
-    """The first choice's words and tool calls, piece by piece."""
+    """Gathers the first choice's words and tool calls, piece by piece."""
 
     def __init__(self) -> None:
+        """Begin with nothing gathered."""
         self.response_id: str | None = None
         self._words: list[str] = []
         self._tools: dict[int, list[str]] = {}
 
     def take(self, parsed: Object, choices: list[Object]) -> None:
-        """One event, or a whole reply."""
+        """Add one event, or a whole reply."""
         if self.response_id is None and "id" in parsed:
             self.response_id = string_or_none(value_of(parsed["id"]))
         if not choices or choices[0].get("index", ZERO) != ZERO:
@@ -52,10 +53,10 @@ class Gathering:
         elif (raw := first.get("text")) is not None:
             self._words.append(_text.decode(raw))
 
-    def _take_message(self, said: Said) -> None:
-        if isinstance(said.content, str):
-            self._words.append(said.content)
-        for position, piece in enumerate(said.tool_calls or ()):
+    def _take_message(self, message: Said) -> None:
+        if isinstance(message.content, str):
+            self._words.append(message.content)
+        for position, piece in enumerate(message.tool_calls or ()):
             # A whole message's calls have no index of their own.
             index = piece.index or position
             known = self._tools.setdefault(index, ["", "", ""])
@@ -65,7 +66,7 @@ class Gathering:
             known[2] += function.arguments or ""
 
     def gist(self) -> Gist:
-        """What was said so far."""
+        """Return what was gathered so far."""
         calls = [self._tools[index] for index in sorted(self._tools)]
         return Gist(
             response_id=self.response_id,
@@ -75,5 +76,5 @@ class Gathering:
 
 
 def string_or_none(value: Any) -> str | None:
-    """`value`, if it is a string."""
+    """Return `value` if it is a string, else None."""
     return value if isinstance(value, str) else None

@@ -1,8 +1,8 @@
 """The dialects that answer in `choices`: `/v1/chat/completions` and `/v1/completions`.
 
-What we add: `return_token_ids`, `logprobs` and the version's name as `model`. What comes
-back for it is put to `null` again, as vLLM sends it to those who did not ask, the model's
-name is put back, and the extra chunks with an empty delta that ids ride on are not passed on.
+`return_token_ids`, `logprobs` and the version's name as `model` are added to a request. In the
+reply the resulting values are set to `null` again, as vLLM sends them to clients that did not ask,
+the model's name is put back, and the extra chunks that carry nothing but ids are dropped.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,9 +24,9 @@ from proxy.dialects.undo import IDS, LOGPROBS
 class ChoicesDialect(msgspec.Struct, frozen=True):
     """Chat completions or text completions.
 
-    `wanted` are the fields that make vLLM give ids and log-probabilities; `asked` says
-    whether a client's own value of one stands. To a request that is `spoilt` by it nothing is
-    added: vLLM would answer it with other words then, or not refuse it any more.
+    `wanted` are the fields that make vLLM send ids and log-probabilities. `asked` returns whether a
+    client's own value of such a field is kept. `spoilt` returns whether a request must get none of
+    them: vLLM would then answer it differently, or accept what it refuses without them.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ChoicesDialect(msgspec.Struct, frozen=True):
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
-        """See `Dialect`."""
+        """Return the request with the version's name and those `wanted` fields that it lacks."""
         fields = request.fields
         want_ids = want_ids and not self.spoilt(fields)
         added: Object = {
@@ -56,13 +56,13 @@ class ChoicesDialect(msgspec.Struct, frozen=True):
         reading: bool = False,
         status: int | None = None,
     ) -> Transcript:
-        """See `Dialect`."""
+        """Return a transcript of a whole completion."""
         return WholeReply(request, served_name, reading=reading)
 
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
     ) -> StreamTranscript:
-        """See `Dialect`."""
+        """Return a transcript of a completion's chunks."""
         return StreamedReply(request, served_name, self.reply_object, reading=reading)
 
 
@@ -71,7 +71,7 @@ CHAT: Final = ChoicesDialect(
     reply_object="chat.completion",
     wanted={LOGPROBS: msgspec.Raw(b"true"), IDS: msgspec.Raw(b"true")},
     asked=lambda _field, value: value is not None and value is not False,
-    # Without the client's own `logprobs` these are refused.
+    # vLLM refuses these two without the client's own `logprobs`.
     spoilt=lambda fields: (
         not fields.get(LOGPROBS)
         and bool(fields.get("top_logprobs") or fields.get("logprob_token_ids"))

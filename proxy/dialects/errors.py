@@ -1,11 +1,11 @@
-"""Errors in the words of the API that a client speaks, whole or within a stream (pure).
+"""Errors in the format of each API, as a whole reply or as an event of a stream (pure).
 
-- Chat and text completions: `{"error": {…}}`, and in a stream that as one more `data:` line
-  (openai-python, `_streaming.py`: any event whose data has `error` is raised).
-- Responses: the same whole; in a stream an event `error` whose fields stand on top
-  (https://platform.openai.com/docs/api-reference/responses-streaming/error).
-- Messages: `{"type": "error", "error": {"type": …, "message": …}}` both ways, in a stream as
-  event `error` (https://docs.anthropic.com/en/api/messages-streaming, "Error events").
+- Chat and text completions: `{"error": {…}}`, in a stream as one more `data:` line (openai-python,
+  `_streaming.py`, raises for any event whose data has `error`).
+- Responses: the same as a whole reply; in a stream an event `error` with its fields at the top
+  level (https://platform.openai.com/docs/api-reference/responses-streaming/error).
+- Messages: `{"type": "error", "error": {"type": …, "message": …}}` in both, in a stream as event
+  `error` (https://docs.anthropic.com/en/api/messages-streaming, "Error events").
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 # Anthropic's types by HTTP status (https://docs.anthropic.com/en/api/errors). 408 and 503 are not
-# listed there: a request that took too long, and a server that has no room for it now.
+# listed there; the types for a late request and a full server fit them best.
 ANTHROPIC_BY_STATUS: Final[Mapping[int, str]] = {
     401: "authentication_error",
     402: "billing_error",
@@ -28,8 +28,8 @@ ANTHROPIC_BY_STATUS: Final[Mapping[int, str]] = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-# What vLLM calls an error (`vllm/entrypoints/serve/exception_handling/error_response.py`), and
-# what we call one: in a stream it comes without a status.
+# Statuses of vLLM's types of errors (`vllm/entrypoints/serve/exception_handling/error_response.py`)
+# and of ours: an error within a stream comes without a status.
 STATUS_OF_KIND: Final[Mapping[str, int]] = {
     "BadRequestError": 400,
     "invalid_request_error": 400,
@@ -52,7 +52,7 @@ def error_body(
     *,
     status: int | None = None,
 ) -> bytes:
-    """A reply's body, sent with `status`; `dialect` is one of the ledger's names."""
+    """Return the body of an error reply in the format of `dialect`, to be sent with `status`."""
     if dialect == "messages":
         return msgspec.json.encode(_anthropic(message, kind, status))
     error = {"message": message, "type": kind, "param": param, "code": code}
@@ -67,14 +67,14 @@ def error_event(
     sequence_number: int = 0,
     status: int | None = None,
 ) -> bytes:
-    """The event that tells a stream's reader that no more comes, and why.
+    """Return the event that ends a stream with an error.
 
-    `sequence_number` counts a response's events; no other API has one. `status` is what the
-    error would have been answered with before the stream began, where that is known.
+    `sequence_number` counts a response's events; no other API has one. `status` is what the error
+    would have had before the stream began, where that is known.
     """
     if dialect == "messages":
-        told = msgspec.json.encode(_anthropic(message, kind, status))
-        return b"event: error\ndata: %s\n\n" % told
+        error = msgspec.json.encode(_anthropic(message, kind, status))
+        return b"event: error\ndata: %s\n\n" % error
     if dialect == "responses":
         event: dict[str, Any] = {"type": "error", "code": kind, "message": message, "param": None}
         event["sequence_number"] = sequence_number
@@ -83,7 +83,7 @@ def error_event(
 
 
 def anthropic_type(status: int | None, kind: str | None = None) -> str:
-    """Return Anthropic's name for an error of this status; without one, for that `kind`."""
+    """Return Anthropic's type of an error with this status; without a status, of this `kind`."""
     if status not in ERRORS:
         status = STATUS_OF_KIND.get(kind or "", 500)
     assert status is not None
@@ -92,5 +92,5 @@ def anthropic_type(status: int | None, kind: str | None = None) -> str:
 
 
 def _anthropic(message: str, kind: str, status: int | None) -> dict[str, Any]:
-    told = {"type": anthropic_type(status, kind), "message": message}
-    return {"type": "error", "error": told}
+    error = {"type": anthropic_type(status, kind), "message": message}
+    return {"type": "error", "error": error}

@@ -1,7 +1,7 @@
 """Server-sent events (WHATWG HTML §9.2), followed line by line (pure).
 
-Every complete line leaves at once; an unfinished one waits for its end, and a `data:` line that
-cannot be read by itself waits for the rest of its event, of whose data it may be a part. From
+Every complete line leaves at once. An unfinished line waits for its end. A `data:` line that cannot
+be read by itself waits for the rest of its event, for it may be a part of the event's data. From
 the line that ends a reply on, bytes are held back until the record is durable.
 """
 
@@ -16,12 +16,13 @@ CR: Final = 13
 
 
 class Lines:
-    """Gives each line with its end, as soon as that is there: LF, CR or both (WHATWG HTML §9.2.6).
+    """Splits a stream into lines at LF, CR or both (WHATWG HTML §9.2.6), each as soon as it ends.
 
     A CR that is the last byte so far may be half of a line's end: it waits for the next byte.
     """
 
     def __init__(self) -> None:
+        """Begin before the first line."""
         self._partial: list[bytes] = []
 
     def feed(self, chunk: bytes) -> list[bytes]:
@@ -39,23 +40,22 @@ class Lines:
         return lines
 
     def rest(self) -> bytes:
-        """Return what an unfinished line left, and forget it."""
+        """Return the bytes of an unfinished line, and forget them."""
         rest = b"".join(self._partial)
         self._partial = []
         return rest
 
 
 class Unread(Exception):
-    """A payload is no JSON object: it may be a part of one that stands on several lines."""
+    """A payload is not a JSON object; it may be one line of an event with several."""
 
 
 class EventStream:
-    """Cuts a stream into events, hands their data to be rewritten, holds back the end.
+    """Splits a stream into events, hands their data to be rewritten, and holds back the end.
 
-    `on_data` returns the payload to pass on (the same object where nothing changed), or
-    None for an event that is not to be passed on; it raises `Unread` for what it cannot read.
-    `hide` takes out of such data what no client may see. `is_end` knows a reply's last event
-    by its first line.
+    `on_data` returns the payload to pass on (the same object if nothing changed), or None to drop
+    the event; it raises `Unread` for data that it cannot parse. `hide` removes from such data what
+    no client may see. `is_end` recognises a reply's last event by its first line.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class EventStream:
         hide: Callable[[bytes], bytes],
         is_end: Callable[[bytes], bool],
     ) -> None:
+        """Begin before the first event."""
         self._on_data = on_data
         self._hide = hide
         self._is_end = is_end
@@ -73,14 +74,14 @@ class EventStream:
         self._held: list[bytes] = []
         self._holding = False
         self._skip_blank = False
-        # How many events' data were no JSON objects.
+        # The number of events whose data could not be parsed.
         self.unread = 0
         self.ended = False
-        # The event that ends the reply is there, whole.
+        # The event that ends the reply has come whole.
         self.at_end = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take bytes as they came; return those that may leave at once."""
+        """Take bytes as they came, and return those that may leave at once."""
         leaving: list[bytes] = []
         for line in self._lines.feed(chunk):
             if not self.ended and self._is_end(line):
@@ -90,13 +91,13 @@ class EventStream:
         return b"".join(leaving)
 
     def release(self) -> bytes:
-        """Return what was held back; what follows the end leaves as it comes."""
+        """Return what was held back; whatever follows the end leaves as it comes."""
         held = b"".join(self._held)
         self._held, self._holding = [], False
         return held
 
     def finish(self) -> bytes:
-        """Return what was held back, what an unfinished event left included."""
+        """Return what was held back, including an unfinished event."""
         rest = self._lines.rest()
         if rest:
             self.ended = self.ended or self._is_end(rest)
@@ -129,9 +130,10 @@ class EventStream:
             skip, self._skip_blank = self._skip_blank, False
             return b"" if skip else line
         if line[0] == BOM[0] and line.startswith(BOM):
-            # A stream may begin with one; it is no part of the first line.
+            # A stream may begin with a byte order mark, which is no part of the first line.
             return BOM + self._line(line[len(BOM) :])
-        # Other lines say nothing, but not every reader knows each kind of line's end.
+        # Lines of other fields carry no data. But a reader that knows fewer kinds of line ends
+        # may take a part of one for data.
         return line if line.startswith(EVENT) else self._hide(line)
 
     def _more(self, line: bytes) -> bytes:
@@ -142,7 +144,7 @@ class EventStream:
         return self._dispatch(line)
 
     def _dispatch(self, blank: bytes) -> bytes:
-        """Return an event whose data was not on one line, as it leaves."""
+        """Return an event whose data is on several lines, as it leaves."""
         lines, self._open = self._open, []
         data = _joined(lines)
         try:
@@ -156,7 +158,7 @@ class EventStream:
         return _with_data(lines, data, out) + blank
 
     def _cut(self, rest: bytes) -> bytes:
-        """Return what is left of an event that was cut off: it says nothing, and is passed on."""
+        """Return an event that was cut off: it is passed on without a call of `on_data`."""
         if rest.startswith(BOM):
             return BOM + self._cut(rest[len(BOM) :])
         lines = [line if _is_data(line) else self._hide(line) for line in [*self._open, rest]]
@@ -169,17 +171,17 @@ def _joined(lines: list[bytes]) -> bytes:
 
 
 def _with_data(lines: list[bytes], data: bytes, out: bytes) -> bytes:
-    """Return an event's lines, with `out` in the place of their `data` if it is another."""
+    """Return an event's lines, with `out` in place of their `data` if the two differ."""
     if out == data:
         return b"".join(lines)
     first = next(line for line in lines if _is_data(line))
     end = first[len(first.rstrip(b"\r\n")) :]
-    told = [DATA + b" " + part + end for part in out.split(b"\n")]
-    return b"".join(told + [line for line in lines if not _is_data(line)])
+    rewritten = [DATA + b" " + part + end for part in out.split(b"\n")]
+    return b"".join(rewritten + [line for line in lines if not _is_data(line)])
 
 
 def _is_data(line: bytes) -> bool:
-    """Whether a line is of the field `data`, which may stand without a colon."""
+    """Return whether a line is of the field `data`, which may stand without a colon."""
     return line.startswith(DATA) or line.rstrip(b"\r\n") == b"data"
 
 

@@ -1,4 +1,4 @@
-"""Puts the pieces of a streamed reply together (pure)."""
+"""Merges the pieces of a streamed reply into one object (pure)."""
 
 from typing import Any, Final
 
@@ -7,15 +7,15 @@ import msgspec
 from proxy.dialects.base import UNREADABLE
 from store.json_limits import nests_too_deep
 
-# Said once and for all, where other strings come in pieces.
+# These strings come whole; all others come in pieces.
 WHOLE_STRINGS: Final = frozenset({"role", "id", "type", "name"})
 
 
 def merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
     """Add one delta to `message`, in place.
 
-    Strings are appended, lists whose members have an `index` are merged by it, and
-    anything else is replaced.
+    Strings are appended, lists whose members have an `index` are merged by it, and anything else is
+    replaced.
     """
     for name, value in delta.items():
         known = message.get(name)
@@ -45,16 +45,16 @@ def _merge_indexed(
 
 
 def merge_message_event(message: dict[str, Any], event: dict[str, Any]) -> None:
-    """Add one event of Anthropic's stream to `message`, in place; an odd one adds nothing."""
+    """Add one event of Anthropic's stream to `message`, in place; a malformed one adds nothing."""
     kind, index = event.get("type"), event.get("index")
     if kind == "message_start" and isinstance(event.get("message"), dict):
         message |= event["message"] | {"content": []}
     elif kind == "message_delta":
         for part in ("delta", "usage"):
-            told = event.get(part)
+            values = event.get(part)
             target = message if part == "delta" else message.setdefault("usage", {})
-            if isinstance(told, dict) and isinstance(target, dict):
-                target |= told
+            if isinstance(values, dict) and isinstance(target, dict):
+                target |= values
     elif kind == "content_block_start" and isinstance(event.get("content_block"), dict):
         message.setdefault("content", []).append(dict(event["content_block"]))
     elif kind in ("content_block_delta", "content_block_stop"):
@@ -63,9 +63,9 @@ def merge_message_event(message: dict[str, Any], event: dict[str, Any]) -> None:
             _merge_block(content[index], event.get("delta"), stop=kind == "content_block_stop")
 
 
-# Where a tool's input is gathered until its block ends.
+# The field of a block where a tool's input is gathered until the block ends.
 PARTIAL_INPUT: Final = "_input"
-# A delta's type says which of its fields goes where in the block.
+# By a delta's type: its field, and the block's field that it is appended to.
 _BLOCK_DELTAS: Final = {
     "text_delta": ("text", "text"),
     "thinking_delta": ("thinking", "thinking"),
@@ -75,7 +75,7 @@ _BLOCK_DELTAS: Final = {
 
 
 def _input_of(text: str) -> Any:
-    """A tool's input; what is no JSON stays text, and what nests too deep is not parsed."""
+    """Return a tool's input: text if it is not JSON, unparsed if it nests too deep."""
     encoded = text.encode(errors="surrogatepass")
     if nests_too_deep(encoded):
         return msgspec.Raw(encoded)
@@ -86,7 +86,7 @@ def _input_of(text: str) -> Any:
 
 
 def _merge_block(block: dict[str, Any], delta: Any, *, stop: bool) -> None:
-    """Text is appended; a tool's input comes as JSON in pieces and is read at the block's end."""
+    """Append a delta to a block; a tool's input is JSON in pieces, parsed at the block's end."""
     if stop and PARTIAL_INPUT in block:
         block["input"] = _input_of(block.pop(PARTIAL_INPUT))
     if isinstance(delta, dict) and delta.get("type") in _BLOCK_DELTAS:

@@ -1,8 +1,8 @@
-"""A chat completion turned into Anthropic's message, whole or as its events (pure).
+"""Turns a chat completion into Anthropic's message, whole or as events (pure).
 
-Event for event what vLLM makes of its own chat completions for `/v1/messages`
+The events are those that vLLM makes of its own chat completions for `/v1/messages`
 (`vllm/entrypoints/anthropic/serving.py`), as https://docs.anthropic.com/en/api/messages-streaming
-defines them. Where vLLM draws a signature at random, this one follows from the reply's id.
+defines them. vLLM draws signatures at random; here they are derived from the reply's id.
 """
 
 import json
@@ -18,12 +18,12 @@ NO_MESSAGE: Final = Said()
 
 
 def encode_event(event: Event) -> bytes:
-    """As it stands in a stream."""
+    """Return an event as bytes of a stream."""
     return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
 def usage_of(usage: Usage | None) -> dict[str, int]:
-    """Anthropic counts what came from a cache beside the input, OpenAI within it."""
+    """Return Anthropic's usage; it counts cached tokens beside the input, OpenAI's within it."""
     if usage is None:
         return {"input_tokens": 0, "output_tokens": 0}
     details = usage.prompt_tokens_details
@@ -31,17 +31,23 @@ def usage_of(usage: Usage | None) -> dict[str, int]:
         "cache_creation_input_tokens": None if details is None else details.created_cache_tokens,
         "cache_read_input_tokens": None if details is None else details.cached_tokens,
     }
-    told = {name: count for name, count in cached.items() if count is not None}
-    fresh = max(0, usage.prompt_tokens - sum(told.values()))
-    return {"input_tokens": fresh, "output_tokens": usage.completion_tokens or 0} | told
+    present = {name: count for name, count in cached.items() if count is not None}
+    fresh = max(0, usage.prompt_tokens - sum(present.values()))
+    return {"input_tokens": fresh, "output_tokens": usage.completion_tokens or 0} | present
 
 
 def stop_reason(
     finish: str | None, stop: int | str | None, *, tool_used: bool, tool_complete: bool
 ) -> tuple[str | None, str | None]:
-    """`stop_reason` and `stop_sequence`.
+    """Return a message's `stop_reason` and `stop_sequence`.
 
-    A stop string that cut a tool call short wins over it: half a call must not be run.
+    A stop string that cut a tool call short takes precedence: half a call must not be run.
+
+    Args:
+        finish: the completion's `finish_reason`.
+        stop: the string or token that stopped it, if any.
+        tool_used: the reply calls a tool.
+        tool_complete: the arguments of its last tool call are whole.
     """
     if finish == "length":
         return "max_tokens", None
@@ -55,20 +61,20 @@ def stop_reason(
 
 
 def signature_of(reply_id: str | None, index: int) -> str:
-    """A thinking block's, which a client sends back and nobody reads."""
+    """Return a thinking block's signature, which clients send back and nobody verifies."""
     return sha256(f"{reply_id}/{index}".encode()).hexdigest()[:32]
 
 
 def whole_message(reply: Reply, choice: Choice, model: str | None) -> dict[str, Any]:
-    """The message that a whole chat completion says."""
-    said = choice.message or NO_MESSAGE
-    calls = said.tool_calls or []
+    """Return the message that a whole chat completion makes."""
+    answer = choice.message or NO_MESSAGE
+    calls = answer.tool_calls or []
     content: list[dict[str, Any]] = []
-    if said.reasoning:
+    if answer.reasoning:
         signature = signature_of(reply.id, 0)
-        content.append({"type": "thinking", "thinking": said.reasoning, "signature": signature})
-    if said.content:
-        content.append({"type": "text", "text": said.content})
+        content.append({"type": "thinking", "thinking": answer.reasoning, "signature": signature})
+    if answer.content:
+        content.append({"type": "text", "text": answer.content})
     content += [_tool_use(call) for call in calls]
     reason, sequence = stop_reason(
         choice.finish_reason, choice.stop_reason, tool_used=bool(calls), tool_complete=bool(calls)
@@ -83,12 +89,12 @@ def whole_message(reply: Reply, choice: Choice, model: str | None) -> dict[str, 
 
 
 def _tool_use(call: Call) -> dict[str, Any]:
-    told = {"type": "tool_use", "id": call.id, "name": call.function.name}
-    return told | {"input": _input(call.function.arguments or "")}
+    block = {"type": "tool_use", "id": call.id, "name": call.function.name}
+    return block | {"input": _input(call.function.arguments or "")}
 
 
 def _input(arguments: str) -> msgspec.Raw:
-    """Arguments as vLLM's JSON has them; empty where they are cut off, and so no object."""
+    """Return arguments in the form of vLLM's JSON; an empty object if they are not one."""
     try:
         value = json.loads(arguments)
         if not isinstance(value, dict):
@@ -96,7 +102,7 @@ def _input(arguments: str) -> msgspec.Raw:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, RecursionError):
         return msgspec.Raw(b"{}")
-    # Half an emoji has no bytes of its own, but an escape.
+    # A lone surrogate cannot be encoded as UTF-8, only as an escape.
     return msgspec.Raw(text.encode(errors="backslashreplace"))
 
 
@@ -109,9 +115,10 @@ def _is_json(text: str) -> bool:
 
 
 class MessageEvents:
-    """The events of a chat completion's chunks; the model's name is `model`, if given."""
+    """Turns a completion's chunks into events; `model`, if given, replaces the model's name."""
 
     def __init__(self, model: str | None) -> None:
+        """Begin before the first chunk."""
         self._model = model
         self._id: str | None = None
         self._started = False
@@ -119,7 +126,7 @@ class MessageEvents:
         self._open: str | None = None
         self._tool: str | None = None
         self._tools: dict[int, str] = {}
-        # Of the last tool's block; None before there is one.
+        # The arguments in the last tool's block; None before there is one.
         self._arguments: list[str] | None = None
         # Text within a tool's block waits for the block's end.
         self._waiting: list[str] = []
@@ -127,7 +134,9 @@ class MessageEvents:
         self._stop: int | str | None = None
 
     def take(self, chunk: Reply) -> list[Event]:
-        """What a chunk says; the first opens the message, one without choices ends it."""
+        """Return a chunk's events; the first chunk opens the message, one without choices ends it.
+
+        """
         if not self._started:
             return [self._start(chunk)]
         if not chunk.choices:
@@ -138,7 +147,7 @@ class MessageEvents:
         return self._said(choice.delta or NO_MESSAGE)
 
     def stop(self) -> list[Event]:
-        """The last events."""
+        """Return the last events."""
         return [*self._close(), {"type": "message_stop"}]
 
     def _start(self, chunk: Reply) -> Event:
@@ -172,7 +181,7 @@ class MessageEvents:
         return events
 
     def _piece(self, kind: str, text: str) -> list[Event]:
-        """A piece of text or of thinking, in a block of its kind."""
+        """Return the events of a piece of text or thinking, within a block of its kind."""
         events = [] if self._open == kind else [*self._close(), self._block(kind, {kind: ""})]
         return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
 
@@ -182,8 +191,8 @@ class MessageEvents:
         if call.id is not None:
             self._tools[call.index] = call.id
             if self._tool != call.id and name is not None:
-                told = {"id": call.id, "name": name, "input": {}}
-                events = [*self._close(), self._block("tool_use", told)]
+                tool_use = {"id": call.id, "name": name, "input": {}}
+                events = [*self._close(), self._block("tool_use", tool_use)]
                 self._tool, self._arguments = call.id, []
         running = self._tool is not None and self._tool == self._tools.get(call.index)
         if arguments and running and self._arguments is not None:
@@ -191,16 +200,16 @@ class MessageEvents:
             events.append(self._delta({"type": "input_json_delta", "partial_json": arguments}))
         return events
 
-    def _block(self, kind: str, told: dict[str, Any]) -> Event:
+    def _block(self, kind: str, content: dict[str, Any]) -> Event:
         self._open = kind
-        block = {"type": kind} | told
+        block = {"type": kind} | content
         return {"type": "content_block_start", "content_block": block, "index": self._index}
 
     def _delta(self, delta: dict[str, str]) -> Event:
         return {"type": "content_block_delta", "delta": delta, "index": self._index}
 
     def _close(self) -> list[Event]:
-        """Ends the open block, and says the text that waited for it."""
+        """Return the events that end the open block, and the text that waited for its end."""
         waiting, self._waiting = "".join(self._waiting), []
         events = self._end_block()
         if waiting:

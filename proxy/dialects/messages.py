@@ -1,9 +1,9 @@
-"""`/v1/messages`: answered through chat completions where vLLM serves the model.
+"""`/v1/messages`, answered through chat completions where vLLM serves the model.
 
-vLLM gives ids on its chat completions and none on its messages, which it makes of those
-anyway. So the request is sent there, and the reply turned into the message that it says.
-A request that chat completions has no words for, and one to any other server, is forwarded
-as it is. So is one that chat completions refuses as malformed: the refusal is the API's own.
+vLLM gives ids with its chat completions and none with its messages, which it makes of chat
+completions anyway. So the request is sent there, and the reply is turned into a message. A request
+that chat completions cannot express, and one to any other server, is forwarded as it is. So is one
+that chat completions refuses as malformed: the refusal is then the API's own.
 """
 
 from typing import Any, Final
@@ -37,14 +37,14 @@ UNREADABLE: Final = "The model server sent a chunk that is none of a chat comple
 
 
 class MessagesDialect(msgspec.Struct, frozen=True):
-    """Anthropic's API."""
+    """Anthropic's API, through chat completions if token ids are wanted."""
 
     name: str = "messages"
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
-        """See `Dialect`; with ids wanted, the request goes another way if it can."""
+        """Return the request in chat completions' form if ids are wanted and it has such a form."""
         chat = chat_request(request.fields) if want_ids else None
         if chat is None:
             return FORWARDED.rewrite(request, served_name, want_ids=False)
@@ -65,7 +65,7 @@ class MessagesDialect(msgspec.Struct, frozen=True):
         reading: bool = False,
         status: int | None = None,
     ) -> Transcript:
-        """See `Dialect`."""
+        """Return a transcript that translates the reply, or passes it on if the request was."""
         if request.path is None:
             return FORWARDED.whole(request, served_name)
         return WholeMessage(request, served_name, status=status)
@@ -73,7 +73,7 @@ class MessagesDialect(msgspec.Struct, frozen=True):
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
     ) -> StreamTranscript:
-        """See `Dialect`."""
+        """Return a transcript that translates the events, or forwards them with the request."""
         if request.path is None:
             return FORWARDED.streamed(request, served_name)
         return StreamedMessage(request, served_name)
@@ -83,11 +83,12 @@ MESSAGES: Final = MessagesDialect()
 
 
 class WholeMessage:
-    """A chat completion in one piece, or the error that came in its place."""
+    """A message made of a chat completion in one piece, or of the error in its place."""
 
     def __init__(
         self, request: ModelRequest, served_name: str | None, *, status: int | None = None
     ) -> None:
+        """Begin the reply to `request`, which comes with this HTTP `status`."""
         self._model = _asked_model(request, served_name)
         self._undo = Undo(request, served_name, reading=False)
         self._status = status
@@ -97,12 +98,15 @@ class WholeMessage:
         self._whole = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """See `Transcript`."""
+        """Keep the bytes until the reply's end, and return none."""
         self._pieces.append(chunk)
         return b""
 
     def finish(self) -> bytes:
-        """The message, or the error in Anthropic's shape; what is neither as it came, less ids."""
+        """Return the message, or the error in Anthropic's format.
+
+        A reply that is neither is returned as it came, without ids.
+        """
         body = b"".join(self._pieces)
         reply = read_reply(body)
         out = _translated(reply, self._model) or _translated_error(body, self._status)
@@ -115,48 +119,49 @@ class WholeMessage:
 
     @property
     def ended(self) -> bool:
-        """See `Transcript`."""
+        """Return whether the reply's end has come."""
         return self._whole
 
     def facts(self) -> ReplyFacts:
-        """See `Transcript`."""
+        """Return the message's facts, with the completion's token data."""
         return message_facts(self._message, self._tokens.sampled(), whole=self._whole)
 
     def gist(self) -> Gist:
-        """See `Transcript`."""
+        """Return the message's text and tool calls."""
         return message_gist(self._message or {})
 
 
 class StreamedMessage:
-    """A chat completion's chunks, each turned into its events as it comes."""
+    """A message's events, made of a chat completion's chunks as they come."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        """Begin the reply to `request`."""
         self._events = MessageEvents(_asked_model(request, served_name))
         self._tokens = Tokens()
         self._message: dict[str, Any] = {}
         self._lines = Lines()
-        # Data that is no chunk by itself: it may be the first line of several.
+        # Data that is not a chunk by itself; it may be the first line of several.
         self._parts: list[bytes] = []
         self._held = b""
         self._ended = False
         self._failed = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """See `Transcript`; each complete line leaves at once as its events."""
+        """Return the events of the lines that `chunk` completes."""
         return b"".join([self._line(line) for line in self._lines.feed(chunk)])
 
     @property
     def at_end(self) -> bool:
-        """See `StreamTranscript`."""
+        """Return whether `[DONE]` has come."""
         return self._ended
 
     def release(self) -> bytes:
-        """See `StreamTranscript`."""
+        """Return the last events, which were held back."""
         held, self._held = self._held, b""
         return held
 
     def finish(self) -> bytes:
-        """See `Transcript`; a line that was cut off says nothing."""
+        """Return the last events; an unfinished line is ignored unless it is `[DONE]`."""
         rest = self._lines.rest()
         if is_done(rest):
             self._line(rest)
@@ -199,16 +204,16 @@ class StreamedMessage:
 
     @property
     def ended(self) -> bool:
-        """See `Transcript`."""
+        """Return whether `[DONE]` came."""
         return self._ended
 
     def facts(self) -> ReplyFacts:
-        """See `Transcript`."""
+        """Return the facts of the message that the events make, with the chunks' token data."""
         sampled = self._tokens.sampled()
         return message_facts(self._message or None, sampled, whole=self._ended)
 
     def gist(self) -> Gist:
-        """See `Transcript`."""
+        """Return the message's text and tool calls so far."""
         return message_gist(self._message)
 
 
@@ -224,7 +229,7 @@ def _asked_model(request: ModelRequest, served_name: str | None) -> str | None:
 
 
 def _translated_error(body: bytes, status: int | None) -> bytes | None:
-    """vLLM's error in Anthropic's shape, of the type that its status has there."""
+    """Return vLLM's error in Anthropic's format, with the type of its status there."""
     error = _error_of(decoded_object(body) or {})
     if error is None:
         return None
@@ -233,8 +238,8 @@ def _translated_error(body: bytes, status: int | None) -> bytes | None:
     return error_body(FORWARDED.name, error.message, error.kind, status=status)
 
 
-def _error_event(said: dict[str, Any]) -> bytes:
-    error = _error_of(said) or _Error(UNREADABLE, "", None)
+def _error_event(payload: dict[str, Any]) -> bytes:
+    error = _error_of(payload) or _Error(UNREADABLE, "", None)
     return error_event(FORWARDED.name, error.message, error.kind, status=error.status)
 
 
@@ -244,13 +249,13 @@ class _Error(msgspec.Struct, frozen=True):
     status: int | None
 
 
-def _error_of(said: dict[str, Any]) -> _Error | None:
-    """What an error in OpenAI's shape says, or one in that of vLLM before 0.10."""
-    error = said.get("error")
+def _error_of(payload: dict[str, Any]) -> _Error | None:
+    """Return the error in a reply, in OpenAI's format or in that of vLLM before 0.10."""
+    error = payload.get("error")
     if not isinstance(error, dict):
-        error = said if said.get("object") == "error" else {}
+        error = payload if payload.get("object") == "error" else {}
     message, kind, code = error.get("message"), error.get("type"), error.get("code")
     if not isinstance(message, str):
         return None
-    # vLLM tells the HTTP status as the code, OpenAI a word.
+    # vLLM's code is the HTTP status, OpenAI's is a word.
     return _Error(message, str(kind), code if type(code) is int else None)

@@ -1,7 +1,7 @@
-"""Messages that are forwarded as they are: recorded as they were said, and not trainable.
+"""Anthropic's messages forwarded to a server as they are: recorded, and not trainable.
 
-Nothing is added to a request but the version's name; in a reply the name is put back where
-it stands: on top, and in the `message` that a stream's first event carries.
+Nothing but the version's name is added to a request. In a reply the client's name for the model is
+put back at the top level, and in the `message` of a stream's first event.
 """
 
 from typing import Any, Final
@@ -32,14 +32,14 @@ Message = dict[str, Any]
 
 
 class PlainDialect(msgspec.Struct, frozen=True):
-    """Anthropic's API at a server that gives no ids."""
+    """Anthropic's API at a server that gives no token ids."""
 
     name: str = "messages"
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
-        """See `Dialect`; ids cannot be had."""
+        """Return the request under the version's name; `want_ids` has no effect."""
         return with_changes(request, served_name, {})
 
     def whole(
@@ -50,13 +50,13 @@ class PlainDialect(msgspec.Struct, frozen=True):
         reading: bool = False,
         status: int | None = None,
     ) -> Transcript:
-        """See `Dialect`."""
+        """Return a transcript of a message in one piece."""
         return PlainReply(Renaming(request, served_name))
 
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
     ) -> StreamTranscript:
-        """See `Dialect`."""
+        """Return a transcript of a message's events."""
         return PlainStream(Renaming(request, served_name))
 
 
@@ -64,7 +64,7 @@ MESSAGES: Final = PlainDialect()
 
 
 def message_facts(message: Message | None, sampled: Sampled, *, whole: bool) -> ReplyFacts:
-    """What a message says; of one that has another shape than the API's, only that it came."""
+    """Return the facts of a message, which is None if the reply could not be read as one."""
     if message is None:
         return ReplyFacts(None, None, None, None, (), sampled, whole)
     usage = message.get("usage")
@@ -80,7 +80,7 @@ def message_facts(message: Message | None, sampled: Sampled, *, whole: bool) -> 
 
 
 def message_gist(message: Message) -> Gist:
-    """What a message said so far; a tool's block counts once it is whole."""
+    """Return what was said so far; a tool's block counts once it is whole."""
     texts = (_text(block.get("text")) or "" for block in _blocks(message, "text"))
     return Gist(
         response_id=_text(message.get("id")), text="".join(texts), tool_calls=_tool_calls(message)
@@ -92,8 +92,8 @@ def _text(value: object) -> str | None:
 
 
 def _blocks(message: Message, kind: str) -> list[dict[str, Any]]:
-    found = message.get("content")
-    members = found if isinstance(found, list) else []
+    content = message.get("content")
+    members = content if isinstance(content, list) else []
     return [m for m in members if isinstance(m, dict) and m.get("type") == kind]
 
 
@@ -110,9 +110,10 @@ def _tool_calls(message: Message) -> tuple[ToolCall, ...]:
 
 
 class Renaming:
-    """Puts back the name that the client asked for, where the version's stands."""
+    """Puts back the client's name for the model in place of the version's."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        """Begin with the client's name from `request`, and the version's name."""
         self._model = own_name(request, served_name)
         self._members: dict[bytes, Member] = {}
         if self._model is not None:
@@ -120,7 +121,7 @@ class Renaming:
             self._members[b"model"] = Member(opens=b'"', instead=bytes(self._model), only=served)
 
     def restore(self, payload: bytes) -> bytes:
-        """Return the payload under that name; the same object if nothing changes."""
+        """Return the payload with the client's name; the same object if nothing changes."""
         model = self._model
         if model is None:
             return payload
@@ -135,7 +136,7 @@ class Renaming:
         return msgspec.json.encode(parsed) if changed else payload
 
     def hide(self, payload: bytes) -> bytes:
-        """Return what is no JSON object under that name."""
+        """Return a payload that cannot be parsed with the version's name replaced."""
         return without(payload, self._members)
 
 
@@ -147,75 +148,77 @@ def _rename(holder: Object, model: msgspec.Raw) -> bool:
 
 
 class PlainReply:
-    """A reply in one piece."""
+    """A message in one piece."""
 
     def __init__(self, renaming: Renaming) -> None:
+        """Begin a reply in which `renaming` puts the model's name back."""
         self._renaming = renaming
         self._pieces: list[bytes] = []
         self._message: Message | None = None
         self._whole = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """See `Transcript`."""
+        """Keep the bytes until the reply's end, and return none."""
         self._pieces.append(chunk)
         return b""
 
     def finish(self) -> bytes:
-        """See `Transcript`."""
+        """Return the whole reply with the client's name for the model."""
         out = self._renaming.restore(b"".join(self._pieces))
         self._message, self._whole = decoded_object(out), True
         return out
 
     @property
     def ended(self) -> bool:
-        """See `Transcript`."""
+        """Return whether the reply's end has come."""
         return self._whole
 
     def facts(self) -> ReplyFacts:
-        """See `Transcript`."""
+        """Return the message's facts, without token ids."""
         return message_facts(self._message, NOTHING_SAMPLED, whole=self._whole)
 
     def gist(self) -> Gist:
-        """See `Transcript`."""
+        """Return the message's text and tool calls."""
         return message_gist(self._message or {})
 
 
 class PlainStream:
-    """A reply as events, each of which says its type."""
+    """A message as server-sent events, each of which names its type."""
 
     def __init__(self, renaming: Renaming) -> None:
+        """Begin a stream in which `renaming` puts the model's name back."""
         self._renaming = renaming
         self._events = EventStream(self._data, renaming.hide, _is_end)
         self._message: Message = {}
 
     def feed(self, chunk: bytes) -> bytes:
-        """See `Transcript`."""
+        """Return the lines that `chunk` completes, up to the event `message_stop`."""
         return self._events.feed(chunk)
 
     @property
     def at_end(self) -> bool:
-        """See `StreamTranscript`."""
+        """Return whether the event `message_stop` has come whole."""
         return self._events.at_end
 
     def release(self) -> bytes:
-        """See `StreamTranscript`."""
+        """Return the held back end of the stream."""
         return self._events.release()
 
     def finish(self) -> bytes:
-        """See `Transcript`."""
+        """Return the held back end of the stream, with any unfinished line."""
         return self._events.finish()
 
     @property
     def ended(self) -> bool:
-        """See `Transcript`."""
+        """Return whether `message_stop` came."""
         return self._events.ended
 
     def facts(self) -> ReplyFacts:
-        """See `Transcript`."""
+        """Return the facts of the message that the events make, without token ids."""
         return message_facts(self._message or None, NOTHING_SAMPLED, whole=self._events.ended)
 
     def gist(self) -> Gist:
-        """See `Transcript`."""
+        """Return the message's text and tool calls so far."""
         return message_gist(self._message)
 
     def _data(self, payload: bytes) -> bytes:

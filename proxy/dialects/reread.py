@@ -1,8 +1,8 @@
-"""Reads an event in `choices` again, at once, where nothing of it leaves any more (pure).
+"""Reads a recorded event in `choices` again, faster than when it was passed on (pure).
 
-To pass an event on, its values are left as the bytes they are, taken apart level by level and
-put together again. The keeper only wants what they say: for an event of the usual shape one
-parse tells that, and one more, typed, its ids. Any other is read as the worker read it.
+To pass an event on, its values are kept as bytes, taken apart level by level and put together
+again. The keeper only needs their contents: for an event of the usual shape one untyped parse gives
+these, and one typed parse gives its ids. Any other event is read as the worker reads it.
 """
 
 from typing import Any, Final
@@ -33,9 +33,9 @@ _typed: Final = msgspec.json.Decoder(_Event)
 
 
 def reread(payload: bytes, undo: Undo) -> dict[str, Any] | None:
-    """The event as the client saw it, what was taken out of it added to `undo`.
+    """Return the event as the client saw it, and add what is removed from it to `undo`.
 
-    None for an event that is not of the usual shape: then nothing was added.
+    Return None for an event that is not of the usual shape; then nothing is added.
     """
     if nests_too_deep(payload):
         return None
@@ -54,9 +54,9 @@ def reread(payload: bytes, undo: Undo) -> dict[str, Any] | None:
 
 
 def _is_usual(choice: dict[str, Any]) -> bool:
-    """Says something in a delta or in a text, at a place that is a whole number.
+    """Return whether a choice has a non-empty delta or text, and a whole number as index.
 
-    One with an empty delta may have been left out.
+    An event with an empty delta may have been dropped.
     """
     says = choice.get("delta", "text" in choice)
     return bool(says) and "message" not in choice and type(choice.get("index", 0)) is int

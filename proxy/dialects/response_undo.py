@@ -1,4 +1,4 @@
-"""Takes out of a response what the request's rewriting put in (pure)."""
+"""Removes from a response what was added because of the request's rewriting (pure)."""
 
 from typing import Annotated, Any, Final
 
@@ -11,23 +11,24 @@ from proxy.trainable import Sampled
 IDS: Final = "enable_response_messages"
 INCLUDE: Final = "include"
 TOP: Final = "top_logprobs"
-# Any other item says that the server took turns of its own: several prompts, several samples.
+# Any other item means that the server took turns of its own: several prompts, several samples.
 OWN_ITEMS: Final = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
-# vLLM calls them so beside the conversation in gpt-oss's own form, which has no ids.
+# vLLM's type of messages with token ids; those in gpt-oss's own form have none.
 RAW_TOKENS: Final = "raw_message_tokens"
 EMPTY: Final = msgspec.Raw(b"[]")
 DELTA: Final = b"response.output_text.delta"
 UNTOLD: Final = (NULL, EMPTY)
-# What reading a reply raises that is not of the API's shape: it is passed on as it came, less
-# what was added wherever it stands.
+# Errors of reading a reply that is not of the API's shape. It is passed on as it came, without
+# what was added, wherever that stands.
 ODD_SHAPE: Final = (*UNREADABLE, KeyError, TypeError, ValueError)
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class ResponseUndo:
-    """Takes out of a reply what the request's rewriting put in, and gathers it."""
+    """Restores a response or its events, and gathers the token data that it removes."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        """Begin with what `request` was given beside the client's own fields."""
         self._model = own_name(request, served_name)
         self._hide_ids = IDS in request.injected
         self._hide_logprobs = INCLUDE in request.injected
@@ -50,7 +51,7 @@ class ResponseUndo:
         return members
 
     def hide(self, payload: bytes) -> bytes:
-        """Return what cannot be read without what was added, else byte for byte."""
+        """Return a payload that cannot be parsed with the values of added members replaced."""
         members = self._members
         if b"logprobs" in members and DELTA in payload:
             members = members | {b"logprobs": Member(opens=b"[", instead=b"[]", unless_empty=True)}
@@ -58,11 +59,11 @@ class ResponseUndo:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether a reply goes through as it is."""
+        """Return whether a reply goes through unchanged."""
         return not (self._hide_ids or self._hide_logprobs or self._model)
 
     def response(self, response: Object) -> None:
-        """Undo a response in place; its own tokens replace those of an earlier state."""
+        """Restore a response in place; its token data replaces that of an earlier event."""
         if self._model is not None and "model" in response:
             response["model"] = self._model
         self._prompts = _tokens(response.get("input_messages"))
@@ -81,26 +82,29 @@ class ResponseUndo:
             response["output"] = msgspec.Raw(msgspec.json.encode(items))
 
     def item(self, item: Object) -> list[float]:
-        """Undo an output item in place; the log-probabilities it told."""
-        found: list[float] = []
+        """Restore an output item in place, and return its log-probabilities."""
+        logprobs: list[float] = []
         parts = objects_of(item.get("content"))
         if parts:
             for part in parts:
-                found += self.text(part, NULL)
+                logprobs += self.text(part, NULL)
             item["content"] = msgspec.Raw(msgspec.json.encode(parts))
-        return found
+        return logprobs
 
     def text(self, holder: Object, untold: msgspec.Raw) -> list[float]:
-        """Undo a text, or a piece of one, in place; `untold` is what it says without."""
-        told = holder.get("logprobs")
-        if told is None or told in UNTOLD:
+        """Restore a text, or a piece of one, in place, and return its log-probabilities.
+
+        `untold` is the value of `logprobs` in a text for which none were asked.
+        """
+        logprobs = holder.get("logprobs")
+        if logprobs is None or logprobs in UNTOLD:
             return []
         if self._hide_logprobs:
             holder["logprobs"] = untold
-        return [token.logprob for token in msgspec.json.decode(told, type=list[_Token])]
+        return [token.logprob for token in msgspec.json.decode(logprobs, type=list[_Token])]
 
     def sampled(self, usage: dict[str, Any] | None) -> Sampled:
-        """The ids, where there is one prompt and all that followed was sampled."""
+        """Return the token data; the ids only if there was one prompt and all else was sampled."""
         exact = self._one_sample and self._prompts is not None and len(self._prompts) == 1
         ids = self._ids if exact else None
         return Sampled(
@@ -122,7 +126,7 @@ class _RawMessage(msgspec.Struct):
 
 
 def _tokens(raw: msgspec.Raw | None) -> list[list[int]] | None:
-    """The ids of each message; None where there are none."""
+    """Return the ids of each message, or None if there are none."""
     if raw is None or raw in UNTOLD:
         return None
     messages = msgspec.json.decode(raw, type=list[_RawMessage])
@@ -132,7 +136,7 @@ def _tokens(raw: msgspec.Raw | None) -> list[list[int]] | None:
 
 
 def objects_of(raw: msgspec.Raw | None) -> list[Object]:
-    """A list's members, their values unparsed; none where it is no list."""
+    """Return a list's members with values unparsed; nothing if the value is not a list."""
     if raw is None or bytes(raw)[:1] != b"[":
         return []
     return msgspec.json.decode(raw, type=list[Object])

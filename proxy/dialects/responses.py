@@ -1,12 +1,12 @@
 """`/v1/responses`: ids through `enable_response_messages`, log-probabilities through `include`.
 
-What vLLM sends back for it stands in `input_messages`, `output_messages`, `top_logprobs` and
-in each text's `logprobs` (`vllm/entrypoints/openai/responses/protocol.py`); it is put to what
-vLLM sends those who did not ask: `null`, and `[]` in a text's deltas.
+vLLM's additional values stand in `input_messages`, `output_messages`, `top_logprobs` and in each
+text's `logprobs` (`vllm/entrypoints/openai/responses/protocol.py`). They are replaced by what vLLM
+sends to clients that did not ask: `null`, and `[]` in a text's deltas.
 
-vLLM gives log-probabilities for texts only. A whole reply with any text carries those of all
-its tokens; one of tool calls alone has none, and a stream lacks those of reasoning, of tool
-calls and of the token that ends it: then counts differ, and the call is not trainable.
+vLLM gives log-probabilities for texts only. A whole reply with any text has those of all its
+tokens; a reply of tool calls alone has none, and a stream lacks those of reasoning, of tool calls
+and of the token that ends it. The counts then differ, and the call is not trainable.
 """
 
 from typing import Any, Final
@@ -49,7 +49,10 @@ class ResponsesDialect(msgspec.Struct, frozen=True):
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
     ) -> ModelRequest:
-        """See `Dialect`; what runs in the background answers before it has said anything."""
+        """Return the request with the version's name and the fields that give ids.
+
+        Nothing is added to a background request, which is answered before anything is sampled.
+        """
         fields = request.fields
         included = fields.get(INCLUDE)
         added: Object = {}
@@ -58,8 +61,8 @@ class ResponsesDialect(msgspec.Struct, frozen=True):
                 added[IDS] = msgspec.Raw(b"true")
             if LOGPROBS not in (included or ()):
                 added[INCLUDE] = msgspec.Raw(msgspec.json.encode([*(included or ()), LOGPROBS]))
-                # Without `include` no number of alternatives means anything; with it, one too
-                # large would fail the call.
+                # Without `include` the number of alternatives is ignored; with it, too large a
+                # number would fail the call.
                 if isinstance(fields.get(TOP), int) and fields[TOP] > 0:
                     added[TOP] = msgspec.Raw(b"0")
         return with_changes(request, served_name, added)
@@ -72,13 +75,13 @@ class ResponsesDialect(msgspec.Struct, frozen=True):
         reading: bool = False,
         status: int | None = None,
     ) -> Transcript:
-        """See `Dialect`."""
+        """Return a transcript of a response in one piece."""
         return WholeResponse(request, served_name)
 
     def streamed(
         self, request: ModelRequest, served_name: str | None, *, reading: bool = False
     ) -> StreamTranscript:
-        """See `Dialect`."""
+        """Return a transcript of a response's events."""
         return StreamedResponse(request, served_name)
 
 
@@ -86,21 +89,22 @@ RESPONSES: Final = ResponsesDialect()
 
 
 class WholeResponse:
-    """A reply in one piece."""
+    """A response in one piece."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        """Begin the reply to `request`."""
         self._undo = ResponseUndo(request, served_name)
         self._pieces: list[bytes] = []
         self._response: dict[str, Any] | None = None
         self._whole = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """See `Transcript`."""
+        """Keep the bytes until the reply's end, and return none."""
         self._pieces.append(chunk)
         return b""
 
     def finish(self) -> bytes:
-        """The restored reply; byte for byte the upstream's where nothing was added."""
+        """Return the restored reply, byte for byte the upstream's if nothing was added."""
         out = self._restored(b"".join(self._pieces))
         self._response, self._whole = decoded_object(out), True
         return out
@@ -117,22 +121,23 @@ class WholeResponse:
 
     @property
     def ended(self) -> bool:
-        """See `Transcript`."""
+        """Return whether the reply's end has come."""
         return self._whole
 
     def facts(self) -> ReplyFacts:
-        """See `Transcript`."""
+        """Return the response's facts."""
         return _facts(self._response, self._undo, whole=self._whole)
 
     def gist(self) -> Gist:
-        """See `Transcript`."""
+        """Return the response's id, text and tool calls."""
         return _gist(self._response or {}, _text_of(self._response or {}))
 
 
 class StreamedResponse:
-    """A reply as events, which carry the response at its beginning and at its end."""
+    """A response's events; the first and the last carry the response itself."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        """Begin the reply to `request`."""
         self._undo = ResponseUndo(request, served_name)
         self._events = EventStream(self._data, self._undo.hide, _is_end)
         self._response: dict[str, Any] | None = None
@@ -140,33 +145,33 @@ class StreamedResponse:
         self._unread = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """See `Transcript`."""
+        """Return the restored lines that `chunk` completes, up to the event that ends the reply."""
         return self._events.feed(chunk)
 
     @property
     def at_end(self) -> bool:
-        """See `StreamTranscript`."""
+        """Return whether the event that ends the reply has come whole."""
         return self._events.at_end
 
     def release(self) -> bytes:
-        """See `StreamTranscript`."""
+        """Return the held back end of the stream."""
         return self._events.release()
 
     def finish(self) -> bytes:
-        """See `Transcript`."""
+        """Return the held back end of the stream, with any unfinished line."""
         return self._events.finish()
 
     @property
     def ended(self) -> bool:
-        """See `Transcript`."""
+        """Return whether the last event came and all events were readable."""
         return self._events.ended and not (self._unread or self._events.unread)
 
     def facts(self) -> ReplyFacts:
-        """See `Transcript`."""
+        """Return the facts of the response in the newest event that carries it."""
         return _facts(self._response, self._undo, whole=self.ended)
 
     def gist(self) -> Gist:
-        """See `Gist`; before the end, of texts alone."""
+        """Return the id, text and tool calls so far; tool calls only once the last event came."""
         return _gist(self._response or {}, "".join(self._deltas))
 
     def _data(self, payload: bytes) -> bytes:
@@ -183,7 +188,7 @@ class StreamedResponse:
         return msgspec.json.encode(event)
 
     def _read(self, event: Object) -> bool:
-        """Undo an event in place; whether it is one of those that may change."""
+        """Restore an event in place; return whether it is of a type that may change."""
         kind = value_of(event.get("type"))
         if "response" in event:
             response = msgspec.json.decode(event["response"], type=Object)
@@ -236,8 +241,8 @@ def _string(value: object) -> str | None:
 
 
 def _members(holder: dict[str, Any], field: str, kind: str) -> list[dict[str, Any]]:
-    found = holder.get(field)
-    members = found if isinstance(found, list) else []
+    value = holder.get(field)
+    members = value if isinstance(value, list) else []
     return [m for m in members if isinstance(m, dict) and m.get("type") == kind]
 
 

@@ -1,4 +1,4 @@
-"""Takes out of a reply in `choices` what the request's rewriting put in (pure)."""
+"""Removes from a reply in `choices` what was added because of the request's rewriting (pure)."""
 
 from collections.abc import Callable
 from typing import Annotated, Any, Final
@@ -11,8 +11,8 @@ from proxy.trainable import Sampled
 
 IDS: Final = "return_token_ids"
 LOGPROBS: Final = "logprobs"
-# What reading a reply raises that is not of the API's shape. Such a reply is passed on as it
-# came, less what was added wherever it stands, and its call is not trainable.
+# Errors of reading a reply that is not of the API's shape. Such a reply is passed on as it came,
+# without what was added, wherever that stands; its call is not trainable.
 ODD_SHAPE: Final = (*UNREADABLE, KeyError, TypeError, AttributeError, ValueError)
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -24,13 +24,16 @@ class _Token(msgspec.Struct, gc=False):
 
 
 class Logprobs(msgspec.Struct, gc=False):
-    """A chat's `content`, or a completion's `token_logprobs`."""
+    """Log-probabilities, in a chat's form (`content`) or in a completion's (`token_logprobs`)."""
 
     content: list[_Token] | None = None
     token_logprobs: list[float | None] | None = None
 
     def values(self) -> list[float]:
-        """In either form; an echoed prompt's first token has none (null)."""
+        """Return the log-probabilities of either form, without nulls.
+
+        An echoed prompt's first token has null.
+        """
         if self.token_logprobs is not None:
             return [value for value in self.token_logprobs if value is not None]
         return [token.logprob for token in self.content or ()]
@@ -43,20 +46,21 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class Undo:
-    """Undoes, event by event; where `reading`, gathers what it takes out as well."""
+    """Restores a reply event by event; if `reading`, also gathers what it removes."""
 
     def __init__(self, request: ModelRequest, served_name: str | None, *, reading: bool) -> None:
+        """Begin with what `request` was given beside the client's own fields."""
         self.hide_ids = IDS in request.injected
         self.hide_logprobs = LOGPROBS in request.injected
         self._model = own_name(request, served_name)
-        # What stands for the version's name, where that was put into the request.
+        # The client's name for the model, if the version's was put into the request.
         self.model = None if self._model is None else request.model
         self._reading = reading
-        # Whether the last `restore` changed anything: what it did not goes on as it came.
+        # Whether the last `restore` changed anything; if not, the bytes are passed on as they came.
         self.changed = False
-        # Whether that took ids or log-probabilities out of a choice.
+        # Whether the last `restore` removed ids or log-probabilities from a choice.
         self.took = False
-        # What was taken out is none that the API gives: nothing of it is known for sure.
+        # Something removed was not of the API's shape, so none of it can be trusted.
         self._unsound = False
         self._members = self._added_members(served_name)
         self.prompt_ids: list[int] | None = None
@@ -76,18 +80,18 @@ class Undo:
         return members
 
     def hide(self, payload: bytes) -> bytes:
-        """Return what is no JSON object of the API's without what was added, else as it is."""
+        """Return a payload that cannot be parsed with the values of added members replaced."""
         return without(payload, self._members)
 
     def try_restore(self, parsed: Object) -> list[Object] | None:
-        """`restore`, or None for a reply of another shape than the API's."""
+        """Return what `restore` does, or None for a reply of another shape than the API's."""
         try:
             return self.restore(parsed)
         except ODD_SHAPE:
             return None
 
     def restore(self, parsed: Object) -> list[Object]:
-        """Undo in place; returns the choices, for what else is to be read from them."""
+        """Restore a reply or an event in place, and return its choices for further reading."""
         self.changed = self._model is not None and "model" in parsed
         if self._model is not None and self.changed:
             parsed["model"] = self._model
@@ -106,7 +110,10 @@ class Undo:
         return choices
 
     def _take_prompt(self, holder: Object) -> bool:
-        """Prompt ids stand beside the choices in a chat, and in each choice in a completion."""
+        """Remove prompt ids; a chat has them beside its choices, a completion within each choice.
+
+        Return whether anything was changed.
+        """
         raw = holder.get("prompt_token_ids")
         if raw is None or not _begins(raw, ARRAY):
             return False
@@ -117,7 +124,7 @@ class Undo:
         return self.hide_ids
 
     def _take_choice(self, choice: Object) -> bool:
-        """Whether anything of the choice was changed."""
+        """Remove ids and log-probabilities from a choice; return whether anything was changed."""
         if self._reading:
             self._gather(choice.get("index", NULL), self._took_index)
         changed = self._take_prompt(choice)
@@ -138,7 +145,7 @@ class Undo:
         return changed
 
     def _gather(self, raw: msgspec.Raw, take: Callable[[msgspec.Raw], None]) -> None:
-        """Read what is there; what cannot be read leaves all the same, as it does in the worker."""
+        """Read a value that is removed; if it cannot be read it is removed all the same."""
         try:
             take(raw)
         except ODD_SHAPE:
@@ -151,17 +158,17 @@ class Undo:
         self.indices.add(int(value_of(raw) or 0))
 
     def took_ids(self, ids: list[int]) -> None:
-        """More ids were sampled."""
+        """Add sampled token ids."""
         self.sampled_ids = self.sampled_ids or []
         self.sampled_ids += ids
 
     def took_logprobs(self, logprobs: Logprobs) -> None:
-        """With these log-probabilities."""
+        """Add the log-probabilities of sampled tokens."""
         self.sampled_logprobs = self.sampled_logprobs or []
         self.sampled_logprobs += logprobs.values()
 
     def sampled(self, usage: dict[str, Any] | None) -> Sampled:
-        """What was gathered; no ids where some could not be read."""
+        """Return what was gathered, without ids if some of it could not be read."""
         sound = not self._unsound
         return Sampled(
             prompt_ids=_tuple(self.prompt_ids) if sound else None,
@@ -173,7 +180,7 @@ class Undo:
 
 
 def _begins(raw: msgspec.Raw, with_byte: int) -> bool:
-    """Whether a value is of the kind that the API gives; any other is none of ours to touch."""
+    """Return whether a value is of the type that the API gives; others are not ours to touch."""
     return memoryview(raw)[0] == with_byte
 
 
