@@ -134,9 +134,7 @@ class MessageEvents:
         self._stop: int | str | None = None
 
     def take(self, chunk: Reply) -> list[Event]:
-        """Return a chunk's events; the first chunk opens the message, one without choices ends it.
-
-        """
+        """Return a chunk's events; the first opens the message, one without choices ends it."""
         if not self._started:
             return [self._start(chunk)]
         if not chunk.choices:

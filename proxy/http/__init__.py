@@ -1,1 +1,1 @@
-"""HTTP/1.1 both ways, lean: httptools parses, asyncio carries (docs/decisions/014-http.md)."""
+"""HTTP/1.1 server and client: httptools parses, asyncio carries (docs/decisions/014-serving.md)."""

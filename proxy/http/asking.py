@@ -1,4 +1,4 @@
-"""Requests to a server: with a body at hand, without one, or with one that comes in pieces."""
+"""Sends requests to a server: with a whole body, without one, or with one that comes in pieces."""
 
 import asyncio
 
@@ -13,11 +13,11 @@ log = structlog.get_logger()
 
 
 async def ask_whole(pool: Pool, method: str, target: str, headers: Headers, body: bytes) -> Reply:
-    """Send a request with a body that is at hand; returns once the reply's head is there.
+    """Send a request with its whole body, and return the reply once its head has come.
 
     Raises:
-        NotSent: there was no connection.
-        NoReply: it broke, or was silent for too long, before the reply.
+        NotSent: no connection could be made.
+        NoReply: the connection broke, or was silent for too long, before the reply.
     """
     connection = await pool.connection()
     head = wire.request_head(method, target, pool.authority, headers, len(body))
@@ -25,7 +25,7 @@ async def ask_whole(pool: Pool, method: str, target: str, headers: Headers, body
 
 
 async def ask_bodyless(pool: Pool, method: str, target: str, headers: Headers) -> Reply:
-    """Send a request without a body; see `ask_whole`."""
+    """Send a request without a body; it raises what `ask_whole` raises."""
     connection = await pool.connection()
     head = wire.bodyless_head(method, target, pool.authority, headers)
     return await _answer(connection, connection.ask(head, to_head=method == "HEAD"))
@@ -34,10 +34,10 @@ async def ask_bodyless(pool: Pool, method: str, target: str, headers: Headers) -
 async def ask_streaming(
     pool: Pool, method: str, target: str, headers: Headers, length: int | None, body: Inflow
 ) -> Reply:
-    """Send a request whose body comes in pieces; see `ask_whole`.
+    """Send a request whose body comes in pieces; it raises what `ask_whole` raises.
 
-    A server may answer before it has all of it: the rest is sent beside its answer, for as
-    long as that lasts.
+    A server may answer before it has the whole body: the rest is sent while its answer is received,
+    for as long as that lasts.
     """
     connection = await pool.connection()
     head = wire.request_head(method, target, pool.authority, headers, length)
@@ -53,7 +53,7 @@ async def _push(connection: UpstreamConnection, body: Inflow, *, chunked: bool) 
         while data := await body.more():
             await connection.push(wire.chunk(data) if chunked else data)
     except ConnectionError:
-        # The client left in the middle of its request: half of it is no request.
+        # The client left in the middle of its request, and half a request must not be answered.
         connection.abort()
         return
     except Exception:
@@ -69,6 +69,6 @@ async def _answer(connection: UpstreamConnection, answer: "asyncio.Future[Reply]
     try:
         return await answer
     except asyncio.CancelledError:
-        # Nobody wants the reply any more: the server must not go on making it.
+        # Nobody reads the reply any more, so the server must stop generating it.
         connection.abort()
         raise

@@ -1,4 +1,4 @@
-"""The client's side: kept connections to one server, and replies as they come."""
+"""The client side of HTTP/1.1: kept connections to one server, and replies as they come."""
 
 import asyncio
 import ssl
@@ -16,12 +16,12 @@ from proxy.http.wire import Headers
 # vLLM closes idle connections after 5 s; one that is reused must be younger.
 KEEPALIVE_S: Final = 3.0
 CONNECT_S: Final = 10.0
-# Of a reply's head, and of what stands between the pieces of its body: sizes, trailers.
+# Limit on a reply's head, and on what is between the pieces of its body: sizes, trailers.
 MAX_HEAD_BYTES: Final = 256 * 1024
 
 
 class NotSent(ConnectionError):
-    """No connection could be made: nothing of the request has left."""
+    """No connection could be made: nothing of the request was sent."""
 
 
 class NoReply(ConnectionError):
@@ -33,17 +33,18 @@ class Silent(NoReply):
 
 
 class Torn(ConnectionError):
-    """A reply broke off in its middle."""
+    """A reply broke off before its end."""
 
 
 class Reply:
-    """A reply whose head is there; its body may be, or may be coming."""
+    """A reply whose head has come; its body may still be on its way."""
 
     __slots__ = ("_connection", "body", "headers", "reason", "status")
 
     def __init__(
         self, connection: "UpstreamConnection", status: int, reason: bytes, headers: Headers
     ) -> None:
+        """Store the head, and begin to receive the body."""
         self._connection = connection
         self.status = status
         self.reason = reason
@@ -51,56 +52,57 @@ class Reply:
         self.body = Inflow(connection.transport, connection.loop)
 
     def header(self, wanted: bytes) -> bytes | None:
-        """A header's value; `wanted` in lower case."""
+        """Return a header's value, or None; `wanted` is its name in lower case."""
         for name, value in self.headers:
             if len(name) == len(wanted) and name.lower() == wanted:
                 return value
         return None
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes.
+        """Yield the body as it comes.
 
         Raises:
-            Torn: it broke off.
+            Torn: the body broke off.
         """
         while data := await self.body.more():
             yield data
 
     async def read(self, limit: int | None = None) -> bytes | None:
-        """The whole body; None once it is longer than `limit`.
+        """Return the whole body, or None once it is longer than `limit` bytes.
 
         Raises:
-            Torn: it broke off.
+            Torn: the body broke off.
         """
         return await self.body.whole(limit)
 
     @property
     def ended(self) -> bool:
-        """Whether all of it has come, and was taken."""
+        """Return whether the whole body has come and was taken."""
         return self.body.exhausted
 
     def unread(self) -> bytes:
-        """Return what lies here of a body that broke off."""
+        """Return the bytes of a torn body that came and were not taken."""
         return self.body.take()
 
     def close(self) -> None:
-        """Let go of it; if it has not ended, the server is told to stop."""
+        """Release the reply; if it has not ended, its connection is closed and the server stops."""
         if not self.body.ended:
             self._connection.abort()
 
     def discard(self) -> None:
-        """Let go of it and of its connection, ended or not."""
+        """Release the reply and close its connection, ended or not."""
         self._connection.abort()
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection: an httptools callback target."""
+    """One connection to a server, which takes the callbacks of asyncio and httptools."""
 
     transport: asyncio.Transport
 
     def __init__(self, pool: "Pool") -> None:
+        """Begin a connection of `pool`; asyncio then calls `connection_made`."""
         self._pool = pool
-        # Asking for it costs a system call each time.
+        # Kept because asyncio.get_running_loop() costs a system call each time.
         self.loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._head: asyncio.Future[Reply] | None = None
@@ -110,7 +112,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._interim = False
         self._until_close = False
         self._to_head = False
-        # Bytes that came since the last piece of a body, or the last head's end.
+        # Bytes that came since the last piece of a body, or since the end of the last head.
         self._overhead = 0
         self._can_write: asyncio.Future[None] | None = None
         self.sending = False
@@ -119,13 +121,13 @@ class UpstreamConnection(asyncio.Protocol):
 
     @property
     def usable(self) -> bool:
-        """Whether it is open and owes nobody anything."""
+        """Return whether the connection is open and no reply is due or under way."""
         return self._head is None and self._reply is None and not self.transport.is_closing()
 
     def ask(self, data: bytes, *, to_head: bool = False) -> "asyncio.Future[Reply]":
-        """Send a request (or its beginning); the future is the reply once its head is there.
+        """Send a request (or its beginning); the future gives the reply once its head has come.
 
-        `to_head`: the method is HEAD, and no body follows whatever the reply's head says.
+        With `to_head` the method is HEAD, and no body follows whatever the reply's head says.
         """
         self.last_heard = monotonic()
         self._to_head = to_head
@@ -139,25 +141,25 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport.write(data)
         if self._can_write is not None:
             await self._can_write
-        # It is the client who is slow.
+        # The time until now was the client's, and does not count as the server's silence.
         self.last_heard = monotonic()
 
     def abort(self) -> None:
-        """Break it off."""
+        """Close the connection at once."""
         self.transport.abort()
 
     def give_up(self, why: str) -> None:
-        """The server has been silent for too long."""
+        """Close the connection, because the server has been silent for too long."""
         self._fail(why, Silent)
         self.transport.abort()
 
     @property
     def waits_for_reply(self) -> bool:
-        """Whether a reply is due or under way, and we are the ones who wait."""
+        """Return whether a reply is due or under way and we wait for the server."""
         reading = self._reply is not None and self._reply.body.awaited
         return self._head is not None or reading
 
-    # asyncio's side
+    # Callbacks of asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
@@ -165,7 +167,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """What was waited for will not come, unless the close was the body's end."""
+        """Fail whatever is waited for, unless the close is the body's regular end."""
         self._pool.forget(self)
         if self.pushing is not None:
             self.pushing.cancel()
@@ -176,7 +178,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._can_write.set_result(None)
 
     def data_received(self, data: bytes) -> None:
-        """Parse; what is not HTTP breaks the connection off."""
+        """Parse the bytes; the connection is closed if they are not HTTP."""
         self.last_heard = monotonic()
         self._overhead += len(data)
         try:
@@ -190,35 +192,38 @@ class UpstreamConnection(asyncio.Protocol):
                 self.transport.abort()
 
     def pause_writing(self) -> None:
-        """The server reads more slowly than we write."""
+        """Make senders wait: the server reads more slowly than we write."""
         self._can_write = self.loop.create_future()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Let senders continue: the server has caught up."""
         if self._can_write is not None and not self._can_write.done():
             self._can_write.set_result(None)
         self._can_write = None
 
-    # httptools' side
+    # Callbacks of httptools.
 
     def on_message_begin(self) -> None:
-        """A reply begins; one that nobody asked for must not become the next one's answer."""
+        """Begin a reply, or close the connection if no request waits for one.
+
+        A reply to no request must not become the next request's answer.
+        """
         if self._head is None:
             self.transport.abort()
         self._reason = b""
         self._headers = []
 
     def on_status(self, status: bytes) -> None:
-        """A part of the reason phrase."""
+        """Add a part of the reason phrase."""
         self._reason += status
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header line; one that comes after a body is none (RFC 9110 §6.5.1)."""
+        """Add a header line; one after the body is a trailer and is dropped (RFC 9110 §6.5.1)."""
         if self._head is not None:
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """The head is there; a 1xx is only the announcement of one (RFC 9110 §15.2)."""
+        """Give the reply to its waiter; a 1xx is not the reply yet (RFC 9110 §15.2)."""
         status = self._parser.get_status_code()
         self._interim = 100 <= status < 200
         if self._interim or self._head is None:
@@ -226,7 +231,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._overhead = 0
         reply = Reply(self, status, self._reason, self._headers)
         if self._to_head:
-            # The parser would wait for the body that the head speaks of: it is not asked again.
+            # The parser would wait for the body that the head announces, so it is not used again.
             reply.body.end()
             self.transport.close()
         else:
@@ -238,13 +243,13 @@ class UpstreamConnection(asyncio.Protocol):
             head.set_result(reply)
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Add a piece of the body."""
         self._overhead = 0
         if self._reply is not None:
             self._reply.body.put(body)
 
     def on_message_complete(self) -> None:
-        """The reply is there to its end; the connection is free, unless it is to be closed."""
+        """End the reply's body, and free the connection unless it is to be closed."""
         if self._interim or self._reply is None:
             return
         reply, self._reply = self._reply, None
@@ -257,7 +262,7 @@ class UpstreamConnection(asyncio.Protocol):
     def _fail(self, why: str, kind: type[NoReply] = NoReply) -> None:
         if self._head is not None and not self._head.done():
             self._head.set_exception(kind(why))
-            # A client that left meanwhile does not ask for it.
+            # Marks the exception as seen: if the client has left, nobody awaits the future.
             self._head.exception()
         self._head = None
         if self._reply is not None:
@@ -266,9 +271,10 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections to one server, as many as are needed at once."""
+    """The connections to one server, as many as are needed at once."""
 
     def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None) -> None:
+        """Store the server's address; connections are opened as they are needed."""
         self.host = host
         self.port = port
         default = 443 if tls else 80
@@ -280,14 +286,14 @@ class Pool:
 
     @property
     def busy(self) -> int:
-        """How many requests are under way."""
+        """Return the number of requests under way."""
         return len(self.connections) - len(self._idle)
 
     async def connection(self) -> UpstreamConnection:
-        """An open connection that nobody uses.
+        """Return an open connection that nobody uses.
 
         Raises:
-            NotSent: none could be made.
+            NotSent: no connection could be made.
         """
         youngest = monotonic() - KEEPALIVE_S
         while self._idle:
@@ -309,15 +315,15 @@ class Pool:
         return connection
 
     def free(self, connection: UpstreamConnection) -> None:
-        """A reply has ended: the next request may use its connection."""
+        """Keep the connection of a reply that ended for the next request."""
         self._idle.append((connection, monotonic()))
 
     def forget(self, connection: UpstreamConnection) -> None:
-        """A connection is closed."""
+        """Remove a connection that is closed."""
         self.connections.discard(connection)
 
     def sweep(self, silence_s: float) -> None:
-        """Close what is idle for too long, give up on who is silent for too long."""
+        """Close connections that were idle for too long, and give up silent servers."""
         now = monotonic()
         while self._idle and self._idle[0][1] < now - KEEPALIVE_S:
             self._idle.popleft()[0].transport.close()

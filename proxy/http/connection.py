@@ -1,4 +1,4 @@
-"""One client's connection: requests are parsed, and answered one after another."""
+"""A client's connection: requests are parsed, and answered one after another."""
 
 import asyncio
 from collections import deque
@@ -19,22 +19,23 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-# Of a head, and of what stands between the pieces of a body: chunks' sizes, extensions, trailers.
+# Limit on a head, and on what is between the pieces of a body: chunk sizes, extensions, trailers.
 MAX_HEAD_BYTES: Final = 256 * 1024
 MAX_PIPELINED: Final = 8
-# How long a connection that is to be closed is still listened to.
+# Seconds for which a connection is still read from before it is closed.
 LINGER_S: Final = 1.0
 GONE: Final = "the client closed its connection"
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection: an httptools callback target."""
+    """A client's connection, which takes the callbacks of asyncio and httptools."""
 
     transport: asyncio.Transport
 
     def __init__(self, server: "Server") -> None:
+        """Begin a connection of `server`; asyncio then calls `connection_made`."""
         self.server = server
-        # Asking for it costs a system call each time.
+        # Kept because asyncio.get_running_loop() costs a system call each time.
         self.loop = asyncio.get_running_loop()
         self.task: asyncio.Task[None] | None = None
         self.idle_since = 0.0
@@ -42,7 +43,7 @@ class Connection(asyncio.Protocol):
         self._target = b""
         self._headers: Headers = []
         self._in_head = False
-        # Bytes that came since the last piece of a body, or the last head's end.
+        # Bytes that came since the last piece of a body, or since the end of the last head.
         self._overhead = 0
         self._received = 0
         self._given = 0
@@ -51,37 +52,37 @@ class Connection(asyncio.Protocol):
         self._receiving: Exchange | None = None
         self._current: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
-        # Too many requests wait: what follows stays in the socket.
+        # Too many requests wait, so reading is paused and what follows stays in the socket.
         self._held = False
         self._can_write: asyncio.Future[None] | None = None
         self._lost = False
-        # While a new parser is brought to where the one before it stopped.
+        # A new parser is being brought to the state of the one before it.
         self._resuming = False
         self._closing = False
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being received or answered."""
+        """Return whether a request is being received or answered."""
         return self._current is not None or self._receiving is not None
 
     @property
     def unsent(self) -> int:
-        """How many bytes lie here that the client has not taken yet."""
+        """Return the number of bytes written that the client has not taken yet."""
         return self.transport.get_write_buffer_size()
 
     def send(self, data: bytes) -> None:
-        """Write, and count what was written: how much the client takes is known by that."""
+        """Write data and count it, so that the client's progress can be computed."""
         self._given += len(data)
         self.transport.write(data)
 
     def answering(self, exchange: Exchange) -> bool:
-        """Whether this is the request whose reply is due, or under way."""
+        """Return whether this request's reply is due or under way."""
         return self._current is exchange and not self._lost
 
-    # deadlines: looked after by the server's sweep
+    # Deadlines, which the server's sweep checks.
 
     def sweep(self, now: float, patience: Patience) -> None:
-        """Break off whoever does not get on: takes nothing, sends nothing, or is idle."""
+        """Close the connection of a client that takes or sends too slowly, or is idle for too long."""
         unsent = self.unsent
         if not unsent:
             self._reply_clock.reset()
@@ -105,7 +106,7 @@ class Connection(asyncio.Protocol):
 
     def _sweep_body(self, receiving: Exchange, now: float, body_s: float) -> None:
         if receiving.body.braked or self._held or receiving.expects:
-            # It is we who keep the client waiting.
+            # The client waits for us.
             self._body_clock.reset()
         elif self._body_clock.waited(now, self._received + STEP * self._heads, STEP) > body_s:
             self.server.on_late("body", body_s, receiving)
@@ -119,7 +120,7 @@ class Connection(asyncio.Protocol):
                     BodyTooSlow(f"less than {STEP} bytes of the body came within {body_s:g} s")
                 )
 
-    # asyncio's side
+    # Callbacks of asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
@@ -128,7 +129,7 @@ class Connection(asyncio.Protocol):
         self.server.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone: whoever works for it must know at once."""
+        """Tell all who work for the client that it is gone."""
         self._lost = True
         self.server.connections.discard(self)
         for exchange in (self._receiving, self._current, *self._waiting):
@@ -137,13 +138,13 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         if self._can_write is not None and not self._can_write.done():
             self._can_write.set_exception(ClientGone(GONE))
-            # Nobody may be waiting for it any more.
+            # Marks the exception as seen, for perhaps nobody awaits the future any more.
             self._can_write.exception()
         if self.task is not None:
             self.task.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Parse; a request that is none is answered and the connection closed."""
+        """Parse the bytes; an invalid request is refused and the connection closed."""
         if self._closing:
             return
         self._received += len(data)
@@ -161,43 +162,43 @@ class Connection(asyncio.Protocol):
                 self._refuse(431, f"a head or trailers of more than {MAX_HEAD_BYTES} bytes")
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than we write."""
+        """Make `drained` wait: the client reads more slowly than we write."""
         self._can_write = self.loop.create_future()
 
     def resume_writing(self) -> None:
-        """It has caught up."""
+        """Let `drained` continue: the client has caught up."""
         if self._can_write is not None and not self._can_write.done():
             self._can_write.set_result(None)
         self._can_write = None
 
     async def drained(self) -> None:
-        """Wait while the client is slower than we are.
+        """Wait while the client reads more slowly than we write.
 
         Raises:
-            ClientGone: it left meanwhile.
+            ClientGone: the client left meanwhile.
         """
         if self._can_write is not None:
             await self._can_write
 
-    # httptools' side
+    # Callbacks of httptools.
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Begin a request."""
         self._in_head = True
         self._target = b""
         self._headers = []
 
     def on_url(self, url: bytes) -> None:
-        """A part of the target."""
+        """Add a part of the target."""
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header line; one that comes after a body is none (RFC 9110 §6.5.1)."""
+        """Add a header line; one after the body is a trailer and is dropped (RFC 9110 §6.5.1)."""
         if self._receiving is None:
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """The head is there: the request can be worked on."""
+        """Start to answer the request, or queue it behind the one before it."""
         if self._resuming:
             return
         self._in_head = False
@@ -206,7 +207,7 @@ class Connection(asyncio.Protocol):
         version = self._parser.get_http_version()
         if version not in VERSIONS:
             raise wrong_version(version)
-        # Of what is not HTTP/1.1 nothing is asked but that it reads until we close.
+        # An older client only has to read until we close: no kept connection, no chunks.
         modern = version == "1.1"
         exchange = Exchange(
             self,
@@ -228,19 +229,19 @@ class Connection(asyncio.Protocol):
                 self.transport.pause_reading()
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
+        """Add a piece of the body."""
         self._overhead = 0
         if self._receiving is not None:
             self._receiving.body.put(body)
 
     def on_message_complete(self) -> None:
-        """The request is there to its end."""
+        """End the request's body."""
         if self._receiving is not None and not self._parser.should_upgrade():
             self._receiving.body.end()
             self._receiving = None
             self._overhead = 0
 
-    # requests, one after another
+    # Requests are answered one after another.
 
     def _begin(self, exchange: Exchange) -> None:
         self._current = exchange
@@ -252,12 +253,12 @@ class Connection(asyncio.Protocol):
         except Exception:
             log.exception("handler_failed", method=exchange.method, call=exchange.call)
         finally:
-            # However it ended: who is still there gets an answer.
+            # However the handler ended, a client that is still there gets an answer.
             if self._current is exchange and not self._lost:
                 self._break_off(exchange)
 
     def _break_off(self, exchange: Exchange) -> None:
-        """Answer for a handler that ended and did not: nobody waits for ever."""
+        """Answer for a handler that ended without an answer, so that no client waits for ever."""
         if exchange.started:
             self.transport.abort()
         else:
@@ -267,14 +268,14 @@ class Connection(asyncio.Protocol):
             self.answered(exchange)
 
     def answered(self, exchange: Exchange) -> None:
-        """A reply was given to its end: the next request, if it is there already."""
+        """Begin the next request, or close the connection, after a reply was sent to its end."""
         if self._current is not exchange:
             return
         self._current = None
         self.task = None
         self.idle_since = monotonic()
         if not exchange.keep_alive or (not exchange.body.ended and self._receiving is exchange):
-            # What a client still sends of a body nobody wants would be read as a request.
+            # The rest of an unread body would be parsed as a request.
             if exchange.body.ended:
                 self.transport.close()
             else:
@@ -286,7 +287,7 @@ class Connection(asyncio.Protocol):
             self._begin(self._waiting.popleft())
 
     def _refuse_for(self, error: BaseException | None) -> None:
-        """Refuse what a callback did not take, or could not."""
+        """Refuse a request for the error that a callback raised."""
         if isinstance(error, Refused):
             self._refuse(error.status, error.why)
         else:
@@ -294,7 +295,7 @@ class Connection(asyncio.Protocol):
             self._refuse(500, "the proxy failed to read the request; its log says why")
 
     def _refuse(self, status: int, why: str) -> None:
-        """Answer what is not HTTP as we speak it; nothing can be made of what follows either.
+        """Answer with an error and close: nothing after an invalid request can be parsed.
 
         Requests before it are answered first.
         """
@@ -318,10 +319,10 @@ class Connection(asyncio.Protocol):
         self.send(wire.refusal(status, body, bodyless=method == "HEAD"))
 
     def _close_gently(self) -> None:
-        """Close once the client has read what it was told.
+        """Close once the client has had time to read its reply.
 
-        While it still sends, closing at once would be a reset, and that takes the reply away
-        from it (RFC 9112 §9.6).
+        While the client still sends, closing at once would reset the connection, and the client
+        could lose the reply (RFC 9112 §9.6).
         """
         self._closing = True
         if self._current is not None and self.task is not None:
@@ -331,10 +332,10 @@ class Connection(asyncio.Protocol):
             self.transport.write_eof()
             self.loop.call_later(LINGER_S, self.transport.close)
 
-    # an upgrade that is offered and not taken (RFC 9110 §7.8: it may be ignored)
+    # An offer to upgrade is ignored (RFC 9110 §7.8 allows it).
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """The parser takes what follows for another protocol: a new one reads the body."""
+        """Read the body with a new parser: the old one takes what follows for another protocol."""
         exchange = self._receiving
         if exchange is None:
             self._refuse(400, "an offer to upgrade without a request")

@@ -1,4 +1,4 @@
-"""One request and its reply: what a handler sees of a client's connection."""
+"""One request and its reply: a handler's view of a client's connection."""
 
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,11 @@ class ClientGone(ConnectionError):
 
 
 class BodyTooSlow(ConnectionError):
-    """The client sent too little of its request's body within the time it is given for that."""
+    """The client sent too little of its request's body within the time allowed."""
 
 
 class Exchange:
-    """One request and the reply that is being given to it."""
+    """One request, and the reply that is being sent to it."""
 
     __slots__ = (
         "_connection",
@@ -46,6 +46,17 @@ class Exchange:
         chunks: bool,
         expects: bool,
     ) -> None:
+        """Begin the exchange for a request whose head has come.
+
+        Args:
+            connection: the client's connection.
+            method: the request's method.
+            target: the request's target, percent-encoded.
+            headers: the request's headers.
+            keep_alive: the connection may be used again after this reply.
+            chunks: the client understands chunked replies.
+            expects: the client waits to be told to send its body.
+        """
         self._connection = connection
         self.method = method
         self.target = target
@@ -53,46 +64,48 @@ class Exchange:
         self.keep_alive = keep_alive
         self.body = Inflow(connection.transport, connection.loop)
         self.expects = expects
-        # An HTTP/1.0 client knows no chunks: its reply ends with the connection.
+        # An HTTP/1.0 client knows no chunks, so the end of its reply is the connection's end.
         self._framed = chunks
-        # RFC 9110 §9.3.2: the head that GET would have, and no body.
+        # The reply to HEAD is the head of the one to GET, without a body (RFC 9110 §9.3.2).
         self._silent = method == "HEAD"
         self.started = False
-        # The recorded call that it is, for whoever has something to tell of it.
+        # The id of the recorded call, if it is one, for logs and messages.
         self.call: str | None = None
 
     @property
     def open(self) -> bool:
-        """Whether its reply is still due, or under way, and the client there."""
+        """Return whether the client is there and the reply is due or under way."""
         return self._connection.answering(self)
 
     @property
     def length(self) -> int | None:
-        """The body's length, where the head says it."""
+        """Return the body's length, or None if the head does not give it."""
         value = self._header(b"content-length")
         return int(value) if value is not None and value.isdigit() else None
 
     @property
     def chunked(self) -> bool:
-        """Whether the body comes in chunks, its length unknown."""
+        """Return whether the body comes in chunks, its length unknown."""
         return self._header(b"transfer-encoding") is not None
 
     def _header(self, wanted: bytes) -> bytes | None:
         return next((value for name, value in self.headers if name.lower() == wanted), None)
 
     def ask_on(self) -> None:
-        """Tell a client that waits for it to send its body (RFC 9110 §10.1.1)."""
+        """Send `100 Continue` if the client waits for it to send its body (RFC 9110 §10.1.1)."""
         if self.expects and not self.started:
             self.expects = False
             self._connection.send(wire.CONTINUE)
 
     async def read(self, limit: int, grown: Grown | None = None) -> bytes | None:
-        """The whole body; None if it is longer than `limit`.
+        """Return the whole body, or None if it is longer than `limit` bytes.
 
-        `grown` is told how much of it has come, again and again; what it raises ends the reading.
+        `grown` is called with the number of bytes so far, again and again; an exception that it
+        raises ends the reading.
 
         Raises:
-            ClientGone: the client left before it was sent.
+            ClientGone: the client left before the body was sent.
+            BodyTooSlow: the client sent the body too slowly.
         """
         self.ask_on()
         body = await self.body.whole(limit, grown)
@@ -101,7 +114,7 @@ class Exchange:
         return body
 
     def reply(self, status: int, reason: bytes, headers: Headers, body: bytes) -> None:
-        """Give the whole reply."""
+        """Send the whole reply."""
         framing: Headers = []
         if status not in wire.BODYLESS:
             framing = [(b"Content-Length", b"%d" % len(body))]
@@ -110,7 +123,7 @@ class Exchange:
         self._connection.answered(self)
 
     def begin(self, status: int, reason: bytes, headers: Headers) -> None:
-        """Give the reply's head; the body follows in pieces."""
+        """Send the reply's head; the body follows in pieces."""
         if status in wire.BODYLESS:
             self._framed = False
         elif not self._framed:
@@ -119,18 +132,18 @@ class Exchange:
         self._send(self._head(status, reason, headers, framing))
 
     def begin_sized(self, status: int, reason: bytes, headers: Headers, length: bytes) -> None:
-        """Give the head of a reply whose length is known; the body follows in pieces."""
+        """Send the head of a reply of known length; the body follows in pieces."""
         self._framed = False
         framing: Headers = [(b"Content-Length", length)]
         self._send(self._head(status, reason, headers, framing))
 
     def write(self, data: bytes) -> None:
-        """Give the next piece, at once."""
+        """Send the next piece of the body, at once."""
         if data and not self._silent:
             self._connection.send(wire.chunk(data) if self._framed else data)
 
     def end(self, data: bytes = b"") -> None:
-        """Give the last piece and the body's end, in one write."""
+        """Send the last piece and the body's end, in one write."""
         if self._framed:
             data = (wire.chunk(data) if data else b"") + wire.LAST_CHUNK
         if data and not self._silent:
@@ -138,15 +151,19 @@ class Exchange:
         self._connection.answered(self)
 
     async def drained(self) -> None:
-        """Wait while the client is slower than we are."""
+        """Wait while the client reads more slowly than we write.
+
+        Raises:
+            ClientGone: the client left meanwhile.
+        """
         await self._connection.drained()
 
     def tear(self) -> None:
-        """Close in the middle of a body: what was sent arrives, and is seen not to be all."""
+        """Close in the middle of the body: what was sent arrives, and is seen to be incomplete."""
         self._connection.transport.close()
 
     def abort(self) -> None:
-        """Break the connection off at once."""
+        """Close the connection at once."""
         self._connection.transport.abort()
 
     def _send(self, head: bytes) -> None:

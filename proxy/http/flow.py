@@ -1,28 +1,28 @@
-"""A body on its way: pieces that arrived, and brakes for whoever sends too fast."""
+"""A body on its way: the pieces that arrived, and a brake on senders that are too fast."""
 
 import asyncio
 from collections.abc import Callable
 from typing import Final, Protocol, cast
 
-# A sender is told to wait when so much lies unread, and to go on when it is taken.
+# Reading from a sender pauses when this many bytes are unread, and resumes when they are taken.
 HIGH_WATER: Final = 256 * 1024
-# Pieces smaller than this are joined while they wait: an object each would cost many times more.
+# Waiting pieces smaller than this are joined: an object for each would take many times the memory.
 SMALL: Final = 1024
 Grown = Callable[[int], None]
 
 
 class Brake(Protocol):
-    """What can be told to send no more for now: a transport."""
+    """A source of bytes that can be paused, such as a transport."""
 
     def pause_reading(self) -> None:
-        """Stop."""
+        """Stop reading."""
 
     def resume_reading(self) -> None:
-        """Go on."""
+        """Read again."""
 
 
 class Inflow:
-    """Pieces of one body, from the parser to whoever reads them."""
+    """The pieces of one body, passed from the parser to a reader."""
 
     __slots__ = (
         "_braked",
@@ -37,6 +37,7 @@ class Inflow:
     )
 
     def __init__(self, source: Brake, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin an empty body from `source`."""
         self._source = source
         self._loop = loop
         self._pieces: list[bytes | bytearray] = []
@@ -49,21 +50,21 @@ class Inflow:
 
     @property
     def awaited(self) -> bool:
-        """Whether somebody waits for more."""
+        """Return whether a reader waits for more."""
         return self._waiter is not None
 
     @property
     def exhausted(self) -> bool:
-        """Whether all of it has arrived, and was taken."""
+        """Return whether the whole body has arrived and was taken."""
         return self.ended and not self._pieces
 
     @property
     def braked(self) -> bool:
-        """Whether the sender was told to wait."""
+        """Return whether reading from the sender is paused."""
         return self._braked
 
     def put(self, data: bytes) -> None:
-        """More has arrived."""
+        """Add bytes that arrived."""
         if len(data) < SMALL and self._pieces:
             self._join(data)
         else:
@@ -75,7 +76,7 @@ class Inflow:
         self._wake()
 
     def _join(self, data: bytes) -> None:
-        """Add it to what came before; the first piece of all stays as it came, and is `bytes`."""
+        """Append to the last piece; the first piece of all stays as it came, and is `bytes`."""
         last = self._pieces[-1]
         if isinstance(last, bytearray):
             last += data
@@ -83,20 +84,20 @@ class Inflow:
             self._pieces.append(bytearray(data))
 
     def end(self) -> None:
-        """That was all."""
+        """Mark the body as complete."""
         self.ended = True
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        """No more will come, and it was not all; who reads is told with `error`."""
+        """Mark the body as broken off; its reader gets `error`."""
         if not self.ended and self._failure is None:
             self._failure = error
             self._wake()
 
     def take(self) -> bytes:
-        """All that lies here; empty if nothing does."""
+        """Return all unread bytes; empty if there are none."""
         pieces = self._pieces
-        # Most often there is one piece, and the first is always as it came.
+        # Mostly there is one piece, and the first piece is always `bytes`.
         data = cast("bytes", pieces[0]) if len(pieces) == 1 else b"".join(pieces)
         self._pieces = []
         self._size = 0
@@ -106,29 +107,29 @@ class Inflow:
         return data
 
     def raise_failure(self) -> None:
-        """Raise what it broke off with, if it did."""
+        """Raise the error that the body broke off with, if it did."""
         if self._failure is not None:
             raise self._failure
 
     async def more(self) -> bytes:
-        """The next pieces; empty at the end.
+        """Wait for more bytes and return them; empty at the end.
 
         Raises:
-            ConnectionError: it broke off before its end.
+            ConnectionError: the body broke off.
         """
         while not self._pieces and not self.ended:
             await self._wait()
         return self.take()
 
     async def whole(self, limit: int | None = None, grown: Grown | None = None) -> bytes | None:
-        """All of it; None once it is longer than `limit`.
+        """Return the whole body, or None once it is longer than `limit` bytes.
 
-        `grown` is told how much there is, whenever there is more.
+        `grown` is called with the number of bytes so far, whenever there are more.
 
         Raises:
-            ConnectionError: it broke off before its end.
+            ConnectionError: the body broke off.
         """
-        # Whoever wants all of it at once must not be kept waiting by the brake.
+        # The whole body is read at once, so the brake must not keep it from arriving.
         self._patient = False
         if self._braked:
             self._braked = False

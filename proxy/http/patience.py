@@ -1,26 +1,26 @@
-"""How long a client may take, and how that is measured (pure).
+"""Deadlines of a client, and how its progress is measured (pure).
 
-No deadline has a timer of its own: a sweep looks at every connection now and then and asks
-whether it got on since. A deadline is late by at most two sweeps, which nobody notices.
+No deadline has a timer of its own: a sweep looks at every connection now and then and checks
+whether it made progress. A deadline is late by at most two sweeps, which nobody notices.
 """
 
 from typing import Final
 
 import msgspec
 
-# What counts as getting on with a body, either way. A limit on the whole would hurt who sends a
-# large file over a poor line; a limit on silence alone lets one byte a minute hold a connection.
+# Bytes of a body, either way, that count as progress. A limit on the whole body would hit a large
+# file on a slow line; a limit on silence alone would let one byte a minute hold a connection.
 STEP: Final = 16 * 1024
-# An idle connection is closed after so long.
+# Seconds after which an idle connection is closed.
 IDLE_S: Final = 75.0
 SOONEST_S: Final = 0.05
 LATEST_S: Final = 5.0
 
 
 class Patience(msgspec.Struct, frozen=True):
-    """Seconds that a client may take: for a head, and for each `STEP` bytes of a body.
+    """Seconds that a client may take for a head, and for each `STEP` bytes of a body.
 
-    `write_s` counts only while there is something that the client could take.
+    `write_s` counts only while there are bytes that the client could take.
     """
 
     head_s: float = 60.0
@@ -29,7 +29,7 @@ class Patience(msgspec.Struct, frozen=True):
     idle_s: float = IDLE_S
 
     def at_most(self, seconds: float) -> "Patience":
-        """The same, with no deadline longer than this."""
+        """Return the same deadlines, but none longer than `seconds`."""
         return Patience(
             head_s=min(self.head_s, seconds),
             body_s=min(self.body_s, seconds),
@@ -39,7 +39,7 @@ class Patience(msgspec.Struct, frozen=True):
 
     @property
     def sweep_s(self) -> float:
-        """How often connections have to be looked at."""
+        """Return the seconds between two looks at the connections."""
         shortest = min(self.head_s, self.body_s, self.write_s, self.idle_s)
         return min(max(shortest / 10, SOONEST_S), LATEST_S)
 
@@ -50,15 +50,16 @@ class Clock:
     __slots__ = ("_count", "_since")
 
     def __init__(self) -> None:
+        """Begin with nothing awaited."""
         self._count = -1
         self._since = 0.0
 
     def reset(self) -> None:
-        """Begin anew with the next look: nothing is being waited for."""
+        """Begin again with the next look: nothing is being waited for."""
         self._count = -1
 
     def waited(self, now: float, count: int, step: int = 1) -> float:
-        """Return how long it took since the count last grew by `step`, as far as was seen."""
+        """Return the seconds since the count last grew by `step`, as far as looks have shown."""
         if self._count < 0 or count - self._count >= step:
             self._count = count
             self._since = now

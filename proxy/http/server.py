@@ -1,4 +1,4 @@
-"""The server's side: a listening socket, its connections, and who of them takes too long."""
+"""The server side of HTTP/1.1: a listening socket, its connections, and their deadlines."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,14 +16,14 @@ from proxy.http.patience import Patience
 log = structlog.get_logger()
 
 Handler = Callable[[Exchange], Awaitable[None]]
-# The body of a refusal: of which target, with which status, and why.
+# Returns the body of a refusal for its target, its status and the reason.
 Explain = Callable[[str, int, str], bytes]
-# Told of a client that took too long: with `head`, `body` or `write`; how long it had; and
-# with which request, where there is one.
+# Called for a client that took too long, with `head`, `body` or `write`, the seconds that were
+# allowed, and the request if there is one.
 OnLate = Callable[[str, float, Exchange | None], None]
 
 LOOK_S: Final = 0.02
-# How long a handler that is broken off may take to clean up.
+# Seconds that a cancelled handler may take to clean up.
 BREAK_OFF_S: Final = 2.0
 
 
@@ -32,11 +32,11 @@ def _no_words(_target: str, _status: int, _why: str) -> bytes:
 
 
 def _nobody_told(_what: str, _allowed_s: float, _exchange: Exchange | None) -> None:
-    """Nobody counts."""
+    """Count nothing."""
 
 
 class Server:
-    """All connections of one listening socket, and what is done with their requests."""
+    """All connections of one listening socket, and the handler of their requests."""
 
     def __init__(
         self,
@@ -46,6 +46,14 @@ class Server:
         explain: Explain = _no_words,
         on_late: OnLate = _nobody_told,
     ) -> None:
+        """Store the handler; `listen` opens the socket.
+
+        Args:
+            handle: answers one request.
+            patience: the deadlines of clients.
+            explain: returns the body of a refusal.
+            on_late: is called for a client that took too long.
+        """
         self.handle = handle
         self.explain = explain
         self.on_late = on_late
@@ -57,7 +65,7 @@ class Server:
         self._sweeping: asyncio.Task[None] | None = None
 
     async def listen(self, **where: object) -> None:
-        """Accept connections; `where` as `loop.create_server` takes it.
+        """Accept connections; `where` holds arguments of `loop.create_server`.
 
         Raises:
             OSError: the port is taken.
@@ -68,29 +76,29 @@ class Server:
         self._sweeping = asyncio.create_task(self._sweep(), name="pawl-http-sweep")
 
     def stop_accepting(self) -> None:
-        """Take no new connection; those there are get their answers, and `close` with them."""
+        """Take no new connection; open ones get their answers, with `Connection: close`."""
         self.draining = True
         if self._listening is not None:
             self._listening.close()
 
     def finish_within(self, seconds: float) -> None:
-        """Break off what is still under way after so long; the earliest such wish counts.
+        """Break off what is still under way after `seconds`; the earliest such deadline counts.
 
-        From now on a client that does not get on is broken off after half of that at the latest.
+        From now on a client without progress is broken off after half of that at the latest.
         """
         self._break_off_at = min(self._break_off_at, monotonic() + seconds)
         self._patience = self._patience.at_most(seconds / 2)
 
     @property
     def ending(self) -> bool:
-        """Whether it is known when calls under way are broken off."""
+        """Return whether a time is set at which calls under way are broken off."""
         return self._break_off_at < inf
 
     async def finished(self) -> None:
         """Wait until every request is answered, or until it is time to break them off.
 
-        A kept connection may have its next request on the way: for a moment it is still
-        answered, with `close`; only then is the connection closed.
+        A kept connection may have its next request on the way. For a moment it is still answered,
+        with `Connection: close`; only then is the connection closed.
         """
         linger = monotonic() + LINGER_S
         look_at = 0.0
@@ -101,31 +109,33 @@ class Server:
             if now >= linger:
                 for connection in [c for c in self.connections if not c.busy]:
                     connection.transport.close()
-                # One whose reply is still being sent is idle, but not done.
+                # A connection whose reply is still being sent is idle, but not done.
                 if not any(c.busy or c.unsent for c in self.connections):
                     return
             await asyncio.sleep(LOOK_S)
 
     async def close(self) -> None:
-        """Break off what is left, and wait for its handlers to end."""
+        """Break off what is left, and wait for the handlers to end."""
         self.stop_accepting()
         if self._sweeping is not None:
             self._sweeping.cancel()
-        left = [c.task for c in self.connections if c.task is not None]
-        if left:
-            log.warning("calls_broken_off", calls=len(left), reason="the time to stop was over")
+        unfinished = [c.task for c in self.connections if c.task is not None]
+        if unfinished:
+            log.warning(
+                "calls_broken_off", calls=len(unfinished), reason="the time to stop was over"
+            )
         for connection in list(self.connections):
             if connection.busy or connection.unsent:
                 connection.transport.abort()
             else:
                 connection.transport.close()
-        if left:
-            _, stuck = await asyncio.wait(left, timeout=BREAK_OFF_S)
+        if unfinished:
+            _, stuck = await asyncio.wait(unfinished, timeout=BREAK_OFF_S)
             if stuck:
                 log.error("handlers_stuck", handlers=len(stuck), waited_s=BREAK_OFF_S)
 
     async def _sweep(self) -> None:
-        """Look after connections for ever: one timer for all of them."""
+        """Check the connections' deadlines for ever, with one timer for all of them."""
         while True:
             await asyncio.sleep(self._patience.sweep_s)
             self._look(monotonic())

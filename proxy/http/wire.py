@@ -1,6 +1,6 @@
-"""Heads as they stand on the wire (pure): what is passed on, what is not, what is added.
+"""Heads of requests and replies as bytes: what is passed on, removed and added (pure).
 
-Names and values stay the bytes they came as, in their order: what nobody has to change
+Names and values stay the bytes they came as, in their order, so that whatever need not change
 reaches the other side unchanged.
 """
 
@@ -20,7 +20,7 @@ CLOSE: Final = (b"Connection", b"close")
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK: Final = b"0\r\n\r\n"
 FRAMING: Final = (b"content-length", b"transfer-encoding")
-# Replies that have no body and say no length (RFC 9110 §8.6, §15.4.5).
+# Statuses of replies without a body or a length (RFC 9110 §8.6, §15.4.5).
 BODYLESS: Final = (204, 304)
 
 # RFC 9110 §7.6.1: these belong to one connection and are never passed on.
@@ -38,7 +38,7 @@ HOP_BY_HOP: Final = frozenset(
         b"http2-settings",
     }
 )
-# What the sender of a message says for itself.
+# Headers that the sender of a message sets itself, and that are not passed on.
 _OF_THE_REQUEST: Final = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _OF_A_PLAIN_REQUEST: Final = _OF_THE_REQUEST | {b"accept-encoding"}
 _OF_THE_REPLY: Final = HOP_BY_HOP | {b"content-length"}
@@ -46,18 +46,21 @@ OURS: Final = b"x-pawl-"
 
 
 def lowered(headers: Headers) -> dict[str, str]:
-    """Values by lower-case name, for looking up; of a name given twice, the first.
+    """Return values by lower-case name, for look-ups; if a name occurs twice, its first value.
 
-    A value is UTF-8, as our own names are told in feedback; what is not is unprintable.
+    Values are decoded as UTF-8, as names in feedback are; other bytes become unprintable
+    characters.
     """
-    found: dict[str, str] = {}
+    first_values: dict[str, str] = {}
     for name, value in headers:
-        found.setdefault(name.decode("latin-1").lower(), value.decode("utf-8", "surrogateescape"))
-    return found
+        first_values.setdefault(
+            name.decode("latin-1").lower(), value.decode("utf-8", "surrogateescape")
+        )
+    return first_values
 
 
 def for_upstream(headers: Headers, *, plain: bool) -> Headers:
-    """The client's headers as the upstream gets them; `plain`: the reply must be readable."""
+    """Return the client's headers for the upstream; with `plain`, they ask for no coding."""
     unwanted = _with_named(_OF_A_PLAIN_REQUEST if plain else _OF_THE_REQUEST, headers)
     kept = [
         pair
@@ -70,13 +73,13 @@ def for_upstream(headers: Headers, *, plain: bool) -> Headers:
 
 
 def for_client(headers: Headers) -> Headers:
-    """The upstream's headers as the client gets them, less what frames the body."""
+    """Return the upstream's headers for the client, without those that frame the body."""
     unwanted = _with_named(_OF_THE_REPLY, headers)
     return [pair for pair in headers if pair[0].lower() not in unwanted]
 
 
 def _with_named(unwanted: frozenset[bytes], headers: Headers) -> frozenset[bytes]:
-    """And what the `Connection` header names as its own."""
+    """Return `unwanted` and the headers that the `Connection` header names."""
     for name, value in headers:
         # What nearly all say names nothing that is not on the list already.
         if len(name) == 10 and value != b"keep-alive" and name.lower() == b"connection":
@@ -85,32 +88,32 @@ def _with_named(unwanted: frozenset[bytes], headers: Headers) -> frozenset[bytes
 
 
 def head(first_line: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """A message's head, up to the empty line."""
+    """Return a message's head, including the empty line at its end."""
     return b"\r\n".join([first_line, *map(b": ".join, headers), b"", b""])
 
 
 def request_head(
     method: str, target: str, host: bytes, headers: Headers, length: int | None
 ) -> bytes:
-    """A request's head; `length` None: the body comes in chunks."""
+    """Return a request's head; a `length` of None means a chunked body."""
     framing = CHUNKED if length is None else (b"Content-Length", b"%d" % length)
     first = f"{method} {target} HTTP/1.1".encode("latin-1")
     return head(first, [(b"Host", host), *headers, framing])
 
 
 def bodyless_head(method: str, target: str, host: bytes, headers: Headers) -> bytes:
-    """A request's head where there is no body at all."""
+    """Return the head of a request without a body."""
     first = f"{method} {target} HTTP/1.1".encode("latin-1")
     return head(first, [(b"Host", host), *headers])
 
 
 def reply_head(status: int, reason: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """A reply's head."""
+    """Return a reply's head."""
     return head(b"HTTP/1.1 %d %b" % (status, reason or REASONS.get(status, b"")), headers)
 
 
 def refusal(status: int, body: bytes, *, bodyless: bool = False) -> bytes:
-    """Return the whole reply to what is no request; `bodyless`: it was to HEAD."""
+    """Return the whole reply to an invalid request, without its body if `bodyless` (to HEAD)."""
     date = formatdate(usegmt=True).encode()
     fault = b"client" if status < 500 or status == 505 else b"proxy"
     headers = [(b"Date", date), (b"x-pawl-fault", fault)]
@@ -121,5 +124,5 @@ def refusal(status: int, body: bytes, *, bodyless: bool = False) -> bytes:
 
 
 def chunk(data: bytes) -> bytes:
-    """One chunk of a chunked body (RFC 9112 §7.1)."""
+    """Return one chunk of a chunked body (RFC 9112 §7.1)."""
     return b"%x\r\n%b\r\n" % (len(data), data)

@@ -1,1 +1,1 @@
-"""Who answers for a model: servers and their replicas, by name, or a library in their place."""
+"""Upstreams: servers and their replicas, chosen by a model's name, or a library in their place."""

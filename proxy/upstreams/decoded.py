@@ -1,8 +1,8 @@
-"""Replies in a content coding, decoded: what was added to a request is taken out of plain bytes.
+"""Decodes replies that came in a content coding, so that token ids can be removed from them.
 
-Such a request asks for `identity`; a server or a balancer that compresses all the same is
-understood. A stream then leaves without its coding. A reply in one piece out of which nothing
-had to be taken leaves as it came, coding and all.
+A request for ids asks for `identity`, but some servers and balancers compress all the same. A
+stream then leaves without its coding. A whole reply from which nothing had to be removed leaves as
+it came, coding and all.
 """
 
 import zlib
@@ -16,22 +16,22 @@ from proxy.upstreams.model_server import Reply
 
 CODING: Final = b"content-encoding"
 PLAIN: Final = (b"", b"identity")
-# RFC 9110 §8.4.1; `deflate` is meant to be zlib's format, and some send it bare.
+# RFC 9110 §8.4.1; `deflate` is defined as zlib's format, but some send it without its header.
 KNOWN: Final = (b"gzip", b"x-gzip", b"deflate")
 GZIP_OR_ZLIB: Final = 32 + zlib.MAX_WBITS
 BARE: Final = -zlib.MAX_WBITS
 MAGIC: Final = b"\x1f\x8b"
 ERRORS: Final = 400
-# So much is decoded at once: a small piece may stand for very much.
+# Bytes decoded at once: a small piece may decode to very many.
 STEP: Final = 256 * 1024
 
 
 def readable(reply: Reply) -> Reply:
-    """Return the reply with plain bytes; an error in a coding that nobody here knows as it is.
+    """Return the reply with plain bytes; an error in an unknown coding is returned as it is.
 
     Raises:
-        UnreadableCoding: it is an answer in such a coding, and what was added to its request
-            could not be taken out of it.
+        UnreadableCoding: the reply is not an error and has an unknown coding, so that what was
+            added to its request could not be removed from it.
     """
     coding = (reply.header(CODING) or b"").strip().lower()
     if coding in PLAIN:
@@ -50,24 +50,28 @@ def readable(reply: Reply) -> Reply:
 
 
 def as_came(reply: Reply, body: bytes, out: bytes) -> tuple[Headers, bytes]:
-    """Return the headers and the body to pass on, where `body` was read and `out` made of it."""
+    """Return the headers and body to pass on, where `out` was made of the decoded `body`.
+
+    They are the original ones, coding included, if `out` is the same as `body`.
+    """
     if isinstance(reply, Decoded) and out == body:
         return reply.coded.headers, reply.raw
     return reply.headers, out
 
 
 class Decoder:
-    """Decodes a body piece by piece, each member of a gzip file in its turn."""
+    """Decodes a body piece by piece, including all members of a gzip file."""
 
     def __init__(self) -> None:
+        """Begin before the first byte."""
         self._engine = zlib.decompressobj(GZIP_OR_ZLIB)
         self._begun = False
 
     def decode(self, data: bytes) -> Iterator[bytes]:
-        """Give what `data` says, no more than `STEP` at once.
+        """Yield what `data` decodes to, at most `STEP` bytes at once.
 
         Raises:
-            Torn: it is not in this coding.
+            Torn: the data is not in this coding.
         """
         while data:
             try:
@@ -85,14 +89,14 @@ class Decoder:
                 data = self._next_member(self._engine.unused_data)
 
     def _next_member(self, data: bytes) -> bytes:
-        """Go on with what follows a member; what is none is no content, as in gzip itself."""
+        """Continue with the next gzip member; other trailing bytes are ignored, as gzip does."""
         if not data.startswith(MAGIC):
             return b""
         self._engine = zlib.decompressobj(GZIP_OR_ZLIB)
         return data
 
     def check_end(self) -> None:
-        """See that the body came to its end.
+        """Check that the coding came to its end.
 
         Raises:
             Torn: it did not.
@@ -102,9 +106,10 @@ class Decoder:
 
 
 class Decoded:
-    """A reply whose content coding is taken off."""
+    """A reply with its content coding removed."""
 
     def __init__(self, reply: Reply) -> None:
+        """Wrap `reply`, whose coding is one of `KNOWN`."""
         self.coded = reply
         self.raw = b""
         self.status = reply.status
@@ -114,16 +119,20 @@ class Decoded:
         self._ended = False
 
     def header(self, wanted: bytes) -> bytes | None:
-        """See `Reply`."""
+        """Return a header's value, or None; the content coding is hidden."""
         return None if wanted == CODING else self.coded.header(wanted)
 
     @property
     def ended(self) -> bool:
-        """See `Reply`."""
+        """Return whether the whole body was decoded and taken."""
         return self._ended
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """See `Reply`."""
+        """Yield the decoded body as it comes.
+
+        Raises:
+            Torn: the body or its coding broke off.
+        """
         async for data in self.coded.pieces():
             for piece in self._decoder.decode(data):
                 yield piece
@@ -131,7 +140,11 @@ class Decoded:
         self._ended = True
 
     async def read(self, limit: int | None = None) -> bytes | None:
-        """See `Reply`; the limit is that of the decoded bytes."""
+        """Return the whole decoded body, or None once that is longer than `limit` bytes.
+
+        Raises:
+            Torn: the body or its coding broke off.
+        """
         raw = await self.coded.read(limit)
         if raw is None:
             return None
@@ -146,13 +159,13 @@ class Decoded:
         return b"".join(pieces)
 
     def unread(self) -> bytes:
-        """See `Reply`: in its coding, of which nobody knows whether it can be decoded."""
+        """Return the bytes of a torn body, still coded, for they may not be decodable."""
         return self.raw or self.coded.unread()
 
     def close(self) -> None:
-        """See `Reply`."""
+        """Close the original reply."""
         self.coded.close()
 
     def discard(self) -> None:
-        """See `Reply`."""
+        """Discard the original reply and its connection."""
         self.coded.discard()

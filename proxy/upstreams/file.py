@@ -1,7 +1,7 @@
-"""The file of upstreams: which servers there are, and which models each answers for (TOML).
+"""The TOML file of upstreams: which servers there are, and which models each answers for.
 
-Parsing is pure; `load_upstreams` reads the file. What is wrong is said with the file, the
-table, the key and what to write instead.
+Parsing is pure; `load_upstreams` reads the file. An error names the file, the table and the key,
+and says what to write instead.
 """
 
 import tomllib
@@ -38,7 +38,7 @@ REMEDIES: Final[Mapping[str, str]] = {
     "provider": 'provider = "gemini", as litellm writes it before a model\'s name',
     "options": 'options = { api_version = "2024-10-21" }, as litellm.acompletion takes them',
 }
-# What a request says, or another key of the table does.
+# Arguments of litellm that a request or another key of the table sets.
 NOT_OPTIONS: Final = frozenset(
     {"model", "messages", "input", "stream", "api_key", "api_base", "base_url", "timeout"}
 )
@@ -75,7 +75,7 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
 class UpstreamSpec(BaseModel):
-    """One table of the file: a server, or several replicas that serve the same."""
+    """One table of the file: a server, or several replicas that serve the same models."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -128,7 +128,7 @@ class UpstreamSpec(BaseModel):
 
     @property
     def key_style(self) -> Style:
-        """How the key is shown there."""
+        """Return how the key is sent to this upstream."""
         of_anthropic = any(urlsplit(url).hostname == ANTHROPIC for url in self.urls)
         return self.api_key_header or ("anthropic" if of_anthropic else "authorization")
 
@@ -140,10 +140,10 @@ class _File(BaseModel):
 
 
 def load_upstreams(path: Path, environment: Mapping[str, str]) -> tuple[UpstreamSpec, ...]:
-    """The upstreams in a file, all of whose keys are in the environment.
+    """Return the upstreams in a file, after checking that `environment` has all their keys.
 
     Raises:
-        BadUpstreams: the file cannot be read or used, or a key is not set.
+        BadUpstreams: the file cannot be read or is invalid, or a key is not set.
     """
     try:
         text = path.read_text()
@@ -163,10 +163,10 @@ def load_upstreams(path: Path, environment: Mapping[str, str]) -> tuple[Upstream
 
 
 def parse_upstreams(text: str, where: str) -> tuple[UpstreamSpec, ...]:
-    """The upstreams in `text`; `where` names it in messages.
+    """Return the upstreams in `text`; `where` names the file in messages.
 
     Raises:
-        BadUpstreams: something in it is wrong.
+        BadUpstreams: the text is not TOML, or a value in it is invalid.
     """
     try:
         values: dict[str, Any] = tomllib.loads(text)
@@ -184,7 +184,7 @@ def parse_upstreams(text: str, where: str) -> tuple[UpstreamSpec, ...]:
 
 
 def _clash(specs: Sequence[UpstreamSpec]) -> str | None:
-    """What two tables cannot both say."""
+    """Return an error message if two tables contradict each other, else None."""
     claims: dict[str, str] = {}
     names: set[str] = set()
     for spec in specs:
@@ -209,7 +209,7 @@ def _problem(detail: Any, values: Mapping[str, Any]) -> str:
         return _unknown(table, key or path[0], bool(path[1:]))
     if not table:
         return f"there is no table [[{TABLE}]]; write one for each server"
-    # A check of our own says all; pydantic's own words name no remedy.
+    # Our own checks name the remedy themselves; pydantic's do not, so it is added to theirs.
     message = detail["msg"].removeprefix("Value error, ")
     remedy = f"; write {REMEDIES[path[1]]}" if path[1:] and path[1] in REMEDIES else ""
     return f"{table}: {key}: {message}{remedy}" if key else f"{table}: {message}"
@@ -225,7 +225,7 @@ def _unknown(table: str, key: str, in_table: bool) -> str:
 
 
 def _table(loc: Sequence[str | int], values: Mapping[str, Any]) -> str:
-    """A table by its name, or its number where it has none."""
+    """Return a table's name for a message, or its number if it has none."""
     if len(loc) < 2 or not isinstance(loc[1], int):
         return ""
     table = values[TABLE][loc[1]]

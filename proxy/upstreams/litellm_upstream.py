@@ -1,6 +1,6 @@
-"""Providers that litellm knows, in the place of a server: recorded, never trained.
+"""Providers that litellm knows, in place of a server: recorded, never trained.
 
-litellm is imported where an upstream wants it, and nowhere else.
+litellm is imported only if an upstream needs it.
 """
 
 import asyncio
@@ -33,12 +33,17 @@ EVENTS: Final = (b"Content-Type", b"text/event-stream; charset=utf-8")
 
 
 class LitellmUpstream:
-    """Requests to one provider."""
+    """Sends requests to one provider."""
 
     def __init__(self, spec: UpstreamSpec, key: str | None, *, silence_s: float) -> None:
+        """Import litellm, and prepare the arguments that each request gets.
+
+        Raises:
+            BadUpstreams: litellm is not installed.
+        """
         self.check(spec)
         self._library = _library()
-        # The root of what litellm raises; it stands on openai's package.
+        # The base class of litellm's errors, which derive from those of openai's package.
         self.errors: type[Exception] = importlib.import_module("openai").OpenAIError
         self._spec = spec
         self._silence_s = silence_s
@@ -51,10 +56,10 @@ class LitellmUpstream:
 
     @staticmethod
     def check(spec: UpstreamSpec) -> None:
-        """See to it that litellm is there.
+        """Check that litellm is installed.
 
         Raises:
-            BadUpstreams: it is not installed.
+            BadUpstreams: it is not.
         """
         if importlib.util.find_spec(LIBRARY) is None:
             raise BadUpstreams(
@@ -63,14 +68,19 @@ class LitellmUpstream:
             )
 
     async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> Reply:
-        """See `ModelServer`; a client's own headers are none of the provider's business."""
-        asked = read_asked(target.partition("?")[0], body, self._spec.name)
-        arguments = asked.arguments | self._always
-        arguments |= {"model": self._name(asked.model), "timeout": self._silence_s}
-        # Nothing is sent twice (DESIGN §4).
+        """Send a request through litellm; the client's headers are not passed to the provider.
+
+        Raises:
+            BadRequest: litellm cannot express the request.
+            UpstreamSilent: the provider gave no reply in time.
+        """
+        request = read_asked(target.partition("?")[0], body, self._spec.name)
+        arguments = request.arguments | self._always
+        arguments |= {"model": self._name(request.model), "timeout": self._silence_s}
+        # No request is sent twice: a model must not answer one call twice.
         arguments |= {"max_retries": 0, "num_retries": 0}
         call = self._library.acompletion
-        if asked.path == EMBEDDINGS:
+        if request.path == EMBEDDINGS:
             call = self._library.aembedding
         try:
             answer = await call(**arguments)
@@ -81,21 +91,21 @@ class LitellmUpstream:
             ) from error
         except self.errors as error:
             return WholeReply(status_of(error), [JSON, *retry_headers(error)], refusal(error))
-        if asked.stream:
-            return StreamedReply(self, answer, asked.model)
-        told = answer.model_dump(mode="json", exclude_none=True)
-        return WholeReply(200, [JSON], whole_reply(told, asked.model))
+        if request.stream:
+            return StreamedReply(self, answer, request.model)
+        reply = answer.model_dump(mode="json", exclude_none=True)
+        return WholeReply(200, [JSON], whole_reply(reply, request.model))
 
     def _name(self, model: str) -> str:
         return model if self._spec.provider is None else f"{self._spec.provider}/{model}"
 
     async def fetch(self, target: str, headers: Headers) -> Reply:
-        """See `ModelServer`: a model that is claimed is there."""
+        """Return an entry for the model in the path: a claimed model is taken to exist."""
         model = target.partition("?")[0].removeprefix("/v1/models/")
         return WholeReply(200, [JSON], self._entry(model))
 
     async def models(self, headers: Headers) -> Mapping[str, msgspec.Raw]:
-        """See `ModelServer`: the names that are claimed whole; no provider is asked."""
+        """Return an entry for each name that is claimed whole; the provider is not asked."""
         return {
             model: msgspec.Raw(self._entry(model))
             for model in self._spec.models
@@ -107,14 +117,14 @@ class LitellmUpstream:
         return msgspec.json.encode(entry)
 
     async def gives_ids(self, model: str | None) -> bool:
-        """See `ModelServer`: litellm passes none on."""
+        """Return False: litellm passes no token ids on."""
         return False
 
     def learn(self, served_names: Iterable[str]) -> None:
-        """See `ModelServer`: no adapter is loaded there."""
+        """Do nothing: no adapter is loaded at a provider."""
 
     async def sweep(self) -> None:
-        """See `ModelServer`: litellm keeps its own connections."""
+        """Do nothing: litellm manages its own connections."""
 
     async def close(self) -> None:
         """Close every connection."""
@@ -122,7 +132,7 @@ class LitellmUpstream:
         await self._library.close_litellm_async_clients()
 
     def let_go(self, stream: Any) -> None:
-        """Close a stream that nobody wants any more: the provider stops."""
+        """Close a stream that nobody reads any more, so that the provider stops."""
         closing = asyncio.create_task(stream.aclose(), name="pawl-litellm-close")
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -132,44 +142,46 @@ class WholeReply:
     """A reply in one piece."""
 
     def __init__(self, status: int, headers: Headers, body: bytes) -> None:
+        """Store the status, headers and body."""
         self.status = status
         self.reason = b""
         self.headers = headers
         self._body = body
 
     def header(self, wanted: bytes) -> bytes | None:
-        """See `Reply`."""
+        """Return a header's value, or None; `wanted` is its name in lower case."""
         return next((value for name, value in self.headers if name.lower() == wanted), None)
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """See `Reply`."""
+        """Yield the whole body."""
         yield self._body
 
     async def read(self, limit: int | None = None) -> bytes | None:
-        """See `Reply`."""
+        """Return the whole body, whatever the limit: it is in memory already."""
         return self._body
 
     @property
     def ended(self) -> bool:
-        """See `Reply`."""
+        """Return True: the body is there."""
         return True
 
     def unread(self) -> bytes:
-        """See `Reply`: what comes in one piece does not break off."""
+        """Return nothing: a reply in one piece does not break off."""
         return b""
 
     def close(self) -> None:
-        """See `Reply`."""
+        """Do nothing: there is nothing to stop."""
 
     def discard(self) -> None:
-        """See `Reply`."""
+        """Close the reply, which has no connection of its own."""
         self.close()
 
 
 class StreamedReply(WholeReply):
-    """A reply as OpenAI's events, each when litellm gives its chunk."""
+    """A reply as OpenAI's events, made of litellm's chunks as they come."""
 
     def __init__(self, upstream: LitellmUpstream, stream: Any, model: str) -> None:
+        """Wrap `stream`; its events name the model `model`."""
         super().__init__(200, [EVENTS], b"")
         self._upstream = upstream
         self._stream = stream
@@ -177,33 +189,37 @@ class StreamedReply(WholeReply):
         self._ended = False
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """See `Reply`."""
+        """Yield an event for each chunk, and `[DONE]` at the end.
+
+        Raises:
+            Torn: the provider's stream broke off.
+        """
         try:
             async for chunk in self._stream:
-                told = chunk.model_dump(mode="json", exclude_none=True)
-                yield chunk_event(told, self._model)
+                fields = chunk.model_dump(mode="json", exclude_none=True)
+                yield chunk_event(fields, self._model)
         except self._upstream.errors as error:
             raise Torn(f"{type(error).__name__}: {error}"[:500]) from error
         self._ended = True
         yield b"data: %s\n\n" % DONE
 
     async def read(self, limit: int | None = None) -> bytes | None:
-        """See `Reply`."""
+        """Return all events joined."""
         return b"".join([piece async for piece in self.pieces()])
 
     @property
     def ended(self) -> bool:
-        """See `Reply`."""
+        """Return whether the provider's stream came to its end."""
         return self._ended
 
     def close(self) -> None:
-        """See `Reply`."""
+        """Close the provider's stream, if it has not ended."""
         if not self._ended:
             self._upstream.let_go(self._stream)
 
 
 def _library() -> Any:
-    """litellm, told to mind its own business: no prices fetched, nothing printed or sent home."""
+    """Import litellm; it fetches no prices, prints nothing and sends nothing home."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     library: Any = importlib.import_module(LIBRARY)
     library.suppress_debug_info = True

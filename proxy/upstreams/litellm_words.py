@@ -1,7 +1,7 @@
-"""OpenAI's words to litellm's arguments and back (pure).
+"""Translates between OpenAI's API and litellm's arguments (pure).
 
-Only what OpenAI's API defines becomes an argument: litellm takes a server's address, keys and
-credential files as arguments too, and a client must not choose those.
+Only fields that OpenAI's API defines become arguments: litellm also takes a server's address, keys
+and credential files as arguments, which a client must not choose.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from proxy.errors import BadRequest
 CHAT: Final = "/v1/chat/completions"
 EMBEDDINGS: Final = "/v1/embeddings"
 
-# https://platform.openai.com/docs/api-reference/chat/create, and what others take beside it.
+# https://platform.openai.com/docs/api-reference/chat/create, and two fields of other providers.
 CHAT_FIELDS: Final = frozenset(
     {
         *("model", "messages", "stream", "stream_options", "audio", "modalities", "prediction"),
@@ -33,7 +33,7 @@ CHAT_FIELDS: Final = frozenset(
 EMBEDDING_FIELDS: Final = frozenset({"model", "input", "dimensions", "encoding_format", "user"})
 FIELDS: Final[Mapping[str, frozenset[str]]] = {CHAT: CHAT_FIELDS, EMBEDDINGS: EMBEDDING_FIELDS}
 REQUIRED: Final[Mapping[str, str]] = {CHAT: "messages", EMBEDDINGS: "input"}
-# The client's own notes: recorded with the call. litellm would take them for its own.
+# The client's own notes, recorded with the call. litellm would interpret them itself.
 NOTES: Final = frozenset({"metadata"})
 # Nulls that OpenAI's replies always have; litellm's have many more.
 NULLS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -44,7 +44,7 @@ RETRY: Final = ("retry-after", "retry-after-ms")
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request in litellm's words."""
+    """A request as litellm's arguments."""
 
     path: str
     model: str
@@ -53,10 +53,10 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 def read_asked(path: str, body: bytes, upstream: str) -> Asked:
-    """The arguments that a request's body makes; `upstream` names the table in messages.
+    """Return the arguments for a request's body; `upstream` names the table in messages.
 
     Raises:
-        BadRequest: litellm has no words for it.
+        BadRequest: litellm cannot express the request.
     """
     fields = FIELDS.get(path)
     if fields is None:
@@ -82,7 +82,7 @@ def read_asked(path: str, body: bytes, upstream: str) -> Asked:
             code="unknown_parameter",
         )
     if any(isinstance(tool, dict) and tool.get("type") == "mcp" for tool in _tools(request.fields)):
-        # litellm would call such a server from this machine.
+        # litellm would call the MCP server from this machine, with its network access.
         raise BadRequest(
             "tools: one of type mcp is not passed on; use functions, or the server's own client",
             param="tools",
@@ -101,7 +101,7 @@ def _tools(fields: Mapping[str, Any]) -> list[Any]:
 
 
 def whole_reply(reply: dict[str, Any], model: str) -> bytes:
-    """A reply in one piece, under the name that was asked for."""
+    """Return a reply in one piece, under the model's name that the client used."""
     for choice in reply.get("choices", ()):
         _with_nulls(choice, "choice")
         _with_nulls(choice.get("message"), "message")
@@ -109,7 +109,7 @@ def whole_reply(reply: dict[str, Any], model: str) -> bytes:
 
 
 def chunk_event(chunk: dict[str, Any], model: str) -> bytes:
-    """A stream's next event."""
+    """Return a chunk as an event of a stream."""
     choices = [choice for choice in chunk.get("choices", ()) if not _is_filler(choice, chunk)]
     for choice in choices:
         _with_nulls(choice, "choice")
@@ -117,7 +117,10 @@ def chunk_event(chunk: dict[str, Any], model: str) -> bytes:
 
 
 def _is_filler(choice: dict[str, Any], chunk: dict[str, Any]) -> bool:
-    """The usage comes with no choice (OpenAI's API reference, `stream_options`)."""
+    """Return whether a choice is only there because litellm sends one with the usage.
+
+    In OpenAI's API the usage comes with no choice (API reference, `stream_options`).
+    """
     return "usage" in chunk and not choice.get("delta") and choice.get("finish_reason") is None
 
 
@@ -128,29 +131,29 @@ def _with_nulls(holder: dict[str, Any] | None, kind: str) -> None:
 
 
 def status_of(error: object) -> int:
-    """The status that a provider's error came with; 502 where it had none."""
+    """Return the HTTP status of a provider's error; 502 if it has none."""
     status = getattr(error, "status_code", None)
     return status if isinstance(status, int) and 400 <= status < 600 else 502
 
 
 def refusal(error: Exception) -> bytes:
-    """What a provider said was wrong, in OpenAI's shape."""
-    said = getattr(error, "body", None)
-    told: Mapping[str, Any] = said if isinstance(said, dict) else {}
-    message = told.get("message") or getattr(error, "message", None) or str(error)
+    """Return a provider's error in OpenAI's format."""
+    body = getattr(error, "body", None)
+    fields: Mapping[str, Any] = body if isinstance(body, dict) else {}
+    message = fields.get("message") or getattr(error, "message", None) or str(error)
     kind, param, code = (
-        _text(told.get(name, getattr(error, name, None))) for name in ("type", "param", "code")
+        _text(fields.get(name, getattr(error, name, None))) for name in ("type", "param", "code")
     )
-    # litellm appends its own stack, with this machine's paths, to what it did not expect.
+    # litellm appends its own traceback, with this machine's paths, to unexpected errors.
     message = str(message).partition("\nTraceback ")[0]
     return error_body("chat", message, kind or "upstream_error", param, code)
 
 
 def retry_headers(error: object) -> list[tuple[bytes, bytes]]:
-    """When a provider wants to be asked again."""
+    """Return the headers that say when the provider wants to be asked again."""
     headers = getattr(error, "litellm_response_headers", None)
-    found = [(name, headers.get(name)) for name in RETRY] if headers is not None else []
-    return [(name.encode(), str(value).encode()) for name, value in found if value is not None]
+    values = [(name, headers.get(name)) for name in RETRY] if headers is not None else []
+    return [(name.encode(), str(value).encode()) for name, value in values if value is not None]
 
 
 def _text(value: object) -> str | None:

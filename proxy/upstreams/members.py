@@ -1,4 +1,4 @@
-"""All upstreams of a proxy, and which of them answers for which model."""
+"""All upstreams of a proxy, and the choice of the one that answers for a model."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ ONE: Final = "upstream"
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One upstream: what it is called, what it answers for, and who answers."""
+    """One upstream: its name, the models it answers for, and the server or library that answers."""
 
     name: str
     models: tuple[str, ...]
@@ -35,29 +35,30 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Upstreams:
-    """Finds the one that a request goes to."""
+    """Finds the upstream that a request goes to."""
 
     def __init__(self, members: Sequence[Member]) -> None:
+        """Build the table of models from the upstreams' claims."""
         self._members = members
         defaults = [number for number, member in enumerate(members) if member.default]
         self._table = ModelTable(
             [member.models for member in members], defaults[0] if defaults else None
         )
         sole = members[0].server if len(members) == 1 and members[0].default else None
-        # The only one there is takes everything, unread and streamed both ways.
+        # A sole upstream takes every request: bodies need not be read and are streamed both ways.
         self.only = sole if isinstance(sole, Upstream) else None
 
     @property
     def keyed(self) -> bool:
-        """Whether any goes with a key of ours, which every client of the proxy then shares."""
+        """Return whether any upstream is sent a key of ours, which all clients then share."""
         servers = (member.server for member in self._members)
         return any(isinstance(server, Upstream) and server.keyed for server in servers)
 
     def for_model(self, model: str | None) -> ModelServer:
-        """Who answers for `model`; None: for a request that names none.
+        """Return the server for `model`; None stands for a request that names no model.
 
         Raises:
-            NoUpstream: nobody does.
+            NoUpstream: no upstream answers for it.
         """
         if self.only is not None:
             return self.only
@@ -68,54 +69,58 @@ class Upstreams:
         if number is not None:
             return self._members[number]
         known = ", ".join(self._table.known)
-        asked = (
+        problem = (
             "The request names no model" if model is None else f"There is no model {shown(model)!r}"
         )
         raise NoUpstream(
-            f"{asked} here, and no upstream is the default. Ask for one of: {known}",
+            f"{problem} here, and no upstream is the default. Ask for one of: {known}",
             param="model",
             code="model_not_found",
         )
 
     def learn(self, versions: Iterable[PolicyVersion]) -> None:
-        """The store knows these; an adapter among them was loaded by our own trainer."""
+        """Remember the store's versions: an adapter among them was loaded by our own trainer."""
         for version in versions:
             number = self._table.find(version.name)
             if version.version and number is not None:
                 self._members[number].server.learn([version.served_name])
 
     async def models(self, headers: Headers) -> tuple[bytes, list[str]]:
-        """The lists of all in one, each with what a request for it would reach; who is missing.
+        """Return one list of all upstreams' models, and the names of upstreams that gave no list.
+
+        The list has only models that a request for them would reach.
 
         Raises:
-            UpstreamUnreachable: none gave its list.
+            UpstreamUnreachable: no upstream gave its list.
         """
         lists = await asyncio.gather(*(self._listed(member, headers) for member in self._members))
         missing = [
-            member.name for member, found in zip(self._members, lists, strict=True) if found is None
+            member.name
+            for member, entries in zip(self._members, lists, strict=True)
+            if entries is None
         ]
         if len(missing) == len(self._members):
             raise UpstreamUnreachable(
                 f"No upstream gave its list of models: {', '.join(missing)}. Are they running?",
                 code="upstream_unreachable",
             )
-        listed = [entry for found in lists for entry in found or ()]
+        listed = [entry for entries in lists for entry in entries or ()]
         return msgspec.json.encode({"object": "list", "data": listed}), missing
 
     async def _listed(self, member: Member, headers: Headers) -> list[msgspec.Raw] | None:
         try:
-            found = await member.server.models(headers)
+            listed = await member.server.models(headers)
         except ProxyError as error:
             log.warning("models_unknown", upstream=member.name, reason=error.message)
             return None
-        return [entry for name, entry in found.items() if self._reaches(name, member)]
+        return [entry for name, entry in listed.items() if self._reaches(name, member)]
 
     def _reaches(self, model: str, member: Member) -> bool:
         number = self._table.find(model)
         return number is not None and self._members[number] is member
 
     async def sweep(self) -> None:
-        """For ever: see `ModelServer.sweep`."""
+        """Sweep the connections of every upstream, again and again; never return."""
         await asyncio.gather(*(member.server.sweep() for member in self._members))
 
     async def close(self) -> None:
@@ -125,10 +130,10 @@ class Upstreams:
 
 
 def check_upstreams(settings: ProxySettings) -> None:
-    """See to it that a worker could open them.
+    """Check that a worker could open the configured upstreams.
 
     Raises:
-        BadUpstreams: the file cannot be used, or asks for what is not installed.
+        BadUpstreams: the file cannot be used, or names a library that is not installed.
     """
     for spec in _specs(settings, _environment()):
         if spec.kind == "litellm":
@@ -136,7 +141,7 @@ def check_upstreams(settings: ProxySettings) -> None:
 
 
 def open_upstreams(settings: ProxySettings) -> Upstreams:
-    """Those of the file, or the one that PAWL_UPSTREAM_URL names.
+    """Return the upstreams of the file, or the one at PAWL_UPSTREAM_URL if there is no file.
 
     Raises:
         BadUpstreams: the file cannot be used.
@@ -173,6 +178,9 @@ def _server(
 
 
 def _environment() -> dict[str, str]:
-    """The process's, over what `.env` says: settings are read so, and keys stand beside them."""
-    told = {name: value for name, value in dotenv_values(".env").items() if value is not None}
-    return told | os.environ
+    """Return the process's environment over the variables in `.env`.
+
+    Settings are read in the same way, and keys stand beside them.
+    """
+    from_file = {name: value for name, value in dotenv_values(".env").items() if value is not None}
+    return from_file | os.environ

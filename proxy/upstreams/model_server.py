@@ -1,4 +1,4 @@
-"""What the proxy wants of whatever answers for a model: a server, or a library in its place."""
+"""The interface of whatever answers for a model: a server, or a library in its place."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Protocol
@@ -9,82 +9,83 @@ from proxy.http.wire import Headers
 
 
 class Reply(Protocol):
-    """A reply whose head is there; its body may be, or may be coming."""
+    """A reply whose head has come; its body may still be on its way."""
 
     @property
     def status(self) -> int:
-        """As HTTP has it."""
+        """Return the HTTP status."""
 
     @property
     def reason(self) -> bytes:
-        """The phrase beside it."""
+        """Return the reason phrase beside the status."""
 
     @property
     def headers(self) -> Headers:
-        """As they came."""
+        """Return the headers as they came."""
 
     def header(self, wanted: bytes) -> bytes | None:
-        """A header's value; `wanted` in lower case."""
+        """Return a header's value, or None; `wanted` is its name in lower case."""
 
     def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes.
+        """Yield the body as it comes.
 
         Raises:
-            Torn: it broke off.
+            Torn: the body broke off.
         """
 
     async def read(self, limit: int | None = None) -> bytes | None:
-        """The whole body; None once it is longer than `limit`.
+        """Return the whole body, or None once it is longer than `limit` bytes.
 
         Raises:
-            Torn: it broke off.
+            Torn: the body broke off.
         """
 
     @property
     def ended(self) -> bool:
-        """Whether all of it has come, and was taken."""
+        """Return whether the whole body has come and was taken."""
 
     def unread(self) -> bytes:
-        """Return what lies here of a body that broke off."""
+        """Return the bytes of a torn body that came and were not taken."""
 
     def close(self) -> None:
-        """Let go of it; if it has not ended, who makes it is told to stop."""
+        """Release the reply; if it has not ended, its sender is told to stop."""
 
     def discard(self) -> None:
-        """Let go of it and of what it came over, ended or not."""
+        """Release the reply and close what it came over, ended or not."""
 
 
 class ModelServer(Protocol):
-    """Answers requests for some models."""
+    """An upstream that answers requests for some models."""
 
     async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> Reply:
-        """Send a request whose body is at hand; returns once the reply's head is there.
+        """Send a request with its whole body, and return the reply once its head has come.
 
         Raises:
-            UpstreamUnreachable: nothing of it was sent.
-            UpstreamBroke: it was sent, and no reply came.
-            BadRequest: this server has no words for it.
+            UpstreamUnreachable: nothing of the request was sent.
+            UpstreamBroke: the request was sent, and no reply came.
+            BadRequest: this upstream cannot express the request.
         """
 
     async def fetch(self, target: str, headers: Headers) -> Reply:
-        """GET; see `ask`."""
+        """Send a GET request; it raises what `ask` raises."""
 
     async def models(self, headers: Headers) -> Mapping[str, msgspec.Raw]:
-        """What it lists at `/v1/models`, by id.
+        """Return the entries of its list at `/v1/models`, by id.
 
         Raises:
-            UpstreamUnreachable, UpstreamBroke: it cannot be asked now.
-            NoModels: it does not say.
+            UpstreamUnreachable: it cannot be reached now.
+            UpstreamBroke: no list came, or it could not be read.
+            NoModels: it refuses to list its models.
         """
 
     async def gives_ids(self, model: str | None) -> bool:
-        """Whether token ids can be had of `model` there."""
+        """Return whether it gives the token ids of `model`."""
 
     def learn(self, served_names: Iterable[str]) -> None:
-        """These are adapters that our own trainer loaded there."""
+        """Remember the names of adapters that our own trainer loaded there."""
 
     async def sweep(self) -> None:
-        """For ever: let go of what has been idle or silent for too long."""
+        """Close what has been idle or silent for too long, again and again; never return."""
 
     async def close(self) -> None:
         """Close every connection."""

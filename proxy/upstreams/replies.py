@@ -1,4 +1,4 @@
-"""Takes recorded replies from an upstream: in one piece, or what follows a stream's last event."""
+"""Reads recorded replies from an upstream: whole ones, and what follows a stream's last event."""
 
 from collections.abc import AsyncIterator
 from typing import Final
@@ -18,17 +18,17 @@ EVENT_STREAM: Final = b"text/event-stream"
 
 
 def comes_in_events(reply: Reply) -> bool:
-    """Return whether a reply is a stream of events, and can be read as one."""
+    """Return whether a reply is a stream of events that can be read as one."""
     kind = reply.header(b"content-type") or b""
     return kind.startswith(EVENT_STREAM) and not reply.header(b"content-encoding")
 
 
 async def take_whole(reply: Reply, limit: int, tape: Tape, call: str) -> bytes:
-    """Return a reply's body, which is on the tape then; of one that breaks off, what came is.
+    """Return a reply's body, after recording on the tape what came of it, whole or torn.
 
     Raises:
-        ReplyTorn: it broke off.
-        ReplyTooLarge: it is longer than `limit`.
+        ReplyTorn: the reply broke off.
+        ReplyTooLarge: it is longer than `limit` bytes.
     """
     try:
         body = await reply.read(limit)
@@ -57,7 +57,7 @@ async def pass_rest(
 ) -> None:
     """Pass on what follows a reply's last event, until the upstream closes its body.
 
-    The client has that event, and the record is made: this is passed on and not recorded.
+    The client has that event and the record is made, so the rest is not recorded.
     """
     exchange.write(transcript.release())
     try:

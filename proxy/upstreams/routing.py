@@ -1,29 +1,30 @@
-"""Which upstream answers for a model (pure)."""
+"""Finds the upstream that answers for a model (pure)."""
 
 import re
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-# A version's name is its policy's with @N; some vendors' models are named with a date so.
+# A version's name is its policy's with @N. Some vendors' models have a date in this form.
 _VERSION: Final = re.compile(r"(.+)@\d+\Z", re.DOTALL)
 
-# So much of a name that a client made up is said back to it.
+# Characters of a name from a request that a message repeats.
 _MOST_SHOWN: Final = 200
 
 
 def shown(model: str) -> str:
-    """Return a model's name as it is told in a message: one that is too long is cut."""
+    """Return a model's name for a message, shortened if it is long."""
     return model if len(model) <= _MOST_SHOWN else f"{model[:_MOST_SHOWN]}…"
 
 
 class ModelTable:
-    """From a model's name to the number of the upstream that claims it.
+    """Maps a model's name to the number of the upstream that claims it.
 
-    First the name itself, then the name of the policy that it is a version of, then the
-    longest beginning that is claimed, then the default.
+    The name itself is looked up first, then the name of the policy that it is a version of, then
+    the longest prefix that is claimed, then the default.
     """
 
     def __init__(self, claims: Iterable[Iterable[str]], default: int | None) -> None:
+        """Build the table from each upstream's patterns and the default upstream's number."""
         self._exact: dict[str, int] = {}
         prefixes: dict[str, int] = {}
         for number, patterns in enumerate(claims):
@@ -39,7 +40,7 @@ class ModelTable:
         self.known = (*self._exact, *(f"{prefix}*" for prefix in prefixes))
 
     def find(self, model: str | None) -> int | None:
-        """The upstream's number; None if nobody answers for it."""
+        """Return the upstream's number, or None if no upstream answers for the model."""
         if model is None:
             return self.default
         number = self._exact.get(model)

@@ -1,4 +1,4 @@
-"""The model server: one or several replicas that serve the same, and what is known of it."""
+"""A model server: one or several replicas that serve the same models."""
 
 import asyncio
 import ssl
@@ -21,23 +21,24 @@ log = structlog.get_logger()
 
 ENGINE: Final = "vllm"
 LOOK_S: Final = 10.0
-# A name that was not in the server's list of models may be in it later. The list is asked for no
-# more often than this, whatever names clients think of.
+# A name that is not in the server's list of models may be in it later. The list is fetched no
+# more often than this, whatever names clients ask for.
 LOOK_AGAIN_S: Final = 2.0
-# A server that could not be asked may be starting.
+# A server that did not answer may be starting, so it is tried again sooner.
 RETRY_S: Final = 0.5
-# A server that lists other names each time must not fill the memory.
+# A server that lists new names each time must not fill the memory.
 MOST_NAMES: Final = 10_000
-# A replica that could not be reached is asked last for so long.
+# A replica that could not be reached is tried last for this long.
 AVOID_S: Final = 2.0
 SWEEP_S: Final = 1.0
 REFUSED: Final = range(400, 500)
 
 
 class Replica:
-    """One server: where it is, and the connections to it."""
+    """One server: its address, and the connections to it."""
 
     def __init__(self, base_url: str, tls: ssl.SSLContext | None) -> None:
+        """Parse the address; connections are opened as they are needed."""
         parts = urlsplit(base_url)
         secure = parts.scheme == "https"
         self.prefix = parts.path.rstrip("/").removesuffix("/v1")
@@ -49,10 +50,10 @@ class Replica:
 
 
 class Upstream:
-    """Requests to one model server's replicas, the least busy first.
+    """Sends requests to one model server's replicas, the least busy first.
 
-    A request goes to another replica only where nothing of it was sent (DESIGN §4): a model
-    must not answer one call twice.
+    A request goes to another replica only if nothing of it was sent: a model must not answer one
+    call twice.
     """
 
     def __init__(
@@ -63,24 +64,33 @@ class Upstream:
         key: Key | None = None,
         named_in: str = "PAWL_UPSTREAM_URL",
     ) -> None:
+        """Prepare the replicas at `urls`.
+
+        Args:
+            urls: base URLs, one for each replica.
+            silence_s: seconds of silence after which a reply is given up.
+            key: the key to send in place of the client's credentials.
+            named_in: the setting that names `urls`, for messages.
+        """
         tls = ssl.create_default_context() if any(u.startswith("https") for u in urls) else None
         self.replicas = [Replica(url, tls) for url in urls]
         self._silence_s = silence_s
         self._key = key
-        # Whether requests go with a key of ours in place of the client's.
+        # Whether requests are sent with a key of ours in place of the client's.
         self.keyed = key is not None
         self._named_in = named_in
-        # By model, for what the server listed or our trainer loaded; never what a client says.
+        # Whether a model gives ids, by its name: only names that the server listed or our trainer
+        # loaded, never those of requests, which could fill the memory.
         self._gives_ids: dict[str, bool] = {}
         self._look_from = 0.0
         self._looking = asyncio.Lock()
 
     async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> Reply:
-        """Send a request whose body is at hand; returns once the reply's head is there.
+        """Send a request with its whole body, and return the reply once its head has come.
 
         Raises:
-            UpstreamUnreachable: no replica took it.
-            UpstreamBroke: it was sent, and no reply came.
+            UpstreamUnreachable: no replica could be reached.
+            UpstreamBroke: the request was sent, and no reply came.
         """
         if self._key is not None:
             headers = self._key.shown(headers, target)
@@ -97,7 +107,7 @@ class Upstream:
     async def pass_on(
         self, method: str, target: str, headers: Headers, length: int | None, body: Inflow | None
     ) -> Reply:
-        """Send a request with its body as it comes; see `ask`."""
+        """Send a request with its body as it comes; it raises what `ask` raises."""
         if self._key is not None:
             headers = self._key.shown(headers, target)
         unreached: NotSent | None = None
@@ -114,7 +124,7 @@ class Upstream:
         raise self._unreachable() from unreached
 
     async def fetch(self, target: str, headers: Headers) -> Reply:
-        """GET; see `ask`."""
+        """Send a GET request; it raises what `ask` raises."""
         return await self.pass_on("GET", target, headers, None, None)
 
     def _in_order(self) -> list[Replica]:
@@ -146,7 +156,7 @@ class Upstream:
         )
 
     async def gives_ids(self, model: str | None) -> bool:
-        """Whether `model` is served by vLLM, found out by looking at its list of models."""
+        """Return whether `model` is served by vLLM, as the server's list of models says."""
         if model is None:
             return False
         known = self._gives_ids.get(model)
@@ -154,35 +164,36 @@ class Upstream:
             return known
         loop = asyncio.get_running_loop()
         if self._looking.locked() or loop.time() >= self._look_from:
-            # Who comes while the list is being asked for waits for that one answer.
+            # Calls that come while the list is being fetched wait for that one answer.
             async with self._looking:
                 if loop.time() >= self._look_from:
-                    found = await self._look()
-                    self._look_from = loop.time() + (RETRY_S if found is None else LOOK_AGAIN_S)
-                    self._remember(found or {})
+                    listed = await self._look()
+                    self._look_from = loop.time() + (RETRY_S if listed is None else LOOK_AGAIN_S)
+                    self._remember(listed or {})
         return self._gives_ids.get(model, False)
 
-    def _remember(self, found: dict[str, bool]) -> None:
-        if len(self._gives_ids) + len(found) > MOST_NAMES:
+    def _remember(self, gives_ids: dict[str, bool]) -> None:
+        if len(self._gives_ids) + len(gives_ids) > MOST_NAMES:
             self._gives_ids = {}
-        self._gives_ids |= found
+        self._gives_ids |= gives_ids
 
     async def _look(self) -> dict[str, bool] | None:
-        """By model, whether it is vLLM's; None if the server cannot be asked now."""
+        """Return whether each listed model is vLLM's, or None if the server did not answer."""
         try:
             listed = await self.models([])
         except ProxyError as error:
             log.warning("models_unknown", reason=error.message)
-            # One that answers and does not tell us is not asked again before every call.
+            # A server that answers without a list is not asked again before every call.
             return {} if isinstance(error, NoModels) else None
         return {name: _owner(entry) == ENGINE for name, entry in listed.items()}
 
     async def models(self, headers: Headers) -> dict[str, msgspec.Raw]:
-        """What it lists at `/v1/models`, by id.
+        """Return the entries of the server's list at `/v1/models`, by id.
 
         Raises:
-            UpstreamUnreachable, UpstreamBroke: it cannot be asked now.
-            NoModels: it does not say.
+            UpstreamUnreachable: no replica could be reached.
+            UpstreamBroke: no list came, or it could not be read.
+            NoModels: the server refuses to list its models.
         """
         try:
             async with asyncio.timeout(LOOK_S):
@@ -199,11 +210,11 @@ class Upstream:
             raise UpstreamBroke(f"the list of models is none: {reply.status} {error}") from error
 
     def learn(self, served_names: Iterable[str]) -> None:
-        """These are adapters that our own trainer loaded: the server is vLLM."""
+        """Remember names of adapters that our own trainer loaded: they are served by vLLM."""
         self._remember(dict.fromkeys(served_names, True))
 
     async def sweep(self) -> None:
-        """For ever: close idle connections, give up on a server that is silent for too long."""
+        """Close idle connections and give up silent servers, again and again; never return."""
         while True:
             await asyncio.sleep(SWEEP_S)
             for replica in self.replicas:
