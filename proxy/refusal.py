@@ -9,7 +9,7 @@ from proxy.http.wire import JSON, Headers
 
 # The header of an error that is passed on as the upstream sent it, whatever its cause.
 UPSTREAM_SAID: Final = (b"x-pawl-fault", b"upstream")
-UNEXPECTED: Final = "The proxy failed in a way that was not foreseen; its log says how"
+UNEXPECTED: Final = "The proxy failed unexpectedly; its log has the details"
 
 
 def spoken_at(target: str) -> str:

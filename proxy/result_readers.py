@@ -91,14 +91,14 @@ def parse_readers(value: str) -> ResultReaders:
             )
         rules[name] = tuple(_rule(rule.strip(), part) for rule in rule_names.split("+"))
         if IGNORE in rules[name] and len(rules[name]) > 1:
-            raise BadReaders(f"{part!r}: {IGNORE} stands alone")
+            raise BadReaders(f"{part!r}: {IGNORE} cannot be combined with other rules")
     return ResultReaders(rules=rules)
 
 
 def _rule(rule: str, part: str) -> str:
     if rule not in RULES:
         known = ", ".join(RULES)
-        raise BadReaders(f"{part!r}: {rule!r} is no rule; there are {known}")
+        raise BadReaders(f"{part!r}: {rule!r} is not a rule; the rules are {known}")
     return rule
 
 

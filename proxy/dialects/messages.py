@@ -33,7 +33,7 @@ from proxy.dialects.undo import Undo
 
 CHAT_PATH: Final = "/v1/chat/completions"
 ASKED_FOR: Final = {"logprobs": True, "return_token_ids": True}
-UNREADABLE: Final = "The model server sent a chunk that is none of a chat completion."
+UNREADABLE: Final = "The model server sent data that is not a chunk of a chat completion."
 
 
 class MessagesDialect(msgspec.Struct, frozen=True):

@@ -82,7 +82,7 @@ class Connection(asyncio.Protocol):
     # Deadlines, which the server's sweep checks.
 
     def sweep(self, now: float, patience: Patience) -> None:
-        """Close the connection of a client that takes or sends too slowly, or is idle for too long."""
+        """Close the connection of a client that takes or sends too slowly, or idles too long."""
         unsent = self.unsent
         if not unsent:
             self._reply_clock.reset()

@@ -60,4 +60,4 @@ def read_head(headers: Headers, *, modern: bool) -> bool:
 @lru_cache(maxsize=64)
 def _check_host(value: bytes) -> None:
     if _HOST.match(value) is None:
-        raise Refused(400, "the Host header is not a host's name with or without a port")
+        raise Refused(400, "the Host header is not a host name with an optional port")

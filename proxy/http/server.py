@@ -122,7 +122,9 @@ class Server:
         unfinished = [c.task for c in self.connections if c.task is not None]
         if unfinished:
             log.warning(
-                "calls_broken_off", calls=len(unfinished), reason="the time to stop was over"
+                "calls_broken_off",
+                calls=len(unfinished),
+                reason="the time allowed for stopping was over",
             )
         for connection in list(self.connections):
             if connection.busy or connection.unsent:

@@ -56,7 +56,7 @@ def _url(value: str) -> str:
     try:
         _ = parts.port
     except ValueError as error:
-        raise ValueError(f"{value!r} has a port that is none") from error
+        raise ValueError(f"{value!r} has an invalid port; use a number up to 65535") from error
     return value.rstrip("/")
 
 
@@ -65,7 +65,7 @@ def _pattern(value: str) -> str:
         raise ValueError("a server for all other models has default = true, not *")
     if not value or "*" in value[:-1]:
         raise ValueError(
-            f"{value!r} is no model's name: one * may stand at its end, and only there"
+            f"{value!r} is not a model's name or prefix: one * may stand at its end, only there"
         )
     return value
 
@@ -117,13 +117,13 @@ class UpstreamSpec(BaseModel):
 
     def _check_litellm(self) -> None:
         if len(self.urls) > 1:
-            raise ValueError("urls: litellm knows one address; make each replica a table")
+            raise ValueError("urls: litellm takes one address only; write a table for each replica")
         if self.api_key_header is not None:
             raise ValueError("api_key_header: litellm chooses the header itself; leave it out")
         taken = sorted(NOT_OPTIONS & self.options.keys())
         if taken:
             raise ValueError(
-                f"options.{taken[0]} is said by the request or by another key; leave it out"
+                f"options.{taken[0]} is set by the request or by another key; leave it out"
             )
 
     @property
@@ -198,7 +198,8 @@ def _clash(specs: Sequence[UpstreamSpec]) -> str | None:
             claims[pattern] = spec.name
     defaults = [repr(spec.name) for spec in specs if spec.default]
     if len(defaults) > 1:
-        return f"default: {' and '.join(defaults)} are both the default; leave it to one"
+        both = " and ".join(defaults)
+        return f"default: {both} are both the default; keep default = true in one table"
     return None
 
 

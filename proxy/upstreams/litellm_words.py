@@ -76,15 +76,16 @@ def read_asked(path: str, body: bytes, upstream: str) -> Asked:
     unknown = sorted(request.fields.keys() - fields - NOTES)
     if unknown:
         raise BadRequest(
-            f"{unknown[0]} is no field that upstream {upstream!r} passes on through litellm; "
-            "leave it out, or set it in the upstream's options",
+            f"{unknown[0]} is not a field that upstream {upstream!r} passes on through "
+            "litellm; leave it out, or set it in the upstream's options",
             param=unknown[0],
             code="unknown_parameter",
         )
     if any(isinstance(tool, dict) and tool.get("type") == "mcp" for tool in _tools(request.fields)):
         # litellm would call the MCP server from this machine, with its network access.
         raise BadRequest(
-            "tools: one of type mcp is not passed on; use functions, or the server's own client",
+            "tools: a tool of type mcp is not passed on, because litellm would call its server "
+            "from the proxy's machine; use functions, or the server's own client",
             param="tools",
         )
     given = {

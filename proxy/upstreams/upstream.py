@@ -143,7 +143,7 @@ class Upstream:
         kind = UpstreamSilent if silent else UpstreamBroke
         return kind(
             f"The model server at {replica.root} was sent the request and gave no reply: {error}. "
-            "Whether it worked on it cannot be known.",
+            "It is unknown whether the server worked on the request.",
             code="upstream_silent" if silent else "upstream_broke",
         )
 
@@ -200,14 +200,18 @@ class Upstream:
                 reply = await self.fetch("/v1/models", headers)
                 body = await reply.read() or b""
         except (Torn, TimeoutError) as error:
-            raise UpstreamBroke(f"no list of models came: {type(error).__name__}") from error
+            raise UpstreamBroke(
+                f"the list of models did not come: {type(error).__name__}"
+            ) from error
         if reply.status in REFUSED:
-            raise NoModels(f"the server refuses its list of models: {reply.status}")
+            raise NoModels(f"the server refuses to list its models: status {reply.status}")
         try:
             entries = msgspec.json.decode(body, type=_Models).data
             return {msgspec.json.decode(entry, type=_Model).id: entry for entry in entries}
         except UNREADABLE as error:
-            raise UpstreamBroke(f"the list of models is none: {reply.status} {error}") from error
+            raise UpstreamBroke(
+                f"the list of models cannot be read: status {reply.status}, {error}"
+            ) from error
 
     def learn(self, served_names: Iterable[str]) -> None:
         """Remember names of adapters that our own trainer loaded: they are served by vLLM."""

@@ -43,7 +43,7 @@ def test_the_clients_notes_are_its_own() -> None:
     ],
 )
 def test_a_client_chooses_no_server_and_no_credentials(field: str) -> None:
-    with pytest.raises(BadRequest, match=f"{field} is no field that upstream 'u'") as caught:
+    with pytest.raises(BadRequest, match=f"{field} is not a field that upstream 'u'") as caught:
         read_asked(CHAT, body(**{field: "http://evil"}), "u")
     assert caught.value.param == field
 

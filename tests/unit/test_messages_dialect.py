@@ -352,9 +352,12 @@ def test_the_last_event_is_held_back_and_comments_pass() -> None:
     [
         (b'data: {"error": {"message": "out of memory", "code": 500}}\n\n', "out of memory"),
         (b'data: {"object": "error", "message": "gone"}\n\n', "gone"),
-        (b"data: <html>\n\n", "none of a chat completion"),
-        (b'data: {"choices": [7]}\n\n', "none of a chat completion"),
-        (b'data: {"choices":[{"delta":{"content":"\\ud83d"}}]}\n\n', "none of a chat completion"),
+        (b"data: <html>\n\n", "not a chunk of a chat completion"),
+        (b'data: {"choices": [7]}\n\n', "not a chunk of a chat completion"),
+        (
+            b'data: {"choices":[{"delta":{"content":"\\ud83d"}}]}\n\n',
+            "not a chunk of a chat completion",
+        ),
     ],
 )
 def test_an_error_in_a_stream_is_anthropics_and_ends_it(data: bytes, message: str) -> None:

@@ -165,11 +165,14 @@ def test_a_name_may_hold_an_equals_sign() -> None:
     [
         ("search", "'search' is not TOOL=RULE"),
         ("=json_error", "is not TOOL=RULE"),
-        ("a=jsn_error", r"'a=jsn_error': 'jsn_error' is no rule; there are json_error, exit_code"),
-        ("a=", "is no rule"),
-        ("a=json_error+", "is no rule"),
+        (
+            "a=jsn_error",
+            r"'a=jsn_error': 'jsn_error' is not a rule; the rules are json_error, exit_code",
+        ),
+        ("a=", "is not a rule"),
+        ("a=json_error+", "is not a rule"),
         ("a=json_error,a=exit_code", "names a again"),
-        ("a=ignore+json_error", "stands alone"),
+        ("a=ignore+json_error", "cannot be combined with other rules"),
     ],
 )
 def test_a_mistake_is_named(value: str, named: str) -> None:
