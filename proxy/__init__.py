@@ -1,7 +1,8 @@
-"""The serving process: passes calls on, records them, takes feedback.
+"""The proxy: forwards calls, records them, and takes feedback.
 
-A call crosses these modules in this order: `routes` (allow-list) → `identity` (episode,
-agent, task) → `versions` (which policy version) → `dialects` (rewrite and transcribe, pure)
-→ `upstream` → `call` (the only place bytes flow both ways) → `spool` (durable) and, off
-the request's path, `drain` (to PostgreSQL). It never waits for the database or the trainer.
+A call passes these modules in this order: `routes` (the allow-list), `relay` and `intake` (its
+body is read), `call` (drives the rest), `identity` (its episode, agent and task), `versions` (its
+policy version), `dialects` (rewriting the request and following the reply, pure), `upstreams`,
+and `recorder` with `spool` (its record is durable). Off the request's path `keeping` moves records
+to PostgreSQL. A call never waits for the trainer, nor more than 50 ms for the database.
 """

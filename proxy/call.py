@@ -1,8 +1,8 @@
-"""Answers recorded calls: the only place where a call's bytes flow both ways.
+"""One recorded call: forwards the request, passes the reply back, and records both.
 
-The order that matters: the request leaves at once; chunks are passed on as they come; the
-record is made durable; only then does the reply's end leave. Whatever happens (the client
-leaves, the upstream tears), the call ends in exactly one status and one record.
+The order matters. The request leaves at once, chunks are passed on as they come, the record is
+made durable, and only then does the reply's end leave. Whatever happens (the client leaves, the
+reply breaks off), the call ends with exactly one status and one record.
 """
 
 import asyncio
@@ -49,10 +49,10 @@ NOBODY: Final = Serving(None, None, None)
 
 
 class Call:
-    """One call's way through the proxy.
+    """One call on its way through the proxy.
 
-    From its making on it has a body, an id and an episode of its own, and so can be recorded:
-    what can fail is left to `run`, which answers and records the call whatever happens.
+    A new call has a body, an id and an episode of its own, which is enough to record it. Every
+    step that can fail is taken in `run`, which answers and records the call in any case.
     """
 
     _upstream: ModelServer
@@ -66,6 +66,16 @@ class Call:
         arrived: float,
         claim: Claim,
     ) -> None:
+        """Prepare a call whose request was read.
+
+        Args:
+            relay: what all calls share.
+            exchange: the client's request, and the way to answer it.
+            route: the route that the request took.
+            read: the parsed request.
+            arrived: when the request arrived, by `time.perf_counter`.
+            claim: the call's part of the memory budget.
+        """
         self._relay = relay
         self._claim = claim
         self._exchange = exchange
@@ -90,15 +100,15 @@ class Call:
         self._on_disk: asyncio.Future[bool] | None = None
 
     def _understand(self) -> None:
-        """Find out by whom it is asked, and how its tools ended."""
+        """Find the call's identity, and the tool events that its headers state."""
         if self._read.failure is not None:
             raise self._read.failure
-        lower, asked = lowered(self._exchange.headers), self._asked
+        lower, request = lowered(self._exchange.headers), self._asked
         self._identity = identify(
             lower,
             self._route,
-            asked.fields,
-            asked.body,
+            request.fields,
+            request.body,
             self._name,
             self._relay.stitches,
             self._read.conversation,
@@ -114,7 +124,7 @@ class Call:
             WARNINGS.inc()
 
     async def run(self) -> None:
-        """Forward, pass on, record, end."""
+        """Forward the request, pass the reply back, and record the call."""
         try:
             self._understand()
             await self._prepare()
@@ -132,7 +142,7 @@ class Call:
         except Exception:
             await self._fail()
         finally:
-            # However it ended: the upstream stops, and there is a record.
+            # However the call ended, the upstream must stop and there must be a record.
             try:
                 if self._reply is not None:
                     self._reply.close()
@@ -141,7 +151,7 @@ class Call:
                 self._note()
 
     async def _prepare(self) -> None:
-        """Choose the version and who serves it, and rewrite the request for both."""
+        """Choose the policy version and its upstream, and rewrite the request for both."""
         relay, model, follows = self._relay, self._asked.model, self._identity.follows
         if follows != self._name and model is not None:
             await relay.learn_pin(model, follows)
@@ -159,20 +169,20 @@ class Call:
         self._rewritten = self._dialect.rewrite(self._asked, name, want_ids=want_ids)
 
     async def _send(self) -> Reply:
-        """Send the request; one refused as malformed is sent again as the client wrote it.
+        """Send the request; if it is refused as malformed, send it again as the client wrote it.
 
-        The refusal is then about the client's own words, and what we added fails no call.
+        So nothing that the proxy adds can fail a call, and a refusal is about the client's request.
         """
         reply = await self._send_once()
         if reply.status in REFUSED_AS_MALFORMED and self._rewritten.injected:
-            # Who refuses may close without saying so: the second try takes another connection.
+            # A server may close after a refusal without announcing it: use another connection.
             reply.discard()
             self._rewrite(want_ids=False)
             reply = await self._send_once()
         return reply
 
     async def _send_once(self) -> Reply:
-        # What was changed can only be undone in a reply that can be read.
+        # What a change adds to the reply can only be removed if the reply is not compressed.
         headers = for_upstream(self._exchange.headers, plain=self._must_read)
         target = self._rewritten.path or self._route.path
         query = self._exchange.target.partition("?")[2]
@@ -182,7 +192,7 @@ class Call:
 
     @property
     def _must_read(self) -> bool:
-        """Whether the upstream got another request than the client wrote."""
+        """Return whether the reply must be readable, because the request was changed."""
         return self._rewritten.body is not self._asked.body
 
     async def _stream(self, reply: Reply) -> None:
@@ -207,26 +217,26 @@ class Call:
         self._status = "complete" if transcript.ended else "truncated"
         await self._durable()
         if transcript.at_end:
-            # The client has the end at once, though the upstream may linger.
+            # The reply's end was seen. The upstream may send more before it closes.
             if not reply.ended:
                 await pass_rest(exchange, pieces, transcript, self._name)
             held = transcript.finish()
         exchange.end(held)
 
     async def _tear(self, why: str) -> None:
-        """A torn stream ends torn, after the event that says so in its API.
+        """Break a stream off after its reply broke off, with an error event of its API.
 
-        A clean end would turn it into a whole answer; the line that was cut says nothing.
+        A clean end would make the cut reply look whole.
         """
         log.warning("stream_torn", call=self._name, reason=why)
         self._status = "truncated"
         await self._durable()
-        said = f"The model server's reply broke off: {why}."
-        self._exchange.write(error_event(self._dialect.name, said, "upstream_error"))
+        message = f"The model server's reply broke off: {why}."
+        self._exchange.write(error_event(self._dialect.name, message, "upstream_error"))
         self._exchange.tear()
 
     async def _fail(self) -> None:
-        """Answer for an error that nobody foresaw: 500, or a torn stream that says so."""
+        """Answer an unexpected error: status 500, or an error event if the reply has begun."""
         log.exception("call_failed", call=self._name)
         UNFORESEEN.inc()
         exchange = self._exchange
@@ -240,7 +250,7 @@ class Call:
     async def _whole(self, reply: Reply) -> None:
         length = reply.header(b"content-length")
         if length is not None and length.isdigit():
-            # As it comes, as it leaves and as it is recorded.
+            # In memory as it comes, as it leaves and as it is recorded.
             self._claim.add(REPLY_COPIES * min(int(length), self._relay.max_reply))
         body = await take_whole(reply, self._relay.max_reply, self._tape, self._name)
         follow, name = self._dialect.whole, self._serving.served_name
@@ -249,8 +259,8 @@ class Call:
         out = transcript.finish()
         self._status = "complete"
         await self._durable()
-        said, out = as_came(reply, body, out)
-        headers = self._reply_headers(reply.status, said)
+        sent_headers, out = as_came(reply, body, out)
+        headers = self._reply_headers(reply.status, sent_headers)
         self._exchange.reply(reply.status, reply.reason, headers, out)
 
     async def _refuse(self, error: ProxyError) -> None:
@@ -259,7 +269,7 @@ class Call:
         refuse(self._exchange, error, dialect=self._dialect.name, headers=self._own_headers())
 
     async def _durable(self) -> None:
-        """Write the record down, and wait until it is on disk: the end may leave then."""
+        """Record the call, and wait until the record is durable: only then may the end leave."""
         before = perf_counter()
         self._write_down()
         assert self._on_disk is not None
@@ -272,8 +282,8 @@ class Call:
         FIRST_CHUNK_SECONDS.observe(seconds)
 
     def _reply_headers(self, status: int, headers: Headers) -> Headers:
-        said = [UPSTREAM_SAID] if status >= ERRORS else []
-        return [*for_client(headers), *self._own_headers(), *said]
+        source = [UPSTREAM_SAID] if status >= ERRORS else []
+        return [*for_client(headers), *self._own_headers(), *source]
 
     def _own_headers(self) -> Headers:
         headers = [
@@ -289,7 +299,7 @@ class Call:
         return headers
 
     def _write_down(self) -> None:
-        """Make this call's record, once, and hand it to the spool; if it cannot be, count it."""
+        """Hand this call's record to the recorder, once; if it cannot be made, count it as lost."""
         if self._on_disk is not None:
             return
         try:
@@ -333,7 +343,7 @@ class Call:
         )
 
     def _gist_and_offers(self) -> tuple[Gist, tuple[bytes, ...]]:
-        """Read what a later call may repeat; a call is recorded without it if that fails."""
+        """Return the reply's gist and the call's fingerprints, or empty ones if that fails."""
         try:
             gist = Gist() if self._transcript is None else self._transcript.gist()
             return gist, self._offer(gist)
@@ -342,7 +352,10 @@ class Call:
             return Gist(), ()
 
     def _offer(self, gist: Gist) -> tuple[bytes, ...]:
-        """What a later call may repeat of this one; known before its end leaves."""
+        """Register what a later call may repeat of this one, and return its fingerprints.
+
+        This happens before the reply's end leaves: the client's next call may follow at once.
+        """
         stitches, identity, request = self._relay.stitches, self._identity, self._asked
         offers = offers_of(self._dialect.name, request.fields, gist, identity.conversation)
         stitches.offer(offers, identity.episode, identity.follows)

@@ -1,6 +1,6 @@
-"""What is told of a call once it has ended: one canonical log line, and its counters.
+"""Logs and counts a call that has ended: one log line, and its metrics.
 
-Never a prompt, a key or a body.
+The line never holds a prompt, a key or a body.
 """
 
 import structlog
@@ -12,7 +12,14 @@ log = structlog.get_logger()
 
 
 def note_call(record: Captured, call: str, model: str | None, warnings: int) -> None:
-    """Count a call and log its line; `call` is its id."""
+    """Count a call and log its line.
+
+    Args:
+        record: the call's capture.
+        call: its id.
+        model: the model that the client asked for.
+        warnings: how many warnings the client was given.
+    """
     stream = "true" if record.streamed else "false"
     version = "" if record.policy_version is None else str(record.policy_version)
     labelled(CALLS, record.policy or "", version, record.status, stream).inc()

@@ -1,7 +1,7 @@
-"""What a worker writes down of a call: the bytes as they were, and what only it could know.
+"""The capture of a call: its bytes as they were, and what only the worker could know.
 
-Nothing is parsed here that serving does not need: the keeper reads the bytes again through
-the same pure dialect and makes the ledger's record of them (`proxy.keeping.transcribe`).
+A worker parses only what serving needs. The keeper reads the bytes again through the same dialect
+and makes the ledger's record of them (`proxy.keeping.transcribe`).
 """
 
 import zlib
@@ -10,18 +10,19 @@ from typing import Final
 
 from store.records import CallStatus, Confidence, FeedbackRecord, Record, ToolEvent
 
-# A long reply's bytes wait in memory until its end; from this size on they are deflated.
+# A reply's bytes wait in memory until its end; beyond this size they are deflated.
 DEFLATE_FROM: Final = 64 * 1024
 LEVEL: Final = 1
-# A few bytes can stand for very many; so many may become of one reply, unless settings say more.
+# Longest reply that is inflated by default, in bytes: few deflated bytes can hold very many.
 MOST_INFLATED: Final = 256 * 2**20
 
 
 class Captured(Record, frozen=True, kw_only=True, tag="captured", array_like=True):
     """One call as its worker saw it.
 
-    `request` is the client's body, `reply` the upstream's (deflated where `deflated`), ids
-    included; `started_at` is Unix time in seconds; `id` the bytes of a UUIDv7.
+    `id` is the bytes of a UUIDv7. `request` is the client's body; `reply` is the upstream's, token
+    ids included, deflated if `deflated` is set. `started_at` is Unix time in seconds. `offers` and
+    `asks` are the fingerprints that the call provides and needs (`proxy.identity.signs`).
     """
 
     id: bytes
@@ -53,7 +54,7 @@ class Captured(Record, frozen=True, kw_only=True, tag="captured", array_like=Tru
 
 
 class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):
-    """Calls of these episodes could not be written down: the episodes are not whole."""
+    """Episodes that are incomplete, because records of their calls could not be written."""
 
     id: bytes
     episodes: tuple[str, ...]
@@ -63,12 +64,12 @@ Frame = Captured | FeedbackRecord | Gap
 
 
 class Tape:
-    """A reply's bytes as they come, small in memory however long a stream gets."""
+    """Keeps a reply's bytes as they come; a long stream is compressed in memory."""
 
     __slots__ = ("_deflater", "_grown", "_packed", "_pieces", "_size")
 
     def __init__(self, grown: Callable[[int], None] | None = None) -> None:
-        """`grown` is told of bytes that are kept for longer, each time some are."""
+        """Begin empty; `grown` is called with the size of each compressed piece that is kept."""
         self._grown = grown
         self._pieces: list[bytes] = []
         self._size = 0
@@ -96,7 +97,7 @@ class Tape:
             self._grown(len(packed))
 
     def take(self) -> tuple[bytes, bool]:
-        """All of it, and whether it is deflated."""
+        """Return all bytes, and whether they are deflated (zlib format, RFC 1950)."""
         if self._deflater is None:
             return b"".join(self._pieces), False
         self._pack()
@@ -104,15 +105,15 @@ class Tape:
 
 
 class ReplyTooLong(Exception):
-    """A reply is longer than what is read into memory at once."""
+    """A reply is longer than the limit for reading it into memory."""
 
 
 def inflate(reply: bytes, deflated: bool, most: int = MOST_INFLATED) -> bytes:
-    """Return what `Tape` was given.
+    """Return a reply's bytes as they were before `Tape` deflated them.
 
     Raises:
-        zlib.error: it was deflated, and is damaged.
-        ReplyTooLong: it is more than `most` bytes.
+        zlib.error: the deflated bytes are damaged.
+        ReplyTooLong: the reply is longer than `most` bytes.
     """
     if not deflated:
         return reply
@@ -124,5 +125,5 @@ def inflate(reply: bytes, deflated: bool, most: int = MOST_INFLATED) -> bytes:
             "`pawl spool --replay` stores it"
         )
     if not inflater.eof:
-        raise zlib.error("the deflated reply ends before its end")
+        raise zlib.error("the deflated reply is cut off")
     return inflated

@@ -1,4 +1,4 @@
-"""What can go wrong in the proxy, and by whose fault."""
+"""The proxy's errors, each with its HTTP status and the party at fault."""
 
 from typing import ClassVar, Literal
 
@@ -6,15 +6,19 @@ Fault = Literal["client", "proxy", "upstream"]
 
 
 class ProxyError(Exception):
-    """Root of the proxy's errors. Each knows its HTTP status and whose fault it was."""
+    """Base of the proxy's errors; each class sets its HTTP status and who is at fault.
+
+    `kind` is the `type` of the error object that the client gets.
+    """
 
     status: ClassVar[int] = 500
     fault: ClassVar[Fault] = "proxy"
     kind: ClassVar[str] = "server_error"
-    # When the same request may be sent again, where that is likely to help.
+    # Set where sending the same request again, after so many seconds, is likely to help.
     retry_after_s: ClassVar[int | None] = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        """Store the message, and the `param` and `code` of OpenAI's error object."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -30,7 +34,7 @@ class NotAllowed(ProxyError):
 
 
 class Forbidden(ProxyError):
-    """The proxy could pass it on, and was not told that it may; the message names the setting."""
+    """The request needs a setting that is off; the message names it."""
 
     status = 403
     fault = "client"
@@ -52,23 +56,23 @@ class KeyReused(BadRequest):
 
 
 class TooSlow(BadRequest):
-    """The request's body did not come within what `PAWL_BODY_S` allows."""
+    """The request's body came more slowly than `PAWL_BODY_S` allows."""
 
     status = 408
 
 
 class Unexpected(ProxyError):
-    """Something failed in the proxy that nobody foresaw; the log has the traceback."""
+    """An unexpected error in the proxy; the log has the traceback."""
 
 
 class TooLarge(BadRequest):
-    """The request's body is larger than its limit, or holds more values than are parsed."""
+    """The request's body is larger than its limit, or holds too many values."""
 
     status = 413
 
 
 class Overloaded(ProxyError):
-    """There is no room in memory for the request now: `PAWL_IN_FLIGHT_MB`."""
+    """The memory budget `PAWL_IN_FLIGHT_MB` has no room for the request now."""
 
     status = 503
     kind = "overloaded_error"
@@ -76,7 +80,7 @@ class Overloaded(ProxyError):
 
 
 class NoUpstream(BadRequest):
-    """Nobody answers for the model that was asked for."""
+    """No upstream serves the requested model."""
 
     status = 404
 
@@ -90,7 +94,7 @@ class UpstreamUnreachable(ProxyError):
 
 
 class UpstreamBroke(ProxyError):
-    """A request was sent, and the connection broke before any reply."""
+    """The connection broke after the request was sent, and before any reply."""
 
     status = 502
     fault = "upstream"
@@ -98,11 +102,11 @@ class UpstreamBroke(ProxyError):
 
 
 class ReplyTorn(UpstreamBroke):
-    """A reply in one piece broke off, and nothing of it has been passed on."""
+    """A reply in one piece broke off before any of it was passed on."""
 
 
 class UnreadableCoding(ProxyError):
-    """A reply came in a content coding that was not asked for and that nobody here can decode."""
+    """A reply came in a content coding that was not requested and cannot be decoded."""
 
     status = 502
     fault = "upstream"
@@ -110,7 +114,7 @@ class UnreadableCoding(ProxyError):
 
 
 class UpstreamSilent(UpstreamBroke):
-    """A request was sent, and the upstream kept silent for longer than `PAWL_SILENCE_S`."""
+    """The upstream was silent for longer than `PAWL_SILENCE_S` after the request was sent."""
 
     status = 504
     fault = "upstream"
@@ -118,7 +122,7 @@ class UpstreamSilent(UpstreamBroke):
 
 
 class NoModels(ProxyError):
-    """The upstream answered, and gave no list of its models."""
+    """The upstream's answer to a request for its models was not a list of models."""
 
     status = 502
     fault = "upstream"
@@ -134,7 +138,7 @@ class ReplyTooLarge(ProxyError):
 
 
 class SpoolFull(ProxyError):
-    """What must be durable before it is answered could not be written down."""
+    """A record that must be durable before the answer could not be written to disk."""
 
     status = 507
     kind = "storage_error"
@@ -145,7 +149,7 @@ class SpoolInUse(ProxyError):
 
 
 class DoesNotStart(ProxyError):
-    """A process of the proxy ends again and again as soon as it is started."""
+    """A process of the proxy ends repeatedly right after its start."""
 
 
 class BadUpstreams(ProxyError):

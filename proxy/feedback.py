@@ -1,7 +1,7 @@
-"""POST /feedback: durable before 2xx, with or without the database, in any order.
+"""POST /feedback: durable before the 2xx, with or without the database, in any order.
 
-A target that was seen is 200 (`stored`); one that was not yet is 202 (`pending`) and is
-matched when it arrives. Under an `Idempotency-Key`, a repeat states nothing new.
+If all targets are known, the status is 200 (`stored`). A target that is not known yet gives 202
+(`pending`) and is matched when it arrives. A repeat under an `Idempotency-Key` adds nothing.
 """
 
 from datetime import UTC, datetime
@@ -28,12 +28,12 @@ from store.records import FeedbackRecord
 log = structlog.get_logger()
 
 SETTING: Final = "PAWL_MAX_FEEDBACK_KB"
-# Some 10 ms of statements.
+# A longer body takes more than about 10 ms to parse, which is done beside the event loop.
 LONG_BYTES: Final = 128 * 1024
 
 
 class FeedbackDesk:
-    """Takes statements."""
+    """Takes one worker's feedback: parses it, makes it durable, and answers."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class FeedbackDesk:
         intake: Intake,
         keys: KeyDesk,
     ) -> None:
+        """Store the parts of a worker that feedback needs."""
         self._recorder = recorder
         self._recent = recent
         self._lookup = lookup
@@ -53,10 +54,11 @@ class FeedbackDesk:
         """Answer one POST.
 
         Raises:
-            BadRequest, KeyReused: see `proxy.statements`; nothing was taken.
-            TooLarge: the body is larger than the proxy takes.
-            Overloaded: there is no room for it now.
-            SpoolFull: it could not be made durable; ask again later.
+            BadRequest: a statement is malformed; nothing was taken.
+            KeyReused: the `Idempotency-Key` belongs to another body; nothing was taken.
+            TooLarge: the body is larger than `PAWL_MAX_FEEDBACK_KB`.
+            Overloaded: there is no room for the body now.
+            SpoolFull: the feedback could not be made durable; the client may send it again.
         """
         with self._intake.budget.claim() as claim:
             record = await self._read(exchange, claim)
@@ -72,7 +74,7 @@ class FeedbackDesk:
         return parse_feedback(body, datetime.now(UTC), key)
 
     async def _state(self, record: FeedbackRecord, durable: bool) -> Answer:
-        """Record what is stated, unless it is known to be durable, and say what became of it."""
+        """Record feedback unless it is known to be durable, and return the answer to the client."""
         known = await self._known(record)
         if not durable:
             await self._take(record)
@@ -94,10 +96,10 @@ class FeedbackDesk:
         }
         missing = targets - known
         if missing:
-            found = await self._lookup.ask(
+            in_ledger = await self._lookup.ask(
                 lambda connection: ingest.known_targets(connection, missing), within_s=LOOK_UP_S
             )
-            known |= found or set[tuple[str, str]]()
+            known |= in_ledger or set[tuple[str, str]]()
         return known
 
     async def _take(self, record: FeedbackRecord) -> None:

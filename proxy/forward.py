@@ -1,7 +1,7 @@
-"""Requests that are let through untouched and unrecorded, streamed both ways, any size.
+"""Forwards requests that are not recorded: untouched, streamed both ways, of any size.
 
-With several upstreams the one that a request is for must be known first: its body is read,
-and the lists of models are joined.
+With several upstreams, the body is read first to find the model's upstream, and the upstreams'
+lists of models are joined.
 """
 
 from typing import Final
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 MODELS: Final = "/v1/models"
 ERRORS: Final = 400
-# HEAD is answered from what GET gives: the exchange leaves the body out.
+# A HEAD request is answered like GET; the exchange leaves the body out.
 READS: Final = ("GET", "HEAD")
 
 
@@ -38,18 +38,21 @@ async def forward(
     *,
     may_delete_models: bool,
 ) -> None:
-    """Pass a request on to the upstream it is for, and its reply back, byte for byte."""
+    """Pass a request on to its upstream, and the reply back, byte for byte.
+
+    Any `ProxyError` is answered here and not raised.
+    """
     try:
         if not may_delete_models and exchange.method == "DELETE" and _is_model(route):
             raise Forbidden(
-                f"DELETE {route.path} takes a model away from everybody who uses it, and this "
-                "proxy does not pass that on: set PAWL_ALLOW_MODEL_DELETE=true to let it",
+                f"DELETE {route.path} would remove a model for everybody who uses it, so this "
+                "proxy does not forward it. Set PAWL_ALLOW_MODEL_DELETE=true to allow it",
                 code="model_delete_not_allowed",
             )
         if route.administers and upstreams.keyed:
             raise NotAllowed(
                 f"{exchange.method} {route.path} manages the account at the provider, and this "
-                "proxy sends requests with its own key: do that without the proxy",
+                "proxy would send it with its own API key. Send it to the provider directly",
                 code="unknown_url",
             )
         if upstreams.only is not None:
@@ -62,7 +65,7 @@ async def forward(
             reply = await _routed(exchange, route, upstreams, intake)
     except ProxyError as error:
         if isinstance(error, UpstreamBroke):
-            # It was broken off because the client did not send the rest: it is not at fault.
+            # If the client did not send the rest of its body, the upstream is not to blame.
             exchange.body.raise_failure()
         FORWARDED.labels(route.label, status_label(error.status)).inc()
         refuse(exchange, error)
@@ -93,7 +96,7 @@ async def _routed(exchange: Exchange, route: Route, upstreams: Upstreams, intake
     if exchange.method in READS:
         return await upstreams.for_model(named or route.path).fetch(target, headers)
     with intake.budget.claim() as claim:
-        # With several upstreams a body must be read to know whose it is.
+        # The body names the model, and so the upstream.
         body, long = await intake.read(exchange, claim)
         if named is None:
             named = (await intake.beside(read_request, body) if long else read_request(body)).model
@@ -103,11 +106,11 @@ async def _routed(exchange: Exchange, route: Route, upstreams: Upstreams, intake
 async def _models(exchange: Exchange, upstreams: Upstreams) -> None:
     headers = for_upstream(exchange.headers, plain=True)
     body, missing = await upstreams.models(headers)
-    said: Headers = [JSON]
+    reply_headers: Headers = [JSON]
     if missing:
         text = f"no list of models from upstream {', '.join(missing)}"
-        said.append((b"x-pawl-warning", text.encode()))
-    exchange.reply(200, b"", said, body)
+        reply_headers.append((b"x-pawl-warning", text.encode()))
+    exchange.reply(200, b"", reply_headers, body)
 
 
 def _is_model(route: Route) -> bool:
@@ -122,11 +125,11 @@ def _target(exchange: Exchange, route: Route) -> str:
 async def _pass_back(exchange: Exchange, reply: Reply) -> None:
     """Pass a reply on as it comes.
 
-    Its head waits for the first piece of a body that is no stream: a client cannot use the one
-    without the other, and a reply that breaks off before it can still be answered for.
+    Unless the reply is a stream, its head waits for the body's first piece: a client cannot use
+    the head alone, and a reply that breaks off before that can still be answered with an error.
 
     Raises:
-        ReplyTorn: it broke off before anything of it was sent.
+        ReplyTorn: it broke off before any of it was sent to the client.
     """
     try:
         if comes_in_events(reply):

@@ -1,7 +1,7 @@
-"""What `/metrics` says (Prometheus). One place, so that names and labels stay few and stable.
+"""The proxy's Prometheus metrics, in one place so that names and labels stay few and stable.
 
-Workers and keeper count in memory that they share, and the keeper adds up (`proxy.counting`); a
-gauge says by its `multiprocess_mode` how it is joined.
+Workers and keeper count in shared memory, and the keeper adds up (`proxy.counting`); a gauge's
+`multiprocess_mode` says how its values are joined.
 """
 
 from functools import cache
@@ -16,25 +16,25 @@ Metric = TypeVar("Metric", bound=MetricWrapperBase)
 
 @cache
 def labelled(metric: Metric, *values: str) -> Metric:
-    """`metric.labels(*values)`, looked up once: on a call's path every microsecond counts.
+    """Return `metric.labels(*values)`, cached because it is on a call's path.
 
-    No value may be one that a client can make up: each is a series for as long as we run.
+    No value may be one that a client can choose freely: each becomes a time series.
     """
     return metric.labels(*values)
 
 
-# Only what we name ourselves is a label: a client may state metrics of any name.
+# A client may state metrics of any name, so only the names that Pawl defines become labels.
 NAMED_METRICS: Final = frozenset({"reward", "tool_status"})
 STANDARD_STATUSES: Final = frozenset(str(status.value) for status in HTTPStatus)
 
 
 def metric_label(metric: str) -> str:
-    """Return what a statement's metric is counted as."""
+    """Return the label of a statement's metric: its name if Pawl defines it, else `other`."""
     return metric if metric in NAMED_METRICS else "other"
 
 
 def status_label(status: int) -> str:
-    """Return what a reply's status is counted as: those that HTTP does not define, by class."""
+    """Return the label of a reply's status; by its class (`5xx`) if HTTP does not define it."""
     text = str(status)
     return text if text in STANDARD_STATUSES else f"{text[0]}xx"
 
@@ -48,7 +48,7 @@ CALLS = Counter(
     ["policy", "version", "status", "stream"],
 )
 NOT_TRAINABLE = Counter(
-    "pawl_calls_not_trainable_total", "Calls that cannot carry loss.", ["reason"]
+    "pawl_calls_not_trainable_total", "Calls that cannot be trained, by reason.", ["reason"]
 )
 CALL_SECONDS = Histogram(
     "pawl_call_seconds", "From a request's arrival to its reply's end.", ["stream"], buckets=SECONDS
@@ -76,15 +76,15 @@ FORWARDED = Counter(
 REFUSED = Counter("pawl_refused_total", "Requests refused by the proxy itself.", ["reason"])
 TOO_SLOW = Counter(
     "pawl_clients_too_slow_total",
-    "Connections broken off because the client did not get on with a head, a body or its reply.",
+    "Connections closed because the client was too slow with a head, a body or its reply.",
     ["what"],
 )
 UNFORESEEN = Counter(
-    "pawl_unforeseen_failures_total", "Requests answered with 500: an error nobody foresaw."
+    "pawl_unforeseen_failures_total", "Requests that failed over an unexpected error (status 500)."
 )
 
-# Each record ends in exactly one of stored, spooled, dead-lettered, dropped:
-# recorded = stored + spooled + dead letters + dropped.
+# Each record is in exactly one of four states, so that at any moment
+# recorded = stored + spooled + dead-lettered + dropped.
 RECORDED = Counter("pawl_records_total", "Records seen, of calls and of feedback.")
 STORED = Counter("pawl_records_stored_total", "Records that are in PostgreSQL.")
 DEAD_LETTERS = Counter("pawl_records_dead_lettered_total", "Records the database refused.")
@@ -96,46 +96,48 @@ SPOOLED = Gauge(
 )
 HELD = Gauge(
     "pawl_records_held",
-    "Spooled records that could not be stored nor dead-lettered yet, while others are stored.",
+    "Spooled records that could not be stored or dead-lettered yet, while others are stored.",
     multiprocess_mode="livemostrecent",
 )
 DRAIN_STUCK = Gauge(
     "pawl_drain_stuck_seconds",
-    "For how long the drain has moved nothing, though PostgreSQL answers; 0: it moves.",
+    "Seconds for which the drain has moved no record though PostgreSQL answers; 0: it moves.",
     multiprocess_mode="livemostrecent",
 )
 SPOOL_COMMIT = Gauge(
     "pawl_spool_commit_seconds",
-    "For how long a worker's disk has been busy with one commit: a disk that hangs.",
+    "Seconds for which a worker's disk has been busy with one commit; large: the disk hangs.",
     multiprocess_mode="livemax",
 )
 DRAIN_LAG = Gauge(
     "pawl_spool_lag_bytes",
-    "Bytes on disk still to be stored.",
+    "Bytes on disk that are not stored yet.",
     multiprocess_mode="livemostrecent",
 )
 
 FEEDBACK = Counter("pawl_feedback_total", "Statements taken on /feedback.", ["metric", "result"])
 KEY_CONFLICTS = Counter(
     "pawl_feedback_key_conflicts_total",
-    "Requests stored under an idempotency key that another body had: both were taken.",
+    "Requests stored under an idempotency key that another body has, too; both were taken.",
 )
 REWARD = Histogram(
     "pawl_reward",
-    "Rewards as they were stated, by the version that earned them.",
+    "Rewards as stated, by the policy version that earned them.",
     ["policy", "version"],
     buckets=(-1, -0.5, 0, 0.1, 0.25, 0.5, 0.75, 0.9, 1, 10),
 )
-# A histogram with a negative bucket has no sum of its own; rewards may be negative, so that
-# this sum may fall: a gauge, for delta(), not for rate().
+# prometheus_client gives a histogram with a negative bucket no sum. Rewards may be negative, so
+# this sum may fall: it is a gauge, for PromQL's delta() and not for rate().
 REWARD_SUM = Gauge(
     "pawl_reward_stated_sum",
-    "Sum of those rewards.",
+    "Sum of the rewards as stated, by the policy version that earned them.",
     ["policy", "version"],
     multiprocess_mode="sum",
 )
 TOOL_STATUS = Counter("pawl_tool_events_total", "Tool executions by how they ended.", ["status"])
-WARNINGS = Counter("pawl_warnings_total", "Malformed headers that a call was let through with.")
+WARNINGS = Counter(
+    "pawl_warnings_total", "Malformed headers that a call was taken with all the same."
+)
 SERVING = Gauge(
     "pawl_serving_version",
     "The version that new episodes get.",

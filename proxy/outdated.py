@@ -1,7 +1,7 @@
-"""Whether what was compiled of this package is what its sources say.
+"""Finds sources of this package that changed since they were compiled.
 
-`make install` compiles it (hatch_build.py) and notes each source's hash; a source that is
-changed after that would not be what runs.
+`make install` compiles the package (hatch_build.py) and saves each source's hash. A source that
+was changed after that is not what runs.
 """
 
 import json
@@ -13,7 +13,7 @@ NOTED: Final = "compiled.json"
 
 
 def hashes(package: Path) -> dict[str, str]:
-    """The SHA-256 of each source, by its path within the package."""
+    """Return the SHA-256 of each source as hex digits, by its path within the package."""
     return {
         source.relative_to(package).as_posix(): sha256(source.read_bytes()).hexdigest()
         for source in sorted(package.rglob("*.py"))
@@ -21,9 +21,10 @@ def hashes(package: Path) -> dict[str, str]:
 
 
 def outdated(package: Path = Path(__file__).parent) -> list[Path]:
-    """Sources that are not what was compiled, or are gone; none where nothing was compiled.
+    """Return the sources that were changed, added or deleted since the package was compiled.
 
-    Extensions without a note are of a compilation that did not end: of no source is it known.
+    If nothing was compiled there are none. Extensions without saved hashes come from a compilation
+    that did not finish: every source counts as changed then.
     """
     noted = package / NOTED
     if noted.exists():

@@ -1,25 +1,26 @@
-"""What this proxy recorded lately: answers "is this target known?" without the database."""
+"""A bounded memory of recent calls and idempotency keys, to look up without the database."""
 
 from collections import OrderedDict
 from typing import Final, TypeVar
 
 from proxy.capture import Captured
 
-# About 7,000 calls; the database knows the older ones.
+# Targets of about 7,000 calls; the database knows the older ones.
 CAPACITY: Final = 20_000
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 class Recent:
-    """Bounded memories of targets, of who earned what, and of idempotency keys."""
+    """The last `CAPACITY` targets of one worker with their policy version, and idempotency keys."""
 
     def __init__(self) -> None:
+        """Begin empty."""
         self._targets: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
         self._keys: OrderedDict[str, str] = OrderedDict()
 
     def remember_call(self, record: Captured, call: str, response_id: str | None) -> None:
-        """A call was taken: it, its reply's id and its episode can be targets."""
+        """Remember a call, its reply's id and its episode as possible targets of feedback."""
         earner = (record.policy or "", str(record.policy_version or 0))
         _put(self._targets, ("call", call), earner)
         if record.episode != call:
@@ -28,19 +29,19 @@ class Recent:
             _put(self._targets, ("response", response_id), earner)
 
     def earner(self, kind: str, target: str) -> tuple[str, str] | None:
-        """Policy and version of a target's call; None if it is not remembered."""
-        found = self._targets.get((kind, target))
-        if found is None and kind == "episode":
-            # An episode of its own has its one call's id.
+        """Return policy and version of a target's call, or None if it is not remembered."""
+        earner = self._targets.get((kind, target))
+        if earner is None and kind == "episode":
+            # An episode that consists of one call only has that call's id.
             return self._targets.get(("call", target))
-        return found
+        return earner
 
     def remember_key(self, key: str, body_hash: str) -> None:
-        """An idempotency key was used for a body with this hash."""
+        """Remember that an idempotency key was used for a body with this hash."""
         _put(self._keys, key, body_hash)
 
     def body_hash_of(self, key: str) -> str | None:
-        """The hash of the body that a key was last used with."""
+        """Return the hash of the body that a key was last used for, or None."""
         return self._keys.get(key)
 
 

@@ -1,4 +1,4 @@
-"""Hands records to the spool; what could not be written is counted and marked."""
+"""Hands records to the spool; a record that cannot be written is counted, and leaves a gap."""
 
 import asyncio
 from pathlib import Path
@@ -15,11 +15,11 @@ from store.ids import new_id
 
 log = structlog.get_logger()
 
-# Episodes with a gap that are still to be told of; what comes past them is only counted.
+# Most episodes with an unwritten gap that are remembered; beyond them gaps are only counted.
 MOST_GAPS: Final = 10_000
-# A disk that refused a record is tried again so often, though no call comes.
+# After a failed write the disk is tried again at this interval, even if no call comes.
 RETRY_S: Final = 1.0
-# What marks the frame that tells of gaps: it stands for no record of a client's.
+# Marks a frame that holds a `Gap`, which is not a client's record.
 GAP: Final = "\0gap"
 
 
@@ -30,7 +30,7 @@ class Recorder:
         """Take a folder under `root`.
 
         Raises:
-            OSError: it cannot be made or written, and that will not change by itself.
+            OSError: it cannot be created or written, and that will not change by itself.
         """
         self._recent = recent
         self._gaps: dict[str, None] = {}
@@ -39,26 +39,26 @@ class Recorder:
         self._spool = take_folder(root, segment_bytes=segment_bytes, on_commit=self._committed)
 
     def take(self, record: Captured, call: str, response_id: str | None) -> "asyncio.Future[bool]":
-        """Take a call's record; it goes to disk whether or not anybody waits for it."""
+        """Take a call's record; it is written whether or not the future is awaited."""
         self._recent.remember_call(record, call, response_id)
         return self._append(record, record.episode)
 
     def lose(self, episode: str) -> "asyncio.Future[bool]":
-        """Count a record that could not even be made: as one that the disk refused."""
+        """Count a record that could not be made, as if the disk had refused it."""
         self._committed(False, [episode.encode(errors="replace").decode()])
         lost: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         lost.set_result(False)
         return lost
 
     async def append(self, record: Frame) -> bool:
-        """Put any other record into the spool; False where the disk refused it."""
+        """Write any other record, and return whether it is durable."""
         return await self._append(record, "")
 
     def _append(self, record: Frame, episode: str) -> "asyncio.Future[bool]":
         try:
             frame = encode_frame(record)
         except Exception:
-            # It cannot be written down at all: who waits is told, as if the disk had refused it.
+            # A record that cannot be encoded counts as one that the disk refused.
             log.exception("record_not_encoded", kind=type(record).__name__)
             return self.lose(episode)
         return self._spool.append(frame, episode)
@@ -71,7 +71,7 @@ class Recorder:
         if durable:
             self._tell_of_gaps()
             return
-        # One that tells of gaps was no call's or feedback's: it is told again, and not lost.
+        # A frame of gaps is no client's record: it is not lost, but written again later.
         lost = [episode for episode in episodes if episode != GAP]
         if lost:
             RECORDED.inc(len(lost))
@@ -84,33 +84,33 @@ class Recorder:
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
 
     def _try_again(self) -> None:
-        # Without a call that comes, nobody would notice that the disk works again; and an
-        # episode that misses a call would pass for a whole one.
+        # If no call comes, nothing else would notice that the disk works again, and an episode
+        # that misses a call would pass for a complete one.
         self._retry = None
         self._tell_of_gaps()
 
     def _tell_of_gaps(self) -> None:
-        """Mark the episodes that miss a record as incomplete, once the disk takes records again."""
+        """Write a `Gap` for the episodes that miss a record, unless one is being written."""
         if not self._gaps or self._telling:
             return
         episodes, self._gaps = tuple(self._gaps), {}
         self._telling = True
 
-        def told(answer: "asyncio.Future[bool]") -> None:
+        def written(answer: "asyncio.Future[bool]") -> None:
             self._telling = False
             if not answer.result():
                 self._gaps = dict.fromkeys(episodes) | self._gaps
                 self._committed(False, [])
 
         gap = encode_frame(Gap(id=new_id().bytes, episodes=episodes))
-        self._spool.append(gap, GAP).add_done_callback(told)
+        self._spool.append(gap, GAP).add_done_callback(written)
 
     async def close(self) -> None:
-        """Write what waits, and let go of the folder."""
+        """Write what waits, and unlock the folder."""
         await self._spool.flush()
         self._tell_of_gaps()
         await self._spool.flush()
-        # What is answered is told of in the loop's next turn.
+        # The futures' callbacks run in the loop's next turn.
         await asyncio.sleep(0)
         if self._retry is not None:
             self._retry.cancel()

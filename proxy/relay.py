@@ -1,4 +1,4 @@
-"""Takes recorded calls in: what every call needs, and the way from a request to its `Call`."""
+"""Takes recorded calls: holds what all calls share, and turns each request into a `Call`."""
 
 from time import perf_counter
 from typing import Final
@@ -15,12 +15,12 @@ from proxy.upstreams.members import Upstreams
 from proxy.versions import Versions
 from store.policies import pinned_version
 
-# How long a call may wait to be told its episode's version; a local answer takes 1 ms.
+# Longest wait for the database to name an episode's version; a local one answers in 1 ms.
 PIN_S: Final = 0.05
 
 
 class Relay:
-    """What every call needs."""
+    """The parts that all calls of a worker share."""
 
     def __init__(
         self,
@@ -33,6 +33,17 @@ class Relay:
         max_reply: int,
         default_temperature: float,
     ) -> None:
+        """Store the parts.
+
+        Args:
+            upstreams: where calls are forwarded to.
+            versions: which policy version serves an episode.
+            recorder: where records go.
+            lookup: questions to the database.
+            intake: reads requests within their limits.
+            max_reply: longest reply in one piece, in bytes.
+            default_temperature: what the upstream samples with if a request names none.
+        """
         self.upstreams = upstreams
         self.versions = versions
         self.recorder = recorder
@@ -46,7 +57,7 @@ class Relay:
         """Answer one call and record it.
 
         Raises:
-            TooLarge, BadRequest, Overloaded: its body is not taken in (see `Intake.read`).
+            TooLarge, BadRequest, Overloaded: its body was refused, as by `Intake.read`.
         """
         arrived = perf_counter()
         with self.intake.budget.claim() as claim:
@@ -54,9 +65,9 @@ class Relay:
             await Call(self, exchange, route, read, arrived, claim).run()
 
     async def learn_pin(self, model: str, episode: str) -> None:
-        """Ask the ledger for the version of an episode that may have begun at another proxy.
+        """Ask the database for the version of an episode that may have begun at another proxy.
 
-        Only while a policy has several versions that can be served, and never for long.
+        It is asked only while a policy has several servable versions, and for at most `PIN_S`.
         """
         if self.versions.knows(model, episode):
             return

@@ -2,13 +2,14 @@
 
     | magic | mark | number | length | crc32(payload) | crc32(all before it) | payload |
 
-All numbers are u32, little-endian. `magic` and `mark` (random, one a process) make a frame's
-beginning findable: where bytes are damaged, reading goes on at the next one. A client cannot plant
-a beginning in a body of its own, because it does not know the mark; the segment's name tells it to
-the reader. The header has a checksum of its own, so that the length of a frame whose payload is
-damaged can be trusted. `number` counts frames: it says how many are missing in a damaged stretch.
+All numbers are u32, little-endian. `magic` (4 bytes) and `mark` (8 random bytes, one for each
+process) make a frame's beginning findable: after damaged bytes, reading goes on at the next one. A
+client cannot plant a beginning in its own body, because it does not know the mark; the reader takes
+it from the segment's name. The header has a checksum of its own, so that the length of a frame can
+be trusted though its payload is damaged. `number` counts frames, which gives the number of frames
+that are missing in a damaged stretch.
 
-Frames of Pawl before this format (`u32 length | u32 crc32(payload) | payload`) are read as well.
+Frames in the earlier format (`u32 length | u32 crc32(payload) | payload`) are read as well.
 """
 
 import os
@@ -23,7 +24,7 @@ import msgspec
 from proxy.capture import Captured, Frame, Gap
 from store.records import FeedbackRecord
 
-# As a length in the format before, it is one that no frame ever had.
+# Read as a length of the earlier format, this is longer than any frame ever was.
 MAGIC: Final = b"\xf7PW\xfe"
 MARK: Final = os.urandom(8)
 _HEAD: Final = struct.Struct("<12sIIII")
@@ -31,29 +32,35 @@ HEAD_BYTES: Final = _HEAD.size
 _CHECK: Final = struct.Struct("<I")
 _FIELDS: Final = struct.Struct("<12sIII")
 NUMBERS: Final = 2**32
-# The header of the format before.
+# The header of the earlier format.
 HEADER: Final = struct.Struct("<II")
 PIECE: Final = 5000
-# A header of which so many of the first bytes are right was one.
+# Bytes of magic and mark that must be right for a damaged header to be taken for one.
 ALIKE: Final = 6
 
 _SYNC: Final = MAGIC + MARK
 _numbers: Final = count()
 _encoder: Final = msgspec.msgpack.Encoder()
-# Structs that are arrays on the wire cannot share a union with one that is a map.
+# msgspec cannot decode a union of structs that are arrays and one that is a map.
 _captured: Final[msgspec.msgpack.Decoder[Captured | Gap]] = msgspec.msgpack.Decoder(Captured | Gap)
 _feedback: Final = msgspec.msgpack.Decoder(FeedbackRecord)
+# First bytes of MessagePack's arrays: fixarray, array 16 and array 32.
 ARRAYS: Final = range(0x90, 0xA0)
 LONG_ARRAYS: Final = (0xDC, 0xDD)
 
 
 class Piece(NamedTuple):
-    """One frame of a segment, or a stretch of it that is damaged.
+    """One frame of a segment, or a damaged stretch of it; offsets are within the segment.
 
-    `data` is the payload, or the damaged bytes, and begins at `begin`; the piece, header included,
-    goes from `start` to `end`. `records` says how many are in it: of a damaged stretch at least
-    one, where it cannot be known, and none where it is known to be junk between frames. `number`
-    is that of the next frame (None: not known), `damage` what is wrong ("": nothing).
+    Attributes:
+        start: where the piece begins, with its header.
+        begin: where `data` begins.
+        end: where the piece ends.
+        data: the payload, or the damaged bytes.
+        records: number of records in the piece. For a damaged stretch it is 0 if that is known to
+            be junk between frames, and 1 if the number cannot be known.
+        number: number of the next frame; None if that is not known.
+        damage: description of the damage; empty if there is none.
     """
 
     start: int
@@ -66,7 +73,7 @@ class Piece(NamedTuple):
 
 
 class _Head(NamedTuple):
-    """Where a frame's payload is; `number` is None in the format before."""
+    """A frame's header, with the payload's place; `number` is None in the earlier format."""
 
     begin: int
     end: int
@@ -76,14 +83,18 @@ class _Head(NamedTuple):
 
 
 def encode_frame(record: Frame) -> bytes:
-    """Return one record as a frame; a process's frames are numbered as they are made."""
+    """Return a record as a frame, with the process's next frame number."""
     payload = _encoder.encode(record)
     fields = _FIELDS.pack(_SYNC, next(_numbers) % NUMBERS, len(payload), _checksum(payload))
     return fields + _CHECK.pack(crc32(fields)) + payload
 
 
 def _checksum(payload: bytes) -> int:
-    """CRC-32, in pieces for which zlib does not let other threads run (it does from 5 KB on)."""
+    """Return the CRC-32 of a payload.
+
+    It is computed in pieces of at most 5,000 bytes, because zlib releases the GIL for longer ones
+    and getting it back may take long.
+    """
     checksum = crc32(payload[:PIECE])
     for start in range(PIECE, len(payload), PIECE):
         checksum = crc32(payload[start : start + PIECE], checksum)
@@ -91,7 +102,7 @@ def _checksum(payload: bytes) -> int:
 
 
 def read_frames(data: bytes, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield the whole payloads from `offset` on, each with the offset at which its frame ends."""
+    """Yield the intact payloads from `offset` on, each after the offset at which its frame ends."""
     for piece in read_pieces(data, offset, ended=True):
         if not piece.damage:
             yield piece.end, piece.data
@@ -106,12 +117,19 @@ def read_pieces(
     number: int | None = None,
     ended: bool = False,
 ) -> Iterator[Piece]:
-    """Yield what `data` holds from `at` on, where a piece begins; it is at `base` in its segment.
+    """Yield the pieces of `data`.
 
-    `number` is that of the frame at `at`, and `mark` the segment's, where they are known. `ended`
-    says that nothing will ever follow `data`: what is not whole is damaged then, and not a frame
-    that is still being written. Otherwise reading ends before the first piece of which the end
-    cannot be told yet, so that a piece is the same however much could be read of what follows it.
+    Reading ends before the first piece whose end cannot be determined yet, so that a piece is the
+    same however much of what follows it could be read.
+
+    Args:
+        data: bytes of a segment.
+        at: offset in `data` at which a piece begins.
+        base: offset of `data` in its segment.
+        mark: the mark of the segment's frames, if it is known.
+        number: the number of the frame at `at`, if it is known.
+        ended: whether nothing will ever follow `data`. An incomplete frame is then damaged;
+            otherwise it may still be being written.
     """
     while at < len(data):
         head = _head(data, at, mark) or _head_before(data, at)
@@ -145,7 +163,7 @@ def _added(number: int | None, records: int) -> int | None:
 
 
 def _head(data: bytes, at: int, mark: bytes | None) -> _Head | None:
-    """The header at `at`; None if there is none that is whole, and of the segment's own mark."""
+    """Return the intact header at `at` with the segment's mark, or None if there is none."""
     if not data.startswith(MAGIC, at) or len(data) - at < HEAD_BYTES:
         return None
     sync, number, length, checksum, check = _HEAD.unpack_from(data, at)
@@ -156,7 +174,10 @@ def _head(data: bytes, at: int, mark: bytes | None) -> _Head | None:
 
 
 def _head_before(data: bytes, at: int) -> _Head | None:
-    """What would be a header in the format before; no frame was empty (zeros would be one)."""
+    """Return the bytes at `at` as a header of the earlier format, or None if they cannot be one.
+
+    No frame was empty, so that a stretch of zeros is not taken for headers.
+    """
     if len(data) - at < HEADER.size:
         return None
     length, checksum = HEADER.unpack_from(data, at)
@@ -167,7 +188,7 @@ def _head_before(data: bytes, at: int) -> _Head | None:
 def _end_of_damage(
     data: bytes, at: int, head: _Head | None, mark: bytes | None, ended: bool
 ) -> int | None:
-    """Where the damaged stretch that begins at `at` ends; None if that cannot be told yet."""
+    """Return where the damaged stretch that begins at `at` ends; None if it is not known yet."""
     known = head is not None and head.number is not None
     if head is not None and head.end <= len(data):
         if known and _began(data, head.end, mark):
@@ -176,19 +197,19 @@ def _end_of_damage(
             return head.end
     elif known and not ended:
         return None
-    # Without a mark only what is surely not being written may be searched: a client can plant
-    # a beginning in a body, and must not have it found in a frame that is not whole yet.
-    found = _next(data, at + 1, mark) if ended or mark is not None else -1
-    if found < 0:
+    # Without a mark, search only data that is not being written any more: a client can plant a
+    # beginning in a body, which must not be found in a frame that is still incomplete.
+    following = _next(data, at + 1, mark) if ended or mark is not None else -1
+    if following < 0:
         return len(data) if ended else None
-    return found
+    return following
 
 
 def _began(data: bytes, at: int, mark: bytes | None) -> bool:
-    """Whether a frame began at `at`, though its header may be damaged, or not be all there yet."""
+    """Return whether a frame seems to begin at `at`; its header may be damaged or incomplete."""
     sync = MAGIC + (mark or b"")
-    there = data[at : at + len(sync)]
-    return not there or sum(map(bytes.__eq__, _each(there), _each(sync))) >= min(ALIKE, len(there))
+    start = data[at : at + len(sync)]
+    return not start or sum(map(bytes.__eq__, _each(start), _each(sync))) >= min(ALIKE, len(start))
 
 
 def _each(data: bytes) -> Iterator[bytes]:
@@ -196,7 +217,7 @@ def _each(data: bytes) -> Iterator[bytes]:
 
 
 def _frame_at(data: bytes, at: int, mark: bytes | None, ended: bool) -> bool:
-    """Whether a whole frame is at `at`, or the end of it all."""
+    """Return whether an intact frame is at `at`, or the end of data that has ended."""
     if at == len(data):
         return ended
     head = _head(data, at, mark) or _head_before(data, at)
@@ -206,19 +227,19 @@ def _frame_at(data: bytes, at: int, mark: bytes | None, ended: bool) -> bool:
 
 
 def _next(data: bytes, at: int, mark: bytes | None) -> int:
-    """The next beginning of a frame from `at` on; -1 if there is none."""
+    """Return the offset of the next frame's beginning from `at` on, or -1 if there is none."""
     if mark is not None:
         return data.find(MAGIC + mark, at)
-    found = data.find(MAGIC, at)
-    while found >= 0 and _head(data, found, None) is None:
-        found = data.find(MAGIC, found + 1)
-    return found
+    start = data.find(MAGIC, at)
+    while start >= 0 and _head(data, start, None) is None:
+        start = data.find(MAGIC, start + 1)
+    return start
 
 
 def _lost(number: int | None, following: _Head | None, size: int) -> int:
-    """How many records a damaged stretch of `size` bytes held, by what comes after it.
+    """Return how many records a damaged stretch of `size` bytes held, by the next frame's number.
 
-    At least one where that is not known. A count that the stretch has no room for is not believed.
+    The count is 1 if it is not known, or if the stretch has no room for as many headers.
     """
     if number is None or following is None or following.number is None:
         return 1
@@ -230,7 +251,7 @@ def decode_payload(payload: bytes) -> Frame:
     """Return the record in a payload.
 
     Raises:
-        msgspec.DecodeError: it is none of ours (a newer or older Pawl wrote it).
+        msgspec.DecodeError: it is no record that this version of Pawl knows.
     """
     first = payload[0] if payload else 0
     if first in ARRAYS or first in LONG_ARRAYS:

@@ -1,16 +1,16 @@
-"""Records on disk before the reply's end leaves: append-only segments, group-committed.
+"""The spool: append-only segments with group commit, durable before a reply's end leaves.
 
-The loop gathers frames; one writer thread takes all that wait, writes them at once, and one
-`fdatasync` makes them durable. Frames that could not be written (disk full) are cut off again, so
-that the segment stays readable, and whoever waits is told.
+The event loop gathers frames; one writer thread takes all that wait, writes them at once, and
+makes them durable with one `fdatasync`. Frames that cannot be written (the disk is full, say) are
+cut off again, so that the segment stays readable, and their futures give False.
 
-A worker holds a folder of its own under the spool's root. The segment that is being written
-is `ID_MARK.open`; one that will not grow any more is `ID_MARK.seg`. The keeper reads both and
-deletes the latter (`proxy.keeping.drain`).
+A worker locks a folder of its own under the spool's root. The segment that it is writing is
+`ID_MARK.open`; one that will not grow any more is `ID_MARK.seg`. The keeper reads both and deletes
+the latter (`proxy.keeping.drain`).
 
-Whatever the disk does, who waits gets an answer, and the thread goes on: an error is an answer
-at once; a disk that says nothing for `PATIENCE_S` is one too, and until it has answered, what
-comes is refused at once and not gathered.
+Whatever the disk does, every future gets a result and the thread goes on. An error gives False at
+once. So does a commit that takes longer than `PATIENCE_S`; until the disk answers, new frames are
+refused at once.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ from proxy.spooling.segment_writer import SegmentWriter
 
 log = structlog.get_logger()
 
-# A segment that nothing was added to for so long is sealed, so that the keeper can delete it.
+# A segment that has not grown for this long is sealed, so that the keeper can delete it.
 QUIET_S: Final = 5.0
-# Where a commit brought so many, the next one waits a little for more: each costs a wake-up of
-# the writer, which the calls themselves have to wait for.
+# After a commit of at least `BUSY` frames the next one waits `GATHER_S` for more: each commit
+# wakes the writer thread up, and calls wait for that.
 BUSY: Final = 4
 GATHER_S: Final = 0.002
-# So long a disk may take for one commit before those who wait are told that it failed.
+# Longest time that a commit may take before it counts as failed.
 PATIENCE_S: Final = 15.0
-# So long the end of a worker waits for a disk that does not answer.
+# Longest time that `close` waits for a disk that does not answer.
 CLOSE_S: Final = 5.0
 Waiting = tuple[bytes, "asyncio.Future[bool]", str]
 Commit = tuple[list[Waiting], asyncio.AbstractEventLoop]
@@ -44,11 +44,11 @@ OnCommit = Callable[[bool, list[str]], None]
 
 
 def _nothing(_durable: bool, _marks: list[str]) -> None:
-    """Nobody wants to be told."""
+    """Ignore the outcome of a commit."""
 
 
 class Spool:
-    """The segments of one worker."""
+    """One worker's segments, and the thread that writes them."""
 
     def __init__(
         self,
@@ -58,13 +58,20 @@ class Spool:
         on_commit: OnCommit = _nothing,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        """Take hold of `folder`; `on_commit` is told how each commit went, before who waits.
+        """Lock a folder, and start the writer thread.
 
-        Where the disk is full or fails, the folder is taken as soon as it lets us.
+        If the disk is full or fails, the folder is taken as soon as the disk works.
+
+        Args:
+            folder: the folder, or a function that takes one.
+            segment_bytes: size at which a segment is sealed.
+            on_commit: called after each commit, before its futures get their result, with
+                whether it is durable and the marks of its frames.
+            patience_s: longest time that a commit may take before it counts as failed.
 
         Raises:
-            SpoolInUse: another process holds it.
-            OSError: it cannot be made or written, and that will not change by itself.
+            SpoolInUse: another process holds the folder.
+            OSError: it cannot be created or written, and that will not change by itself.
         """
         take = folder if callable(folder) else partial(Home, folder)
         self._on_commit = on_commit
@@ -72,7 +79,7 @@ class Spool:
         self._gathered: list[Waiting] = []
         self._in_commit: list[Waiting] = []
         self._busy = False
-        # Since when the present commit is under way, and whether a timer looks after it.
+        # When the present commit began (loop time), and whether a timer watches it.
         self._began = 0.0
         self._watched = False
         self._stalled = False
@@ -82,10 +89,10 @@ class Spool:
         self._thread.start()
 
     def append(self, frame: bytes, mark: str = "") -> "asyncio.Future[bool]":
-        """Take a frame; the future says whether it is on disk (False: it counts as lost).
+        """Take a frame; the future's result is whether it is durable (False: it counts as lost).
 
-        The frame is taken at once: whoever stops waiting does not take it back. `mark` is
-        what `on_commit` is told of it.
+        The frame is taken at once: cancelling the future does not take it back. `mark` is what
+        `on_commit` gets for it.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bool] = loop.create_future()
@@ -96,7 +103,7 @@ class Spool:
             if self._busy:
                 loop.call_later(GATHER_S, self._commit)
             else:
-                # What this turn of the loop still brings goes along.
+                # Frames that come in the same turn of the loop join the commit.
                 loop.call_soon(self._commit)
         self._gathered.append((frame, future, mark))
         return future
@@ -119,15 +126,15 @@ class Spool:
         self._queue.put((self._in_commit, loop))
 
     def _look(self) -> None:
-        """Give a commit up that takes too long; whoever waits, or comes meanwhile, is told."""
+        """Give up a commit that takes too long: all waiting frames count as lost."""
         self._watched = False
         if not self._in_commit:
             return
         loop = asyncio.get_running_loop()
-        left = self._began + self._patience_s - loop.time()
-        if left > 0:
+        remaining_s = self._began + self._patience_s - loop.time()
+        if remaining_s > 0:
             self._watched = True
-            loop.call_later(left, self._look)
+            loop.call_later(remaining_s, self._look)
             return
         waiting = [*self._in_commit, *self._gathered]
         self._in_commit, self._gathered, self._stalled = [], [], True
@@ -136,7 +143,7 @@ class Spool:
 
     def _committed(self, waiting: list[Waiting], durable: bool) -> None:
         if self._stalled:
-            # These were told that they are lost. What is on disk of them is stored all the same.
+            # Their futures gave False already. What is on disk of them is stored all the same.
             self._stalled = False
             log.warning("spool_answers_again", durable=durable)
             self._answer([], durable)
@@ -153,28 +160,29 @@ class Spool:
         try:
             self._on_commit(durable, [mark for _, _, mark in waiting])
         except Exception:
-            # Who waits has to be told, whatever those do who count.
+            # The futures must get their result even if `on_commit` fails.
             log.exception("spool_not_counted", records=len(waiting), durable=durable)
         for _, future, _ in waiting:
             if not future.done():
                 future.set_result(durable)
 
     async def flush(self) -> None:
-        """Wait until all that was taken is on disk, or was given up."""
+        """Wait until every frame that was taken is durable or given up."""
         while waiting := [*self._gathered, *self._in_commit]:
             await asyncio.wait([future for _, future, _ in waiting])
 
     def close(self, within_s: float = CLOSE_S) -> None:
-        """Seal the segment, and let go of the folder. `flush` comes first.
+        """Seal the segment and unlock the folder; call `flush` before.
 
-        A disk that does not answer is not waited for: the folder is free once this process ends.
+        A disk that does not answer is waited for `within_s` seconds only: the folder is unlocked
+        when this process ends, in any case.
         """
         self._queue.put(None)
         self._thread.join(within_s)
         if self._thread.is_alive():
             log.error("spool_not_closed", waited_s=within_s, reason="the disk does not answer")
 
-    # the writer thread
+    # The methods below run in the writer thread.
 
     def _run(self) -> None:
         while True:
@@ -191,14 +199,14 @@ class Spool:
             try:
                 loop.call_soon_threadsafe(self._committed, waiting, durable)
             except RuntimeError:
-                # The loop is closed, and with it all that waited.
+                # The loop is closed, so nothing waits for these frames any more.
                 log.error("spool_answers_nobody", records=len(waiting), durable=durable)
 
     def _written(self, waiting: Sequence[Waiting]) -> bool:
         try:
             return self._writer.append(b"".join([frame for frame, _, _ in waiting]))
         except Exception:
-            # Memory is short, say: without this thread nothing would ever be answered again.
+            # Memory may be short. This thread must go on, or no frame would get a result again.
             log.exception("spool_write_failed", records=len(waiting))
             return False
 
@@ -214,5 +222,9 @@ def _taken(take: Callable[[], Home]) -> Home | None:
 
 
 def take_folder(root: Path, *, segment_bytes: int, on_commit: OnCommit = _nothing) -> Spool:
-    """Return a spool in the first numbered folder under `root` that nobody holds."""
+    """Return a spool in the first numbered folder under `root` that no process holds.
+
+    Raises:
+        OSError: none can be created or written, and that will not change by itself.
+    """
     return Spool(lambda: take_home(root), segment_bytes=segment_bytes, on_commit=on_commit)

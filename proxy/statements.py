@@ -1,4 +1,4 @@
-"""What POST /feedback may say, and what is wrong with it where it may not (pure)."""
+"""Parses the body of POST /feedback; its errors name the field and the remedy (pure)."""
 
 import math
 from datetime import datetime
@@ -20,18 +20,23 @@ COMMON: Final = frozenset({"metric", "value", *TARGETS})
 ABOUT_TOOLS: Final = frozenset({"id", "name", "detail", "ms"})
 MAX_ITEMS: Final = 10_000
 MAX_TEXT: Final = 1024
-# What is looked up stands in an index, whose rows PostgreSQL limits to 2,704 bytes in all.
+# Targets are in a B-tree index, whose rows PostgreSQL limits to 2,704 bytes in all.
 MAX_TARGET_BYTES: Final = 2048
-# A list of statements, none of which holds another value than text and numbers.
+# Limits of a list of statements that hold only text and numbers.
 MAX_CONTAINERS: Final = MAX_ITEMS + 1
 MAX_VALUES: Final = MAX_ITEMS * (len(COMMON | ABOUT_TOOLS) + 1)
 
 
 def parse_feedback(body: bytes, at: datetime, idempotency_key: str | None) -> FeedbackRecord:
-    """The statements in a body: one object, or a list of them.
+    """Return the statements in a body: one JSON object, or a list of them.
+
+    Args:
+        body: the request's body.
+        at: when it arrived.
+        idempotency_key: the request's `Idempotency-Key` header.
 
     Raises:
-        BadRequest: something in it is not as the contract says; nothing of it is taken.
+        BadRequest: the key or a statement is malformed; nothing of the body is taken.
     """
     parsed = _parsed(body)
     statements = parsed if isinstance(parsed, list) else [parsed]
@@ -54,7 +59,7 @@ def parse_feedback(body: bytes, at: datetime, idempotency_key: str | None) -> Fe
 def _parsed(body: bytes) -> Any:
     size = most_of(body)
     if size.containers > MAX_CONTAINERS or size.values > MAX_VALUES:
-        # Brackets and commas in texts were counted too: now exactly.
+        # That count includes brackets and commas inside strings; count exactly before refusing.
         size = size_of(body, Size(MAX_CONTAINERS, MAX_VALUES))
         if size.containers > MAX_CONTAINERS or size.values > MAX_VALUES:
             raise BadRequest(
@@ -96,7 +101,7 @@ def _as_float(value: Any) -> float | None:
 
 
 class _Statement:
-    """One statement being read; `where` says which in messages."""
+    """One statement that is being parsed; `where` names it in error messages."""
 
     def __init__(self, value: object, where: str) -> None:
         self._where = where
@@ -137,9 +142,9 @@ class _Statement:
     def _target(self) -> tuple[Any, str]:
         named = [kind for kind in TARGETS if self._fields.get(kind) is not None]
         if len(named) != 1:
-            what = " and ".join(named) if named else "none"
+            targets = " and ".join(named) if named else "none"
             raise self._error(
-                "target", f"must be exactly one of episode, call, response; found {what}"
+                "target", f"must be exactly one of episode, call, response; found {targets}"
             )
         kind = named[0]
         target = self._text(kind)

@@ -1,4 +1,4 @@
-"""A worker: takes calls and feedback on the data port. It needs its disk, and nobody else."""
+"""A worker: takes calls and feedback on the data port. It needs only its disk and the upstream."""
 
 import asyncio
 import socket
@@ -45,7 +45,10 @@ COUNT_S = 0.5
 
 
 def data_handler(relay: Relay, desk: FeedbackDesk, *, may_delete_models: bool) -> Handler:
-    """The data port: every request goes through the allow-list, the only router there is."""
+    """Return the data port's handler.
+
+    Every request goes through the allow-list (`proxy.routes`), which is the only router.
+    """
 
     async def handle(exchange: Exchange) -> None:
         try:
@@ -66,7 +69,7 @@ def data_handler(relay: Relay, desk: FeedbackDesk, *, may_delete_models: bool) -
             REFUSED.labels(type(error).__name__).inc()
             refuse(exchange, error)
         except ClientGone:
-            # Its record, where it had got so far as to have one, is made.
+            # If it got as far as a `Call`, its record has been made.
             log.info("client_gone", method=exchange.method)
         except BodyTooSlow as error:
             REFUSED.labels(TooSlow.__name__).inc()
@@ -80,7 +83,7 @@ def data_handler(relay: Relay, desk: FeedbackDesk, *, may_delete_models: bool) -
 
 
 def _note_too_slow(what: str, allowed_s: float, exchange: Exchange | None) -> None:
-    """Count and log a client that was broken off because it did not get on."""
+    """Count and log a client whose connection was closed because it was too slow."""
     TOO_SLOW.labels(what).inc()
     log.warning(
         "client_too_slow",
@@ -93,10 +96,10 @@ def _note_too_slow(what: str, allowed_s: float, exchange: Exchange | None) -> No
 
 @asynccontextmanager
 async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIterator[Server]:
-    """A worker that takes connections from `listener`: up when entered.
+    """Run a worker that takes connections from `listener`; it is up when the context is entered.
 
-    When it is left, no new connection is taken and calls under way are finished first: within
-    a part of `PAWL_STOP_GRACE_S`, unless `finish_within` was called on the server before.
+    When the context is left, no new connection is taken, and calls under way have a part of
+    `PAWL_STOP_GRACE_S` to finish, unless `finish_within` was called on the server before.
     """
     versions = Versions()
     recent = Recent()
@@ -145,7 +148,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     try:
         yield server
     finally:
-        # Who is in the queue already is let in: with the socket's end they would be reset.
+        # Accept connections that are queued already: closing the socket would reset them.
         await asyncio.sleep(QUEUE_S)
         server.stop_accepting()
         if not server.ending:
@@ -163,11 +166,11 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
 
 
 async def _load_pins(lookup: Lookup, versions: Versions) -> None:
-    """Episodes that are under way keep their version across a restart of the proxy."""
+    """Load the versions of episodes under way, which they keep across a restart of the proxy."""
     while True:
-        found = await lookup.ask(lambda c: pinned_episodes(c, MAX_PINS), within_s=PINS_S)
-        if found is not None:
-            for policy, episode, version in found:
+        pins = await lookup.ask(lambda c: pinned_episodes(c, MAX_PINS), within_s=PINS_S)
+        if pins is not None:
+            for policy, episode, version in pins:
                 versions.pin(policy, episode, version)
             return
         await asyncio.sleep(1.0)

@@ -1,1 +1,1 @@
-"""Counters of several processes in memory that they share, and no disk can be in the way of."""
+"""Counters of several processes in shared memory, which no full or failing disk can stop."""

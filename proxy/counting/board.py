@@ -1,7 +1,7 @@
-"""What the supervisor knows of its workers, for the keeper's `/readyz`: a page in shared memory.
+"""The workers' states in shared memory: the supervisor writes them, the keeper's `/readyz` reads.
 
-The supervisor writes it anew at each change and waits for nobody; a keeper that was just started
-reads the present state.
+The supervisor rewrites the page at each change without waiting for a reader, so that a keeper
+that was just started reads the present state.
 """
 
 import os
@@ -20,57 +20,67 @@ _HEAD: Final = struct.Struct("<QI")
 
 
 class ProcessState(msgspec.Struct, frozen=True):
-    """One process of the supervisor's; times are seconds since 1970."""
+    """The state of one process that the supervisor runs; times are Unix time in seconds."""
 
     name: str
     state: State
     since: float
-    # How often it was started again after it had ended by itself.
+    # How often it was started again after it ended unasked.
     restarts: int
-    # How it ended last: its exit status, or the signal that ended it, negative.
+    # How it last ended: its exit status, or the negative number of the signal that ended it.
     last_exit: int | None = None
 
 
 class Board:
-    """The page; who writes it and who reads it share one descriptor."""
+    """The page of states; writer and reader share its descriptor."""
 
     def __init__(self, page: int) -> None:
+        """Store the descriptor `page` of an existing page."""
         self.page = page
 
     @classmethod
     def new(cls) -> "Board":
-        """Make an empty page."""
+        """Create an empty page."""
         return cls(make_block("pawl-board"))
 
     def write(self, states: list[ProcessState]) -> None:
-        """Replace what it says.
+        """Replace the states on the page.
 
         Raises:
             OSError: the machine has no memory left.
         """
-        said = msgspec.json.encode(states)
-        os.pwrite(self.page, _HEAD.pack(len(said), zlib.crc32(said)) + said, 0)
+        encoded = msgspec.json.encode(states)
+        os.pwrite(self.page, _HEAD.pack(len(encoded), zlib.crc32(encoded)) + encoded, 0)
 
     def read(self) -> list[ProcessState]:
-        """Return what it says; nothing where it was not written yet."""
+        """Return the states on the page; an empty list before the first `write`.
+
+        Raises:
+            BlockingIOError: the page was half written at each of `TRIES` looks.
+        """
         for _ in range(TRIES):
             data = os.pread(self.page, os.fstat(self.page).st_size, 0)
             if not data:
                 return []
             length, checksum = _HEAD.unpack_from(data)
-            said = data[_HEAD.size : _HEAD.size + length]
-            if zlib.crc32(said) == checksum:
-                return msgspec.json.decode(said, type=list[ProcessState])
-            # It was being written at that moment.
+            encoded = data[_HEAD.size : _HEAD.size + length]
+            if zlib.crc32(encoded) == checksum:
+                return msgspec.json.decode(encoded, type=list[ProcessState])
+            # The supervisor was writing it at that moment.
             time.sleep(0.001)
-        raise BlockingIOError("the supervisor's page is never whole")
+        raise BlockingIOError(
+            f"the supervisor's page of process states was half written at each of {TRIES} looks"
+        )
 
 
 def readiness(states: list[ProcessState] | None) -> tuple[bool, list[dict[str, object]]]:
-    """Say whether calls are taken, and tell of each worker; None: there is no supervisor."""
+    """Return whether a worker takes calls, and each worker's state for `/readyz`.
+
+    `states` is None if no supervisor runs the workers: they are then taken to be up.
+    """
     if states is None:
         return True, []
-    told: list[dict[str, object]] = [
+    workers: list[dict[str, object]] = [
         {
             "name": one.name,
             "state": one.state,
@@ -80,4 +90,4 @@ def readiness(states: list[ProcessState] | None) -> tuple[bool, list[dict[str, o
         }
         for one in states
     ]
-    return any(one.state == "up" for one in states), told
+    return any(one.state == "up" for one in states), workers

@@ -1,12 +1,12 @@
-"""Blocks of memory that the supervisor makes and hands down: named numbers that outlive a process.
+"""Blocks of shared memory that the supervisor makes: named numbers that outlive a process.
 
-A block is an anonymous file in memory (`memfd_create`): it has no name in any file system, so
-that no disk can be too full for it and nothing is left behind when all its processes are gone.
-Who counts holds one block at a time; what was counted stays in it for whoever takes it next.
+A block is an anonymous file in memory (memfd_create(2)). It has no name in any file system, so
+that no disk can be too full for it, and it is gone when its last process is. Each process that
+counts holds one block; its numbers stay there for the process that takes the block next.
 
-Layout: eight bytes with how much is used, then for each number the length of its name (four
-bytes), the name, spaces up to a multiple of eight bytes, and two doubles: the value, and when it
-was set.
+Layout, little-endian: eight bytes with the number of bytes in use. Then for each number the length
+of its name (four bytes), the name, spaces up to a multiple of eight bytes, and two doubles: the
+value, and the time at which it was set.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ WAIT_S: Final = 5.0
 _USED: Final = struct.Struct("<Q")
 _LENGTH: Final = struct.Struct("<I")
 _NUMBER: Final = struct.Struct("<dd")
-# The kernel may insist on it (vm.memfd_noexec); older ones do not know it.
+# A kernel may require this flag (sysctl vm.memfd_noexec); kernels before 6.3 refuse it.
 _MFD_NOEXEC_SEAL: Final = 0x0008
 
 
@@ -39,7 +39,7 @@ class Number(NamedTuple):
 
 
 def make_block(name: str) -> int:
-    """Return the descriptor of a new, empty block; `name` is seen in /proc alone."""
+    """Return the descriptor of a new, empty block; `name` is shown in /proc only."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
     except OSError:
@@ -47,7 +47,7 @@ def make_block(name: str) -> int:
 
 
 def read_block(block: int) -> Iterator[Number]:
-    """Yield all numbers of a block, whoever holds it."""
+    """Yield all numbers of a block, whether or not a process holds it."""
     head = os.pread(block, _USED.size, 0)
     if not head:
         return
@@ -63,7 +63,7 @@ def read_block(block: int) -> Iterator[Number]:
 
 
 def is_held(block: int) -> bool:
-    """Say whether the process that counts in a block is alive."""
+    """Return whether a living process holds a block."""
     handle = _reopen(block)
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -75,10 +75,10 @@ def is_held(block: int) -> bool:
 
 
 def take_block(blocks: Sequence[int]) -> "Block":
-    """Hold the first block that nobody holds.
+    """Take the first block that no process holds; wait up to `WAIT_S` for one.
 
     Raises:
-        NoBlock: there is none.
+        NoBlock: living processes hold them all.
     """
     deadline = time.monotonic() + WAIT_S
     while True:
@@ -90,9 +90,9 @@ def take_block(blocks: Sequence[int]) -> "Block":
                 os.close(handle)
             else:
                 return Block(handle)
-        # One may be looked at just now, or be a process's that is about to end.
+        # A block may be locked for a moment by `is_held`, or its process may be about to end.
         if time.monotonic() > deadline:
-            raise NoBlock(f"all {len(blocks)} blocks are held")
+            raise NoBlock(f"all {len(blocks)} blocks are held by running processes")
         time.sleep(0.02)
 
 
@@ -100,11 +100,16 @@ class Block:
     """A block that this process holds for as long as it lives."""
 
     def __init__(self, handle: int) -> None:
+        """Map the block that `handle` has locked, and find the numbers that are in it.
+
+        Raises:
+            OSError: the machine has no memory for it.
+        """
         self._handle = handle
         size = os.fstat(handle).st_size
         if size == 0:
             size = START_BYTES
-            # All of it is there from now on: touching it cannot fail later.
+            # Allocated at once: writing to a mapped page that has no memory would kill the process.
             os.posix_fallocate(handle, 0, size)
         self._map = mmap.mmap(handle, size)
         [used] = _USED.unpack_from(self._map)
@@ -120,11 +125,11 @@ class Block:
 
     @property
     def names(self) -> list[str]:
-        """The names of all numbers in it."""
+        """Return the names of all numbers in the block."""
         return list(self._places)
 
     def place(self, name: str) -> int:
-        """Return where a number is; it is 0 if it was not there before.
+        """Return the offset of a number, which is created with the value 0 if it is missing.
 
         Raises:
             OSError: the machine has no more memory for it.
@@ -138,19 +143,19 @@ class Block:
             _padded(len(raw)) - _LENGTH.size
         )
         self._map[at : at + _NUMBER.size] = _NUMBER.pack(0.0, 0.0)
-        # Last, so that a kill at any moment leaves a whole block.
+        # Written last, so that a kill at any moment leaves a consistent block.
         self._used = at + _NUMBER.size
         self._map[: _USED.size] = _USED.pack(self._used)
         self._places[name] = at
         return at
 
     def get(self, place: int) -> float:
-        """Return the value there."""
+        """Return the value at offset `place`."""
         value: float = _NUMBER.unpack_from(self._map, place)[0]
         return value
 
     def set(self, place: int, value: float, at: float) -> None:
-        """Set the value there, as of `at`."""
+        """Set the value at offset `place`, and `at` as the time it was set."""
         self._map[place : place + _NUMBER.size] = _NUMBER.pack(value, at)
 
     def _grow(self, needed: int) -> None:
@@ -164,10 +169,13 @@ class Block:
 
 
 def _padded(length: int) -> int:
-    """Return the bytes that a name's length, the name and its padding take."""
+    """Return how many bytes a name of `length` bytes takes with its length field and padding."""
     return (_LENGTH.size + length + 7) // 8 * 8
 
 
 def _reopen(block: int) -> int:
-    """Open a block anew: a lock belongs to what was opened, and ours is everybody's."""
+    """Open a block anew, so that it can be locked for this process alone.
+
+    A flock(2) lock belongs to the open file, and the inherited one is shared by all processes.
+    """
     return os.open(f"/proc/self/fd/{block}", os.O_RDWR | os.O_CLOEXEC)

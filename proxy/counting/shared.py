@@ -1,9 +1,8 @@
-"""prometheus_client's counters in shared blocks: each process counts, the keeper adds up.
+"""prometheus_client's counters in shared memory: each process counts, the keeper adds up.
 
-A gauge says by its `multiprocess_mode` what several processes' values mean together: `livesum`
-adds those of the processes that are alive, `livemax` takes the largest and `livemostrecent` the
-newest of theirs, and `sum` adds all, as counters and histograms do. What a dead process counted
-goes on counting.
+A gauge's `multiprocess_mode` says how the values of several processes are joined. Of the living
+processes' values `livesum` is the sum, `livemax` the largest and `livemostrecent` the newest;
+`sum` adds those of all processes, dead ones included, as counters and histograms do.
 """
 
 import json
@@ -30,14 +29,14 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class _Shared:
-    """What this process was handed down."""
+    """The blocks that this process inherited from the supervisor; None: it counts alone."""
 
     blocks: Sequence[int] | None = None
     lock: Final = threading.Lock()
 
 
 def share(blocks: Sequence[int]) -> None:
-    """Count in a block of these from now on; before any metric is made.
+    """Keep this process's metrics in one of `blocks`; to be called before any metric is made.
 
     Raises:
         NoBlock: other processes hold them all.
@@ -45,14 +44,14 @@ def share(blocks: Sequence[int]) -> None:
     block = take_block(blocks)
     for name in block.names:
         if json.loads(name)[1] in OF_THE_LIVING:
-            # What a process that is gone said of itself.
+            # The last value of a process that is gone.
             block.set(block.place(name), 0.0, 0.0)
     _Shared.blocks = blocks
     values.ValueClass = _value_class(block)
 
 
 def registry() -> CollectorRegistry:
-    """Return what all processes that share their counters count together."""
+    """Return the metrics of all processes that share blocks, or of this one if it counts alone."""
     if _Shared.blocks is None:
         return REGISTRY
     together = CollectorRegistry()
@@ -61,15 +60,18 @@ def registry() -> CollectorRegistry:
 
 
 def is_shared() -> bool:
-    """Say whether this process counts together with others."""
+    """Return whether this process counts in shared blocks."""
     return _Shared.blocks is not None
 
 
 def _value_class(block: Block) -> type:
-    """Return what prometheus_client makes its values of."""
+    """Return the class that prometheus_client is to make its values of.
+
+    Its interface is that of `prometheus_client.values.MutexValue`.
+    """
 
     class SharedValue:
-        """One number; where the machine has no memory left, one that nobody sees."""
+        """One number in the block; if memory is short, one that only this process sees."""
 
         _multiprocess = True
 
@@ -84,8 +86,12 @@ def _value_class(block: Block) -> type:
             multiprocess_mode: str = "",
             **_: Any,
         ) -> None:
+            """Find the number in the block by its metric, labels and mode, or create it."""
             if multiprocess_mode not in MODES:
-                raise ValueError(f"{name}: no multiprocess_mode {multiprocess_mode!r} here")
+                raise ValueError(
+                    f"metric {name}: multiprocess_mode {multiprocess_mode!r} is not supported; "
+                    f"use one of {', '.join(filter(None, MODES))}"
+                )
             labels = dict(zip(labelnames, labelvalues, strict=True))
             key = [typ, multiprocess_mode, metric_name, name, sorted(labels.items()), help_text]
             with _Shared.lock:
@@ -109,7 +115,7 @@ def _value_class(block: Block) -> type:
                     block.set(self._place, value, timestamp or 0.0)
 
         def set_exemplar(self, exemplar: object) -> None:
-            """No exemplars are kept."""
+            """Ignore an exemplar: none are kept."""
 
         def get(self) -> float:
             return self._value
@@ -121,13 +127,14 @@ def _value_class(block: Block) -> type:
 
 
 class Together(Collector):
-    """The numbers of all blocks, joined."""
+    """Collects the numbers of all blocks, joined over the processes."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
+        """Store the descriptors of the blocks."""
         self._blocks = blocks
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each metric with what all processes counted of it."""
+        """Yield each metric with its values joined over all processes."""
         families: dict[str, Metric] = {}
         joined: dict[tuple[str, str, Labels], float] = {}
         newest: dict[tuple[str, str, Labels], float] = {}
@@ -156,7 +163,7 @@ class Together(Collector):
 
 
 def _accumulate(family: Metric) -> None:
-    """Make each bucket hold what the smaller ones do, and count what is in the largest."""
+    """Make a histogram's buckets cumulative, and add its count: the largest bucket's."""
     buckets: dict[Labels, dict[float, float]] = {}
     rest = []
     for sample in family.samples:
@@ -171,6 +178,6 @@ def _accumulate(family: Metric) -> None:
         total = 0.0
         for bound, count in sorted(counts.items()):
             total += count
-            shown = dict(labels) | {"le": floatToGoString(bound)}  # type: ignore[no-untyped-call]
-            family.add_sample(f"{family.name}_bucket", shown, total)
+            labels_le = dict(labels) | {"le": floatToGoString(bound)}  # type: ignore[no-untyped-call]
+            family.add_sample(f"{family.name}_bucket", labels_le, total)
         family.add_sample(f"{family.name}_count", dict(labels), total)

@@ -1,1 +1,1 @@
-"""One statement of feedback under one `Idempotency-Key`, wherever its repeats arrive."""
+"""Idempotency keys: each stands for one body, whichever worker or proxy a repeat reaches."""

@@ -1,9 +1,9 @@
-"""Lets one body through under each key: in this worker, on this machine, at other proxies.
+"""Accepts one body for each idempotency key: in this worker, on this machine, at other proxies.
 
-Before anything is awaited the key is taken in this worker's memory; then on this machine (see
-`key_files`) and in PostgreSQL, where that answers in time. Another body under the same key is
-refused wherever one of them knows. A repeat of the same body is answered like the first; only
-where it is known to be durable it is not recorded again, and else the ledger counts it once.
+The key is taken first in this worker's memory, before anything is awaited; then on this machine
+(`key_files`); then in PostgreSQL, if that answers in time. Another body under the same key is
+refused if any of the three knows the key. A repeat of the same body gets the same answer. It is
+recorded again unless it is known to be durable; the ledger then counts it once.
 """
 
 import asyncio
@@ -19,49 +19,50 @@ from proxy.recent import Recent
 from store.keys import KeyState, give_key_back, take_key
 from store.records import FeedbackRecord
 
-# Feedback never waits long for a database that is slow or away: it is durable without it.
+# Feedback is durable without the database, so it waits only briefly for one that is slow or away.
 LOOK_UP_S: Final = 0.25
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a client is told."""
+    """The reply to a client: HTTP status and JSON body."""
 
     status: int
     body: bytes
 
 
-# Answers a record; told whether it is known to be durable already.
+# Takes a record, and whether it is known to be durable already; returns the answer to the client.
 State = Callable[[FeedbackRecord, bool], Awaitable[Answer]]
 
 
 class _Running(msgspec.Struct):
-    """A body that is being taken; `outcome` is its answer, or None where it was not taken."""
+    """A body that is being taken; `outcome` is its answer, or None if taking it failed."""
 
     body_hash: str
     outcome: "asyncio.Future[Answer | None]"
 
 
 class KeyDesk:
-    """One worker's view of the keys."""
+    """One worker's check of keys, against its memory, the machine's files and the database."""
 
     def __init__(self, files: KeyFiles, recent: Recent, lookup: Lookup) -> None:
+        """Store the three places where keys are looked up."""
         self._files = files
         self._recent = recent
         self._lookup = lookup
         self._running: dict[str, _Running] = {}
 
     async def once(self, record: FeedbackRecord, state: State) -> Answer:
-        """The answer to a record, which `state` gives; its repeats have the same.
+        """Return the answer that `state` gives for a record; repeats get the same answer.
 
         Raises:
-            KeyReused: its key was used for another body.
-            SpoolFull: see `state`; the key is free again.
+            KeyReused: the record's key was used for another body.
+            SpoolFull: `state` could not make the record durable; the key is free again.
         """
         key, body_hash = record.idempotency_key, record.body_hash
         if key is None or body_hash is None:
             return await state(record, False)
         while (running := self._running.get(key)) is not None:
-            # Who stops waiting must not take the first one's outcome away from the others.
+            # Shielded: one request that is cancelled must not cancel the outcome for the others.
             answer = await asyncio.shield(running.outcome)
             if answer is not None and running.body_hash != body_hash:
                 raise _reused(key)
@@ -85,17 +86,17 @@ class KeyDesk:
         taken = await asyncio.to_thread(self._files.take, key, body_hash)
         if taken is not None and taken != body_hash:
             raise _reused(key)
-        told = await self._lookup.ask(
+        key_state = await self._lookup.ask(
             lambda connection: take_key(connection, key, body_hash), within_s=LOOK_UP_S
         )
-        if told is KeyState.ANOTHERS:
+        if key_state is KeyState.ANOTHERS:
             if taken is None:
                 await asyncio.to_thread(self._files.give_back, key)
             raise _reused(key)
         try:
-            answer = await state(record, told is KeyState.STORED)
+            answer = await state(record, key_state is KeyState.STORED)
         except SpoolFull:
-            # Nothing was taken: the key may come back with whatever the client then states.
+            # Nothing was recorded, so the client may use the key again, for any body.
             if taken is None:
                 await self._give_back(key, body_hash)
             raise
@@ -117,6 +118,6 @@ class KeyDesk:
 
 def _reused(key: str) -> KeyReused:
     return KeyReused(
-        f"Idempotency-Key {key!r} was used for another body; use a new key for a new one",
+        f"Idempotency-Key {key!r} was already used for another body. Use a new key for each body",
         param="Idempotency-Key",
     )

@@ -1,8 +1,8 @@
-"""Keys that the workers of one machine have taken, each a symbolic link that names a body's hash.
+"""Keys that the workers of one machine have taken, each a symbolic link to its body's hash.
 
-To make a link is one step that succeeds for one worker alone, and its target is there from the
-start: nobody can read half of it. Nothing is synced: after a crash of the machine a key may be
-taken again, with another body too, and then the ledger keeps both.
+symlink(2) is atomic: it succeeds for one worker only, and the link's target can never be read
+half written. Nothing is synced: after a crash of the machine a key may be taken again, even for
+another body, and then the ledger keeps both.
 """
 
 import os
@@ -17,23 +17,24 @@ import structlog
 log = structlog.get_logger()
 
 FOLDER: Final = "keys"
-# Clients repeat within minutes; a day is what APIs with such keys commonly promise.
+# Clients repeat within minutes; APIs with idempotency keys commonly promise a day.
 KEEP_S: Final = 86_400.0
-# The newest are kept: a link takes an inode.
+# Most keys that are kept, the newest first: each link takes an inode.
 MOST: Final = 200_000
 
 
 class KeyFiles:
-    """The links under one spool directory."""
+    """The key links under one spool directory."""
 
     def __init__(self, spool_dir: Path) -> None:
+        """Use the folder `keys` of `spool_dir`; it is created with the first key."""
         self._folder = spool_dir / FOLDER
 
     def take(self, key: str, body_hash: str) -> str | None:
-        """Take a key for a body; returns the hash it is taken for already, None if it was free.
+        """Take a key for a body; return the hash it is already taken for, or None if it was free.
 
-        A disk that refuses takes nothing, and says so in the log: what comes twice is kept
-        apart by the ledger.
+        If the disk fails, that is logged and the key counts as free: the ledger recognises
+        repeats by itself.
         """
         path = self._path(key)
         try:
@@ -47,20 +48,23 @@ class KeyFiles:
         return None
 
     def give_back(self, key: str) -> None:
-        """Free a key whose body was not taken after all."""
+        """Free a key whose body could not be recorded."""
         self._path(key).unlink(missing_ok=True)
 
     def clean(self, now: float | None = None) -> int:
-        """Forget keys that are old, or too many; how many were."""
-        found: list[tuple[float, str]] = []
+        """Delete keys older than a day, and the oldest beyond `MOST`; return how many.
+
+        `now` is Unix time in seconds, by default the present.
+        """
+        links: list[tuple[float, str]] = []
         with suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:
-                # Another process may clean, or give back, at the same time.
+                # Another process may delete keys at the same time.
                 with suppress(FileNotFoundError):
-                    found.append((entry.stat(follow_symlinks=False).st_mtime, entry.path))
-        found.sort(reverse=True)
+                    links.append((entry.stat(follow_symlinks=False).st_mtime, entry.path))
+        links.sort(reverse=True)
         oldest = (time.time() if now is None else now) - KEEP_S
-        old = [path for number, (at, path) in enumerate(found) if number >= MOST or at < oldest]
+        old = [path for number, (at, path) in enumerate(links) if number >= MOST or at < oldest]
         for path in old:
             with suppress(FileNotFoundError):
                 os.unlink(path)

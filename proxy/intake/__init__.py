@@ -1,1 +1,1 @@
-"""What a request may cost before it is worked on: its size, its shape, and room in memory."""
+"""Limits that a request must pass before it is handled: size, shape, and room in memory."""

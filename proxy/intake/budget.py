@@ -1,11 +1,11 @@
-"""Room in memory for what is in flight at one worker (pure bookkeeping).
+"""The memory budget for requests and replies in flight at one worker (pure bookkeeping).
 
-A request asks for room before it is read, and as it grows; a reply is charged without being
-asked, for the model has worked already. What finds no room is refused; what is there stays.
+A request claims room before it is read, and as it grows; if there is none, it is refused. A reply
+is charged without being asked, because the model has done the work already.
 
-Two things are always let in, so that a budget shuts nobody out for good: one large request
-where there is no other (however small the budget is), and small ones up to a quarter of the
-budget beside whatever else there is.
+Two kinds of request are admitted past the limit, so that the budget shuts nobody out for good:
+one large request while there is no other large one, however small the budget is; and small
+requests up to a quarter of the budget in all, whatever else is in flight.
 """
 
 from types import TracebackType
@@ -13,15 +13,17 @@ from typing import Final
 
 from proxy.errors import Overloaded
 
-# What costs no more than this is small: an ordinary call with a megabyte of conversation.
+# Largest claim in bytes that counts as small: an ordinary call with a megabyte of conversation.
 SMALL: Final = 4 * 2**20
+# One part in so many of the budget is set aside for small requests.
 SET_ASIDE: Final = 4
 
 
 class Budget:
-    """So many bytes for all that is in flight."""
+    """The bytes that all requests and replies in flight may hold together."""
 
     def __init__(self, limit: int) -> None:
+        """Begin with nothing held of `limit` bytes."""
         self.limit = limit
         # Of a small budget less is small: what is small must fit in what is set aside.
         self.small = min(SMALL, limit // SET_ASIDE)
@@ -30,7 +32,7 @@ class Budget:
         self._large_claims = 0
 
     def claim(self) -> "Claim":
-        """Begin one request's claim, which is given back when its block is left."""
+        """Return one request's claim: a context manager that gives all of it back at its end."""
         return Claim(self)
 
     def _admits(self, held: int, wanted: int) -> bool:
@@ -41,7 +43,7 @@ class Budget:
         return self._large_claims == (1 if held > self.small else 0)
 
     def _move(self, held: int, now: int) -> None:
-        """One claim of `held` bytes is one of `now` bytes."""
+        """Change one claim from `held` to `now` bytes."""
         self.used += now - held
         for size, sign in ((held, -1), (now, 1)):
             if size > self.small:
@@ -51,15 +53,17 @@ class Budget:
 
 
 class Claim:
-    """What one request holds of the budget."""
+    """One request's part of the budget: `held` bytes."""
 
     __slots__ = ("_budget", "held")
 
     def __init__(self, budget: Budget) -> None:
+        """Begin with 0 bytes of `budget`."""
         self._budget = budget
         self.held = 0
 
     def __enter__(self) -> "Claim":
+        """Return the claim itself."""
         return self
 
     def __exit__(
@@ -68,25 +72,26 @@ class Claim:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Give all of it back."""
         self.release()
 
     def ask(self, size: int) -> None:
-        """Hold at least `size` bytes in all.
+        """Claim at least `size` bytes in all.
 
         Raises:
-            Overloaded: there is no room for them now; what was held stays held.
+            Overloaded: there is no room for them now; the claim stays as it was.
         """
         if size > self.held:
             if not self._budget._admits(self.held, size):
                 raise Overloaded(
-                    "This proxy holds as much in memory as PAWL_IN_FLIGHT_MB allows. Send the "
+                    "Requests in flight fill the memory that PAWL_IN_FLIGHT_MB allows. Send the "
                     "request again in a moment",
                     code="overloaded",
                 )
             self._set(size)
 
     def add(self, size: int) -> None:
-        """Hold `size` bytes more, whether or not there is room."""
+        """Charge `size` bytes more, whether or not there is room."""
         self._set(self.held + size)
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""Takes bodies in: no more of them than there is room for, none that costs too much to read."""
+"""Reads request bodies within their limits: memory, size, and the cost of parsing them."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,32 +11,33 @@ from proxy.intake.budget import Budget, Claim
 from proxy.intake.shape import COPIES, check_shape, cost_of, takes_long
 from store.json_limits import Size
 
-Found = TypeVar("Found")
-# Even to count what is in a body of this size takes a while.
+Result = TypeVar("Result")
+# A body longer than this takes a while even to count, so it is counted beside the event loop.
 LONG_TO_COUNT: Final = 2**20
 
 
 class Intake:
-    """A worker's: one budget, and one thread for what would hold up the event loop.
+    """One worker's intake: a memory budget, and one thread for work that would block the loop.
 
-    One thread, so that two long bodies are never parsed at once: what Python's parsers do they
-    do without letting other threads run, and between two of them everybody else has a turn.
+    There is only one thread, so that two long bodies are never parsed at the same time: Python's
+    parsers hold the GIL, and the event loop gets its turn between two bodies.
     """
 
     def __init__(self, *, budget: int, max_body: int, max_feedback: int) -> None:
+        """Start with an empty budget; all three limits are in bytes."""
         self.budget = Budget(budget)
         self.max_body = max_body
         self.max_feedback = max_feedback
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="pawl-intake")
 
     async def read(self, exchange: Exchange, claim: Claim) -> tuple[bytes, bool]:
-        """The body of a call, and whether reading it takes long; it holds room in `claim`.
+        """Return a call's body, and whether parsing it takes long; its memory is in `claim`.
 
         Raises:
-            TooLarge: it is larger than the proxy takes, or holds too many values.
-            BadRequest: it nests too deep.
+            TooLarge: the body is larger than `max_body`, or holds too many values.
+            BadRequest: the body nests too deep.
             Overloaded: there is no room for it now.
-            ClientGone: the client left before it was sent.
+            ClientGone: the client left before it had sent the body.
         """
         body = await self.read_bytes(exchange, claim, self.max_body, "PAWL_MAX_BODY_MB")
         if len(body) > LONG_TO_COUNT:
@@ -47,11 +48,23 @@ class Intake:
         return body, takes_long(body, size)
 
     async def read_bytes(self, exchange: Exchange, claim: Claim, limit: int, setting: str) -> bytes:
-        """A body of at most `limit` bytes, which `setting` sets, whatever it holds; see `read`."""
+        """Return a body of at most `limit` bytes, whose content is not checked.
+
+        Args:
+            exchange: the request.
+            claim: charged with the body's memory.
+            limit: in bytes.
+            setting: the `PAWL_*` variable that sets the limit, for the error message.
+
+        Raises:
+            TooLarge: the body is larger than `limit`.
+            Overloaded: there is no room for it now.
+            ClientGone: the client left before it had sent the body.
+        """
         try:
             return await self._read_bytes(exchange, claim, limit, setting)
         except ProxyError:
-            # The rest of it is not read: nothing can follow on this connection.
+            # The rest of the body is not read, so no request can follow on this connection.
             exchange.keep_alive = False
             raise
 
@@ -66,16 +79,16 @@ class Intake:
             body = await exchange.read(limit, lambda so_far: claim.ask(COPIES * so_far))
         if body is None:
             raise TooLarge(
-                f"The request's body is larger than the {limit} bytes that this proxy takes; "
-                f"{setting} sets how much"
+                f"The request's body is larger than the {limit} bytes that this proxy takes. "
+                f"Send less, or raise {setting}"
             )
         return body
 
-    async def beside(self, work: Callable[..., Found], *arguments: object) -> Found:
-        """The outcome of work that takes long: the event loop goes on meanwhile."""
+    async def beside(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """Run work that takes long in the thread, and return its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._beside, work, *arguments)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Cancel waiting work; what runs is not waited for."""
         self._beside.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Reads a call's request, beside the event loop where that takes long."""
+"""Reads a call's request, beside the event loop if that takes long."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from proxy.intake.intake import Intake
 
 
 class Read(NamedTuple):
-    """A request that was parsed; with its conversation where reading that takes long."""
+    """A parsed request; for one that takes long, its conversation was read as well."""
 
     asked: ModelRequest
     conversation: Conversation | None = None
@@ -19,12 +19,16 @@ class Read(NamedTuple):
 
     @property
     def takes_long(self) -> bool:
-        """Whether more work on it would hold up other calls."""
+        """Return whether further work on the request must run beside the event loop."""
         return self.conversation is not None
 
 
 async def take_request(intake: Intake, exchange: Exchange, claim: Claim) -> Read:
-    """The request of a call; see `Intake.read` for what is refused."""
+    """Read and parse the request of a call.
+
+    Raises:
+        TooLarge, BadRequest, Overloaded, ClientGone: as `Intake.read` does.
+    """
     body, long = await intake.read(exchange, claim)
     try:
         if long:
@@ -35,5 +39,5 @@ async def take_request(intake: Intake, exchange: Exchange, claim: Claim) -> Read
 
 
 def _read_all(body: bytes) -> Read:
-    asked = read_request(body, checked=True)
-    return Read(asked, read_conversation(asked.fields))
+    request = read_request(body, checked=True)
+    return Read(request, read_conversation(request.fields))

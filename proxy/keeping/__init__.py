@@ -1,1 +1,1 @@
-"""The keeper: reads what workers wrote down, stores it, watches who serves, and counts."""
+"""The keeper: moves records from the spool to PostgreSQL, migrates it, and reports metrics."""

@@ -1,4 +1,4 @@
-"""The admin port: is it alive, is it ready, what does it count."""
+"""The admin port: `/healthz`, `/readyz` and `/metrics`."""
 
 from collections.abc import Callable
 from typing import Final
@@ -19,17 +19,23 @@ def admin_app(
     drainer: Drainer,
     processes: Callable[[], list[ProcessState]] | None = None,
 ) -> web.Application:
-    """`/healthz` (the process answers), `/readyz` (calls are taken), `/metrics`.
+    """Return the admin port's application.
 
-    `processes` tells of the workers, where a supervisor keeps them up.
+    `/healthz` is 200 while the process answers. `/readyz` is 200 while a worker takes calls and
+    503 otherwise. `/metrics` is in Prometheus's text format.
+
+    Args:
+        database: reported by `/readyz`.
+        drainer: reported by `/readyz`; it counts the spool before each `/metrics`.
+        processes: returns the workers' states; None if no supervisor runs them.
     """
 
     async def healthz(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
     async def readyz(_: web.Request) -> web.Response:
-        # Serving depends neither on the database nor on the drain, so that no balancer should
-        # take the proxy away for them; an operator wants to see them all the same.
+        # Database and drain are reported and do not change the status code: serving depends on
+        # neither, so a load balancer must not take the proxy out of rotation for them.
         ready, workers = readiness(None if processes is None else processes())
         drain = drainer.progress
         status = "degraded" if drain.state == "stuck" else "ready"
@@ -45,7 +51,7 @@ def admin_app(
         )
 
     async def metrics(_: web.Request) -> web.Response:
-        # So that what was made durable before this scrape is in it.
+        # Include every record that was durable before this scrape.
         await drainer.count()
         return web.Response(
             body=generate_latest(registry()), headers={"Content-Type": CONTENT_TYPE_LATEST}
@@ -59,9 +65,13 @@ def admin_app(
 
 
 def unsettled() -> int:
-    """How many records earlier keepers of this proxy counted that have not ended anywhere yet."""
+    """Return the number of records that earlier keepers counted and that have not ended yet.
+
+    A record ends stored, dead-lettered or dropped. The number is 0 where counters are not shared:
+    no earlier keeper's are known then.
+    """
     if not is_shared():
         return 0
     samples = {s.name: s.value for metric in registry().collect() for s in metric.samples}
-    ended = sum(samples.get(f"pawl_records_{how}_total", 0.0) for how in ENDS)
+    ended = sum(samples.get(f"pawl_records_{end}_total", 0.0) for end in ENDS)
     return int(samples.get("pawl_records_total", 0.0) - ended)

@@ -1,8 +1,8 @@
 """Segments on their way into the database: how far each is counted, and how far it is stored.
 
-How far it is stored stands beside it, in `ID.at`, so that the keeper after a killed one goes
-on from there. It needs no sync: after a crash of the machine a record is stored again, which
-changes nothing. For the same reason one that cannot be written, or not be read, costs nothing else.
+The offset up to which a segment is stored is kept beside it, in `ID.at`, so that a new keeper
+goes on where a killed one stopped. That file is not synced: if it is lost, or cannot be read or
+written, some records are stored a second time, and storing is idempotent.
 """
 
 import os
@@ -23,19 +23,20 @@ from proxy.spooling.folders import OPEN, SEALED, is_held
 log = structlog.get_logger()
 
 AT: Final = ".at"
-# So much of a segment is read at once.
+# Bytes of a segment that are read at once.
 READ_BYTES: Final = 4 * 2**20
-# One that failed is tried again after so long.
+# Pause before a segment that failed is tried again.
 RETRY_S: Final = 1.0
-# Offset, number of the frame there and one more (0: not known), and a checksum of both.
+# Content of `ID.at`: the offset, one more than the number of the frame there (0: not known),
+# and a checksum of both.
 _MARK: Final = struct.Struct(">QQ")
 _CHECK: Final = struct.Struct(">I")
-# All there was in the mark of an earlier Pawl: the offset.
+# Content of `ID.at` as earlier versions of Pawl wrote it: the offset alone.
 _MARK_BEFORE: Final = struct.Struct(">Q")
 
 
 class Place(NamedTuple):
-    """Where a piece begins, and the number of the frame there, where it is known."""
+    """An offset at which a piece begins, and the number of the frame there (None: not known)."""
 
     offset: int
     number: int | None
@@ -45,35 +46,36 @@ BEGIN: Final = Place(0, None)
 
 
 class Segment:
-    """One of them."""
+    """One segment file, with the keeper's position in it."""
 
     def __init__(self, path: Path) -> None:
+        """Read the position that an earlier keeper left beside the segment at `path`."""
         self.path = path
         self._at = path.with_suffix(AT)
         self._frames_mark = _mark_of(path.stem)
         self._marked = True
         self.stored = self._read_place()
         self.counted = self.stored
-        # Records between the two, and those that are held.
+        # Records between `stored` and `counted`, and those that are held.
         self.waiting = 0
-        # What was passed over, by where it begins.
+        # Records that were passed over for now, by the offset at which they begin.
         self.held: dict[int, Held] = {}
-        # It is drained to its end, and only has to be deleted.
+        # Everything in it is settled or held; once nothing is held, the file can be deleted.
         self.drained = False
-        # It could not be read; it is tried again from then on (seconds of the monotonic clock).
+        # After a failure: when it may be tried again (seconds of the monotonic clock).
         self.not_before = 0.0
 
     @property
     def sealed(self) -> bool:
-        """Whether it will not grow: it was sealed, or who wrote it is gone."""
+        """Return whether it will not grow: it was sealed, or its worker is gone."""
         return self.path.suffix == SEALED or not is_held(self.path.parent / "lock")
 
     def grown(self) -> bool:
-        """Return whether there is more of it than was counted."""
+        """Return whether the file is longer than what was counted."""
         return self._existing().stat().st_size > self.counted.offset
 
     def pieces(self, place: Place, most: int | None, *, sealed: bool) -> list[Piece]:
-        """Return the first pieces from `place` on, as many as one read brings, at most `most`.
+        """Return the first pieces from `place` on, as many as one read gives, at most `most`.
 
         Raises:
             OSError: it cannot be read.
@@ -81,21 +83,21 @@ class Segment:
         size = READ_BYTES
         while True:
             data, whole = self._read(place.offset, size)
-            found = read_pieces(
+            unread = read_pieces(
                 data,
                 base=place.offset,
                 mark=self._frames_mark,
                 number=place.number,
                 ended=sealed and whole,
             )
-            pieces = list(islice(found, most))
+            pieces = list(islice(unread, most))
             if pieces or whole:
                 return pieces
-            # The first frame is longer than that.
+            # The first frame is longer than `size`.
             size *= 2
 
     def read(self, begin: int, end: int) -> bytes:
-        """Return these bytes of it.
+        """Return the bytes from offset `begin` up to `end`.
 
         Raises:
             OSError: it cannot be read.
@@ -103,20 +105,20 @@ class Segment:
         return self._read(begin, end - begin)[0]
 
     def _read(self, offset: int, size: int) -> tuple[bytes, bool]:
-        """At most `size` bytes from `offset` on, and whether that is all there is."""
+        """Return at most `size` bytes from `offset` on, and whether the file ends with them."""
         with self._existing().open("rb") as file:
             file.seek(offset)
             data = file.read(size)
             return data, len(data) < size or not file.read(1)
 
     def _existing(self) -> Path:
-        # Its worker may seal it at any moment.
+        # Its worker may seal it, and so rename it, at any moment.
         if not self.path.exists():
             self.path = self.path.with_suffix(SEALED)
         return self.path
 
     def count(self, piece: Piece) -> int:
-        """Count the records of a piece; returns how many were not counted before."""
+        """Count the records of a piece, and return how many were not counted before."""
         if piece.end <= self.counted.offset:
             return 0
         self.counted = Place(piece.end, piece.number)
@@ -124,25 +126,25 @@ class Segment:
         return piece.records
 
     def advance(self, piece: Piece, records: int) -> None:
-        """Go on behind `piece`; so many more records are settled."""
+        """Move on behind `piece`, of which `records` records are settled."""
         self.stored = Place(piece.end, piece.number)
         self.waiting -= records
         self._mark()
 
     def hold(self, held: Held) -> None:
-        """Go on behind a piece that is kept for later; its bytes stay where they are."""
+        """Move on behind a piece that is kept for later; its bytes stay in the file."""
         self.held[held.piece.start] = held
         if held.piece.end > self.stored.offset:
             self.advance(held.piece, 0)
 
     def release(self, held: Held) -> None:
-        """Let go of a piece that was held and is settled now."""
+        """Forget a held piece, which is settled now."""
         del self.held[held.piece.start]
         self.waiting -= held.piece.records
         self._mark()
 
     def _mark(self) -> None:
-        """Write down how far a keeper after this one need not look: up to what is held first."""
+        """Save where the next keeper has to begin: at the first held piece, if there is one."""
         place = self.stored
         if self.held:
             first = self.held[min(self.held)].piece
@@ -165,7 +167,7 @@ class Segment:
             self._marked = True
 
     def _read_place(self) -> Place:
-        """Where the keeper before this one was; the beginning, if that cannot be read."""
+        """Return the position of an earlier keeper, or the beginning if that cannot be read."""
         try:
             data = self._at.read_bytes()
             size = self._existing().stat().st_size
@@ -181,15 +183,15 @@ class Segment:
         return place
 
     def failed(self, error: OSError) -> None:
-        """Leave it alone for a moment: it could not be read or deleted, and the others go on."""
+        """Leave the segment alone for `RETRY_S`; other segments are drained meanwhile."""
         self.not_before = monotonic() + RETRY_S
         log.error("segment_failed", segment=self.path.stem, reason=str(error))
 
     def remove(self) -> None:
-        """Delete it, under whichever name it has by now.
+        """Delete the segment, under whichever name it has by now.
 
         Raises:
-            OSError: the disk did not.
+            OSError: it could not be deleted.
         """
         for suffix in (OPEN, SEALED, AT):
             self.path.with_suffix(suffix).unlink(missing_ok=True)
@@ -208,7 +210,7 @@ def _parsed(data: bytes) -> Place | None:
 
 
 def _mark_of(stem: str) -> bytes | None:
-    """The mark of a segment's frames, which its name tells; None where an earlier Pawl wrote it."""
+    """Return the frames' mark from a segment's name; None if an earlier version wrote it."""
     try:
         return bytes.fromhex(stem.partition("_")[2]) or None
     except ValueError:
@@ -216,8 +218,11 @@ def _mark_of(stem: str) -> bytes | None:
 
 
 def segment_files(root: Path) -> Iterator[tuple[str, Path]]:
-    """What the workers wrote, oldest first, by id: `ID.open` while it grows, then `ID.seg`."""
-    found = {path.stem: path for path in root.glob(f"*/*{OPEN}")}
-    # One that was sealed meanwhile is seen under either name, or both.
-    found |= {path.stem: path for path in root.glob(f"*/*{SEALED}")}
-    yield from sorted(found.items())
+    """Yield the stem and path of each segment, oldest first.
+
+    A segment is `ID.open` while it grows, and `ID.seg` after that.
+    """
+    by_stem = {path.stem: path for path in root.glob(f"*/*{OPEN}")}
+    # A segment that is sealed in between is seen under either name, or both.
+    by_stem |= {path.stem: path for path in root.glob(f"*/*{SEALED}")}
+    yield from sorted(by_stem.items())

@@ -1,4 +1,4 @@
-"""Forgets idempotency keys that are a day old, on this machine and in the database."""
+"""Deletes idempotency keys that are a day old, on this machine and in the database."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,7 @@ CLEAN_S: Final = 600.0
 
 
 async def clean_keys(spool_dir: Path, connect: Callable[[], AsyncEngine | None]) -> None:
-    """For ever: look for keys to forget every ten minutes."""
+    """Delete old keys every `CLEAN_S` seconds, until cancelled."""
     files = KeyFiles(spool_dir)
     while True:
         await asyncio.sleep(CLEAN_S)
@@ -30,6 +30,6 @@ async def clean_keys(spool_dir: Path, connect: Callable[[], AsyncEngine | None])
                     forgotten += await forget_keys(connection)
             log.info("idempotency_keys_forgotten", keys=forgotten)
         except Exception as error:
-            # Whatever it is, the keys are looked through again: this task must go on.
-            tell = log.warning if is_away(error) else log.exception
-            tell("idempotency_keys_kept", reason=type(error).__name__)
+            # This task must not end: old keys are looked for again in any case.
+            note = log.warning if is_away(error) else log.exception
+            note("idempotency_keys_kept", reason=type(error).__name__)

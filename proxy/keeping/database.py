@@ -1,7 +1,7 @@
-"""The keeper's view of PostgreSQL: connects, migrates, and watches who serves.
+"""The keeper's connection to PostgreSQL: connects, migrates, and watches the policy versions.
 
-Who serves is read twice a second and kept in a file that every worker watches, so that a
-proxy that starts while the database is away routes as the last one did.
+The versions are read twice a second and kept in a file that every worker watches. A proxy that
+starts while the database is away therefore routes as the last one did.
 """
 
 import asyncio
@@ -26,19 +26,19 @@ log = structlog.get_logger()
 
 WATCH_S: Final = 0.5
 RETRY_S: Final = 1.0
-# An embedded server that is not ready yet is not waited for at a stretch: the keeper may be told
-# to stop meanwhile.
+# Longest single wait for an embedded server. Short, so that the keeper can be stopped meanwhile.
 LOOK_S: Final = 5.0
 
 
 class Database:
-    """Tells the rest of the keeper nothing but `engine`."""
+    """Connects to PostgreSQL, migrates it, and keeps the workers' policy file up to date."""
 
     def __init__(self, settings: ProxySettings) -> None:
+        """Read the last known policy versions from the spool directory; `run` connects."""
         self._settings = settings
         self._file = PolicyFile(settings.spool_dir)
         self._known: list[PolicyVersion] | None = None
-        # Whether the workers have not been told of them yet.
+        # Whether the policy file does not hold `_known` yet.
         self._unwritten = False
         self._embedded: EmbeddedPostgres | None = None
         self._engine: AsyncEngine | None = None
@@ -48,34 +48,34 @@ class Database:
         self._show(self._file.read() or [])
 
     def engine(self) -> AsyncEngine | None:
-        """The engine once a connection was made; it may have broken since."""
+        """Return the engine, or None before the first connection; it may have broken since."""
         return self._engine
 
     async def run(self) -> None:
-        """Watch until `stop`."""
+        """Connect, and watch the policy versions until `stop` is called."""
         while not self._stopping.is_set():
             pause = WATCH_S
             try:
                 if self._engine is None:
                     await self._start()
                 elif self._embedded is not None and not self.up:
-                    # It may have been killed, and nobody else may be there to start it again.
+                    # It may have been killed, and perhaps nobody else will start it again.
                     await self._url()
                 await self._watch_once()
                 self._set_up(True)
             except Exception as error:
-                # This task must outlive whatever the database does: serving goes on without.
+                # This task must outlive every failure of the database; serving goes on without it.
                 self._set_up(False, f"{type(error).__name__}: {error}"[:200])
                 pause = RETRY_S
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
     def stop(self) -> None:
-        """Return from `run` after the present look."""
+        """Let `run` return after the present look."""
         self._stopping.set()
 
     async def close(self) -> None:
-        """Give the connections back; the embedded server runs on for the other processes."""
+        """Close the connections; an embedded server keeps running for other processes."""
         if self._engine is not None:
             await self._engine.dispose()
         if self._embedded is not None:
@@ -96,9 +96,9 @@ class Database:
         return url
 
     def _tell_workers(self, url: str) -> None:
-        """Write down where the embedded server is; what is spooled is stored in any case.
+        """Write the embedded server's URL to a file for the workers.
 
-        A full disk is made free by storing what is on it.
+        A failure is only logged: on a full disk, draining is what makes room again.
         """
         file = url_file(self._settings.spool_dir)
         try:
@@ -125,7 +125,7 @@ class Database:
         try:
             await asyncio.to_thread(self._file.write, versions)
         except OSError as error:
-            # The disk is full: the database is there all the same; tried again at each look.
+            # A full disk must not count as a lost database. It is tried again at each look.
             log.error("workers_not_told", what="policies", reason=str(error))
         else:
             self._unwritten = False

@@ -1,17 +1,20 @@
-"""Moves the spool to PostgreSQL, in batches, off every request's path.
+"""Moves records from the spool to PostgreSQL, in batches, off every request's path.
 
-A batch is stored in one transaction and only then counted as drained; records carry their
-ids, so that draining one twice stores it once. A batch that the database refuses is cut in
-halves until the record it refuses stands alone: that one becomes a dead letter, with the
-reason beside it. While the database is away, everything waits on disk, and is counted.
+A batch is stored in one transaction and only then counted as drained. Records carry their ids,
+so that draining one twice stores it once. A batch that the database refuses is halved until the
+refused record stands alone; that one becomes a dead letter, with the reason beside it. While the
+database is away, everything waits on disk and is counted.
 
-Nothing that is in a record stops the drain. One that cannot be read is a dead letter at once. One
-over which storing fails in a way that nobody expected is held: it is passed over, and is a dead
-letter as soon as another of its kind was stored and it has failed again. So is one that PostgreSQL
-says it cannot take now, while it answers; and a dead letter that the disk does not take yet.
+No record's content stops the drain:
 
-The keeper alone counts records, as it finds them in the workers' folders: whatever is killed
-when, recorded = stored + spooled + dead-lettered + dropped.
+- A record that cannot be read becomes a dead letter at once.
+- A record whose storing raises an unexpected error is held. It is passed over, and becomes a
+  dead letter if it fails again after another record of its kind was stored.
+- A record that PostgreSQL does not take while it answers is held and tried again.
+- A dead letter that the disk does not take is held and tried again.
+
+Only the keeper counts records, as it finds them in the workers' folders. Whichever process is
+killed at whichever moment, recorded = stored + spooled + dead-lettered + dropped.
 """
 
 import asyncio
@@ -60,7 +63,16 @@ class Drainer:
         counted_before: int = 0,
         most_reply: int = MOST_INFLATED,
     ) -> None:
-        """`counted_before`: so many of what waits on disk were counted by a killed keeper."""
+        """Store where records come from and go to; `run` does the work.
+
+        Args:
+            root: the spool directory; it holds one folder for each worker.
+            connect: returns the engine, or None while there is no connection.
+            batch: most records stored in one transaction.
+            readers: how the results of tools are read.
+            counted_before: how many of the records on disk an earlier keeper counted already.
+            most_reply: longest reply that is read into memory, in bytes.
+        """
         self._root = root
         self._connect = connect
         self._batch = batch
@@ -68,22 +80,22 @@ class Drainer:
         self._counted_before = counted_before
         self._segments: dict[str, Segment] = {}
         self._stopping = asyncio.Event()
-        # Counting and draining read the same offsets.
+        # Counting and draining move the same offsets.
         self._busy = asyncio.Lock()
         self.progress = Progress()
         make_private(root)
 
     def stop(self) -> None:
-        """Return from `run` once the present batch is through."""
+        """Let `run` return once the present batch is settled."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Drain for ever; a database that is away is asked again every second."""
+        """Drain until `stop` is called; while the database is away, try again every second."""
         while not self._stopping.is_set():
             try:
                 moved = await self.drain_once()
             except Exception as error:
-                # Whatever it is, what is on disk waits, and this task must go on asking.
+                # This task must not end: what is on disk waits, and is tried again.
                 self._note_failure(error)
                 moved = None
             else:
@@ -116,7 +128,7 @@ class Drainer:
             return
 
     async def count(self) -> None:
-        """Count what the workers have written by now."""
+        """Count the records that the workers have written up to now."""
         async with self._busy:
             self._look()
             for segment in self._segments.values():
@@ -124,7 +136,7 @@ class Drainer:
                     continue
                 try:
                     if segment.grown():
-                        # Whether its end is torn, or being written, is told when it is drained.
+                        # A torn end cannot be told from one being written until it is drained.
                         pieces = await asyncio.to_thread(
                             segment.pieces, segment.counted, None, sealed=False
                         )
@@ -135,7 +147,7 @@ class Drainer:
             self._show()
 
     async def drain_once(self) -> int | None:
-        """Store one batch; returns how many left the spool, None if there is no database."""
+        """Store one batch; return how many records left the spool, None without a database."""
         engine = self._connect()
         if engine is None:
             await self.count()
@@ -159,13 +171,13 @@ class Drainer:
         return moved
 
     async def _next(self, segment: Segment) -> list[Piece]:
-        """The next pieces of a segment; it is deleted where there are none and will not be any."""
+        """Return the next pieces of a segment; delete it if there are none and never will be."""
         if segment.not_before > monotonic():
             self._settler.trouble = CANNOT_READ
             return []
         try:
             if not segment.drained:
-                # Before it is read: what a worker adds while it is sealed is read next time.
+                # Asked before reading: what a worker adds until it seals is read next time.
                 sealed = segment.sealed
                 most = 1 if self._settler.one_by_one else self._batch
                 pieces = await asyncio.to_thread(
@@ -175,31 +187,34 @@ class Drainer:
                     return pieces
             self._retire(segment)
         except OSError as error:
-            # The others go on.
+            # Other segments are drained meanwhile.
             segment.failed(error)
             self._settler.trouble = CANNOT_READ
         return []
 
     def _look(self) -> None:
-        """Find what the workers wrote."""
-        found = dict(segment_files(self._root))
-        for stem, path in found.items():
+        """Find new segments, and drop those that vanished."""
+        paths = dict(segment_files(self._root))
+        for stem, path in paths.items():
             segment = self._segments.get(stem)
             if segment is None:
                 segment = self._segments[stem] = Segment(path)
             segment.path = path
-        for stem in self._segments.keys() - found.keys():
+        for stem in self._segments.keys() - paths.keys():
             self._drop(self._segments.pop(stem), "segment_vanished")
 
     def _drop(self, segment: Segment, why: str) -> None:
-        """Its records are not there any more: somebody made room, or they were cut off again."""
+        """Count the waiting records of a segment as dropped: they are not on disk any more.
+
+        Somebody deleted the segment, or its worker cut them off after a failed write.
+        """
         if segment.waiting:
             DROPPED.inc(segment.waiting)
             log.error(why, segment=segment.path.stem, records=segment.waiting)
             segment.waiting = 0
 
     def _count(self, segment: Segment, pieces: Iterable[Piece]) -> None:
-        """Count the records in these pieces, those that were not yet."""
+        """Count those records of the pieces that were not counted before."""
         for piece in pieces:
             new = segment.count(piece)
             counted = min(new, self._counted_before)
@@ -218,12 +233,12 @@ class Drainer:
         """Delete a segment that is drained to its end and will not grow.
 
         Raises:
-            OSError: the disk did not; it is tried again.
+            OSError: it could not be deleted; it is tried again.
         """
         segment.drained = True
         if segment.held:
             return
-        # What was counted and then cut off again by its worker, whose disk failed.
+        # Records that were counted, and then cut off by their worker after its disk failed.
         self._drop(segment, "records_cut_off")
         segment.remove()
         del self._segments[segment.path.stem]

@@ -1,4 +1,4 @@
-"""From a piece of a segment to the ledger's record, or to the reason why there is none (pure)."""
+"""Turns a piece of a segment into the ledger's record, or a reason why there is none (pure)."""
 
 import gc
 from pathlib import Path
@@ -15,7 +15,7 @@ CANNOT_BE_READ: Final = "cannot be read"
 
 
 class Entry(NamedTuple):
-    """A piece of a segment and its record; where it has none, the reason why."""
+    """A piece of a segment with its record, or with the reason why it has none."""
 
     piece: Piece
     record: SpoolRecord | None
@@ -25,24 +25,27 @@ class Entry(NamedTuple):
 def read_entry(
     piece: Piece, readers: ResultReaders = NO_READERS, most_reply: int = MOST_INFLATED
 ) -> Entry:
-    """Return what a piece says. It never raises: a record that cannot be read stops no other."""
+    """Return the record of a piece, or why it cannot be read.
+
+    This never raises: a record that cannot be read must not stop the others.
+    """
     if piece.damage:
         return Entry(piece, None, piece.damage)
     try:
         try:
             return Entry(piece, record_of(piece.data, readers, most_reply), "")
         except MemoryError:
-            # Others may have had the memory: once more, with all that can be given back.
+            # Other work may have held the memory: collect garbage and try once more.
             gc.collect()
             return Entry(piece, record_of(piece.data, readers, most_reply), "")
     except Exception as error:
-        # A client and a model decide what is in it, and reading it again ends the same way.
-        what = f"{type(error).__name__} at {raised_at(error)}"
-        return Entry(piece, None, f"{CANNOT_BE_READ}: {what}: {error}")
+        # Clients and models decide what is in it; reading it again would fail the same way.
+        cause = f"{type(error).__name__} at {raised_at(error)}"
+        return Entry(piece, None, f"{CANNOT_BE_READ}: {cause}: {error}")
 
 
 def raised_at(error: Exception) -> str:
-    """Return the place in the code that raised `error`, for those who look for its cause."""
+    """Return file and line of the code that raised `error`, as `file.py:12`."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -57,8 +60,8 @@ def record_of(
     """Return the ledger's record in a spooled payload.
 
     Raises:
-        Exception: there is none that this Pawl can read; whatever a client or model put into it
-            may have raised it.
+        Exception: this version of Pawl cannot read it. The type is not narrower, because the
+            content is a client's and a model's.
     """
     frame = decode_payload(payload)
     if isinstance(frame, Captured):

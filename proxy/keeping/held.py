@@ -1,4 +1,4 @@
-"""Records that are passed over for now, so that nothing behind them has to wait (pure).
+"""Records that are passed over for now, so that the records behind them need not wait (pure).
 
 They stay in their segment, which is kept until they are settled.
 """
@@ -7,14 +7,14 @@ from typing import Final, Literal, NamedTuple
 
 from proxy.segments import Piece
 
-# So often a dead letter is tried that the disk did not take,
+# Pause before a dead letter that the disk did not take is tried again.
 LETTER_AGAIN_S: Final = 1.0
-# and a record that PostgreSQL did not take, while it answered.
+# Pause before a record that PostgreSQL did not take, while it answered, is tried again.
 UNANSWERED_AGAIN_S: Final = 30.0
 
-# `letter`: it is a dead letter, which the disk does not take yet.
-# `suspect`: storing it raised what nobody expected: its own fault, or a bug that hits all.
-# `unanswered`: PostgreSQL fails over it, and says that the fault is its own.
+# `letter`: a dead letter that the disk does not take yet.
+# `suspect`: storing it raised an unexpected error: the record's fault, or a bug that hits all.
+# `unanswered`: PostgreSQL answers, but fails over this record and reports a fault of its own.
 Why = Literal["letter", "suspect", "unanswered"]
 
 
@@ -26,7 +26,11 @@ TOLD: Final[dict[Why, str]] = {
 
 
 class Held(NamedTuple):
-    """One of them. `kind` is its record's; `turn` and `at` (s) say when it was tried last."""
+    """A piece that was passed over, and why.
+
+    `kind` is its record's type, None for a letter. `turn` (the settler's count of rounds) and
+    `at` (seconds of the monotonic clock) say when it was last tried.
+    """
 
     piece: Piece
     why: Why
@@ -37,10 +41,16 @@ class Held(NamedTuple):
 
 
 def is_due(held: Held, stored: dict[type, int], now: float) -> bool:
-    """Return whether to try it again; `stored` says in which turn each kind was last stored.
+    """Return whether a held piece is to be tried again.
 
-    A suspect is due once another of its kind could be stored: what it raises then is its own
-    fault. Until then it may be everybody's, and a bug must not make dead letters of all.
+    A suspect is due once another record of its kind was stored: an error that it raises then is
+    its own fault. Before that, the error may be a bug that hits every record, and a bug must not
+    turn all records into dead letters.
+
+    Args:
+        held: the piece.
+        stored: the turn in which a record of each type was last stored.
+        now: seconds of the monotonic clock.
     """
     if held.why == "suspect":
         return held.kind is not None and stored.get(held.kind, -1) >= held.turn

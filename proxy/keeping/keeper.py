@@ -1,6 +1,6 @@
-"""The process beside the workers that keeps their records: drains, watches, counts, migrates.
+"""The process beside the workers: drains their spool, migrates the database, serves metrics.
 
-Serving needs none of it: while the keeper is away, records wait on disk.
+Serving does not need it: while the keeper is away, records wait on disk.
 """
 
 import asyncio
@@ -35,16 +35,18 @@ async def keeping(
     patience_s: float = 0.0,
     processes: Callable[[], list[ProcessState]] | None = None,
 ) -> AsyncIterator[None]:
-    """A keeper: up when entered; what is spooled is stored, if it can be, when left.
+    """Run a keeper: it works when the context is entered, and drains what it can when left.
 
-    For `patience_s` another keeper that has the spool directory is waited for. `processes` tells
-    of the workers, where a supervisor keeps them up.
+    Args:
+        settings: the proxy's settings.
+        patience_s: how long to wait for another keeper to release the spool directory.
+        processes: returns the workers' states; None if no supervisor runs them.
 
     Raises:
-        SpoolInUse: another keeper has the spool directory.
+        SpoolInUse: another keeper holds the spool directory.
         OSError: the admin port is taken.
     """
-    # Records hold prompts; whoever made the folder before decided who may look into it.
+    # Records hold prompts, so a new folder is private. An existing one keeps its owner's choice.
     settings.spool_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     lock = await _hold_patiently(settings.spool_dir / "lock", patience_s)
     database = Database(settings)
@@ -94,12 +96,12 @@ async def _hold_patiently(path: Path, patience_s: float) -> Lock:
 
 
 async def _drain_rest(drainer: Drainer, within_s: float) -> None:
-    """Store what is left, for a few seconds; the next start stores the rest."""
+    """Drain for at most `within_s` seconds; the next start stores the rest."""
     try:
         async with asyncio.timeout(within_s):
             while await drainer.drain_once():
                 pass
     except Exception as error:
-        # Whatever it is, the rest of the keeper ends in order.
-        tell = log.warning if is_away(error) else log.exception
-        tell("spool_left", reason=type(error).__name__)
+        # The rest of the keeper must still shut down in order.
+        note = log.warning if is_away(error) else log.exception
+        note("spool_left", reason=type(error).__name__)

@@ -1,7 +1,7 @@
 """Dead letters: records that cannot be stored, kept with the reason until somebody looks.
 
-They hold prompts, and are all that is left of their records: only the proxy's user may read them,
-and they are durable before their segment is let go.
+They hold prompts, and are the only copy of their records. So only the proxy's user may read them,
+and they are durable before their segment is deleted.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ REASON: Final = ".reason"
 
 
 class Letter(NamedTuple):
-    """A record's bytes and why it is not stored; `name` is one that no other record ever has."""
+    """A record's bytes, and the reason why it is not stored; `name` is unique to the record."""
 
     name: str
     data: bytes
@@ -29,10 +29,10 @@ class Letter(NamedTuple):
 
 
 def bury(root: Path, letters: Sequence[Letter]) -> None:
-    """Make these letters durable in the spool at `root`; again under the same names is the same.
+    """Make letters durable in the spool at `root`; writing the same names again is harmless.
 
     Raises:
-        OSError: the disk did not take them all.
+        OSError: they could not all be written.
     """
     folder = root / FOLDER
     if not folder.exists():
@@ -45,7 +45,7 @@ def bury(root: Path, letters: Sequence[Letter]) -> None:
 
 
 def make_private(root: Path) -> None:
-    """Take from others the right to read letters that an earlier Pawl wrote."""
+    """Make dead letters of earlier versions of Pawl readable for the proxy's user only."""
     folder = root / FOLDER
     if not folder.exists():
         return

@@ -1,4 +1,4 @@
-"""Does the drain move? What `/readyz` says of it (pure but for the clock it is given)."""
+"""The drain's state as `/readyz` and the metrics report it (pure, except for its clock)."""
 
 from collections.abc import Callable
 from time import monotonic
@@ -11,31 +11,32 @@ MOST_REASON: Final = 200
 class Progress:
     """The drain's present state, since when, and why.
 
-    `moving`: what is on disk is stored, or there is nothing. `waiting`: PostgreSQL is away, and
-    records wait on disk, as they should. `stuck`: something else keeps them there.
+    `moving`: records are being stored, or there are none. `waiting`: PostgreSQL is away, and
+    records wait on disk, as intended. `stuck`: something else keeps records from being stored.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        """Begin as `moving`; `clock` returns seconds."""
         self._clock = clock
         self._since = clock()
         self.state: State = "moving"
         self.reason = ""
-        # Records that are passed over for now, while others are stored.
+        # Number of records that are passed over for now, while others are stored.
         self.held = 0
 
     def note(self, state: State, reason: str = "") -> None:
-        """Take what the last look at the spool came to."""
+        """Set the state after a look at the spool."""
         if state != self.state:
             self._since = self._clock()
         self.state, self.reason = state, reason[:MOST_REASON]
 
     @property
     def stuck_s(self) -> float:
-        """For how long nothing has moved that should; 0 where it does."""
+        """Return for how many seconds the drain has been stuck; 0 if it is not."""
         return self._clock() - self._since if self.state == "stuck" else 0.0
 
     def told(self) -> dict[str, object]:
-        """Return it for people and scripts."""
+        """Return the state as an object for `/readyz`."""
         return {
             "state": self.state,
             "for_s": round(self._clock() - self._since, 1),

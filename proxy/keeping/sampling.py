@@ -1,8 +1,8 @@
-"""The settings that a call was sampled with: what the server made of those it was sent (pure).
+"""The settings that a call was sampled with, as the model server understood them (pure).
 
-vLLM's request classes read more than they say: a number in a string, true for 1. And it samples
-at no temperature between 0 and 0.01. What is recorded is what it used; a setting that we cannot
-tell the meaning of is recorded as it was sent, and named in `unreadable`.
+vLLM's request classes accept more than they document: a number in a string, true for 1. It also
+never samples at a temperature between 0 and 0.01. The value that it used is recorded. A setting
+whose meaning is unclear is recorded as it was sent, and named in `unreadable`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ RECORDED: Final = (
     "n",
     "tool_choice",
     "response_format",
-    # The same in the words of the Responses and the Messages API.
+    # The names of the same settings in the Responses and the Messages API.
     *("max_output_tokens", "stop_sequences", "text", "output_config", "thinking"),
     *NEUTRAL,
     *GRAMMARS,
@@ -31,56 +31,59 @@ NUMBERS: Final = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     }
 )
-# What else these are cannot be looked into. A value that no parser of ours takes (with 1e400 in
-# it, say) comes as its text.
+# Settings that must be of one type to be understood. A value that none of our parsers takes
+# (one that holds 1e400, for example) arrives here as its text.
 KINDS: Final[Mapping[str, type]] = {"text": dict, "output_config": dict, "thinking": dict}
 
 
 def sampling_settings(
     request: Mapping[str, Any] | None, default_temperature: float
 ) -> dict[str, Any]:
-    """Return the settings of a request, the temperature always.
+    """Return a request's sampling settings; the temperature is always among them.
 
-    `request` is None where the body could not be parsed: then nothing is known of them.
+    Args:
+        request: the parsed body, or None if it could not be parsed: no setting is known then.
+        default_temperature: what the server uses if the request names none.
     """
     if request is None:
         return {UNREADABLE: ["request"]}
-    found = {
+    settings = {
         name: value for name, value in request.items() if value is not None and name in RECORDED
     }
-    found.setdefault("temperature", default_temperature)
-    unreadable = list(_read_numbers(found))
-    unreadable += [n for n, kind in KINDS.items() if not isinstance(found.get(n, kind()), kind)]
+    settings.setdefault("temperature", default_temperature)
+    unreadable = list(_read_numbers(settings))
+    unreadable += [n for n, kind in KINDS.items() if not isinstance(settings.get(n, kind()), kind)]
     tools = request.get("tools")
     if not isinstance(tools, list | None):
         unreadable.append("tools")
     elif _has_strict_tool(tools or ()):
-        found[STRICT_TOOLS] = True
+        settings[STRICT_TOOLS] = True
     if unreadable:
-        found[UNREADABLE] = unreadable
-    return found
+        settings[UNREADABLE] = unreadable
+    return settings
 
 
-def _read_numbers(found: dict[str, Any]) -> Iterator[str]:
-    """Put the numbers that were used in place of those that were sent; names what is none."""
-    used = used_temperature(found["temperature"])
+def _read_numbers(settings: dict[str, Any]) -> Iterator[str]:
+    """Replace numbers as sent by numbers as used, and yield the names of those that are none."""
+    used = used_temperature(settings["temperature"])
     if used is None:
         yield "temperature"
     else:
-        found["temperature"] = used
-    for name in NUMBERS & found.keys():
-        number = number_of(found[name])
+        settings["temperature"] = used
+    for name in NUMBERS & settings.keys():
+        number = number_of(settings[name])
         if number is None:
             yield name
-        elif isinstance(found[name], str | bool):
-            found[name] = number
+        elif isinstance(settings[name], str | bool):
+            settings[name] = number
 
 
 def _has_strict_tool(tools: Any) -> bool:
-    """vLLM holds strict tools to their schema by a grammar: another distribution.
+    """Return whether a tool is strict.
 
-    In a chat the tool's function says it, in the other APIs the tool itself. Whatever is not
-    plainly false may be read as true.
+    vLLM holds strict tools to their schema by a grammar, which changes the distribution. In a
+    chat `strict` is a field of the tool's function, in the other APIs of the tool itself. Any
+    value but false and null counts as true, because the server may read it so.
     """
     return any(
         holder.get("strict") not in (None, False)

@@ -1,6 +1,6 @@
 """Settles records, each in one of three ways: stored, a dead letter, or held for later.
 
-Whatever is raised over a record, those after it are settled as well (`proxy.keeping.held`).
+No error over one record keeps those after it from being settled (`proxy.keeping.held`).
 """
 
 import asyncio
@@ -27,45 +27,49 @@ from store.ingest import Ingester
 
 log = structlog.get_logger()
 
-# After so many failures one after another, though PostgreSQL answers, records go one by one.
+# After this many failures in a row, records are stored one by one: one of them may be the cause.
 PATIENCE: Final = 5
 CANNOT_READ: Final = "a segment cannot be read or deleted"
 
 
 class Settler:
-    """Settles the records of one drainer; the caller sees to it that it does so once at a time."""
+    """Settles the records of one drainer; the caller must not run two settlings at once."""
 
     def __init__(self, root: Path, readers: ResultReaders, most_reply: int) -> None:
+        """Settle records under `root`; replies longer than `most_reply` bytes are not read."""
         self._root = root
         self._readers = readers
         self._most_reply = most_reply
         self._ingester = Ingester(count_conflicts)
         self._turn = 0
-        # In which turn a record of each kind was stored last.
+        # The turn in which a record of each type was last stored.
         self._stored: dict[type, int] = {}
-        # How often PostgreSQL failed since anything was stored.
+        # Number of failures of PostgreSQL since a record was last stored.
         self.failures = 0
-        # What kept something from being settled in the present turn, though PostgreSQL answers.
+        # Why a record could not be settled in the present turn, though PostgreSQL answers.
         self.trouble = ""
 
     @property
     def one_by_one(self) -> bool:
-        """Whether to settle one record at a time: PostgreSQL fails, and it may be over one."""
+        """Return whether to settle one record at a time, because one may be what fails."""
         return self.failures >= PATIENCE
 
     def begin(self) -> None:
-        """Begin another turn."""
+        """Begin another turn, in which nothing has failed yet."""
         self._turn += 1
         self.trouble = ""
 
     def read(self, pieces: Iterable[Piece]) -> list[Entry]:
-        """Return what the pieces of a segment say."""
+        """Return the entries of pieces of a segment."""
         return [read_entry(piece, self._readers, self._most_reply) for piece in pieces]
 
     async def settle(self, engine: AsyncEngine, segment: Segment, entries: Sequence[Entry]) -> None:
-        """Store, halving a batch that fails down to the record that fails.
+        """Store entries of a segment; halve a batch that fails down to the record that fails.
 
-        What is settled stays so if the database goes away in the middle.
+        If the database goes away in the middle, what was settled before stays settled.
+
+        Raises:
+            Exception: the database is away (`store.away.is_away`).
         """
         try:
             await self._store(engine, entries)
@@ -84,7 +88,7 @@ class Settler:
         segment.advance(entries[-1].piece, sum(settled))
 
     async def _store(self, engine: AsyncEngine, entries: Sequence[Entry]) -> None:
-        """Store the records among `entries`, and count them; raises what `Ingester.store` does."""
+        """Store and count the records among `entries`; errors are those of `Ingester.store`."""
         records = [entry.record for entry in entries if entry.record is not None]
         if records:
             await self._ingester.store(engine, records)
@@ -99,14 +103,14 @@ class Settler:
         """Decide about a record that could not be stored alone.
 
         Raises:
-            Exception: the database is away, and the record is as good as any other.
+            Exception: the database is away; the record itself may be sound.
         """
         if isinstance(error, Refused):
             await self._bury(segment, [entry._replace(reason=str(error))])
             if entry.piece.start not in segment.held:
                 segment.advance(entry.piece, entry.piece.records)
         elif not is_away(error):
-            # Without its words, which may quote the record.
+            # The error's text is left out: it may quote the record.
             log.error("record_held", error=type(error).__name__, raised_at=raised_at(error))
             self._hold(segment, entry, "suspect", _reason(error))
         else:
@@ -117,15 +121,15 @@ class Settler:
 
     def _hold(self, segment: Segment, entry: Entry, why: Why, reason: str) -> None:
         kind = None if entry.record is None else type(entry.record)
-        # Its bytes stay on disk: nobody knows how many such records there will be.
+        # Its bytes stay on disk only: there may be any number of such records.
         piece = entry.piece._replace(data=b"")
         segment.hold(Held(piece, why, reason, kind, self._turn, monotonic()))
 
     async def _bury(self, segment: Segment, entries: Sequence[Entry]) -> bool:
-        """Make dead letters of these; where the disk does not take them, they are held."""
+        """Write entries as dead letters, or hold them and return False if the disk refuses."""
         if not entries:
             return True
-        # A name that no other record ever has; the same one if a kill makes us do this again.
+        # Unique to the record, and the same if a kill makes the next keeper write it again.
         letters = [
             Letter(f"{segment.path.stem}-{entry.piece.end}", entry.piece.data, entry.reason)
             for entry in entries
@@ -139,14 +143,14 @@ class Settler:
             return False
         DEAD_LETTERS.inc(sum(entry.piece.records for entry in entries))
         for letter in letters:
-            # Its first line: what follows may quote the record.
+            # Only the first line: the following ones may quote the record.
             log.error(
                 "dead_letter", reason=letter.reason.partition("\n")[0][:300], letter=letter.name
             )
         return True
 
     async def try_held(self, engine: AsyncEngine, segments: Iterable[Segment]) -> int:
-        """Try what was passed over again, as far as it is due; returns how many were settled."""
+        """Try held pieces again that are due, and return how many were settled."""
         moved = 0
         for segment in segments:
             for held in sorted(segment.held.values()):
@@ -157,7 +161,7 @@ class Settler:
         return moved
 
     async def _try_again(self, engine: AsyncEngine, segment: Segment, held: Held) -> bool:
-        """Store a record that was passed over, or make it a dead letter.
+        """Store a held record or write it as a dead letter, and return whether it is settled.
 
         Raises:
             Exception: the database is away.

@@ -1,4 +1,4 @@
-"""Counts what was stored, by what it was."""
+"""Counts stored records in the metrics, by their content."""
 
 from collections.abc import Iterable, Sequence
 from uuid import UUID
@@ -12,7 +12,10 @@ log = structlog.get_logger()
 
 
 def count_calls(records: Iterable[SpoolRecord]) -> None:
-    """Count the calls among records that are stored. It never raises: they are stored."""
+    """Count the calls among stored records.
+
+    This never raises: the records are stored, and must not be treated as failed.
+    """
     try:
         for record in records:
             if isinstance(record, CallRecord):
@@ -22,7 +25,7 @@ def count_calls(records: Iterable[SpoolRecord]) -> None:
 
 
 def count_conflicts(requests: Sequence[UUID]) -> None:
-    """Count feedback that was stored although its idempotency key stands for another body."""
+    """Count feedback that was stored although its idempotency key belongs to another body."""
     KEY_CONFLICTS.inc(len(requests))
     log.warning("idempotency_key_reused", stored=[str(request) for request in requests[:10]])
 

@@ -1,4 +1,4 @@
-"""From what a worker captured to the ledger's record (pure): the same dialect reads it again."""
+"""Turns a worker's capture into the ledger's record (pure), by reading it again in its dialect."""
 
 from datetime import UTC, datetime
 from typing import Final
@@ -19,7 +19,8 @@ from store.json_limits import MAX_DEPTH, most_of, nests_too_deep
 from store.records import CallRecord, Tokens, ToolEvent
 from store.tokens import pack_ids, pack_logprobs
 
-# What was asked is kept as bytes; where the reply is read without it, it is not parsed.
+# Parts of a request that are not parsed: the request is stored as bytes, and in these dialects
+# the reply can be read without them.
 UNREAD = {"chat": ("messages",), "completions": ("prompt",)}
 TOO_DEEP: Final = "nested_too_deep"
 NO_READERS = ResultReaders()
@@ -29,13 +30,16 @@ NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole=False)
 def transcribe(
     captured: Captured, readers: ResultReaders = NO_READERS, most_reply: int = MOST_INFLATED
 ) -> CallRecord:
-    """The record of a call, its request as the client sent it.
+    """Return the ledger's record of a captured call; the request in it is the client's own.
 
-    `readers` say how the results of tools in it are read.
+    Args:
+        captured: what the worker wrote down.
+        readers: how the results of tools in the request are read.
+        most_reply: longest reply that is read, in bytes.
 
     Raises:
-        zlib.error: its reply was deflated and is damaged.
-        ReplyTooLong: its reply is more than `most_reply` bytes.
+        zlib.error: the reply was deflated and is damaged.
+        ReplyTooLong: the reply is longer than `most_reply` bytes.
     """
     request = read_request(captured.request, without=UNREAD.get(captured.dialect, ()))
     raw = inflate(captured.reply, captured.deflated, most_reply)
@@ -93,27 +97,27 @@ def transcribe(
 
 
 def _reply_nests_too_deep(raw: bytes, streamed: bool) -> bool:
-    """Whether the reply, or an event of it, cannot be read as JSON."""
+    """Return whether the reply, or an event of it, nests too deep for a JSON reader."""
     return any(map(nests_too_deep, raw.split(b"\n"))) if streamed else nests_too_deep(raw)
 
 
 def _nests_too_deep(facts: ReplyFacts) -> bool:
-    """Whether what was put together of a reply, or is JSON within it, is too deep for a reader."""
+    """Return whether the assembled reply, or a tool call's arguments, nest too deep to read."""
     return (facts.reply is not None and nests_too_deep(facts.reply)) or any(
         nests_too_deep(call.arguments.encode(errors="surrogatepass")) for call in facts.tool_calls
     )
 
 
 def _arguments_nest_too_deep(captured: Captured, raw: bytes) -> bool:
-    """Whether a message was made of a chat's reply with a tool's arguments too deep for it.
+    """Return whether a chat's reply that became a message has arguments that nest too deep.
 
-    They are text in a chat, and a structure in a message.
+    A tool call's arguments are text in a chat, and a structure in a message.
     """
     if captured.dialect != "messages" or captured.streamed or most_of(raw).containers <= MAX_DEPTH:
         return False
     reply = read_reply(raw)
-    said = [choice.message for choice in (reply.choices or ())] if reply is not None else []
-    calls = [call for message in said if message for call in message.tool_calls or ()]
+    messages = [choice.message for choice in (reply.choices or ())] if reply is not None else []
+    calls = [call for message in messages if message for call in message.tool_calls or ()]
     return any(
         nests_too_deep((call.function.arguments or "").encode(errors="surrogatepass"))
         for call in calls
@@ -121,24 +125,25 @@ def _arguments_nest_too_deep(captured: Captured, raw: bytes) -> bool:
 
 
 def _unreadable(facts: ReplyFacts) -> ReplyFacts:
-    """The facts of a reply that is kept as the bytes that came; its id is what feedback names."""
+    """Return the facts of a reply that is kept as raw bytes: its id, which feedback may name."""
     return msgspec.structs.replace(NO_REPLY, response_id=facts.response_id, whole=facts.whole)
 
 
 def _facts(captured: Captured, request: ModelRequest, raw: bytes, *, reading: bool) -> ReplyFacts:
-    """What the reply said; nothing was sent to an upstream where it has no status.
+    """Return what is to be recorded of a reply.
 
-    Without `reading` it is followed as the worker did, and tells no more than its gist.
+    Without `reading` the reply is followed as the worker did it, and only its id is returned.
     """
     if captured.http_status is None:
+        # The upstream gave no reply.
         return NO_REPLY
     dialect = DIALECTS[captured.dialect]
-    asked = dialect.rewrite(request, captured.served_model, want_ids=captured.wanted_ids)
+    rewritten = dialect.rewrite(request, captured.served_model, want_ids=captured.wanted_ids)
     name = captured.served_model
     transcript: Transcript = (
-        dialect.streamed(asked, name, reading=reading)
+        dialect.streamed(rewritten, name, reading=reading)
         if captured.streamed
-        else dialect.whole(asked, name, reading=reading, status=captured.http_status)
+        else dialect.whole(rewritten, name, reading=reading, status=captured.http_status)
     )
     if reading and isinstance(transcript, StreamedReply):
         transcript.reread(raw)
@@ -154,9 +159,9 @@ def _facts(captured: Captured, request: ModelRequest, raw: bytes, *, reading: bo
 def _results(
     captured: Captured, request: ModelRequest, readers: ResultReaders
 ) -> tuple[ToolEvent, ...]:
-    """How the tools ended whose results the request brings."""
+    """Return an event for each tool result in the request."""
     if captured.dialect != "messages" and not readers:
-        # Only Anthropic's API states it: nobody reads the others' unless told to.
+        # Only Anthropic's API states how a tool ended. In the others it takes a configured reader.
         return ()
     unread = captured.dialect in UNREAD
     parsed = parse_object(captured.request) if unread else request.parsed

@@ -1,1 +1,1 @@
-"""The disk below the spool: who holds which folder, and segments that grow."""
+"""The spool's files: a locked folder for each worker, and the segment that it writes."""

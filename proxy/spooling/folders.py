@@ -1,4 +1,4 @@
-"""The folders of a spool: each is held by one process, by a lock that ends with it."""
+"""The folders of a spool: one process holds each, by a lock that ends with the process."""
 
 import errno
 import fcntl
@@ -9,11 +9,11 @@ from typing import Final
 
 from proxy.errors import SpoolInUse
 
-# Records hold prompts and replies: they are for the proxy's own user.
+# Records hold prompts and replies: only the proxy's own user may read them.
 PRIVATE: Final = 0o700
 OPEN: Final = ".open"
 SEALED: Final = ".seg"
-# What a disk says that may work again by itself; anything else is a mistake in the set-up.
+# Errors of a disk that may go away by themselves; any other is a mistake in the set-up.
 PASSING: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
 
 
@@ -21,19 +21,20 @@ class Lock:
     """A file that this process holds for as long as it lives, or until `release`."""
 
     def __init__(self, handle: int) -> None:
+        """Store the descriptor that the file was locked through."""
         self._handle = handle
 
     def release(self) -> None:
-        """Let go."""
+        """Unlock the file, so that another process may lock it."""
         os.close(self._handle)
 
 
 def hold(path: Path) -> Lock:
-    """Lock a file.
+    """Lock a file, which is created if it is missing.
 
     Raises:
         SpoolInUse: another process holds it.
-        OSError: it cannot be made, or not be locked.
+        OSError: it cannot be created or locked.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -41,7 +42,8 @@ def hold(path: Path) -> Lock:
     except BlockingIOError as error:
         os.close(handle)
         raise SpoolInUse(
-            f"another process spools to {path.parent}: stop it, or set PAWL_SPOOL_DIR"
+            f"another process uses the spool directory {path.parent}: stop that process, or set "
+            "PAWL_SPOOL_DIR to another directory"
         ) from error
     except OSError:
         os.close(handle)
@@ -50,7 +52,7 @@ def hold(path: Path) -> Lock:
 
 
 def is_held(path: Path) -> bool:
-    """Return whether a process holds the lock."""
+    """Return whether a process holds the lock at `path`."""
     try:
         hold(path).release()
     except SpoolInUse:
@@ -62,32 +64,32 @@ class Home:
     """A worker's own folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Take hold of `folder`.
+        """Lock `folder`, which is created if it is missing.
 
         Raises:
             SpoolInUse: another process holds it.
-            OSError: it cannot be made or written.
+            OSError: it cannot be created or written.
         """
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         self.folder = folder
         self._lock = hold(folder / "lock")
         try:
-            # What a worker before this one left open: nobody writes to it any more.
+            # Segments that an earlier worker left open; nobody writes to them any more.
             self.left = sorted(folder.glob(f"*{OPEN}"))
         except OSError:
             self._lock.release()
             raise
 
     def release(self) -> None:
-        """Let another process have it."""
+        """Unlock the folder, so that another process may take it."""
         self._lock.release()
 
 
 def take_home(root: Path) -> Home:
-    """Take the first numbered folder under `root` that nobody holds.
+    """Take the first numbered folder under `root` that no process holds.
 
     Raises:
-        OSError: it cannot be made or written.
+        OSError: it cannot be created or written.
     """
     for number in count():
         try:

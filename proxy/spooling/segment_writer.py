@@ -1,7 +1,7 @@
 """The segment that a worker is writing: bytes are durable in it, or cut off again.
 
-Nothing here raises: a disk that fails now may work in a moment, and whoever writes must be there
-then. What failed is said in the log, and in what `append` returns.
+Nothing here raises: a disk that fails now may work in a moment, and the writer must still run
+then. Failures are logged, and `append` returns False.
 """
 
 import errno
@@ -23,22 +23,22 @@ class SegmentWriter:
     """Writes one segment after another into a folder; used by one thread."""
 
     def __init__(self, take: Callable[[], Home], home: Home | None, *, segment_bytes: int) -> None:
-        """Write into `home`; where there is none yet, `take` is asked for one when it is needed."""
+        """Write into `home`; if it is None, call `take` for a folder once one is needed."""
         self._take = take
         self._home = home
         self._segment_bytes = segment_bytes
         self._segment: Path | None = None
         self._file: int | None = None
         self._size = 0
-        # Segments that will not grow any more, and of which the name does not say so yet.
+        # Segments that will not grow any more, but could not be renamed yet.
         self._unsealed: list[Path] = [] if home is None else home.left
 
     def append(self, data: bytes) -> bool:
-        """Make `data` durable at the segment's end; False where the disk did not.
+        """Make `data` durable at the segment's end, and return whether that worked.
 
-        Bytes that failed are cut off, and the segment ends: the keeper may have read them, so that
-        nothing else may stand in their place; and after a sync that failed nobody knows what of
-        the segment's end is on disk.
+        Bytes that failed are cut off, and the segment ends there, for two reasons. The keeper may
+        have read them, so no others may take their offsets. And after a failed sync it is not
+        known how much of the segment's end is on disk.
         """
         try:
             file = self._ready()
@@ -50,7 +50,7 @@ class SegmentWriter:
                 view = view[written:]
             os.fdatasync(file)
         except Exception as error:
-            log.error("spool_write_failed", bytes=len(data), reason=_said(error))
+            log.error("spool_write_failed", bytes=len(data), reason=_text(error))
             self._give_up()
             return False
         self._size += len(data)
@@ -59,7 +59,7 @@ class SegmentWriter:
         return True
 
     def seal(self) -> None:
-        """End the segment; the next bytes begin another one."""
+        """End the segment; the next `append` begins another one."""
         file, segment = self._file, self._segment
         self._file = self._segment = None
         if file is not None:
@@ -69,7 +69,7 @@ class SegmentWriter:
         self._unsealed = [path for path in self._unsealed if not _sealed(path)]
 
     def release(self) -> None:
-        """End the segment, and let go of the folder."""
+        """End the segment, and unlock the folder."""
         self.seal()
         if self._home is not None:
             self._home.release()
@@ -93,17 +93,17 @@ class SegmentWriter:
         return self._file
 
     def _give_up(self) -> None:
-        """Take back what failed, as far as the disk lets us, and end the segment."""
+        """Cut off the bytes that failed, if the disk allows it, and end the segment."""
         try:
             if self._file is not None:
                 os.ftruncate(self._file, self._size)
             if self._segment is not None and self._size == 0:
-                # One that holds nothing: a disk that fails for long must not be filled with them.
+                # Deleted if empty: a disk that fails for long must not fill with empty segments.
                 self._segment.unlink(missing_ok=True)
                 self._segment = None
         except OSError as error:
-            # What of it is whole will be stored, though it was reported as lost.
-            log.error("spool_not_cut", segment=str(self._segment), reason=_said(error))
+            # Its whole frames will be stored, though their records were reported as lost.
+            log.error("spool_not_cut", segment=str(self._segment), reason=_text(error))
         self.seal()
 
 
@@ -111,21 +111,21 @@ def _close(file: int) -> None:
     try:
         os.close(file)
     except OSError as error:
-        # Linux lets go of it all the same; what was acknowledged was synced before.
-        log.error("segment_not_closed", reason=_said(error))
+        # Linux releases the descriptor all the same (close(2)). What was acknowledged was synced.
+        log.error("segment_not_closed", reason=_text(error))
 
 
 def _sealed(path: Path) -> bool:
-    """Give a segment the name of one that will not grow; False: the disk did not, so try later."""
+    """Rename a segment that will not grow any more; return False if that must be tried again."""
     try:
         path.rename(path.with_suffix(SEALED))
     except FileNotFoundError:
         log.error("segment_removed", segment=str(path), by="somebody else")
     except OSError as error:
-        log.error("segment_not_sealed", segment=str(path), reason=_said(error))
+        log.error("segment_not_sealed", segment=str(path), reason=_text(error))
         return False
     return True
 
 
-def _said(error: Exception) -> str:
+def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:300]
