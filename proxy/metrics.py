@@ -34,7 +34,7 @@ def metric_label(metric: str) -> str:
 
 
 def status_label(status: int) -> str:
-    """Return the label of a reply's status; by its class (`5xx`) if HTTP does not define it."""
+    """Return a reply's status as a label, or its class (`5xx`) if HTTP does not define it."""
     text = str(status)
     return text if text in STANDARD_STATUSES else f"{text[0]}xx"
 

@@ -92,7 +92,7 @@ class ProxySettings(StoreSettings):
     )
     tool_results: Annotated[InstanceOf[ResultReaders], NoDecode, BeforeValidator(_readers)] = Field(
         default=ResultReaders(),
-        description="how each tool's results are read, for example search=json_error,shell=exit_code",
+        description="how each tool's results are read, such as search=json_error,shell=exit_code",
     )
     drain_batch: int = Field(default=256, ge=1, description="records stored in one transaction")
 

@@ -82,12 +82,12 @@ def data_handler(relay: Relay, desk: FeedbackDesk, *, may_delete_models: bool) -
     return handle
 
 
-def _note_too_slow(what: str, allowed_s: float, exchange: Exchange | None) -> None:
+def _note_too_slow(step: str, allowed_s: float, exchange: Exchange | None) -> None:
     """Count and log a client whose connection was closed because it was too slow."""
-    TOO_SLOW.labels(what).inc()
+    TOO_SLOW.labels(step).inc()
     log.warning(
         "client_too_slow",
-        what=what,
+        what=step,
         allowed_s=allowed_s,
         method=None if exchange is None else exchange.method,
         call=None if exchange is None else exchange.call,

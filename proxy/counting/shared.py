@@ -178,6 +178,6 @@ def _accumulate(family: Metric) -> None:
         total = 0.0
         for bound, count in sorted(counts.items()):
             total += count
-            labels_le = dict(labels) | {"le": floatToGoString(bound)}  # type: ignore[no-untyped-call]
-            family.add_sample(f"{family.name}_bucket", labels_le, total)
+            with_bound = dict(labels) | {"le": floatToGoString(bound)}  # type: ignore[no-untyped-call]
+            family.add_sample(f"{family.name}_bucket", with_bound, total)
         family.add_sample(f"{family.name}_count", dict(labels), total)

@@ -177,7 +177,7 @@ class Drainer:
             return []
         try:
             if not segment.drained:
-                # Asked before reading: what a worker adds until it seals is read next time.
+                # Asked before reading: bytes that a worker adds until it seals are read next time.
                 sealed = segment.sealed
                 most = 1 if self._settler.one_by_one else self._batch
                 pieces = await asyncio.to_thread(

@@ -79,7 +79,7 @@ def _read_numbers(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def _has_strict_tool(tools: Any) -> bool:
-    """Return whether a tool is strict.
+    """Return whether any of the tools is strict.
 
     vLLM holds strict tools to their schema by a grammar, which changes the distribution. In a
     chat `strict` is a field of the tool's function, in the other APIs of the tool itself. Any
