@@ -1,6 +1,6 @@
-"""The ledger: the only code that knows SQL.
+"""The ledger: the only package that contains SQL.
 
-Both processes stand on it and it knows neither of them: the proxy's drainer writes
-calls and feedback, the trainer claims episodes, records updates and moves policies.
-What crosses its border are the frozen records of `store.records`.
+Proxy and trainer both depend on it, and it depends on neither. The keeper's drainer writes
+calls and feedback; the trainer claims episodes, records updates and moves policies. Callers
+exchange only the frozen records of `store.records` with it.
 """

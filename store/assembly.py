@@ -1,7 +1,7 @@
-"""Rows put together into an episode as it was recorded (pure).
+"""Assembly of database rows into an episode as it was recorded (pure).
 
-An episode may have several parts (`store.joins`), the earliest first: it goes by that one's
-key. A call that a later one names as the attempt it repeats is left out: they are one call.
+An episode may have several parts (`store.joins`), the earliest first; it has that part's key.
+A call that a later call repeats as a retry (`retry_of`) is left out: the two count as one call.
 """
 
 import math
@@ -24,7 +24,7 @@ from store.records import (
 from store.sampling import used_temperature
 from store.tokens import ITEM_BYTES, are_logprobs
 
-# An explicit statement of how a tool ended beats what its result says.
+# An explicit status of a tool beats one that was inferred from its result.
 _SURENESS: Final[Mapping[str, int]] = {
     "header": 3,
     "feedback": 3,
@@ -38,7 +38,7 @@ _ToolCalls = tuple[ToolCall, ...]
 
 
 class Readable(NamedTuple):
-    """What of a call had to be rebuilt, checked or parsed."""
+    """The parts of a call that had to be rebuilt, checked or parsed."""
 
     request: bytes | None
     prompt_ids: bytes
@@ -47,7 +47,10 @@ class Readable(NamedTuple):
 
 
 class WholeTexts(NamedTuple):
-    """By call its request and prompt ids as they were said; or why they cannot be read back."""
+    """Each call's full request and prompt ids, by call id, or why they cannot be read back.
+
+    A call's id is a key of exactly one of `of` and `damaged`.
+    """
 
     of: Mapping[UUID, Texts]
     damaged: Mapping[UUID, str]
@@ -57,15 +60,20 @@ def assemble(
     parts: Sequence[Any],
     rows: Sequence[Any],
     events: Iterable[Any],
-    said: Iterable[Any],
+    feedback: Iterable[Any],
     whole: WholeTexts,
 ) -> Episode:
-    """The episode of `parts`; calls, events and statements come in the order of their ids.
+    """Return the episode that `parts` make up.
 
-    `whole` is what `whole_texts` says of at least these calls.
+    Args:
+        parts: rows of `episodes`, the earliest first.
+        rows: rows of `transitions`, by id.
+        events: rows of `tool_events`, by time and id.
+        feedback: rows of `feedback`, by time and id.
+        whole: the result of `whole_texts` for at least these calls.
 
     Raises:
-        Damaged: a call cannot be read back, or a statement about one.
+        Damaged: a call, or a statement about one, cannot be read back.
     """
     head = next((part for part in parts if part.root is None), parts[0])
     repeated_by = _repeated_by(rows)
@@ -73,12 +81,12 @@ def assemble(
     known = {row.id for row in calls}
     readable = {row.id: _readable(row, whole) for row in calls}
     standing = _newest_events(events)
-    asked = {call.id: row.id for row in calls for call in readable[row.id].tool_calls}
+    requested_by = {call.id: row.id for row in calls for call in readable[row.id].tool_calls}
     owner = {
-        event.id: _last(repeated_by, event.asked_by) or asked.get(event.tool_id)
+        event.id: _last(repeated_by, event.asked_by) or requested_by.get(event.tool_id)
         for event in standing
     }
-    statements = list(said)
+    statements = list(feedback)
     own = {part.id for part in parts if part.method == OWN_EPISODE}
     about = {
         statement.id: None if statement.episode_id in own else _last(repeated_by, statement.call_id)
@@ -107,37 +115,39 @@ def assemble(
 
 
 def whole_texts(rows: Iterable[Any]) -> WholeTexts:
-    """Each call's request and prompt ids as they were said, whatever its row keeps of them."""
+    """Rebuild each call's request and prompt ids from its row and the calls that it adds to."""
     by_id = {row.id: row for row in rows}
-    found: dict[UUID, Texts] = {}
+    rebuilt: dict[UUID, Texts] = {}
     damaged: dict[UUID, str] = {}
     for row in by_id.values():
         chain: dict[UUID, Any] = {}
         call = row
-        while call is not None and not any(call.id in known for known in (found, damaged, chain)):
+        while call is not None and not any(call.id in known for known in (rebuilt, damaged, chain)):
             chain[call.id] = call
             call = by_id.get(call.parent_id)
         for call in reversed(chain.values()):
             try:
-                found[call.id] = _texts(call, by_id, found)
+                rebuilt[call.id] = _texts(call, by_id, rebuilt)
             except ValueError as error:
                 base = "" if call.parent_id is None else f" adds to {call.parent_id}"
                 damaged[call.id] = f"call {call.id}{base}: {error}"
-    return WholeTexts(found, damaged)
+    return WholeTexts(rebuilt, damaged)
 
 
-def _texts(row: Any, by_id: Mapping[UUID, Any], found: Mapping[UUID, Texts]) -> Texts:
+def _texts(row: Any, by_id: Mapping[UUID, Any], rebuilt: Mapping[UUID, Texts]) -> Texts:
     if any(len(values) % ITEM_BYTES for values in (row.sampled_ids, row.sampled_logprobs)):
-        raise ValueError("it has half a token id or log-probability")
+        raise ValueError(
+            f"its sampled ids or log-probabilities are not a multiple of {ITEM_BYTES} bytes"
+        )
     if row.parent_id is None:
         return row.request, row.prompt_ids
     if row.parent_id not in by_id:
-        raise ValueError("it is not there")
-    if row.parent_id not in found:
-        raise ValueError("it cannot be read back")
+        raise ValueError("that call is missing")
+    if row.parent_id not in rebuilt:
+        raise ValueError("that call cannot be read back")
     if None in (row.request_prefix, row.request_suffix, row.prompt_prefix, row.request):
-        raise ValueError("what it takes from it is not known")
-    request, prompt_ids = found[row.parent_id]
+        raise ValueError("the lengths of the shared parts, or the added request, are missing")
+    request, prompt_ids = rebuilt[row.parent_id]
     context = prompt_ids + by_id[row.parent_id].sampled_ids
     return (
         rebuild(request or b"", row.request_prefix, row.request_suffix, row.request),
@@ -146,12 +156,12 @@ def _texts(row: Any, by_id: Mapping[UUID, Any], found: Mapping[UUID, Texts]) -> 
 
 
 def _readable(row: Any, whole: WholeTexts) -> Readable:
-    """A call's parts, once all that it says of itself is seen to hold together."""
+    """Return a call's rebuilt and parsed parts, after checking that they are consistent."""
     if row.id in whole.damaged:
         raise Damaged(whole.damaged[row.id])
     request, prompt_ids = whole.of[row.id]
     if len(prompt_ids) % ITEM_BYTES:
-        raise Damaged(f"call {row.id} has half a token id")
+        raise Damaged(f"prompt_ids of call {row.id} are not a multiple of {ITEM_BYTES} bytes")
     sampling: _Settings = _parsed(row, "sampling", _Settings)
     tool_calls: _ToolCalls = _parsed(row, "tool_calls", _ToolCalls)
     if row.trainable:
@@ -160,15 +170,15 @@ def _readable(row: Any, whole: WholeTexts) -> Readable:
 
 
 def _check_trainable(row: Any, prompt_ids: bytes, sampling: _Settings) -> None:
-    """What the trainer computes with must be there, and be what it is called."""
+    """Check that all values the trainer computes with are present and valid."""
     if len(row.sampled_ids) != len(row.sampled_logprobs):
-        raise Damaged(f"call {row.id} has not as many log-probabilities as sampled ids")
+        raise Damaged(f"call {row.id} has different numbers of sampled ids and log-probabilities")
     if not prompt_ids or not row.sampled_ids:
-        raise Damaged(f"call {row.id} is marked as trainable and has no ids")
+        raise Damaged(f"call {row.id} is marked as trainable and has no token ids")
     if not are_logprobs(row.sampled_logprobs):
-        raise Damaged(f"call {row.id} has a log-probability that is none")
+        raise Damaged(f"call {row.id} has a value that cannot be a sampled token's log-probability")
     if not used_temperature(sampling.get("temperature")):
-        raise Damaged(f"call {row.id} is marked as trainable and tells no temperature above 0")
+        raise Damaged(f"call {row.id} is marked as trainable and has no temperature above 0")
 
 
 def _parsed(row: Any, column: str, kind: Any) -> Any:
@@ -179,28 +189,28 @@ def _parsed(row: Any, column: str, kind: Any) -> Any:
 
 
 def _repeated_by(rows: Iterable[Any]) -> dict[UUID, UUID]:
-    """Return the call that repeats it by each attempt that was repeated."""
-    found = {row.retry_of: row.id for row in rows if row.retry_of is not None}
-    for attempt in found:
+    """Map each attempt that was repeated to the call that repeats it."""
+    repeats = {row.retry_of: row.id for row in rows if row.retry_of is not None}
+    for attempt in repeats:
         seen: set[UUID] = set()
         call: UUID | None = attempt
         while call is not None:
             if call in seen:
-                raise Damaged(f"call {attempt} says that it repeats itself")
+                raise Damaged(f"call {attempt} is recorded as a retry of itself")
             seen.add(call)
-            call = found.get(call)
-    return found
+            call = repeats.get(call)
+    return repeats
 
 
 def _last(repeated_by: Mapping[UUID, UUID], call_id: UUID | None) -> UUID | None:
-    """The attempt that counts for one that may have been repeated."""
+    """Return the last attempt of a call that may have been repeated: the one that counts."""
     while call_id is not None and call_id in repeated_by:
         call_id = repeated_by[call_id]
     return call_id
 
 
 def _newest_events(rows: Iterable[Any]) -> list[Any]:
-    """The newest of the surest statements about a tool call; those without an id all stand."""
+    """Keep one event for each tool call: the newest of the surest. Keep all without an id."""
     standing: dict[Any, Any] = {}
     for row in rows:
         about = row.tool_id or row.id
@@ -210,7 +220,9 @@ def _newest_events(rows: Iterable[Any]) -> list[Any]:
     return list(standing.values())
 
 
-def _transition(row: Any, read: Readable, events: list[Any], said: list[Any]) -> TransitionRow:
+def _transition(
+    row: Any, read: Readable, events: list[Any], statements: list[Any]
+) -> TransitionRow:
     return TransitionRow(
         id=row.id,
         episode_id=row.episode_id,
@@ -231,7 +243,7 @@ def _transition(row: Any, read: Readable, events: list[Any], said: list[Any]) ->
         reason=row.reason,
         tool_calls=read.tool_calls,
         tool_events=tuple(_event(event) for event in events),
-        feedback=tuple(_statement(statement) for statement in said),
+        feedback=tuple(_statement(statement) for statement in statements),
         method=row.method,
         confidence=row.confidence,
     )
@@ -251,5 +263,5 @@ def _event(row: Any) -> ToolEvent:
 
 def _statement(row: Any) -> Feedback:
     if not math.isfinite(row.value):
-        raise Damaged(f"statement {row.id} has the value {row.value}")
+        raise Damaged(f"feedback {row.id} has the value {row.value}, which is not finite")
     return Feedback(metric=row.metric, value=row.value, at=row.at)

@@ -1,6 +1,7 @@
-"""Telling a database that is away from one that refuses: the first is waited for.
+"""Distinguish a database that is unavailable from one that refuses a record.
 
-Away is also one that takes no record at all now, whatever is in it.
+Callers wait and retry while it is unavailable. A database that accepts no record at all for
+now, whatever the record contains, counts as unavailable too.
 """
 
 from typing import Final
@@ -9,7 +10,7 @@ import asyncpg
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-# asyncpg's own errors reach us unwrapped while a connection is being made.
+# While a connection is being made, SQLAlchemy does not wrap asyncpg's own errors.
 _AWAY: Final = (
     OSError,
     TimeoutError,
@@ -20,7 +21,7 @@ _AWAY: Final = (
     asyncpg.InterfaceError,
     asyncpg.OperatorInterventionError,
     asyncpg.InvalidCatalogNameError,
-    # Not the fault of any record: full disks, deadlocks, a standby, a schema that is being moved.
+    # No record is at fault: full disk, deadlock, read-only standby, schema being migrated.
     asyncpg.InsufficientResourcesError,
     asyncpg.TransactionRollbackError,
     asyncpg.PostgresSystemError,
@@ -31,11 +32,12 @@ _AWAY: Final = (
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether `error` says that PostgreSQL cannot be reached now (and may be later)."""
+    """Return whether `error` means that PostgreSQL is unavailable now and may come back."""
     if isinstance(error, DBAPIError) and error.connection_invalidated:
         return True
     driver_error = error.orig.__cause__ if isinstance(error, DBAPIError) and error.orig else None
     if driver_error is not None and is_away(driver_error):
         return True
-    # The driver's own word for a value that cannot be sent is an InterfaceError too.
+    # asyncpg raises an InterfaceError that is also a ValueError for a value it cannot encode:
+    # then the record is at fault, and waiting would not help.
     return isinstance(error, _AWAY) and not isinstance(error, ValueError)

@@ -1,7 +1,7 @@
-"""The calls that later ones may be stored as additions to: the tips of recent threads.
+"""The calls that later calls may be stored as additions to: the tips of recent threads.
 
-Bounded memory of one drainer. Only calls whose rows are committed may be remembered; a call
-whose base is not here is stored whole, so forgetting costs space and nothing else.
+The cache of one drainer, limited in size. It holds only calls whose rows are committed. A call
+whose base is not in it is stored whole, so an evicted entry costs disk space and nothing else.
 """
 
 from collections import OrderedDict
@@ -14,14 +14,14 @@ from store.ids import day_of
 from store.records import CallRecord, Record
 
 CAPACITY_BYTES: Final = 64 * 2**20
-# What Python takes for a tip beside its bytes, about.
+# Approximate memory that Python uses for a tip in addition to its bytes.
 OVERHEAD_BYTES: Final = 600
-# Threads of one episode (agents that take turns) that are followed side by side.
+# Number of threads of one episode (agents that take turns) that are followed side by side.
 TIPS: Final = 4
 
 
 class Base(Record, frozen=True, kw_only=True):
-    """A stored call: its ids, prompt and sampled, are what the next prompt may begin with."""
+    """A stored call; the next prompt of its thread may begin with its prompt and sampled ids."""
 
     call_id: UUID
     request: bytes
@@ -31,7 +31,11 @@ class Base(Record, frozen=True, kw_only=True):
 
 
 class Stored(Record, frozen=True, kw_only=True):
-    """How a call's request and prompt ids are written down."""
+    """The columns that hold a call's request and prompt ids, whole or as an addition.
+
+    With a `parent_id`, `request` and `prompt_ids` hold only the bytes that the call adds;
+    `request_prefix`, `request_suffix` and `prompt_prefix` count the bytes taken from the parent.
+    """
 
     parent_id: UUID | None = None
     request_prefix: int | None = None
@@ -42,33 +46,34 @@ class Stored(Record, frozen=True, kw_only=True):
 
 
 class Bases:
-    """Tips by episode, the episodes least lately used forgotten first."""
+    """A cache of tips by episode; the episodes updated longest ago are evicted first."""
 
     def __init__(self, capacity: int = CAPACITY_BYTES) -> None:
+        """Open an empty cache of at most `capacity` bytes."""
         self._capacity = capacity
         self._size = 0
         self._tips: OrderedDict[str, list[Base]] = OrderedDict()
         self._offered_by: dict[bytes, str] = {}
 
     def batch(self) -> "Batch":
-        """A view in which the calls of one batch are bases of each other."""
+        """Open a view in which the calls of one batch can be bases of each other."""
         return Batch(self)
 
     def of(self, episode: str) -> list[Base]:
-        """The tips of an episode."""
+        """Return the tips of an episode."""
         return self._tips.get(episode, [])
 
     def asked_for(self, asks: Iterable[bytes]) -> list[Base]:
-        """The tips of the first episode that offered what is asked for.
+        """Return the tips of the episode that offers the first known fingerprint of `asks`.
 
-        A call without a name may have an episode of its own until the store joins it.
+        A call that names no episode may have one of its own until the store joins it.
         """
         keys = (self._offered_by.get(digest) for digest in asks)
         key = next((key for key in keys if key is not None), None)
         return [] if key is None else self.of(key)
 
     def remember(self, episodes: Iterable[tuple[str, list[Base]]]) -> None:
-        """Take the tips of these episodes as they are now."""
+        """Replace the tips of these episodes."""
         for episode, tips in episodes:
             self._forget(self._tips.pop(episode, ()))
             self._tips[episode] = tips
@@ -86,15 +91,16 @@ class Bases:
 
 
 class Batch:
-    """What one batch adds to the memory; kept apart until its rows are committed."""
+    """The tips that one batch adds, kept apart from the cache until its rows are committed."""
 
     def __init__(self, bases: Bases) -> None:
+        """Store the cache that the batch reads now, and changes on `commit`."""
         self._bases = bases
         self._tips: dict[str, list[Base]] = {}
         self._offered_by: dict[bytes, str] = {}
 
     def store(self, call: CallRecord) -> Stored:
-        """How `call` is written down; it is a base for the calls that follow in the batch."""
+        """Return the columns to store `call` with; later calls of the batch may add to it."""
         request, prompt_ids = call.request, call.tokens.prompt_ids
         whole = Stored(request=request, prompt_ids=prompt_ids)
         if request is None:
@@ -126,12 +132,15 @@ class Batch:
         return self._bases.asked_for(call.asks)
 
     def commit(self) -> None:
-        """The batch's rows are committed: its calls may be bases."""
+        """Add the batch's tips to the cache. Call it once the batch's rows are committed."""
         self._bases.remember(self._tips.items())
 
 
 def _nearest(tips: list[Base], call: CallRecord) -> Base | None:
-    """The tip whose request begins most like the call's; of its day, as days are dropped whole."""
+    """Return the tip of the call's day that shares the longest request prefix with it.
+
+    Partitions are dropped by day, so a call must not depend on one of another day.
+    """
     if not tips:
         return None
     request, day = call.request or b"", day_of(call.id)
@@ -142,7 +151,7 @@ def _nearest(tips: list[Base], call: CallRecord) -> Base | None:
 
 
 def _continues(stored: Stored, base: Base) -> bool:
-    """Whether next to nothing of the base is missing: then it need not be kept beside."""
+    """Return whether the call repeats nearly all of the base, and so replaces it as a tip."""
     shared = (stored.request_prefix or 0) + (stored.request_suffix or 0)
     return len(base.request) - shared < LEAST_SHARED
 

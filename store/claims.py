@@ -1,9 +1,9 @@
-"""Claim, release, consume: an episode is trained whole, and at most once (DESIGN §3.6).
+"""Claim, release and consume episodes, so that each is trained whole and at most once.
 
-A claim is an update in state `running` whose id stands in its episodes. It ends in one
-transaction, either way: the update is `done`, its version recorded and its episodes
-consumed; or it is `abandoned` and its episodes are free again. One update runs per policy
-at a time (a unique index sees to it).
+A claim is an update in state `running` whose id is in the `claimed_by` column of its episodes.
+It ends in one transaction, in one of two ways: the update is `done`, its version is recorded
+and its episodes are consumed; or it is `abandoned` and its episodes are free again. A unique
+index allows one running update per policy (docs/decisions/024-exactly-once.md).
 """
 
 from collections import Counter
@@ -26,11 +26,11 @@ from store.tables import consumptions, episodes, updates
 
 
 class Claim(Record, frozen=True, kw_only=True):
-    """Whole groups, held for one update, and all else that their credit depends on.
+    """The whole groups held for one update, and everything else that their credit depends on.
 
-    Episodes with a call from before `oldest_version` are stale. `baselines` is what the
-    policy's last update left of its moving baselines, as JSON; None before the first.
-    `policy` is the one in training: episodes may have calls of others, too.
+    Episodes with a call sampled by a version before `oldest_version` are stale. `baselines` is
+    the state of the moving baselines after the policy's last update, as JSON; None before the
+    first. `policy` is the one in training; episodes may also have calls of other policies.
     """
 
     update_id: UUID
@@ -42,7 +42,7 @@ class Claim(Record, frozen=True, kw_only=True):
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """What became of one claimed episode: trained, or why not."""
+    """The result of an update for one episode: trained, or the reason why not."""
 
     episode_id: UUID
     trained: bool
@@ -55,14 +55,14 @@ async def claim(
     parent_version: int,
     recipe: Mapping[str, Any],
 ) -> UUID | None:
-    """Take the freshest complete groups for a new update; None while there are too few.
+    """Claim the freshest complete groups for a new update and return the update's id.
 
-    The same ledger gives the same claim. Returns the update's id; `load_claim` reads what it
-    holds, after this transaction: whoever stores calls or feedback of these episodes waits
-    for nothing but their marking.
+    Return None while there are too few. The same ledger gives the same claim. Read the claimed
+    episodes with `load_claim` after this transaction is committed, so that writers of these
+    episodes' calls and feedback block only while the rows are marked.
 
     Raises:
-        ClaimLost: another update of the policy runs.
+        ClaimLost: another update of the policy is running.
     """
     oldest = await oldest_version(connection, rule.policy, parent_version, rule.max_staleness)
     taken = await find_ready(connection, rule, oldest)
@@ -84,7 +84,7 @@ async def claim(
         .returning(updates.c.id)
     )
     if started.first() is None:
-        raise ClaimLost(f"another update of policy {rule.policy} runs")
+        raise ClaimLost(f"another update of policy {rule.policy} is running; one runs at a time")
     await connection.execute(
         update(episodes).where(episodes.c.id.in_(taken)).values(claimed_by=update_id)
     )
@@ -92,9 +92,9 @@ async def claim(
 
 
 async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
-    """What an update holds, or has held: its groups in a stable order.
+    """Read the groups that an update holds or held, in a stable order.
 
-    Those that are short are filled up with members that earlier updates consumed.
+    Groups that are short are filled up with members that earlier updates consumed.
 
     Raises:
         Damaged: a call cannot be read back.
@@ -102,7 +102,7 @@ async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
     head = (await connection.execute(select(updates).where(updates.c.id == update_id))).one()
     task_of = await _held(connection, update_id)
     earlier_of = await _earlier(connection, head, Counter(task_of.values()))
-    ids = [*task_of, *(one for them in earlier_of.values() for one in them)]
+    ids = [*task_of, *(one for earlier in earlier_of.values() for one in earlier)]
     read = {episode.id: episode for episode in await read_episodes(connection, ids)}
     by_task: dict[str, list[Episode]] = {}
     for one, task in task_of.items():
@@ -110,10 +110,10 @@ async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
     groups = tuple(
         Group(
             task=task,
-            episodes=tuple(them),
+            episodes=tuple(members),
             earlier=tuple(read[one] for one in earlier_of.get(task, ())),
         )
-        for task, them in by_task.items()
+        for task, members in by_task.items()
     )
     return Claim(
         update_id=update_id,
@@ -126,7 +126,7 @@ async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
 
 
 async def _held(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]:
-    """The episodes of an update with their tasks; "" where an episode has none."""
+    """Map the episodes of an update to their tasks; "" where an episode has none."""
     task = func.coalesce(episodes.c.joined_task, episodes.c.task, "")
     query = (
         select(episodes.c.id, task)
@@ -139,18 +139,18 @@ async def _held(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]
 async def _earlier(
     connection: AsyncConnection, head: Any, sizes: Mapping[str, int]
 ) -> dict[str, list[UUID]]:
-    """Of each task that is short of members the newest that were consumed before."""
+    """Return the newest consumed episodes of each task that is short of members, to fill it up."""
     full = head.group_size
     short = {task: full - size for task, size in sizes.items() if task and size < full}
     if not short:
         return {}
     values = {"policy": head.policy, "before": head.claimed_at, "oldest": head.oldest_version}
-    found: dict[str, list[UUID]] = {}
+    earlier: dict[str, list[UUID]] = {}
     for row in await connection.execute(EARLIER_MEMBERS, values | {"tasks": list(short)}):
-        them = found.setdefault(row.task, [])
-        if len(them) < short[row.task]:
-            them.append(row.id)
-    return found
+        members = earlier.setdefault(row.task, [])
+        if len(members) < short[row.task]:
+            members.append(row.id)
+    return earlier
 
 
 async def _baselines_before(connection: AsyncConnection, head: Any) -> Mapping[str, Any] | None:
@@ -165,20 +165,20 @@ async def _baselines_before(connection: AsyncConnection, head: Any) -> Mapping[s
         .order_by(updates.c.claimed_at.desc())
         .limit(1)
     )
-    found: Mapping[str, Any] | None = (await connection.execute(query)).scalar()
-    return found
+    baselines: Mapping[str, Any] | None = (await connection.execute(query)).scalar()
+    return baselines
 
 
 async def running_update(connection: AsyncConnection, policy: str) -> UUID | None:
-    """The update of `policy` that was begun and not ended, if there is one."""
+    """Return the id of the running update of `policy`, or None if there is none."""
     query = select(updates.c.id).where(updates.c.policy == policy, updates.c.state == "running")
     return (await connection.execute(query)).scalar()
 
 
 async def release(connection: AsyncConnection, update_id: UUID, why: str) -> int:
-    """Give a running update's episodes back; returns how many.
+    """Abandon a running update: free its episodes and return how many there were.
 
-    Those of one that has ended meanwhile are spent, and stay so.
+    If the update has ended meanwhile, its episodes stay consumed and the result is 0.
     """
     ended = await connection.execute(
         update(updates)
@@ -205,10 +205,17 @@ async def consume(
     adapter_path: str | None,
     baselines: Mapping[str, Any] | None = None,
 ) -> None:
-    """Record a finished update: its episodes are spent, its version exists.
+    """Record a finished update: consume its episodes and add the version that it made.
 
-    `version` is None where nothing was trained (no signal in any group). `baselines` is
-    what the next update's moving baselines start from.
+    Args:
+        connection: an open transaction.
+        update_id: the running update.
+        outcomes: one for each claimed episode.
+        metrics: the update's figures, stored as JSON.
+        policy: the policy that was trained.
+        version: the new version, or None if nothing was trained (no signal in any group).
+        adapter_path: the folder of the new version's adapter.
+        baselines: the state that the next update's moving baselines start from.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
@@ -244,7 +251,7 @@ async def consume(
 
 
 async def next_version(connection: AsyncConnection, policy: str) -> int:
-    """The number of the version to be made next: never one that was recorded before."""
+    """Return the number for the policy's next version: one above all that were recorded."""
     highest = await connection.scalar(
         text("SELECT coalesce(max(version), 0) FROM policies WHERE name = :policy"),
         {"policy": policy},
@@ -253,7 +260,7 @@ async def next_version(connection: AsyncConnection, policy: str) -> int:
 
 
 async def list_updates(connection: AsyncConnection, policy: str | None = None) -> list[UpdateRow]:
-    """Updates in the order of their claims."""
+    """Return the updates of `policy` (None: of every policy) in the order of their claims."""
     query = select(updates).order_by(updates.c.claimed_at, updates.c.id)
     if policy is not None:
         query = query.where(updates.c.policy == policy)
@@ -273,7 +280,10 @@ async def list_updates(connection: AsyncConnection, policy: str | None = None) -
 
 
 async def hold_policy(connection: AsyncConnection, policy: str) -> bool:
-    """Whether this connection is the one that trains `policy`, for as long as it lives."""
+    """Try to become the only trainer of `policy`, until the connection ends.
+
+    Return False if another connection holds the policy's advisory lock.
+    """
     query = text("SELECT pg_try_advisory_lock(hashtext(:name))")
     held = await connection.scalar(query, {"name": f"pawl-trainer:{policy}"})
     await connection.commit()
@@ -281,6 +291,10 @@ async def hold_policy(connection: AsyncConnection, policy: str) -> bool:
 
 
 async def still_connected(connection: AsyncConnection) -> None:
-    """Raise (see `store.away`) if the connection, and with it the policy, is lost."""
+    """Check that the connection still works; the hold on the policy ends with it.
+
+    Raises:
+        Exception: the connection is lost; `store.away.is_away` is true of the error.
+    """
     await connection.execute(text("SELECT 1"))
     await connection.commit()

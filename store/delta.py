@@ -1,17 +1,20 @@
-"""What one text adds to another: a shared beginning, a shared end, and what is between (pure).
+"""Delta encoding of byte strings: a shared prefix, a shared suffix, and the bytes between (pure).
 
-A later request of a thread repeats the earlier one's messages before, and its tools and
-settings after, what it adds: two lengths and the bytes between them are the whole of it.
+A later request of a thread repeats the earlier request's messages before the bytes that it
+adds, and its tools and settings after them. Two lengths and the added bytes describe it fully.
 """
 
 from typing import Final, NamedTuple
 
-# Below this a reference to the parent costs as much as it saves.
+# With fewer shared bytes, a reference to the parent costs as much as it saves.
 LEAST_SHARED: Final = 64
 
 
 class Delta(NamedTuple):
-    """`prefix` and `suffix` count the bytes taken from the base's two ends."""
+    """A byte string as an addition to a base.
+
+    `prefix` and `suffix` count the bytes taken from the base's two ends.
+    """
 
     prefix: int
     suffix: int
@@ -19,7 +22,7 @@ class Delta(NamedTuple):
 
 
 def shared_prefix(base: bytes, data: bytes) -> int:
-    """How many bytes both begin with: bisection, each byte is compared about once."""
+    """Return how many bytes both begin with, by bisection: each is compared about once."""
     low, high = 0, min(len(base), len(data))
     if base[:high] == data[:high]:
         return high
@@ -33,7 +36,7 @@ def shared_prefix(base: bytes, data: bytes) -> int:
 
 
 def shared_suffix(base: bytes, data: bytes, most: int) -> int:
-    """How many bytes, `most` of them, both end with."""
+    """Return how many bytes, `most` at the highest, both end with."""
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
@@ -45,18 +48,18 @@ def shared_suffix(base: bytes, data: bytes, most: int) -> int:
 
 
 def delta(base: bytes, data: bytes) -> Delta:
-    """`data` as what it adds to `base`; the two ends never overlap in either."""
+    """Return `data` as an addition to `base`; the two shared ends never overlap in either."""
     prefix = shared_prefix(base, data)
     suffix = shared_suffix(base, data, min(len(base), len(data)) - prefix)
     return Delta(prefix, suffix, data[prefix : len(data) - suffix])
 
 
 def rebuild(base: bytes, prefix: int, suffix: int, middle: bytes) -> bytes:
-    """The text that `delta` was made of.
+    """Return the bytes that `delta` encoded.
 
     Raises:
-        ValueError: the base is shorter than what is to be taken from it, or less than nothing is.
+        ValueError: a count is negative, or the base has fewer bytes than are to be taken from it.
     """
     if min(prefix, suffix) < 0 or prefix + suffix > len(base):
-        raise ValueError(f"{prefix} + {suffix} bytes are to come from a base of {len(base)}")
+        raise ValueError(f"{prefix} + {suffix} bytes cannot be taken from a base of {len(base)}")
     return base[:prefix] + middle + base[len(base) - suffix :]

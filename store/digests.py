@@ -1,12 +1,15 @@
-"""Digests of what calls offer and ask for: 16 bytes, the first of which is the kind (pure)."""
+"""Fingerprints that calls offer and ask for: digests of 16 bytes, the first is the kind (pure).
+
+The proxy makes them (`proxy.identity.signs`), the store matches them (`store.settle`).
+"""
 
 from collections.abc import Sequence
 from typing import Any, Final
 
 from asyncpg.pgproto import pgproto
 
-# Ids of tool calls, and of responses. All that a call asks for of one kind counts together;
-# of a conversation's prefixes (any other kind) the first asked for that is known counts.
+# Kinds. All ids of one kind (tool calls, responses) that a call asks for count together. Of the
+# prefixes of a conversation (any other kind) only the first one that is known counts.
 TOOL_CALL: Final = 1
 RESPONSE: Final = 2
 PREFIX: Final = 3
@@ -14,7 +17,7 @@ _KINDS_OF_IDS: Final = (TOOL_CALL, RESPONSE)
 
 
 def as_uuid(digest: bytes) -> Any:
-    """A digest in the driver's own type for 16 bytes.
+    """Return a digest as the driver's own UUID type, the smallest column type of 16 bytes.
 
     Raises:
         ValueError: it is not 16 bytes long.
@@ -23,7 +26,7 @@ def as_uuid(digest: bytes) -> Any:
 
 
 def levels(asks: Sequence[bytes]) -> list[tuple[bytes, int]]:
-    """Each digest with how sure a sign it is, 0 the surest."""
+    """Pair each digest with its level: 0 is the surest evidence, higher ones are weaker."""
     least = len(_KINDS_OF_IDS)
     return [
         (digest, digest[0] - 1 if digest[0] in _KINDS_OF_IDS else least + place)

@@ -1,6 +1,6 @@
-"""JSON documents that others wrote, before they are put into a line or taken apart (pure).
+"""Checking and parsing of JSON documents that clients and servers wrote (pure).
 
-They are kept as text and never encoded anew: a number such as 1.10 or 1e400 stays what it is.
+They are kept as text and never re-encoded, so that a number such as 1.10 or 1e400 is unchanged.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ from store.json_limits import MAX_DEPTH, nests_too_deep
 
 
 def compact(text: bytes) -> bytes:
-    """Return a JSON document without insignificant whitespace, all else to the byte.
+    """Return a JSON document without insignificant whitespace; all else is the same bytes.
 
     Raises:
-        ValueError: the text is no JSON document, or one that nests deeper than `MAX_DEPTH`.
+        ValueError: the text is not a JSON document, or nests deeper than `MAX_DEPTH`.
     """
     _check(text)
     try:
@@ -27,7 +27,7 @@ def parse(text: bytes, kind: Any) -> Any:
     """Return a JSON document as a value of `kind`.
 
     Raises:
-        ValueError: it is none of that kind, or it nests deeper than `MAX_DEPTH`.
+        ValueError: it is not a value of that kind, or it nests deeper than `MAX_DEPTH`.
     """
     _check(text)
     try:

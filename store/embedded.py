@@ -1,10 +1,9 @@
-"""The PostgreSQL that a machine without one gets: real server, private socket, no port.
+"""The embedded PostgreSQL, for machines without one: a real server, a private socket, no port.
 
-Several processes share one server (docs/decisions/034). Starting and stopping it is done by one
-process at a time. Who uses it is counted among its users until it leaves, or until its process
-is gone; the server is stopped by the last user, and only where somebody said that it is not
-needed any longer. So it outlives a proxy that is started again, and no process takes another's
-database away.
+Several processes share one server (docs/decisions/034-sharing-the-embedded-postgresql.md). One
+process at a time starts or stops it. A process counts as a user until it leaves or ends. The last
+user stops the server, and only if some process said that it is no longer needed. So the server
+outlives a restart of the proxy, and no process stops a database that another one uses.
 """
 
 import subprocess
@@ -16,7 +15,8 @@ from store.cluster import READY, Cluster, Postmaster
 from store.errors import StoreError
 from store.sharing import Hold, Wait, take_turn, try_to_hold
 
-# Serving does not wait for the database, so a crash may cost seconds but never a commit.
+# Serving does not wait for the database. So recovery after a crash may take seconds (a large WAL),
+# but commits are durable (`synchronous_commit` stays on).
 SETTINGS = {
     "max_connections": "100",
     "shared_buffers": "128MB",
@@ -24,17 +24,18 @@ SETTINGS = {
     "password_encryption": "scram-sha-256",
 }
 DATABASE: Final = "pawl"
-# A slow disk may take minutes for a first start or for a recovery; that is no reason to give up.
+# On a slow disk, a first start or a recovery may take minutes.
 PATIENCE_S: Final = 600.0
-# So often a start is tried: what a killed server leaves may be in the way for a moment.
+# Number of attempts to start: remains of a killed server may be in the way for a moment.
 TRIES: Final = 5
 IN_USE: Final = "pre-existing shared memory block"
 
 
 class EmbeddedPostgres:
-    """A PostgreSQL 18 whose files lie in `data_dir / "postgres"`; its methods suit any thread."""
+    """A PostgreSQL 18 whose files are in `data_dir / "postgres"`. All methods are thread-safe."""
 
     def __init__(self, data_dir: Path) -> None:
+        """Store the folder; nothing is created or started before `ensure_running`."""
         self.folder = (data_dir / "postgres").resolve()
         self._cluster = Cluster(self.folder)
         self._mutex = threading.Lock()
@@ -43,13 +44,14 @@ class EmbeddedPostgres:
         self._known: Postmaster | None = None
 
     def ensure_running(self, *, within_s: float = PATIENCE_S, passing: bool = False) -> str:
-        """Start the server unless it runs, with the database `pawl`, and count as its user.
+        """Start the server unless it runs, create the database `pawl`, and count as a user.
 
-        A server that is starting, recovering or stopping is waited for. `passing`: if it was not
-        running, it is not needed once its last user has left.
+        Wait for a server that is starting, recovering or stopping. With `passing`, a server that
+        this call starts is stopped once its last user has left.
 
         Returns:
-            Its URL; the same after every restart.
+            The database's URL, which is the same after every restart.
+
         Raises:
             StoreError: the extra is not installed, the server would not start, or it is not
                 ready within `within_s` seconds.
@@ -62,43 +64,51 @@ class EmbeddedPostgres:
             return self._cluster.url(server, DATABASE)
 
     def give_up(self) -> None:
-        """Have an `ensure_running` that waits in another thread end with an error, soon."""
+        """Make an `ensure_running` that waits in another thread fail soon."""
         self._leaving.set()
 
     def leave(self) -> None:
-        """Use the server no longer; stop it if nobody does and nobody needs it any longer."""
+        """Stop using the server; shut it down if it has no other user and is marked as unneeded."""
         self._leave(needed=True)
 
     def stop(self) -> None:
-        """Use the server no longer and say that nobody needs it; its files stay.
+        """Stop using the server and mark it as unneeded; its files stay.
 
-        It is shut down now, or when the last of the other processes that use it leaves.
+        It is shut down now, or when the last of its other users leaves.
         """
         self._leave(needed=False)
 
     @property
     def is_running(self) -> bool:
-        """Say whether the server is there, whoever started it."""
+        """Return whether the server's process exists, whoever started it."""
         return self._cluster.postmaster() is not None
 
     @property
     def log(self) -> Path:
-        """The server's own log file."""
+        """Return the path of the server's own log file."""
         return self._cluster.log
 
     @property
     def programs(self) -> Path:
-        """The folder of PostgreSQL's own programs."""
+        """Return the folder of PostgreSQL's own programs."""
         return self._cluster.programs
 
     @property
     def url(self) -> str:
-        """`postgresql://` URL of the database `pawl` on the server's socket."""
+        """Return the `postgresql://` URL of the database `pawl` on the server's socket.
+
+        Raises:
+            StoreError: `ensure_running` has not succeeded yet.
+        """
         return self._cluster.url(self._last_known(), DATABASE)
 
     @property
     def pid(self) -> int | None:
-        """The postmaster's process id."""
+        """Return the process id of the server, or of the last known one if it is down.
+
+        Raises:
+            StoreError: `ensure_running` has not succeeded yet, and no server runs.
+        """
         return (self._cluster.postmaster() or self._last_known()).pid
 
     def _last_known(self) -> Postmaster:
@@ -107,11 +117,11 @@ class EmbeddedPostgres:
         return self._known
 
     def _beside(self, suffix: str) -> Path:
-        # Not in the folder itself, which initdb wants to be empty.
+        # Not in the folder itself: initdb requires an empty one.
         return self.folder.with_name(f"{self.folder.name}.{suffix}")
 
     def _join(self, wait: Wait, *, passing: bool) -> Postmaster:
-        # What needs a package that is not installed is told before anything is made.
+        # This raises if the package is not installed, before any file is made.
         self._cluster.programs  # noqa: B018
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +132,7 @@ class EmbeddedPostgres:
                 turn.release()
         except (subprocess.SubprocessError, OSError) as error:
             raise StoreError(
-                f"the embedded PostgreSQL did not start: {_told(error)}; its log: {self.log}"
+                f"the embedded PostgreSQL did not start: {_message(error)}; its log: {self.log}"
             ) from error
 
     def _brought_up(self, wait: Wait, *, passing: bool) -> Postmaster:
@@ -140,7 +150,7 @@ class EmbeddedPostgres:
         return server
 
     def _ready(self, wait: Wait) -> Postmaster:
-        """Wait until the server is ready, and start it where there is none."""
+        """Start the server if none runs, and wait until it is ready."""
         settings = "".join(f"{name} = '{value}'\n" for name, value in SETTINGS.items())
         tries = 0
         while (server := self._cluster.postmaster()) is None or server.status != READY:
@@ -160,7 +170,7 @@ class EmbeddedPostgres:
             self._cluster.initialise(settings)
 
     def _leave(self, *, needed: bool) -> None:
-        # A start that is under way in another thread is not waited for.
+        # This ends a start that is in progress in another thread, instead of waiting for it.
         self._leaving.set()
         with self._mutex:
             self._leaving.clear()
@@ -189,6 +199,6 @@ class EmbeddedPostgres:
             alone.release()
 
 
-def _told(error: Exception) -> str:
-    said = getattr(error, "stderr", None)
-    return str(said).strip() if said else f"{type(error).__name__}: {error}"
+def _message(error: Exception) -> str:
+    stderr = getattr(error, "stderr", None)
+    return str(stderr).strip() if stderr else f"{type(error).__name__}: {error}"

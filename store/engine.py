@@ -1,4 +1,4 @@
-"""Connections: one engine a process, with time limits so that nothing waits for ever."""
+"""Database connections: one engine per process, with time limits so that nothing waits forever."""
 
 import asyncio
 
@@ -15,10 +15,10 @@ STATEMENT_TIMEOUT_S = 60.0
 
 
 def async_url(database_url: str) -> str:
-    """`postgresql://…` as SQLAlchemy's asyncpg dialect wants it.
+    """Return `postgresql://…` in the form that SQLAlchemy's asyncpg dialect takes.
 
     Raises:
-        StoreError: the URL is not one of PostgreSQL's.
+        StoreError: the URL is not a PostgreSQL URL.
     """
     url = make_url(database_url)
     if url.get_backend_name() not in ("postgresql", "postgres"):
@@ -29,12 +29,16 @@ def async_url(database_url: str) -> str:
 
 
 def to_json(value: object) -> str:
-    """JSON text; `msgspec.Raw` parts and records included, exactly as they came."""
+    """Return `value` as JSON text. `msgspec.Raw` parts are copied unchanged."""
     return msgspec.json.encode(value).decode()
 
 
 def make_engine(database_url: str, *, pool_size: int = 5) -> AsyncEngine:
-    """An engine on `database_url`; no connection is made before the first use."""
+    """Make an engine for `database_url`; it connects on first use.
+
+    Raises:
+        StoreError: the URL is not a PostgreSQL URL.
+    """
     return create_async_engine(
         async_url(database_url),
         pool_size=pool_size,
@@ -49,7 +53,7 @@ def make_engine(database_url: str, *, pool_size: int = 5) -> AsyncEngine:
 
 
 async def answers(engine: AsyncEngine, within_s: float = 5.0) -> bool:
-    """Return whether the database answers a question that needs nothing of it."""
+    """Return whether the database answers `SELECT 1` within `within_s` seconds."""
     try:
         async with asyncio.timeout(within_s), engine.connect() as connection:
             await connection.execute(text("SELECT 1"))

@@ -1,35 +1,36 @@
-"""What can go wrong in the store. One root; the driver's error is always kept as the cause."""
+"""The store's errors. All derive from `StoreError`; the driver's error is kept as the cause."""
 
 from collections.abc import Mapping
 from uuid import UUID
 
 
 class StoreError(Exception):
-    """The store could not do what it was asked to."""
+    """The store could not complete an operation."""
 
 
 class Refused(StoreError):
-    """The database refuses a record of a batch; the batch's other records may be stored."""
+    """The database refuses a record of a batch; the other records may be stored without it."""
 
 
 class Damaged(StoreError):
     """A call cannot be read back as it was written.
 
-    `episodes`: why, by the id of each episode that cannot be read for it.
+    `episodes` maps the id of each episode that cannot be read to the reason.
     """
 
     def __init__(self, message: str, episodes: Mapping[UUID, str] | None = None) -> None:
+        """Store the message, and the reasons by episode if they are known."""
         super().__init__(message)
         self.episodes = dict(episodes or {})
 
 
 class ClaimLost(StoreError):
-    """An update tried to consume episodes that it no longer holds."""
+    """An update does not hold its episodes: it has ended, or another of its policy is running."""
 
 
 class UnknownPolicy(StoreError):
-    """No policy, or no version of it, goes by that name."""
+    """No policy has that name, or the policy has no such version."""
 
 
 class UnknownUpdate(StoreError):
-    """No update, or more than one, goes by that version or id; or it is not over."""
+    """No finished update has that version or id, or more than one has."""

@@ -1,8 +1,8 @@
-"""Episodes that can never be trained any more: spent, so that they do not wait for ever.
+"""Expiry: consume episodes that can never be trained any more, so that they do not wait forever.
 
-Each is consumed once, with a reason, by an update in state `expired` that did nothing else:
-`stale`, sampled by a version further back than the recipe allows; `aged`, silent for longer
-than it allows. It happens to scored and unscored ones alike, in short transactions.
+Each is consumed once, by an update in state `expired` that does nothing else, with a reason:
+`stale` (sampled by an older version than the recipe allows) or `aged` (without a call for longer
+than it allows). Scored and unscored episodes expire alike, in short transactions.
 """
 
 from collections import Counter
@@ -33,7 +33,8 @@ _STALE = text(
     ORDER BY {VERSION}, id LIMIT :most
     """
 )
-# Version by version: each is a range of the index. An id tells when its episode began.
+# One lookup per version, because each version is a range of the index. The episode's id is a
+# UUIDv7, so comparing it limits the time at which the episode began.
 _AGED = text(
     f"""
     SELECT a.id FROM generate_series(CAST(:oldest AS integer), CAST(:newest AS integer)) v
@@ -50,9 +51,9 @@ _AGED = text(
 async def oldest_version(
     connection: AsyncConnection, policy: str, parent: int, max_staleness: int | None
 ) -> int:
-    """The first version whose episodes may be trained where `parent` is trained on.
+    """Return the first version whose episodes an update of version `parent` may train on.
 
-    Only versions that had traffic count: a rejected one makes nobody's episodes older.
+    Only versions that had traffic count: a rejected version does not make episodes older.
     """
     if max_staleness is None:
         return 0
@@ -63,11 +64,14 @@ async def oldest_version(
 async def expire(
     connection: AsyncConnection, rule: ClaimRule, parent: int, recipe: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Spend up to `MOST` episodes past `rule`'s limits; how many by reason, empty if none."""
+    """Consume up to `MOST` episodes past `rule`'s limits; return their number by reason.
+
+    The result is empty if there are none.
+    """
     oldest = await oldest_version(connection, rule.policy, parent, rule.max_staleness)
-    found = await _past_limits(connection, rule, parent, oldest)
-    free = await lock_free(connection, list(found))
-    reasons = {episode: reason for episode, reason in found.items() if episode in free}
+    past_limits = await _past_limits(connection, rule, parent, oldest)
+    free = await lock_free(connection, list(past_limits))
+    reasons = {episode: reason for episode, reason in past_limits.items() if episode in free}
     if not reasons:
         return {}
     counted = dict(Counter(reasons.values()))
@@ -102,15 +106,15 @@ async def _past_limits(
 ) -> dict[UUID, str]:
     values: dict[str, Any] = {"policy": rule.policy, "oldest": oldest, "most": MOST}
     stale = (await connection.execute(_STALE, values)).scalars()
-    found = dict.fromkeys(stale, "stale")
-    if rule.max_episode_age_s is not None and len(found) < MOST:
+    reasons = dict.fromkeys(stale, "stale")
+    if rule.max_episode_age_s is not None and len(reasons) < MOST:
         age: dict[str, Any] = {
             "age_s": rule.max_episode_age_s,
             "newest": parent,
-            "most": MOST - len(found),
+            "most": MOST - len(reasons),
         }
         now = await connection.scalar(text("SELECT now()"))
         age["began_before"] = lowest_id_at(now - timedelta(seconds=rule.max_episode_age_s))
         aged = (await connection.execute(_AGED, values | age)).scalars()
-        found |= dict.fromkeys(aged, "aged")
-    return found
+        reasons |= dict.fromkeys(aged, "aged")
+    return reasons

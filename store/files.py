@@ -1,14 +1,14 @@
-"""Making files durable."""
+"""Durable writing of files and folders."""
 
 import os
 from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Have the disk keep `path` as it is now: a file's bytes, or a folder's names.
+    """Flush `path` to disk (fsync): a file's bytes, or a folder's entries.
 
     Raises:
-        OSError: the disk did not.
+        OSError: the disk failed or is full.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -18,12 +18,12 @@ def sync(path: Path) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner may read, and have the disk keep its bytes.
+    """Write a file that only its owner may read, and flush its bytes to disk.
 
     Raises:
-        OSError: the disk did not; what is there of the file is taken away again.
+        OSError: the disk failed or is full; a partly written file is removed.
     """
-    # One that is there may be readable by others, or be being read.
+    # An existing file may be readable by others, or open in a reader: make a new one.
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

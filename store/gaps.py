@@ -1,4 +1,4 @@
-"""Episodes that miss a call which was lost before it could be kept: never trained on."""
+"""Gaps: episodes that lost a call before it could be kept are excluded from training."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from store.records import OWN_EPISODE, GapRecord
 
 LOST_CALL = "a call of this episode was lost: its record could not be written to disk"
 
-# The episode may have no other call, yet or ever: it is there all the same, and says why.
+# The episode may have no other call, now or later. It gets a row all the same, with the reason.
 _MARK = f"""
     INSERT INTO episodes (id, key, method, task_named, first_call_id, last_call_id,
                           last_call_at, doubtful, quarantined_reason)
@@ -20,7 +20,7 @@ _MARK = f"""
 
 
 async def mark_gaps(driver: Any, gaps: Sequence[GapRecord]) -> None:
-    """Keep these episodes from training, in the driver's present transaction."""
+    """Exclude these episodes from training, in the driver's current transaction."""
     keys = {key: gap for gap in gaps for key in gap.episodes}
     rows = [(new_id(), key, gap.id, time_of(gap.id)) for key, gap in sorted(keys.items())]
     if rows:

@@ -1,4 +1,4 @@
-"""Identifiers: UUIDv7 (RFC 9562 §5.7), so that ids sort by the time they were made."""
+"""Identifiers: UUIDv7 (RFC 9562, section 5.7), so that ids sort by the time they were made."""
 
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
@@ -7,28 +7,28 @@ import uuid_utils
 
 
 def new_id() -> UUID:
-    """A fresh UUIDv7."""
+    """Make a new UUIDv7."""
     return UUID(int=uuid_utils.uuid7().int)
 
 
 def new_name() -> tuple[bytes, str]:
-    """A fresh UUIDv7 as bytes and as text: a fifth of the time where no `UUID` is needed."""
+    """Make a new UUIDv7 as bytes and as text, in a fifth of the time that a `UUID` takes."""
     made = uuid_utils.uuid7()
     return made.bytes, str(made)
 
 
 def lowest_id_at(moment: datetime) -> UUID:
-    """The smallest UUIDv7 of `moment` (ms resolution): a bound for range partitions."""
+    """Return the smallest UUIDv7 of `moment` (ms resolution), a bound for ranges of ids."""
     milliseconds = round(moment.timestamp() * 1000)
     return UUID(int=milliseconds << 80)
 
 
 def time_of(identifier: UUID) -> datetime:
-    """When a UUIDv7 was made (UTC, ms resolution)."""
+    """Return the time at which a UUIDv7 was made (UTC, ms resolution)."""
     epoch = datetime(1970, 1, 1, tzinfo=UTC)
     return epoch + timedelta(milliseconds=identifier.int >> 80)
 
 
 def day_of(identifier: UUID) -> int:
-    """The day (UTC) on which a UUIDv7 was made, counted from 1970."""
+    """Return the day (UTC) on which a UUIDv7 was made, in days since 1970-01-01."""
     return (identifier.int >> 80) // 86_400_000

@@ -1,11 +1,13 @@
-"""From spooled records to rows: one transaction a batch, and one more where things meet.
+"""Ingestion of spooled records: one transaction per batch, and a second where records meet.
 
-Order-free and repeatable (DESIGN §3.5): every row carries the id it was born with, an
-episode's fields are merged by rules that do not depend on what came first, and what refers
-to something that is not there yet (feedback, a call that repeats another's reply) is
-settled whenever it arrives. The first transaction writes a batch's rows; only the second,
-`store.settle`, looks at what others wrote. By then both sides of whatever meets are
-committed, and the later of two drainers sees them.
+Storing is idempotent and independent of order: every row has the id that its record was made
+with, an episode's fields are merged by rules that commute, and a reference to something that
+is not stored yet (feedback, a call that repeats another's reply) is resolved whenever its
+target arrives (docs/decisions/001-ledger.md).
+
+The first transaction writes a batch's rows. Only the second (`store.settle`) reads what other
+drainers wrote. By then both sides of a reference are committed, so the later of two drainers
+sees them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,23 +31,27 @@ from store.write import key_conflicts, write
 
 
 class Ingester:
-    """Stores the batches of one drainer; remembers what they may be stored as additions to."""
+    """Stores the batches of one drainer, and caches the calls that later ones may add to."""
 
     def __init__(self, on_conflicts: Callable[[list[UUID]], None] | None = None) -> None:
-        """`on_conflicts` is told of feedback whose idempotency key another body had: both count."""
+        """Store the callback for idempotency conflicts.
+
+        It gets the ids of feedback requests whose idempotency key was stored with another body.
+        The feedback of both bodies counts.
+        """
         self._on_conflicts = on_conflicts
         self._bases = Bases()
         self._days: set[date] = set()
 
     async def store(self, engine: AsyncEngine, records: Sequence[SpoolRecord]) -> None:
-        """Store `records`, all or none; those that are stored already change nothing.
+        """Store all `records` or none; those that are stored already change nothing.
 
-        What is raised leaves the batch to be stored again, whole or in halves.
+        After any error the batch may be stored again, whole or in halves.
 
         Raises:
             Refused: the database refuses a record.
-            Exception: the database is away (see `store.away`), or nobody expected it: it may be a
-                record's fault, or everybody's.
+            Exception: the database is away (`store.away.is_away` tells), or the error is
+                unexpected: one record may be at fault, or none.
         """
         with _refusals():
             await self._store(engine, records)
@@ -59,7 +65,8 @@ class Ingester:
                     await self._store_on(await _driver_of(connection), records, repeated)
                 return
             except (asyncpg.UniqueViolationError, asyncpg.CheckViolationError):
-                # Some were stored before, or a day was dropped with all it held: both are rare.
+                # Some records are stored already, or a day's partition was dropped. Both are
+                # rare, so it is looked for only now.
                 if repeated:
                     raise
                 self._days.clear()
@@ -78,7 +85,7 @@ class Ingester:
                 await settle(driver, written)
 
     async def _make_partitions(self, engine: AsyncEngine, days: set[date]) -> None:
-        # In a transaction of their own: no drainer that waits for one holds rows meanwhile.
+        # In a transaction of their own, so that no drainer holds row locks while it waits here.
         for day in sorted(days - self._days):
             async with engine.begin() as connection:
                 await ensure_partition(connection, day)
@@ -86,11 +93,11 @@ class Ingester:
 
 
 async def ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) -> None:
-    """Store `records` in the caller's transaction: for one writer, now and then.
+    """Store `records` in the caller's transaction, for a single writer and few records.
 
     Raises:
         Refused: the database refuses a record.
-        Exception: the database is away (see `store.away`).
+        Exception: the database is away (`store.away.is_away` tells), or the error is unexpected.
     """
     with _refusals():
         await _ingest(connection, records)
@@ -99,7 +106,7 @@ async def ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) ->
 async def _ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) -> None:
     for day in days_of(record.id for record in records if isinstance(record, CallRecord)):
         await ensure_partition(connection, day)
-    # SQLAlchemy begins its transaction with its first statement.
+    # SQLAlchemy begins the transaction with its first statement; the driver's come later.
     await connection.execute(text("SELECT 1"))
     driver = await _driver_of(connection)
     written = await write(driver, records, Bases().batch(), repeated=True)
@@ -108,7 +115,11 @@ async def _ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) -
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What the driver raises where it is given what the database does not take, as `Refused`."""
+    """Turn errors about a record's content into `Refused`; let all others pass.
+
+    Raises:
+        Refused: the database or its driver does not accept a record.
+    """
     try:
         yield
     except (
@@ -118,7 +129,7 @@ def _refusals() -> Iterator[None]:
         ArithmeticError,
         ValueError,
     ) as error:
-        # What PostgreSQL calls an error of its own (a damaged index, say) is no record's fault yet.
+        # An internal error of PostgreSQL (a damaged index, for example) is not a record's fault.
         if is_away(error) or isinstance(error, asyncpg.InternalServerError):
             raise
         raise Refused(str(error)) from error
@@ -131,8 +142,8 @@ async def _driver_of(connection: AsyncConnection) -> Any:
 async def known_targets(
     connection: AsyncConnection, targets: Iterable[tuple[str, str]]
 ) -> set[tuple[str, str]]:
-    """Which of these (kind, target) pairs are stored already."""
-    found: set[tuple[str, str]] = set()
+    """Return those of the (kind, target) pairs that are stored already."""
+    known: set[tuple[str, str]] = set()
     queries = {
         "episode": "SELECT key FROM episodes WHERE key = ANY(:wanted)",
         "response": "SELECT response_id FROM transitions WHERE response_id = ANY(:wanted)",
@@ -143,5 +154,5 @@ async def known_targets(
         by_kind.setdefault(kind, []).append(target)
     for kind, wanted in by_kind.items():
         rows = await connection.execute(text(queries[kind]), {"wanted": wanted})
-        found.update((kind, row[0]) for row in rows)
-    return found
+        known.update((kind, row[0]) for row in rows)
+    return known

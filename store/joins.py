@@ -1,11 +1,14 @@
-"""Which episodes are one (pure): a function of what was offered and asked, in no order.
+"""Joins: decide which recorded episodes are one (pure), independent of the order of arrival.
 
-A call that could not be joined by the proxy asks for digests of what it repeats; a link says
-that an episode offers one of them. An ask that one episode answers joins the two. One that
-two different episodes answer is doubtful: it joins nothing, and whatever it touches is kept
-from training. Two that turn out to be one episode (by other asks) are no doubt. What more
-than `MOST_OFFERING` episodes were told is worn: it says nothing of any of them, and the
-work of a join stays bounded.
+A call that the proxy could not join asks for fingerprints of what it repeats. A link states
+that an episode offers one of them. The rules (docs/decisions/011-joins-in-the-store.md):
+
+- An ask that one episode answers joins the two episodes.
+- An ask that two different episodes answer is doubtful: it joins nothing, and all episodes that
+  it touches are excluded from training. If other asks show that the two are one episode, the
+  doubt is gone.
+- A fingerprint that more than `MOST_OFFERING` episodes offer is worn, that is, too common: it is
+  no evidence about any of them. This also limits the work of a join.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,13 +24,16 @@ DOUBTFUL_ASK = "a call repeats what more than one episode was told"
 TOLD_MORE_THAN_ONE = "a call that repeats what this episode was told may belong to another"
 TOO_LATE = "the episode that this one continues was claimed before it was known"
 
-# By level: see `store.digests`.
+# Method and confidence of a join, by the level of the ask (`store.digests.levels`).
 _JOINED_BY: tuple[tuple[str, Confidence], ...] = (("tool_call", "certain"), ("response", "certain"))
 _BY_PREFIX: tuple[str, Confidence] = ("prefix", "likely")
 
 
 class Part(Record, frozen=True, kw_only=True):
-    """An episode as the calls under its own key make it. `held`: claimed, alone or as a part."""
+    """An episode made of the calls under its own key only, before joins.
+
+    `held` is true if it was claimed, by itself or as a part of another.
+    """
 
     id: UUID
     first_call_id: UUID
@@ -39,7 +45,7 @@ class Part(Record, frozen=True, kw_only=True):
 
 
 class Link(Record, frozen=True, kw_only=True):
-    """Something that a call of `asked_by` repeats and `offered_by` was told."""
+    """A match: a call of episode `asked_by` repeats something that episode `offered_by` offers."""
 
     call_id: UUID
     level: int
@@ -48,7 +54,7 @@ class Link(Record, frozen=True, kw_only=True):
 
 
 class Place(Record, frozen=True, kw_only=True):
-    """What becomes of a part. `root` is None where it stands for the whole episode."""
+    """The result for a part. `root` is None if the part itself stands for the whole episode."""
 
     root: UUID | None = None
     joined_task: str | None = None
@@ -56,14 +62,14 @@ class Place(Record, frozen=True, kw_only=True):
 
 
 class Joins(Record, frozen=True, kw_only=True):
-    """Places by part, and how each asking call was joined (None: it was not)."""
+    """The place of each part, and each asking call's method and confidence (None: not joined)."""
 
     places: Mapping[UUID, Place]
     calls: Mapping[UUID, tuple[str, Confidence] | None]
 
 
 def resolve(parts: Sequence[Part], links: Iterable[Link]) -> Joins:
-    """Put the parts together that are one episode. Parts that are held get no place: they stay."""
+    """Join the parts that are one episode. Parts that are held get no place: they stay as is."""
     asks = _surest(links)
     roots = {part.id: part.id for part in parts}
     _unite(roots, asks)
@@ -95,27 +101,30 @@ def resolve(parts: Sequence[Part], links: Iterable[Link]) -> Joins:
 
 
 def _surest(links: Iterable[Link]) -> dict[UUID, tuple[int, UUID, list[UUID]]]:
-    """Of each call's links those of the lowest level, in a stable order."""
-    found: dict[UUID, tuple[int, UUID, list[UUID]]] = {}
+    """Return each call's level, own episode and offering episodes, of its lowest level only.
+
+    The order is stable.
+    """
+    asks: dict[UUID, tuple[int, UUID, list[UUID]]] = {}
     for link in sorted(links, key=lambda link: (link.call_id, link.level, link.offered_by)):
-        level, _, offered_by = found.setdefault(link.call_id, (link.level, link.asked_by, []))
+        level, _, offered_by = asks.setdefault(link.call_id, (link.level, link.asked_by, []))
         if level == link.level:
             offered_by.append(link.offered_by)
-    return found
+    return asks
 
 
 def _unite(roots: dict[UUID, UUID], asks: Mapping[UUID, tuple[int, UUID, list[UUID]]]) -> None:
-    """Join until nothing more joins: a join can only settle another ask's doubt, never make one."""
+    """Join until nothing changes. A join may resolve the doubt of another ask, never cause one."""
     changed = True
     while changed:
         changed = False
         for _, asked_by, offered_by in asks.values():
             if len(offered_by) > MOST_OFFERING:
                 continue
-            found = {_root(roots, part) for part in offered_by}
+            candidates = {_root(roots, part) for part in offered_by}
             own = _root(roots, asked_by)
-            if len(found) == 1 and own not in found:
-                roots[own] = found.pop()
+            if len(candidates) == 1 and own not in candidates:
+                roots[own] = candidates.pop()
                 changed = True
 
 
@@ -126,7 +135,7 @@ def _root(roots: dict[UUID, UUID], part: UUID) -> UUID:
 
 
 def _places(members: list[Part], doubts: Mapping[UUID, str]) -> dict[UUID, Place]:
-    """One episode's parts: the earliest stands for it."""
+    """Return the places of one episode's parts; the earliest part stands for the episode."""
     if any(part.held for part in members):
         return {part.id: Place(quarantined_reason=TOO_LATE) for part in members if not part.held}
     ordered = sorted(members, key=lambda part: (part.first_call_id, part.id))
@@ -139,6 +148,6 @@ def _places(members: list[Part], doubts: Mapping[UUID, str]) -> dict[UUID, Place
 
 
 def _task(members: list[Part]) -> str | None:
-    """As within a part: a named task beats a derived one, and an earlier a later."""
+    """Choose the task as within a part: named before derived, then the earliest."""
     having = [(not part.task_named, part.task_from, part) for part in members if part.task_from]
     return min(having, key=lambda one: one[:2])[2].task if having else None

@@ -1,10 +1,10 @@
-"""How deep and how large JSON may be that is parsed (pure): one limit for all that read it.
+"""Limits of depth and size for JSON that is parsed (pure), the same for all readers.
 
-Every parser here is recursive, and so is what walks over its values. What nests deeper than
-`MAX_DEPTH` is refused or kept as bytes before any of them sees it.
+The JSON parsers are recursive, and so is the code that walks over parsed values. JSON that nests
+deeper than `MAX_DEPTH` is therefore refused, or kept as bytes, before a parser reads it.
 
-Only what stands outside of strings counts. JSON that is not valid is counted as far as a parser
-would read it: up to its first mistake.
+Only characters outside of strings count. Invalid JSON is counted as far as a parser would read it:
+up to its first mistake (docs/decisions/030-limits-on-what-is-parsed.md).
 """
 
 import re
@@ -17,23 +17,23 @@ MAX_DEPTH: Final = 100
 _STRUCTURE: Final = b'"[]{},'
 _REST: Final = bytes(set(range(256)) - set(_STRUCTURE))
 _SQUARE: Final = bytes.maketrans(b"{}", b"[]")
-# The steps that an opening and a closing bracket make.
+# The change of depth at an opening and at a closing bracket.
 _STEPS: Final = {b"["[0]: 1, b"]"[0]: -1}
 _BACKSLASHES: Final = re.compile(rb"\\*")
 _PIECE: Final = 64 * 1024
-# Each pass takes the innermost brackets away; most JSON is gone after so many.
+# Each pass removes the innermost brackets; most JSON has none left after this many.
 _PASSES: Final = 12
 
 
 class Size(NamedTuple):
-    """How much there is to be parsed: lists and objects, and values (about) of any kind."""
+    """The size of a JSON document: its lists and objects, and (approximately) all its values."""
 
     containers: int
     values: int
 
 
 def nests_too_deep(data: bytes) -> bool:
-    """Whether lists and objects stand within each other more than `MAX_DEPTH` deep."""
+    """Return whether lists and objects are nested more than `MAX_DEPTH` levels deep."""
     if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return False
     brackets = b"".join(_outside_strings(data)).translate(_SQUARE, delete=b",")
@@ -41,15 +41,16 @@ def nests_too_deep(data: bytes) -> bool:
 
 
 def most_of(data: bytes) -> Size:
-    """Return an upper bound of the size of `data`, at once: brackets in strings count too."""
+    """Return an upper bound of the size of `data`, fast: brackets in strings count too."""
     containers = data.count(b"[") + data.count(b"{")
     return Size(containers, containers + data.count(b","))
 
 
 def size_of(data: bytes, enough: Size) -> Size:
-    """Return the size of `data`, or of its beginning that is larger than `enough` in either way.
+    """Return the size of `data`, or of its beginning that exceeds `enough` in either number.
 
-    Strings are left out, which takes time; what is far too large is known soon.
+    Strings are left out, which takes time. Stopping at `enough` keeps it short for JSON that is
+    far too large.
     """
     containers = commas = 0
     for outside in _outside_strings(data):
@@ -63,16 +64,16 @@ def size_of(data: bytes, enough: Size) -> Size:
 def _outside_strings(data: bytes) -> Iterator[bytes]:
     """Yield the brackets and commas of `data` that are not part of a string, in order.
 
-    Piece by piece: what a piece is split into takes fifty times its size, and between two of them
-    other threads have a turn.
+    It works piece by piece: splitting takes fifty times the memory of a piece, and other threads
+    can run between two pieces.
     """
     inside = 0
     for cut in _pieces(data):
         piece = cut
         if b'\\"' in piece:
-            # Pairs first: then a backslash that is left before a quote escapes it.
+            # Remove pairs of backslashes first. One that remains before a quote escapes the quote.
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
-        # Two quotes side by side enclose nothing: without them the same is inside and outside.
+        # Two adjacent quotes enclose nothing. Removing them changes neither inside nor outside.
         marks = piece.translate(None, delete=_REST).replace(b'""', b"")
         parts = marks.split(b'"')
         yield b"".join(parts[inside::2])
@@ -92,12 +93,12 @@ def _pieces(data: bytes) -> Iterator[bytes]:
 
 
 def _depth_exceeds(brackets: bytes) -> bool:
-    """Whether more than `MAX_DEPTH` brackets are open at once."""
-    left = brackets
-    for taken in range(1, _PASSES + 1):
-        left = left.replace(b"[]", b"")
+    """Return whether more than `MAX_DEPTH` brackets are open at once."""
+    remaining = brackets
+    for passes in range(1, _PASSES + 1):
+        remaining = remaining.replace(b"[]", b"")
         # A pass lowers the depth by one at most.
-        if left.count(b"[") + taken <= MAX_DEPTH:
+        if remaining.count(b"[") + passes <= MAX_DEPTH:
             return False
-    # Step by step, and no further than needed: JSON that deep is rare, and mostly hostile.
+    # Bracket by bracket, up to the first that is too deep: such JSON is rare, and mostly hostile.
     return any(depth > MAX_DEPTH for depth in accumulate(map(_STEPS.__getitem__, brackets)))

@@ -1,8 +1,8 @@
-"""Which episodes wait for a judge, and what it made of those it was asked about.
+"""Judgements: which episodes wait for a judge, and the results of those it was asked about.
 
-What a judge says is feedback; here is only kept that it was asked, so that neither a restart nor
-an answer that says nothing makes it be asked for ever. An episode that went on after it could
-not be judged is news again.
+A judge's scores are stored as feedback. This table only records that the judge was asked, so that
+neither a restart nor an answer without a score makes Pawl ask about an episode forever. An episode
+that could not be judged waits again once it has a later call.
 """
 
 from collections.abc import AsyncIterator
@@ -24,20 +24,23 @@ Outcome = Literal["judged", "cannot_tell", "failed"]
 
 
 class Awaiting(Record, frozen=True, kw_only=True):
-    """An episode that a judge is to be asked about, and how often it failed on it."""
+    """An episode that waits for a judge, and how often the judge failed on it so far."""
 
     episode_id: UUID
     failures: int
 
 
 class Judgement(Record, frozen=True, kw_only=True):
-    """What came of asking: `due_at` says when a failed one is tried again, if it is."""
+    """The result of asking a judge about an episode.
+
+    `due_at` is the time at which a failed judgement is tried again; None: never.
+    """
 
     episode_id: UUID
     judge: str
     outcome: Outcome
     attempts: int
-    # Of the episode, as the judge was shown it.
+    # The time of the last call that the judge was shown.
     last_call_at: datetime
     reason: str | None = None
     due_at: datetime | None = None
@@ -54,10 +57,11 @@ async def awaiting(
     agent: str | None = None,
     policy: str | None = None,
 ) -> list[Awaiting]:
-    """Episodes without a score whose last call was before `quiet_since`, oldest first.
+    """Return at most `limit` episodes that wait for `judge`, oldest first.
 
-    None that an update holds or held, nor one that is kept from training by a doubt.
-    `since`, `agent` and `policy` choose as in `store.reading`.
+    They have no score, and their last call was before `quiet_since`. Left out are episodes that an
+    update has claimed or consumed, and quarantined ones. `since`, `agent` and `policy` filter as in
+    `store.reading.matching`; `now` is compared with the time of the next attempt.
     """
     part = episodes.alias("part")
     of_parts = select(func.max(part.c.last_call_at)).where(part.c.root == episodes.c.id)
@@ -88,13 +92,13 @@ async def awaiting(
 
 
 async def is_scored(connection: AsyncConnection, episode_id: UUID) -> bool:
-    """Whether somebody has scored it by now."""
+    """Return whether the episode has a score by now, from anybody."""
     query = select(episodes.c.scored_at).where(episodes.c.id == episode_id)
     return (await connection.execute(query)).scalar() is not None
 
 
 async def note(connection: AsyncConnection, judgement: Judgement) -> None:
-    """Keep what came of asking, in place of what came of it before."""
+    """Store a judgement, in place of the judge's earlier one about the episode."""
     values = {name: getattr(judgement, name) for name in judgement.__struct_fields__}
     await connection.execute(
         postgresql.insert(judgements)
@@ -106,7 +110,7 @@ async def note(connection: AsyncConnection, judgement: Judgement) -> None:
 
 
 async def forget_unjudged(connection: AsyncConnection, judge: str) -> int:
-    """Let the judge be asked again about what it could not judge; returns how many."""
+    """Delete judgements without a score, so that the judge is asked again; return how many."""
     query = delete(judgements).where(judgements.c.judge == judge, judgements.c.outcome != "judged")
     return (await connection.execute(query)).rowcount
 
@@ -116,7 +120,7 @@ _LOCK = "hashtextextended('pawl judge ' || :judge, 0)"
 
 @asynccontextmanager
 async def holding(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
-    """Be the only one that runs this judge until this is left; False: another process is."""
+    """Hold this judge's lock, so that only one process runs it; yield False if another does."""
     async with engine.connect() as connection:
         query = text(f"SELECT pg_try_advisory_lock({_LOCK})")
         held = bool((await connection.execute(query, {"judge": judge})).scalar_one())
@@ -124,7 +128,8 @@ async def holding(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
         try:
             yield held
         finally:
-            # The lock is the connection's, which goes back to its pool; one that broke has none.
+            # The lock belongs to the connection, which goes back to the pool: unlock it. A broken
+            # connection has lost its lock already.
             if held and not connection.invalidated:
                 with suppress(DBAPIError):
                     await connection.execute(

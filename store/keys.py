@@ -1,7 +1,8 @@
-"""Idempotency keys of feedback, so that all proxies of one database know which body has one.
+"""Idempotency keys of feedback, shared by all proxies of one database.
 
-A key is taken here before its body is stored, which may be much later (`store.write`); what is
-taken is forgotten after a day, what is stored never.
+A body takes its key here when it is accepted; it is stored later, maybe much later (`store.write`).
+Keys that were taken are deleted after a day. Keys of stored bodies are kept
+(docs/decisions/031-idempotency-across-workers.md).
 """
 
 from enum import Enum
@@ -13,7 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 KEEP: Final = "1 day"
 
 _STORED: Final = text("SELECT body_hash FROM feedback_requests WHERE idempotency_key = :key")
-# The update changes nothing; but of two who come at once the later waits, and is told the first's.
+# The update changes nothing, but it makes the later of two concurrent requests wait for the first,
+# and returns the first's body hash to it.
 _TAKE: Final = text("""
     INSERT INTO feedback_keys (idempotency_key, body_hash) VALUES (:key, :hash)
     ON CONFLICT (idempotency_key) DO UPDATE SET idempotency_key = excluded.idempotency_key
@@ -26,7 +28,7 @@ _CLEAN: Final = text(f"DELETE FROM feedback_keys WHERE at < now() - interval '{K
 
 
 class KeyState(Enum):
-    """Who has a key: a body that is stored, the one that asks, or another."""
+    """The owner of a key: the same body, already stored; the same body, not yet stored; another."""
 
     STORED = "stored"
     OWN = "own"
@@ -34,7 +36,7 @@ class KeyState(Enum):
 
 
 async def take_key(connection: AsyncConnection, key: str, body_hash: str) -> KeyState:
-    """Take a key for a body, unless another body has it; committed when it returns."""
+    """Take a key for a body unless another body has it, and commit."""
     stored = set((await connection.execute(_STORED, {"key": key})).scalars())
     if stored:
         return KeyState.STORED if body_hash in stored else KeyState.ANOTHERS
@@ -45,13 +47,13 @@ async def take_key(connection: AsyncConnection, key: str, body_hash: str) -> Key
 
 
 async def give_key_back(connection: AsyncConnection, key: str, body_hash: str) -> None:
-    """Free a key whose body was not taken after all; committed when it returns."""
+    """Free a key whose body was not accepted after all, and commit."""
     await connection.execute(_GIVE_BACK, {"key": key, "hash": body_hash})
     await connection.commit()
 
 
 async def forget_keys(connection: AsyncConnection) -> int:
-    """Delete keys that were taken more than a day ago; how many; committed when it returns."""
+    """Delete keys that were taken more than a day ago, commit, and return how many."""
     deleted = await connection.execute(_CLEAN)
     await connection.commit()
     return deleted.rowcount

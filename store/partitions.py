@@ -1,4 +1,4 @@
-"""Day partitions of `transitions`, made when the first call of a day is stored."""
+"""Day partitions of `transitions`, created when the first call of a day is stored."""
 
 from collections.abc import Iterable
 from datetime import UTC, date, datetime, timedelta
@@ -11,24 +11,24 @@ from store.ids import day_of, lowest_id_at
 
 
 def partition_name(day: date) -> str:
-    """`transitions_20261120`."""
+    """Return the name of a day's partition, such as `transitions_20261120`."""
     return f"transitions_{day:%Y%m%d}"
 
 
 def day_bounds(day: date) -> tuple[UUID, UUID]:
-    """The half-open range of UUIDv7s made on `day` (UTC)."""
+    """Return the half-open range of UUIDv7s made on `day` (UTC)."""
     start = datetime(day.year, day.month, day.day, tzinfo=UTC)
     return lowest_id_at(start), lowest_id_at(start + timedelta(days=1))
 
 
 def days_of(call_ids: Iterable[UUID]) -> list[date]:
-    """The days (UTC) on which these ids were made, in order."""
+    """Return the days (UTC) on which these ids were made, sorted, each once."""
     epoch = date(1970, 1, 1)
     return [epoch + timedelta(days=day) for day in sorted({day_of(call) for call in call_ids})]
 
 
 async def ensure_partition(connection: AsyncConnection, day: date) -> None:
-    """Create the partition of `day` unless it is there. Safe to call from several drainers."""
+    """Create the partition of `day` unless it exists. Several drainers may call it at once."""
     low, high = day_bounds(day)
     name = partition_name(day)
     if await _exists(connection, name):
@@ -36,7 +36,8 @@ async def ensure_partition(connection: AsyncConnection, day: date) -> None:
     await connection.execute(text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": name})
     if await _exists(connection, name):
         return
-    # Attached, not created as a partition: that would wait for everybody who reads any day.
+    # CREATE TABLE … PARTITION OF would lock the parent table and so wait for all readers of any
+    # day. ATTACH PARTITION takes a weaker lock.
     await connection.exec_driver_sql(
         f"CREATE TABLE {name} (LIKE transitions INCLUDING CONSTRAINTS INCLUDING STORAGE)"
     )
@@ -46,7 +47,7 @@ async def ensure_partition(connection: AsyncConnection, day: date) -> None:
 
 
 async def _exists(connection: AsyncConnection, name: str) -> bool:
-    # Not `to_regclass`: its answer may be as old as this connection's last lock of a table.
+    # Not `to_regclass`: its answer may be outdated, as old as this connection's last table lock.
     query = text(
         "SELECT EXISTS (SELECT FROM pg_class WHERE relname = :name AND pg_table_is_visible(oid))"
     )

@@ -1,4 +1,4 @@
-"""Updates that ran: what each was made of, as it was when it claimed its episodes."""
+"""Finished updates, with the episodes as they were when the update claimed them."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -17,7 +17,7 @@ from store.tables import consumptions, updates
 
 
 class PastUpdate(Record, frozen=True, kw_only=True):
-    """An update that is over: its claim and recipe, and what it wrote down of itself."""
+    """A finished update: its claim, its recipe, and the metrics and outcomes that it recorded."""
 
     claim: Claim
     recipe: Mapping[str, Any]
@@ -28,12 +28,13 @@ class PastUpdate(Record, frozen=True, kw_only=True):
 async def past_update(
     connection: AsyncConnection, which: int | UUID, policy: str | None = None
 ) -> PastUpdate:
-    """The update that made version `which` (of `policy`, where several have it), or of that id.
+    """Read the update that made version `which`, or that has the id `which`.
 
-    Its claim is without what was called and said since.
+    If several policies have that version, `policy` selects one. Calls and feedback that came after
+    the claim are left out.
 
     Raises:
-        UnknownUpdate: there is none, or several; or it is not over.
+        UnknownUpdate: there is no such update, or several, or it is not finished.
         Damaged: a call cannot be read back.
     """
     row = await _find(connection, which, policy)
@@ -63,9 +64,9 @@ async def _find(connection: AsyncConnection, which: int | UUID, policy: str | No
         raise UnknownUpdate(f"no update made {name}" if isinstance(which, int) else f"no {name}")
     if len(rows) > 1:
         policies = ", ".join(row.policy for row in rows)
-        raise UnknownUpdate(f"{name} is of several policies: name one of {policies}")
+        raise UnknownUpdate(f"several policies have {name}: name one of {policies}")
     if rows[0].state != "done":
-        raise UnknownUpdate(f"{name} is {rows[0].state}: it consumed nothing that could be told of")
+        raise UnknownUpdate(f"{name} is {rows[0].state}: only finished updates (done) can be read")
     return rows[0]
 
 
@@ -78,14 +79,14 @@ def _group_at(group: Group, moment: datetime) -> Group:
 
 
 def episode_at(episode: Episode, moment: datetime) -> Episode:
-    """The episode without what was called and said after `moment`.
+    """Return the episode without calls, tool events and feedback from after `moment`.
 
-    A tool event that was stated anew later is missing: only the newest statement is read.
+    A tool event that was replaced after `moment` is missing, because only the newest is read.
     """
     return msgspec.structs.replace(
         episode,
         calls=tuple(_call_at(call, moment) for call in episode.calls if time_of(call.id) <= moment),
-        feedback=tuple(said for said in episode.feedback if said.at <= moment),
+        feedback=tuple(item for item in episode.feedback if item.at <= moment),
     )
 
 
@@ -93,5 +94,5 @@ def _call_at(call: TransitionRow, moment: datetime) -> TransitionRow:
     return msgspec.structs.replace(
         call,
         tool_events=tuple(event for event in call.tool_events if time_of(event.id) <= moment),
-        feedback=tuple(said for said in call.feedback if said.at <= moment),
+        feedback=tuple(item for item in call.feedback if item.at <= moment),
     )

@@ -1,4 +1,7 @@
-"""Policy versions and who has the traffic. A version's row, once made, only changes state."""
+"""Policy versions, and which one has the traffic.
+
+After a version's row is inserted, only its state (and the time of its change) changes.
+"""
 
 from uuid import UUID
 
@@ -12,7 +15,7 @@ from store.tables import policies
 
 
 async def ensure_base(connection: AsyncConnection, name: str) -> None:
-    """Make the base model version 0 of policy `name`, serving until something else does."""
+    """Add the base model as version 0 of policy `name`, in state `serving`, unless it exists."""
     await connection.execute(
         postgresql.insert(policies)
         .values(name=name, version=0, state="serving", served_name=name)
@@ -23,7 +26,7 @@ async def ensure_base(connection: AsyncConnection, name: str) -> None:
 async def list_versions(
     connection: AsyncConnection, name: str | None = None
 ) -> list[PolicyVersion]:
-    """All versions of `name` (or of every policy), in order."""
+    """Return all versions of policy `name` (None: of every policy), by name and version."""
     query = select(policies).order_by(policies.c.name, policies.c.version)
     if name is not None:
         query = query.where(policies.c.name == name)
@@ -43,7 +46,7 @@ async def list_versions(
 async def add_version(
     connection: AsyncConnection, name: str, version: int, adapter_path: str, update_id: UUID
 ) -> None:
-    """Record a version whose adapter lies finished on disk."""
+    """Record a version whose adapter is complete on disk, in state `written`."""
     await connection.execute(
         insert(policies).values(
             name=name,
@@ -75,7 +78,7 @@ async def set_state(
 
 
 async def promote(connection: AsyncConnection, name: str, version: int) -> None:
-    """Give `version` the traffic; the one that had it stays published.
+    """Give `version` the traffic; the version that had it becomes `published`.
 
     Raises:
         UnknownPolicy: there is no such version.
@@ -91,7 +94,10 @@ async def promote(connection: AsyncConnection, name: str, version: int) -> None:
 async def idle_versions(
     connection: AsyncConnection, name: str, state: PolicyState, idle_s: float
 ) -> list[PolicyVersion]:
-    """Adapters that came to `state` and had their last call at least `idle_s` ago."""
+    """Return trained versions in `state` that are idle: no change and no call for `idle_s` seconds.
+
+    Version 0, the base model, is never among them.
+    """
     rows = await connection.execute(
         text(
             "SELECT p.version FROM policies p WHERE p.name = :name AND p.state = :state"
@@ -107,9 +113,9 @@ async def idle_versions(
 
 
 async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[str, str, int]]:
-    """(policy, episode, version) of the episodes of the last day that can go on, newest first.
+    """Return (policy, episode key, version) of the last day's resumable episodes, newest first.
 
-    An episode that became a part of another goes on at that one's version.
+    An episode that became a part of another goes on at that episode's version. At most `most`.
     """
     rows = await connection.execute(
         text(
@@ -125,7 +131,7 @@ async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[
 
 
 async def pinned_version(connection: AsyncConnection, policy: str, episode: str) -> int | None:
-    """The version that an episode began with; None if it has no call of this policy yet."""
+    """Return the version that an episode began with, or None if it has no call of `policy` yet."""
     version = await connection.scalar(
         text(
             "SELECT COALESCE(r.policy_version, e.policy_version) FROM episodes e"

@@ -30,13 +30,13 @@ from trainer.metrics import EPISODES
 
 # What may become of a row, and what is told of it.
 DAMAGES = {
-    "its parent is gone": ("parent_id = uuidv7()", "it is not there"),
-    "its parent is too short": ("request_prefix = 1000000", "are to come from a base of"),
-    "it does not say what it takes": ("prompt_prefix = NULL", "is not known"),
-    "an id is cut": ("sampled_ids = substr(sampled_ids, 2)", "half a token id"),
+    "its parent is gone": ("parent_id = uuidv7()", "that call is missing"),
+    "its parent is too short": ("request_prefix = 1000000", "cannot be taken from a base of"),
+    "it does not say what it takes": ("prompt_prefix = NULL", "are missing"),
+    "an id is cut": ("sampled_ids = substr(sampled_ids, 2)", "not a multiple of 4 bytes"),
     "a log-probability is gone": (
         "sampled_logprobs = substr(sampled_logprobs, 5)",
-        "not as many log-probabilities",
+        "different numbers of sampled ids and log-probabilities",
     ),
 }
 A_LONG_TEXT = b'{"messages":["' + b"what all turns of the thread repeat, " * 9

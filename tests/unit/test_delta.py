@@ -150,7 +150,9 @@ def test_a_parent_that_is_missing_is_told() -> None:
     rows = stored(Bases(), [first, second])
     found = whole_texts(rows[1:])
     assert found.of == {}
-    assert found.damaged == {second.id: f"call {second.id} adds to {first.id}: it is not there"}
+    assert found.damaged == {
+        second.id: f"call {second.id} adds to {first.id}: that call is missing"
+    }
 
 
 def damaged(rows: list[object]) -> list[str]:
@@ -161,18 +163,18 @@ def test_what_adds_to_a_damaged_call_is_damaged_and_no_other() -> None:
     rows = stored(Bases(), [*thread(3), *thread(3, episode="other")])
     rows[1].request_prefix = 10**6  # type: ignore[attr-defined]
     first, second = damaged(rows)
-    assert "are to come from a base of" in first
-    assert second == "it cannot be read back"
+    assert "cannot be taken from a base of" in first
+    assert second == "that call cannot be read back"
     assert len(whole_texts(rows).of) == 4
 
 
 def test_calls_that_add_to_each_other_are_damaged() -> None:
     rows = stored(Bases(), thread(2))
     rows[0].parent_id = rows[1].id  # type: ignore[attr-defined]
-    assert damaged(rows) == ["it cannot be read back"] * 2
+    assert damaged(rows) == ["that call cannot be read back"] * 2
 
 
 def test_what_does_not_say_what_it_takes_is_damaged() -> None:
     rows = stored(Bases(), thread(2))
     rows[1].prompt_prefix = None  # type: ignore[attr-defined]
-    assert damaged(rows) == ["what it takes from it is not known"]
+    assert damaged(rows) == ["the lengths of the shared parts, or the added request, are missing"]
