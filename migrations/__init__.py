@@ -1,1 +1,1 @@
-"""Alembic's scripts: the one way the schema changes."""
+"""Alembic's migration scripts. The schema changes through them only (`store.migrate`)."""

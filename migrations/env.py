@@ -1,4 +1,4 @@
-"""Runs migrations on the connection that `store.migrate` hands over."""
+"""Alembic's environment: runs migrations on the connection that `store.migrate` passes."""
 
 from alembic import context
 from sqlalchemy import Connection
@@ -7,7 +7,7 @@ from store.tables import metadata
 
 
 def include_name(name: str | None, kind: str, _parents: object) -> bool:
-    """Day partitions are made by the drainer, not by migrations."""
+    """Exclude the day partitions of `transitions` from comparison; the drainer creates them."""
     return not (kind == "table" and name is not None and name.startswith("transitions_"))
 
 

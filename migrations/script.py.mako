@@ -10,8 +10,10 @@ depends_on = None
 
 
 def upgrade() -> None:
+    """Describe what this changes."""
     ${upgrades if upgrades else "pass"}
 
 
 def downgrade() -> None:
+    """Describe what this restores, and what is lost."""
     ${downgrades if downgrades else "pass"}

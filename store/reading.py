@@ -1,4 +1,4 @@
-"""Episodes as they were recorded: read for the trainer's claims and for `pawl export`."""
+"""Reading of episodes as they were recorded, for the trainer's claims and for `pawl export`."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -14,7 +14,7 @@ from store.records import Episode
 from store.tables import episodes, feedback, tool_events, transitions
 
 BATCH = 200
-# Of the episodes that cannot be read back so many are named in a message.
+# How many of the episodes that cannot be read back a message names.
 TOLD = 5
 
 
@@ -25,17 +25,18 @@ async def episode_ids(
     agent: str | None = None,
     policy: str | None = None,
 ) -> list[UUID]:
-    """Ids of the episodes that match (see `matching`), oldest first."""
-    found = await connection.execute(matching(since=since, agent=agent, policy=policy))
-    return list(found.scalars())
+    """Return the ids of matching episodes, oldest first; the filters are those of `matching`."""
+    rows = await connection.execute(matching(since=since, agent=agent, policy=policy))
+    return list(rows.scalars())
 
 
 def matching(
     *, since: datetime | None = None, agent: str | None = None, policy: str | None = None
 ) -> Select[tuple[UUID]]:
-    """The query for episodes' ids, oldest first.
+    """Build the query for the ids of matching episodes, oldest first.
 
-    `since` is compared with an episode's last call; `agent` and `policy` with its calls.
+    An episode matches if it has a call at or after `since` and, for each of `agent` and `policy`, a
+    call with that value. None: no filter.
     """
     whole = func.coalesce(episodes.c.root, episodes.c.id)
     query = select(episodes.c.id).where(episodes.c.root.is_(None))
@@ -51,40 +52,45 @@ def matching(
 
 
 class Reading(NamedTuple):
-    """Episodes in the order that was asked for; and why the others cannot be read back."""
+    """Episodes in the order of the requested ids, and why the others cannot be read, by id."""
 
     episodes: list[Episode]
     damaged: dict[UUID, str]
 
 
 async def read_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> list[Episode]:
-    """The episodes of `ids`, in that order, each with its calls, events and feedback.
+    """Read the episodes of `ids`, in that order, each with its calls, events and feedback.
+
+    Ids that are not stored are left out.
 
     Raises:
-        Damaged: a call cannot be read back.
+        Damaged: at least one episode cannot be read back.
     """
-    found = await read(connection, ids)
-    if found.damaged:
-        raise Damaged(what_is(found.damaged), found.damaged)
-    return found.episodes
+    reading = await read(connection, ids)
+    if reading.damaged:
+        raise Damaged(what_is(reading.damaged), reading.damaged)
+    return reading.episodes
 
 
 def what_is(damaged: Mapping[UUID, str]) -> str:
-    """A message about a reading's `damaged`: the first few, and how many more."""
-    told = "; ".join(list(damaged.values())[:TOLD])
-    return told if len(damaged) <= TOLD else f"{told}; and {len(damaged) - TOLD} more"
+    """Return a message about the damaged episodes: the first few, and how many more."""
+    named = "; ".join(list(damaged.values())[:TOLD])
+    return named if len(damaged) <= TOLD else f"{named}; and {len(damaged) - TOLD} more"
 
 
 async def read_in_batches(
     connection: AsyncConnection, ids: Sequence[UUID]
 ) -> AsyncIterator[Reading]:
-    """The episodes of `ids`, in that order, `BATCH` at a time."""
+    """Yield the episodes of `ids`, in that order, `BATCH` at a time."""
     for start in range(0, len(ids), BATCH):
         yield await read(connection, ids[start : start + BATCH])
 
 
 async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
-    """What can be read of the episodes of `ids`."""
+    """Read the episodes of `ids` that can be read back, and say why the others cannot.
+
+    Ids that are not stored are left out.
+    """
     wanted = list(ids)
     parts = await _rows(
         connection,
@@ -96,26 +102,27 @@ async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
     all_parts = list(whole_of)
     calls = await _rows(connection, _CALLS.where(transitions.c.episode_id.in_(all_parts)))
     events = await _rows(connection, _EVENTS.where(tool_events.c.episode_id.in_(all_parts)))
-    said = await _rows(connection, _FEEDBACK.where(feedback.c.episode_id.in_(all_parts)))
+    items = await _rows(connection, _FEEDBACK.where(feedback.c.episode_id.in_(all_parts)))
     texts = whole_texts([*calls, *await _bases(connection, calls)])
-    calls_of, events_of, said_of = (_grouped(rows, whole_of) for rows in (calls, events, said))
+    calls_of, events_of, items_of = (_grouped(rows, whole_of) for rows in (calls, events, items))
     members: dict[UUID, list[Row[Any]]] = {}
     for part in parts:
         members.setdefault(whole_of[part.id], []).append(part)
-    found = Reading([], {})
+    reading = Reading([], {})
     for whole in wanted:
         if whole not in members:
             continue
-        own, tools, statements = (of.get(whole, []) for of in (calls_of, events_of, said_of))
+        own, tools, statements = (of.get(whole, []) for of in (calls_of, events_of, items_of))
         try:
-            found.episodes.append(assemble(members[whole], own, tools, statements, texts))
+            reading.episodes.append(assemble(members[whole], own, tools, statements, texts))
         except Damaged as error:
-            found.damaged[whole] = f"episode {members[whole][0].key!r} cannot be read back: {error}"
-    return found
+            key = members[whole][0].key
+            reading.damaged[whole] = f"episode {key!r} cannot be read back: {error}"
+    return reading
 
 
-# JSON comes as text (the driver would parse it): it is parsed call by call, so that one that
-# cannot be parsed is the damage of its episode and not the end of the query.
+# The driver would parse JSON columns, and one invalid document would fail the whole query. As text
+# they are parsed call by call, so that an invalid document damages its own episode only.
 _AS_TEXT: Final = ("sampling", "tool_calls")
 _CALLS = select(
     *[
@@ -133,23 +140,23 @@ async def _rows(connection: AsyncConnection, query: Any) -> Sequence[Row[Any]]:
 
 
 async def _bases(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> list[Row[Any]]:
-    """The calls that these add to, and that are not among them.
+    """Read the calls that these calls add to, directly or not, and that are not among them.
 
-    They are other episodes' only where a join by what was said is in doubt.
+    They belong to other episodes only if a join by conversation prefix is in doubt.
     """
-    found: list[Row[Any]] = []
+    bases: list[Row[Any]] = []
     known = {row.id for row in calls}
     missing = {row.parent_id for row in calls if row.parent_id is not None} - known
     while missing:
         rows = await _rows(connection, _CALLS.where(transitions.c.id.in_(missing)))
-        found += rows
+        bases += rows
         known |= missing
         missing = {row.parent_id for row in rows if row.parent_id is not None} - known
-    return found
+    return bases
 
 
 def _grouped(rows: Iterable[Row[Any]], whole_of: Mapping[UUID, UUID]) -> dict[UUID, list[Row[Any]]]:
-    found: dict[UUID, list[Row[Any]]] = {}
+    by_episode: dict[UUID, list[Row[Any]]] = {}
     for row in rows:
-        found.setdefault(whole_of[row.episode_id], []).append(row)
-    return found
+        by_episode.setdefault(whole_of[row.episode_id], []).append(row)
+    return by_episode

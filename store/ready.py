@@ -1,7 +1,7 @@
-"""Which episodes the next update takes: complete groups, the freshest first.
+"""Selection of the episodes for the next update: complete groups, the freshest first.
 
-What a policy's newest versions sampled comes before what older ones did, and among equals
-what waited longest: where more arrives than is trained, it is the stale that is left over.
+Episodes of newer versions come before those of older ones; among equals, those that waited longest
+come first. If more episodes arrive than are trained, the stale ones are left over.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.records import Record
 from store.tables import FREE
 
-# Of so many updates are the consumed members known that a late one is compared with.
+# How many of the last updates are searched for consumed members to compare a late member with.
 EARLIER_UPDATES = 32
 
 TASK = "COALESCE(joined_task, task)"
@@ -22,19 +22,19 @@ VERSION = "COALESCE(policy_version, 0)"
 
 
 class ClaimRule(Record, frozen=True, kw_only=True):
-    """When a group is complete, and when there are enough of them.
+    """The rule for when a group is complete, and when there are enough groups for an update.
 
-    `group_size` scored episodes make a group complete; `groups` of them make an update, and
-    fewer will do once one has waited for `max_age_s`. A group whose first reward is that old
-    is taken as it is if it has `smallest_group` members, those counted with which its task's
-    members were consumed before. With a `group_size` of 1 every episode is its own group,
-    with or without a task.
+    A group of `group_size` scored episodes is complete, and `groups` groups make an update. Once a
+    group has waited `max_age_s` seconds since its first reward, fewer groups are enough; and that
+    group may itself be smaller if it has `smallest_group` members, counting those that earlier
+    updates consumed. With a `group_size` of 1 every episode is its own group, with or without a
+    task.
 
-    `failed_after_s`: a failed episode without a reward is a member too once it has been
-    silent for so long; None: never. `call_rewards_after_s`: and so is one whose only rewards
-    are for single calls, once there was neither a call nor such a reward for so long. What is
-    more than `max_staleness` versions old, or more than `max_episode_age_s`, is not taken;
-    None: no limit.
+    Two kinds of episode count as members after they have been silent for some seconds (None:
+    never): a failed one without a reward after `failed_after_s`; one whose only rewards are for
+    single calls, `call_rewards_after_s` after its last call or such reward. Episodes sampled more
+    than `max_staleness` versions ago are not taken; these, and those silent for more than
+    `max_episode_age_s` seconds, expire (`store.expiry`). None: no limit.
     """
 
     policy: str
@@ -53,7 +53,7 @@ _SCORED = f"""
     FROM episodes
     WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE} AND {VERSION} >= :oldest
 """
-# Nobody says when such an episode is over: it is when all of its parts are silent.
+# No reward marks the end of such an episode, so it counts as over once all its parts are silent.
 _CALL_SCORED = f"""
     UNION ALL
     SELECT id, {TASK}, {VERSION}, GREATEST(last_call_at, call_scored_at)
@@ -67,7 +67,7 @@ _CALL_SCORED = f"""
             SELECT FROM episodes p WHERE p.root = e.id
                 AND p.last_call_at >= now() - make_interval(secs => :call_rewards_after_s)))
 """
-# Where rewards for single calls count, an episode that has one is not without a reward.
+# If rewards for single calls count, an episode that has one counts as rewarded.
 _FAILED = f"""
     UNION ALL
     SELECT id, {TASK}, {VERSION}, last_call_at + make_interval(secs => :failed_after_s)
@@ -77,7 +77,7 @@ _FAILED = f"""
         AND last_call_at < now() - make_interval(secs => :failed_after_s)
         AND {VERSION} >= :oldest
 """
-# Of a joined episode the last of its parts tells whether it failed.
+# The last part of a joined episode decides whether the episode failed.
 _FAILED_JOINED = """
     UNION ALL
     SELECT w.id, COALESCE(w.joined_task, w.task), COALESCE(w.policy_version, 0),
@@ -93,7 +93,7 @@ _FAILED_JOINED = """
         AND NOT EXISTS (SELECT FROM episodes p
                         WHERE p.root = w.id AND p.last_call_id > f.last_call_id)
 """
-# Members of tasks that the last updates before a moment consumed.
+# Members of each task that were consumed by the last updates before a given time.
 _EARLIER = f"""
     SELECT e.id, {TASK} AS task, u.claimed_at
     FROM (SELECT id, claimed_at FROM updates
@@ -129,15 +129,15 @@ _SINGLES = """
     SELECT id, extract(epoch FROM now() - at) AS age_s FROM ({ready}) r
     ORDER BY version DESC, at, id LIMIT :groups
 """
-# Whoever holds a member is waited for (in the order of keys, as everywhere): a group that is
-# claimed without it would not be whole.
+# This waits for transactions that hold a member (SKIP LOCKED would claim a group that is not
+# whole). Locks are taken in the order of keys, as everywhere, so that there are no deadlocks.
 _LOCK = text(
     f"SELECT id FROM episodes WHERE id = ANY(:ids) AND {FREE} ORDER BY key FOR NO KEY UPDATE"
 )
 
 
 async def find_ready(connection: AsyncConnection, rule: ClaimRule, oldest: int) -> list[UUID]:
-    """The episodes of the next update, locked; none while there are too few.
+    """Select and lock the episodes of the next update; return none while there are too few.
 
     `oldest` is the first version whose episodes may be trained.
     """
@@ -160,7 +160,7 @@ async def find_ready(connection: AsyncConnection, rule: ClaimRule, oldest: int) 
 
 
 async def lock_free(connection: AsyncConnection, ids: Sequence[UUID]) -> set[UUID]:
-    """Those of `ids` that nobody has taken, locked to the transaction's end."""
+    """Lock those of `ids` that no update has claimed, until the transaction ends; return them."""
     return set((await connection.execute(_LOCK, {"ids": list(ids)})).scalars())
 
 
@@ -195,12 +195,12 @@ async def _groups(
     members: dict[str, list[UUID]] = {}
     for row in chosen:
         members.setdefault(row.task, []).append(row.id)
-    free = await lock_free(connection, [one for them in members.values() for one in them])
+    free = await lock_free(connection, [one for group in members.values() for one in group])
     taken: list[UUID] = []
-    for task, them in members.items():
-        left = [one for one in them if one in free]
-        if left and len(left) + earlier[task] >= rule.smallest_group:
-            taken += left
+    for task, group in members.items():
+        free_members = [one for one in group if one in free]
+        if free_members and len(free_members) + earlier[task] >= rule.smallest_group:
+            taken += free_members
     return taken
 
 

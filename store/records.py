@@ -1,7 +1,7 @@
-"""The words of DESIGN.md §1 as frozen values.
+"""The terms of the project (docs/glossary.md) as frozen values.
 
-`CallRecord` and `FeedbackRecord` are what the proxy makes and the spool keeps: they carry
-their ids from birth, so that storing one twice is storing it once.
+`CallRecord`, `FeedbackRecord` and `GapRecord` are made by the proxy and kept in the spool. Each has
+its id from the start, so that storing a record twice has the same effect as storing it once.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,9 @@ import msgspec
 
 CallStatus = Literal["complete", "client_gone", "upstream_error", "truncated"]
 ToolStatus = Literal["ok", "error", "timeout", "malformed", "denied"]
-# Who said how a tool ended: the agent's header, /feedback, Anthropic's `is_error`, a rule that
-# read the result; `assumed` is what that API means where `is_error` is left out.
+# Where the status of a tool comes from: the agent's header, /feedback, Anthropic's `is_error`, or a
+# rule that read the result (`reader`). `assumed`: `is_error` was left out, which that API defines
+# as success.
 ToolSource = Literal["header", "feedback", "is_error", "reader", "assumed"]
 TargetKind = Literal["episode", "call", "response"]
 PolicyState = Literal["written", "published", "serving", "retired", "rejected"]
@@ -27,15 +28,18 @@ TOOL_SOURCES: Final = ("header", "feedback", "is_error", "reader", "assumed")
 CONFIDENCES: Final = ("certain", "likely", "doubtful")
 TARGET_KINDS: Final = ("episode", "call", "response")
 POLICY_STATES: Final = ("written", "published", "serving", "retired", "rejected")
-# `expired`: it trained nothing, and spent what could not be trained any more.
+# `expired`: the update trained nothing; it consumed episodes that can never be trained any more.
 UPDATE_STATES: Final = ("running", "done", "abandoned", "expired")
 REWARD: Final = "reward"
-# The method of a call that named no episode and got one of its own.
+# The method of a call that named no episode and got an episode of its own.
 OWN_EPISODE: Final = "own"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Base of all records: frozen, by keyword only; they cannot make a cycle."""
+    """Base of all records: frozen, keyword-only, and not tracked by the garbage collector.
+
+    `gc=False` is safe because records cannot refer to each other in a cycle.
+    """
 
 
 class ToolCall(Record, frozen=True, kw_only=True):
@@ -47,7 +51,10 @@ class ToolCall(Record, frozen=True, kw_only=True):
 
 
 class ToolEvent(Record, frozen=True, kw_only=True):
-    """How one tool execution ended."""
+    """The end of one tool execution: its status, and where that is known from.
+
+    `ms` is the execution's duration in milliseconds, if it was stated.
+    """
 
     id: UUID
     tool_id: str | None
@@ -59,10 +66,10 @@ class ToolEvent(Record, frozen=True, kw_only=True):
 
 
 class Tokens(Record, frozen=True, kw_only=True):
-    """What the server saw and sampled.
+    """The token ids of a prompt and of its sampled reply, with log-probabilities.
 
-    Shapes: `prompt_ids` (P,), `sampled_ids` (S,), `sampled_logprobs` (S,) in nats, as the
-    little-endian int32 and float32 arrays that the store keeps.
+    Shapes: `prompt_ids` (P,), `sampled_ids` (S,), `sampled_logprobs` (S,) in nats. They are the
+    little-endian int32 and float32 arrays that the store keeps (`store.tokens`).
     """
 
     prompt_ids: bytes = b""
@@ -73,9 +80,9 @@ class Tokens(Record, frozen=True, kw_only=True):
 class CallRecord(Record, frozen=True, kw_only=True, tag="call"):
     """One request to a model and its single outcome, as the proxy saw them.
 
-    `request`, `reply`, `sampling` and `usage` are JSON as text, so that no number in it is
-    too large to be kept; what was said that is not JSON is `request_raw`, `reply_raw`.
-    `policy_version` is what the upstream was asked for, at the start and to the end.
+    `request`, `reply`, `sampling` and `usage` are JSON as text, so that numbers of any size are
+    kept. A body that is not JSON is in `request_raw` or `reply_raw` instead. `policy_version` is
+    the version that the upstream was asked for; it is the same for the whole call.
     """
 
     id: UUID
@@ -107,18 +114,19 @@ class CallRecord(Record, frozen=True, kw_only=True, tag="call"):
     first_chunk_ms: float | None
     total_ms: float
     retry: int
-    # How sure it is that the call belongs to `episode`; a doubtful one is not trained on.
+    # How sure it is that the call belongs to `episode`. A doubtful call excludes its episode from
+    # training.
     confidence: Confidence = "certain"
-    # Digests of what a later call may repeat of this one, and of what this one repeats, the
-    # surest first; the store joins by them what the proxy could not (16 bytes each).
+    # Fingerprints (16 bytes each) of what a later call may repeat of this one, and of what this one
+    # repeats, the surest first. By these the store joins episodes that the proxy could not join.
     offers: tuple[bytes, ...] = ()
     asks: tuple[bytes, ...] = ()
-    # The attempt, sent by the same client before and come to no reply, that this one repeats.
+    # The earlier attempt that this call repeats: sent by the same client, and without a reply.
     retry_of: UUID | None = None
 
 
 class FeedbackItem(Record, frozen=True, kw_only=True):
-    """One statement: a metric, a value, a target; or a tool event about a target."""
+    """One statement about a target: a metric with a value, or (if `tool` is set) a tool event."""
 
     id: UUID
     metric: str
@@ -129,7 +137,7 @@ class FeedbackItem(Record, frozen=True, kw_only=True):
 
 
 class FeedbackRecord(Record, frozen=True, kw_only=True, tag="feedback"):
-    """What one POST to /feedback stated; its items stand or fall together."""
+    """The items of one POST to /feedback; they are stored all or none."""
 
     id: UUID
     at: datetime
@@ -139,7 +147,7 @@ class FeedbackRecord(Record, frozen=True, kw_only=True, tag="feedback"):
 
 
 class GapRecord(Record, frozen=True, kw_only=True, tag="gap"):
-    """Calls of these episodes were lost before they could be kept: they are not whole."""
+    """A mark that calls of these episodes were lost before they could be kept."""
 
     id: UUID
     episodes: tuple[str, ...]
@@ -157,7 +165,7 @@ class Feedback(Record, frozen=True, kw_only=True):
 
 
 class TransitionRow(Record, frozen=True, kw_only=True):
-    """A stored call, with the tool events of what it asked for."""
+    """A stored call, with the events of the tools that its reply asked for."""
 
     id: UUID
     episode_id: UUID
@@ -175,13 +183,13 @@ class TransitionRow(Record, frozen=True, kw_only=True):
     tool_calls: tuple[ToolCall, ...]
     tool_events: tuple[ToolEvent, ...] = ()
     feedback: tuple[Feedback, ...] = ()
-    # How it is known that the call belongs to its episode.
+    # How the call's episode was found, and with which confidence.
     method: str = "header"
     confidence: str = "certain"
 
 
 class Episode(Record, frozen=True, kw_only=True):
-    """One run of an agent system on one task: its calls in order, and what was said of it."""
+    """One run of an agent system on one task: its calls in order, and the feedback on it."""
 
     id: UUID
     key: str
@@ -191,16 +199,16 @@ class Episode(Record, frozen=True, kw_only=True):
     calls: tuple[TransitionRow, ...]
     feedback: tuple[Feedback, ...] = ()
     stray_tool_events: tuple[ToolEvent, ...] = ()
-    # The keys of episodes that turned out to be parts of this one.
+    # The keys of the other parts, if several recorded episodes were joined into this one.
     aliases: tuple[str, ...] = ()
-    # Why it is never claimed; None where it may be.
+    # Why the episode is never claimed; None if it may be.
     quarantined_reason: str | None = None
 
 
 class Group(Record, frozen=True, kw_only=True):
     """The episodes of one task that are compared with each other.
 
-    `earlier` ones were consumed before these came: their returns count in mean and spread,
+    Earlier updates have consumed the members in `earlier`: their returns count in mean and spread,
     and they are not trained again.
     """
 
@@ -221,7 +229,7 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
 
 
 class UpdateRow(Record, frozen=True, kw_only=True):
-    """What was trained into which version."""
+    """A row of `updates`: the update's state, its parent version and the version it made."""
 
     id: UUID
     policy: str
@@ -234,10 +242,10 @@ class UpdateRow(Record, frozen=True, kw_only=True):
 
 
 def has_failed(status: str, http_status: int | None) -> bool:
-    """Whether a call did not come to a proper reply."""
+    """Return whether a call came to no proper reply: it is incomplete, or an HTTP error."""
     return status != "complete" or (http_status or 0) >= 400
 
 
 def policy_name(policy: str, version: int, base_name: str) -> str:
-    """The name a version is served under: the base model's own, or `NAME@N`."""
+    """Return the name that a version is served under: the base model's own, or `NAME@N`."""
     return base_name if version == 0 else f"{policy}@{version}"

@@ -1,4 +1,4 @@
-"""Records as rows: the order of columns that COPY is told, and the values in it (pure)."""
+"""Conversion of records to rows (pure): the columns given to COPY, and the values in that order."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -28,7 +28,7 @@ FEEDBACK_COLUMNS: Final = ("id", "metric", "value", "target_kind", "target", "re
 
 
 def transition_row(call: CallRecord, episode_id: UUID, stored: Stored) -> Row:
-    """A call, in the order of `TRANSITION_COLUMNS`."""
+    """Return the row of a call, in the order of `TRANSITION_COLUMNS`."""
     tokens = call.tokens
     return (
         call.id,
@@ -76,7 +76,10 @@ def event_row(
     episode_id: UUID | None = None,
     item: FeedbackItem | None = None,
 ) -> Row:
-    """A tool event, in the order of `EVENT_COLUMNS`."""
+    """Return the row of a tool event, in the order of `EVENT_COLUMNS`.
+
+    An event of a call has an `episode_id`; one from feedback has the `item` that names its target.
+    """
     return (
         event.id,
         episode_id,
@@ -93,7 +96,7 @@ def event_row(
 
 
 def feedback_row(item: FeedbackItem, record: FeedbackRecord) -> Row:
-    """A statement, in the order of `FEEDBACK_COLUMNS`."""
+    """Return the row of a feedback item, in the order of `FEEDBACK_COLUMNS`."""
     return (
         item.id,
         item.metric,
@@ -106,9 +109,10 @@ def feedback_row(item: FeedbackItem, record: FeedbackRecord) -> Row:
 
 
 def derived_task(record: CallRecord) -> str | None:
-    """The task of an episode that names none: what its first call asked, to the token.
+    """Derive the task of a call that names none: a hash of its prompt ids.
 
-    None where the upstream gave no ids: such an episode has nobody to be compared with.
+    So episodes whose first prompts are equal, token by token, form a group. Return None if the
+    upstream gave no ids: such an episode cannot be compared with another.
     """
     if not record.tokens.prompt_ids:
         return None
@@ -116,10 +120,10 @@ def derived_task(record: CallRecord) -> str | None:
 
 
 def episode_row(calls: Sequence[CallRecord]) -> Row:
-    """What one batch's calls, earliest first, say of their episode.
+    """Return the row of an episode, from those of its calls that are in one batch, earliest first.
 
-    In the order that `store.ingest` upserts. An episode is known by the id of a call of
-    its own, so that no further id need be made.
+    The columns are in the order of the upsert in `store.write`. The episode's id is the id of its
+    first call in the first batch that has one, so that no further id need be made.
     """
     first = calls[0]
     task, task_named, task_from = _task(calls)
@@ -140,7 +144,7 @@ def episode_row(calls: Sequence[CallRecord]) -> Row:
 
 
 def _task(calls: Sequence[CallRecord]) -> tuple[str | None, bool, UUID | None]:
-    """The first task that is named, else the first that can be derived; and of which call."""
+    """Return the first named task, else the first derived one; whether named; and its call's id."""
     for call in calls:
         if call.task is not None:
             return call.task, True, call.id

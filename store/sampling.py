@@ -1,8 +1,9 @@
-"""The temperature that vLLM samples with, where another was asked for (pure).
+"""The temperature that vLLM samples with, given the requested one (pure).
 
-vLLM raises what lies between 0 and its least temperature to that (`SamplingParams.__post_init__`
-in `vllm/sampling_params.py`); 0 is greedy. The proxy records by this rule. The trainer reads by
-it, too: a ledger may hold temperatures that an earlier Pawl recorded as they were sent.
+vLLM raises temperatures between 0 and its least temperature to the latter
+(`SamplingParams.__post_init__` in `vllm/sampling_params.py`); 0 is greedy. The proxy records
+temperatures by this rule. The trainer applies it again on reading, because a ledger may hold
+temperatures that an earlier Pawl recorded as they were sent.
 """
 
 import math
@@ -10,15 +11,15 @@ import re
 from typing import Final
 
 LEAST_TEMPERATURE: Final = 0.01
-# Of what Python reads as a number only the plain ones: vLLM reads these the same.
+# Only plain numbers, which Python's `float` and vLLM read alike.
 _NUMBER: Final = re.compile(r"[ \t\r\n]*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?[ \t\r\n]*", re.ASCII)
 
 
 def number_of(value: object) -> float | None:
-    """Return a setting as the finite number that vLLM reads it as; None if it is none.
+    """Return a setting as the finite number that vLLM reads it as, or None if it is not one.
 
-    Its request classes take a number in a string for that number, and true and false for 1 and 0
-    (pydantic's lax mode).
+    vLLM's request classes use pydantic's lax mode: a string that holds a number is that number,
+    true is 1 and false is 0.
     """
     if isinstance(value, str):
         return _finite(value) if _NUMBER.fullmatch(value) else None
@@ -34,7 +35,7 @@ def _finite(value: str | float) -> float | None:
 
 
 def used_temperature(asked: object) -> float | None:
-    """Return the temperature used for one that was asked for; None if no server takes it."""
+    """Return the temperature used for the requested one, or None if no server accepts it."""
     number = number_of(asked)
     if number is None or number < 0:
         return None

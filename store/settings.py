@@ -1,4 +1,4 @@
-"""Which database, and how addresses are written: what both processes' settings share."""
+"""Settings that proxy and trainer share: the database, and the format of addresses."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ from store.engine import async_url
 def _host_and_port(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{value!r} is not HOST:PORT, such as 127.0.0.1:8100")
+        raise ValueError(f"{value!r} is not an address: write HOST:PORT, such as 127.0.0.1:8100")
     return value
 
 
@@ -20,13 +20,13 @@ Listen = Annotated[str, AfterValidator(_host_and_port)]
 
 
 def address(listen: str) -> tuple[str, int]:
-    """`HOST:PORT` as a pair; brackets of an IPv6 host are taken off."""
+    """Return `HOST:PORT` as a pair; the brackets of an IPv6 host are removed."""
     host, _, port = listen.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 class StoreSettings(BaseSettings):
-    """`DATABASE_URL`, or the embedded PostgreSQL in `PAWL_DATA_DIR` where it is unset."""
+    """The database: `DATABASE_URL`, or the embedded PostgreSQL in `PAWL_DATA_DIR` if unset."""
 
     model_config = SettingsConfigDict(
         env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
@@ -35,9 +35,9 @@ class StoreSettings(BaseSettings):
     database_url: SecretStr | None = Field(
         default=None,
         validation_alias=AliasChoices("DATABASE_URL", "database_url"),
-        description="PostgreSQL to store in; unset: the embedded one",
+        description="postgresql:// URL of the database; unset: use the embedded PostgreSQL",
     )
-    data_dir: Path = Field(default=Path("var"), description="where the embedded PostgreSQL lives")
+    data_dir: Path = Field(default=Path("var"), description="folder of the embedded PostgreSQL")
 
     @field_validator("database_url")
     @classmethod

@@ -1,8 +1,9 @@
-"""What refers to what: feedback to its target, a call to the one whose reply it repeats.
+"""Resolution of references: feedback to its target, and calls to the calls that they repeat.
 
-One transaction at a time (an advisory lock), and only where something meets: most batches
-end with the first question. Every answer is made of all that is known, so that it does not
-matter in which order it became known, or how often it is asked.
+An advisory lock allows one transaction at a time. Most batches refer to nothing and nothing refers
+to them: for these `meets_others` returns False, and no transaction is needed. Every result is
+computed from all that is stored, so that neither the order of arrival nor a repetition changes it
+(docs/decisions/011-joins-in-the-store.md).
 """
 
 from collections.abc import Iterable
@@ -15,12 +16,12 @@ from store.digests import as_uuid
 from store.joins import MOST_OFFERING, Link, Part, resolve
 from store.records import OWN_EPISODE, REWARD, CallRecord, FeedbackRecord
 
-# Held to the transaction's end by whoever settles.
+# Key of the advisory lock that `settle` holds until its transaction ends.
 SETTLE_LOCK: Final = 0x5041574D
 
 
 class Target(NamedTuple):
-    """What feedback may name, and where that is."""
+    """A name that feedback may use as its target, with the episode and call that it stands for."""
 
     kind: str
     name: str
@@ -29,33 +30,37 @@ class Target(NamedTuple):
 
 
 class Written(msgspec.Struct):
-    """What a batch wrote, as far as something else may refer to it."""
+    """The parts of a written batch that refer to other records, or may be referred to.
+
+    `calls` are pairs of a call and its episode's id.
+    """
 
     calls: list[tuple[CallRecord, UUID]] = []
     statements: list[FeedbackRecord] = []
-    # Episodes that are linked to others already; and ones whose first call may have changed.
+    # Episodes that are linked to others already.
     linked: list[UUID] = []
+    # Episodes whose scores must be computed again, because their first call may have changed.
     rescored: list[UUID] = []
-    # Feedback under an idempotency key.
+    # Feedback requests that have an idempotency key.
     keyed: list[UUID] = []
 
     def offers(self) -> list[UUID]:
-        """The digests that the batch's calls offer."""
+        """Return the fingerprints that the batch's calls offer."""
         return [as_uuid(digest) for call, _ in self.calls for digest in call.offers]
 
     def asking(self) -> list[UUID]:
-        """The calls that ask."""
+        """Return the ids of the batch's calls that ask for fingerprints."""
         return [call.id for call, _ in self.calls if call.asks]
 
     def targets(self) -> list[Target]:
-        """All that feedback may name of the batch."""
-        found = []
+        """Return all targets of feedback that the batch contains."""
+        targets = []
         for call, episode_id in self.calls:
-            found.append(Target("episode", call.episode, episode_id, None))
-            found.append(Target("call", str(call.id), episode_id, call.id))
+            targets.append(Target("episode", call.episode, episode_id, None))
+            targets.append(Target("call", str(call.id), episode_id, call.id))
             if call.response_id is not None:
-                found.append(Target("response", call.response_id, episode_id, call.id))
-        return found
+                targets.append(Target("response", call.response_id, episode_id, call.id))
+        return targets
 
 
 _MEETS = """
@@ -66,14 +71,16 @@ _MEETS = """
 
 
 async def meets_others(driver: Any, written: Written) -> bool:
-    """Whether anything of the batch may refer to, or be referred to by, something else."""
+    """Return whether the batch may refer to stored records, or be referred to by them."""
     if written.statements or written.linked or written.rescored or written.asking():
         return True
     return bool(written.calls) and bool(await driver.fetchval(_MEETS, written.offers()))
 
 
 async def settle(driver: Any, written: Written) -> None:
-    """Tie what the batch wrote to all that is there, in the driver's present transaction.
+    """Resolve references between the batch and all stored records, in the current transaction.
+
+    It links feedback to targets, joins episodes, and computes the scores of all affected episodes.
 
     Raises:
         asyncpg.PostgresError: the database is away.
@@ -103,8 +110,10 @@ _MATCH = """
 
 
 async def _match(driver: Any, written: Written) -> set[UUID]:
-    """Tie feedback and tool events to targets that have arrived; the episodes spoken of."""
-    wanted = {(item.target_kind, item.target) for said in written.statements for item in said.items}
+    """Link feedback and tool events to stored targets; return the feedback's episodes."""
+    wanted = {
+        (item.target_kind, item.target) for record in written.statements for item in record.items
+    }
     targets = {*written.targets(), *await _stored_targets(driver, wanted)}
     if not targets:
         return set()
@@ -136,8 +145,9 @@ async def _stored_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> lis
     ]
 
 
-# An episode of its own is its one call: what is said of the call is said of the episode. Of
-# the rewards for single calls the newest counts: they come while the episode goes on.
+# An episode of method `own` has one call only, so feedback on the call is feedback on the episode.
+# `scored_at` is the time of the first reward. For rewards of single calls it is the newest, because
+# they come while the episode still goes on.
 _SCORE = f"""
     WITH wanted AS (
         SELECT DISTINCT COALESCE(root, id) AS id FROM episodes WHERE id = ANY($1)
@@ -161,8 +171,8 @@ _SCORE = f"""
 
 # Joins
 
-# Only the surest sign of a call counts, so no others are linked. Of a digest that more
-# episodes offer than count, so many links are made that it is worn.
+# Only the surest level of a call counts, so no others are linked. For a digest that more than
+# MOST_OFFERING episodes offer, one link above that number is made: enough to see that it is worn.
 _LINK = f"""
     INSERT INTO links (call_id, level, offered_by, asked_by)
     SELECT DISTINCT call_id, level, offered_by, asked_by FROM (
@@ -197,7 +207,7 @@ _REACHED = """
 
 
 async def _link(driver: Any, written: Written) -> set[UUID]:
-    """Note which asks the batch answers or makes; the episodes to be looked at again."""
+    """Store links for the asks that the batch makes or answers; return the affected episodes."""
     rows = await driver.fetch(_LINK, written.offers(), written.asking())
     calls = list({row[0] for row in rows})
     if not calls:
@@ -207,14 +217,14 @@ async def _link(driver: Any, written: Written) -> set[UUID]:
 
 
 async def _linked(driver: Any, seeds: set[UUID]) -> set[UUID]:
-    """These episodes and all that links lead to from them."""
+    """Return these episodes and all that can be reached from them through links."""
     if not seeds:
         return set()
     return {row[0] for row in await driver.fetch(_REACHED, list(seeds))}
 
 
 async def _lock(driver: Any, episodes: set[UUID]) -> None:
-    """Hold these episodes and their wholes: in the order of keys, as `store.write` does."""
+    """Lock these episodes and their roots in the order of keys, as `store.write` does."""
     await driver.execute(
         "SELECT FROM episodes WHERE id = ANY($1)"
         " OR id IN (SELECT root FROM episodes WHERE id = ANY($1))"
@@ -237,7 +247,7 @@ _PLACE = """
     WHERE e.id = p.id AND (e.linked, e.root, e.joined_task, e.quarantined_reason)
         IS DISTINCT FROM (true, p.root, p.joined_task, p.quarantined_reason)
 """
-_TELL_CALLS = """
+_UPDATE_CALLS = """
     UPDATE transitions t SET method = j.method, confidence = j.confidence
     FROM unnest($1::uuid[], $2::text[], $3::text[]) AS j (id, method, confidence)
     WHERE t.id = j.id AND (t.method, t.confidence) IS DISTINCT FROM (j.method, j.confidence)
@@ -245,7 +255,7 @@ _TELL_CALLS = """
 
 
 async def _join(driver: Any, linked: set[UUID]) -> None:
-    """Put these episodes in the places that `store.joins` finds for them."""
+    """Update these episodes and their calls to the result of `store.joins.resolve`."""
     ids = list(linked)
     parts = [Part(**dict(row)) for row in await driver.fetch(_PARTS, ids)]
     links = [Link(**dict(row)) for row in await driver.fetch(_LINKS, ids)]
@@ -254,6 +264,6 @@ async def _join(driver: Any, linked: set[UUID]) -> None:
     if places:
         await driver.execute(_PLACE, *map(list, zip(*places, strict=True)))
     await driver.execute("UPDATE episodes SET linked = true WHERE id = ANY($1) AND NOT linked", ids)
-    told = [(call, *(joined or (OWN_EPISODE, "doubtful"))) for call, joined in joins.calls.items()]
-    if told:
-        await driver.execute(_TELL_CALLS, *map(list, zip(*told, strict=True)))
+    calls = [(call, *(joined or (OWN_EPISODE, "doubtful"))) for call, joined in joins.calls.items()]
+    if calls:
+        await driver.execute(_UPDATE_CALLS, *map(list, zip(*calls, strict=True)))

@@ -1,7 +1,8 @@
-"""File locks between processes: taking turns, and being counted among the users of something.
+"""File locks between processes: exclusive ones for turns, shared ones to count users.
 
-The kernel gives a lock back when the process that holds it is gone, however it went, so that a
-killed process never leaves anything locked. Locks are not handed down to child processes.
+The kernel releases a lock (flock(2)) when the process that holds it ends, however it ends, so that
+a killed process never leaves anything locked. Child processes do not inherit locks, because Python
+opens files non-inheritable (PEP 446).
 """
 
 import fcntl
@@ -17,21 +18,24 @@ POLL_S: Final = 0.05
 
 
 class Hold:
-    """A lock on a file, held until `release` or until the process is gone."""
+    """A lock on a file, held until `release` or until the process ends."""
 
     def __init__(self, handle: int) -> None:
+        """Store the descriptor of the open, locked file."""
         self._handle = handle
 
     def release(self) -> None:
-        """Give the lock back."""
+        """Release the lock by closing the file."""
         os.close(self._handle)
 
 
 def try_to_hold(path: Path, *, shared: bool = False) -> Hold | None:
-    """Lock `path` at once; None where somebody else's lock is in the way.
+    """Lock `path` without waiting; return None if another lock is in the way.
+
+    A shared lock can be held by many at once, an exclusive one only alone.
 
     Raises:
-        OSError: the file cannot be opened or made.
+        OSError: the file cannot be opened or created.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -46,23 +50,24 @@ def try_to_hold(path: Path, *, shared: bool = False) -> Hold | None:
 
 
 class Wait:
-    """A limited wait: it ends with an error when its time is over or nobody wants it any more."""
+    """A limited wait that raises an error when its time is over or it is cancelled."""
 
     def __init__(self, within_s: float, unwanted: Callable[[], bool]) -> None:
+        """Start a wait of `within_s` seconds, which is cancelled once `unwanted` returns True."""
         self._deadline = time.monotonic() + within_s
         self._within_s = within_s
         self._unwanted = unwanted
 
     @property
     def left_s(self) -> float:
-        """Say how many seconds are left of it."""
+        """Return how many seconds are left."""
         return max(0.0, self._deadline - time.monotonic())
 
     def go_on(self, what: str) -> None:
-        """Let a moment pass; `what` completes "gave up waiting for".
+        """Sleep for `POLL_S` seconds; `what` completes "gave up waiting for".
 
         Raises:
-            StoreError: the time is over, or the wait is not wanted any more.
+            StoreError: the time is over, or the wait was cancelled.
         """
         if self._unwanted():
             raise StoreError(f"stopped waiting for {what}: told to stop")
@@ -72,11 +77,11 @@ class Wait:
 
 
 def take_turn(path: Path, wait: Wait, what: str) -> Hold:
-    """Lock `path` for oneself, after whoever holds it.
+    """Wait for an exclusive lock on `path`, and take it; `what` is as in `Wait.go_on`.
 
     Raises:
-        StoreError: it was not to be had in time.
-        OSError: the file cannot be opened or made.
+        StoreError: it was not free in time, or the wait was cancelled.
+        OSError: the file cannot be opened or created.
     """
     while (held := try_to_hold(path)) is None:
         wait.go_on(what)

@@ -1,4 +1,4 @@
-"""Figures about what is stored: for the demo's display and its summary."""
+"""Counts over everything stored, for the demo's display and summary."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from store.records import Record
 
 
 class Totals(Record, frozen=True, kw_only=True):
-    """Counts over everything stored."""
+    """Counts of calls and episodes over everything stored."""
 
     calls: int
     trainable_calls: int
@@ -38,13 +38,13 @@ _TOTALS = text(
 
 
 async def totals(connection: AsyncConnection) -> Totals:
-    """Count everything."""
+    """Count all stored calls and episodes."""
     row = (await connection.execute(_TOTALS)).one()
     return Totals(**row._mapping)
 
 
 async def stored_responses(connection: AsyncConnection, response_ids: Sequence[str]) -> int:
-    """How many of these replies are stored."""
+    """Return how many of these responses, by response id, are stored."""
     query = text(
         "SELECT count(DISTINCT response_id) FROM transitions WHERE response_id = ANY(:ids)"
     )

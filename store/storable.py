@@ -1,8 +1,8 @@
-"""Texts as PostgreSQL can keep them (pure): what a client or a server said must not stop a record.
+"""Conversion of texts to a form that PostgreSQL can store (pure), so that no record is refused.
 
-A text column takes no U+0000 and no half of a surrogate pair, and an index no row of more than
-2,704 bytes. What has such a character is written with its escape in its place; the request and
-the reply themselves are kept as bytes, and so as they were said.
+PostgreSQL's text columns accept neither U+0000 nor a lone surrogate, and a B-tree index accepts no
+entry of more than 2,704 bytes. Such characters are replaced by their escapes. Request and reply are
+kept as bytes, and so unchanged.
 """
 
 from typing import Final
@@ -11,19 +11,22 @@ import msgspec
 
 from store.records import CallRecord, ToolEvent
 
-# An id that is longer is nobody's to name: feedback takes no longer one either.
+# A longer response id is not stored. No feedback can name it: /feedback does not accept it either.
 MAX_INDEXED_BYTES: Final = 2048
 
 
 def storable_text(value: str) -> str:
-    """`value` with escapes for the characters that no text column takes."""
+    """Return `value` with escapes in place of the characters that text columns do not accept."""
     if value.isascii():
         return value.replace("\x00", "\\u0000")
     return value.replace("\x00", "\\u0000").encode(errors="backslashreplace").decode()
 
 
 def storable_call(call: CallRecord) -> CallRecord:
-    """The record with texts that can all be stored; itself where they can be already."""
+    """Return the record with storable texts, or the record itself if all of them are.
+
+    A response id of more than `MAX_INDEXED_BYTES` bytes is replaced by None.
+    """
     fields: dict[str, str | None] = {
         "episode": call.episode,
         "agent": call.agent,
@@ -48,7 +51,7 @@ def storable_call(call: CallRecord) -> CallRecord:
 
 
 def storable_event(event: ToolEvent) -> ToolEvent:
-    """The event with texts that can all be stored; itself where they can be already."""
+    """Return the event with storable texts, or the event itself if all of them are."""
     changed = {
         name: storable_text(value)
         for name, value in (

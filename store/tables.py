@@ -1,8 +1,8 @@
-"""The schema (DESIGN.md §5): tables, constraints and indexes, nothing else.
+"""The schema: tables, constraints and indexes (docs/decisions/001-ledger.md, 010-storage.md).
 
-`transitions` is partitioned by day through its UUIDv7 key, so that the primary key stays
-`id` alone. No foreign key points into it: a day can be dropped. None points out of it
-either: the check would cost a third of storing a row, and only `store.ingest` writes there.
+`transitions` is partitioned by day through its UUIDv7 key, so that the primary key is `id` alone.
+No foreign key refers to it, so that a day can be dropped. It has no foreign keys itself: the check
+would add a third to the cost of storing a row, and only `store.ingest` writes there.
 """
 
 from sqlalchemy import (
@@ -47,13 +47,13 @@ metadata = MetaData(
 )
 
 When = DateTime(timezone=True)
-# An episode that may be claimed: the parts of another are spent with it, and what is in
-# doubt never.
+# The condition for an episode that may be claimed. Parts of another episode are claimed and
+# consumed with it, and quarantined ones never.
 FREE = "claimed_by IS NULL AND root IS NULL AND quarantined_reason IS NULL"
 
 
 def one_of(column: str, values: tuple[str, ...]) -> CheckConstraint:
-    """A CHECK that holds `column` to `values` (or NULL)."""
+    """Make a CHECK constraint that restricts `column` to `values` (or NULL)."""
     quoted = ", ".join(f"'{value}'" for value in values)
     return CheckConstraint(f"{column} IN ({quoted})", name=f"{column}_known")
 
@@ -73,22 +73,23 @@ episodes = Table(
     Column("first_call_id", Uuid, nullable=False),
     Column("last_call_id", Uuid, nullable=False),
     Column("last_call_at", When, nullable=False),
-    # Its last call did not come to a proper reply.
+    # The last call came to no proper reply (`store.records.has_failed`).
     Column("failed", Boolean, nullable=False, server_default=text("false")),
-    # When its first reward was stated, and when the newest that names one of its calls alone.
+    # The time of its first reward, and of its newest reward for a single call.
     Column("scored_at", When),
     Column("call_scored_at", When),
     Column("claimed_by", Uuid, ForeignKey("updates.id")),
-    # A call was put into it in doubt.
+    # At least one of its calls belongs to it with confidence `doubtful`.
     Column("doubtful", Boolean, nullable=False, server_default=text("false")),
-    # What `store.settle` makes of all that is known (docs/decisions/011). `root` is the
-    # episode that this one is a part of; its own columns stay its own, so that it can be
-    # taken out again. A root has the task that one of its parts names in `joined_task`.
+    # The result of `store.settle` (docs/decisions/011-joins-in-the-store.md). `root` is the episode
+    # that this one is a part of. A part keeps its own values in all other columns, so that the join
+    # can be undone. `joined_task` of a root is the task that one of its parts names.
     Column("linked", Boolean, nullable=False, server_default=text("false")),
     Column("root", Uuid),
     Column("joined_task", Text),
     Column("quarantined_reason", Text),
-    # What may be claimed, by task; and all that may yet be, by the version that sampled it.
+    # Scored episodes that may be claimed, by task; then all that may be claimed once they are
+    # scored, by the version that sampled them.
     Index(
         "ix_episodes_ready",
         "policy",
@@ -120,7 +121,7 @@ episodes = Table(
     ),
     Index("ix_episodes_claimed_by", "claimed_by", postgresql_where=text("claimed_by IS NOT NULL")),
     Index("ix_episodes_root", "root", postgresql_where=text("root IS NOT NULL")),
-    # BRIN: a later call then moves no index entry (a heap-only update).
+    # BRIN, because a later call then changes no index entry (a heap-only tuple update).
     Index("ix_episodes_last_call_at", "last_call_at", postgresql_using="brin"),
 )
 
@@ -140,8 +141,8 @@ transitions = Table(
     Column("status", Text, nullable=False),
     Column("http_status", Integer),
     Column("stream", Boolean, nullable=False),
-    # JSON as it was said, to the byte. Where `parent_id` is set, `request` and `prompt_ids`
-    # keep what they add to that call's (`store.delta`): the counts are of bytes shared.
+    # JSON bodies, byte for byte. If `parent_id` is set, `request` and `prompt_ids` hold only the
+    # bytes that they add to that call's (`store.delta`), and these columns count the shared bytes.
     Column("parent_id", Uuid),
     Column("request_prefix", Integer),
     Column("request_suffix", Integer),
@@ -172,8 +173,8 @@ transitions = Table(
     postgresql_partition_by="RANGE (id)",
 )
 
-# Digests of what later calls may repeat, and of what calls repeat (16 bytes, as uuid: the
-# smallest type of that size). `links` holds the matches, few beside the others.
+# Fingerprints of what later calls may repeat (`offers`) and of what calls repeat (`asks`): 16
+# bytes, stored as uuid, the smallest type of that size. `links` holds the matches, which are few.
 offers = Table(
     "offers",
     metadata,
@@ -188,7 +189,7 @@ asks = Table(
     Column("digest", Uuid, nullable=False),
     Column("call_id", Uuid, nullable=False),
     Column("episode_id", Uuid, nullable=False),
-    # 0: the surest; only the matches of the lowest level that has any count.
+    # 0 is the surest. Only the matches of a call's lowest level that has any count.
     Column("level", Integer, nullable=False),
     Index("ix_asks_digest", "digest"),
     Index("ix_asks_call_id", "call_id"),
@@ -201,7 +202,7 @@ links = Table(
     Column("level", Integer, primary_key=True),
     Column("offered_by", Uuid, primary_key=True),
     Column("asked_by", Uuid, nullable=False),
-    # What so many offer leads nowhere: it is not followed from one episode to the next.
+    # Too many episodes offer the digest: the link is not followed from one episode to another.
     Column("worn", Boolean, nullable=False, server_default=text("false")),
     Index("ix_links_offered_by", "offered_by"),
     Index("ix_links_asked_by", "asked_by"),
@@ -261,11 +262,11 @@ feedback_requests = Table(
     Column("idempotency_key", Text),
     Column("body_hash", Text),
     Column("at", When, nullable=False),
-    # Two bodies under one key may both be taken where proxies could not know of each other.
+    # Two bodies with one key may both be stored, if their proxies could not reach the database.
     UniqueConstraint("idempotency_key", "body_hash"),
 )
 
-# Keys that were taken, maybe for bodies that are not stored yet; for a day.
+# Idempotency keys taken within the last day, including those whose bodies are not stored yet.
 feedback_keys = Table(
     "feedback_keys",
     metadata,
@@ -301,8 +302,8 @@ updates = Table(
     Column("state", Text, nullable=False),
     Column("recipe", JSONB, nullable=False),
     Column("metrics", JSONB, nullable=False, server_default=text("'{}'::jsonb")),
-    # What its groups are filled up to with members that were consumed before; the first
-    # version whose episodes it may train; and the moving baselines after it.
+    # The size up to which its groups are filled with members that were consumed before; the first
+    # version whose episodes it may train; and the state of the moving baselines after it.
     Column("group_size", Integer, nullable=False, server_default=text("1")),
     Column("oldest_version", Integer, nullable=False, server_default=text("0")),
     Column("baselines", JSONB),
@@ -337,8 +338,9 @@ api_keys = Table(
     Column("revoked_at", When),
 )
 
-# What a judge made of an episode: it is not asked again, or not before `due_at`. Its scores
-# are feedback; only a call later than `last_call_at` makes an episode without one news again.
+# The results of asking judges about episodes. A judge is not asked again, or not before `due_at`.
+# Its scores are feedback. An episode without a score waits again once it has a call later than
+# `last_call_at`.
 judgements = Table(
     "judgements",
     metadata,

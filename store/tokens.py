@@ -5,18 +5,18 @@ from array import array
 from collections.abc import Iterable
 from typing import Final, TypeVar
 
-# Of one id, or one log-probability.
+# Bytes of one id or one log-probability.
 ITEM_BYTES: Final = 4
-# vLLM says this where a log-probability is -inf, which JSON has no word for.
+# vLLM sends this value for a log-probability of -inf, which JSON cannot express.
 NO_LOGPROB: Final = -9999.0
-# A softmax in float32 may give a hair more than a probability of 1.
+# In float32, rounding in the softmax may give a probability slightly above 1.
 ROUNDING: Final = 1e-3
 
 Values = TypeVar("Values", "array[int]", "array[float]")
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Ids (T,) as int32.
+    """Pack token ids (T,) as int32.
 
     Raises:
         OverflowError: an id does not fit into 32 bits.
@@ -25,29 +25,37 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
 
 def pack_logprobs(logprobs: Iterable[float]) -> bytes:
-    """Log-probabilities (T,), nats, as float32: the precision the server computed them in."""
+    """Pack log-probabilities (T,), nats, as float32: the precision the server computed them in."""
     return _little_endian(array("f", logprobs)).tobytes()
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """The inverse of `pack_ids`."""
+    """Unpack token ids (T,) that `pack_ids` packed.
+
+    Raises:
+        ValueError: the length is not a multiple of `ITEM_BYTES`.
+    """
     return _little_endian(array("i", data)).tolist()
 
 
 def unpack_logprobs(data: bytes) -> list[float]:
-    """The inverse of `pack_logprobs`, to float32's precision."""
+    """Unpack log-probabilities (T,), nats, that `pack_logprobs` packed, with float32's precision.
+
+    Raises:
+        ValueError: the length is not a multiple of `ITEM_BYTES`.
+    """
     return _little_endian(array("f", data)).tolist()
 
 
 def are_logprobs(data: bytes) -> bool:
-    """Return whether each packed value is one that a sampled token can have."""
+    """Return whether each packed value can be the log-probability of a sampled token."""
     return may_be_sampled(unpack_logprobs(data))
 
 
 def may_be_sampled(logprobs: Iterable[float]) -> bool:
-    """Return whether each is the log-probability of a token that can be sampled.
+    """Return whether each value can be the log-probability of a sampled token.
 
-    False for NaN, for what stands for -inf, and for a probability past 1.
+    NaN, `NO_LOGPROB` and values that mean a probability above 1 cannot.
     """
     return all(NO_LOGPROB < value <= ROUNDING for value in logprobs)
 

@@ -1,8 +1,8 @@
-"""A batch's rows, written by COPY on the driver's own connection.
+"""Writing of a batch's rows, by COPY on the driver's own connection.
 
-Locks are taken in the order of episode keys, so that no two drainers deadlock. A call that
-is stored already is found by its key's violation: repeats are rare, and then the batch is
-written again with a look first.
+Row locks are taken in the order of episode keys, so that drainers cannot deadlock. A call that is
+stored already shows as a violation of its primary key. That is rare, so only then the batch is
+written again, after a query for the calls that are stored.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,8 @@ from store.rows import (
 from store.settle import Written
 from store.storable import storable_call
 
-# A named task beats a derived one; among equals the earliest call's counts, and so for
-# the policy: whatever the order of arrival, the outcome is the same.
+# A named task beats a derived one; among equals the earliest call's task counts. The policy is the
+# earliest call's, too. So the result does not depend on the order of arrival.
 _TAKES_TASK = (
     "excluded.task IS NOT NULL AND (episodes.task IS NULL"
     " OR (excluded.task_named AND NOT episodes.task_named)"
@@ -76,12 +76,12 @@ _INSERT_REQUESTS = """
 async def write(
     driver: Any, records: Sequence[SpoolRecord], batch: Batch, *, repeated: bool
 ) -> Written:
-    """Write `records` in the driver's present transaction.
+    """Write `records` in the driver's current transaction.
 
-    `repeated` says that some may be stored already.
+    `repeated` means that some may be stored already; these are left as they are.
 
     Raises:
-        asyncpg.UniqueViolationError: some are, and `repeated` did not say so.
+        asyncpg.UniqueViolationError: some are stored already, and `repeated` is false.
         asyncpg.PostgresError: the database is away, or refuses a record.
     """
     calls = {
@@ -110,7 +110,7 @@ async def _write_calls(
     episode_ids = await _upsert_episodes(driver, calls, written)
     written.calls += [(call, episode_ids[call.episode]) for call in calls]
     new = [(call, episode) for call, episode in written.calls if call.id not in known]
-    # A generator: a row lives only until it is sent.
+    # A generator, so that each row is in memory only until it is sent.
     rows = (transition_row(call, episode, batch.store(call)) for call, episode in new)
     offers = [(as_uuid(digest), episode) for call, episode in new for digest in call.offers]
     asks = [
@@ -137,13 +137,13 @@ async def _upsert_episodes(
     for call in sorted(calls, key=lambda call: (call.episode, call.id)):
         by_key.setdefault(call.episode, []).append(call)
     columns = zip(*map(episode_row, by_key.values()), strict=True)
-    found = await driver.fetch(_UPSERT_EPISODES, *map(list, columns))
-    for key, episode_id, linked, was_there in found:
+    upserted = await driver.fetch(_UPSERT_EPISODES, *map(list, columns))
+    for key, episode_id, linked, was_there in upserted:
         if linked:
             written.linked.append(episode_id)
         elif was_there and by_key[key][0].method == OWN_EPISODE:
             written.rescored.append(episode_id)
-    return {row[0]: row[1] for row in found}
+    return {row[0]: row[1] for row in upserted}
 
 
 async def _copy(driver: Any, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
@@ -151,7 +151,7 @@ async def _copy(driver: Any, table: str, columns: Sequence[str], rows: Sequence[
         await driver.copy_records_to_table(table, columns=columns, records=rows)
 
 
-# Of two in one batch the later is told.
+# Of two requests in one batch, the later one is the conflict.
 _CONFLICTS = """
     SELECT n.id FROM feedback_requests n WHERE n.id = ANY($1) AND EXISTS (
         SELECT FROM feedback_requests o
@@ -161,30 +161,32 @@ _CONFLICTS = """
 
 
 async def _write_feedback(driver: Any, records: Sequence[FeedbackRecord]) -> list[UUID]:
-    """Write what was stated; a repeat of a key's body states nothing new, another body does.
+    """Write feedback requests and their items; return the new requests that have a key.
 
-    Returns the requests that are new and have a key.
+    A request whose key and body are stored already is skipped; the same key with another body is
+    not.
     """
     ordered = sorted(records, key=lambda record: (record.idempotency_key or "", record.id))
     rows = [(r.id, r.idempotency_key, r.body_hash, r.at) for r in ordered]
-    found = await driver.fetch(_INSERT_REQUESTS, *map(list, zip(*rows, strict=True)))
-    new = {row[0] for row in found}
-    said, events = [], []
+    inserted = await driver.fetch(_INSERT_REQUESTS, *map(list, zip(*rows, strict=True)))
+    new = {row[0] for row in inserted}
+    statements, events = [], []
     for record in records:
         for item in record.items if record.id in new else ():
             if item.tool is None:
-                said.append(feedback_row(item, record))
+                statements.append(feedback_row(item, record))
             else:
                 events.append(event_row(item.tool, record.at, item=item))
-    await _copy(driver, "feedback", FEEDBACK_COLUMNS, said)
+    await _copy(driver, "feedback", FEEDBACK_COLUMNS, statements)
     await _copy(driver, "tool_events", EVENT_COLUMNS, events)
     return [record.id for record in records if record.id in new and record.idempotency_key]
 
 
 async def key_conflicts(driver: Any, written: Written) -> list[UUID]:
-    """Of what was written and committed, the requests whose key another body has.
+    """Return the batch's feedback requests whose key is stored with another body, too.
 
-    Of two that are committed at the same time at least the later one sees the other.
+    Call it after the batch is committed: of two batches committed at the same time, at least the
+    later one sees the other.
     """
-    found = await driver.fetch(_CONFLICTS, written.keyed) if written.keyed else []
-    return [row[0] for row in found]
+    conflicts = await driver.fetch(_CONFLICTS, written.keyed) if written.keyed else []
+    return [row[0] for row in conflicts]

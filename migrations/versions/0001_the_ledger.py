@@ -1,4 +1,4 @@
-"""The ledger: calls, episodes, tool events, feedback, policies, updates, keys."""
+"""The ledger: tables for calls, episodes, tool events, feedback, policies, updates and keys."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -11,6 +11,7 @@ depends_on = None
 
 
 def upgrade() -> None:
+    """Create all tables."""
     op.create_table(
         "api_keys",
         sa.Column("id", sa.Uuid(), nullable=False),
@@ -276,6 +277,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Drop all tables, with everything in them."""
     op.drop_index("ix_transitions_response_id", table_name="transitions")
     op.drop_index("ix_transitions_episode_id", table_name="transitions")
     op.drop_table("transitions")

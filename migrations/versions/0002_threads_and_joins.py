@@ -1,4 +1,4 @@
-"""Threads keep what they add; calls of several proxies join in the store."""
+"""Calls stored as additions to earlier calls, and joins of episodes in the store."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ CALLS = (
 )
 BATCH = 200
 TEXTS = ("request", "reply")
-# Not compressed by the server: pglz takes longer than all the rest of storing a call.
+# Columns that the server does not compress: pglz takes longer than all other work on a call.
 BULK = (
     *("request", "request_raw", "reply", "reply_raw"),
     *("prompt_ids", "sampled_ids", "sampled_logprobs"),
@@ -27,6 +27,7 @@ BULK = (
 
 
 def upgrade() -> None:
+    """Store JSON bodies as bytes, and add the columns and tables for threads and joins."""
     for column in TEXTS:
         op.alter_column(
             "transitions",
@@ -114,6 +115,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Rebuild whole requests, merge joined episodes for good, and drop the columns and tables."""
     connection = op.get_bind()
     for rows in _threads(connection):
         whole = _whole([*rows, *_bases(connection, rows)])
@@ -129,7 +131,7 @@ def downgrade() -> None:
             ],
         )
     _merge_parts()
-    # A statement about a call of an episode of its own named no call.
+    # Before this revision, feedback on the one call of an episode of method `own` named no call.
     op.execute(
         "UPDATE feedback f SET call_id = NULL FROM episodes e"
         " WHERE e.id = f.episode_id AND e.method = 'own'"
@@ -163,7 +165,7 @@ def downgrade() -> None:
 
 
 def _threads(connection: sa.Connection) -> Iterator[Any]:
-    """The calls of each batch of episodes that hold additions."""
+    """Yield the calls of the episodes that have additions, in batches of episodes."""
     ids = list(
         connection.scalars(
             sa.text("SELECT DISTINCT episode_id FROM transitions WHERE parent_id IS NOT NULL")
@@ -176,38 +178,38 @@ def _threads(connection: sa.Connection) -> Iterator[Any]:
 
 
 def _bases(connection: sa.Connection, rows: Any) -> list[Any]:
-    """The calls of other episodes that these add to."""
-    found: list[Any] = []
+    """Read the calls of other episodes that these calls add to, directly or not."""
+    bases: list[Any] = []
     known = {row.id for row in rows}
     missing = {row.parent_id for row in rows if row.parent_id is not None} - known
     while missing:
         more = connection.execute(
             sa.text(f"{CALLS} WHERE id = ANY(:ids)"), {"ids": list(missing)}
         ).all()
-        found += more
+        bases += more
         known |= missing
         missing = {row.parent_id for row in more if row.parent_id is not None} - known
-    return found
+    return bases
 
 
 def _whole(rows: Any) -> dict[Any, tuple[bytes, bytes]]:
     by_id = {row.id: row for row in rows}
-    found: dict[Any, tuple[bytes, bytes]] = {}
+    rebuilt: dict[Any, tuple[bytes, bytes]] = {}
     for row in rows:
         chain = [row]
-        while chain[-1].id not in found and chain[-1].parent_id is not None:
+        while chain[-1].id not in rebuilt and chain[-1].parent_id is not None:
             chain.append(by_id[chain[-1].parent_id])
         for call in reversed(chain):
-            if call.id in found:
+            if call.id in rebuilt:
                 continue
             request, ids = call.request, call.prompt_ids
             if call.parent_id is not None:
-                base_request, base_ids = found[call.parent_id]
+                base_request, base_ids = rebuilt[call.parent_id]
                 base_ids += by_id[call.parent_id].sampled_ids
                 request = rebuild(base_request, call.request_prefix, call.request_suffix, request)
                 ids = rebuild(base_ids, call.prompt_prefix, 0, ids)
-            found[call.id] = request, ids
-    return found
+            rebuilt[call.id] = request, ids
+    return rebuilt
 
 
 def _merge_parts() -> None:

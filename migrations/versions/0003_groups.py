@@ -1,4 +1,4 @@
-"""Which episodes may be claimed, indexed as it is asked; what an update starts from and leaves."""
+"""Groups: indexes for the claim query, and an update's group size, limits and moving baselines."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -22,6 +22,7 @@ LAST_CALLS = """
 
 
 def upgrade() -> None:
+    """Add each episode's last call and failure, indexes by readiness, and columns of updates."""
     op.add_column("episodes", sa.Column("last_call_id", sa.Uuid()))
     op.add_column(
         "episodes",
@@ -64,6 +65,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Drop the columns and indexes; updates in state `expired` become `done`."""
     op.drop_index("ix_updates_policy_claimed_at", "updates")
     op.execute("UPDATE updates SET state = 'done' WHERE state = 'expired'")
     _set_states("running", "done", "abandoned")

@@ -1,4 +1,4 @@
-"""Tool events have more sources; what judges made of episodes is kept."""
+"""More sources of tool events, and a table of judgements."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -12,6 +12,7 @@ KNOWN = "ck_tool_events_source_known"
 
 
 def upgrade() -> None:
+    """Allow the new sources of tool events and create the table `judgements`."""
     op.drop_constraint(op.f(KNOWN), "tool_events")
     op.create_check_constraint(
         op.f(KNOWN),
@@ -42,6 +43,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Drop the table `judgements` and delete tool events from the new sources."""
     op.drop_table("judgements")
     op.drop_constraint(op.f(KNOWN), "tool_events")
     op.execute("DELETE FROM tool_events WHERE source NOT IN ('header', 'feedback')")

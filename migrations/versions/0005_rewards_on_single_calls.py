@@ -1,4 +1,4 @@
-"""Episodes whose only rewards are for single calls may be claimed."""
+"""Rewards on single calls: episodes that have no other rewards may be claimed."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -9,7 +9,7 @@ branch_labels = None
 depends_on = None
 
 FREE = "claimed_by IS NULL AND root IS NULL AND quarantined_reason IS NULL"
-# What `store.settle` would have written, had it known the column.
+# Fills the new column with the values that `store.settle` computes from now on.
 SCORED = """
     UPDATE episodes e SET call_scored_at = s.at
     FROM (SELECT COALESCE(p.root, p.id) AS whole, max(f.at) AS at
@@ -21,6 +21,7 @@ SCORED = """
 
 
 def upgrade() -> None:
+    """Add the time of each episode's newest reward for a single call, with an index."""
     op.add_column("episodes", sa.Column("call_scored_at", sa.DateTime(timezone=True)))
     op.execute(SCORED)
     op.create_index(
@@ -36,5 +37,6 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Drop the column and its index; the rewards themselves stay."""
     op.drop_index("ix_episodes_call_scored", "episodes")
     op.drop_column("episodes", "call_scored_at")

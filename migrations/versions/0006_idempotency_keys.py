@@ -1,4 +1,4 @@
-"""Two bodies under one idempotency key are both kept; keys are taken before bodies are stored."""
+"""Idempotency keys: taken before bodies are stored; two bodies with one key are both kept."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 ONE = "uq_feedback_requests_idempotency_key"
 BOTH = "uq_feedback_requests_idempotency_key_body_hash"
-# Before this, a key stood for one request: the first keeps it, the others keep what they state.
+# Before this revision a key was unique: the first request keeps it. The others lose the key only.
 KEEP_FIRST = """
     UPDATE feedback_requests r SET idempotency_key = NULL
     WHERE EXISTS (SELECT FROM feedback_requests f
@@ -19,6 +19,7 @@ KEEP_FIRST = """
 
 
 def upgrade() -> None:
+    """Make key and body unique together, and create the table `feedback_keys`."""
     op.drop_constraint(ONE, "feedback_requests")
     op.create_unique_constraint(BOTH, "feedback_requests", ["idempotency_key", "body_hash"])
     op.create_table(
@@ -34,6 +35,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
+    """Drop the table `feedback_keys`, and keep each key with its first request only."""
     op.drop_table("feedback_keys")
     op.execute(KEEP_FIRST)
     op.drop_constraint(BOTH, "feedback_requests")
