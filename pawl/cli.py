@@ -1,4 +1,7 @@
-"""`pawl`: parse, wire, run, exit code. Every command imports what it needs, and no more."""
+"""The command line: parse options, wire the parts of a command, run it, set the exit status.
+
+Each command imports only what it needs, so that none starts slower for the sake of another.
+"""
 
 import asyncio
 import json
@@ -21,12 +24,19 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Agents get better while they work. Point OPENAI_BASE_URL at the proxy; the rest is here.",
+    help=(
+        "Train the model behind your agents while they work.\n\n"
+        "Start everything on this machine with `pawl up`, and set OPENAI_BASE_URL to the address "
+        "that it prints. Settings are PAWL_* variables and DATABASE_URL, from the environment or "
+        "`.env`; an unknown PAWL_* variable is an error.\n\n"
+        "Exit status of every command: 0 if it did its work; 2 if it could not, for the reason "
+        "given on standard error. The commands' own help names further ones."
+    ),
 )
 
 
 def main() -> None:
-    """The console script: an expected failure is one line, without a trace."""
+    """Run the command line; report an expected failure in one line, without a traceback."""
     from proxy.errors import ProxyError
 
     configure_logging()
@@ -41,9 +51,10 @@ def _fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-# Which episodes a command is about.
+# Options that select episodes.
 Since = Annotated[
-    datetime | None, typer.Option(help="Only episodes with a call at or after this time.")
+    datetime | None,
+    typer.Option(help="Only episodes with a call at or after this time."),
 ]
 OfAgent = Annotated[str | None, typer.Option(help="Only episodes with calls of this agent.")]
 OfPolicy = Annotated[str | None, typer.Option(help="Only episodes with calls of this policy.")]
@@ -52,10 +63,21 @@ OfPolicy = Annotated[str | None, typer.Option(help="Only episodes with calls of 
 @app.command()
 def proxy(
     workers: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Processes that take calls (PAWL_WORKERS).")
+        int | None,
+        typer.Option(
+            min=1, max=64, help="Number of processes that take calls; default: PAWL_WORKERS, or 1."
+        ),
     ] = None,
 ) -> None:
-    """Serve: pass calls on, record them, take feedback."""
+    """Forward calls to the model server, record them, and take feedback.
+
+    Needs a model server (PAWL_UPSTREAM_URL, or several in PAWL_UPSTREAMS). Records go to
+    PostgreSQL (DATABASE_URL); without that setting, to an embedded server in PAWL_DATA_DIR.
+
+    SIGTERM or Ctrl-C ends it with status 0, calls in progress first; SIGHUP replaces the
+    workers without a failed request. Status 2: a port is taken, a setting cannot be used, or a
+    process ends again and again as soon as it is started.
+    """
     from pawl.serving.supervisor import serve
     from proxy.settings import ProxySettings
 
@@ -66,23 +88,33 @@ def proxy(
         asyncio.run(serve(settings))
     except OSError as error:
         _fail(
-            f"{error.strerror or error}. If a port is taken, stop what holds it, "
-            "or set PAWL_LISTEN and PAWL_ADMIN_LISTEN."
+            f"the proxy cannot start: {error.strerror or error}. If a port is taken, stop the "
+            "program that listens on it, or set PAWL_LISTEN and PAWL_ADMIN_LISTEN"
         )
 
 
 @app.command()
 def trainer(
-    once: Annotated[bool, typer.Option("--once", help="Stop after one update.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Wait until one update is done, and end.")
+    ] = False,
 ) -> None:
-    """Train: poll the store, assign credit, update the adapter, publish it."""
+    """Train a policy on scored episodes, and publish each new version to the model server.
+
+    Each update claims finished episodes, assigns credit to their calls, trains the adapter,
+    and loads it into the model server. Needs the database that the proxy records to, and a
+    model server that loads adapters at run time.
+
+    SIGTERM or Ctrl-C ends it with status 0; an update in progress is abandoned and its
+    episodes are free again. Status 2: recipe, model or policy cannot be used.
+    """
     from trainer.errors import TrainerError
     from trainer.recipe import load_recipe
     from trainer.settings import TrainerSettings
 
     settings = read_settings(TrainerSettings)
     try:
-        # Before torch is imported: a mistyped key is told at once.
+        # Importing torch takes seconds: report a mistyped key of the recipe before that.
         load_recipe(settings.recipe)
         from trainer.run import train
 
@@ -93,7 +125,15 @@ def trainer(
 
 @app.command()
 def up() -> None:
-    """Run the local stack: PostgreSQL, vLLM, proxy and trainer. Ctrl-C stops all of it."""
+    """Run PostgreSQL, vLLM, proxy and trainer on this machine until Ctrl-C.
+
+    Pawl starts only what you have not configured yourself: no PostgreSQL where DATABASE_URL is
+    set, no vLLM where PAWL_UPSTREAM_URL is set. A judge is started where PAWL_JUDGE_COMMAND is
+    set. Each process has a log file in PAWL_LOG_DIR.
+
+    Ctrl-C or SIGTERM stops all of it, with status 0. Status 2: a port is taken, or memory or
+    disk do not suffice; nothing was started then.
+    """
     from pawl.stack.preflight import NotReady
     from pawl.stack.up import run_stack
 
@@ -106,16 +146,34 @@ def up() -> None:
 @app.command()
 def demo(
     model: Annotated[
-        str | None, typer.Option(help="Folder or name of another model than the packaged one.")
+        str | None,
+        typer.Option(
+            help="Folder or hub name of the base model; default: the packaged SmolLM2.",
+        ),
     ] = None,
     recipe: Annotated[
-        str, typer.Option(help="Learner and numbers: a packaged recipe's name, or a TOML file.")
+        str,
+        typer.Option(help="Recipe to train by: name of a packaged one, or path of a TOML file."),
     ] = "demo",
-    minutes: Annotated[float, typer.Option(min=1, help="Stop learning after this long.")] = 12.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the questions and the adapter.")] = 0,
-    var: Annotated[Path, typer.Option(help="Where results and logs go.")] = Path("var/demo"),
+    minutes: Annotated[
+        float, typer.Option(min=1, help="Time limit: no new wave is begun that would pass it.")
+    ] = 12.0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Random seed of the questions and of the adapter.")
+    ] = 0,
+    var: Annotated[Path, typer.Option(help="Folder for results, data and logs.")] = Path(
+        "var/demo"
+    ),
 ) -> None:
-    """The whole loop on this machine: an unchanged agent gets better while it works."""
+    """Show the whole loop on this machine: an unchanged agent gets better while it works.
+
+    Asks held-out questions, lets the example agent work while the trainer learns from it, asks
+    the same questions again, and writes `reward.png`, `report.html` and `summary.json`. Needs a
+    checkout of the repository, and a machine on which nothing else of Pawl runs.
+
+    Status 2: the machine is not fit for it, or the demo could not go on. Status 130: Ctrl-C;
+    everything that the demo started is stopped in each case.
+    """
     from pawl.demo.errors import DemoFailed
     from pawl.demo.run import run_demo
     from pawl.stack.preflight import NotReady
@@ -127,7 +185,7 @@ def demo(
     except (NotReady, DemoFailed, RecipeError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
-        print("pawl: stopped; everything the demo started is down.", file=sys.stderr)
+        print("pawl: interrupted; everything that the demo started is stopped.", file=sys.stderr)
         raise SystemExit(130) from None
 
 
@@ -136,31 +194,38 @@ def export(
     since: Since = None,
     agent: OfAgent = None,
     policy: OfPolicy = None,
-    out: Annotated[Path | None, typer.Option(help="A file; standard output if left out.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default: standard output.")
+    ] = None,
 ) -> None:
-    """Write what was recorded as JSON lines, one episode each, oldest first."""
+    """Write recorded episodes as JSON lines, one episode each, oldest first.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed
+    in it. Status 2: an episode cannot be read back; each such episode is named with the reason,
+    and all others are written.
+    """
     from pawl.export import Selection
 
-    chosen = Selection(since=_with_zone(since), agent=agent, policy=policy)
-    asyncio.run(_export(read_settings(StackSettings), chosen, out))
+    selection = Selection(since=_with_zone(since), agent=agent, policy=policy)
+    asyncio.run(_export(read_settings(StackSettings), selection, out))
 
 
 def _with_zone(moment: datetime | None) -> datetime | None:
-    """A time without a zone is the machine's own."""
+    """Return the time with a zone; a time without one is read in the machine's zone."""
     return moment.astimezone() if moment is not None and moment.tzinfo is None else moment
 
 
-async def _export(settings: StackSettings, chosen: object, out: Path | None) -> None:
+async def _export(settings: StackSettings, selection: object, out: Path | None) -> None:
     from pawl.export import Selection, export
     from pawl.stack.database import open_engine
 
-    assert isinstance(chosen, Selection)
+    assert isinstance(selection, Selection)
     async with open_engine(settings) as engine:
         if out is None:
-            await export(engine, chosen, sys.stdout.buffer)
+            await export(engine, selection, sys.stdout.buffer)
             return
         with out.open("wb") as file:
-            count = await export(engine, chosen, file)
+            count = await export(engine, selection, file)
     print(f"{count} episodes written to {out}", file=sys.stderr)
 
 
@@ -168,44 +233,88 @@ async def _export(settings: StackSettings, chosen: object, out: Path | None) -> 
 def judge(
     command: Annotated[
         list[str] | None,
-        typer.Argument(help="After `--`: a program (PAWL_JUDGE_COMMAND), run once an episode."),
+        typer.Argument(
+            help="After `--`: program to run once for each episode; default: PAWL_JUDGE_COMMAND."
+        ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Or a model, with --rubric.")] = None,
-    rubric: Annotated[Path | None, typer.Option(help="A text file: what is good work?")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask instead of a program; needs --rubric.")
+    ] = None,
+    rubric: Annotated[
+        Path | None, typer.Option(help="Text file that tells the model what good work is.")
+    ] = None,
     base_url: Annotated[
-        str | None, typer.Option(help="The model's server, with its /v1 (PAWL_UPSTREAM_URL).")
+        str | None,
+        typer.Option(help="Base URL of the model's server, with /v1; default: PAWL_UPSTREAM_URL."),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="The model's.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="Temperature at which the model is sampled.")
+    ] = 0.0,
     max_chars: Annotated[
-        int, typer.Option(min=200, help="So much of a transcript is shown to the model.")
+        int,
+        typer.Option(
+            min=200, help="Characters of a transcript that the model is shown; the middle is cut."
+        ),
     ] = 60_000,
     name: Annotated[
-        str | None, typer.Option(help="Under which it is remembered what it was asked.")
+        str | None,
+        typer.Option(
+            help="Name under which verdicts are stored; default: the command, or model and rubric."
+        ),
     ] = None,
     quiet: Annotated[
         float | None,
-        typer.Option(min=0, help="Seconds without a call: over (PAWL_JUDGE_QUIET_S, 600)."),
+        typer.Option(
+            min=0,
+            help="Seconds without a call after which an episode is finished; "
+            "default: PAWL_JUDGE_QUIET_S, or 600.",
+        ),
     ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="At once (PAWL_JUDGE_CONCURRENCY, 4).")
+        int | None,
+        typer.Option(
+            min=1, help="Episodes judged at the same time; default: PAWL_JUDGE_CONCURRENCY, or 4."
+        ),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0.01, help="Seconds each (PAWL_JUDGE_TIMEOUT_S, 60).")
+        float | None,
+        typer.Option(
+            min=0.01,
+            help="Time limit of one judgement, in seconds; default: PAWL_JUDGE_TIMEOUT_S, or 60.",
+        ),
     ] = None,
-    attempts: Annotated[int, typer.Option(min=1, help="So often one may fail.")] = 5,
-    once: Annotated[bool, typer.Option("--once", help="Stop when none is left: for cron.")] = False,
+    attempts: Annotated[
+        int, typer.Option(min=1, help="Failures after which an episode is not tried again.")
+    ] = 5,
+    once: Annotated[
+        bool,
+        typer.Option(
+            "--once", help="End when no episode waits to be judged, as cron jobs need it."
+        ),
+    ] = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Ask also about those it could not judge before.")
+        bool,
+        typer.Option("--again", help="Judge again all episodes that could not be judged before."),
     ] = False,
     since: Since = None,
     agent: OfAgent = None,
     policy: OfPolicy = None,
     feedback_url: Annotated[
-        str | None, typer.Option(help="Where answers go; unset: the proxy at PAWL_LISTEN.")
+        str | None,
+        typer.Option(help="URL that verdicts are posted to; default: /feedback at PAWL_LISTEN."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With --once: counts, in JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --once: print the counts as JSON.")
+    ] = False,
 ) -> None:
-    """Have finished episodes judged that nobody scored, and the answers posted as feedback."""
+    """Judge finished episodes that nobody has scored, and post the verdicts as feedback.
+
+    The judge is a program (after `--`) or a model (--model with --rubric). Needs the database,
+    and a proxy that takes the feedback. Runs until SIGTERM, or until nothing is left with --once.
+
+    Status 1: at least one judgement failed. Status 2: the judge cannot run like this, or with
+    --once: the model's server or the proxy does not answer. Status 130: Ctrl-C.
+    """
     from pawl.export import Selection
     from pawl.judging.command import JudgeOptions, judge_episodes
     from pawl.judging.errors import JudgeError
@@ -236,8 +345,10 @@ def judge(
     if as_json:
         print(json.dumps(tally))
     else:
-        told = ", ".join(f"{count} {what.replace('_', ' ')}" for what, count in tally.items())
-        print(f"episodes: {told}", file=sys.stderr)
+        counts = ", ".join(
+            f"{count} {outcome.replace('_', ' ')}" for outcome, count in tally.items()
+        )
+        print(f"episodes: {counts}", file=sys.stderr)
     if tally["failed"]:
         raise SystemExit(1)
 
@@ -248,46 +359,57 @@ def credit(
         str | None,
         typer.Argument(
             metavar="[FILE.jsonl]",
-            help="Episodes, one a line, as `pawl export` writes them; - for standard input.",
+            help="File of episodes as `pawl export` writes them; - reads standard input.",
             show_default=False,
         ),
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
-            help="By which recipe: a TOML file, or a packaged one's name. Left out: `default`."
+            help="Recipe to assign credit by: path of a TOML file, or name of a packaged one; "
+            "default: `default`."
         ),
     ] = None,
     update: Annotated[
         str | None,
-        typer.Option(help="Instead of a file an update that ran: the version it made, or its id."),
+        typer.Option(
+            help="Update to explain instead of a file: the number of the version that it made, "
+            "or its id."
+        ),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(help="Whose version, where several policies have it.")
+        str | None,
+        typer.Option(help="With --update: policy of the version, if several have that number."),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="JSON lines on a terminal too, instead of a table.")
+        bool, typer.Option("--json", help="Print JSON lines on a terminal too, not a table.")
     ] = False,
 ) -> None:
-    """Say what each transition is worth in an update's loss, and why it is not trained."""
+    """Show each call's return, advantage and loss weight, and why a call is not trained.
+
+    With a file, only the file and a recipe are needed. With --update, the database is; the
+    update is computed again from what was known when it claimed its episodes.
+
+    Status 2: the file, the recipe or the update cannot be used; nothing is printed then.
+    """
     from pawl.credit import explain_file, write
     from trainer.errors import TrainerError
     from trainer.recipe import load_recipe
 
     if (file is None) == (update is None):
-        _fail("name a file of episodes, - for standard input, or --update; one of them")
+        _fail("name a file of episodes, - for standard input, or --update: exactly one of them")
     if update is not None and recipe is not None:
-        _fail("an update is explained by the recipe that it had: leave out --recipe")
+        _fail("an update is explained by the recipe that it ran with: leave out --recipe")
     try:
         if update is not None:
             settings = read_settings(StackSettings)
-            found = asyncio.run(_explain_update(settings, _version_or_id(update), policy))
+            explained = asyncio.run(_explain_update(settings, _version_or_id(update), policy))
         else:
             refuse_unread()
-            found = explain_file(str(file), load_recipe(recipe or "default"))
+            explained = explain_file(str(file), load_recipe(recipe or "default"))
     except TrainerError as error:
         _fail(str(error))
-    write(found, as_json=as_json)
+    write(explained, as_json=as_json)
 
 
 def _version_or_id(text: str) -> int | UUID:
@@ -310,11 +432,15 @@ async def _explain_update(
 @app.command()
 def spool(
     replay: Annotated[
-        bool, typer.Option("--replay", help="Try to store the dead letters again.")
+        bool, typer.Option("--replay", help="Try to store the dead letters again first.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="For a script.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Show what waits on disk to be stored, and what could not be."""
+    """Show the records that wait on disk, and the dead letters that could not be stored.
+
+    Reads PAWL_SPOOL_DIR; --replay also needs the database. Status 0 also if --replay could not
+    store some letters: they stay on disk, and each is listed with the reason.
+    """
     from pawl import spool as letters
     from pawl.stack.database import open_engine
     from proxy.settings import ProxySettings
@@ -343,10 +469,18 @@ def spool(
 
 @app.command()
 def migrate(
-    revision: Annotated[str, typer.Argument(help="Where to; `head` is the newest.")] = "head",
-    down: Annotated[bool, typer.Option("--down", help="Go back to `revision`.")] = False,
+    revision: Annotated[
+        str, typer.Argument(help="Revision of the schema to go to; `head` is the newest.")
+    ] = "head",
+    down: Annotated[
+        bool, typer.Option("--down", help="Go down to an older revision; may lose data.")
+    ] = False,
 ) -> None:
-    """Bring the database's schema to a revision."""
+    """Upgrade the database's schema to a revision, or downgrade it with --down.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). Proxy, trainer and
+    `pawl export` upgrade the schema themselves when they start.
+    """
     from store.migrate import downgrade, upgrade
 
     settings = read_settings(StackSettings)

@@ -1,4 +1,4 @@
-"""`pawl credit`: the credit of each transition of a file of episodes, as JSON lines or a table."""
+"""`pawl credit`: shows the credit of each transition of a file, as JSON lines or as a table."""
 
 import sys
 from collections.abc import Sequence
@@ -17,17 +17,23 @@ from trainer.recipe import Recipe
 
 
 class Explained(msgspec.Struct, frozen=True):
-    """The lines, and what else is to be known of them."""
+    """The credit of some transitions, with notes on how to read it.
+
+    Attributes:
+        lines: one for each transition, in the order of episodes and calls.
+        notes: warnings for the user, one line each; they go to standard error.
+    """
 
     lines: Sequence[CreditLine]
     notes: Sequence[str]
 
 
 def explain_file(file: str, recipe: Recipe) -> Explained:
-    """The credit of the episodes in a file, or in what comes in where it is `-`.
+    """Assign credit to the episodes in a file, or on standard input if `file` is `-`.
 
     Raises:
-        CreditLineError: it cannot be read, or a line of it is not as `pawl export` writes it.
+        CreditLineError: the file cannot be read, or a line is not an episode as `pawl export`
+            writes it.
     """
     if file == "-":
         episodes = read_lines(sys.stdin.buffer, "standard input")
@@ -41,12 +47,15 @@ def explain_file(file: str, recipe: Recipe) -> Explained:
 
 
 def warnings(recipe: Recipe) -> list[str]:
-    """What a reader should know of the recipe."""
+    """Return the warnings that a recipe's credit rules call for."""
     return [STEP_WARNING] if recipe.credit.air_assignment == "step" else []
 
 
 def write(explained: Explained, *, as_json: bool) -> None:
-    """Lines to standard output, at once and whole; notes to standard error."""
+    """Write lines to standard output and notes to standard error.
+
+    A terminal gets a table unless `as_json`; anything else gets JSON lines, in a single write.
+    """
     for note in explained.notes:
         print(f"pawl: {note}", file=sys.stderr)
     if as_json or not sys.stdout.isatty():
@@ -58,23 +67,23 @@ def write(explained: Explained, *, as_json: bool) -> None:
 
 
 def table(lines: Sequence[CreditLine]) -> Table:
-    """The same for people."""
-    found = Table(box=None, pad_edge=False)
+    """Return the lines as a table for a terminal, one column for each field."""
+    grid = Table(box=None, pad_edge=False)
     for name in CreditLine.__struct_fields__:
-        in_figures = name.startswith("r_") or name in ("advantage", "weight")
-        found.add_column(
+        is_number = name.startswith("r_") or name in ("advantage", "weight")
+        grid.add_column(
             name,
-            justify="right" if in_figures else "left",
-            no_wrap=in_figures,
+            justify="right" if is_number else "left",
+            no_wrap=is_number,
             overflow="fold",
         )
     for line in lines:
-        found.add_row(*[_cell(value) for value in msgspec.structs.astuple(line)])
-    return found
+        grid.add_row(*[_cell(value) for value in msgspec.structs.astuple(line)])
+    return grid
 
 
 def _cell(value: Any) -> Text:
-    """Names are whatever an agent gave: never read as markup."""
+    """Return a value as plain text: agents choose the names, so rich must not read markup."""
     if value is None:
         return Text()
     return Text(f"{value:.4f}" if isinstance(value, float) else str(value))

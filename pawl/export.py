@@ -1,4 +1,4 @@
-"""`pawl export`: what was recorded, as JSON lines, one episode each, oldest first."""
+"""`pawl export`: writes recorded episodes as JSON lines, one episode each, oldest first."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -25,12 +25,18 @@ from store.tokens import unpack_ids, unpack_logprobs
 from trainer.air import MatchedEvent, match_event, matched_events
 from trainer.credit.accounts import has_failed
 
-# An episode without a reward counts as over when it has been silent for this long.
+# An episode without a reward counts as finished this long after its last call.
 QUIET = timedelta(minutes=10)
 
 
 class Selection(Record, frozen=True, kw_only=True):
-    """Which episodes: since when, and with calls of which agent and policy."""
+    """The condition by which episodes are selected; a field that is None selects all.
+
+    Attributes:
+        since: select episodes with a call at or after this time.
+        agent: select episodes with a call by this agent.
+        policy: select episodes with a call to this policy.
+    """
 
     since: datetime | None = None
     agent: str | None = None
@@ -38,10 +44,11 @@ class Selection(Record, frozen=True, kw_only=True):
 
 
 async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> int:
-    """Write the episodes to `out`; returns how many.
+    """Write the selected episodes to `out`, and return their number.
 
     Raises:
-        Damaged: some cannot be read back, each named with its reason; all others are written.
+        Damaged: some episodes cannot be read back. The message names each with its reason;
+            all others are written.
     """
     now = datetime.now(UTC)
     count = 0
@@ -53,9 +60,9 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
             agent=selection.agent,
             policy=selection.policy,
         )
-        async for found in read_in_batches(connection, ids):
-            damaged |= found.damaged
-            for episode in found.episodes:
+        async for batch in read_in_batches(connection, ids):
+            damaged |= batch.damaged
+            for episode in batch.episodes:
                 try:
                     line = encoded_line(episode, now)
                 except Damaged as error:
@@ -64,15 +71,21 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
                 out.write(line + b"\n")
                 count += 1
     if damaged:
-        named = "\n".join(damaged.values())
-        raise Damaged(f"{named}; the other {count} episodes are written", damaged)
+        reasons = "\n".join(damaged.values())
+        raise Damaged(f"{reasons}; the other {count} episodes are written", damaged)
     return count
 
 
 def episode_state(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> EpisodeState:
-    """Scored, failed, still open, or over without a score.
+    """Return whether an episode is scored, failed, still open, or finished without a score.
 
-    What failed is scored by a reward for all of it alone: its other calls are paid as failed.
+    A failed episode counts as scored only if the episode itself has a reward. A reward for one
+    of its calls does not suffice: its other calls are still credited as those of a failure.
+
+    Args:
+        episode: the episode, with its calls and feedback.
+        now: the present time.
+        quiet: how long after its last call an episode counts as finished.
     """
     if _has_reward(episode.feedback):
         return "scored"
@@ -88,10 +101,10 @@ def _has_reward(statements: Sequence[Feedback]) -> bool:
 
 
 def encoded_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> bytes:
-    """Return an episode as one compact JSON document, without the newline that ends it (pure).
+    """Return an episode as one compact JSON document, without a newline at its end (pure).
 
     Raises:
-        Damaged: a request or reply of it is no JSON document, or nests too deep to be read.
+        Damaged: a request or reply is not a JSON document, or is nested too deeply to be read.
     """
     return msgspec.json.encode(_episode_line(episode, now, quiet))
 
@@ -104,8 +117,8 @@ def _episode_line(episode: Episode, now: datetime, quiet: timedelta) -> dict[str
         "feedback": _statements(episode.feedback),
         "calls": [_call(episode, call) for call in episode.calls],
     }
-    if stray := [*episode.stray_tool_events, *_unasked(episode.calls)]:
-        # Stated of tools that no call of the episode asked for: kept, and of no effect.
+    if stray := [*episode.stray_tool_events, *_unmatched_events(episode.calls)]:
+        # Tool events that belong to no tool call of the episode: shown, but without effect.
         line["stray_tool_events"] = [_stray(event) for event in stray]
     if episode.quarantined_reason is not None:
         line["quarantined"] = episode.quarantined_reason
@@ -133,7 +146,7 @@ def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
 
 
 def _document(episode: Episode, call: TransitionRow, part: str) -> msgspec.Raw | None:
-    """A text that a client or a server wrote: it must not end the line that it is put into."""
+    """Return a recorded request or reply as compact JSON: a newline in it would end the line."""
     text: bytes | None = getattr(call, part)
     if text is None:
         return None
@@ -154,7 +167,7 @@ def _event(event: MatchedEvent) -> dict[str, Any]:
     }
 
 
-def _unasked(calls: Sequence[TransitionRow]) -> list[ToolEvent]:
+def _unmatched_events(calls: Sequence[TransitionRow]) -> list[ToolEvent]:
     return [
         event
         for call in calls
@@ -169,6 +182,6 @@ def _stray(event: ToolEvent) -> dict[str, Any]:
 
 def _statements(statements: Sequence[Feedback]) -> list[dict[str, Any]]:
     return [
-        {"metric": said.metric, "value": said.value, "at": said.at.isoformat()}
-        for said in statements
+        {"metric": statement.metric, "value": statement.value, "at": statement.at.isoformat()}
+        for statement in statements
     ]

@@ -1,4 +1,4 @@
-"""One log for all processes: structlog, readable on a terminal, JSON elsewhere."""
+"""Logging of all processes with structlog: readable on a terminal, JSON lines elsewhere."""
 
 import asyncio
 import atexit
@@ -14,11 +14,11 @@ import msgspec
 import structlog
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
-# A line no longer than this is written as it is. Of a longer one each text is cut: much of what
-# is logged was said by clients and upstreams, who may say megabytes.
+# A line up to this length is written as it is. In a longer line each text is cut: much of what
+# is logged comes from clients and upstreams, which may send megabytes.
 MOST_LINE_BYTES: Final = 2048
 MOST_CHARS: Final = 256
-# The end of a trace says what went wrong, its beginning where.
+# A traceback gets more room: its beginning says where an error happened, its end which.
 MOST_TRACE_CHARS: Final = 8192
 TRACE: Final = "exception"
 MOST_ITEMS: Final = 100
@@ -26,7 +26,7 @@ MOST_DEPTH: Final = 4
 
 
 def shortened(event: Mapping[str, object]) -> dict[str, object]:
-    """Return a line's fields, each text cut to what helps who reads it."""
+    """Return a log line's fields, with long texts cut in the middle and long lists at the end."""
     return {
         _cut(name): _short(value, MOST_TRACE_CHARS if name == TRACE else MOST_CHARS, MOST_DEPTH)
         for name, value in event.items()
@@ -69,7 +69,7 @@ def _short_fields(
 
 
 def _line(logger: object, level: str, event: structlog.typing.EventDict) -> bytes:
-    """What the usual processors and the renderer do, in one step."""
+    """Render a log line as JSON: the work of the usual processors, in one step for speed."""
     if "exc_info" in event:
         event = structlog.processors.format_exc_info(logger, level, event)
     event["level"] = level
@@ -78,50 +78,55 @@ def _line(logger: object, level: str, event: structlog.typing.EventDict) -> byte
 
 
 class SureFile:
-    """Writes to a descriptor; no failure of it reaches who logs: a log's disk may be full.
+    """A file that never raises when it is written to: a full disk must not stop a call.
 
-    What could not be written is counted, and told once there is room again.
+    Lines that could not be written are counted. Their number is logged (`log_lines_lost`) with
+    the next write that succeeds.
     """
 
     def __init__(self, handle: int) -> None:
+        """Store the file descriptor that is written to."""
         self._handle = handle
         self._lost = 0
         self._torn = False
 
     def write(self, lines: bytes) -> int:
-        """Write whole lines, as far as it can be done; returns how many bytes were taken."""
-        told = b""
+        """Write whole lines if the disk lets it, and return the length of `lines` in any case."""
+        prefix = b""
         if self._torn:
-            told += b"\n"
+            # The last write broke off within a line: end that line first.
+            prefix += b"\n"
         if self._lost:
-            told += _encode({"event": "log_lines_lost", "lines": self._lost, "level": "error"})
-            told += b"\n"
-        rest = memoryview(told + lines)
+            prefix += _encode({"event": "log_lines_lost", "lines": self._lost, "level": "error"})
+            prefix += b"\n"
+        rest = memoryview(prefix + lines)
         try:
             while rest:
                 rest = rest[os.write(self._handle, rest) :]
         except OSError:
-            # Told when it can be; there is nowhere else to say it.
-            self._torn = len(rest) < len(told) + len(lines)
+            # There is nowhere else to report it: the next write that succeeds does.
+            self._torn = len(rest) < len(prefix) + len(lines)
             self._lost += bytes(rest).count(b"\n") if self._torn else lines.count(b"\n")
         else:
             self._lost, self._torn = 0, False
         return len(lines)
 
     def flush(self) -> None:
-        """Do nothing: what was taken is written."""
+        """Do nothing: `write` does not buffer."""
 
 
 class GatheringLogger:
-    """Writes lines together, a few times a second: a write a line costs a call too much.
+    """A logger that gathers lines and writes them a few times a second.
 
-    What tells of trouble is written at once, and what came before it with it.
+    One write for each line would slow calls down. Warnings and errors are written at once,
+    after the lines that were gathered before them.
     """
 
     MOST_BYTES = 64 * 1024
     EVERY_S = 0.2
 
     def __init__(self, file: SureFile) -> None:
+        """Store the file, and register a last write at the process's exit."""
         self._file = file
         self._lines: list[bytes] = []
         self._bytes = 0
@@ -129,7 +134,7 @@ class GatheringLogger:
         atexit.register(self.flush)
 
     def info(self, line: bytes) -> None:
-        """Keep a line for the next write."""
+        """Gather a line, and see that a write is scheduled."""
         self._lines.append(line)
         self._bytes += len(line)
         if self._bytes > self.MOST_BYTES:
@@ -138,7 +143,7 @@ class GatheringLogger:
             self._timer = self._schedule()
 
     def error(self, line: bytes) -> None:
-        """Write a line now."""
+        """Write a line at once, after the gathered ones."""
         self._lines.append(line)
         self.flush()
 
@@ -149,11 +154,11 @@ class GatheringLogger:
         try:
             return asyncio.get_running_loop().call_later(self.EVERY_S, self.flush)
         except RuntimeError:
-            # Another thread, or no loop yet: the next line or the end writes it.
+            # No event loop runs in this thread: a later line, or the process's exit, writes it.
             return None
 
     def flush(self) -> None:
-        """Write what was kept."""
+        """Write the gathered lines."""
         self._timer = None
         lines, self._lines, self._bytes = self._lines, [], 0
         if lines:
@@ -162,9 +167,11 @@ class GatheringLogger:
 
 
 def configure_logging(*, gather: bool = False) -> None:
-    """Set structlog up; called once, by the command that was started.
+    """Configure structlog; each process calls this once, when it starts.
 
-    `gather`: for a process that writes a line a call.
+    Args:
+        gather: gather lines and write them together (`GatheringLogger`); for processes that
+            log a line for each call.
     """
     factory: Callable[..., structlog.typing.WrappedLogger]
     processors: list[structlog.typing.Processor] = [
@@ -179,7 +186,7 @@ def configure_logging(*, gather: bool = False) -> None:
     else:
         processors.append(structlog.processors.JSONRenderer(_to_json))
         file = SureFile(sys.stderr.fileno())
-        # It takes anything that can be written to and flushed.
+        # The cast is safe: the logger only calls `write` and `flush`.
         factory = structlog.BytesLoggerFactory(cast(BinaryIO, file))
         if gather:
             processors = [_line]

@@ -1,4 +1,4 @@
-"""`pawl credit --update`: the credit of an update that ran, as it was when it claimed."""
+"""`pawl credit --update`: shows the credit of an update that ran, as of the time of its claim."""
 
 from collections.abc import Iterable
 from uuid import UUID
@@ -16,11 +16,17 @@ from trainer.update import Plan, plan_update
 
 
 async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | None) -> Explained:
-    """The credit of an update that ran, by its own recipe, from what was known when it claimed.
+    """Compute the credit of a past update again: its recipe, its claim, its feedback.
+
+    Args:
+        engine: the database.
+        which: the number of the version that the update made, or the update's id.
+        policy: the policy of that version; needed only if several policies have the number.
 
     Raises:
-        UnknownUpdate: there is no such update.
-        RecipeError: its recipe has keys that this version of Pawl does not know.
+        UnknownUpdate: there is no such update, there are several, or it is not finished.
+        RecipeError: the update's recipe has keys that this version of Pawl does not know.
+        Damaged: a call of the update cannot be read back.
     """
     async with engine.connect() as connection:
         past = await past_update(connection, which, policy)
@@ -43,15 +49,17 @@ def _recipe(past: PastUpdate) -> Recipe:
 
 
 def _differences(past: PastUpdate, plan: Plan) -> list[str]:
-    """Where the ledger gives other figures now than the update wrote down."""
+    """Return a note for each figure that differs now from what the update recorded."""
     notes = [
-        f"the update had {name} = {past.metrics[name]}, and the ledger gives {value} now:"
-        " something that was said before the update arrived after it"
+        f"the update recorded {name} = {past.metrics[name]}, and the ledger gives {value} now:"
+        " a statement from before the update reached the ledger after it"
         for name, value in plan.metrics.items()
         if name in past.metrics and past.metrics[name] != value
     ]
-    was, now = _became(past.outcomes), _became(plan.outcomes)
-    changes = sorted({(was[one], now[one]) for one in was.keys() & now.keys()})
+    recorded, present = _by_episode(past.outcomes), _by_episode(plan.outcomes)
+    changes = sorted(
+        {(recorded[episode], present[episode]) for episode in recorded.keys() & present.keys()}
+    )
     return notes + [
         f"episodes that were {before} in the update are {after} now"
         for before, after in changes
@@ -59,5 +67,5 @@ def _differences(past: PastUpdate, plan: Plan) -> list[str]:
     ]
 
 
-def _became(outcomes: Iterable[Outcome]) -> dict[UUID, str]:
+def _by_episode(outcomes: Iterable[Outcome]) -> dict[UUID, str]:
     return {outcome.episode_id: outcome.reason or "trained" for outcome in outcomes}

@@ -1,4 +1,4 @@
-"""All the variables that Pawl reads, so that one nobody reads can be refused at the start."""
+"""The settings of the command line, and the start-up error for unknown `PAWL_*` variables."""
 
 import os
 from collections.abc import Mapping
@@ -19,7 +19,10 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 class StackSettings(StoreSettings):
-    """What `pawl up` and `pawl demo` read beside the settings of what they start."""
+    """Settings of `pawl up`, `pawl demo` and the commands that open the database.
+
+    The processes that `pawl up` and `pawl demo` start have settings of their own.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix="PAWL_",
@@ -30,39 +33,56 @@ class StackSettings(StoreSettings):
     )
 
     model: str | None = Field(
-        default=None, description="folder or name of the base model; unset: the packaged SmolLM2"
+        default=None,
+        description="folder or hub name of the base model; unset: the packaged SmolLM2",
     )
-    vllm_port: int = Field(default=8000, ge=1, le=65535, description="where vLLM listens")
+    vllm_port: int = Field(
+        default=8000, ge=1, le=65535, description="port on 127.0.0.1 that vLLM listens on"
+    )
     vllm_dtype: Literal["float32", "bfloat16", "auto"] | None = Field(
-        default=None, description="unset: float32 on a CPU (exact), bfloat16 on a GPU"
+        default=None,
+        description="number format vLLM computes in; unset: float32 on a CPU (exact), bfloat16 "
+        "on a GPU",
     )
-    max_model_len: int = Field(default=2048, ge=128, description="longest context served")
-    log_dir: Path = Field(default=Path("var/logs"), description="a file a process")
+    max_model_len: int = Field(
+        default=2048, ge=128, description="longest context that vLLM serves, in tokens"
+    )
+    log_dir: Path = Field(
+        default=Path("var/logs"), description="folder of logs, one file for each process"
+    )
 
 
 class JudgeSettings(StoreSettings):
-    """What `pawl judge` reads from `PAWL_*`; `pawl up` runs a judge where a command is set."""
+    """Settings of `pawl judge`; `pawl up` runs a judge if `PAWL_JUDGE_COMMAND` is set."""
 
     model_config = SettingsConfigDict(
         env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
     )
 
     judge_command: str | None = Field(
-        default=None, description="the program that judges finished episodes, as in a shell"
+        default=None,
+        description="command line of the program that judges finished episodes, quoted as in a "
+        "shell",
     )
     judge_quiet_s: float = Field(
-        default=600.0, ge=0, description="an episode is over after so long without a call"
+        default=600.0,
+        ge=0,
+        description="how long after its last call an episode counts as finished, in seconds",
     )
-    judge_timeout_s: float = Field(default=60.0, gt=0, description="how long one judgement takes")
-    judge_concurrency: int = Field(default=4, ge=1, description="judgements at once")
+    judge_timeout_s: float = Field(
+        default=60.0, gt=0, description="time limit of one judgement, in seconds"
+    )
+    judge_concurrency: int = Field(
+        default=4, ge=1, description="number of episodes judged at the same time"
+    )
 
 
 class UnreadSettings(Exception):
-    """A setting that nothing reads, or one with a value that cannot be used."""
+    """An unknown `PAWL_*` variable, or a setting with a value that cannot be used."""
 
 
 def known_variables() -> set[str]:
-    """Every `PAWL_*` name that some process reads."""
+    """Return the names of all `PAWL_*` variables that some process reads."""
     names: set[str] = set()
     for settings in (ProxySettings, TrainerSettings, StackSettings, JudgeSettings):
         names |= {PREFIX + name.upper() for name in settings.model_fields if name != "database_url"}
@@ -70,10 +90,10 @@ def known_variables() -> set[str]:
 
 
 def refuse_unread(environment: Mapping[str, str] | None = None) -> None:
-    """Stop at a mistyped variable, in the environment or in `.env`.
+    """Refuse unknown `PAWL_*` variables, in `environment` (default: the process's) or in `.env`.
 
     Raises:
-        UnreadSettings: it names the variable and the one that was probably meant.
+        UnreadSettings: a variable is unknown; the message suggests the closest known name.
     """
     given = dict(os.environ if environment is None else environment)
     given |= {name: value or "" for name, value in dotenv_values(".env").items()}
@@ -81,15 +101,16 @@ def refuse_unread(environment: Mapping[str, str] | None = None) -> None:
     for name in sorted(given):
         if name.startswith(PREFIX) and name not in known:
             near = get_close_matches(name, sorted(known), n=1)
-            hint = f"did you mean {near[0]}?" if near else "see `pawl --help` for those there are."
-            raise UnreadSettings(f"{name} is set, but nothing reads it: {hint}")
+            remedy = f"did you mean {near[0]}?" if near else f"remove {name}, or correct its name"
+            raise UnreadSettings(f"{name} is set, but Pawl has no such setting: {remedy}")
 
 
 def read_settings(kind: type[Settings]) -> Settings:
-    """The settings of one process, from the environment and `.env`.
+    """Read the settings of one process from the environment and `.env`.
 
     Raises:
-        UnreadSettings: a variable is unknown, or its value cannot be used.
+        UnreadSettings: a `PAWL_*` variable is unknown, or a value cannot be used; the message
+            names each such variable with the reason.
     """
     refuse_unread()
     try:

@@ -1,4 +1,4 @@
-"""`pawl spool`: what waits on disk to be stored, and what could not be; and another try at it."""
+"""`pawl spool`: shows the records that wait on disk and the dead letters, and replays letters."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,14 @@ from store.records import Record
 
 
 class DeadLetter(Record, frozen=True, kw_only=True):
-    """A record that cannot be stored, or a damaged frame; `about` is what can be told of it."""
+    """A record that the store refused, or a frame of the spool that cannot be read.
+
+    Attributes:
+        path: the letter's file.
+        reason: why it was not stored.
+        bytes: the size of the file.
+        about: which call, gap or feedback it holds, as far as it can be read.
+    """
 
     path: str
     reason: str
@@ -29,9 +36,14 @@ class DeadLetter(Record, frozen=True, kw_only=True):
 
 
 class SpoolView(Record, frozen=True, kw_only=True):
-    """What a spool directory holds. Segments may hold records that are stored already.
+    """The contents of a spool directory.
 
-    `damaged` are records that cannot be read any more, and will become dead letters.
+    Attributes:
+        segments: number of segment files.
+        records: readable records in them; some may be in the database already.
+        damaged: records that can no longer be read; the keeper makes dead letters of them.
+        bytes: size of all segments.
+        dead_letters: the dead letters, oldest first.
     """
 
     segments: int
@@ -42,13 +54,13 @@ class SpoolView(Record, frozen=True, kw_only=True):
 
 
 def look(folder: Path) -> SpoolView:
-    """What waits in `folder`, and its dead letters, oldest first."""
+    """Return what waits in the spool directory `folder`, and its dead letters."""
     segments = records = damaged = size = 0
     for path in sorted([*folder.glob(f"*/*{SEALED}"), *folder.glob(f"*/*{OPEN}")]):
         try:
             content = path.read_bytes()
         except FileNotFoundError:
-            # A proxy that runs has stored and deleted it meanwhile.
+            # A running proxy has stored its records and deleted it since it was listed.
             continue
         segments, size = segments + 1, size + len(content)
         for piece in read_pieces(content, ended=path.suffix == SEALED):
@@ -78,12 +90,12 @@ def _about(payload: bytes) -> str:
     try:
         record = decode_payload(payload)
     except Exception:
-        # Whatever it holds, it is told of like the others.
+        # A letter may hold any bytes; list it like the others.
         return "not a record"
     if isinstance(record, Captured):
         return f"call {UUID(bytes=record.id)} of episode {record.episode}"
     if isinstance(record, Gap):
-        return f"the mark of {len(record.episodes)} episodes that miss a call"
+        return f"gap: the mark of {len(record.episodes)} episodes that miss a call"
     return f"feedback {record.id} ({len(record.items)} statements)"
 
 
@@ -93,12 +105,20 @@ async def replay(
     readers: ResultReaders = NO_READERS,
     most_reply: int = MOST_INFLATED,
 ) -> tuple[int, list[str]]:
-    """Try to store each dead letter again; returns how many were, and why the others were not.
+    """Try to store each dead letter again; delete those that are stored, and keep the others.
 
-    A letter that is stored is removed; one that is not stays as it is.
+    Args:
+        folder: the spool directory.
+        engine: the database.
+        readers: how results of tools are read (`PAWL_TOOL_RESULTS`).
+        most_reply: the largest reply that is read, in bytes.
+
+    Returns:
+        The number of letters stored, and a line with the reason for each one that was not.
 
     Raises:
-        Exception: the database is away (see `store.away`); what is left stays.
+        Exception: the database does not answer (any error for which `store.away.is_away` is
+            true); the letters that were not tried stay.
     """
     ingester = Ingester()
     stored, refused = 0, []
@@ -110,7 +130,7 @@ async def replay(
         except Exception as error:
             if is_away(error):
                 raise
-            # What one letter raises says nothing of the next.
+            # Whatever is wrong with one letter, the next one may still be stored.
             refused.append(f"{path.name}: {_first(str(error)) or type(error).__name__}")
             continue
         path.unlink()
@@ -120,7 +140,7 @@ async def replay(
 
 
 def as_lines(view: SpoolView) -> list[str]:
-    """For people."""
+    """Return the view as lines of text."""
     lines = [f"{view.records} records in {view.segments} segments ({view.bytes} bytes)"]
     if view.damaged:
         lines.append(f"{view.damaged} damaged records, which cannot be read")
@@ -134,5 +154,5 @@ def _first(reason: str) -> str:
 
 
 def as_json(view: SpoolView) -> Any:
-    """For scripts."""
+    """Return the view as objects that `json.dumps` takes."""
     return msgspec.to_builtins(view)

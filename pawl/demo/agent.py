@@ -1,4 +1,4 @@
-"""The example agent and its judge, run as the separate programs that they are."""
+"""Runs the example agent and its judge as separate programs, as a user would."""
 
 import asyncio
 import json
@@ -14,10 +14,10 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
 
 
 def script(name: str) -> list[str]:
-    """The command that runs one of the example's programs.
+    """Return the command that runs one of the example's programs.
 
     Raises:
-        DemoFailed: Pawl is not run from a checkout, which has the examples.
+        DemoFailed: the program is missing, because Pawl does not run from a checkout.
     """
     path = EXAMPLE / name
     if not path.exists():
@@ -26,7 +26,20 @@ def script(name: str) -> list[str]:
 
 
 async def make_questions(count: int, seed: int, split: str, folder: Path) -> tuple[Path, Path]:
-    """Files of questions for the agent, and of the same with answers for the judge."""
+    """Write `count` questions to a file for the agent, and with answers to one for the judge.
+
+    Args:
+        count: number of questions.
+        seed: random seed of the questions.
+        split: `train` or `held-out`; no question is in both.
+        folder: where the two files are written.
+
+    Returns:
+        The file of questions, and the file of the same questions with answers.
+
+    Raises:
+        DemoFailed: the example's program failed.
+    """
     plain, answered = folder / f"{split}.jsonl", folder / f"{split}-answers.jsonl"
     options = ["--count", str(count), "--seed", str(seed), "--split", split]
     plain.write_bytes(await run([*script("questions.py"), *options]))
@@ -35,10 +48,10 @@ async def make_questions(count: int, seed: int, split: str, folder: Path) -> tup
 
 
 async def run(command: Sequence[str], environment: dict[str, str] | None = None) -> bytes:
-    """A program's standard output.
+    """Run a program to its end, and return its standard output.
 
     Raises:
-        DemoFailed: it ended with an error.
+        DemoFailed: it ended with an error; the message has the end of its standard error.
     """
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -59,16 +72,30 @@ async def run(command: Sequence[str], environment: dict[str, str] | None = None)
 
 
 def client_environment(base_url: str, model: str) -> dict[str, str]:
-    """All that an agent needs to be told: where to call, and for which model."""
+    """Return the environment variables that point an OpenAI client at the proxy and the model."""
     return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "unused", "OPENAI_MODEL": model}
 
 
 class WorkingAgent:
-    """The agent at work, fed with questions, and the judge that follows its results."""
+    """A running example agent that is given questions, and the judge that follows its results.
+
+    Attributes:
+        results_file: where the agent writes its results, one JSON line each.
+        results: all results collected so far.
+    """
 
     def __init__(
         self, base_url: str, feedback_url: str, model: str, answers: Path, folder: Path
     ) -> None:
+        """Store where the agent calls, where the judge posts, and where files go.
+
+        Args:
+            base_url: the proxy's address, as agents get it.
+            feedback_url: where the judge posts rewards.
+            model: the model that the agent asks for.
+            answers: the file of questions with answers, for the judge.
+            folder: where results and logs are written.
+        """
         self.results_file = folder / "results.jsonl"
         self._environment = os.environ | client_environment(base_url, model)
         self._feedback_url = feedback_url
@@ -78,7 +105,7 @@ class WorkingAgent:
         self.results: list[dict[str, Any]] = []
 
     async def start(self, *, samples: int, concurrency: int) -> None:
-        """Start both programs."""
+        """Start both programs; each question is asked `samples` times, `concurrency` at a time."""
         self._log = (self._folder / "agent.log").open("ab")
         self._agent = await asyncio.create_subprocess_exec(
             *script("agent.py"),
@@ -101,16 +128,16 @@ class WorkingAgent:
         )
 
     async def ask(self, lines: Sequence[str]) -> None:
-        """Hand the agent some questions."""
+        """Give questions to the agent, one JSON line each."""
         assert self._agent.stdin is not None
         self._agent.stdin.write("".join(line + "\n" for line in lines).encode())
         await self._agent.stdin.drain()
 
     def collect(self) -> list[dict[str, Any]]:
-        """Results that came since the last look.
+        """Return the results that were written since the last call.
 
         Raises:
-            DemoFailed: agent or judge is gone.
+            DemoFailed: the agent or the judge has ended.
         """
         for name, process in (("agent", self._agent), ("judge", self._judge)):
             if process.returncode is not None:
@@ -124,12 +151,12 @@ class WorkingAgent:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._read += len(whole)
-        found = [json.loads(line) for line in whole.splitlines()]
-        self.results += found
-        return found
+        new = [json.loads(line) for line in whole.splitlines()]
+        self.results += new
+        return new
 
     async def stop(self) -> None:
-        """End both: the agent first, so that the judge has seen all it did."""
+        """Stop the agent first and then the judge, so that the judge sees all results."""
         for process in (self._agent, self._judge):
             if process.returncode is None:
                 process.terminate()
@@ -144,7 +171,18 @@ class WorkingAgent:
 async def examine(
     base_url: str, model: str, questions: Path, answers: Path, out: Path, *, samples: int
 ) -> dict[str, Any]:
-    """Ask the held-out questions and judge the answers without reporting them to anybody.
+    """Have the agent answer the held-out questions, and judge its answers without rewards.
+
+    Args:
+        base_url: the proxy's address, as agents get it.
+        model: the model that the agent asks for.
+        questions: the file of questions.
+        answers: the file of the same questions with answers.
+        out: where the results are written; an old file is replaced.
+        samples: how often each question is asked.
+
+    Raises:
+        DemoFailed: the agent or the judge failed.
 
     Returns:
         The judge's summary: `success`, `well_formed`, `results`, `failed_calls`, …

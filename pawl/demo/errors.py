@@ -1,5 +1,5 @@
-"""What ends the demo early."""
+"""The demo's exception."""
 
 
 class DemoFailed(Exception):
-    """The demo could not go on; the message says why and where to look."""
+    """The demo could not go on; the message says why, and which log to look at."""

@@ -1,4 +1,4 @@
-"""What the demo knows of itself while it runs, and the table that shows it (rich)."""
+"""The figures of a running demo, and the table that shows them on a terminal (rich)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,15 @@ WELL_FORMED = ("ok", "error")
 
 @dataclass
 class Wave:
-    """One wave of questions: what came back, on which version it was asked."""
+    """One wave of questions and its results.
+
+    Attributes:
+        number: the wave's number, from 1.
+        version: the policy version that served when the wave began; 0 is the base model.
+        expected: number of results that end the wave.
+        results: the agent's results so far.
+        right: number of right answers among them.
+    """
 
     number: int
     version: int
@@ -27,12 +35,12 @@ class Wave:
 
     @property
     def success(self) -> float:
-        """Share of right answers so far."""
+        """Return the share of right answers so far, 0 to 1."""
         return self.right / len(self.results) if self.results else 0.0
 
     @property
     def well_formed(self) -> float:
-        """Share of attempts that made a well-formed tool call."""
+        """Return the share of results with a well-formed tool call, 0 to 1."""
         good = sum(
             1 for result in self.results if (result.get("tool") or {}).get("status") in WELL_FORMED
         )
@@ -41,7 +49,20 @@ class Wave:
 
 @dataclass
 class Progress:
-    """All the figures of a run."""
+    """The figures of a demo run.
+
+    Attributes:
+        phase: what the demo does now, in words.
+        seconds: time since its start.
+        minutes: its time limit.
+        before: success on the held-out questions with the base model, 0 to 1.
+        after: the same with the last version.
+        waves: the waves so far, oldest first.
+        updates: the trainer's finished updates, oldest first.
+        totals: the ledger's counts.
+        serving: the version that serves; 0 is the base model.
+        failed_calls: the agent's calls that failed.
+    """
 
     phase: str = "starting"
     seconds: float = 0.0
@@ -56,12 +77,12 @@ class Progress:
 
     @property
     def done_updates(self) -> list[UpdateRow]:
-        """Updates that made a version."""
+        """Return the updates that made a version."""
         return [update for update in self.updates if update.version is not None]
 
 
 def render(progress: Progress) -> Group:
-    """The live display."""
+    """Return the live display of a run: heading, figures, and a table of waves."""
     head = Text.assemble(
         ("Pawl demo  ", "bold"),
         (f"{progress.phase}  ", "cyan"),
@@ -106,7 +127,7 @@ def _wave_table(progress: Progress) -> Table:
 
 
 def _reward(progress: Progress, wave: Wave) -> str:
-    """Mean reward of the update that this wave fed, once it is known."""
+    """Return the mean reward of the update that this wave was trained in, once it is known."""
     index = wave.number - 1
     if index >= len(progress.updates):
         return "–"

@@ -1,4 +1,4 @@
-"""What a run leaves behind: `summary.json`, `reward.png`, `report.html`."""
+"""Writes the report of a demo run: `summary.json`, `reward.png` and `report.html`."""
 
 import base64
 import json
@@ -15,7 +15,7 @@ FAINT: Final = "#adb5bd"
 
 
 def write_report(folder: Path, summary: dict[str, Any], progress: Progress) -> None:
-    """Write all three into `folder`."""
+    """Write the summary, the picture and the page into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     picture = folder / "reward.png"
@@ -24,7 +24,7 @@ def write_report(folder: Path, summary: dict[str, Any], progress: Progress) -> N
 
 
 def draw(path: Path, progress: Progress) -> None:
-    """The rising curve: success and well-formed calls per wave, held-out before and after."""
+    """Draw success and well-formed calls per wave, with held-out success before and after."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -64,7 +64,7 @@ def _dress(axes: Any) -> None:
 
 
 def page(summary: dict[str, Any], progress: Progress, picture: bytes) -> str:
-    """One self-contained HTML page."""
+    """Return the report as one self-contained HTML page; `picture` is a PNG."""
     image = base64.b64encode(picture).decode()
     facts = {
         "held-out before": f"{summary['before']:.0%}",
@@ -96,7 +96,7 @@ th,td{{text-align:right;padding:.25rem .35rem;border-bottom:1px solid #e9ecef}}
 code{{background:#f1f3f5;padding:.1rem .3rem;border-radius:4px}}
 </style>
 <h1>Pawl demo</h1>
-<p>The calculator agent knows nothing of Pawl: it was told a base URL. Its calls were recorded,
+<p>The calculator agent knows nothing of Pawl: it was given a base URL. Its calls were recorded,
 its answers judged by a separate script, and a LoRA adapter learned from both while the model
 server kept running. Seed {summary["seed"]}.</p>
 <div class=cards>{cards}</div>

@@ -1,6 +1,6 @@
-"""`pawl demo`: held-out questions, work and learning in waves, the same questions again.
+"""`pawl demo`: asks held-out questions, works and learns in waves, asks the questions again.
 
-The agent is the unchanged program in `examples/calculator`: all it is told is where to call.
+The agent is the unchanged program in `examples/calculator`; it only gets a base URL.
 """
 
 import asyncio
@@ -43,23 +43,30 @@ HELD_OUT: Final = 96
 HELD_OUT_SAMPLES: Final = 2
 MOST_WAVES: Final = 40
 CONCURRENCY: Final = 32
-# Two waves in a row this good: it has learned.
+# Two waves in a row with at least this success end the learning.
 LEARNED: Final = 0.9
 STUCK_S: Final = 420.0
 LOOK_S: Final = 0.5
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 async def run_demo(*, model: str | None, recipe: str, minutes: float, seed: int, var: Path) -> None:
-    """Run it from nothing to its report; everything it started is down when it returns.
+    """Run the demo to its report; all processes that it started are stopped when it returns.
 
     A wave is one update of the recipe: `claim.groups` questions, each asked
     `claim.group_size` times.
 
+    Args:
+        model: folder or hub name of the base model; None: the packaged one.
+        recipe: name of a packaged recipe, or path of a TOML file.
+        minutes: time limit; no new wave is begun that would pass it.
+        seed: random seed of the questions and the adapter.
+        var: folder for results, data and logs.
+
     Raises:
-        RecipeError: there is no such recipe, or something in it is wrong.
-        NotReady: the machine is not fit for it; nothing was started.
-        DemoFailed: it could not go on.
+        RecipeError: there is no such recipe, or it cannot be used.
+        NotReady: the machine cannot run the demo; nothing was started.
+        DemoFailed: the demo could not go on.
     """
     main = asyncio.current_task()
     assert main is not None
@@ -72,28 +79,29 @@ async def run_demo(*, model: str | None, recipe: str, minutes: float, seed: int,
 
 
 class Demo:
-    """One run."""
+    """One run of the demo; `progress` has its figures."""
 
     def __init__(
         self, *, model: str | None, recipe: str, minutes: float, seed: int, var: Path
     ) -> None:
+        """Load the recipe and store the options, which are those of `run_demo`."""
         self._var = var
         self._data = var / "data"
         self._seed = seed
         self._model = model
         self._started = time.monotonic()
         self._recipe: Recipe = load_recipe(recipe)
-        # The trainer may read a file from another folder.
+        # An absolute path, because the trainer may run in another working directory.
         self._recipe_name = str(Path(recipe).resolve()) if Path(recipe).is_file() else recipe
         self._console = Console()
         self.progress = Progress(minutes=minutes)
         self._engine: AsyncEngine | None = None
 
     async def run(self) -> None:
-        """See `run_demo`."""
+        """Check the machine, start the stack, do all phases of the demo, and write the report."""
         plan = await self._plan()
         preflight(plan)
-        # Only now that nothing else is running here: the last run's data makes room.
+        # Only after the check of the ports: no other demo can be using the last run's data.
         shutil.rmtree(self._data, ignore_errors=True)
         self._data.mkdir(parents=True)
         shown = Live(
@@ -105,7 +113,7 @@ class Demo:
         with shown:
             self._phase("starting")
             async with running_stack(
-                plan, lambda what: self._phase(f"waiting for {what}")
+                plan, lambda waiting: self._phase(f"waiting for {waiting}")
             ) as stack:
                 self._engine = make_engine(stack.database_url)
                 try:
@@ -128,7 +136,7 @@ class Demo:
         return time.monotonic() - self._started
 
     async def _plan(self) -> StackPlan:
-        """What is started. The demo keeps to itself: its own database, spool and adapters."""
+        """Return the stack to start, with a database, spool and adapters of the demo's own."""
         settings = read_settings(StackSettings)
         proxy = read_settings(ProxySettings)
         trainer = read_settings(TrainerSettings)
@@ -187,11 +195,11 @@ class Demo:
 
     def _replies(self, name: str) -> list[str]:
         lines = (self._data / f"{name}.jsonl").read_text().splitlines()
-        found = [json.loads(line)["response_id"] for line in lines]
-        return [response_id for response_id in found if response_id]
+        ids = [json.loads(line)["response_id"] for line in lines]
+        return [response_id for response_id in ids if response_id]
 
     async def _learn(self, stack: Stack) -> list[str]:
-        """Waves of questions until it has learned or time is up; the ids of all replies."""
+        """Run waves of questions until the policy is good or time is up; return all reply ids."""
         groups, size = self._recipe.claim.groups, self._recipe.claim.group_size
         plain, answered = await make_questions(groups * MOST_WAVES, self._seed, "train", self._data)
         questions = plain.read_text().splitlines()
@@ -216,7 +224,12 @@ class Demo:
         return [result["response_id"] for result in agent.results if result["response_id"]]
 
     async def _until(self, stack: Stack, done: Callable[[], bool]) -> None:
-        """Look twice a second until `done`; a stack that fails ends it."""
+        """Refresh the figures twice a second until `done` returns true.
+
+        Raises:
+            ProcessFailed: a process of the stack could not be kept up.
+            DemoFailed: `done` did not come true in time.
+        """
         deadline = time.monotonic() + STUCK_S
         while True:
             stack.check()
@@ -225,7 +238,7 @@ class Demo:
                 return
             if time.monotonic() > deadline:
                 raise DemoFailed(
-                    f"nothing has moved for {STUCK_S:.0f} s ({self.progress.phase}): "
+                    f"no end of this phase after {STUCK_S:.0f} s ({self.progress.phase}): "
                     f"see the logs in {stack.plan.log_dir}"
                 )
             await asyncio.sleep(LOOK_S)
@@ -238,7 +251,7 @@ class Demo:
         return len(wave.results) >= wave.expected
 
     def _trained(self, number: int) -> bool:
-        """Whether as many updates are done as there were waves, and the newest serves."""
+        """Return whether `number` updates are done and the newest version serves."""
         done = [update for update in self.progress.updates if update.state == "done"]
         newest = max((update.version or 0 for update in done), default=0)
         return len(done) >= number and self.progress.serving >= newest
@@ -248,12 +261,12 @@ class Demo:
         return len(last) == 2 and all(wave.success >= LEARNED for wave in last)
 
     def _time_is_up(self) -> bool:
-        """Whether another wave would not end in time, to judge by the last ones."""
+        """Return whether another wave of average length would pass the time limit."""
         per_wave = self._elapsed() / max(1, len(self.progress.waves))
         return self._elapsed() + per_wave > self.progress.minutes * 60
 
     async def _look(self) -> None:
-        """Bring the figures up to date; while the database is away they stay as they are."""
+        """Refresh the figures; while the database does not answer they stay as they are."""
         updates = await self._ask(lambda c: list_updates(c, POLICY))
         versions = await self._ask(lambda c: list_versions(c, POLICY))
         counted = await self._ask(totals)
@@ -264,22 +277,25 @@ class Demo:
             self.progress.serving = serving[0] if serving else 0
         self.progress.totals = counted or self.progress.totals
 
-    async def _ask(self, question: Callable[[AsyncConnection], Awaitable[Found]]) -> Found | None:
+    async def _ask(self, query: Callable[[AsyncConnection], Awaitable[Result]]) -> Result | None:
         assert self._engine is not None
         try:
             async with self._engine.connect() as connection:
-                return await question(connection)
+                return await query(connection)
         except Exception as error:
             if not is_away(error):
                 raise
-            # PostgreSQL is being restarted: the next look shows it.
+            # PostgreSQL is being restarted: the next refresh shows the figures.
             return None
 
     async def _summarise(self, replies: list[str]) -> dict[str, Any]:
         recorded = await self._all_stored(replies)
         counted = self.progress.totals
         if counted is None:
-            raise DemoFailed("the database did not answer at the end")
+            raise DemoFailed(
+                "the database did not answer at the end, so there is no report: "
+                f"see the logs in {self._data / 'logs'}"
+            )
         summary = {
             "before": self.progress.before,
             "after": self.progress.after,
@@ -299,7 +315,7 @@ class Demo:
         return summary
 
     async def _all_stored(self, replies: list[str]) -> int:
-        """How many of the replies the agent got are in PostgreSQL; waits for the drainer."""
+        """Wait until the keeper has stored the agent's replies; return how many are stored."""
         recorded = 0
         for _ in range(60):
             recorded = await self._ask(lambda c: stored_responses(c, replies)) or recorded
@@ -333,7 +349,7 @@ def _answers(path: Path) -> dict[str, float]:
 
 
 def _is_right(result: dict[str, Any], answers: dict[str, float]) -> bool:
-    """For the display alone: whether the agent's answer is the number that was wanted."""
+    """Return whether the answer is the right number; only the display uses this."""
     tool = result.get("tool")
     if result["error"] is not None or (tool is not None and tool["status"] != "ok"):
         return False
