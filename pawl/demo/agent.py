@@ -181,11 +181,11 @@ async def examine(
         out: where the results are written; an old file is replaced.
         samples: how often each question is asked.
 
-    Raises:
-        DemoFailed: the agent or the judge failed.
-
     Returns:
         The judge's summary: `success`, `well_formed`, `results`, `failed_calls`, …
+
+    Raises:
+        DemoFailed: the agent or the judge failed.
     """
     out.unlink(missing_ok=True)
     command = [

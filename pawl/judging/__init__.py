@@ -1,1 +1,1 @@
-"""Judges: programs or models that are shown finished episodes and say what they are worth."""
+"""Judges: programs or models that read finished episodes and score them."""

@@ -1,4 +1,4 @@
-"""What a judge answers, as statements for /feedback (pure)."""
+"""Reads judges' answers as statements for `/feedback` (pure)."""
 
 from hashlib import sha256
 from typing import Any, Final, Protocol
@@ -15,41 +15,47 @@ MAX_ANSWER: Final = 2**20
 
 
 class Judge(Protocol):
-    """Says of an episode what it is worth."""
+    """The interface of a judge: a program (`ProgramJudge`) or a model (`RubricJudge`)."""
 
     @property
     def name(self) -> str:
-        """Under which it is remembered what it was asked."""
+        """Return the name under which the ledger stores this judge's verdicts."""
 
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
-        """Its statements about the episode of that key; none where it cannot tell.
+        """Return the judge's statements about an episode; an empty list if it cannot tell.
 
-        `line` is the episode as `pawl export` writes it.
+        Args:
+            episode: the episode's key.
+            line: the episode as `pawl export` writes it, without a newline.
 
         Raises:
-            JudgeFailed: it gave no answer that can be used.
-            Away: it cannot be asked now.
+            JudgeFailed: the judge gave no usable answer about this episode.
+            Away: the judge cannot be reached now.
         """
 
 
 def read_answer(answer: bytes, episode: str) -> list[Statement]:
-    """The statements of an answer: one object, or a list of them, in the form of /feedback.
+    """Return the statements of an answer: a JSON object as `/feedback` takes it, or a list.
 
-    What names no target is about `episode`. A `value` of null is no statement: the judge
-    cannot tell.
+    A statement without a target is about `episode`. One whose `value` is null is left out: the
+    judge cannot tell.
 
     Raises:
-        JudgeFailed: it is none.
+        JudgeFailed: the answer is not of this form, or longer than `MAX_ANSWER` bytes.
     """
     if len(answer) > MAX_ANSWER:
-        raise JudgeFailed(f"its answer has {len(answer)} bytes; {MAX_ANSWER} are read")
+        raise JudgeFailed(
+            f"the judge's answer has {len(answer)} bytes; at most {MAX_ANSWER} are read"
+        )
     if not answer.strip():
-        raise JudgeFailed('it answered nothing; print {"value": null} where it cannot tell')
+        raise JudgeFailed(
+            'the judge answered nothing; a judge that cannot tell prints {"value": null}'
+        )
     try:
-        said = parse(answer, Any)
+        document = parse(answer, Any)
     except ValueError as error:
-        raise JudgeFailed(f"its answer is not JSON ({error}): {_shown(answer)}") from error
-    statements = said if isinstance(said, list) else [said]
+        raise JudgeFailed(f"the judge's answer is not JSON ({error}): {_shown(answer)}") from error
+    statements = document if isinstance(document, list) else [document]
     return [
         _about(statement, episode)
         for statement in statements
@@ -61,7 +67,9 @@ def _checked(statement: Any) -> Statement:
     if isinstance(statement, dict) and "value" in statement:
         return statement
     shown = _shown(msgspec.json.encode(statement))
-    raise JudgeFailed(f'each statement must be an object such as {{"value": 0.8}}, not {shown}')
+    raise JudgeFailed(
+        f'each statement of a judge must be an object such as {{"value": 0.8}}, not {shown}'
+    )
 
 
 def _about(statement: Statement, episode: str) -> Statement:
@@ -69,10 +77,10 @@ def _about(statement: Statement, episode: str) -> Statement:
     return statement if named else statement | {"episode": episode}
 
 
-def _shown(said: bytes) -> str:
-    return repr(said[:80].decode(errors="replace"))
+def _shown(answer: bytes) -> str:
+    return repr(answer[:80].decode(errors="replace"))
 
 
 def idempotency_key(judge: str, episode: str) -> str:
-    """Under which a judge's answer about an episode is posted, whenever that is tried."""
+    """Return the idempotency key of a judge's answer about an episode, the same at each try."""
     return "judge-" + sha256(f"{judge}\0{episode}".encode(errors="surrogatepass")).hexdigest()

@@ -1,4 +1,4 @@
-"""`pawl judge`: settings and options put together, and the judge run until it is told to stop."""
+"""`pawl judge`: combines options and settings, and runs the judge until it is stopped."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ OUTCOMES: Final = ("judged", "cannot_tell", "failed")
 
 
 class JudgeOptions(Record, frozen=True, kw_only=True):
-    """What the command line said; None where a setting decides."""
+    """The options of `pawl judge`; None where a setting decides. The CLI's help explains them."""
 
     command: tuple[str, ...] = ()
     model: str | None = None
@@ -54,14 +54,18 @@ class JudgeOptions(Record, frozen=True, kw_only=True):
 
 
 async def judge_episodes(options: JudgeOptions) -> dict[str, int]:
-    """Run the judge until SIGTERM, or once; how many episodes came to which outcome.
+    """Run the judge until SIGTERM, or until nothing is left to judge if `options.once`.
+
+    Returns:
+        The number of episodes by outcome: `judged`, `cannot_tell` and `failed`.
 
     Raises:
-        JudgeError: it cannot run like this; with `once`: a server does not answer.
+        JudgeError: the judge cannot run with these options.
+        Away: with `once`, a server does not answer.
     """
     settings = read_settings(JudgeSettings)
     proxy = read_settings(ProxySettings)
-    # Judges have time limits of their own.
+    # No limit of the client's: each judge and each post has a time limit of its own.
     timeout = aiohttp.ClientTimeout(total=None)
     async with (
         aiohttp.ClientSession(timeout=timeout) as session,
@@ -97,21 +101,21 @@ def _judge(
     timeout_s = options.timeout_s or settings.judge_timeout_s
     if options.model is None:
         if options.rubric is not None:
-            raise JudgeError("--rubric is for a model: name one with --model")
+            raise JudgeError("--rubric is for a model that judges: name the model with --model")
         command = options.command or _words(settings.judge_command or "")
         if not command:
             raise JudgeError(
-                "name a judge: `pawl judge -- COMMAND…`, PAWL_JUDGE_COMMAND, "
-                "or --model with --rubric"
+                "no judge is named: run `pawl judge -- COMMAND…`, set PAWL_JUDGE_COMMAND, "
+                "or name --model with --rubric"
             )
         return ProgramJudge(command, timeout_s=timeout_s, name=options.name)
     if options.command:
-        raise JudgeError("name a program or --model, not both")
+        raise JudgeError("a program and --model are both named: leave one of them out")
     base_url = _url("--base-url", options.base_url or str(proxy.upstream_url))
     if is_proxy(base_url, proxy.listen):
         raise JudgeError(
-            f"{base_url} is the proxy: the judge's calls would be recorded and trained like an "
-            "agent's. Name the model's server with --base-url"
+            f"{base_url} is the proxy: the judge's calls would be recorded, and trained on like "
+            "an agent's. Name the model's own server with --base-url"
         )
     return RubricJudge(
         session,
@@ -130,38 +134,45 @@ def _words(command: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(command))
     except ValueError as error:
-        raise JudgeError(f"PAWL_JUDGE_COMMAND: {error}") from error
+        raise JudgeError(
+            f"PAWL_JUDGE_COMMAND cannot be split into words ({error}): quote it as in a shell"
+        ) from error
 
 
 def _url(option: str, value: str) -> str:
     try:
         HttpUrl(value)
     except ValueError as error:
-        raise JudgeError(f"{option}: {value!r} is no http:// or https:// URL") from error
+        raise JudgeError(f"{option}: {value!r} is not an http:// or https:// URL") from error
     return value
 
 
 def _rubric(path: Path | None) -> str:
     if path is None:
-        raise JudgeError("--model wants a --rubric: a text file that says what good work is")
+        raise JudgeError(
+            "--model needs --rubric: name a text file that tells the model what good work is"
+        )
     try:
         rubric = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise JudgeError(f"the rubric {path} cannot be read: {error}") from error
     if not rubric.strip():
-        raise JudgeError(f"the rubric {path} is empty: say in it what good work is")
+        raise JudgeError(f"the rubric {path} is empty: write into it what good work is")
     return rubric
 
 
 def feedback_url(listen: str) -> str:
-    """Where the proxy that listens there takes feedback, seen from its machine."""
+    """Return the feedback URL of a proxy that listens on `listen`, for clients on its machine."""
     host, port = address(listen)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/feedback"
 
 
 def is_proxy(base_url: str, listen: str) -> bool:
-    """Whether the URL leads to the proxy that listens there."""
+    """Return whether a URL has the host and port of a proxy that listens on `listen`.
+
+    A URL that reaches the proxy by another host name is not recognised.
+    """
     url, (host, port) = urlsplit(base_url), address(listen)
     same_host = url.hostname == host or (url.hostname in HERE and host in HERE)
     return same_host and (url.port or {"http": 80, "https": 443}.get(url.scheme)) == port
@@ -172,7 +183,7 @@ def _counts(tally: Mapping[str, int]) -> dict[str, int]:
 
 
 async def _until_told(judging: Judging, *, once: bool) -> None:
-    """Run until the end, or until SIGTERM; what is being judged then is judged next time."""
+    """Run to the end, or until SIGTERM; episodes in progress then are judged at the next start."""
     running = asyncio.ensure_future(judging.run(once=once))
     stopped = False
 

@@ -1,4 +1,4 @@
-"""Posts a judge's statements to /feedback, as anybody posts theirs."""
+"""Posts a judge's statements to the proxy's `/feedback`, like any other client."""
 
 import asyncio
 from typing import Final
@@ -10,9 +10,9 @@ from pawl.judging.answers import Statement
 from pawl.judging.errors import Away, JudgeFailed
 
 TAKEN: Final = (200, 202)
-# The same judge has said something of this episode before: what it said then stands.
+# The key was used with another body: the judge's earlier answer about the episode stands.
 STATED_BEFORE: Final = 409
-# The statements are at fault, not the desk.
+# The statements are at fault, not the proxy.
 REFUSED: Final = (400, 413, 422)
 PAUSE_S: Final = 0.5
 ONE_POST_S: Final = 10.0
@@ -20,21 +20,22 @@ SHOWN: Final = 300
 
 
 class FeedbackDesk:
-    """The proxy's /feedback; what does not answer is asked again for `patience_s`."""
+    """A client of the proxy's `/feedback` that retries for a while if there is no answer."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, *, patience_s: float = 10.0
     ) -> None:
+        """Store the URL of `/feedback`, and for how many seconds a post is tried."""
         self._session = session
         self._url = url
         self._patience_s = patience_s
 
     async def post(self, statements: list[Statement], key: str) -> None:
-        """Have the statements taken; harmless under a key that was used before.
+        """Post the statements; under a key that was used before, nothing new is stated.
 
         Raises:
-            JudgeFailed: the statements are not as /feedback wants them.
-            Away: it does not answer, or not as it should.
+            JudgeFailed: `/feedback` refuses the statements.
+            Away: `/feedback` does not answer, or with an unexpected status.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._patience_s
@@ -44,7 +45,7 @@ class FeedbackDesk:
             await asyncio.sleep(PAUSE_S)
 
     async def _try(self, statements: list[Statement], key: str) -> str | None:
-        """What is in the way; None where nothing is."""
+        """Post once; return None if that succeeded, else the reason why it did not."""
         headers = {"Content-Type": "application/json", "Idempotency-Key": key}
         body = msgspec.json.encode(statements)
         try:
@@ -52,11 +53,11 @@ class FeedbackDesk:
                 asyncio.timeout(ONE_POST_S),
                 self._session.post(self._url, data=body, headers=headers) as reply,
             ):
-                said = (await reply.read())[:SHOWN].decode(errors="replace")
+                text = (await reply.read())[:SHOWN].decode(errors="replace")
         except (aiohttp.ClientError, TimeoutError) as error:
             return f"does not answer: {error or type(error).__name__}"
         if reply.status in REFUSED:
-            raise JudgeFailed(f"/feedback refused its answer: {said}")
+            raise JudgeFailed(f"/feedback refused the judge's answer: {text}")
         if reply.status in (*TAKEN, STATED_BEFORE):
             return None
-        return f"answered {reply.status}: {said}"
+        return f"answered {reply.status}: {text}"

@@ -1,13 +1,13 @@
-"""What can go wrong in judging."""
+"""The exceptions of judging."""
 
 
 class JudgeError(Exception):
-    """The judge cannot run like this; the message says what to do."""
+    """The judge cannot run as it is configured; the message says what to do."""
 
 
 class JudgeFailed(JudgeError):
-    """No answer about one episode that can be used; the episode stays unscored."""
+    """The judge gave no usable answer about an episode; the episode stays unscored."""
 
 
 class Away(JudgeError):
-    """A server does not answer, or not now: no episode's fault, and asked again later."""
+    """A server does not answer now. No episode's judgement counts as failed; it is retried."""

@@ -1,4 +1,4 @@
-"""A model with a rubric as judge, asked through any OpenAI-compatible server."""
+"""A judge that asks a model for a score by a rubric, on any OpenAI-compatible server."""
 
 import asyncio
 from hashlib import sha256
@@ -11,13 +11,13 @@ from pawl.judging.answers import Statement
 from pawl.judging.errors import Away, JudgeFailed
 from pawl.judging.rubric import judge_messages, read_score
 
-# What a server says of this request; anything else would be said of the next one, too.
+# Statuses that are about one request; any other error status would meet the next one, too.
 OF_THIS_REQUEST: Final = (400, 413, 422)
 SHOWN: Final = 300
 
 
 class RubricJudge:
-    """Asks for a score from 0 to 1, which it states as the episode's reward."""
+    """A judge that asks a model for a score from 0 to 1, and states it as the episode's reward."""
 
     def __init__(
         self,
@@ -32,19 +32,37 @@ class RubricJudge:
         api_key: str | None = None,
         name: str | None = None,
     ) -> None:
+        """Store how the model is asked.
+
+        Args:
+            session: the HTTP client.
+            base_url: base URL of the model's server, with its `/v1`.
+            model: the model's name on that server.
+            rubric: what good work is, in words.
+            timeout_s: time limit of one judgement, in seconds.
+            max_chars: characters of a transcript that the model is shown.
+            temperature: the temperature at which the model is sampled.
+            api_key: sent as bearer token if given.
+            name: the judge's name; None: model and a digest of the rubric.
+        """
         self.name = name or f"{model} by rubric {sha256(rubric.encode()).hexdigest()[:12]}"
         self._session = session
         self._url = base_url.rstrip("/") + "/chat/completions"
-        self._asked = {"model": model, "temperature": temperature}
+        self._parameters = {"model": model, "temperature": temperature}
         self._rubric = rubric
         self._timeout_s = timeout_s
         self._max_chars = max_chars
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
-        """See `Judge`."""
+        """Return the model's score as one statement about the episode, or none if it cannot tell.
+
+        Raises:
+            JudgeFailed: no answer in time, an answer without a score, or a refused request.
+            Away: the model's server does not answer, or with an error about any request.
+        """
         messages = judge_messages(self._rubric, line, self._max_chars)
-        score = read_score(_said(await self._ask(self._asked | {"messages": messages})))
+        score = read_score(_content(await self._ask(self._parameters | {"messages": messages})))
         return [] if score is None else [{"value": score, "episode": episode}]
 
     async def _ask(self, request: dict[str, Any]) -> bytes:
@@ -55,15 +73,17 @@ class RubricJudge:
             ):
                 body = await reply.read()
         except TimeoutError as error:
-            raise JudgeFailed(f"no answer within {self._timeout_s:g} s") from error
+            raise JudgeFailed(
+                f"no answer within {self._timeout_s:g} s: allow more with --timeout"
+            ) from error
         except aiohttp.ClientError as error:
             raise Away(f"{self._url} does not answer: {error}") from error
         if reply.status == 200:
             return body
-        said = f"{reply.status}: {body[:SHOWN].decode(errors='replace')}"
+        answer = f"{reply.status}: {body[:SHOWN].decode(errors='replace')}"
         if reply.status in OF_THIS_REQUEST:
-            raise JudgeFailed(f"the server refused the request with {said}")
-        raise Away(f"{self._url} answered {said}")
+            raise JudgeFailed(f"the model's server refused the request with {answer}")
+        raise Away(f"{self._url} answered {answer}")
 
 
 class _Message(msgspec.Struct):
@@ -78,8 +98,8 @@ class _Completion(msgspec.Struct):
     choices: list[_Choice]
 
 
-def _said(body: bytes) -> str:
+def _content(body: bytes) -> str:
     try:
         return msgspec.json.decode(body, type=_Completion).choices[0].message.content or ""
     except (msgspec.MsgspecError, ValueError, RecursionError, IndexError) as error:
-        raise JudgeFailed(f"the server's reply is no chat completion: {error}") from error
+        raise JudgeFailed(f"the model server's reply is no chat completion: {error}") from error

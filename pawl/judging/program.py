@@ -1,4 +1,4 @@
-"""A program as judge: an episode a run, one JSON line in, its answer out."""
+"""A judge that runs a program for each episode: one JSON line in, its answer out."""
 
 import asyncio
 import os
@@ -13,23 +13,40 @@ from typing import Final
 from pawl.judging.answers import Statement, read_answer
 from pawl.judging.errors import JudgeError, JudgeFailed
 
-LAST_WORDS: Final = 300
+LAST_LINE_CHARS: Final = 300
 
 
 class ProgramJudge:
-    """Runs a command for each episode."""
+    """A judge that runs a command for each episode, and reads its answer from standard output."""
 
     def __init__(self, command: Sequence[str], *, timeout_s: float, name: str | None = None):
-        """Raises `JudgeError` where there is no such program."""
+        """Store the command, after a check that its program exists.
+
+        Args:
+            command: the program and its arguments.
+            timeout_s: time limit of one run, in seconds.
+            name: the judge's name; None: the command.
+
+        Raises:
+            JudgeError: there is no such program, or it is not executable.
+        """
         if not command or shutil.which(command[0]) is None:
             shown = command[0] if command else ""
-            raise JudgeError(f"no program {shown!r} is found, or it may not be run: name one")
+            raise JudgeError(
+                f"the judge's program {shown!r} is not found or not executable: give its path, "
+                "or `chmod +x` it"
+            )
         self.name = name or shlex.join(command)
         self._command = list(command)
         self._timeout_s = timeout_s
 
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
-        """See `Judge`."""
+        """Run the program with the line on standard input, and return its statements.
+
+        Raises:
+            JudgeFailed: it cannot be started, takes too long, ends with a status other than 0,
+                or prints no usable answer.
+        """
         return read_answer(await self._answer(line), episode)
 
     async def _answer(self, line: bytes) -> bytes:
@@ -38,22 +55,27 @@ class ProgramJudge:
                 *self._command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
             )
         except OSError as error:
-            raise JudgeFailed(f"it cannot be started: {error}") from error
+            raise JudgeFailed(f"the judge's program cannot be started: {error}") from error
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer, complaint = await process.communicate(line + b"\n")
+                answer, errors = await process.communicate(line + b"\n")
         except TimeoutError as error:
-            raise JudgeFailed(f"no answer within {self._timeout_s:g} s") from error
+            raise JudgeFailed(
+                f"no answer within {self._timeout_s:g} s: allow more with --timeout"
+            ) from error
         finally:
-            # What it started may outlive it, and hold its output open.
+            # Kill the group: children of the program may outlive it and hold its output open.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if process.returncode:
-            raise JudgeFailed(f"exit code {process.returncode}{_last_words(complaint)}")
+            raise JudgeFailed(
+                f"the judge's program ended with exit code {process.returncode}{_last_line(errors)}"
+            )
         return answer
 
 
-def _last_words(complaint: bytes) -> str:
-    words = complaint.decode(errors="replace").strip().rpartition("\n")[2]
-    return f": {words[-LAST_WORDS:]}" if words else ""
+def _last_line(errors: bytes) -> str:
+    """Return the last line of standard error, as the end of a message."""
+    line = errors.decode(errors="replace").strip().rpartition("\n")[2]
+    return f": {line[-LAST_LINE_CHARS:]}" if line else ""

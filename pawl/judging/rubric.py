@@ -1,7 +1,8 @@
-"""What a model that judges is asked, and what it answered (pure).
+"""Writes the request to a model that judges, and reads the score from its answer (pure).
 
-The transcript is what an agent and the world said: it is shown between marks that it cannot
-itself close, and the model is told that nothing in it is an instruction.
+A transcript holds text of agents, users and tools, which may try to instruct the judge. It
+stands between marks that it cannot itself close, and the model is told that nothing in it is
+an instruction.
 """
 
 import json
@@ -28,7 +29,13 @@ _DECODER: Final = json.JSONDecoder()
 
 
 def judge_messages(rubric: str, line: bytes, max_chars: int) -> list[Message]:
-    """The messages of the request, the transcript cut in its middle to `max_chars`."""
+    """Return the chat messages that ask for a score of an episode.
+
+    Args:
+        rubric: what good work is, in words.
+        line: the episode as `pawl export` writes it.
+        max_chars: characters of the transcript that are shown; its middle is left out.
+    """
     shown = _cut(transcript(json.loads(line, parse_int=_number)), max_chars)
     fenced = shown.replace("</transcript", "<\\/transcript")
     return [
@@ -38,7 +45,10 @@ def judge_messages(rubric: str, line: bytes, max_chars: int) -> list[Message]:
 
 
 def _number(digits: str) -> int | str:
-    """Python makes no integer of more digits than `sys.get_int_max_str_digits`."""
+    """Return an integer, or its digits if there are more than Python reads.
+
+    The limit is `sys.get_int_max_str_digits`.
+    """
     try:
         return int(digits)
     except ValueError:
@@ -54,10 +64,10 @@ def _cut(text: str, most: int) -> str:
 
 
 def transcript(episode: dict[str, Any]) -> str:
-    """An exported episode as text: what each call added to the ones before, and its reply.
+    """Return an exported episode as text: what each call adds to earlier ones, and its reply.
 
-    Whatever is said over several lines is indented from its second on, so that nothing that was
-    said looks like a call's head, a reply or a tool's end.
+    A text of several lines is indented from its second line on, so that nothing within it looks
+    like the heading of a call, a reply or a tool event.
     """
     parts: list[str] = []
     known: list[list[Any]] = []
@@ -66,24 +76,26 @@ def transcript(episode: dict[str, Any]) -> str:
         shared = max((_shared(members, earlier) for earlier in known), default=0)
         known.append(members)
         parts.append(f"--- call {number}, agent {call['agent']} ---")
-        parts += [_told(member) for member in members[shared:]]
+        parts += [_line(member) for member in members[shared:]]
         parts += [f"reply: {text}" for text in _reply(call["reply"])]
         parts += [f"tool {event['id']}: {event['status']}" for event in call["tool_events"]]
     return "\n".join("\n  ".join(part.splitlines()) for part in parts)
 
 
 def _members(request: Any) -> list[Any]:
+    """Return the members of a request's conversation in any of the wire formats."""
     fields = request if isinstance(request, dict) else {}
-    told = fields.get("messages") or fields.get("input") or fields.get("prompt") or []
+    members = fields.get("messages") or fields.get("input") or fields.get("prompt") or []
     system = [
         {"role": "system", "content": fields[name]}
         for name in ("system", "instructions")
         if fields.get(name)
     ]
-    return system + (told if isinstance(told, list) else [told])
+    return system + (members if isinstance(members, list) else [members])
 
 
 def _shared(members: list[Any], earlier: list[Any]) -> int:
+    """Return how many members at the beginning of two conversations are equal."""
     pairs = zip(members, earlier, strict=False)
     return next(
         (place for place, (mine, its) in enumerate(pairs) if mine != its),
@@ -91,7 +103,7 @@ def _shared(members: list[Any], earlier: list[Any]) -> int:
     )
 
 
-def _told(member: Any) -> str:
+def _line(member: Any) -> str:
     if not isinstance(member, dict):
         return f"user: {_text(member)}"
     role, content = member.get("role") or member.get("type"), member.get("content")
@@ -101,19 +113,19 @@ def _told(member: Any) -> str:
 
 
 def _reply(reply: Any) -> Iterator[str]:
-    """What was said, in whichever API's words; of several choices the first."""
+    """Return the text of a reply in any of the wire formats; of several choices the first."""
     fields = reply if isinstance(reply, dict) else {}
     choices = fields.get("choices")
     choice = choices[0] if isinstance(choices, list) and choices else {}
-    said = choice.get("message") or choice.get("text") if isinstance(choice, dict) else None
-    said = said or fields.get("output") or fields.get("content")
-    if said is None:
+    content = choice.get("message") or choice.get("text") if isinstance(choice, dict) else None
+    content = content or fields.get("output") or fields.get("content")
+    if content is None:
         yield "(none)"
-    elif isinstance(said, dict):
-        kept = {n: v for n, v in said.items() if n in ("content", "tool_calls", "refusal") and v}
+    elif isinstance(content, dict):
+        kept = {n: v for n, v in content.items() if n in ("content", "tool_calls", "refusal") and v}
         yield _text(kept["content"] if set(kept) == {"content"} else kept)
     else:
-        yield _text(said)
+        yield _text(content)
 
 
 def _text(value: Any) -> str:
@@ -121,26 +133,28 @@ def _text(value: Any) -> str:
 
 
 def read_score(answer: str) -> float | None:
-    """The score of a model's answer; None where it cannot tell.
+    """Return the score in a model's answer; None if the model cannot tell.
 
-    The last JSON object that has a score counts: models think, and like to put it in a fence.
+    The last JSON object with a score counts: models write thoughts before it, and may put the
+    object into a code fence.
 
     Raises:
-        JudgeFailed: there is none, or none from 0 to 1.
+        JudgeFailed: there is no such object, or its score is not a number from 0 to 1.
     """
     text = answer.rpartition(THOUGHT_END)[2]
-    found = next((o for o in _objects_from_the_end(text) if "score" in o), None)
-    if found is None:
-        raise JudgeFailed(f"no JSON object with a score in its answer: {answer[-200:]!r}")
-    score = found["score"]
+    verdict = next((o for o in _objects_from_the_end(text) if "score" in o), None)
+    if verdict is None:
+        raise JudgeFailed(f"no JSON object with a score in the model's answer: {answer[-200:]!r}")
+    score = verdict["score"]
     if score is None:
         return None
     if isinstance(score, bool) or not isinstance(score, int | float) or not 0 <= score <= 1:
-        raise JudgeFailed(f"its score is {str(score)[:40]!r}, no number from 0 to 1")
+        raise JudgeFailed(f"the model's score is {str(score)[:40]!r}, no number from 0 to 1")
     return float(score)
 
 
 def _objects_from_the_end(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in a text, those that begin last first."""
     place = text.rfind("{")
     while place >= 0:
         try:

@@ -1,9 +1,9 @@
-"""Shows finished episodes to a judge, a few at a time, and has its answers posted.
+"""Shows finished episodes to a judge, several at a time, and posts its answers.
 
-An episode is asked about again only if its judgement failed, a bounded number of times and
-ever later. What happened is in the ledger before the next is asked about, so that a restart
-goes on where it was; a crash between an answer's post and that repeats a post under the same
-idempotency key, which states nothing new.
+An episode whose judgement failed is judged again, after growing pauses and a bounded number of
+times. Each outcome is written to the ledger at once, so that a restart goes on where the last
+process stopped. A crash between posting an answer and writing its outcome repeats the post
+under the same idempotency key, which states nothing new.
 """
 
 import asyncio
@@ -30,21 +30,26 @@ from store.records import Episode, Record
 log = structlog.get_logger()
 
 POLL_S: Final = 5.0
-# Looking for what is to be judged takes at most one part in so many of the database's time.
+# The pause after a look for episodes is at least this many times as long as the look, so that
+# a large backlog does not keep the database busy.
 LOOK_SHARE: Final = 20
 LONGEST_PAUSE_S: Final = 60.0
 FIRST_RETRY: Final = timedelta(seconds=30)
 RETRY_FACTOR: Final = 4.0
-# So many episodes are looked for at once, times how many are judged at once.
+# A look returns at most this many episodes for each one that is judged at the same time.
 AHEAD: Final = 8
 MAX_REASON: Final = 1000
 
 
 class JudgingPlan(Record, frozen=True, kw_only=True):
-    """Which episodes are judged, and how hard it is tried.
+    """The rules by which a judge works.
 
-    `quiet`: an episode is over when its last call is so long ago. `attempts`: how often a
-    judgement may fail.
+    Attributes:
+        selection: which episodes are judged.
+        quiet: how long after its last call an episode counts as finished.
+        concurrency: how many episodes are judged at the same time.
+        attempts: after how many failures an episode is given up.
+        poll_s: pause between looks for episodes, in seconds.
     """
 
     selection: Selection = Selection()
@@ -55,18 +60,19 @@ class JudgingPlan(Record, frozen=True, kw_only=True):
 
 
 def retry_at(failures: int, attempts: int, now: datetime) -> datetime | None:
-    """When a judgement that failed so often is tried again; None: never."""
+    """Return when a judgement that failed `failures` times is tried again; None: never."""
     if failures >= attempts:
         return None
     return now + FIRST_RETRY * RETRY_FACTOR ** (failures - 1)
 
 
 class Judging:
-    """One judge at work; `tally` counts what came of it."""
+    """A running judge; `tally` counts episodes by outcome."""
 
     def __init__(
         self, engine: AsyncEngine, judge: Judge, desk: FeedbackDesk, plan: JudgingPlan
     ) -> None:
+        """Store the judge, where its answers are posted, and its rules."""
         self.tally: Counter[str] = Counter()
         self._engine = engine
         self._judge = judge
@@ -74,32 +80,35 @@ class Judging:
         self._plan = plan
         self._away: Away | None = None
         self._looked_s = 0.0
-        # Answers that could not be posted yet: judging costs more than remembering.
+        # Answers that could not be posted yet. They are kept, as judging again would cost more.
         self._unsent: dict[tuple[UUID, datetime], list[Statement]] = {}
 
     async def run(self, *, once: bool = False) -> Mapping[str, int]:
-        """Judge what is finished, for ever; or `once` all that can be judged now.
+        """Judge finished episodes without end, or `once` all that can be judged now.
+
+        Returns:
+            The number of episodes by outcome.
 
         Raises:
-            JudgeError: another process runs this judge.
-            Away: with `once`: a server does not answer.
+            JudgeError: another process runs a judge of the same name.
+            Away: with `once`, a server does not answer.
         """
         async with holding(self._engine, self._judge.name) as held:
             if not held:
                 raise JudgeError(
-                    f"judge {self._judge.name!r} is at work already: stop it, or give this "
-                    "one another --name"
+                    f"judge {self._judge.name!r} is at work already in another process: stop "
+                    "that one, or give this one another --name"
                 )
             log.info("judge_up", judge=self._judge.name)
             pause_s = 0.0
             while True:
-                found = await self._round(once=once)
+                episodes = await self._round()
                 if self._away is not None:
                     if once:
                         raise self._away
                     pause_s = min(LONGEST_PAUSE_S, max(self._plan.poll_s, 2 * pause_s))
                     log.warning("judge_waits", reason=str(self._away), seconds=pause_s)
-                elif found:
+                elif episodes:
                     pause_s = 0.0
                 elif once:
                     return self.tally
@@ -107,28 +116,28 @@ class Judging:
                     pause_s = max(self._plan.poll_s, LOOK_SHARE * self._looked_s)
                 await asyncio.sleep(pause_s)
 
-    async def _round(self, *, once: bool) -> int:
-        """Ask about some episodes; how many there were."""
+    async def _round(self) -> int:
+        """Judge the episodes that wait now, and return how many there were."""
         self._away = None
         try:
-            found = await self._awaiting()
-            some = asyncio.Semaphore(self._plan.concurrency)
+            waiting = await self._awaiting()
+            limit = asyncio.Semaphore(self._plan.concurrency)
             async with asyncio.TaskGroup() as group:
-                for one in found:
-                    group.create_task(self._one(one, some))
+                for one in waiting:
+                    group.create_task(self._one(one, limit))
         except Exception as error:
             reasons = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
             if not all(map(is_away, reasons)):
                 raise
-            self._away = Away(f"PostgreSQL is away: {reasons[0]}")
+            self._away = Away(f"PostgreSQL does not answer: {reasons[0]}")
             return 0
-        return len(found)
+        return len(waiting)
 
     async def _awaiting(self) -> list[Awaiting]:
         now = datetime.now(UTC)
         begun = time.monotonic()
         async with self._engine.connect() as connection:
-            found = await awaiting(
+            waiting = await awaiting(
                 connection,
                 self._judge.name,
                 now=now,
@@ -139,11 +148,11 @@ class Judging:
                 policy=self._plan.selection.policy,
             )
         self._looked_s = time.monotonic() - begun
-        return found
+        return waiting
 
-    async def _one(self, one: Awaiting, some: asyncio.Semaphore) -> None:
-        """Judge one episode and keep what came of it."""
-        async with some:
+    async def _one(self, one: Awaiting, limit: asyncio.Semaphore) -> None:
+        """Judge one episode, and write and log the outcome."""
+        async with limit:
             if self._away is not None:
                 return
             begun = time.monotonic()
@@ -162,7 +171,7 @@ class Judging:
             except (JudgeFailed, Damaged) as error:
                 reason = str(error).replace("\x00", "")[:MAX_REASON]
                 if isinstance(error, Damaged):
-                    # It will read no better another time: only a further call makes it news.
+                    # Another try would fail in the same way, until a further call changes it.
                     attempts = 1
             last_call_at = episode.last_call_at if episode else seen
             await self._note(one, outcome, reason, last_call_at, attempts)
@@ -177,6 +186,13 @@ class Judging:
             )
 
     async def _judged(self, episode: Episode) -> Outcome:
+        """Ask the judge, or take its unsent answer, and post the answer.
+
+        Raises:
+            JudgeFailed: the judge gave no usable answer, or `/feedback` refused it.
+            Away: the judge or `/feedback` does not answer.
+            Damaged: the episode cannot be read back.
+        """
         shown = (episode.id, episode.last_call_at)
         statements = self._unsent.pop(shown, None)
         if statements is None:
@@ -186,7 +202,7 @@ class Judging:
             return "cannot_tell"
         async with self._engine.connect() as connection:
             if await is_scored(connection, episode.id):
-                # Somebody who knows better was quicker: the newest statement would stand.
+                # Somebody scored it meanwhile. The judge's newer statement would override that.
                 return "judged"
         try:
             await self._desk.post(statements, idempotency_key(self._judge.name, episode.key))
