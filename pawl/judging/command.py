@@ -78,7 +78,7 @@ async def judge_episodes(options: JudgeOptions) -> dict[str, int]:
             async with engine.begin() as connection:
                 await forget_unjudged(connection, judge.name)
         judging = Judging(engine, judge, desk, _plan(options, settings))
-        await _until_told(judging, once=options.once)
+        await _run_until_stopped(judging, once=options.once)
         return _counts(judging.tally)
 
 
@@ -182,7 +182,7 @@ def _counts(tally: Mapping[str, int]) -> dict[str, int]:
     return {outcome: tally.get(outcome, 0) for outcome in OUTCOMES}
 
 
-async def _until_told(judging: Judging, *, once: bool) -> None:
+async def _run_until_stopped(judging: Judging, *, once: bool) -> None:
     """Run to the end, or until SIGTERM; episodes in progress then are judged at the next start."""
     running = asyncio.ensure_future(judging.run(once=once))
     stopped = False

@@ -69,9 +69,7 @@ class ProgramJudge:
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         if process.returncode:
-            raise JudgeFailed(
-                f"the judge's program ended with exit code {process.returncode}{_last_line(errors)}"
-            )
+            raise JudgeFailed(f"exit code {process.returncode}{_last_line(errors)}")
         return answer
 
 

@@ -1,4 +1,4 @@
-"""`python -m pawl.serving.child keeper|worker …`: one of the supervisor's processes."""
+"""`python -m pawl.serving.child keeper|worker …`: runs one process of the supervisor's."""
 
 import argparse
 import asyncio
@@ -23,27 +23,29 @@ KEEPER_NICENESS: Final = 10
 GC_THRESHOLDS: Final = (20_000, 20, 20)
 
 
-def _no_hurry() -> None:
-    """Nothing is under way that would have to be hurried."""
+def _nothing() -> None:
+    """Do nothing: the keeper has no calls in progress that a signal would have to limit."""
 
 
-async def _until_told(
-    stop_soon: Callable[[], None] = _no_hurry, leave: Callable[[], None] = _no_hurry
+async def _until_stopped(
+    stop_soon: Callable[[], None] = _nothing, leave: Callable[[], None] = _nothing
 ) -> None:
-    """Wait until SIGTERM, SIGHUP, or the supervisor's end, with which standard input ends.
+    """Wait until SIGTERM, SIGHUP, or the supervisor's end, which closes standard input.
 
-    `stop_soon` is called on each SIGTERM, also on one that comes later; `leave` on the others.
+    Args:
+        stop_soon: called on each SIGTERM, also on one after this function has returned.
+        leave: called on SIGHUP, and when the supervisor has ended.
     """
-    told = asyncio.Event()
+    stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def on_signal(then: Callable[[], None]) -> None:
         then()
-        told.set()
+        stopped.set()
 
     loop.add_signal_handler(STOP, on_signal, stop_soon)
     loop.add_signal_handler(LEAVE, on_signal, leave)
-    # Ctrl-C reaches the whole group; the supervisor decides what it means.
+    # Ctrl-C reaches the whole process group; the supervisor alone acts on it.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
 
     def on_input() -> None:
@@ -52,13 +54,13 @@ async def _until_told(
             loop.remove_reader(0)
 
     loop.add_reader(0, on_input)
-    await told.wait()
+    await stopped.wait()
 
 
 def spare_the_collector() -> None:
-    """What is there now lives as long as the process: the collector need not look at it again.
+    """Exempt all present objects from garbage collection, and have it run seldom.
 
-    A call leaves no cycles behind, so that it need not look often either.
+    What exists now lives as long as the process, and a call leaves no reference cycles behind.
     """
     gc.collect()
     gc.freeze()
@@ -66,7 +68,7 @@ def spare_the_collector() -> None:
 
 
 def _is_up(ready: int) -> None:
-    """Tell the supervisor; one that is gone is noticed elsewhere."""
+    """Tell the supervisor that this process is up; `_until_stopped` notices if it has ended."""
     try:
         os.write(ready, b"up")
     except BrokenPipeError:
@@ -79,12 +81,12 @@ async def _keep(ready: int, board: int) -> None:
     from proxy.keeping.keeper import keeping
 
     spare_the_collector()
-    # Records can wait on disk; calls and streams cannot wait for their records to be stored.
+    # Calls come first: records can wait on disk, but clients wait for their replies.
     os.nice(KEEPER_NICENESS)
-    # A predecessor whose supervisor was killed stores what it can before it ends.
+    # A keeper whose supervisor was killed holds the spool until it has stored what it can.
     async with keeping(ProxySettings(), patience_s=PATIENCE_S, processes=Board(board).read):
         _is_up(ready)
-        await _until_told()
+        await _until_stopped()
 
 
 async def _work(ready: int, listener: int) -> None:
@@ -94,27 +96,27 @@ async def _work(ready: int, listener: int) -> None:
     settings = ProxySettings()
     async with serving(settings, socket.socket(fileno=listener)) as server:
         _is_up(ready)
-        await _until_told(
+        await _until_stopped(
             partial(server.finish_within, settings.calls_end_s),
             partial(server.finish_within, LEAVE_S),
         )
 
 
 def main() -> None:
-    """Run one of the two."""
+    """Run the keeper or a worker, as the arguments say, until it is told to end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=["keeper", "worker"])
     for descriptor in ("--ready", "--board", "--listener"):
         parser.add_argument(descriptor, type=int)
     parser.add_argument("--counters", type=int, nargs="+")
-    told = parser.parse_args()
-    configure_logging(gather=told.kind == "worker")
-    # Before what is imported below makes its metrics.
-    shared.share(told.counters)
-    if told.kind == "keeper":
-        uvloop.run(_keep(told.ready, told.board))
+    arguments = parser.parse_args()
+    configure_logging(gather=arguments.kind == "worker")
+    # Must come before the imports in `_keep` and `_work`: these create the metrics.
+    shared.share(arguments.counters)
+    if arguments.kind == "keeper":
+        uvloop.run(_keep(arguments.ready, arguments.board))
     else:
-        uvloop.run(_work(told.ready, told.listener))
+        uvloop.run(_work(arguments.ready, arguments.listener))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a process of the proxy is ended, and for how long it is waited for."""
+"""Ends a process of the proxy: by which signal, and how long it may take."""
 
 import asyncio
 import signal
@@ -9,10 +9,10 @@ import structlog
 
 log = structlog.get_logger()
 
-# A worker that is replaced, or whose supervisor was killed, keeps nobody waiting: its calls get
-# as long as they may need. `PAWL_STOP_GRACE_S` is for those that somebody waits for.
+# How long a worker that is replaced, or whose supervisor was killed, may go on with its calls.
+# Nobody waits for its end, so this is long; if somebody does, `PAWL_STOP_GRACE_S` holds.
 LEAVE_S: Final = 600.0
-# What it needs after that: to break its calls off, and to make their records durable.
+# How long it may take after that, to break its calls off and to make their records durable.
 LEAVE_MARGIN_S: Final = 10.0
 
 STOP: Final = signal.SIGTERM
@@ -22,7 +22,7 @@ LEAVE: Final = signal.SIGHUP
 async def end(
     process: asyncio.subprocess.Process, name: str, how: signal.Signals, within_s: float
 ) -> None:
-    """Tell a process to end and wait for it; kill it once it has had its time."""
+    """Send a process the signal `how` and wait for its end; kill it after `within_s` seconds."""
     with suppress(ProcessLookupError):
         process.send_signal(how)
     try:

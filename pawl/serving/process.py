@@ -1,8 +1,8 @@
-"""One process of the supervisor's, kept up: started again with growing pauses, never given up.
+"""Keeps one process of the supervisor's running: restarts it after pauses that grow.
 
-A process says that it is up over a pipe. One that never was, and ends again and again, is told
-to the operator at the first start (`DoesNotStart`): its settings or its code cannot work. One that
-was up once is started again for ever.
+A process reports over a pipe that it is up. If one was never up and ends again and again, its
+settings or its code cannot work, and the operator is told by `DoesNotStart`. One that was up
+once is restarted without end.
 """
 
 import asyncio
@@ -23,41 +23,48 @@ log = structlog.get_logger()
 
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 30.0
-# Who lived so long is healthy: the pauses begin anew.
+# A process that ran this long is healthy: the next pause is the shortest again.
 HEALTHY_S: Final = 30.0
-# Ended so soon and never up: it did not fail at its work.
+# A process that ends within this time and was never up fails to start, not at its work.
 YOUNG_S: Final = 20.0
 MOST_EARLY_ENDS: Final = 5
-# How long the one that is to replace another may take until it serves.
+# How long a process that is to replace another may take until it is up.
 START_S: Final = 120.0
 
 
 class NotReplaced(ProxyError):
-    """The process that was to replace another never came up; the other one serves on."""
+    """The process that was to replace another did not come up; the other one goes on serving."""
 
 
 class Running:
-    """A process that was started, and whether it has said that it is up."""
+    """A process that was started.
 
-    def __init__(self, process: asyncio.subprocess.Process, said: int) -> None:
+    Attributes:
+        process: the process.
+        started: when it was started, on the monotonic clock.
+        up: becomes true when the process reports that it is up, and false if it ends before.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, ready: int) -> None:
+        """Store the process and watch `ready`, the pipe on which it reports that it is up."""
         self.process = process
         self.started = time.monotonic()
         self.up: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._said = said
-        asyncio.get_running_loop().add_reader(said, self._on_said)
+        self._ready = ready
+        asyncio.get_running_loop().add_reader(ready, self._on_ready)
 
-    def _on_said(self) -> None:
-        """Read its word; the pipe's end without one says that it never came up."""
+    def _on_ready(self) -> None:
+        """Read the report; if the pipe closes without one, the process never came up."""
         loop = asyncio.get_running_loop()
-        word = os.read(self._said, 16)
-        loop.remove_reader(self._said)
-        os.close(self._said)
+        report = os.read(self._ready, 16)
+        loop.remove_reader(self._ready)
+        os.close(self._ready)
         if not self.up.done():
-            self.up.set_result(bool(word))
+            self.up.set_result(bool(report))
 
 
 class Child:
-    """One process, started again whenever it ends by itself."""
+    """A process that is restarted whenever it ends by itself, and can be replaced."""
 
     def __init__(
         self,
@@ -69,9 +76,15 @@ class Child:
         *,
         stop_s: float,
     ) -> None:
-        """`changed` is called when its state has; `gave_up` is told of a `DoesNotStart`.
+        """Store how the process is run.
 
-        `stop_s` is how long it may take to end when it is told to.
+        Args:
+            name: the process's name, for logs and `/readyz`.
+            command: its command line.
+            fds: file descriptors that it inherits.
+            changed: called whenever `state` has changed.
+            gave_up: gets a `DoesNotStart` if the process ends again and again and was never up.
+            stop_s: how long the process may take to end when it is told to, in seconds.
         """
         self.name = name
         self._stop_s = stop_s
@@ -92,33 +105,33 @@ class Child:
 
     @property
     def stopping(self) -> bool:
-        """Say whether it was told to end for good."""
+        """Return whether the process was told to end for good."""
         return self._stop.is_set()
 
     @property
     def state(self) -> ProcessState:
-        """What is told of it."""
+        """Return the process's state, as `/readyz` shows it."""
         return self._state
 
     async def start(self) -> None:
-        """Start it, and keep it up from now on.
+        """Start the process, and keep it running from now on.
 
         Raises:
-            OSError: this machine starts no process now.
+            OSError: the operating system cannot start a process now.
         """
         self._take(await self._spawn())
 
     async def replace(self) -> None:
-        """Start another one; once that is up, let the present one finish its work and end.
+        """Start a new process; once it is up, let the old one finish its work and end.
 
         Raises:
-            NotReplaced: the other one did not come up; the present one serves on.
-            OSError: this machine starts no process now.
+            NotReplaced: the new process did not come up; the old one goes on serving.
+            OSError: the operating system cannot start a process now.
         """
         self._replacing, self._ended_meanwhile = True, False
         try:
             new = await self._spawn()
-            # Until it is the present one, `stop` must know of it too.
+            # `stop` must end it too while it is not yet the present one.
             self._others.add(new)
             await self._see_up(new)
         except Exception:
@@ -136,35 +149,35 @@ class Child:
             self._others.discard(old)
 
     async def stop(self) -> None:
-        """Let it finish its work and end, and one that is being replaced."""
+        """Let the process finish its work and end, and with it one that it is replacing."""
         self._stop.set()
         self._show("stopping")
         present = {self._present, *self._others}
         await asyncio.gather(*(self._end(one) for one in present if one is not None))
-        # One may have been starting it again at this moment.
+        # A restart may be in progress at this moment.
         await asyncio.gather(*self._tasks)
 
     async def _spawn(self) -> Running:
-        said, saying = os.pipe()
+        ready, report = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 "--ready",
-                str(saying),
-                pass_fds=(*self._fds, saying),
-                # It ends with us, however we end: its standard input closes then.
+                str(report),
+                pass_fds=(*self._fds, report),
+                # However the supervisor ends, this pipe closes, and the process ends too.
                 stdin=asyncio.subprocess.PIPE,
             )
         except BaseException:
-            os.close(said)
+            os.close(ready)
             raise
         finally:
-            os.close(saying)
+            os.close(report)
         log.info("child_started", child=self.name, pid=process.pid)
-        return Running(process, said)
+        return Running(process, ready)
 
     def _take(self, running: Running) -> None:
-        """Have this one be the present one."""
+        """Make `running` the present process, and watch it."""
         self._present = running
         if running.up.done():
             self._note_up()
@@ -185,14 +198,14 @@ class Child:
             await self._start_again()
 
     async def _start_again(self) -> None:
-        """Start it after a pause that grows while it does not stay up."""
+        """Start the process after a pause, which doubles while the process does not stay up."""
         while not await self._stopped_within(self._pause_s):
             if self._was_up:
                 self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
             try:
                 running = await self._spawn()
             except Exception as error:
-                # No process, no memory, no file descriptor: there may be one later.
+                # The machine lacks processes, memory or file descriptors; it may have some later.
                 reason = f"{type(error).__name__}: {error}"
                 log.error("child_not_started", child=self.name, reason=reason)
                 continue
@@ -215,14 +228,14 @@ class Child:
         lived_s = time.monotonic() - running.started
         if lived_s >= HEALTHY_S:
             self._pause_s = FIRST_PAUSE_S
-        # One that somebody killed (the kernel, for its memory) did not fail to start.
+        # SIGKILL comes from outside (the kernel, when memory is short): not a failed start.
         early = not self._was_up and lived_s < YOUNG_S and status != -signal.SIGKILL
         self._early_ends = self._early_ends + 1 if early else 0
         pause_s = round(self._pause_s, 1)
         log.error("child_ended", child=self.name, status=status, again_in_s=pause_s)
         self._show("restarting", restarts=self._state.restarts + 1, last_exit=status)
         if self._early_ends >= MOST_EARLY_ENDS and not self._gave_up.done():
-            why = f"{self.name} ends as soon as it is started; see its log above"
+            why = f"{self.name} ends as soon as it is started: its log above says why"
             self._gave_up.set_exception(DoesNotStart(why))
 
     async def _see_up(self, new: Running) -> None:
@@ -238,8 +251,8 @@ class Child:
         status = await new.process.wait()
         self._others.discard(new)
         raise NotReplaced(
-            f"the process that was to replace {self.name} did not come up (status {status}); "
-            "see its log above. The present one serves on"
+            f"the process that was to replace {self.name} did not come up (status {status}): "
+            "its log above says why. The old process goes on serving"
         )
 
     async def _end(self, running: Running) -> None:
@@ -264,7 +277,7 @@ class Child:
         task.add_done_callback(self._tasks.discard)
 
     async def _to_its_end(self, work: Coroutine[object, object, None]) -> None:
-        """Whatever goes wrong while a process is watched, it goes on being kept up."""
+        """Run `work`; if it fails unexpectedly, log it and restart the process if it has ended."""
         try:
             await work
         except Exception:

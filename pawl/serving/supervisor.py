@@ -1,8 +1,8 @@
-"""`pawl proxy`: one keeper and N workers on one port, kept up.
+"""`pawl proxy`: runs one keeper and N workers on one port, and restarts those that end.
 
-The sockets are the supervisor's: while a worker is replaced, connections wait in its queue.
-SIGTERM and SIGINT end all of it, calls under way first, within `PAWL_STOP_GRACE_S`; SIGHUP replaces
-the workers one after another, new code and settings included, without a failed request.
+The supervisor owns the sockets: while a worker is replaced, connections wait in their queues.
+SIGTERM and SIGINT end all processes, calls in progress first, within `PAWL_STOP_GRACE_S`. SIGHUP
+replaces the workers one after another, with new code and settings and no failed request.
 """
 
 import asyncio
@@ -29,16 +29,21 @@ BACKLOG: Final = 4096
 
 
 def listening(listen: str, count: int) -> list[socket.socket]:
-    """The data port's sockets, one a worker: the kernel spreads connections over them.
+    """Open the data port's sockets, one for each worker.
 
-    On one socket whoever wakes first takes all that wait. They are ours to the end: a worker
-    that is replaced leaves its socket, and who waits there, to the next one.
+    The kernel spreads connections over the sockets; on a single one, the worker that wakes
+    first would take all that wait. A worker that is replaced leaves its socket, with the
+    connections that wait in its queue, to its successor.
+
+    Args:
+        listen: the address, as HOST:PORT.
+        count: the number of workers.
 
     Raises:
         OSError: the port is taken.
     """
     host, port = address(listen)
-    # Sockets that share a port share it with anybody who asks: see that nobody has it.
+    # With SO_REUSEPORT, binding succeeds on a port that another program shares: check first.
     _bound(host, port, shared=False).close()
     listeners = [_bound(host, port, shared=True) for _ in range(count)]
     for listener in listeners:
@@ -62,15 +67,14 @@ def _bound(host: str, port: int, *, shared: bool) -> socket.socket:
 
 
 async def serve(settings: ProxySettings) -> None:
-    """Run until SIGTERM or SIGINT.
+    """Run keeper and workers until SIGTERM or SIGINT.
 
-    What could not work when it is first started is raised. A process that was up once is kept up
-    for ever, whatever happens to it.
+    Errors of the first start are raised. A process that was up once is restarted without end.
 
     Raises:
         OSError: a port is taken.
         BadUpstreams: the file of upstreams cannot be used.
-        DoesNotStart: a process never came up, or would not run what its sources say.
+        DoesNotStart: a process never came up, or sources were changed after compilation.
     """
     _check(settings)
     stop, replace = asyncio.Event(), asyncio.Event()
@@ -85,7 +89,7 @@ async def serve(settings: ProxySettings) -> None:
         log.info("proxy_up", listen=settings.listen, workers=len(fleet.workers))
         await _until_stopped(settings, fleet, stop, replace)
     finally:
-        # Refused from now on: in the queue of a socket that nobody accepts from they would hang.
+        # New connections are refused from now on: in the queues of open sockets they would hang.
         for listener in listeners:
             listener.close()
         await fleet.stop()
@@ -93,17 +97,24 @@ async def serve(settings: ProxySettings) -> None:
 
 
 class Fleet:
-    """The keeper and the workers, and what they share."""
+    """The keeper and the workers, with the shared memory of their metrics and states.
+
+    Attributes:
+        keeper: the keeper.
+        workers: the workers, in the order of their sockets.
+        gave_up: gets a `DoesNotStart` if one of them never comes up.
+    """
 
     def __init__(self, settings: ProxySettings, listeners: Sequence[socket.socket]) -> None:
+        """Prepare the keeper, and a worker for each of the sockets; nothing is started yet."""
         self.gave_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._board = Board.new()
-        # While workers are replaced one after another there is one more of them; the keeper
-        # counts too. One is spare.
+        # A block of counters for each worker, for the one more that runs during a replacement,
+        # and for the keeper. One is spare.
         blocks = [make_block(f"pawl-counters-{number}") for number in range(len(listeners) + 3)]
         counters = ["--counters", *map(str, blocks)]
         run = [sys.executable, "-m", "pawl.serving.child"]
-        # The keeper does not get the sockets: who holds one holds the port, accepting or not.
+        # The keeper must not inherit the sockets: holding one would keep the port taken.
         keeper = [*run, "keeper", *counters, "--board", str(self._board.page)]
         self.keeper = Child(
             "keeper",
@@ -126,29 +137,33 @@ class Fleet:
         ]
 
     async def start(self) -> None:
-        """Start all of them, the keeper first."""
+        """Start all processes, the keeper first.
+
+        Raises:
+            OSError: the operating system cannot start a process now.
+        """
         self._tell()
         for child in (self.keeper, *self.workers):
             await child.start()
 
     async def replace(self) -> None:
-        """Replace the workers one after another; the rest stay where one cannot be replaced.
+        """Replace the workers one after another; stop at the first that cannot be replaced.
 
         Raises:
-            NotReplaced: a new one did not come up.
-            OSError: this machine starts no process now.
+            NotReplaced: a new worker did not come up.
+            OSError: the operating system cannot start a process now.
         """
         for worker in self.workers:
             await worker.replace()
 
     async def stop(self) -> None:
-        """Let them finish their work and end."""
+        """Let all processes finish their work and end."""
         await asyncio.gather(*(worker.stop() for worker in self.workers))
-        # Last, so that it stores what the workers still wrote.
+        # The keeper ends last, so that it stores what the workers have written until their end.
         await self.keeper.stop()
 
     def _tell(self) -> None:
-        """Show the keeper how the workers are."""
+        """Write the workers' states to the board, from which the keeper answers `/readyz`."""
         try:
             self._board.write([worker.state for worker in self.workers])
         except OSError as error:
@@ -170,7 +185,7 @@ async def _until_stopped(
 
 
 async def _replace_each_time(settings: ProxySettings, fleet: Fleet, replace: asyncio.Event) -> None:
-    """Replace the workers whenever it is asked for; whatever goes wrong, the present ones serve."""
+    """Replace the workers at each SIGHUP; if that fails, the old ones go on serving."""
     while True:
         await replace.wait()
         replace.clear()
@@ -186,8 +201,13 @@ async def _replace_each_time(settings: ProxySettings, fleet: Fleet, replace: asy
 
 
 def _check(settings: ProxySettings) -> None:
-    """Whether processes that are started now can work, and run what their sources say."""
+    """Check that processes that are started now could work, and would run their sources.
+
+    Raises:
+        BadUpstreams: the file of upstreams cannot be used.
+        DoesNotStart: sources were changed after they were compiled.
+    """
     check_upstreams(settings)
     if changed := outdated():
-        named = ", ".join(path.name for path in changed)
-        raise DoesNotStart(f"changed after it was compiled: {named}. `make install` compiles it")
+        names = ", ".join(path.name for path in changed)
+        raise DoesNotStart(f"changed after it was compiled: {names}. `make install` compiles it")
