@@ -1,8 +1,8 @@
-"""Compiles the proxy when Pawl is built or installed: hatchling calls this.
+"""Compiles the proxy when Pawl is built or installed; hatchling calls this hook.
 
-Cython turns each module into a C extension that does what the module says, type annotations
-aside; a call takes about a tenth less time then (docs/decisions/028-compiled.md). Without a C
-compiler nothing is compiled and the proxy runs from its sources.
+Cython translates each module into a C extension of the same behaviour; a call then takes about
+a tenth less time (docs/decisions/028-compiled.md). Without a C compiler or Python's headers
+nothing is compiled, and the proxy runs from its sources.
 """
 
 import json
@@ -21,25 +21,33 @@ sys.path.insert(0, str(Path(__file__).parent))
 from proxy.outdated import NOTED, hashes, outdated
 
 PACKAGE: Final = "proxy"
-# pydantic makes its own of a class; what looks at the others must not need them.
+# These stay Python: pydantic must see the settings' class as Python defines it, and the check
+# for outdated extensions must not itself be one.
 LEFT_AS_THEY_ARE: Final = ("__init__.py", "settings.py", "outdated.py")
-# Generated C, kept so that only what changed is translated again.
+# Folder of the generated C, kept so that only changed sources are translated again.
 WORK: Final = ".cython"
 OPTIONS: Final = ["-O2", "-g0", "-Wno-array-bounds", "-Wno-unused-function"]
 
 
 class Compiled(BuildHookInterface[Any]):  # type: ignore[misc]
-    """Puts the extensions beside their sources: an editable install runs them there."""
+    """The build hook; it puts extensions beside their sources, where editable installs use them."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile what changed; `version` is `standard` or `editable`."""
+        """Compile changed sources, and add the extensions to the wheel.
+
+        Args:
+            version: `standard` or `editable`; both are compiled alike.
+            build_data: hatchling's description of the wheel, which is completed.
+        """
         package = Path(self.root, PACKAGE)
         missing = _missing()
         if missing:
             _forget(package)
-            self.app.display_warning(f"no {missing}: the proxy is not compiled, and slower so")
+            self.app.display_warning(
+                f"the proxy is not compiled, and about a tenth slower: there is no {missing}"
+            )
             return
         _compile(package)
         build_data["pure_python"] = False
@@ -52,7 +60,7 @@ def _suffix() -> str:
 
 
 def _missing() -> str:
-    """What a compilation would lack here."""
+    """Return what this machine lacks for a compilation; an empty text if nothing."""
     compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")[0]
     if shutil.which(compiler) is None:
         return f"C compiler ({compiler})"
@@ -62,7 +70,7 @@ def _missing() -> str:
 
 
 def _forget(package: Path) -> None:
-    """What was compiled before may not be what the sources say now."""
+    """Delete extensions of an earlier build: they may be outdated, and nothing can rebuild them."""
     (package / NOTED).unlink(missing_ok=True)
     for extension in package.rglob(f"*{_suffix()}"):
         extension.unlink()
@@ -76,11 +84,11 @@ def _compile(package: Path) -> None:
     os.chdir(package.parent)
     for changed in outdated(package):
         if changed.exists():
-            # Times decide what is translated again; a file from elsewhere may look old.
+            # Cython goes by modification times, and a file from elsewhere may look old.
             changed.touch()
         else:
             changed.with_suffix(_suffix()).unlink(missing_ok=True)
-    # Whatever ends this before its end leaves no word that extensions are what sources say.
+    # Deleted first and written last: a build that breaks off must not count as complete.
     noted = package / NOTED
     noted.unlink(missing_ok=True)
     sources = [
@@ -92,7 +100,7 @@ def _compile(package: Path) -> None:
         Extension(".".join(path.with_suffix("").parts), [str(path)], extra_compile_args=OPTIONS)
         for path in sources
     ]
-    # Annotations stay annotations: Cython would check them, and hold ints to C's.
+    # Otherwise Cython would enforce annotations as types, and limit ints to those of C.
     directives = {"language_level": "3", "annotation_typing": False}
     cores = os.cpu_count() or 1
     extensions = cythonize(

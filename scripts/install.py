@@ -1,7 +1,8 @@
-"""Makes `.venv` with everything: `make install`. Standard library only; any Python 3 can read it.
+"""`make install`: creates `.venv` with all packages and the compiled proxy.
 
-Checks first, changes after: an unfit machine is told so in one line before anything is
-half done. A second run with nothing changed returns at once.
+Uses the standard library only, and syntax that any Python 3 reads, so that an unfit Python gets
+a clear message. The machine is checked before anything is changed. A second run with nothing
+changed returns at once. Exit status: 0 if `.venv` is ready; 1 if not, with the reason.
 """
 
 import hashlib
@@ -29,32 +30,33 @@ INPUTS = (
 
 
 def fail(message: str) -> NoReturn:
+    """Print a message to standard error, and end with status 1."""
     print("pawl: " + message, file=sys.stderr)
     raise SystemExit(1)
 
 
 def check_machine() -> None:
-    """End with a remedy unless Python, system and disk will do."""
+    """Check Python, system and disk; if one does not suffice, end with the remedy."""
     version = sys.version_info[:2]
     if not OLDEST <= version <= NEWEST:
         fail(
-            f"Python {version[0]}.{version[1]} cannot be used, 3.11 to 3.13 can: install one and"
-            " run `make install PYTHON=python3.11`"
+            f"Python {version[0]}.{version[1]} cannot be used: Pawl needs 3.11 to 3.13. Install one"
+            " and run `make install PYTHON=python3.11`"
         )
     if sys.platform != "linux" or os.uname().machine != "x86_64":
-        fail("the locked packages are for Linux on x86-64; this is another system")
+        fail("the packages are locked for Linux on x86-64 only: install Pawl on such a machine")
     try:
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
     except ImportError:
-        fail("this Python has no venv: install it (Debian: apt install python3-venv)")
+        fail("this Python has no module venv: install it (Debian: apt install python3-venv)")
     free = shutil.disk_usage(ROOT).free / GIB
     if free < DISK_GIB:
-        fail(f"{free:.1f} GiB are free on this disk, {DISK_GIB} are needed: free some")
+        fail(f"{free:.1f} GiB are free on this disk, {DISK_GIB} are needed: delete files")
 
 
 def fingerprint() -> str:
-    """What the installation depends on."""
+    """Return a hash of everything that the installation depends on."""
     digest = hashlib.sha256(sys.version.encode())
     for name in INPUTS:
         with open(os.path.join(ROOT, name), "rb") as file:
@@ -63,7 +65,7 @@ def fingerprint() -> str:
 
 
 def is_current(wanted: str) -> bool:
-    """Whether `.venv` was made from the same."""
+    """Return whether `.venv` was installed with the fingerprint `wanted`."""
     if not os.path.exists(STAMP):
         return False
     with open(STAMP) as file:
@@ -71,35 +73,36 @@ def is_current(wanted: str) -> bool:
 
 
 def is_outdated() -> bool:
-    """Whether what was compiled is of other sources."""
+    """Return whether sources of the proxy were changed after they were compiled."""
     sys.path.insert(0, ROOT)
     from proxy.outdated import outdated
 
     return bool(outdated())
 
 
-def run(what: str, *command: str, env: "dict[str, str] | None" = None) -> None:
-    """Run one step; a failure ends it all."""
-    print("pawl: " + what, flush=True)
+def run(step: str, *command: str, env: "dict[str, str] | None" = None) -> None:
+    """Print the name of a step and run its command; if that fails, end with status 1."""
+    print("pawl: " + step, flush=True)
     status = subprocess.call(command, env=env, cwd=ROOT)
     if status:
-        fail(f"{what} failed (exit status {status}); the reason is above")
+        fail(f"{step} failed (exit status {status}); the reason is above")
 
 
 def torch_source(gpu: bool) -> "tuple[dict[str, str], list[str]]":
-    """Where the CPU build of torch comes from: a folder this machine names, or PyTorch's index.
+    """Return the environment and the options with which uv finds the right build of torch.
 
-    pip reads PIP_FIND_LINKS and its configuration; uv reads neither.
+    The CPU build comes from a folder that this machine names, or else from PyTorch's index. pip
+    reads `PIP_FIND_LINKS` and its configuration, but uv does not: they are passed on.
     """
     links = os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS", "")
     if not links:
-        asked = subprocess.run(
+        configured = subprocess.run(
             [sys.executable, "-m", "pip", "config", "get", "global.find-links"],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             check=False,
         )
-        links = asked.stdout.decode().strip()
+        links = configured.stdout.decode().strip()
     environment = dict(os.environ)
     if links and not gpu:
         environment["UV_FIND_LINKS"] = ",".join(links.split())
@@ -108,7 +111,7 @@ def torch_source(gpu: bool) -> "tuple[dict[str, str], list[str]]":
 
 
 def install_packages(uv: str, gpu: bool) -> None:
-    """What Pawl is built on, in locked versions."""
+    """Create `.venv` if there is none, and install Pawl's dependencies in locked versions."""
     python = os.path.join(VENV, "bin", "python")
     if not os.path.exists(python):
         run("making .venv", sys.executable, "-m", "venv", VENV)
@@ -123,7 +126,7 @@ def install_packages(uv: str, gpu: bool) -> None:
 
 
 def install_pawl(uv: str, gpu: bool) -> None:
-    """Pawl itself, where it stands; its proxy is compiled (hatch_build.py)."""
+    """Install Pawl itself in editable form; this compiles its proxy (hatch_build.py)."""
     run(
         "installing Pawl and compiling its proxy",
         *(uv, "pip", "install", "--no-deps", "--quiet", "-e", "."),
@@ -133,7 +136,7 @@ def install_pawl(uv: str, gpu: bool) -> None:
 
 
 def main() -> None:
-    """Check, then install what is not there yet."""
+    """Check the machine, and install what is missing or outdated."""
     check_machine()
     gpu = shutil.which("nvidia-smi") is not None
     uv = os.path.join(VENV, "bin", "uv")
@@ -148,7 +151,9 @@ def main() -> None:
     install_pawl(uv, gpu)
     if not os.path.exists(os.path.join(ROOT, "proxy", "compiled.json")):
         print(
-            "pawl: no C compiler or no Python headers here: the proxy is not compiled, and slower"
+            "pawl: the proxy is not compiled, and about a tenth slower: there is no C compiler, or"
+            " there are no Python headers. To compile it, install them, delete"
+            " .venv/.pawl-installed and run `make install`"
         )
     with open(STAMP, "w") as file:
         file.write(wanted)

@@ -1,7 +1,8 @@
-"""Makes `.venv-clients` and `tests/clients/node/node_modules`: the clients that the tests drive.
+"""Installs the clients that tests drive: `.venv-clients`, `tests/clients/node/node_modules`.
 
-Their packages contradict the model server's, so they get an environment of their own, from
-uv in `.venv`. It brings Node too. A second run with nothing changed returns at once.
+Their packages conflict with the model server's, so they get an environment of their own, made
+by the uv in `.venv`. It contains Node too. A second run with nothing changed returns at once.
+Exit status: 0 also if npm could not install the Node clients; 1 if the Python clients failed.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ THIS = os.path.abspath(__file__)
 
 
 def fingerprint() -> str:
-    """What the installation depends on."""
+    """Return a hash of everything that the installation depends on."""
     digest = hashlib.sha256(sys.version.encode())
     for name in (LOCK, NODE_LOCK, THIS):
         with open(name, "rb") as file:
@@ -31,7 +32,7 @@ def fingerprint() -> str:
 
 
 def is_current(wanted: str) -> bool:
-    """Whether all of it is there, made from the same."""
+    """Return whether all clients are there, installed with the fingerprint `wanted`."""
     if not (os.path.exists(STAMP) and os.path.isdir(MODULES)):
         return False
     with open(STAMP) as file:
@@ -39,7 +40,7 @@ def is_current(wanted: str) -> bool:
 
 
 def install_python() -> None:
-    """The Python clients; a failure ends it all."""
+    """Install the Python clients; if that fails, end with status 1."""
     uv = os.path.join(VENV, "bin", "uv")
     run("making .venv-clients", uv, "venv", "--quiet", "--clear", "-p", sys.executable, CLIENTS)
     environment = dict(os.environ, VIRTUAL_ENV=CLIENTS)
@@ -48,7 +49,10 @@ def install_python() -> None:
 
 
 def install_node() -> bool:
-    """The Node clients; without them (no way to npm's registry) their tests are skipped."""
+    """Install the Node clients, and return whether that succeeded.
+
+    It fails where npm's registry cannot be reached; the tests of these clients are then skipped.
+    """
     print("pawl: installing the Node clients that the tests drive", flush=True)
     binaries = os.path.join(CLIENTS, "bin")
     environment = dict(os.environ, PATH=binaries + os.pathsep + os.environ["PATH"])
@@ -58,12 +62,16 @@ def install_node() -> bool:
     )
     if status:
         shutil.rmtree(MODULES, ignore_errors=True)
-        print("pawl: without them, for the reason above; their tests are skipped", file=sys.stderr)
+        print(
+            "pawl: the Node clients could not be installed, for the reason above: their tests are"
+            " skipped",
+            file=sys.stderr,
+        )
     return status == 0
 
 
 def main() -> None:
-    """Install what is not there yet."""
+    """Install the clients if they are missing or outdated."""
     wanted = fingerprint()
     if is_current(wanted):
         return

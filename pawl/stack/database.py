@@ -1,4 +1,4 @@
-"""The database that a command works on: the configured one, or the embedded one."""
+"""Opens the database that a command works on: the configured server, or the embedded one."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,15 +17,15 @@ from store.settings import StoreSettings
 log = structlog.get_logger()
 
 WATCH_S: Final = 0.5
-# One look waits no longer than this, so that the stack can be stopped meanwhile.
+# One check waits no longer than this, so that the stack can be stopped meanwhile.
 LOOK_S: Final = 5.0
 
 
 @asynccontextmanager
 async def open_database(settings: StoreSettings) -> AsyncIterator[str]:
-    """The URL of `DATABASE_URL`'s server, or of the embedded one.
+    """Yield the URL of the configured database (`DATABASE_URL`), or of the embedded server.
 
-    An embedded server that nobody ran is started, and stopped again by the last who uses it.
+    The embedded server is started if it does not run. The last process that uses it stops it.
     """
     if settings.database_url is not None:
         yield settings.database_url.get_secret_value()
@@ -34,13 +34,13 @@ async def open_database(settings: StoreSettings) -> AsyncIterator[str]:
     try:
         yield await asyncio.to_thread(postgres.ensure_running, passing=True)
     finally:
-        # Also where the wait for it was broken off.
+        # Also if the wait for its start was cancelled.
         await asyncio.to_thread(postgres.leave)
 
 
 @asynccontextmanager
 async def open_engine(settings: StoreSettings) -> AsyncIterator[AsyncEngine]:
-    """An engine on the migrated database, closed when left."""
+    """Upgrade the database's schema, and yield an engine that is disposed of at the end."""
     async with open_database(settings) as url:
         await upgrade(url)
         engine = make_engine(url)
@@ -52,7 +52,7 @@ async def open_engine(settings: StoreSettings) -> AsyncIterator[AsyncEngine]:
 
 @asynccontextmanager
 async def kept_postgres(data_dir: Path) -> AsyncIterator[EmbeddedPostgres]:
-    """The embedded server, started again whenever it goes away, and stopped when left."""
+    """Run the embedded server, restart it whenever it ends by itself, and stop it at the end."""
     postgres = EmbeddedPostgres(data_dir)
     ending = asyncio.Event()
     watching: asyncio.Task[None] | None = None
@@ -64,13 +64,13 @@ async def kept_postgres(data_dir: Path) -> AsyncIterator[EmbeddedPostgres]:
         ending.set()
         postgres.give_up()
         if watching is not None:
-            # Its thread may be starting the server: stopped before that ends, it would run on.
+            # Its thread may be starting the server at this moment, which would then run on.
             await asyncio.wait([watching])
         await asyncio.to_thread(postgres.stop)
 
 
 async def _keep(postgres: EmbeddedPostgres, ending: asyncio.Event) -> None:
-    """Start the server again if it went away; nobody else's business stops meanwhile."""
+    """Check the server again and again, in a thread, and restart it if it has ended."""
     while not ending.is_set():
         with suppress(TimeoutError):
             await asyncio.wait_for(ending.wait(), WATCH_S)

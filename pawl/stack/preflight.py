@@ -1,4 +1,4 @@
-"""What must hold before anything is started; each failure is one line with its remedy."""
+"""Checks of the machine before anything is started; each failure is one line with a remedy."""
 
 import shutil
 import socket
@@ -11,11 +11,18 @@ DISK_GIB: Final = 3
 
 
 class NotReady(Exception):
-    """The machine or its surroundings cannot run this; the message says what to do."""
+    """The machine lacks something that the stack needs; the message says what to do."""
 
 
 def check_ports(ports: dict[str, int]) -> None:
-    """Raise `NotReady` unless all of these can be listened on; keys say what they are for."""
+    """Check that all ports are free on 127.0.0.1.
+
+    Args:
+        ports: ports by purpose: `vLLM`, `proxy`, `proxy admin` or `trainer metrics`.
+
+    Raises:
+        NotReady: a port is taken.
+    """
     for purpose, port in ports.items():
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -23,8 +30,8 @@ def check_ports(ports: dict[str, int]) -> None:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
                 raise NotReady(
-                    f"port {port} ({purpose}) is taken: stop what listens there, "
-                    f"or choose another ({_variable(purpose)})"
+                    f"port {port} ({purpose}) is taken: stop the program that listens there, "
+                    f"or choose another port ({_variable(purpose)})"
                 ) from error
 
 
@@ -38,7 +45,11 @@ def _variable(purpose: str) -> str:
 
 
 def check_memory(needed_gib: float = MEMORY_GIB) -> None:
-    """Raise `NotReady` unless so much memory is available."""
+    """Check that `needed_gib` GiB of memory are available.
+
+    Raises:
+        NotReady: there is less, or the system does not say how much there is.
+    """
     available = available_memory() / GIB
     if available < needed_gib:
         raise NotReady(
@@ -48,16 +59,27 @@ def check_memory(needed_gib: float = MEMORY_GIB) -> None:
 
 
 def available_memory() -> int:
-    """Bytes of memory that can be had without swapping (Linux)."""
+    """Return the bytes of memory that are available without swapping (Linux).
+
+    Raises:
+        NotReady: the system does not say.
+    """
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, value = line.split(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
-    raise NotReady("this system does not say how much memory is free (/proc/meminfo)")
+    raise NotReady(
+        "this system does not say how much memory is free (no MemAvailable in /proc/meminfo): "
+        "run the stack on Linux"
+    )
 
 
 def check_disk(folder: Path, needed_gib: float = DISK_GIB) -> None:
-    """Raise `NotReady` unless `folder`'s disk has so much room."""
+    """Check that the disk of `folder`, which need not exist yet, has `needed_gib` GiB free.
+
+    Raises:
+        NotReady: there is less.
+    """
     place = folder.resolve()
     while not place.exists():
         place = place.parent
@@ -65,5 +87,5 @@ def check_disk(folder: Path, needed_gib: float = DISK_GIB) -> None:
     if free < needed_gib:
         raise NotReady(
             f"{free:.1f} GiB are free on the disk of {folder}, {needed_gib:g} are needed: "
-            "free some, or choose another folder"
+            "delete files, or choose a folder on another disk"
         )

@@ -1,4 +1,4 @@
-"""One child process: its log file, its restarts, its end. No child outlives its parent."""
+"""A child process with a log file that is restarted when it ends and never outlives its parent."""
 
 import asyncio
 import ctypes
@@ -16,17 +16,24 @@ log = structlog.get_logger()
 STOP_S: Final = 10.0
 RESTART_S: Final = 0.2
 PR_SET_PDEATHSIG: Final = 1
-# More restarts than this without the process ever living for a minute: it will not come up.
+# After more short lives in a row than this, a process is given up: it cannot start.
 MOST_RESTARTS: Final = 5
 LIVED_S: Final = 60.0
 
 
 class ProcessFailed(Exception):
-    """A process of the stack ended and could not be kept up; the message shows its last words."""
+    """A process of the stack cannot be kept running; the message ends with that of its log."""
 
 
 class Process:
-    """A command that is kept running until it is told to stop."""
+    """A command that is restarted whenever it ends by itself, until `stop`.
+
+    Attributes:
+        name: its name, for logs; the log file is called by it.
+        restarts: how often it was restarted.
+        failed: why it was given up, if it was.
+        log_file: its standard output and standard error.
+    """
 
     def __init__(
         self,
@@ -37,6 +44,15 @@ class Process:
         *,
         stop_s: float = STOP_S,
     ) -> None:
+        """Store how the command is run.
+
+        Args:
+            name: the process's name.
+            command: its command line.
+            environment: all of its environment.
+            log_dir: folder of its log file.
+            stop_s: seconds from SIGTERM to SIGKILL when it is stopped.
+        """
         self.name = name
         self.restarts = 0
         self.failed: ProcessFailed | None = None
@@ -50,17 +66,17 @@ class Process:
 
     @property
     def pid(self) -> int | None:
-        """The running process's id."""
+        """Return the id of the running process, or None before the first start."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Start it, and again whenever it ends by itself."""
+        """Start the process, and restart it from now on whenever it ends by itself."""
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         await self._spawn()
         self._keeper = asyncio.create_task(self._keep(), name=f"keep-{self.name}")
 
     async def stop(self) -> None:
-        """End it and all that it started: SIGTERM, and SIGKILL for what does not heed it."""
+        """Stop the process and all that it started: SIGTERM, and SIGKILL after `stop_s`."""
         self._stopping = True
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
@@ -76,13 +92,13 @@ class Process:
             await asyncio.wait([self._keeper])
 
     def last_words(self, lines: int = 12) -> str:
-        """The end of its log."""
+        """Return the last lines of its log."""
         if not self.log_file.exists():
             return ""
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
     def _kill_group(self) -> None:
-        """End what the process left behind: vLLM's engine is a child that can outlive it."""
+        """Kill children that the process left behind: vLLM's engine can outlive its server."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -95,7 +111,7 @@ class Process:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                # Ctrl-C reaches the parent alone, which stops the others in order.
+                # Ctrl-C must reach the parent alone, which stops its children in order.
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
@@ -124,5 +140,8 @@ class Process:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel end this child when its parent is gone, however it went (Linux)."""
+    """Have the kernel send this child SIGTERM when its parent ends, however it ends.
+
+    Linux only: `PR_SET_PDEATHSIG`, see prctl(2).
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Brings the stack up in the right order, keeps it up, and takes all of it down again."""
+"""Starts the processes of the local stack, keeps them running, and stops them in order."""
 
 import asyncio
 import os
@@ -21,14 +21,29 @@ from store.settings import address
 
 READY_S: Final = 600.0
 POLL_S: Final = 0.25
-# What the proxy's supervisor needs for itself when it is stopped.
+# How long the proxy's supervisor may take beyond `PAWL_STOP_GRACE_S` when it is stopped.
 STOP_MARGIN_S: Final = 2.0
 
 
 class StackPlan(Record, frozen=True, kw_only=True):
-    """What is started, and where everything is.
+    """The processes to start, with their addresses, folders and settings.
 
-    `database_url` or `upstream_url` set: that one runs elsewhere and is not started.
+    Attributes:
+        vllm: how vLLM is started.
+        database_url: the PostgreSQL to use; None: start the embedded one.
+        upstream_url: the model server to use; None: start vLLM.
+        listen: the proxy's data port, as HOST:PORT.
+        admin_listen: the proxy's admin port, as HOST:PORT.
+        trainer_listen: the trainer's metrics port, as HOST:PORT.
+        data_dir: folder of the embedded PostgreSQL.
+        spool_dir: folder of the proxy's spool.
+        adapter_dir: folder of policy versions.
+        log_dir: folder of logs.
+        recipe: name of a packaged recipe, or path of a TOML file.
+        policy: the policy to train; None: the model server's base model.
+        model: the base model; None: as the model server reports it.
+        seed: random seed of the first adapter.
+        judge: whether to start a judge (`PAWL_JUDGE_COMMAND` is set).
     """
 
     vllm: VllmOptions
@@ -45,14 +60,21 @@ class StackPlan(Record, frozen=True, kw_only=True):
     policy: str | None
     model: str | None
     seed: int = 0
-    # Whether a judge is configured (PAWL_JUDGE_COMMAND).
     judge: bool = False
 
 
 class Stack:
-    """A running stack."""
+    """A running stack.
+
+    Attributes:
+        plan: what was started, and where.
+        database_url: the database in use.
+        postgres: the embedded server, if that is the database.
+        processes: the other processes, by name.
+    """
 
     def __init__(self, plan: StackPlan, database_url: str, postgres: EmbeddedPostgres | None):
+        """Store the plan and the database; processes are added as they start."""
         self.plan = plan
         self.database_url = database_url
         self.postgres = postgres
@@ -60,11 +82,15 @@ class Stack:
 
     @property
     def base_url(self) -> str:
-        """What an agent sets as OPENAI_BASE_URL."""
+        """Return the proxy's address, as an agent sets it in `OPENAI_BASE_URL`."""
         return f"http://{self.plan.listen}/v1"
 
     def check(self) -> None:
-        """Raise `ProcessFailed` if something could not be kept up."""
+        """Check that all processes could be kept running.
+
+        Raises:
+            ProcessFailed: a process was given up.
+        """
         for process in self.processes.values():
             if process.failed is not None:
                 raise process.failed
@@ -74,13 +100,15 @@ class Stack:
 async def running_stack(
     plan: StackPlan, tell: Callable[[str], None] = lambda _: None
 ) -> AsyncIterator[Stack]:
-    """A stack that is ready when entered, and wholly gone when left, however it is left.
+    """Start the stack, yield it when all of it is ready, and stop all of it at the end.
 
-    `tell` is told what is being waited for.
+    Args:
+        plan: what to start, and where.
+        tell: called with the names of the processes that are not ready yet.
 
     Raises:
         NotReady: a port is taken, or there is too little memory or disk; nothing was started.
-        ProcessFailed: something would not come up.
+        ProcessFailed: a process did not come up.
     """
     preflight(plan)
     async with AsyncExitStack() as exits:
@@ -100,7 +128,11 @@ async def running_stack(
 
 
 def preflight(plan: StackPlan) -> None:
-    """Raise `NotReady` unless ports, memory and disk are there."""
+    """Check that the ports of a plan are free, and that memory and disk suffice.
+
+    Raises:
+        NotReady: something is missing; the message names it and the remedy.
+    """
     ports = {
         "proxy": address(plan.listen)[1],
         "proxy admin": address(plan.admin_listen)[1],
@@ -114,27 +146,27 @@ def preflight(plan: StackPlan) -> None:
 
 
 def _processes(plan: StackPlan, database_url: str) -> list[Process]:
-    """The slowest to come up first."""
+    """Return the processes of a plan, those that take longest to come up first."""
     upstream = plan.upstream_url or f"http://127.0.0.1:{plan.vllm.port}/v1"
     environment = _environment(plan, database_url, upstream)
     pawl = [sys.executable, "-m", "pawl.cli"]
-    found = []
+    processes = []
     if plan.upstream_url is None:
         cores = sorted(os.sched_getaffinity(0))
-        found.append(
+        processes.append(
             Process("vllm", vllm_command(plan.vllm), vllm_environment(cores), plan.log_dir)
         )
-    found.append(Process("trainer", [*pawl, "trainer"], environment, plan.log_dir))
-    # It lets its calls end first, and stores what they left: only then may it be killed.
+    processes.append(Process("trainer", [*pawl, "trainer"], environment, plan.log_dir))
+    # The proxy finishes its calls and stores their records before it may be killed.
     stop_s = ProxySettings().stop_grace_s + STOP_MARGIN_S
-    found.append(Process("proxy", [*pawl, "proxy"], environment, plan.log_dir, stop_s=stop_s))
+    processes.append(Process("proxy", [*pawl, "proxy"], environment, plan.log_dir, stop_s=stop_s))
     if plan.judge:
-        found.append(Process("judge", [*pawl, "judge"], environment, plan.log_dir))
-    return found
+        processes.append(Process("judge", [*pawl, "judge"], environment, plan.log_dir))
+    return processes
 
 
 def _environment(plan: StackPlan, database_url: str, upstream: str) -> dict[str, str]:
-    named = {
+    of_plan = {
         "DATABASE_URL": database_url,
         "PAWL_UPSTREAM_URL": upstream,
         "PAWL_LISTEN": plan.listen,
@@ -149,32 +181,32 @@ def _environment(plan: StackPlan, database_url: str, upstream: str) -> dict[str,
         "PAWL_MODEL": plan.model or "",
         "PYTHONWARNINGS": "ignore",
     }
-    return dict(os.environ) | named
+    return dict(os.environ) | of_plan
 
 
 async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
-    """Until every process answers.
+    """Wait until every process answers over HTTP.
 
     Raises:
-        ProcessFailed: one ended, or is not there after ten minutes.
+        ProcessFailed: a process was given up, or does not answer after `READY_S` seconds.
     """
     plan = stack.plan
-    waiting: Mapping[str, str] = {
+    health_urls: Mapping[str, str] = {
         "proxy": f"http://{plan.admin_listen}/readyz",
         "trainer": f"http://{plan.trainer_listen}/metrics",
         "vllm": f"http://127.0.0.1:{plan.vllm.port}/health",
     }
-    left = {name: url for name, url in waiting.items() if name in stack.processes}
+    waiting = {name: url for name, url in health_urls.items() if name in stack.processes}
     deadline = asyncio.get_running_loop().time() + READY_S
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
-        while left:
-            tell(", ".join(sorted(left)))
+        while waiting:
+            tell(", ".join(sorted(waiting)))
             stack.check()
-            for name, url in list(left.items()):
+            for name, url in list(waiting.items()):
                 if await _answers(session, url):
-                    del left[name]
+                    del waiting[name]
             if asyncio.get_running_loop().time() > deadline:
-                name = next(iter(left))
+                name = next(iter(waiting))
                 raise ProcessFailed(
                     f"{name} did not come up in {READY_S:.0f} s; the end of its log:\n"
                     + stack.processes[name].last_words()

@@ -1,4 +1,4 @@
-"""`python -m pawl.stack.unpack GGUF FOLDER`: a GGUF model as a folder of safetensors."""
+"""`python -m pawl.stack.unpack GGUF FOLDER`: unpacks a GGUF model to a folder of safetensors."""
 
 import shutil
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def unpack(gguf: Path, folder: Path) -> None:
-    """Write model, tokenizer and chat template in bf16; `folder` is replaced."""
+    """Write a GGUF file's model (in bf16), tokenizer and chat template; `folder` is replaced."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils import logging

@@ -1,4 +1,4 @@
-"""`pawl up`: the stack as configured, until it is told to stop."""
+"""`pawl up`: runs the local stack as it is configured, until it is stopped."""
 
 import asyncio
 import signal
@@ -18,16 +18,23 @@ CHECK_S = 1.0
 
 
 async def run_stack(settings: StackSettings) -> None:
-    """Bring everything up, say how it is used, and wait for SIGINT or SIGTERM."""
+    """Start the stack, print how it is used, and wait for SIGINT or SIGTERM.
+
+    Raises:
+        NotReady: the machine cannot run the stack; nothing was started.
+        ProcessFailed: a process cannot be kept running.
+    """
     stop = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
     console = Console(stderr=True)
     plan = await asyncio.to_thread(_plan, settings)
     with console.status("starting") as status:
-        async with running_stack(plan, lambda what: status.update(f"waiting for {what}")) as stack:
+        async with running_stack(
+            plan, lambda waiting: status.update(f"waiting for {waiting}")
+        ) as stack:
             status.stop()
-            _say_how(console, stack)
+            _print_usage(console, stack)
             while not stop.is_set():
                 stack.check()
                 await _pause(stop)
@@ -74,7 +81,9 @@ def _plan(settings: StackSettings) -> StackPlan:
     )
 
 
-def _say_how(console: Console, stack: Stack) -> None:
+def _print_usage(console: Console, stack: Stack) -> None:
     console.print(f"[bold]Pawl is up.[/] Run your agent with  OPENAI_BASE_URL={stack.base_url}")
     console.print(f"Rewards go to   POST http://{stack.plan.listen}/feedback")
-    console.print(f"Health, metrics http://{stack.plan.admin_listen}/metrics   Ctrl-C stops it all")
+    admin = f"http://{stack.plan.admin_listen}"
+    console.print(f"Health: {admin}/readyz   Metrics: {admin}/metrics")
+    console.print("Ctrl-C stops everything.")

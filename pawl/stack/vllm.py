@@ -1,4 +1,4 @@
-"""How vLLM is started: the CPU build with our LoRA plugin, or the plain one on a GPU."""
+"""Builds vLLM's command line and environment: the CPU build with our LoRA plugin, or a GPU."""
 
 import os
 import shutil
@@ -10,7 +10,18 @@ from store.records import Record
 
 
 class VllmOptions(Record, frozen=True, kw_only=True):
-    """What differs between one start and another."""
+    """The options of a vLLM server that differ from one stack to another.
+
+    Attributes:
+        model: folder or hub name of the base model.
+        served_name: the name under which clients ask for it.
+        port: port on 127.0.0.1.
+        dtype: number format; None: float32 on a CPU, bfloat16 on a GPU.
+        max_model_len: longest context, in tokens.
+        max_lora_rank: highest rank of an adapter.
+        tool_parser: vLLM's parser of tool calls for this model.
+        chat_template: chat template file; None: the model's own.
+    """
 
     model: str
     served_name: str
@@ -23,12 +34,12 @@ class VllmOptions(Record, frozen=True, kw_only=True):
 
 
 def has_gpu() -> bool:
-    """Whether an NVIDIA driver answers on this machine."""
+    """Return whether this machine has an NVIDIA driver (the program `nvidia-smi`)."""
     return shutil.which("nvidia-smi") is not None
 
 
 def vllm_command(options: VllmOptions) -> list[str]:
-    """The server's command line."""
+    """Return the server's command line."""
     dtype = options.dtype or ("bfloat16" if has_gpu() else "float32")
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -39,7 +50,8 @@ def vllm_command(options: VllmOptions) -> list[str]:
         *("--max-model-len", str(options.max_model_len)),
         *("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16"),
         *("--max-lora-rank", str(options.max_lora_rank)),
-        # What was really sampled from, at the defaults that the proxy assumes.
+        # Log-probabilities are of the distribution that was sampled from, and sampling defaults
+        # are vLLM's own, as the proxy assumes them.
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--enable-auto-tool-choice", "--tool-call-parser", options.tool_parser),
         *("--max-num-seqs", "64"),
@@ -52,7 +64,7 @@ def vllm_command(options: VllmOptions) -> list[str]:
 
 
 def vllm_environment(cores: Sequence[int]) -> dict[str, str]:
-    """The server's environment; `cores` are those a CPU server may compute on."""
+    """Return the server's environment; `cores` are the CPU cores it may use without a GPU."""
     environment = dict(os.environ)
     environment |= {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
