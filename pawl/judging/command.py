@@ -105,12 +105,12 @@ def _judge(
         command = options.command or _words(settings.judge_command or "")
         if not command:
             raise JudgeError(
-                "no judge is named: run `pawl judge -- COMMAND…`, set PAWL_JUDGE_COMMAND, "
-                "or name --model with --rubric"
+                "there is no judge to run; name a judge with `pawl judge -- COMMAND…`, "
+                "PAWL_JUDGE_COMMAND, or --model and --rubric"
             )
         return ProgramJudge(command, timeout_s=timeout_s, name=options.name)
     if options.command:
-        raise JudgeError("a program and --model are both named: leave one of them out")
+        raise JudgeError("a judge is a program or a model: name one of them, not both")
     base_url = _url("--base-url", options.base_url or str(proxy.upstream_url))
     if is_proxy(base_url, proxy.listen):
         raise JudgeError(
@@ -143,7 +143,7 @@ def _url(option: str, value: str) -> str:
     try:
         HttpUrl(value)
     except ValueError as error:
-        raise JudgeError(f"{option}: {value!r} is not an http:// or https:// URL") from error
+        raise JudgeError(f"{option}: {value!r} is no http:// or https:// URL") from error
     return value
 
 

@@ -73,9 +73,7 @@ class RubricJudge:
             ):
                 body = await reply.read()
         except TimeoutError as error:
-            raise JudgeFailed(
-                f"no answer within {self._timeout_s:g} s: allow more with --timeout"
-            ) from error
+            raise JudgeFailed(f"no answer within {self._timeout_s:g} s") from error
         except aiohttp.ClientError as error:
             raise Away(f"{self._url} does not answer: {error}") from error
         if reply.status == 200:

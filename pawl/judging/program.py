@@ -60,9 +60,7 @@ class ProgramJudge:
             async with asyncio.timeout(self._timeout_s):
                 answer, errors = await process.communicate(line + b"\n")
         except TimeoutError as error:
-            raise JudgeFailed(
-                f"no answer within {self._timeout_s:g} s: allow more with --timeout"
-            ) from error
+            raise JudgeFailed(f"no answer within {self._timeout_s:g} s") from error
         finally:
             # Kill the group: children of the program may outlive it and hold its output open.
             with suppress(ProcessLookupError):
