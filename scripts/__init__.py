@@ -1,0 +1,1 @@
+"""Scripts for contributors: installation, and the reference pages (`scripts.reference`)."""

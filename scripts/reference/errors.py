@@ -1,0 +1,105 @@
+"""The errors of the data port: classes, statuses, codes, and where each can occur."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import proxy
+from proxy import errors
+from proxy.errors import ProxyError
+
+CALL: Final = "call"
+FORWARD: Final = "forward"
+FEEDBACK: Final = "feedback"
+EVERY: Final = (CALL, FORWARD, FEEDBACK)
+# Where each error can be the answer to a request; an empty tuple: at the start of a process only.
+WHERE: Final[dict[type[ProxyError], tuple[str, ...]]] = {
+    errors.NotAllowed: (FORWARD,),
+    errors.Forbidden: (FORWARD,),
+    errors.BadRequest: EVERY,
+    errors.KeyReused: (FEEDBACK,),
+    errors.TooSlow: EVERY,
+    errors.Unexpected: EVERY,
+    errors.TooLarge: EVERY,
+    errors.Overloaded: EVERY,
+    errors.NoUpstream: (CALL, FORWARD),
+    errors.UpstreamUnreachable: (CALL, FORWARD),
+    errors.UpstreamBroke: (CALL, FORWARD),
+    errors.ReplyTorn: (CALL, FORWARD),
+    errors.UnreadableCoding: (CALL,),
+    errors.UpstreamSilent: (CALL, FORWARD),
+    errors.NoModels: (FORWARD,),
+    errors.ReplyTooLarge: (CALL,),
+    errors.SpoolFull: (CALL, FEEDBACK),
+    errors.SpoolInUse: (),
+    errors.DoesNotStart: (),
+    errors.BadUpstreams: (),
+}
+# What is refused before it is a request; the connection is closed after each.
+NOT_READ: Final = {
+    400: "The bytes are not an HTTP/1.1 request, or its head is not valid.",
+    408: "The head did not come within `PAWL_HEAD_S`.",
+    431: "Head or trailers are larger than 256 KiB.",
+    500: "The proxy failed to read or to answer the request; its log says how.",
+    505: "The request is of another HTTP version than 1.0 or 1.1.",
+}
+
+
+class ErrorClass(NamedTuple):
+    """One class of `proxy.errors`, as a client sees it."""
+
+    name: str
+    status: int
+    fault: str
+    kind: str
+    meaning: str
+    codes: tuple[str, ...]
+    where: tuple[str, ...]
+    retry_after_s: int | None
+
+
+def error_classes() -> list[ErrorClass]:
+    """Return the errors that a client can get, by status."""
+    codes = codes_by_class()
+    described = [_described(one, where, codes) for one, where in WHERE.items() if where]
+    return sorted(described, key=lambda one: (one.status, one.name))
+
+
+def subclasses(root: type[ProxyError] = ProxyError) -> Iterator[type[ProxyError]]:
+    """Yield all classes of `proxy.errors` below the root."""
+    for one in root.__subclasses__():
+        if one.__module__ == errors.__name__:
+            yield one
+            yield from subclasses(one)
+
+
+def codes_by_class() -> dict[str, set[str]]:
+    """Return the values of `code` that the proxy's sources give each class of error."""
+    found: dict[str, set[str]] = {}
+    for path in sorted(Path(next(iter(proxy.__path__))).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                found.setdefault(node.func.id, set()).update(_codes(node))
+    return found
+
+
+def _codes(call: ast.Call) -> Iterator[str]:
+    for keyword in call.keywords:
+        if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
+            yield str(keyword.value.value)
+
+
+def _described(
+    error: type[ProxyError], where: tuple[str, ...], codes: dict[str, set[str]]
+) -> ErrorClass:
+    return ErrorClass(
+        name=error.__name__,
+        status=error.status,
+        fault=error.fault,
+        kind=error.kind,
+        meaning=(error.__doc__ or "").strip(),
+        codes=tuple(sorted(codes.get(error.__name__, set()))),
+        where=where,
+        retry_after_s=error.retry_after_s,
+    )

@@ -1,0 +1,75 @@
+"""The headers and fields that the proxy reads, and the headers that it adds to a reply."""
+
+from typing import Final, NamedTuple
+
+from proxy.identity import names
+from proxy.tool_status import MAX_TEXT, PARAMETERS
+from store.records import TOOL_STATUSES
+
+
+class Header(NamedTuple):
+    """One header: name, meaning, and an example."""
+
+    name: str
+    meaning: str
+    example: str
+
+
+_NAME: Final = f"1 to {names.MAX_LENGTH} printable characters."
+REQUEST: Final = (
+    Header("x-pawl-episode", f"Episode that the call belongs to. {_NAME}", "run-7"),
+    Header("x-pawl-agent", f"Agent that makes the call; `default` if unnamed. {_NAME}", "writer"),
+    Header("x-pawl-task", f"Task that the episode works on. {_NAME}", "invoice-113"),
+    Header(
+        "x-pawl-tool-status",
+        "How the tools ended whose results this call sends: an RFC 9651 list of tokens "
+        f"({', '.join(f'`{one}`' for one in TOOL_STATUSES)}) with the parameters "
+        f"{', '.join(f'`{one}`' for one in PARAMETERS)}. `id` is required; texts have at most "
+        f"{MAX_TEXT} characters; `ms` is the duration in milliseconds.",
+        'ok;id="call_1", error;id="call_2";detail="exit 2"',
+    ),
+)
+IDEMPOTENCY: Final = Header(
+    "Idempotency-Key",
+    "Makes it safe to send the same body again: it is stated once. 1 to 256 printable characters. "
+    "Keys are shared by all proxies of one database, and a key never expires once its body is "
+    "stored.",
+    "run-7-final",
+)
+REPLY: Final = (
+    Header("x-pawl-call", "Id of the recorded call, for feedback.", "019a1b2c-…"),
+    Header("x-pawl-episode", "Episode that the call was assigned to.", "run-7"),
+    Header("x-pawl-policy", "Policy version that answered; absent if no policy did.", "smollm2@3"),
+    Header(
+        "x-pawl-warning",
+        "What the proxy ignored in the request, such as a malformed header. On `GET /v1/models`: "
+        "upstreams that gave no list of models.",
+        "x-pawl-task is empty; ignored",
+    ),
+)
+FAULT: Final = Header(
+    "x-pawl-fault",
+    "On replies of status 400 and above: who caused the error. `client`, `proxy` or `upstream`; "
+    "`upstream` also on errors that the upstream answered itself.",
+    "client",
+)
+RETRY_AFTER: Final = Header("Retry-After", "Seconds after which to send it again.", "1")
+
+
+class Source(NamedTuple):
+    """One place outside of Pawl's own names that may name an episode, and its namespace."""
+
+    place: str
+    name: str
+    namespace: str
+
+
+def episode_sources() -> list[Source]:
+    """Return the foreign names of an episode, highest priority first."""
+    tables = (
+        ("header", names.SESSION_HEADERS),
+        ("`metadata` field", names.METADATA),
+        ("body field", names.FIELDS),
+        ("W3C baggage", names.BAGGAGE),
+    )
+    return [Source(place, *entry) for place, table in tables for entry in table]

@@ -1,0 +1,148 @@
+"""The page of the HTTP API: routes, headers, feedback and errors."""
+
+from typing import Final
+
+from proxy.dialects.errors import ANTHROPIC_BY_STATUS
+from scripts.reference.errors import NOT_READ, error_classes
+from scripts.reference.headers import (
+    FAULT,
+    IDEMPOTENCY,
+    REPLY,
+    REQUEST,
+    RETRY_AFTER,
+    Header,
+    episode_sources,
+)
+from scripts.reference.http_texts import (
+    ADMIN,
+    ERROR_BODIES,
+    ERROR_CLASSES,
+    ERROR_NOT_READ,
+    FEEDBACK,
+    FEEDBACK_EXAMPLES,
+    FORWARDED,
+    IDENTITY,
+    INTRODUCTION,
+    PREFIX,
+    RECORDED,
+    TRAINER,
+)
+from scripts.reference.markdown import code, page, paragraph, table, table_with_notes
+from scripts.reference.routes import BELOW_MARK, Forwarded, forwarded_routes, recorded_paths
+from scripts.reference.schemas import admin_paths, feedback_fields
+
+FORMATS: Final = {
+    "chat": "OpenAI chat completions",
+    "completions": "OpenAI completions",
+    "responses": "OpenAI responses",
+    "messages": "Anthropic messages",
+}
+
+
+def http_page() -> str:
+    """Return `http.md`."""
+    return page(
+        "HTTP API",
+        paragraph(INTRODUCTION),
+        "## Recorded calls",
+        *_recorded(),
+        "## Names in the URL",
+        paragraph(PREFIX),
+        "## Headers",
+        *_headers(),
+        "## `POST /feedback`",
+        *_feedback(),
+        "## Forwarded routes",
+        *_forwarded(),
+        "## Errors",
+        *_errors(),
+        "## Admin port",
+        *_admin(),
+    )
+
+
+def _recorded() -> list[str]:
+    rows = [(code(f"POST {path}"), FORMATS[name]) for path, name in recorded_paths().items()]
+    return [paragraph(RECORDED), table(("route", "format"), rows)]
+
+
+def _headers() -> list[str]:
+    sources = [
+        (one.place, code(one.name), code(one.namespace) if one.namespace else "")
+        for one in episode_sources()
+    ]
+    return [
+        "### Of a request",
+        _header_table(REQUEST),
+        paragraph(IDENTITY),
+        table(("where", "name", "namespace"), sources),
+        "### Of a reply",
+        _header_table((*REPLY, FAULT, RETRY_AFTER)),
+    ]
+
+
+def _header_table(headers: tuple[Header, ...]) -> str:
+    rows = [(code(one.name), code(one.example), one.meaning) for one in headers]
+    return table_with_notes(("header", "example", "meaning"), rows)
+
+
+def _feedback() -> list[str]:
+    fields = table_with_notes(("field", "type", "meaning"), feedback_fields())
+    answers = table(
+        ("status", "meaning"),
+        [
+            ("200", "All statements are durable, and all targets are known."),
+            ("202", "All statements are durable; some targets are not known yet."),
+        ],
+    )
+    key = _header_table((IDEMPOTENCY,))
+    return [paragraph(FEEDBACK), FEEDBACK_EXAMPLES, fields, key, answers]
+
+
+def _forwarded() -> list[str]:
+    rows = [
+        (", ".join(one.methods), _paths(one), "yes" if one.administers else "")
+        for one in forwarded_routes()
+    ]
+    return [paragraph(FORWARDED), table(("methods", "paths", "account"), rows)]
+
+
+def _paths(route: Forwarded) -> str:
+    return ", ".join(_path(path) for path in route.paths)
+
+
+def _path(path: str) -> str:
+    start, found, count = path.partition(BELOW_MARK)
+    return f"{code(start)} and up to {count} segments below it" if found else code(path)
+
+
+def _errors() -> list[str]:
+    rows = [
+        (
+            str(one.status),
+            code(one.name),
+            one.fault,
+            code(one.kind),
+            ", ".join(map(code, one.codes)),
+            one.meaning,
+        )
+        for one in error_classes()
+    ]
+    anthropic = [(str(status), code(name)) for status, name in sorted(ANTHROPIC_BY_STATUS.items())]
+    return [
+        paragraph(ERROR_CLASSES),
+        _table_of_errors(rows),
+        paragraph(ERROR_BODIES),
+        table(("status", "Anthropic's type"), anthropic),
+        paragraph(ERROR_NOT_READ),
+        table(("status", "meaning"), [(str(status), text) for status, text in NOT_READ.items()]),
+    ]
+
+
+def _table_of_errors(rows: list[tuple[str, ...]]) -> str:
+    return table_with_notes(("status", "class", "fault", "type", "codes", "meaning"), rows)
+
+
+def _admin() -> list[str]:
+    rows = [(code(f"GET {path}"), meaning) for path, meaning in admin_paths().items()]
+    return [paragraph(ADMIN), table(("route", "meaning"), rows), paragraph(TRAINER)]

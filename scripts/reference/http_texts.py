@@ -1,0 +1,72 @@
+"""The explanations in the page of the HTTP API, between its generated tables."""
+
+from typing import Final
+
+INTRODUCTION: Final = """
+The proxy listens on two ports: the data port (`PAWL_LISTEN`, 127.0.0.1:8100) for calls and
+feedback, and the admin port (`PAWL_ADMIN_LISTEN`, 127.0.0.1:8101) for health and metrics. Both
+speak HTTP/1.1 and have no access keys: keep them on this machine, or behind something that has
+keys. [openapi.json](openapi.json) describes both ports as OpenAPI 3.1.
+"""
+RECORDED: Final = """
+Bodies are those of the upstream's API. They are passed through unchanged, streamed or not, except
+that the requested model becomes the served version's name, and that vLLM is asked for token ids and
+log-probabilities; both are undone in the reply. The end of a reply leaves after the call's record
+is on disk.
+"""
+PREFIX: Final = """
+A client that can set nothing but a base URL names a run in the path. Any of `/task/{task}`,
+`/episode/{episode}` and `/agent/{agent}`, in this order, may stand before a route:
+`/episode/run-7/agent/writer/v1/chat/completions`. Values are percent-encoded. Request headers win
+over the URL. Before routes that are not recorded the prefix has no effect.
+"""
+IDENTITY: Final = """
+All request headers are optional. A malformed one never fails a call: it is ignored, the reply has
+`x-pawl-warning`, and `pawl_warnings_total` counts it. All headers that begin with `x-pawl-` are
+removed before the request goes to the upstream. Without a name in our headers or in the URL, the
+first of the following names the episode, as `NAMESPACE:VALUE`. Failing these, a call joins the
+episode whose reply it repeats (a tool call's id, `previous_response_id` or the conversation so
+far), or the trace in `traceparent`; otherwise it is an episode of its own.
+"""
+FEEDBACK: Final = """
+The body is one statement, or a list of 1 to 10,000 statements that are accepted or refused
+together. It is durable before the reply is sent. Statements may come before their target, and
+days after it. The newest statement of a metric about a target counts. The reply has one result per
+statement, in the same order.
+"""
+FEEDBACK_EXAMPLES: Final = """```json
+{"metric": "reward", "value": 0.8, "episode": "run-7"}
+```
+
+```json
+{"results": [{"id": "019a1b2c-3d4e-7f60-8a9b-0c1d2e3f4a5b", "status": "stored"}]}
+```"""
+FORWARDED: Final = """
+These requests are passed on unchanged and unrecorded, in any size, streamed both ways. `GET` routes
+take `HEAD`, too. Any other method and path is refused with 404: the list is an allow-list, so that
+the model server's own adapter and administration endpoints cannot be reached. Routes marked
+*account* manage the account at the provider: they are refused if the proxy sends requests with its
+own key. `DELETE` of a model also needs `PAWL_ALLOW_MODEL_DELETE=true`.
+"""
+ERROR_CLASSES: Final = """
+Every reply of status 400 and above has `x-pawl-fault`. Errors that the upstream answers are passed
+on as they are. Errors of the proxy have one of these classes, under which `pawl_refused_total`
+counts them:
+"""
+ERROR_BODIES: Final = """
+The body has the shape of the client's API: `{"error": {"message", "type", "param", "code"}}`, and
+below `/v1/messages` `{"type": "error", "error": {"type", "message"}}`. A stream that breaks off
+ends with an event of that shape, and the connection is closed without the stream's regular end.
+Anthropic's types follow the status; a status that is not listed is `invalid_request_error` below
+500, and `api_error` from 500 on:
+"""
+ERROR_NOT_READ: Final = """
+What cannot be read as a request is answered with one of these statuses, in the same shape, and the
+connection is closed:
+"""
+ADMIN: Final = """
+The admin port serves three routes:
+"""
+TRAINER: Final = """
+The trainer serves `GET /metrics` on `PAWL_TRAINER_LISTEN` (127.0.0.1:8102).
+"""

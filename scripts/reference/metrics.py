@@ -1,0 +1,99 @@
+"""The page of metrics: every Prometheus metric of the proxy and of the trainer."""
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Final
+
+from prometheus_client.metrics import MetricWrapperBase
+
+import proxy.metrics
+import trainer.metrics
+from scripts.reference.markdown import code, page, paragraph, table, table_with_notes
+
+INTRODUCTION: Final = """
+The proxy serves its metrics at `/metrics` of its admin port (`PAWL_ADMIN_LISTEN`), summed over all
+workers and the keeper. The trainer serves its own at `/metrics` of `PAWL_TRAINER_LISTEN`, with
+the Python and process metrics of prometheus_client. A histogram `NAME` has the series
+`NAME_bucket`, `NAME_sum` and `NAME_count`.
+"""
+RECORDS: Final = """
+Each record ends in exactly one of four places: `pawl_records_total` = `pawl_records_stored_total`
++ `pawl_records_spooled` + `pawl_records_dead_lettered_total` + `pawl_records_dropped_total`.
+`pawl_reward` has no `_sum`, because rewards may be negative; `pawl_reward_stated_sum` stands in
+for it. It may fall: use `delta()`, not `rate()`.
+"""
+MODULES: Final[dict[str, ModuleType]] = {"Proxy": proxy.metrics, "Trainer": trainer.metrics}
+HEAD: Final = ("metric", "type", "labels", "meaning")
+LABELS: Final = {
+    "kind": "`prompt` or `sampled`.",
+    "metric": "`reward`, `tool_status`, or `other` for a metric of any other name.",
+    "outcome": "`trained`, `no_signal` (no call had an advantage other than 0), `released` (given back), "
+    "`rejected` (the version failed its probe) or `failed`.",
+    "path": "A forwarded route without the ids in it, such as `/v1/models`.",
+    "policy": "Name of the policy; empty if none served the call.",
+    "reason": "`pawl_refused_total`: an error class of [http.md](http.md#errors). "
+    "`pawl_calls_not_trainable_total`: as in the column `transitions.reason`. "
+    "`pawl_episodes_consumed_total`: `trained`, or as in the column `consumptions.reason`.",
+    "result": "`known` if the target was seen before, else `pending`.",
+    "status": "`pawl_calls_total`: how the call ended, as in the column `transitions.status`. "
+    "`pawl_tool_events_total`: the tool status. `pawl_forwarded_total`: the HTTP status.",
+    "stream": "`true` or `false`: whether the reply was streamed.",
+    "version": "Number of the policy version; empty if none served the call.",
+    "what": "`head`, `body` or `write`: what the client was too slow with.",
+}
+
+
+def metrics_page() -> str:
+    """Return `metrics.md`."""
+    return page(
+        "Metrics",
+        paragraph(INTRODUCTION),
+        *(_section(title, module) for title, module in MODULES.items()),
+        "## Labels",
+        table_with_notes(("label", "meaning"), [(code(one), text) for one, text in _labels()]),
+    )
+
+
+def metrics_of(module: ModuleType) -> Iterator[MetricWrapperBase]:
+    """Yield a module's metrics in the order of their definition, those in dicts too."""
+    for value in vars(module).values():
+        held = list(value.values()) if isinstance(value, dict) else [value]
+        yield from (one for one in held if isinstance(one, MetricWrapperBase))
+
+
+def name_of(metric: MetricWrapperBase) -> str:
+    """Return a metric's name as a query has it: a counter's ends in `_total`."""
+    family = metric.describe()[0]
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def labels_of(metric: MetricWrapperBase) -> tuple[str, ...]:
+    """Return the names of a metric's labels."""
+    return tuple(metric._labelnames)
+
+
+def _section(title: str, module: ModuleType) -> str:
+    rows = [
+        (
+            code(name_of(one)),
+            one.describe()[0].type,
+            ", ".join(map(code, labels_of(one))),
+            one.describe()[0].documentation,
+        )
+        for one in metrics_of(module)
+    ]
+    blocks = [f"## {title}", table_with_notes(HEAD, rows)]
+    if module is proxy.metrics:
+        blocks.append(paragraph(RECORDS))
+    return "\n\n".join(blocks)
+
+
+def _labels() -> list[tuple[str, str]]:
+    """Return each label in use with its meaning.
+
+    Raises:
+        KeyError: a label has no meaning in `LABELS`.
+    """
+    metrics = [metric for module in MODULES.values() for metric in metrics_of(module)]
+    used = {label for metric in metrics for label in labels_of(metric)}
+    return [(label, LABELS[label]) for label in sorted(used)]

@@ -1,0 +1,28 @@
+"""The reference pages by file name."""
+
+from pathlib import Path
+from typing import Final
+
+from scripts.reference.cli import cli_page
+from scripts.reference.database import database_page
+from scripts.reference.http import http_page
+from scripts.reference.metrics import metrics_page
+from scripts.reference.openapi import openapi_text
+from scripts.reference.recipe import recipe_page
+from scripts.reference.settings import settings_page
+
+FOLDER: Final = Path(__file__).parents[2] / "docs" / "reference"
+COMMAND: Final = "python -m scripts.reference"
+
+
+def pages() -> dict[str, str]:
+    """Return the text of each page, by its file name in `docs/reference/`."""
+    return {
+        "cli.md": cli_page(),
+        "database.md": database_page(),
+        "http.md": http_page(),
+        "metrics.md": metrics_page(),
+        "openapi.json": openapi_text(),
+        "recipe.md": recipe_page(),
+        "settings.md": settings_page(),
+    }

@@ -1,0 +1,89 @@
+"""The routes of the data port, as `proxy.routes` and `proxy.openai_paths` let them through."""
+
+import re
+from typing import Final, NamedTuple
+
+from proxy import openai_paths, routes
+from proxy.routes import Kind
+
+ID: Final = "<id>"
+# How the page marks segments that may follow a path; their largest number comes after it.
+BELOW_MARK: Final = "/…×"
+BELOW: Final = re.compile(r"\(\?:/<id>\)\{0,(\d)\}")
+# The regular expression of a route has at most these: literals, groups and optional groups.
+GROUP: Final = re.compile(r"\(\?:((?:[^()]|\([^()]*\))*)\)(\??)")
+
+
+class Forwarded(NamedTuple):
+    """Routes that are forwarded unrecorded: methods, readable paths, and whose account it is."""
+
+    methods: tuple[str, ...]
+    paths: tuple[str, ...]
+    administers: bool = False
+
+
+def exact_routes() -> dict[tuple[str, str], Kind]:
+    """Return what is done with each exact method and path."""
+    return dict(routes._EXACT)
+
+
+def recorded_paths() -> dict[str, str]:
+    """Return the wire format of each recorded path."""
+    return dict(routes.DIALECT_OF)
+
+
+def prefix_parts() -> tuple[str, ...]:
+    """Return the parts that a URL's prefix may name, in their order."""
+    return tuple(name for name in routes._PREFIX.groupindex if name != "rest")
+
+
+def forwarded_routes() -> list[Forwarded]:
+    """Return all forwarded routes: the exact ones, one model, and the rest of OpenAI's API."""
+    exact = [
+        Forwarded((method,), (path,))
+        for (method, path), kind in exact_routes().items()
+        if kind is Kind.FORWARD
+    ]
+    rules = [
+        Forwarded(tuple(sorted(rule.methods)), readable_paths(rule.pattern), rule.administers)
+        for rule in openai_paths.RULES
+    ]
+    return [*exact, Forwarded(("GET",), ("/v1/models/{model}",)), *rules]
+
+
+def readable_paths(pattern: re.Pattern[str]) -> tuple[str, ...]:
+    """Return the paths that a route's pattern matches, with `{id}` for an id.
+
+    Segments that may follow, N at most, are written as `BELOW_MARK` and N.
+    """
+    text = pattern.pattern.removesuffix(r"\Z").replace(openai_paths.NOT_VLLM, "")
+    text = BELOW.sub(rf"{BELOW_MARK}\1", text.replace(openai_paths.ID, ID))
+    return tuple(path.replace(ID, "{id}") for path in _expanded(text))
+
+
+def _expanded(text: str) -> list[str]:
+    """Return what a pattern of literals, alternatives and optional groups can be.
+
+    Raises:
+        ValueError: it has something else in it.
+    """
+    found = GROUP.search(text)
+    if found is None:
+        if re.search(r"[()|?*+{}\\]", text):
+            raise ValueError(f"{text!r} is not as simple as a route's pattern is expected to be")
+        return [text]
+    before, after = text[: found.start()], text[found.end() :]
+    middles = [*([""] if found[2] else []), *_alternatives(found[1])]
+    return [path for middle in middles for path in _expanded(before + middle + after)]
+
+
+def _alternatives(text: str) -> list[str]:
+    """Return the alternatives of a group; those inside inner groups are left for later."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if character == "|" and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts

@@ -1,0 +1,166 @@
+"""The JSON schemas of what Pawl itself reads and writes over HTTP, from the code's own limits."""
+
+from typing import Any, Final, get_args
+
+from proxy import statements
+from proxy.counting.board import State as ProcessPhase
+from proxy.keeping.progress import MOST_REASON
+from proxy.keeping.progress import State as DrainPhase
+from store.records import TOOL_STATUSES
+
+Schema = dict[str, Any]
+
+ADMIN: Final = {
+    "/healthz": "200 while the keeper process answers.",
+    "/readyz": "200 while some worker takes calls, else 503. The body tells of workers, database "
+    "and drain; a database that is away does not make it 503.",
+    "/metrics": "Prometheus metrics: see [metrics.md](metrics.md).",
+}
+MEANINGS: Final = {
+    "metric": f"What is stated; `{statements.REWARD}` if left out. Only `reward` is trained on; "
+    f"`{statements.TOOL_STATUS}` states how a tool execution ended.",
+    "value": "A finite number; for `tool_status` one of "
+    + ", ".join(f"`{one}`" for one in TOOL_STATUSES)
+    + ".",
+    "episode": "Target: the episode's name, as in `x-pawl-episode` of the reply.",
+    "call": "Target: the call's id, as in `x-pawl-call` of the reply.",
+    "response": "Target: the `id` in the body of the reply that the agent got.",
+    "id": "Only for `tool_status`: id of the tool call.",
+    "name": "Only for `tool_status`: name of the tool.",
+    "detail": "Only for `tool_status`: what happened.",
+    "ms": "Only for `tool_status`: duration in milliseconds.",
+}
+TYPES: Final = {"value": "number or text, required", "ms": "number", "call": "UUID"}
+# U+0000 is no character of a text in PostgreSQL.
+TEXT: Final[Schema] = {
+    "type": ["string", "null"],
+    "maxLength": statements.MAX_TEXT,
+    "pattern": "^[^\\u0000]*$",
+}
+
+
+def admin_paths() -> dict[str, str]:
+    """Return the routes of the admin port, and what each answers."""
+    return dict(ADMIN)
+
+
+def feedback_fields() -> list[tuple[str, str, str]]:
+    """Return name, type and meaning of each field of a statement."""
+    text = f"text, at most {statements.MAX_TEXT} characters"
+    rows = [(f"`{name}`", TYPES.get(name, text), MEANINGS[name]) for name in MEANINGS]
+    notes = "exactly one of `episode`, `call` and `response`, of at most "
+    rows.append(("target", notes + f"{statements.MAX_TARGET_BYTES} bytes", "Required."))
+    return rows
+
+
+def feedback_schemas() -> dict[str, Schema]:
+    """Return the schemas of what `/feedback` takes and answers, by name."""
+    return {
+        "Statement": {"oneOf": [_ref("MetricStatement"), _ref("ToolStatement")]},
+        "MetricStatement": _statement(statements.COMMON, _metric()),
+        "ToolStatement": _statement(statements.COMMON | statements.ABOUT_TOOLS, _tool_status()),
+        "FeedbackResults": _results(),
+    }
+
+
+def _metric() -> Schema:
+    metric = TEXT | {"default": statements.REWARD, "not": {"const": statements.TOOL_STATUS}}
+    return {
+        "properties": {"metric": metric, "value": {"type": "number"}},
+        "required": ["value"],
+    }
+
+
+def _tool_status() -> Schema:
+    return {
+        "properties": {
+            "metric": {"const": statements.TOOL_STATUS},
+            "value": {"enum": list(TOOL_STATUSES)},
+            "ms": {"type": ["number", "null"]},
+        },
+        "required": ["metric", "value"],
+    }
+
+
+def _statement(fields: frozenset[str], special: Schema) -> Schema:
+    """Return the schema of a statement: texts, unless `special` says more, and one target."""
+    call = {"type": ["string", "null"], "format": "uuid"}
+    properties = {name: TEXT for name in MEANINGS if name in fields} | {"call": call}
+    described = {
+        name: {**schema, "description": MEANINGS[name]}
+        for name, schema in (properties | special["properties"]).items()
+    }
+    return {
+        "type": "object",
+        "properties": described,
+        "required": special["required"],
+        "additionalProperties": False,
+        "oneOf": [_one_target(name) for name in statements.TARGETS],
+    }
+
+
+def _one_target(name: str) -> Schema:
+    return {"required": [name], "properties": {name: {"type": "string", "minLength": 1}}}
+
+
+def _results() -> Schema:
+    result = {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string", "format": "uuid"},
+            "status": {"enum": ["stored", "pending"]},
+        },
+        "required": ["id", "status"],
+    }
+    return {
+        "type": "object",
+        "properties": {"results": {"type": "array", "items": result}},
+        "required": ["results"],
+    }
+
+
+def error_schemas() -> dict[str, Schema]:
+    """Return the schemas of errors, in OpenAI's and in Anthropic's shape."""
+    text, maybe = {"type": "string"}, {"type": ["string", "null"]}
+    openai = {"message": text, "type": text, "param": maybe, "code": maybe}
+    anthropic = {"type": text, "message": text}
+    return {
+        "OpenAIError": _object(error=_object(**openai)),
+        "AnthropicError": _object(type={"const": "error"}, error=_object(**anthropic)),
+    }
+
+
+def admin_schemas() -> dict[str, Schema]:
+    """Return the schemas of `/healthz` and `/readyz`."""
+    number = {"type": "number"}
+    worker = _object(
+        name={"type": "string"},
+        state={"enum": list(get_args(ProcessPhase))},
+        since={"type": "string", "format": "date-time"},
+        restarts={"type": "integer"},
+        last_exit={"type": ["integer", "null"]},
+    )
+    drain = _object(
+        state={"enum": list(get_args(DrainPhase))},
+        for_s=number,
+        reason={"type": "string", "maxLength": MOST_REASON},
+        held={"type": "integer"},
+    )
+    return {
+        "Health": _object(status={"const": "ok"}),
+        "Readiness": _object(
+            status={"type": "string"},
+            workers={"type": "array", "items": worker},
+            database={"type": "string"},
+            serving={"type": "object", "additionalProperties": {"type": "integer"}},
+            drain=drain,
+        ),
+    }
+
+
+def _object(**properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}

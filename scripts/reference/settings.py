@@ -1,0 +1,123 @@
+"""The page of settings: every environment variable that Pawl reads."""
+
+from typing import Final, NamedTuple
+
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings
+
+from pawl.settings import PREFIX, JudgeSettings, StackSettings
+from proxy.settings import ProxySettings
+from scripts.reference.fields import default_of, meaning_of, type_of
+from scripts.reference.markdown import code, page, paragraph, table, table_with_notes
+from store.settings import StoreSettings
+from trainer.settings import TrainerSettings
+
+INTRODUCTION: Final = """
+Pawl is configured by environment variables and by a file `.env` in the working directory; the
+environment wins. Each process reads its variables once, when it starts. An empty value counts as
+unset. An unknown `PAWL_*` variable, or a value that cannot be used, is a startup error; the
+message names the variable and, for an unknown one, the closest name.
+"""
+TYPES: Final = """
+Types: `HOST:PORT` brackets an IPv6 host (`[::1]:8100`). Names that end in `_S` are seconds, in
+`_MB` MiB (2^20 bytes), in `_KB` KiB (2^10 bytes). Relative paths start at the working directory.
+"""
+ADDRESS: Final = "HOST:PORT"
+
+
+class Section(NamedTuple):
+    """One settings class: the title of its section, and the commands that read it."""
+
+    kind: type[BaseSettings]
+    title: str
+    readers: str
+
+
+SECTIONS: Final = (
+    Section(StoreSettings, "Database", "every command that uses the store"),
+    Section(ProxySettings, "Proxy", "`pawl proxy`, `pawl up`, `pawl demo`, `pawl spool`"),
+    Section(TrainerSettings, "Trainer", "`pawl trainer`, `pawl up`, `pawl demo`"),
+    Section(StackSettings, "Local stack", "`pawl up`, `pawl demo`"),
+    Section(JudgeSettings, "Judge", "`pawl judge`, `pawl up`"),
+)
+# What the tables do not show, by the title of the section.
+NOTES: Final = {
+    "Database": """
+`pawl demo` always uses an embedded PostgreSQL of its own, below its `--var` folder.
+""",
+    "Proxy": """
+`pawl judge` reads two of them: `PAWL_UPSTREAM_URL`, the default of its `--base-url`, and
+`PAWL_LISTEN`, where it posts feedback. `pawl spool` reads `PAWL_SPOOL_DIR`, `PAWL_TOOL_RESULTS`
+and `PAWL_MAX_REPLY_MB`. `pawl up` starts a vLLM only if `PAWL_UPSTREAM_URL` is unset.
+""",
+    "Local stack": """
+`pawl up` and `pawl demo` pass their environment on to the proxy and the trainer that they start.
+`pawl demo` replaces the database, the upstream, all folders, the recipe, the policy, the model and
+the seed by its own.
+""",
+    "Judge": """
+The options of `pawl judge` win over these variables. `pawl up` runs a judge if
+`PAWL_JUDGE_COMMAND` is set. `pawl judge --model` sends the key in `OPENAI_API_KEY`, if that is set.
+""",
+}
+
+
+def settings_page() -> str:
+    """Return `settings.md`."""
+    return page(
+        "Settings",
+        paragraph(INTRODUCTION),
+        paragraph(TYPES),
+        _overview(),
+        *(_section(section) for section in SECTIONS),
+    )
+
+
+def variable(name: str) -> str:
+    """Return the environment variable of a settings field."""
+    return "DATABASE_URL" if name == "database_url" else PREFIX + name.upper()
+
+
+def own_fields(kind: type[BaseSettings]) -> dict[str, FieldInfo]:
+    """Return the fields of a settings class without those of the store, which all share."""
+    shared = () if kind is StoreSettings else tuple(StoreSettings.model_fields)
+    return {name: field for name, field in kind.model_fields.items() if name not in shared}
+
+
+def _overview() -> str:
+    rows = [
+        (f"[{section.title}](#{section.title.lower().replace(' ', '-')})", section.readers)
+        for section in SECTIONS
+    ]
+    return table(("section", "read by"), rows)
+
+
+def _section(section: Section) -> str:
+    rows = [
+        (code(variable(name)), _default(field), _type(name, field), meaning_of(field))
+        for name, field in own_fields(section.kind).items()
+    ]
+    blocks = [
+        f"## {section.title}",
+        paragraph(f"Read by {section.readers}."),
+        table_with_notes(("variable", "default", "type, limits", "meaning"), rows),
+        paragraph(NOTES.get(section.title, "")),
+    ]
+    return "\n\n".join(block for block in blocks if block)
+
+
+def _type(name: str, field: FieldInfo) -> str:
+    if name.endswith("listen"):
+        return ADDRESS
+    return "comma-separated URLs" if name == "replica_urls" else type_of(field)
+
+
+def _default(field: FieldInfo) -> str:
+    """Return the default as it would stand in the environment: without quotes."""
+    if field.default in ((), None) or not _plain(field.default):
+        return "unset"
+    return default_of(field).replace('"', "")
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, str | int | float | bool) or not hasattr(value, "__struct_fields__")
