@@ -3,7 +3,7 @@ BIN := .venv/bin
 CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format lock clean
+.PHONY: help install demo test check format docs lock clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,9 @@ check: install  ## ruff, mypy --strict, import-linter
 format: install  ## format the code
 	@$(BIN)/ruff format $(CODE)
 	@$(BIN)/ruff check --fix $(CODE)
+
+docs: install  ## generate docs/reference/ from the code
+	@$(BIN)/python -m scripts.reference
 
 lock: install  ## lock all roles to exact versions again
 	@scripts/lock.sh

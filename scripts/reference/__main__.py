@@ -1,4 +1,4 @@
-"""Write all reference pages: `python -m scripts.reference`."""
+"""Write all reference pages: `make docs`, or `python -m scripts.reference`."""
 
 from scripts.reference.pages import FOLDER, pages
 

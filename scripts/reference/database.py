@@ -15,9 +15,10 @@ from store.tables import metadata
 
 INTRODUCTION: Final = """
 The schema in PostgreSQL, at migration `{head}`. `pawl migrate` brings a database to it, and
-so does every command that opens the database. All ids are UUIDv7, so that they sort by time. Enumerations are
-text with a CHECK. A column that may be null says so. To read recorded episodes, prefer `pawl
-export`, which puts the parts of an episode and the shared prefixes of its calls together.
+so does every command that opens the database. All ids are UUIDv7, so that they sort by time.
+Enumerations are text with a CHECK. A column that may be null says so. To read recorded episodes,
+prefer `pawl export`, which puts the parts of an episode and the shared prefixes of its calls
+together.
 """
 DIALECT: Final = postgresql.dialect()  # type: ignore[no-untyped-call]
 HEAD: Final = ("column", "type", "meaning")

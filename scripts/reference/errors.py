@@ -13,7 +13,7 @@ CALL: Final = "call"
 FORWARD: Final = "forward"
 FEEDBACK: Final = "feedback"
 EVERY: Final = (CALL, FORWARD, FEEDBACK)
-# Where each error can be the answer to a request; an empty tuple: at the start of a process only.
+# Where each error can be the answer to a request; an empty tuple: no client gets it.
 WHERE: Final[dict[type[ProxyError], tuple[str, ...]]] = {
     errors.NotAllowed: (FORWARD,),
     errors.Forbidden: (FORWARD,),
@@ -29,13 +29,15 @@ WHERE: Final[dict[type[ProxyError], tuple[str, ...]]] = {
     errors.ReplyTorn: (CALL, FORWARD),
     errors.UnreadableCoding: (CALL,),
     errors.UpstreamSilent: (CALL, FORWARD),
-    errors.NoModels: (FORWARD,),
+    errors.NoModels: (),
     errors.ReplyTooLarge: (CALL,),
-    errors.SpoolFull: (CALL, FEEDBACK),
+    errors.SpoolFull: (FEEDBACK,),
     errors.SpoolInUse: (),
     errors.DoesNotStart: (),
     errors.BadUpstreams: (),
 }
+# Codes of errors whose class is chosen at run time.
+CHOSEN_CODES: Final = {"UpstreamBroke": {"upstream_broke"}, "UpstreamSilent": {"upstream_silent"}}
 # What is refused before it is a request; the connection is closed after each.
 NOT_READ: Final = {
     400: "The bytes are not an HTTP/1.1 request, or its head is not valid.",
@@ -81,13 +83,16 @@ def codes_by_class() -> dict[str, set[str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 found.setdefault(node.func.id, set()).update(_codes(node))
+    for name, codes in CHOSEN_CODES.items():
+        found.setdefault(name, set()).update(codes)
     return found
 
 
 def _codes(call: ast.Call) -> Iterator[str]:
     for keyword in call.keywords:
-        if keyword.arg == "code" and isinstance(keyword.value, ast.Constant):
-            yield str(keyword.value.value)
+        if keyword.arg == "code":
+            constants = (one for one in ast.walk(keyword.value) if isinstance(one, ast.Constant))
+            yield from (one.value for one in constants if isinstance(one.value, str))
 
 
 def _described(

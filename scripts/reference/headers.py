@@ -68,8 +68,8 @@ def episode_sources() -> list[Source]:
     """Return the foreign names of an episode, highest priority first."""
     tables = (
         ("header", names.SESSION_HEADERS),
-        ("`metadata` field", names.METADATA),
-        ("body field", names.FIELDS),
+        ("`metadata` field", (("user_id", "claude-code"), *names.METADATA)),
+        ("body field", (*names.FIELDS, ("conversation", "conversation"))),
         ("W3C baggage", names.BAGGAGE),
     )
     return [Source(place, *entry) for place, table in tables for entry in table]

@@ -15,6 +15,8 @@ from scripts.reference.headers import (
 )
 from scripts.reference.http_texts import (
     ADMIN,
+    AGENT,
+    EPISODE,
     ERROR_BODIES,
     ERROR_CLASSES,
     ERROR_NOT_READ,
@@ -75,7 +77,9 @@ def _headers() -> list[str]:
         "### Of a request",
         _header_table(REQUEST),
         paragraph(IDENTITY),
+        paragraph(EPISODE),
         table(("where", "name", "namespace"), sources),
+        paragraph(AGENT),
         "### Of a reply",
         _header_table((*REPLY, FAULT, RETRY_AFTER)),
     ]

@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from proxy.statements import MAX_ITEMS, MAX_TARGET_BYTES
+
 INTRODUCTION: Final = """
 The proxy listens on two ports: the data port (`PAWL_LISTEN`, 127.0.0.1:8100) for calls and
 feedback, and the admin port (`PAWL_ADMIN_LISTEN`, 127.0.0.1:8101) for health and metrics. Both
@@ -23,15 +25,27 @@ over the URL. Before routes that are not recorded the prefix has no effect.
 IDENTITY: Final = """
 All request headers are optional. A malformed one never fails a call: it is ignored, the reply has
 `x-pawl-warning`, and `pawl_warnings_total` counts it. All headers that begin with `x-pawl-` are
-removed before the request goes to the upstream. Without a name in our headers or in the URL, the
-first of the following names the episode, as `NAMESPACE:VALUE`. Failing these, a call joins the
-episode whose reply it repeats (a tool call's id, `previous_response_id` or the conversation so
-far), or the trace in `traceparent`; otherwise it is an episode of its own.
+removed before the request goes to the upstream.
 """
-FEEDBACK: Final = """
-The body is one statement, or a list of 1 to 10,000 statements that are accepted or refused
-together. It is durable before the reply is sent. Statements may come before their target, and
-days after it. The newest statement of a metric about a target counts. The reply has one result per
+EPISODE: Final = """
+Without a name in our headers or in the URL, the first of the following names the episode, as
+`NAMESPACE:VALUE`. Failing these, a call joins the episode whose reply it repeats (a tool call's id,
+`previous_response_id` or the conversation so far), or the trace in `traceparent`; otherwise it is
+an episode of its own. An SDK's repetition of a failed request (`x-stainless-retry-count`) joins the
+episode of the first attempt.
+"""
+AGENT: Final = """
+Agent and task are also read from `metadata` (`pawl_agent`, `pawl_task`) and from W3C baggage
+(`pawl.agent`, `pawl.task`); the agent also from `x-openai-subagent`, `x-litellm-agent-id`,
+`metadata.agent_name` and the baggage `gen_ai.agent.name`. A request with `x-claude-code-agent-id`
+or `x-parent-session-id` is of the agent `subagent`.
+"""
+FEEDBACK: Final = f"""
+The body is one statement, or a list of 1 to {MAX_ITEMS:,} statements that are accepted or refused
+together. Each names exactly one target: an `episode`, a `call` or a `response`, of at most
+{MAX_TARGET_BYTES:,} bytes in UTF-8. A field that is null counts as left out; an unknown field is an
+error. Statements are durable before the reply is sent. They may come before their target, and days
+after it. The newest statement of a metric about a target counts. The reply has one result per
 statement, in the same order.
 """
 FEEDBACK_EXAMPLES: Final = """```json
@@ -56,7 +70,8 @@ counts them:
 ERROR_BODIES: Final = """
 The body has the shape of the client's API: `{"error": {"message", "type", "param", "code"}}`, and
 below `/v1/messages` `{"type": "error", "error": {"type", "message"}}`. A stream that breaks off
-ends with an event of that shape, and the connection is closed without the stream's regular end.
+ends with an error event as the API has it, and the connection is closed without the stream's
+regular end.
 Anthropic's types follow the status; a status that is not listed is `invalid_request_error` below
 500, and `api_error` from 500 on:
 """

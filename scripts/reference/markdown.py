@@ -13,9 +13,7 @@ _SENTENCE_END: Final = re.compile(r"(?<=[\w)\]`”\"'])\. (?=[A-Z0-9`])")
 _SHORT_CODE: Final = re.compile(r"`[^`]{1,50}`")
 # Stands for a space that no line may end at.
 _SPACE: Final = "\x00"
-GENERATED: Final = (
-    "<!-- Generated from the code by `python -m scripts.reference`; do not edit by hand. -->"
-)
+GENERATED: Final = "<!-- Generated from the code by `make docs`; do not edit by hand. -->"
 
 
 def page(title: str, *blocks: str) -> str:

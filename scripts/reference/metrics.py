@@ -8,7 +8,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 import proxy.metrics
 import trainer.metrics
-from scripts.reference.markdown import code, page, paragraph, table, table_with_notes
+from scripts.reference.markdown import code, page, paragraph, table_with_notes
 
 INTRODUCTION: Final = """
 The proxy serves its metrics at `/metrics` of its admin port (`PAWL_ADMIN_LISTEN`), summed over all
@@ -27,8 +27,8 @@ HEAD: Final = ("metric", "type", "labels", "meaning")
 LABELS: Final = {
     "kind": "`prompt` or `sampled`.",
     "metric": "`reward`, `tool_status`, or `other` for a metric of any other name.",
-    "outcome": "`trained`, `no_signal` (no call had an advantage other than 0), `released` (given back), "
-    "`rejected` (the version failed its probe) or `failed`.",
+    "outcome": "`trained`, `no_signal` (no call had an advantage other than 0), `released` "
+    "(given back), `rejected` (the version failed its probe) or `failed`.",
     "path": "A forwarded route without the ids in it, such as `/v1/models`.",
     "policy": "Name of the policy; empty if none served the call.",
     "reason": "`pawl_refused_total`: an error class of [http.md](http.md#errors). "

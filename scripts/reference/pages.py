@@ -12,7 +12,7 @@ from scripts.reference.recipe import recipe_page
 from scripts.reference.settings import settings_page
 
 FOLDER: Final = Path(__file__).parents[2] / "docs" / "reference"
-COMMAND: Final = "python -m scripts.reference"
+COMMAND: Final = "make docs"
 
 
 def pages() -> dict[str, str]:

@@ -47,10 +47,7 @@ def admin_paths() -> dict[str, str]:
 def feedback_fields() -> list[tuple[str, str, str]]:
     """Return name, type and meaning of each field of a statement."""
     text = f"text, at most {statements.MAX_TEXT} characters"
-    rows = [(f"`{name}`", TYPES.get(name, text), MEANINGS[name]) for name in MEANINGS]
-    notes = "exactly one of `episode`, `call` and `response`, of at most "
-    rows.append(("target", notes + f"{statements.MAX_TARGET_BYTES} bytes", "Required."))
-    return rows
+    return [(f"`{name}`", TYPES.get(name, text), meaning) for name, meaning in MEANINGS.items()]
 
 
 def feedback_schemas() -> dict[str, Schema]:
