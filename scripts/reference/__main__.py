@@ -1,6 +1,6 @@
 """Write all reference pages: `make docs`, or `python -m scripts.reference`."""
 
-from scripts.reference.pages import FOLDER, pages
+from .pages import FOLDER, pages
 
 
 def main() -> None:

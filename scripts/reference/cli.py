@@ -6,7 +6,8 @@ from typing import Any, Final, NamedTuple
 import typer
 
 from pawl.cli import app
-from scripts.reference.markdown import bullets, code, page, paragraph, sentence, table_with_notes
+
+from .markdown import bullets, code, page, paragraph, sentence, table_with_notes
 
 INTRODUCTION: Final = """
 `pawl --help` lists the commands, and `pawl COMMAND --help` explains one. Results go to standard

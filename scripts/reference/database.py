@@ -8,10 +8,11 @@ from sqlalchemy import CheckConstraint, Column, Index, Table, UniqueConstraint
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
-from scripts.reference.columns import COLUMNS, TABLES
-from scripts.reference.markdown import bullets, code, page, paragraph, table_with_notes
 from store.migrate import alembic_config
 from store.tables import metadata
+
+from .columns import COLUMNS, TABLES
+from .markdown import bullets, code, page, paragraph, table_with_notes
 
 INTRODUCTION: Final = """
 The schema in PostgreSQL, at migration `{head}`. `pawl migrate` brings a database to it, and

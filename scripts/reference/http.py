@@ -1,10 +1,12 @@
 """The page of the HTTP API: routes, headers, feedback and errors."""
 
+from collections.abc import Sequence
 from typing import Final
 
 from proxy.dialects.errors import ANTHROPIC_BY_STATUS
-from scripts.reference.errors import NOT_READ, error_classes
-from scripts.reference.headers import (
+
+from .errors import NOT_READ, error_classes
+from .headers import (
     FAULT,
     IDEMPOTENCY,
     REPLY,
@@ -13,7 +15,7 @@ from scripts.reference.headers import (
     Header,
     episode_sources,
 )
-from scripts.reference.http_texts import (
+from .http_texts import (
     ADMIN,
     AGENT,
     EPISODE,
@@ -29,9 +31,9 @@ from scripts.reference.http_texts import (
     RECORDED,
     TRAINER,
 )
-from scripts.reference.markdown import code, page, paragraph, table, table_with_notes
-from scripts.reference.routes import BELOW_MARK, Forwarded, forwarded_routes, recorded_paths
-from scripts.reference.schemas import admin_paths, feedback_fields
+from .markdown import code, page, paragraph, table, table_with_notes
+from .routes import BELOW_MARK, Forwarded, forwarded_routes, recorded_paths
+from .schemas import admin_paths, feedback_fields
 
 FORMATS: Final = {
     "chat": "OpenAI chat completions",
@@ -143,7 +145,7 @@ def _errors() -> list[str]:
     ]
 
 
-def _table_of_errors(rows: list[tuple[str, ...]]) -> str:
+def _table_of_errors(rows: Sequence[Sequence[str]]) -> str:
     return table_with_notes(("status", "class", "fault", "type", "codes", "meaning"), rows)
 
 

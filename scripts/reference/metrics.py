@@ -5,10 +5,12 @@ from types import ModuleType
 from typing import Final
 
 from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client.metrics_core import Metric
 
 import proxy.metrics
 import trainer.metrics
-from scripts.reference.markdown import code, page, paragraph, table_with_notes
+
+from .markdown import code, page, paragraph, table_with_notes
 
 INTRODUCTION: Final = """
 The proxy serves its metrics at `/metrics` of its admin port (`PAWL_ADMIN_LISTEN`), summed over all
@@ -61,9 +63,14 @@ def metrics_of(module: ModuleType) -> Iterator[MetricWrapperBase]:
         yield from (one for one in held if isinstance(one, MetricWrapperBase))
 
 
+def family_of(metric: MetricWrapperBase) -> Metric:
+    """Return a metric's name, type and documentation."""
+    return next(iter(metric.describe()))
+
+
 def name_of(metric: MetricWrapperBase) -> str:
     """Return a metric's name as a query has it: a counter's ends in `_total`."""
-    family = metric.describe()[0]
+    family = family_of(metric)
     return f"{family.name}_total" if family.type == "counter" else family.name
 
 
@@ -76,9 +83,9 @@ def _section(title: str, module: ModuleType) -> str:
     rows = [
         (
             code(name_of(one)),
-            one.describe()[0].type,
+            family_of(one).type,
             ", ".join(map(code, labels_of(one))),
-            one.describe()[0].documentation,
+            family_of(one).documentation,
         )
         for one in metrics_of(module)
     ]

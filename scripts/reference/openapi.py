@@ -5,17 +5,18 @@ from typing import Any, Final
 
 from proxy.settings import ProxySettings
 from proxy.statements import MAX_ITEMS
-from scripts.reference.errors import CALL, FEEDBACK, NOT_READ, ErrorClass, error_classes
-from scripts.reference.headers import FAULT, IDEMPOTENCY, REPLY, REQUEST, RETRY_AFTER, Header
-from scripts.reference.http_texts import FEEDBACK as FEEDBACK_TEXT
-from scripts.reference.http_texts import FORWARDED, INTRODUCTION, PREFIX, RECORDED
-from scripts.reference.routes import (
+
+from .errors import CALL, FEEDBACK, NOT_READ, ErrorClass, error_classes
+from .headers import FAULT, IDEMPOTENCY, REPLY, REQUEST, RETRY_AFTER, Header
+from .http_texts import FEEDBACK as FEEDBACK_TEXT
+from .http_texts import FORWARDED, INTRODUCTION, PREFIX, RECORDED
+from .routes import (
     BELOW_MARK,
     forwarded_routes,
     prefix_parts,
     recorded_paths,
 )
-from scripts.reference.schemas import (
+from .schemas import (
     Schema,
     admin_paths,
     admin_schemas,

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Final
 
-from scripts.reference.cli import cli_page
-from scripts.reference.database import database_page
-from scripts.reference.http import http_page
-from scripts.reference.metrics import metrics_page
-from scripts.reference.openapi import openapi_text
-from scripts.reference.recipe import recipe_page
-from scripts.reference.settings import settings_page
+from .cli import cli_page
+from .database import database_page
+from .http import http_page
+from .metrics import metrics_page
+from .openapi import openapi_text
+from .recipe import recipe_page
+from .settings import settings_page
 
 FOLDER: Final = Path(__file__).parents[2] / "docs" / "reference"
 COMMAND: Final = "make docs"

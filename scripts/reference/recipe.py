@@ -6,10 +6,11 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from scripts.reference.fields import as_toml, default_of, meaning_of, type_of
-from scripts.reference.markdown import code, page, paragraph, sentence, table, table_with_notes
 from trainer.recipe import Recipe, parse_recipe
 from trainer.recipe_parts import RecipePart
+
+from .fields import as_toml, default_of, meaning_of, type_of
+from .markdown import code, page, paragraph, sentence, table, table_with_notes
 
 INTRODUCTION: Final = """
 A recipe says which learner to use, and with which numbers. It is a TOML file with the keys below;

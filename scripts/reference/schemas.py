@@ -6,7 +6,7 @@ from proxy import statements
 from proxy.counting.board import State as ProcessPhase
 from proxy.keeping.progress import MOST_REASON
 from proxy.keeping.progress import State as DrainPhase
-from store.records import TOOL_STATUSES
+from store.records import REWARD, TOOL_STATUSES
 
 Schema = dict[str, Any]
 
@@ -17,7 +17,7 @@ ADMIN: Final = {
     "/metrics": "Prometheus metrics: see [metrics.md](metrics.md).",
 }
 MEANINGS: Final = {
-    "metric": f"What is stated; `{statements.REWARD}` if left out. Only `reward` is trained on; "
+    "metric": f"What is stated; `{REWARD}` if left out. Only `reward` is trained on; "
     f"`{statements.TOOL_STATUS}` states how a tool execution ended.",
     "value": "A finite number; for `tool_status` one of "
     + ", ".join(f"`{one}`" for one in TOOL_STATUSES)
@@ -61,7 +61,7 @@ def feedback_schemas() -> dict[str, Schema]:
 
 
 def _metric() -> Schema:
-    metric = TEXT | {"default": statements.REWARD, "not": {"const": statements.TOOL_STATUS}}
+    metric = TEXT | {"default": REWARD, "not": {"const": statements.TOOL_STATUS}}
     return {
         "properties": {"metric": metric, "value": {"type": "number"}},
         "required": ["value"],
@@ -118,7 +118,8 @@ def _results() -> Schema:
 
 def error_schemas() -> dict[str, Schema]:
     """Return the schemas of errors, in OpenAI's and in Anthropic's shape."""
-    text, maybe = {"type": "string"}, {"type": ["string", "null"]}
+    text: Schema = {"type": "string"}
+    maybe: Schema = {"type": ["string", "null"]}
     openai = {"message": text, "type": text, "param": maybe, "code": maybe}
     anthropic = {"type": text, "message": text}
     return {

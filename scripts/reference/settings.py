@@ -7,10 +7,11 @@ from pydantic_settings import BaseSettings
 
 from pawl.settings import PREFIX, JudgeSettings, StackSettings
 from proxy.settings import ProxySettings
-from scripts.reference.fields import default_of, meaning_of, type_of
-from scripts.reference.markdown import code, page, paragraph, table, table_with_notes
 from store.settings import StoreSettings
 from trainer.settings import TrainerSettings
+
+from .fields import default_of, meaning_of, type_of
+from .markdown import code, page, paragraph, table, table_with_notes
 
 INTRODUCTION: Final = """
 Pawl is configured by environment variables and by a file `.env` in the working directory; the

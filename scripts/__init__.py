@@ -1,1 +1,0 @@
-"""Scripts for contributors: installation, and the reference pages (`scripts.reference`)."""
