@@ -13,7 +13,10 @@ keys. [openapi.json](openapi.json) describes both ports as OpenAPI 3.1.
 RECORDED: Final = """
 Bodies are those of the upstream's API. They are passed through unchanged, streamed or not, except
 that the requested model becomes the served version's name, and that vLLM is asked for token ids and
-log-probabilities; both are undone in the reply. The end of a reply leaves after the call's record
+log-probabilities; both are undone in the reply. Where vLLM serves the model, a request to
+`/v1/messages` is sent as a chat completion, because only that reports token ids, and the reply is
+turned back into a message. A request that the upstream refuses as malformed (400 or 422) with these
+additions is sent once more as the client wrote it. The end of a reply leaves after the call's record
 is on disk.
 """
 PREFIX: Final = """
@@ -56,7 +59,9 @@ FEEDBACK_EXAMPLES: Final = """```json
 {"results": [{"id": "019a1b2c-3d4e-7f60-8a9b-0c1d2e3f4a5b", "status": "stored"}]}
 ```"""
 FORWARDED: Final = """
-These requests are passed on unchanged and unrecorded, in any size, streamed both ways. `GET` routes
+These requests are passed on unchanged and unrecorded, in any size, streamed both ways. With several
+upstreams (`PAWL_UPSTREAMS`), a body is read first, up to `PAWL_MAX_BODY_MB`, to find the upstream
+by its `model`, and `GET /v1/models` joins the lists of all. `GET` routes
 take `HEAD`, too. Any other method and path is refused with 404: the list is an allow-list, so that
 the model server's own adapter and administration endpoints cannot be reached. Routes marked
 *account* manage the account at the provider: they are refused if the proxy sends requests with its
