@@ -16,8 +16,8 @@ that the requested model becomes the served version's name, and that vLLM is ask
 log-probabilities; both are undone in the reply. Where vLLM serves the model, a request to
 `/v1/messages` is sent as a chat completion, because only that reports token ids, and the reply is
 turned back into a message. A request that the upstream refuses as malformed (400 or 422) with these
-additions is sent once more as the client wrote it. The end of a reply leaves after the call's record
-is on disk.
+additions is sent once more as the client wrote it. The end of a reply leaves after the call's
+record is on disk.
 """
 PREFIX: Final = """
 A client that can set nothing but a base URL names a run in the path. Any of `/task/{task}`,
