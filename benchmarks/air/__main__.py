@@ -2,8 +2,8 @@
 
 A tiny policy (two layers that have read clumsy work for half a minute) learns to use three tools,
 with the product's credit and learner. On `sparse` the right end alone is rewarded, and rarely
-reached; on `easy` a tool that always works competes with the task. docs/air.md says what this
-shows, and what not. Ends with status 1 where a bar does not hold.
+reached; on `easy` a tool that always works competes with the task. docs/explanation/air.md
+says what this shows, and what not. Ends with status 1 where a bar does not hold.
 """
 
 import argparse
@@ -35,8 +35,8 @@ from benchmarks.proxy.figures import Bar
 from benchmarks.proxy.page import with_figures
 from benchmarks.proxy.tables import Rows, bars_table
 
-PAGE: Final = Path("docs/air.md")
-PICTURE: Final = Path("docs/air.png")
+PAGE: Final = Path("docs/explanation/air.md")
+PICTURE: Final = Path("docs/images/air.png")
 # The bars are judged by the first; the others check that these are no lucky ones.
 SEEDS: Final = (1, 2, 3, 4, 5)
 OTHER_SEEDS: Final = (6, 7, 8, 9, 10)
@@ -66,7 +66,7 @@ def main() -> None:
         console.print(table.rich())
     console.print(f"{seconds:.0f} s")
     if options.write:
-        PAGE.write_text(with_figures(PAGE.read_text(), tables, _machine(seconds), PICTURE.name))
+        PAGE.write_text(with_figures(PAGE.read_text(), tables, _machine(seconds), PICTURE))
         draw(PICTURE, judged)
         console.print(f"written: {PAGE}, {PICTURE}")
     if options.json:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from benchmarks.proxy.tables import Rows
 
-PAGE = Path("docs/benchmarks.md")
-PICTURE = Path("docs/benchmarks.png")
+PAGE = Path("docs/explanation/benchmarks.md")
+PICTURE = Path("docs/images/benchmarks.png")
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
@@ -15,9 +15,9 @@ class NoMarks(Exception):
 
 
 def with_figures(
-    page: str, tables: Sequence[Rows], machine: str, picture: str = PICTURE.name
+    page: str, tables: Sequence[Rows], machine: str, picture: Path = PICTURE
 ) -> str:
-    """The page with these figures in the place of those before.
+    """Return the page with its figures replaced by these, and `picture` from the images folder.
 
     Raises:
         NoMarks: see there.
@@ -26,7 +26,7 @@ def with_figures(
     _, ended, after = rest.partition(END)
     if not begun or not ended:
         raise NoMarks(f"the page needs a line {BEGIN} and a line {END}")
-    parts = [f"Measured on {machine}.", f"![the figures as a picture]({picture})"]
+    parts = [f"Measured on {machine}.", f"![the figures as a picture](../images/{picture.name})"]
     parts += [f"## {table.title}\n\n{table.markdown()}" for table in tables]
     body = "\n\n".join(parts)
     return f"{before}{BEGIN}\n\n{body}\n\n{END}{after}"

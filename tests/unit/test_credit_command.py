@@ -153,5 +153,5 @@ def test_the_table_reads_no_markup() -> None:
 
 
 def test_the_documents_example() -> None:
-    given, told = re.findall(r"```json\n(.*?)```", (ROOT / "docs/credit.md").read_text(), re.DOTALL)
+    given, told = re.findall(r"```json\n(.*?)```", (ROOT / "docs/explanation/credit.md").read_text(), re.DOTALL)
     assert run("-", given=given).stdout == told
