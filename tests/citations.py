@@ -18,7 +18,9 @@ FOLDERS: Final = (
     "|store|tests|trainer"
 )
 SUFFIXES: Final = "ini|in|jinja|json|md|mjs|png|py|sh|toml|txt|yml"
-PATH: Final = re.compile(rf"(?<![\w/.@-])(?:{FOLDERS})/[\w./-]*?\.(?:{SUFFIXES})\b(?!\.\w)(?:::\w+)?")
+PATH: Final = re.compile(
+    rf"(?<![\w/.@-])(?:{FOLDERS})/[\w./-]*?\.(?:{SUFFIXES})\b(?!\.\w)(?:::\w+)?"
+)
 IN_TICKS: Final = re.compile(rf"`((?:{FOLDERS})/[\w./-]*)`")
 DECISION_PATH: Final = re.compile(r"docs/decisions/(\d{3}(?:-[\w-]+)?)(?:\.md)?")
 DECISION: Final = re.compile(r"\bdecisions? ((?:\d{3}(?:, | and |–)?)+)", re.IGNORECASE)
@@ -27,7 +29,7 @@ INVARIANT: Final = re.compile(r"\binvariants? (\d+)", re.IGNORECASE)
 MARKDOWN: Final = re.compile(r"(?<![\w/.#-])[\w-]+\.md\b")
 MODULE: Final = re.compile(r"`((?:benchmarks|pawl|proxy|store|tests|trainer)(?:\.\w+)+)`")
 # Documents that were cited once and never were in the repository.
-ELSEWHERE: Final = re.compile("|".join(rf"\b{word}\b" for word in ("DE" "SIGN", "FA" "CTS", "STY" "LE")))
+ELSEWHERE: Final = re.compile(r"\b(?:DESIGN|FACTS|STYLE)\b")
 
 Citation = tuple[int, str]
 
@@ -40,34 +42,69 @@ def missing_citations(text: str) -> Iterator[Citation]:
 
 
 def _missing(line: str) -> Iterator[str]:
-    for found in PATH.finditer(line):
-        path, _, name = found[0].partition("::")
-        if not (ROOT / path).exists() or (name and f"def {name}(" not in _text(ROOT / path)):
-            yield found[0]
-    for found in IN_TICKS.finditer(line):
-        if not (ROOT / found[1]).exists() and not DECISION_PATH.match(found[1]):
-            yield found[1]
-    for found in DECISION_PATH.finditer(line):
-        if len(_named("docs/decisions", f"{found[1]}*.md")) != 1:
-            yield found[0]
-    for found in DECISION.finditer(line):
-        for number in re.findall(r"\d{3}", found[1]):
-            if not _named("docs/decisions", f"{number}-*.md"):
-                yield f"decision {number}"
-    for found in INVARIANT.finditer(line):
-        if not any(anchor.startswith(f"{found[1]}-") for anchor in _invariants()):
-            yield found[0]
-    for found in DECISION_FILE.finditer(line):
-        if not _named("docs/decisions", found[0]):
-            yield found[0]
-    for found in MARKDOWN.finditer(line):
-        if not _is_a_page(found[0]):
-            yield found[0]
-    for found in MODULE.finditer(line):
-        if found[1].rsplit(".")[-1] not in SUFFIXES.split("|") and not is_module_or_name(found[1]):
-            yield found[1]
-    for found in ELSEWHERE.finditer(line):
+    for pattern, without_target in CHECKS:
+        for found in pattern.finditer(line):
+            yield from without_target(found)
+
+
+def _path(found: re.Match[str]) -> Iterator[str]:
+    path, _, name = found[0].partition("::")
+    if not (ROOT / path).exists() or (name and f"def {name}(" not in _text(ROOT / path)):
         yield found[0]
+
+
+def _in_ticks(found: re.Match[str]) -> Iterator[str]:
+    if not (ROOT / found[1]).exists() and not DECISION_PATH.match(found[1]):
+        yield found[1]
+
+
+def _decision_path(found: re.Match[str]) -> Iterator[str]:
+    if len(_decisions(f"{found[1]}*.md")) != 1:
+        yield found[0]
+
+
+def _decision(found: re.Match[str]) -> Iterator[str]:
+    for number in re.findall(r"\d{3}", found[1]):
+        if not _decisions(f"{number}-*.md"):
+            yield f"decision {number}"
+
+
+def _decision_file(found: re.Match[str]) -> Iterator[str]:
+    if not _decisions(found[0]):
+        yield found[0]
+
+
+def _invariant(found: re.Match[str]) -> Iterator[str]:
+    if not any(anchor.startswith(f"{found[1]}-") for anchor in _invariants()):
+        yield found[0]
+
+
+def _markdown(found: re.Match[str]) -> Iterator[str]:
+    if not _is_a_page(found[0]):
+        yield found[0]
+
+
+def _module(found: re.Match[str]) -> Iterator[str]:
+    is_file = found[1].rsplit(".")[-1] in SUFFIXES.split("|")
+    if not is_file and not is_module_or_name(found[1]):
+        yield found[1]
+
+
+def _elsewhere(found: re.Match[str]) -> Iterator[str]:
+    yield found[0]
+
+
+CHECKS: Final = (
+    (PATH, _path),
+    (IN_TICKS, _in_ticks),
+    (DECISION_PATH, _decision_path),
+    (DECISION, _decision),
+    (DECISION_FILE, _decision_file),
+    (INVARIANT, _invariant),
+    (MARKDOWN, _markdown),
+    (MODULE, _module),
+    (ELSEWHERE, _elsewhere),
+)
 
 
 def is_module_or_name(dotted: str) -> bool:
@@ -90,8 +127,8 @@ def _text(path: Path) -> str:
 
 
 @cache
-def _named(folder: str, pattern: str) -> tuple[Path, ...]:
-    return tuple((ROOT / folder).glob(pattern))
+def _decisions(pattern: str) -> tuple[Path, ...]:
+    return tuple((ROOT / "docs/decisions").glob(pattern))
 
 
 @cache

@@ -14,9 +14,7 @@ class NoMarks(Exception):
     """The page has no place for the figures: a line for their begin, and one for their end."""
 
 
-def with_figures(
-    page: str, tables: Sequence[Rows], machine: str, picture: Path = PICTURE
-) -> str:
+def with_figures(page: str, tables: Sequence[Rows], machine: str, picture: Path = PICTURE) -> str:
     """Return the page with its figures replaced by these, and `picture` from the images folder.
 
     Raises:

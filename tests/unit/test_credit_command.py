@@ -153,5 +153,6 @@ def test_the_table_reads_no_markup() -> None:
 
 
 def test_the_documents_example() -> None:
-    given, told = re.findall(r"```json\n(.*?)```", (ROOT / "docs/explanation/credit.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs/explanation/credit.md").read_text()
+    given, told = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     assert run("-", given=given).stdout == told

@@ -88,7 +88,9 @@ def test_every_page_is_reached_from_the_index() -> None:
 
 
 def test_the_index_of_decisions_has_each_with_its_title_and_status() -> None:
-    rows = re.findall(r"^\| \[(.+)\]\((.+)\) \| (.+) \|$", (DECISIONS / "README.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| \[(.+)\]\((.+)\) \| (.+) \|$", (DECISIONS / "README.md").read_text(), re.M
+    )
     told = [(name, f"# {title}", f"Status: {status}.") for title, name, status in rows]
     there = []
     for path in sorted(DECISIONS.glob("[0-9]*.md")):
