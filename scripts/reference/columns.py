@@ -115,7 +115,7 @@ FEEDBACK: Final = {
     "tool_events.status": "How the execution ended.",
     "tool_events.detail": "Details, as stated.",
     "tool_events.ms": "Duration in milliseconds, as stated.",
-    "tool_events.source": "Who said so; see `docs/tools.md`.",
+    "tool_events.source": "Who said so; see `docs/howto/tool-status.md`.",
     "tool_events.at": "Time of the statement.",
     "feedback.id": "Id, as in the reply of `/feedback`.",
     "feedback.metric": "Name of the metric; `reward` is trained on.",
