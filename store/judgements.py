@@ -66,21 +66,21 @@ async def awaiting(
     part = episodes.alias("part")
     of_parts = select(func.max(part.c.last_call_at)).where(part.c.root == episodes.c.id)
     last_call = func.greatest(episodes.c.last_call_at, of_parts.scalar_subquery())
-    asked = judgements.alias("asked")
-    news = asked.c.last_call_at < last_call
+    earlier = judgements.alias("asked")
+    news = earlier.c.last_call_at < last_call
     query = (
         matching(since=since, agent=agent, policy=policy)
-        .outerjoin(asked, and_(asked.c.episode_id == episodes.c.id, asked.c.judge == judge))
-        .add_columns(asked.c.attempts, news.label("news"))
+        .outerjoin(earlier, and_(earlier.c.episode_id == episodes.c.id, earlier.c.judge == judge))
+        .add_columns(earlier.c.attempts, news.label("news"))
         .where(
             episodes.c.scored_at.is_(None),
             episodes.c.claimed_by.is_(None),
             episodes.c.quarantined_reason.is_(None),
             last_call < quiet_since,
             or_(
-                asked.c.episode_id.is_(None),
-                and_(asked.c.outcome == "failed", asked.c.due_at <= now),
-                and_(asked.c.outcome != "judged", news),
+                earlier.c.episode_id.is_(None),
+                and_(earlier.c.outcome == "failed", earlier.c.due_at <= now),
+                and_(earlier.c.outcome != "judged", news),
             ),
         )
         .limit(limit)

@@ -34,9 +34,9 @@ def _finite(value: str | float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def used_temperature(asked: object) -> float | None:
+def used_temperature(requested: object) -> float | None:
     """Return the temperature used for the requested one, or None if no server accepts it."""
-    number = number_of(asked)
+    number = number_of(requested)
     if number is None or number < 0:
         return None
     return max(number, LEAST_TEMPERATURE) if number else 0.0
