@@ -54,14 +54,7 @@ async def run_demo(*, model: str | None, recipe: str, minutes: float, seed: int,
     """Run the demo to its report; all processes that it started are stopped when it returns.
 
     A wave is one update of the recipe: `claim.groups` questions, each asked
-    `claim.group_size` times.
-
-    Args:
-        model: folder or hub name of the base model; None: the packaged one.
-        recipe: name of a packaged recipe, or path of a TOML file.
-        minutes: time limit; no new wave is begun that would pass it.
-        seed: random seed of the questions and the adapter.
-        var: folder for results, data and logs.
+    `claim.group_size` times. The arguments are the options of `pawl demo`.
 
     Raises:
         RecipeError: there is no such recipe, or it cannot be used.
@@ -224,12 +217,7 @@ class Demo:
         return [result["response_id"] for result in agent.results if result["response_id"]]
 
     async def _until(self, stack: Stack, done: Callable[[], bool]) -> None:
-        """Refresh the figures twice a second until `done` returns true.
-
-        Raises:
-            ProcessFailed: a process of the stack could not be kept up.
-            DemoFailed: `done` did not come true in time.
-        """
+        """Refresh the figures until `done` returns true; after `STUCK_S` raise `DemoFailed`."""
         deadline = time.monotonic() + STUCK_S
         while True:
             stack.check()
