@@ -30,6 +30,8 @@ YOUNG_S: Final = 20.0
 MOST_EARLY_ENDS: Final = 5
 # How long a process that is to replace another may take until it is up.
 START_S: Final = 120.0
+# How long a process that closed its pipe without coming up may take to end by itself.
+ENDING_S: Final = 2.0
 
 
 class NotReplaced(ProxyError):
@@ -246,14 +248,22 @@ class Child:
             came_up = False
         if came_up:
             return
-        with suppress(ProcessLookupError):
-            new.process.kill()
-        status = await new.process.wait()
+        status = await self._end_failed(new)
         self._others.discard(new)
         raise NotReplaced(
             f"the process that was to replace {self.name} did not come up (status {status}): "
             "its log above says why. The old process goes on serving"
         )
+
+    async def _end_failed(self, new: Running) -> int:
+        """Kill a process that did not come up unless it is ending by itself; return its status."""
+        try:
+            # A signal to a process that has just ended would take its status away from us.
+            return await asyncio.wait_for(new.process.wait(), ENDING_S)
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                new.process.kill()
+            return await new.process.wait()
 
     async def _end(self, running: Running) -> None:
         await end(running.process, self.name, STOP, self._stop_s)

@@ -10,6 +10,7 @@ from store.ingest import Ingester
 from store.migrate import check, downgrade, upgrade
 from store.partitions import ensure_partition
 from store.reading import episode_ids, read_episodes
+from store.tokens import pack_logprobs
 from tests.records import call, reward, tokens
 
 
@@ -77,7 +78,7 @@ OLD_CALL = """
         stream, request, reply, prompt_ids, sampled_ids, sampled_logprobs, sampling, trainable,
         tool_calls, started_at, total_ms, retry)
     VALUES (:id, :id, 'default', 'chat', 'm', 0, 'complete', false, CAST(:request AS json),
-        CAST(:reply AS json), :ids, '', '', '{}', true, '[]', now(), 1, 0)
+        CAST(:reply AS json), :ids, :ids, :logprobs, '{"temperature": 1.0}', true, '[]', now(), 1, 0)
 """
 ODD = '{"z":1, "a":12345678901234567890,"nul":"\\u0000","twice":1,"twice":2}'
 
@@ -89,7 +90,8 @@ async def test_what_was_stored_survives_up_and_down(empty_database_url: str) -> 
     async with engine.begin() as connection:
         await ensure_partition(connection, time_of(old).date())
         await connection.execute(text(OLD_EPISODE), {"id": old})
-        values = {"id": old, "request": ODD, "reply": '{"id": "r"}', "ids": b"\x01\x00\x00\x00"}
+        values = {"id": old, "request": ODD, "reply": '{"id": "r"}'}
+        values |= {"ids": b"\x01\x00\x00\x00", "logprobs": pack_logprobs([-0.5])}
         await connection.execute(text(OLD_CALL), values)
     await engine.dispose()
 
