@@ -143,7 +143,9 @@ class Stand:
         Raises:
             subprocess.TimeoutExpired: it did not end; all of it is killed.
         """
-        everything = [*self.processes(""), psutil.Process(self.supervisor.pid)]
+        everything = self.processes("")
+        with suppress(psutil.NoSuchProcess):
+            everything.append(psutil.Process(self.supervisor.pid))
         self.supervisor.terminate()
         try:
             self.supervisor.wait(READY_S)

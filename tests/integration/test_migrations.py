@@ -78,7 +78,8 @@ OLD_CALL = """
         stream, request, reply, prompt_ids, sampled_ids, sampled_logprobs, sampling, trainable,
         tool_calls, started_at, total_ms, retry)
     VALUES (:id, :id, 'default', 'chat', 'm', 0, 'complete', false, CAST(:request AS json),
-        CAST(:reply AS json), :ids, :ids, :logprobs, '{"temperature": 1.0}', true, '[]', now(), 1, 0)
+        CAST(:reply AS json), :ids, :ids, :logprobs, '{"temperature": 1.0}', true, '[]', now(),
+        1, 0)
 """
 ODD = '{"z":1, "a":12345678901234567890,"nul":"\\u0000","twice":1,"twice":2}'
 
