@@ -19,7 +19,7 @@ PARAMETERS: Final = ("id", "name", "detail", "ms")
 
 
 class ToolStatusError(ValueError):
-    """The header breaks RFC 9651 or the rules of docs/howto/tool-status.md; the message says where."""
+    """The header breaks RFC 9651 or docs/howto/tool-status.md; the message says where."""
 
 
 def parse_tool_status(value: str) -> tuple[ToolEvent, ...]:
