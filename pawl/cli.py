@@ -69,7 +69,7 @@ def proxy(
         ),
     ] = None,
 ) -> None:
-    """Forward calls to the model server, record them, and take feedback.
+    """Serve agents: forward their calls to the model server, record them, and take feedback.
 
     Needs a model server (PAWL_UPSTREAM_URL, or several in PAWL_UPSTREAMS). Records go to
     PostgreSQL (DATABASE_URL); without that setting, to an embedded server in PAWL_DATA_DIR.
