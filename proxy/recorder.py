@@ -16,7 +16,7 @@ from store.ids import new_id
 log = structlog.get_logger()
 
 # Most episodes with an unwritten gap that are remembered; beyond them gaps are only counted.
-MOST_GAPS: Final = 10_000
+MOST_GAPS: Final = 100_000
 # After a failed write the disk is tried again at this interval, even if no call comes.
 RETRY_S: Final = 1.0
 # Marks a frame that holds a `Gap`, which is not a client's record.
