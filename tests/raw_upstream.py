@@ -5,6 +5,8 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
+from tests.listening import listening
+
 Script = Callable[["RawUpstream", asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -21,7 +23,6 @@ class RawUpstream:
         # Whoever asked has closed the connection.
         self.left = asyncio.Event()
         self.said = 0
-        self.tasks: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
@@ -30,14 +31,10 @@ class RawUpstream:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
-        task = asyncio.current_task()
-        assert task is not None
-        self.tasks.add(task)
         try:
             await self._converse(reader, writer)
         finally:
             self.left.set()
-            writer.transport.abort()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.IncompleteReadError):
@@ -105,15 +102,8 @@ def says(*pieces: bytes, then: str = "close", pause_s: float = 0.0) -> Script:
 async def raw_upstream(owned_by: str = "somebody") -> AsyncIterator[RawUpstream]:
     """A running one, on a free port."""
     upstream = RawUpstream(owned_by)
-    server = await asyncio.start_server(upstream.serve, "127.0.0.1", 0, limit=2**20)
-    upstream.port = server.sockets[0].getsockname()[1]
-    try:
+    async with listening(upstream.serve, limit=2**20) as upstream.port:
         yield upstream
-    finally:
-        server.close()
-        for task in upstream.tasks:
-            task.cancel()
-        await asyncio.gather(*upstream.tasks, return_exceptions=True)
 
 
 async def raw_ask(port: int, request: bytes) -> bytes:

@@ -13,6 +13,7 @@ from benchmarks.proxy import wire
 from benchmarks.proxy.framing import HEAD_END
 from benchmarks.proxy.stream_client import Load, Plan
 from benchmarks.proxy.stream_server import STREAM_HEAD, Connection
+from tests.listening import listening
 
 DONE = wire.framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -35,11 +36,9 @@ async def served(answer: Answer, capsys: pytest.CaptureFixture[str]) -> Any:
                 await reader.readuntil(HEAD_END)
                 writer.write(STREAM_HEAD)
                 await answer(writer)
-        writer.close()
 
-    server = await asyncio.start_server(handle, "127.0.0.1", 0)
-    async with server:
-        return await seen_of(server.sockets[0].getsockname()[1], capsys)
+    async with listening(handle) as port:
+        return await seen_of(port, capsys)
 
 
 def chunk(written: float) -> bytes:

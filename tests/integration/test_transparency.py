@@ -27,6 +27,7 @@ from tests.integration.test_faults import (
     port_of,
     sized,
 )
+from tests.listening import listening
 from tests.raw_upstream import RawUpstream, Script, post, raw_ask, raw_upstream, says
 
 MESSAGES = "/v1/messages"
@@ -260,15 +261,13 @@ async def test_the_upstreams_connection_is_used_again_after_it_lingered(
             await asyncio.sleep(0.2)
             writer.write(LAST)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    settings = settings_for(database_url, f"http://127.0.0.1:{port}/v1", tmp_path)
-    async with running(settings), aiohttp.ClientSession() as session:
-        url = f"http://{settings.listen}{CHAT}"
-        for _ in range(3):
-            async with session.post(url, data=b'{"stream":true}') as response:
-                assert await response.read() == b"data: [DONE]\n\n"
-    server.close()
+    async with listening(serve) as port:
+        settings = settings_for(database_url, f"http://127.0.0.1:{port}/v1", tmp_path)
+        async with running(settings), aiohttp.ClientSession() as session:
+            url = f"http://{settings.listen}{CHAT}"
+            for _ in range(3):
+                async with session.post(url, data=b'{"stream":true}') as response:
+                    assert await response.read() == b"data: [DONE]\n\n"
     assert connections == 1
 
 

@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 from sqlalchemy import Column, Integer, MetaData, Table
 
 from pawl.settings import known_variables
-from proxy.counting.board import ProcessState, readiness
+from proxy.counting.board import ProcessState, State, readiness
 from proxy.errors import BadRequest, NotAllowed
 from proxy.identity.names import episode_names, read_told
 from proxy.keeping.admin import admin_app
@@ -305,7 +305,7 @@ def test_the_schema_of_feedback_takes_what_feedback_takes(good: bool, body: Any)
 
 def test_the_schema_of_readiness_has_the_fields_that_are_told() -> None:
     schema = DOCUMENT["components"]["schemas"]["Readiness"]["properties"]
-    state = get_args(ProcessState.__annotations__["state"])[0]
+    state = get_args(State)[0]
     workers = readiness([ProcessState(name="w", state=state, since=0.0, restarts=0)])[1]
     assert set(workers[0]) == set(schema["workers"]["items"]["properties"])
     assert set(Progress().told()) == set(schema["drain"]["properties"])
