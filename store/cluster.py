@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 import warnings
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -27,6 +28,10 @@ SOCKET: Final = ".s.PGSQL.5432"
 # The length of `sun_path` in a Linux socket address (unix(7)), less the byte that ends it.
 MOST_SOCKET_PATH: Final = 107
 LOG_TAIL: Final = 2000
+# A killed server keeps its process id until its parent has taken note of its end. The first
+# process of a container may do that late, or never.
+REAPED_S: Final = 5.0
+REAPED_LOOK_S: Final = 0.05
 
 
 class Postmaster(NamedTuple):
@@ -223,17 +228,25 @@ class Cluster:
         return os.path.basename(command[0]) == b"postgres" and os.fsencode(self.folder) in command
 
     def _forget_stale(self) -> None:
-        """Remove the lock files of a dead server if another process now has its process id.
+        """Remove the lock files of a dead server whose process id is still, or again, in use.
 
         If no process has that id, PostgreSQL removes them itself.
         """
         for file in (self.folder / "postmaster.pid", self._socket_dir() / f"{SOCKET}.lock"):
             try:
-                command = Path(f"/proc/{int(file.read_text().split()[0])}/cmdline").read_bytes()
+                pid = int(file.read_text().split()[0])
+                _await_reaped(pid)
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             except (OSError, IndexError, ValueError):
                 continue
-            if command and os.path.basename(command.split(b"\0")[0]) != b"postgres":
+            other = bool(command[0]) and os.path.basename(command[0]) != b"postgres"
+            # Backends outlive a killed server for a moment; the file keeps a new one from starting.
+            if other or (_has_ended(pid) and not self._in_use()):
                 file.unlink()
+
+    def _in_use(self) -> bool:
+        """Return whether a process works in the folder, as each of PostgreSQL's processes does."""
+        return any(_works_in(process, self.folder) for process in Path("/proc").glob("[0-9]*"))
 
     def _socket_dir(self) -> Path:
         """Return the socket's folder: the cluster's, or a short one if that path is too long."""
@@ -277,6 +290,30 @@ class Cluster:
         if _is_root():
             owner = pwd.getpwnam(SYSTEM_USER)
             os.chown(folder, owner.pw_uid, owner.pw_gid)
+
+
+def _await_reaped(pid: int) -> None:
+    """Wait for at most `REAPED_S` while the process has ended and keeps its id."""
+    deadline = time.monotonic() + REAPED_S
+    while _has_ended(pid) and time.monotonic() < deadline:
+        time.sleep(REAPED_LOOK_S)
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether the process has ended and its parent has not taken note of that (proc(5))."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2]
+    except OSError:
+        return False
+    return after_name.split()[0] in (b"Z", b"X")
+
+
+def _works_in(process: Path, folder: Path) -> bool:
+    try:
+        return (process / "cwd").readlink() == folder
+    except OSError:
+        # It has ended, or is another user's, which the server's processes are not.
+        return False
 
 
 def _permit(path: Path, bits: int) -> None:

@@ -3,6 +3,7 @@
 import sys
 from array import array
 from collections.abc import Iterable
+from math import isnan
 from typing import Final, TypeVar
 
 # Bytes of one id or one log-probability.
@@ -57,7 +58,11 @@ def may_be_sampled(logprobs: Iterable[float]) -> bool:
 
     NaN, `NO_LOGPROB` and values that mean a probability above 1 cannot.
     """
-    return all(NO_LOGPROB < value <= ROUNDING for value in logprobs)
+    values = list(logprobs)
+    if not values:
+        return True
+    # Of NaN neither min() nor max() tells, but a sum with one in it is NaN.
+    return min(values) > NO_LOGPROB and max(values) <= ROUNDING and not isnan(sum(values))
 
 
 def _little_endian(values: Values) -> Values:

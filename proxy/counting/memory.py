@@ -156,7 +156,7 @@ class Block:
 
     def set(self, place: int, value: float, at: float) -> None:
         """Set the value at offset `place`, and `at` as the time it was set."""
-        self._map[place : place + _NUMBER.size] = _NUMBER.pack(value, at)
+        _NUMBER.pack_into(self._map, place, value, at)
 
     def _grow(self, needed: int) -> None:
         size = len(self._map)

@@ -62,26 +62,26 @@ class Undo:
         self.took = False
         # Something removed was not of the API's shape, so none of it can be trusted.
         self._unsound = False
-        self._members = self._added_members(served_name)
+        self._served_name = served_name
         self.prompt_ids: list[int] | None = None
         self.sampled_ids: list[int] | None = None
         self.sampled_logprobs: list[float] | None = None
         self.indices: set[int] = set()
 
-    def _added_members(self, served_name: str | None) -> dict[bytes, Member]:
+    def _added_members(self) -> dict[bytes, Member]:
         members: dict[bytes, Member] = {}
         if self.hide_ids:
             members |= dict.fromkeys((b"prompt_token_ids", b"token_ids"), Member(opens=b"["))
         if self.hide_logprobs:
             members[b"logprobs"] = Member(opens=b"{")
         if self._model is not None:
-            served = _encode(served_name)
+            served = _encode(self._served_name)
             members[b"model"] = Member(opens=b'"', instead=bytes(self._model), only=served)
         return members
 
     def hide(self, payload: bytes) -> bytes:
         """Return a payload that cannot be parsed with the values of added members replaced."""
-        return without(payload, self._members)
+        return without(payload, self._added_members())
 
     def try_restore(self, parsed: Object) -> list[Object] | None:
         """Return what `restore` does, or None for a reply of another shape than the API's."""

@@ -44,12 +44,19 @@ class Budget:
 
     def _move(self, held: int, now: int) -> None:
         """Change one claim from `held` to `now` bytes."""
-        self.used += now - held
-        for size, sign in ((held, -1), (now, 1)):
-            if size > self.small:
-                self._large_claims += sign
-            else:
-                self._small += sign * size
+        change = now - held
+        self.used += change
+        if held <= self.small >= now:
+            self._small += change
+            return
+        if held <= self.small:
+            self._small -= held
+        else:
+            self._large_claims -= 1
+        if now <= self.small:
+            self._small += now
+        else:
+            self._large_claims += 1
 
 
 class Claim:
@@ -92,11 +99,13 @@ class Claim:
 
     def add(self, size: int) -> None:
         """Charge `size` bytes more, whether or not there is room."""
-        self._set(self.held + size)
+        if size:
+            self._set(self.held + size)
 
     def release(self) -> None:
         """Give all of it back."""
-        self._set(0)
+        if self.held:
+            self._set(0)
 
     def _set(self, size: int) -> None:
         self._budget._move(self.held, size)

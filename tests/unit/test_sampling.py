@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.sampling import LEAST_TEMPERATURE, number_of, used_temperature
-from store.tokens import are_logprobs, pack_logprobs
+from store.tokens import are_logprobs, may_be_sampled, pack_logprobs
 from tests.stored import transition
 from trainer.credit.assign import TransitionCredit
 from trainer.rows import training_rows
@@ -67,3 +67,9 @@ def test_rows_are_scored_at_what_was_used(recorded: object, used: float) -> None
     )
     [row] = training_rows([credit])
     assert row.temperature == used
+
+
+@given(st.lists(st.floats() | st.floats(-10001, -9998) | st.floats(-1, 1.5e-3), max_size=6))
+def test_a_list_may_be_sampled_if_each_of_its_values_may(values: list[float]) -> None:
+    each = all(-9999.0 < value <= 1e-3 for value in values)
+    assert may_be_sampled(values) is each
