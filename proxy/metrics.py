@@ -8,8 +8,11 @@ from functools import cache
 from http import HTTPStatus
 from typing import Final, TypeVar
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
+
+from proxy.counting.shared import registry
+from proxy.counting.totals import Totals
 
 Metric = TypeVar("Metric", bound=MetricWrapperBase)
 
@@ -88,7 +91,15 @@ UNFORESEEN = Counter(
 RECORDED = Counter("pawl_records_total", "Records seen, of calls and of feedback.")
 STORED = Counter("pawl_records_stored_total", "Records that are in PostgreSQL.")
 DEAD_LETTERS = Counter("pawl_records_dead_lettered_total", "Records the database refused.")
-DROPPED = Counter("pawl_records_dropped_total", "Records that could not be written to disk.")
+DROPPED = Counter(
+    "pawl_records_dropped_total", "Records that could not be written to disk, or vanished from it."
+)
+# Workers count these alone, in one step, and the keeper adds them to both totals that they belong
+# to (`proxy.counting.totals`): two steps could be seen, or ended by a kill, halfway.
+UNWRITTEN = Counter(
+    "pawl_records_unwritten_total",
+    "Records that could not be written to disk; pawl_records_dropped_total has them too.",
+)
 SPOOLED = Gauge(
     "pawl_records_spooled",
     "Records on disk that are not in PostgreSQL yet.",
@@ -147,3 +158,12 @@ SERVING = Gauge(
 DATABASE_UP = Gauge(
     "pawl_database_up", "1 while PostgreSQL answers.", multiprocess_mode="livemostrecent"
 )
+
+
+def exposed() -> CollectorRegistry:
+    """Return what `/metrics` shows: the metrics of all processes, with the totals joined."""
+    together = CollectorRegistry()
+    together.register(
+        Totals(registry(), "pawl_records_unwritten", ["pawl_records", "pawl_records_dropped"])
+    )
+    return together

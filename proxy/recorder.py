@@ -1,4 +1,9 @@
-"""Hands records to the spool; a record that cannot be written is counted, and leaves a gap."""
+"""Hands records to the spool; a record that cannot be written is counted, and leaves a gap.
+
+A `Gap` names the episodes that miss a record. It is written with the failed commit itself, into
+the spool's reserve. If that fails too (the disk gives I/O errors), the episodes are remembered, and
+the gap is written as soon as the disk works.
+"""
 
 import asyncio
 from pathlib import Path
@@ -7,10 +12,10 @@ from typing import Final
 import structlog
 
 from proxy.capture import Captured, Frame, Gap
-from proxy.metrics import DROPPED, RECORDED
+from proxy.metrics import UNWRITTEN
 from proxy.recent import Recent
 from proxy.segments import encode_frame
-from proxy.spool import take_folder
+from proxy.spool import Outcome, take_folder
 from store.ids import new_id
 
 log = structlog.get_logger()
@@ -34,9 +39,12 @@ class Recorder:
         """
         self._recent = recent
         self._gaps: dict[str, None] = {}
-        self._telling = False
+        # Those in the gap that is being written.
+        self._telling: tuple[str, ...] = ()
         self._retry: asyncio.TimerHandle | None = None
-        self._spool = take_folder(root, segment_bytes=segment_bytes, on_commit=self._committed)
+        self._spool = take_folder(
+            root, segment_bytes=segment_bytes, on_commit=self._committed, note=self._gap_of
+        )
 
     def take(self, record: Captured, call: str, response_id: str | None) -> "asyncio.Future[bool]":
         """Take a call's record; it is written whether or not the future is awaited."""
@@ -45,7 +53,7 @@ class Recorder:
 
     def lose(self, episode: str) -> "asyncio.Future[bool]":
         """Count a record that could not be made, as if the disk had refused it."""
-        self._committed(False, [episode.encode(errors="replace").decode()])
+        self._committed("lost", [episode.encode(errors="replace").decode()])
         lost: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         lost.set_result(False)
         return lost
@@ -67,19 +75,31 @@ class Recorder:
         """Return for how many seconds the disk has been busy with one commit."""
         return self._spool.under_way_s()
 
-    def _committed(self, durable: bool, episodes: list[str]) -> None:
-        if durable:
+    def _gap_of(self, marks: list[str]) -> bytes:
+        """Return the gap that lost frames leave, as a frame; called in the spool's thread."""
+        # `_telling` does not change before the commit of its gap has ended.
+        episodes = dict.fromkeys(mark for mark in marks if mark and mark != GAP)
+        if GAP in marks:
+            episodes |= dict.fromkeys(self._telling)
+        return _gap(tuple(episodes)) if episodes else b""
+
+    def _committed(self, outcome: Outcome, marks: list[str]) -> None:
+        if GAP in marks:
+            told, self._telling = self._telling, ()
+            if outcome == "lost":
+                self._gaps = dict.fromkeys(told) | self._gaps
+        # A frame of gaps is no client's record: it is not lost, but written again later.
+        lost = [mark for mark in marks if mark != GAP]
+        if outcome == "durable":
             self._tell_of_gaps()
             return
-        # A frame of gaps is no client's record: it is not lost, but written again later.
-        lost = [episode for episode in episodes if episode != GAP]
         if lost:
-            RECORDED.inc(len(lost))
-            DROPPED.inc(len(lost))
+            UNWRITTEN.inc(len(lost))
             log.error("records_dropped", records=len(lost), reason="not written")
-        for episode in lost:
-            if episode and len(self._gaps) < MOST_GAPS:
-                self._gaps[episode] = None
+        if outcome == "lost":
+            for episode in lost:
+                if episode and len(self._gaps) < MOST_GAPS:
+                    self._gaps[episode] = None
         if self._gaps and self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
 
@@ -93,17 +113,8 @@ class Recorder:
         """Write a `Gap` for the episodes that miss a record, unless one is being written."""
         if not self._gaps or self._telling:
             return
-        episodes, self._gaps = tuple(self._gaps), {}
-        self._telling = True
-
-        def written(answer: "asyncio.Future[bool]") -> None:
-            self._telling = False
-            if not answer.result():
-                self._gaps = dict.fromkeys(episodes) | self._gaps
-                self._committed(False, [])
-
-        gap = encode_frame(Gap(id=new_id().bytes, episodes=episodes))
-        self._spool.append(gap, GAP).add_done_callback(written)
+        self._telling, self._gaps = tuple(self._gaps), {}
+        self._spool.append(_gap(self._telling), GAP)
 
     async def close(self) -> None:
         """Write what waits, and unlock the folder."""
@@ -117,3 +128,7 @@ class Recorder:
         if self._gaps:
             log.error("gaps_not_told", episodes=len(self._gaps), reason="the disk refused them")
         self._spool.close()
+
+
+def _gap(episodes: tuple[str, ...]) -> bytes:
+    return encode_frame(Gap(id=new_id().bytes, episodes=episodes))

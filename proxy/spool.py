@@ -11,6 +11,9 @@ the latter (`proxy.keeping.drain`).
 Whatever the disk does, every future gets a result and the thread goes on. An error gives False at
 once. So does a commit that takes longer than `PATIENCE_S`; until the disk answers, new frames are
 refused at once.
+
+Whether a commit failed is known to the writer thread first. It writes what is to be noted of the
+lost frames (`note`) into a reserve that a full disk cannot refuse, before anybody gets an answer.
 """
 
 import asyncio
@@ -19,7 +22,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import structlog
 
@@ -40,11 +43,19 @@ PATIENCE_S: Final = 15.0
 CLOSE_S: Final = 5.0
 Waiting = tuple[bytes, "asyncio.Future[bool]", str]
 Commit = tuple[list[Waiting], asyncio.AbstractEventLoop]
-OnCommit = Callable[[bool, list[str]], None]
+# `noted`: the frames are lost, and what is to be noted of them is durable.
+Outcome = Literal["durable", "noted", "lost"]
+OnCommit = Callable[[Outcome, list[str]], None]
+Note = Callable[[list[str]], bytes]
 
 
-def _nothing(_durable: bool, _marks: list[str]) -> None:
+def _nothing(_outcome: Outcome, _marks: list[str]) -> None:
     """Ignore the outcome of a commit."""
+
+
+def _no_note(_marks: list[str]) -> bytes:
+    """Note nothing of lost frames."""
+    return b""
 
 
 class Spool:
@@ -56,6 +67,7 @@ class Spool:
         *,
         segment_bytes: int,
         on_commit: OnCommit = _nothing,
+        note: Note = _no_note,
         patience_s: float = PATIENCE_S,
     ) -> None:
         """Lock a folder, and start the writer thread.
@@ -66,7 +78,9 @@ class Spool:
             folder: the folder, or a function that takes one.
             segment_bytes: size at which a segment is sealed.
             on_commit: called after each commit, before its futures get their result, with
-                whether it is durable and the marks of its frames.
+                its outcome and the marks of its frames.
+            note: called in the writer thread with the marks of lost frames; returns the frame to
+                write instead of them, or nothing.
             patience_s: longest time that a commit may take before it counts as failed.
 
         Raises:
@@ -75,6 +89,7 @@ class Spool:
         """
         take = folder if callable(folder) else partial(Home, folder)
         self._on_commit = on_commit
+        self._note = note
         self._patience_s = patience_s
         self._gathered: list[Waiting] = []
         self._in_commit: list[Waiting] = []
@@ -97,7 +112,7 @@ class Spool:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bool] = loop.create_future()
         if self._stalled:
-            self._answer([(frame, future, mark)], False)
+            self._answer([(frame, future, mark)], "lost")
             return future
         if not self._gathered and not self._in_commit:
             if self._busy:
@@ -139,32 +154,32 @@ class Spool:
         waiting = [*self._in_commit, *self._gathered]
         self._in_commit, self._gathered, self._stalled = [], [], True
         log.error("spool_stalled", records=len(waiting), after_s=self._patience_s)
-        self._answer(waiting, False)
+        self._answer(waiting, "lost")
 
-    def _committed(self, waiting: list[Waiting], durable: bool) -> None:
+    def _committed(self, waiting: list[Waiting], outcome: Outcome) -> None:
         if self._stalled:
             # Their futures gave False already. What is on disk of them is stored all the same.
             self._stalled = False
-            log.warning("spool_answers_again", durable=durable)
-            self._answer([], durable)
+            log.warning("spool_answers_again", outcome=outcome)
+            self._answer([], outcome)
             return
         self._in_commit = []
         self._busy = len(waiting) >= BUSY
-        self._answer(waiting, durable)
+        self._answer(waiting, outcome)
         if self._gathered and self._busy:
             asyncio.get_running_loop().call_later(GATHER_S, self._commit)
         else:
             self._commit()
 
-    def _answer(self, waiting: Sequence[Waiting], durable: bool) -> None:
+    def _answer(self, waiting: Sequence[Waiting], outcome: Outcome) -> None:
         try:
-            self._on_commit(durable, [mark for _, _, mark in waiting])
+            self._on_commit(outcome, [mark for _, _, mark in waiting])
         except Exception:
             # The futures must get their result even if `on_commit` fails.
-            log.exception("spool_not_counted", records=len(waiting), durable=durable)
+            log.exception("spool_not_counted", records=len(waiting), outcome=outcome)
         for _, future, _ in waiting:
             if not future.done():
-                future.set_result(durable)
+                future.set_result(outcome == "durable")
 
     async def flush(self) -> None:
         """Wait until every frame that was taken is durable or given up."""
@@ -195,20 +210,23 @@ class Spool:
                 self._writer.release()
                 return
             waiting, loop = commit
-            durable = self._written(waiting)
+            outcome = self._written(waiting)
             try:
-                loop.call_soon_threadsafe(self._committed, waiting, durable)
+                loop.call_soon_threadsafe(self._committed, waiting, outcome)
             except RuntimeError:
                 # The loop is closed, so nothing waits for these frames any more.
-                log.error("spool_answers_nobody", records=len(waiting), durable=durable)
+                log.error("spool_answers_nobody", records=len(waiting), outcome=outcome)
 
-    def _written(self, waiting: Sequence[Waiting]) -> bool:
+    def _written(self, waiting: Sequence[Waiting]) -> Outcome:
         try:
-            return self._writer.append(b"".join([frame for frame, _, _ in waiting]))
+            if self._writer.append(b"".join([frame for frame, _, _ in waiting])):
+                return "durable"
+            note = self._note([mark for _, _, mark in waiting])
+            return "noted" if note and self._writer.mark(note) else "lost"
         except Exception:
             # Memory may be short. This thread must go on, or no frame would get a result again.
             log.exception("spool_write_failed", records=len(waiting))
-            return False
+            return "lost"
 
 
 def _taken(take: Callable[[], Home]) -> Home | None:
@@ -221,10 +239,14 @@ def _taken(take: Callable[[], Home]) -> Home | None:
         return None
 
 
-def take_folder(root: Path, *, segment_bytes: int, on_commit: OnCommit = _nothing) -> Spool:
+def take_folder(
+    root: Path, *, segment_bytes: int, on_commit: OnCommit = _nothing, note: Note = _no_note
+) -> Spool:
     """Return a spool in the first numbered folder under `root` that no process holds.
 
     Raises:
         OSError: none can be created or written, and that will not change by itself.
     """
-    return Spool(lambda: take_home(root), segment_bytes=segment_bytes, on_commit=on_commit)
+    return Spool(
+        lambda: take_home(root), segment_bytes=segment_bytes, on_commit=on_commit, note=note
+    )

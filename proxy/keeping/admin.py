@@ -7,9 +7,10 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from proxy.counting.board import ProcessState, readiness
-from proxy.counting.shared import is_shared, registry
+from proxy.counting.shared import is_shared
 from proxy.keeping.database import Database
 from proxy.keeping.drain import Drainer
+from proxy.metrics import exposed
 
 ENDS: Final = ("stored", "dead_lettered", "dropped")
 
@@ -54,7 +55,7 @@ def admin_app(
         # Include every record that was durable before this scrape.
         await drainer.count()
         return web.Response(
-            body=generate_latest(registry()), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            body=generate_latest(exposed()), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
     app = web.Application()
@@ -72,6 +73,6 @@ def unsettled() -> int:
     """
     if not is_shared():
         return 0
-    samples = {s.name: s.value for metric in registry().collect() for s in metric.samples}
+    samples = {s.name: s.value for metric in exposed().collect() for s in metric.samples}
     ended = sum(samples.get(f"pawl_records_{end}_total", 0.0) for end in ENDS)
     return int(samples.get("pawl_records_total", 0.0) - ended)
