@@ -8,9 +8,10 @@ import pytest
 
 from proxy import call as module
 from proxy.intake import reading
-from proxy.metrics import DROPPED, RECORDED, UNFORESEEN
+from proxy.metrics import UNFORESEEN
 from tests.fake_upstream import FakeUpstream
 from tests.integration.conftest import Proxy, eventually
+from tests.integration.test_durability import ledger
 from tests.raw_upstream import post, raw_ask
 
 CHAT = "/v1/chat/completions"
@@ -80,11 +81,11 @@ async def test_a_call_is_recorded_though_what_it_offers_cannot_be_read(
 async def test_a_call_whose_record_cannot_be_made_is_answered_and_counted_as_dropped(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = DROPPED._value.get(), RECORDED._value.get()
+    before = ledger()
     with monkeypatch.context() as inside:
         inside.setattr(module, "Captured", fails)
         assert (await proxy.chat(headers={"x-pawl-episode": "e"})).status == 200
-    assert (DROPPED._value.get(), RECORDED._value.get()) == (before[0] + 1, before[1] + 1)
+    assert ledger()["pawl_records_dropped_total"] == before["pawl_records_dropped_total"] + 1
     # The next record that is durable tells the ledger of the gap.
     assert (await proxy.chat(headers={"x-pawl-episode": "e"})).status == 200
 

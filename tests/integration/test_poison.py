@@ -304,7 +304,7 @@ async def test_damage_in_a_segment_that_grows_hides_nothing(
     spool = Spool(tmp_path / "0", segment_bytes=2**20)
     for number in range(4):
         await spool.append(encode_frame(captured(f"e{number}")))
-    [path] = (tmp_path / "0").glob("*.open")
+    [path] = [path for path in tmp_path.glob("0/*.open") if path.stat().st_size]
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 4 + 20)
         file.write(b"\xff\xff")
