@@ -19,6 +19,7 @@ from asyncio import run
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -130,6 +131,22 @@ def attack(port: int, request: bytes) -> str:
         return type(error).__name__
 
 
+def attack_at_once(port: int, kind: str, at_once: int) -> dict[str, int]:
+    """Send so many requests of a kind at once; how many of them were answered how."""
+    request = KINDS[kind]()
+    answers: Counter[str] = Counter()
+
+    def send() -> None:
+        answers[attack(port, request)] += 1
+
+    senders = [threading.Thread(target=send) for _ in range(at_once)]
+    for sender in senders:
+        sender.start()
+    for sender in senders:
+        sender.join()
+    return dict(answers)
+
+
 class Ordinary:
     """An ordinary call, made again and again until told to stop."""
 
@@ -191,23 +208,15 @@ class Peak:
 
 def measure(stand: Stand, kind: str, at_once: int) -> Found:
     """One kind of request, so many at once."""
-    request = KINDS[kind]()
     [worker] = stand.processes("worker")
-    answers: Counter[str] = Counter()
-
-    def send() -> None:
-        answers[attack(stand.port, request)] += 1
-
-    senders = [threading.Thread(target=send) for _ in range(at_once)]
-    with Peak(worker) as peak, Ordinary(stand.port) as ordinary:
-        calm = list(ordinary.seconds)
-        for sender in senders:
-            sender.start()
-        for sender in senders:
-            sender.join()
+    # In a process of its own: the ordinary calls must not wait for the attackers' GIL.
+    with get_context("spawn").Pool(1) as attackers:
+        with Peak(worker) as peak, Ordinary(stand.port) as ordinary:
+            calm = list(ordinary.seconds)
+            answers = attackers.apply(attack_at_once, (stand.port, kind, at_once))
     return Found(
         kind=kind,
-        answers=dict(answers),
+        answers=answers,
         before_mb=peak.first / 1e6,
         peak_mb=peak.most / 1e6,
         calm_ms=max(calm, default=0.0) * 1000,

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import os
 import signal
@@ -21,6 +22,8 @@ from proxy.settings import ProxySettings
 PATIENCE_S: Final = 30.0
 KEEPER_NICENESS: Final = 10
 GC_THRESHOLDS: Final = (20_000, 20, 20)
+LARGE_BYTES: Final = 2**20
+_M_MMAP_THRESHOLD: Final = -3
 
 
 def _nothing() -> None:
@@ -67,6 +70,17 @@ def spare_the_collector() -> None:
     gc.set_threshold(*GC_THRESHOLDS)
 
 
+def return_large_blocks() -> None:
+    """Have glibc give freed blocks of `LARGE_BYTES` and more back to the system at once.
+
+    By default it keeps up to 32 MiB of each size that was once freed, in pieces (mallopt(3)):
+    after a few large requests a worker's memory would stay that high.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+
+
 def _is_up(ready: int) -> None:
     """Tell the supervisor that this process is up; `_until_stopped` notices if it has ended."""
     try:
@@ -93,6 +107,7 @@ async def _work(ready: int, listener: int) -> None:
     from proxy.worker import serving
 
     spare_the_collector()
+    return_large_blocks()
     settings = ProxySettings()
     async with serving(settings, socket.socket(fileno=listener)) as server:
         _is_up(ready)

@@ -10,6 +10,8 @@ import structlog
 
 from proxy.http import wire
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
+from proxy.http.feeding import Feeding
+from proxy.http.flow import SharedBrake
 from proxy.http.heads import VERSIONS, Refused, read_head, wrong_version
 from proxy.http.patience import STEP, Clock, Patience
 from proxy.http.wire import Headers
@@ -31,6 +33,8 @@ class Connection(asyncio.Protocol):
     """A client's connection, which takes the callbacks of asyncio and httptools."""
 
     transport: asyncio.Transport
+    brake: SharedBrake
+    _feeding: Feeding
 
     def __init__(self, server: "Server") -> None:
         """Begin a connection of `server`; asyncio then calls `connection_made`."""
@@ -105,7 +109,7 @@ class Connection(asyncio.Protocol):
                 self.transport.close()
 
     def _sweep_body(self, receiving: Exchange, now: float, body_s: float) -> None:
-        if receiving.body.braked or self._held or receiving.expects:
+        if receiving.body.braked or self._held or self._feeding.waiting or receiving.expects:
             # The client waits for us.
             self._body_clock.reset()
         elif self._body_clock.waited(now, self._received + STEP * self._heads, STEP) > body_s:
@@ -125,12 +129,14 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self.transport = cast("asyncio.Transport", transport)
+        self.brake = SharedBrake(self.transport)
+        self._feeding = Feeding(self._feed, self.brake, self.server.turns)
         self.idle_since = monotonic()
         self.server.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell all who work for the client that it is gone."""
-        self._lost = True
+        self._lost = self._closing = True
         self.server.connections.discard(self)
         for exchange in (self._receiving, self._current, *self._waiting):
             if exchange is not None:
@@ -148,6 +154,11 @@ class Connection(asyncio.Protocol):
         if self._closing:
             return
         self._received += len(data)
+        self._feeding.put(data)
+
+    def _feed(self, data: bytes) -> None:
+        if self._closing:
+            return
         self._overhead += len(data)
         try:
             self._parser.feed_data(data)
@@ -226,11 +237,12 @@ class Connection(asyncio.Protocol):
             self._waiting.append(exchange)
             if len(self._waiting) >= MAX_PIPELINED:
                 self._held = True
-                self.transport.pause_reading()
+                self.brake.pause_reading()
 
     def on_body(self, body: bytes) -> None:
         """Add a piece of the body."""
         self._overhead = 0
+        self._feeding.pieces += 1
         if self._receiving is not None:
             self._receiving.body.put(body)
 
@@ -274,6 +286,8 @@ class Connection(asyncio.Protocol):
         self._current = None
         self.task = None
         self.idle_since = monotonic()
+        # What the handler left unread would keep the connection paused.
+        exchange.body.take()
         if not exchange.keep_alive or (not exchange.body.ended and self._receiving is exchange):
             # The rest of an unread body would be parsed as a request.
             if exchange.body.ended:
@@ -283,7 +297,7 @@ class Connection(asyncio.Protocol):
         elif self._waiting:
             if self._held and len(self._waiting) <= MAX_PIPELINED:
                 self._held = False
-                self.transport.resume_reading()
+                self.brake.resume_reading()
             self._begin(self._waiting.popleft())
 
     def _refuse_for(self, error: BaseException | None) -> None:
@@ -346,4 +360,4 @@ class Connection(asyncio.Protocol):
         self._parser.feed_data(wire.head(b"POST / HTTP/1.1", framing))
         self._resuming = False
         if rest:
-            self.data_received(rest)
+            self._feed(rest)

@@ -62,7 +62,7 @@ class Exchange:
         self.target = target
         self.headers = headers
         self.keep_alive = keep_alive
-        self.body = Inflow(connection.transport, connection.loop)
+        self.body = Inflow(connection.brake, connection.loop)
         self.expects = expects
         # An HTTP/1.0 client knows no chunks, so the end of its reply is the connection's end.
         self._framed = chunks

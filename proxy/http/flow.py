@@ -21,6 +21,27 @@ class Brake(Protocol):
         """Read again."""
 
 
+class SharedBrake:
+    """The brake of a connection that several parts of it pause, each for a reason of its own."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        """Store the transport, which is reading."""
+        self._transport = transport
+        self._pauses = 0
+
+    def pause_reading(self) -> None:
+        """Stop reading, until `resume_reading` was called as often as this."""
+        self._pauses += 1
+        if self._pauses == 1 and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read again, unless another part still waits."""
+        self._pauses -= 1
+        if not self._pauses and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+
 class Inflow:
     """The pieces of one body, passed from the parser to a reader."""
 

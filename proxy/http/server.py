@@ -11,6 +11,7 @@ import structlog
 
 from proxy.http.connection import LINGER_S, Connection
 from proxy.http.exchange import Exchange
+from proxy.http.feeding import Turns
 from proxy.http.patience import Patience
 
 log = structlog.get_logger()
@@ -58,6 +59,7 @@ class Server:
         self.explain = explain
         self.on_late = on_late
         self.draining = False
+        self.turns = Turns()
         self.connections: set[Connection] = set()
         self._patience = patience or Patience()
         self._break_off_at = inf

@@ -1,0 +1,104 @@
+"""Gives a connection's bytes to its parser, and no turn of the event loop more than it can take.
+
+Of 256 KB in chunks of two bytes the parser makes 37,000 pieces, which takes longer than an ordinary
+call. So bytes are parsed in slices. Connections whose slices fall into many pieces wait for each
+other, and between two of their slices the event loop does other work for as long.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from time import monotonic
+from typing import Final
+
+from proxy.http.flow import Brake
+
+SLICE: Final = 16 * 1024
+# A slice that falls into more pieces of a body than this takes long to parse.
+MANY_PIECES: Final = 128
+
+
+class Turns:
+    """Work that takes long, of all connections: one piece at a time, with as long a rest after."""
+
+    def __init__(self) -> None:
+        """Begin with nothing to do."""
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._scheduled = False
+        self._rested_at = 0.0
+
+    def wait(self, work: Callable[[], None]) -> None:
+        """Have `work` done when it is its turn."""
+        self._waiting.append(work)
+        if not self._scheduled:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        self._scheduled = True
+        rest_s = max(0.0, self._rested_at - monotonic())
+        asyncio.get_running_loop().call_later(rest_s, self._next)
+
+    def _next(self) -> None:
+        began = monotonic()
+        try:
+            self._waiting.popleft()()
+        finally:
+            now = monotonic()
+            self._rested_at = now + (now - began)
+            self._scheduled = False
+            if self._waiting:
+                self._schedule()
+
+
+class Feeding:
+    """The bytes of one connection that its parser has not seen yet."""
+
+    def __init__(self, feed: Callable[[bytes], None], source: Brake, turns: Turns) -> None:
+        """Begin with no bytes.
+
+        Args:
+            feed: gives bytes to the parser.
+            source: where the bytes come from; it is paused while some wait.
+            turns: shared with the other connections.
+        """
+        self._feed = feed
+        self._source = source
+        self._turns = turns
+        self._unseen = b""
+        self._takes_long = False
+        # Number of pieces that the parser has made of the present slice; it counts them here.
+        self.pieces = 0
+        self.waiting = False
+
+    def put(self, data: bytes) -> None:
+        """Parse bytes that arrived, now or in turns."""
+        if self.waiting:
+            self._unseen += data
+        elif self._takes_long:
+            self._unseen = data
+            self._wait()
+        else:
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        at = 0
+        while at < len(data):
+            self.pieces = 0
+            self._feed(data[at : at + SLICE] if len(data) > SLICE else data)
+            at += SLICE
+            self._takes_long = self.pieces > MANY_PIECES
+            if self._takes_long and at < len(data):
+                self._unseen = data[at:]
+                self._wait()
+                return
+
+    def _wait(self) -> None:
+        self.waiting = True
+        self._source.pause_reading()
+        self._turns.wait(self._go_on)
+
+    def _go_on(self) -> None:
+        data, self._unseen = self._unseen, b""
+        self.waiting = False
+        self._source.resume_reading()
+        self._parse(data)
