@@ -210,10 +210,13 @@ def measure(stand: Stand, kind: str, at_once: int) -> Found:
     """One kind of request, so many at once."""
     [worker] = stand.processes("worker")
     # In a process of its own: the ordinary calls must not wait for the attackers' GIL.
-    with get_context("spawn").Pool(1) as attackers:
-        with Peak(worker) as peak, Ordinary(stand.port) as ordinary:
-            calm = list(ordinary.seconds)
-            answers = attackers.apply(attack_at_once, (stand.port, kind, at_once))
+    with (
+        get_context("spawn").Pool(1) as attackers,
+        Peak(worker) as peak,
+        Ordinary(stand.port) as ordinary,
+    ):
+        calm = list(ordinary.seconds)
+        answers = attackers.apply(attack_at_once, (stand.port, kind, at_once))
     return Found(
         kind=kind,
         answers=answers,

@@ -21,7 +21,7 @@ from benchmarks.chaos.faults import FAULTS, Fault
 from benchmarks.chaos.ledger import ends, kept, without_letter
 from benchmarks.chaos.load import Load, Outcome
 from benchmarks.chaos.poison import EVERY, Laid, lay
-from benchmarks.chaos.scrape import Scrapes, drained, scraping
+from benchmarks.chaos.scrape import Scrapes, drained, scrape, scraping
 from benchmarks.chaos.stand import PARTS, NotReady, Part, Stand
 
 AT_ONCE: Final = 16
@@ -77,6 +77,8 @@ async def kills(stand: Stand, count: int, seed: int) -> dict[str, Any]:
     for event in _events(count, dice, faulty=stand.disk is not None):
         await asyncio.sleep(dice.uniform(*QUIET_S))
         try:
+            # Counts begin again at 0 with a new supervisor: they are read before one is killed.
+            await scrape(stand.admin, scrapes)
             await _happen(event, stand, load, done, dice)
         except NotReady as error:
             done.stalled.append(str(error))

@@ -7,11 +7,11 @@ written, some records are stored a second time, and storing is idempotent.
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from time import monotonic
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 from zlib import crc32
 
 import structlog
@@ -19,6 +19,8 @@ import structlog
 from proxy.keeping.held import Held
 from proxy.segments import NUMBERS, Piece, read_pieces
 from proxy.spooling.folders import OPEN, SEALED, is_held
+
+Result = TypeVar("Result")
 
 log = structlog.get_logger()
 
@@ -72,7 +74,7 @@ class Segment:
 
     def grown(self) -> bool:
         """Return whether the file is longer than what was counted."""
-        return self._existing().stat().st_size > self.counted.offset
+        return self._with_file(Path.stat).st_size > self.counted.offset
 
     def pieces(self, place: Place, most: int | None, *, sealed: bool) -> list[Piece]:
         """Return the first pieces from `place` on, as many as one read gives, at most `most`.
@@ -106,13 +108,24 @@ class Segment:
 
     def _read(self, offset: int, size: int) -> tuple[bytes, bool]:
         """Return at most `size` bytes from `offset` on, and whether the file ends with them."""
-        with self._existing().open("rb") as file:
+        with self._with_file(lambda path: path.open("rb")) as file:
             file.seek(offset)
             data = file.read(size)
             return data, len(data) < size or not file.read(1)
 
+    def _with_file(self, use: Callable[[Path], Result]) -> Result:
+        """Return what `use` makes of the segment's path.
+
+        Raises:
+            OSError: `use` raised it.
+        """
+        try:
+            return use(self._existing())
+        except FileNotFoundError:
+            # Its worker sealed it, and so renamed it, after its path was looked up.
+            return use(self._existing())
+
     def _existing(self) -> Path:
-        # Its worker may seal it, and so rename it, at any moment.
         if not self.path.exists():
             self.path = self.path.with_suffix(SEALED)
         return self.path
@@ -170,7 +183,7 @@ class Segment:
         """Return the position of an earlier keeper, or the beginning if that cannot be read."""
         try:
             data = self._at.read_bytes()
-            size = self._existing().stat().st_size
+            size = self._with_file(Path.stat).st_size
         except FileNotFoundError:
             return BEGIN
         except OSError as error:
