@@ -10,10 +10,10 @@ from uuid import UUID
 import msgspec
 
 from benchmarks.stitching_server import Exchange
-from proxy.dialects.base import Gist
+from proxy.dialects.base import ReplySummary
 from proxy.identity.identify import Identity, identify, retry_count
 from proxy.identity.signs import RESPONSE, offers_of
-from proxy.identity.stitch import Stitches
+from proxy.identity.stitch import CallMemory
 from proxy.routes import Kind, Route
 from store.ids import new_id
 from store.records import ToolCall
@@ -32,10 +32,10 @@ class Seen(msgspec.Struct):
 def replay(runs: list[list[Exchange]], proxies: int, seed: int) -> list[Seen]:
     """All runs at once, each call at a proxy drawn at random, in the order they arrived."""
     random = Random(seed)
-    memories = [Stitches() for _ in range(proxies)]
+    memories = [CallMemory() for _ in range(proxies)]
     left = {run: list(exchanges) for run, exchanges in enumerate(runs)}
-    connected: dict[int, Stitches] = {}
-    flying: dict[int, tuple[Seen, Exchange, bytes, Stitches]] = {}
+    connected: dict[int, CallMemory] = {}
+    flying: dict[int, tuple[Seen, Exchange, bytes, CallMemory]] = {}
     seen: list[Seen] = []
     active = list(left)
     while active:
@@ -62,21 +62,21 @@ def replay(runs: list[list[Exchange]], proxies: int, seed: int) -> list[Seen]:
     return seen
 
 
-def _finish(call: Seen, exchange: Exchange, body: bytes, memory: Stitches) -> None:
-    gist = gist_of(exchange.dialect, exchange.reply)
+def _finish(call: Seen, exchange: Exchange, body: bytes, memory: CallMemory) -> None:
+    summary = summary_of(exchange.dialect, exchange.reply)
     before = perf_counter()
     said = call.who.conversation
-    call.offers = offers_of(exchange.dialect, exchange.body, gist, said)
+    call.offers = offers_of(exchange.dialect, exchange.body, summary, said)
     memory.offer(call.offers, call.who.episode, call.who.follows)
     call.seconds += perf_counter() - before
     if exchange.status >= 400:
         memory.failed(body, call.who.episode, call.id)
 
 
-def gist_of(dialect: str, reply: dict[str, Any]) -> Gist:
+def summary_of(dialect: str, reply: dict[str, Any]) -> ReplySummary:
     """What a whole reply said."""
     if "error" in reply:
-        return Gist()
+        return ReplySummary()
     if dialect == "chat":
         message = reply["choices"][0]["message"]
         calls = [
@@ -101,7 +101,7 @@ def gist_of(dialect: str, reply: dict[str, Any]) -> Gist:
             if block["type"] == "tool_use"
         ]
     told = tuple(ToolCall(id=id_, name=name, arguments=text_) for id_, name, text_ in calls)
-    return Gist(reply["id"], text, told)
+    return ReplySummary(reply["id"], text, told)
 
 
 def join_in_ledger(seen: list[Seen]) -> list[tuple[str, bool]]:

@@ -14,7 +14,7 @@ from proxy.keeping.transcribe import NO_READERS
 from proxy.result_readers import ResultReaders
 from proxy.segments import decode_payload, read_pieces
 from proxy.spooling.folders import OPEN, SEALED
-from store.away import is_away
+from store.availability import is_unavailable
 from store.ingest import Ingester
 from store.records import Record
 
@@ -117,8 +117,8 @@ async def replay(
         The number of letters stored, and a line with the reason for each one that was not.
 
     Raises:
-        Exception: the database does not answer (any error for which `store.away.is_away` is
-            true); the letters that were not tried stay.
+        Exception: the database does not answer (any error for which
+            `store.availability.is_unavailable` is true); the letters that were not tried stay.
     """
     ingester = Ingester()
     stored, refused = 0, []
@@ -128,7 +128,7 @@ async def replay(
         try:
             await ingester.store(engine, [record_of(payload, readers, most_reply)])
         except Exception as error:
-            if is_away(error):
+            if is_unavailable(error):
                 raise
             # Whatever is wrong with one letter, the next one may still be stored.
             refused.append(f"{path.name}: {_first(str(error)) or type(error).__name__}")

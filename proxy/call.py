@@ -14,7 +14,7 @@ import structlog
 
 from proxy.call_log import note_call
 from proxy.capture import Captured, Tape
-from proxy.dialects.base import Gist, Transcript
+from proxy.dialects.base import ReplySummary, Transcript
 from proxy.dialects.errors import error_event
 from proxy.dialects.table import DIALECTS
 from proxy.errors import ProxyError, ReplyTorn
@@ -303,9 +303,9 @@ class Call:
         if self._on_disk is not None:
             return
         try:
-            gist, offers = self._gist_and_offers()
+            summary, offers = self._summary_and_offers()
             self._record = self._captured(offers)
-            self._on_disk = self._relay.recorder.take(self._record, self._name, gist.response_id)
+            self._on_disk = self._relay.recorder.take(self._record, self._name, summary.response_id)
         except Exception:
             log.exception("record_not_made", call=self._name)
             self._on_disk = self._relay.recorder.lose(self._identity.episode)
@@ -342,22 +342,22 @@ class Call:
             total_ms=(perf_counter() - self._arrived) * 1000,
         )
 
-    def _gist_and_offers(self) -> tuple[Gist, tuple[bytes, ...]]:
-        """Return the reply's gist and the call's fingerprints, or empty ones if that fails."""
+    def _summary_and_offers(self) -> tuple[ReplySummary, tuple[bytes, ...]]:
+        """Return the reply's summary and the call's fingerprints, or empty ones if that fails."""
         try:
-            gist = Gist() if self._transcript is None else self._transcript.gist()
-            return gist, self._offer(gist)
+            summary = ReplySummary() if self._transcript is None else self._transcript.summary()
+            return summary, self._offer(summary)
         except Exception:
             log.exception("offers_not_read", call=self._name)
-            return Gist(), ()
+            return ReplySummary(), ()
 
-    def _offer(self, gist: Gist) -> tuple[bytes, ...]:
+    def _offer(self, summary: ReplySummary) -> tuple[bytes, ...]:
         """Register what a later call may repeat of this one, and return its fingerprints.
 
         This happens before the reply's end leaves: the client's next call may follow at once.
         """
         stitches, identity, request = self._relay.stitches, self._identity, self._asked
-        offers = offers_of(self._dialect.name, request.fields, gist, identity.conversation)
+        offers = offers_of(self._dialect.name, request.fields, summary, identity.conversation)
         stitches.offer(offers, identity.episode, identity.follows)
         answered = self._reply is not None and self._reply.status < ERRORS
         if not answered or self._status != "complete":

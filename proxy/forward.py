@@ -83,7 +83,7 @@ async def _streamed(exchange: Exchange, route: Route, upstream: Upstream) -> Rep
     length, chunked = exchange.length, exchange.chunked
     body = exchange.body if chunked or length is not None else None
     if body is not None:
-        exchange.ask_on()
+        exchange.send_continue()
     headers = for_upstream(exchange.headers, plain=False)
     return await upstream.pass_on(
         exchange.method, _target(exchange, route), headers, None if chunked else length, body

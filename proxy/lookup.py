@@ -9,7 +9,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from proxy.settings import ProxySettings
-from store.away import is_away
+from store.availability import is_unavailable
 from store.engine import make_engine
 
 log = structlog.get_logger()
@@ -46,7 +46,7 @@ class Lookup:
         except Exception as error:
             # No call and no feedback may fail because of the database, whatever the error is.
             self._not_before = loop.time() + PAUSE_S
-            tell = log.warning if is_away(error) else log.exception
+            tell = log.warning if is_unavailable(error) else log.exception
             tell("lookup_failed", reason=type(error).__name__)
             return None
 

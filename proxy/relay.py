@@ -5,7 +5,7 @@ from typing import Final
 
 from proxy.call import Call
 from proxy.http.exchange import Exchange
-from proxy.identity.stitch import Stitches
+from proxy.identity.stitch import CallMemory
 from proxy.intake.intake import Intake
 from proxy.intake.reading import take_request
 from proxy.lookup import Lookup
@@ -48,7 +48,7 @@ class Relay:
         self.versions = versions
         self.recorder = recorder
         self._lookup = lookup
-        self.stitches = Stitches()
+        self.stitches = CallMemory()
         self.intake = intake
         self.max_reply = max_reply
         self.default_temperature = default_temperature

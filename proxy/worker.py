@@ -10,8 +10,8 @@ import structlog
 from proxy.errors import ProxyError, TooSlow
 from proxy.feedback import FeedbackDesk
 from proxy.forward import forward
+from proxy.http.deadlines import ClientDeadlines
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
-from proxy.http.patience import Patience
 from proxy.http.server import Handler, Server
 from proxy.idempotency.desk import KeyDesk
 from proxy.idempotency.key_files import KeyFiles
@@ -126,7 +126,9 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     desk = FeedbackDesk(recorder, recent, lookup, intake, keys)
     server = Server(
         data_handler(relay, desk, may_delete_models=settings.allow_model_delete),
-        patience=Patience(head_s=settings.head_s, body_s=settings.body_s, write_s=settings.write_s),
+        patience=ClientDeadlines(
+            head_s=settings.head_s, body_s=settings.body_s, write_s=settings.write_s
+        ),
         explain=explain,
         on_late=_note_too_slow,
     )

@@ -294,7 +294,7 @@ async def still_connected(connection: AsyncConnection) -> None:
     """Check that the connection still works; the hold on the policy ends with it.
 
     Raises:
-        Exception: the connection is lost; `store.away.is_away` is true of the error.
+        Exception: the connection is lost; `store.availability.is_unavailable` is true of the error.
     """
     await connection.execute(text("SELECT 1"))
     await connection.commit()

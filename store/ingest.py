@@ -21,7 +21,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.away import is_away
+from store.availability import is_unavailable
 from store.bases import Bases
 from store.errors import Refused
 from store.partitions import days_of, ensure_partition
@@ -50,8 +50,8 @@ class Ingester:
 
         Raises:
             Refused: the database refuses a record.
-            Exception: the database is away (`store.away.is_away` tells), or the error is
-                unexpected: one record may be at fault, or none.
+            Exception: the database is away (`store.availability.is_unavailable` tells), or the
+                error is unexpected: one record may be at fault, or none.
         """
         with _refusals():
             await self._store(engine, records)
@@ -97,7 +97,8 @@ async def ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) ->
 
     Raises:
         Refused: the database refuses a record.
-        Exception: the database is away (`store.away.is_away` tells), or the error is unexpected.
+        Exception: the database is away (`store.availability.is_unavailable` tells), or the error
+            is unexpected.
     """
     with _refusals():
         await _ingest(connection, records)
@@ -130,7 +131,7 @@ def _refusals() -> Iterator[None]:
         ValueError,
     ) as error:
         # An internal error of PostgreSQL (a damaged index, for example) is not a record's fault.
-        if is_away(error) or isinstance(error, asyncpg.InternalServerError):
+        if is_unavailable(error) or isinstance(error, asyncpg.InternalServerError):
             raise
         raise Refused(str(error)) from error
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.outdated import outdated
@@ -26,7 +26,9 @@ def pytest_sessionstart() -> None:
 
 
 # A machine busy with something else is no reason for a test to fail.
-settings.register_profile("pawl", deadline=None)
+# A busy machine generates slowly; that says nothing about the code.
+BUSY = [HealthCheck.too_slow]
+settings.register_profile("pawl", deadline=None, suppress_health_check=BUSY)
 # For `tests/fuzz` (which says how it is run): as many examples as the promise is about.
 settings.register_profile("long", deadline=None, max_examples=50_000, print_blob=True)
 settings.load_profile("pawl")

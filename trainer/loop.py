@@ -22,7 +22,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store import claims, policies
-from store.away import is_away
+from store.availability import is_unavailable
 from store.claims import Claim, Outcome
 from store.errors import ClaimLost
 from store.records import PolicyVersion
@@ -305,7 +305,7 @@ class Loop:
             if running is not None:
                 await self._finish_or_release(running, "the trainer was stopped")
         except Exception as error:
-            if not (is_away(error) or isinstance(error, ClaimLost)):
+            if not (is_unavailable(error) or isinstance(error, ClaimLost)):
                 raise
             # The next trainer of the policy finds the update (`recover`).
             log.warning("update_left", reason=str(error))

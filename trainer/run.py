@@ -11,7 +11,7 @@ from prometheus_client import start_http_server
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store import claims, policies
-from store.away import is_away
+from store.availability import is_unavailable
 from store.embedded import EmbeddedPostgres
 from store.engine import make_engine
 from store.errors import ClaimLost
@@ -88,7 +88,7 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
                 if await _session(settings, recipe, server, learner, policy, once=once):
                     return
             except Exception as error:
-                if not (is_away(error) or isinstance(error, UpstreamAway | ClaimLost)):
+                if not (is_unavailable(error) or isinstance(error, UpstreamAway | ClaimLost)):
                     raise
                 log.warning("trainer_waits", reason=f"{type(error).__name__}: {error}"[:200])
             await asyncio.sleep(RETRY_S)

@@ -29,7 +29,7 @@ from pawl.stack.process import ProcessFailed
 from pawl.stack.stack import Stack, StackPlan, preflight, running_stack
 from pawl.stack.vllm import VllmOptions
 from proxy.settings import ProxySettings
-from store.away import is_away
+from store.availability import is_unavailable
 from store.claims import list_updates
 from store.engine import make_engine
 from store.policies import list_versions
@@ -271,7 +271,7 @@ class Demo:
             async with self._engine.connect() as connection:
                 return await query(connection)
         except Exception as error:
-            if not is_away(error):
+            if not is_unavailable(error):
                 raise
             # PostgreSQL is being restarted: the next refresh shows the figures.
             return None

@@ -21,7 +21,7 @@ from pawl.export import Selection, encoded_line
 from pawl.judging.answers import Judge, Statement, idempotency_key
 from pawl.judging.desk import FeedbackDesk
 from pawl.judging.errors import Away, JudgeError, JudgeFailed
-from store.away import is_away
+from store.availability import is_unavailable
 from store.errors import Damaged
 from store.judgements import Awaiting, Judgement, Outcome, awaiting, holding, is_scored, note
 from store.reading import read_episodes
@@ -127,7 +127,7 @@ class Judging:
                     group.create_task(self._one(one, limit))
         except Exception as error:
             reasons = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
-            if not all(map(is_away, reasons)):
+            if not all(map(is_unavailable, reasons)):
                 raise
             self._away = Away(f"PostgreSQL does not answer: {reasons[0]}")
             return 0

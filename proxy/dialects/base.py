@@ -33,7 +33,7 @@ class ModelRequest(msgspec.Struct, frozen=True):
     path: str | None = None
 
 
-class Gist(msgspec.Struct, frozen=True):
+class ReplySummary(msgspec.Struct, frozen=True):
     """The parts of a reply that a later call may repeat: its id, and its first choice's content."""
 
     response_id: str | None = None
@@ -74,7 +74,7 @@ class Transcript(Protocol):
     def finish(self) -> bytes:
         """Take the upstream's end, and return the bytes held back until the record is durable."""
 
-    def gist(self) -> Gist:
+    def summary(self) -> ReplySummary:
         """Return what a later call may repeat of the reply."""
 
     def facts(self) -> ReplyFacts:

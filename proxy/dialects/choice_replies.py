@@ -1,7 +1,7 @@
 """Transcripts of replies in `choices`, whole or streamed.
 
-A worker follows a reply only as far as serving needs (`feed`, `finish`, `gist`). The keeper follows
-the same bytes again, with `reading`, for all that the ledger stores (`facts`).
+A worker follows a reply only as far as serving needs (`feed`, `finish`, `summary`). The keeper
+follows the same bytes again, with `reading`, for all that the ledger stores (`facts`).
 """
 
 import json
@@ -11,10 +11,10 @@ import msgspec
 
 from proxy.dialects.base import (
     NULL,
-    Gist,
     ModelRequest,
     Object,
     ReplyFacts,
+    ReplySummary,
     decoded_object,
     parse_object,
     readable_value,
@@ -22,8 +22,8 @@ from proxy.dialects.base import (
 from proxy.dialects.choice_words import ZERO, Gathering, string_or_none
 from proxy.dialects.events import EventStream, Unread, is_done
 from proxy.dialects.merge import merge_delta
+from proxy.dialects.reply_filter import ODD_SHAPE, ReplyFilter
 from proxy.dialects.reread import reread
-from proxy.dialects.undo import ODD_SHAPE, Undo
 from store.records import ToolCall
 
 DONE: Final = b"[DONE]"
@@ -49,7 +49,7 @@ class WholeReply:
 
     def __init__(self, request: ModelRequest, served_name: str | None, *, reading: bool) -> None:
         """Begin the reply to `request`."""
-        self._undo = Undo(request, served_name, reading=reading)
+        self._filter = ReplyFilter(request, served_name, reading=reading)
         self._gathering = Gathering()
         self._pieces: list[bytes] = []
         self._parsed: Object | None = None
@@ -67,40 +67,42 @@ class WholeReply:
         body = self._out = b"".join(self._pieces)
         self.ended = True
         parsed = parse_object(body)
-        choices = None if parsed is None else self._undo.try_restore(parsed)
+        choices = None if parsed is None else self._filter.try_restore(parsed)
         if parsed is None or choices is None:
-            self._out = self._undo.hide(body)
+            self._out = self._filter.hide(body)
             return self._out
         self._parsed, self._choices = parsed, choices
-        if self._undo.changed:
+        if self._filter.changed:
             self._out = _encode(parsed)
         if not choices:
-            self._out = self._undo.hide(self._out)
+            self._out = self._filter.hide(self._out)
         try:
             self._gathering.take(parsed, choices)
         except ODD_SHAPE:
-            # The gist is incomplete, but the reply itself is not affected.
+            # The summary is incomplete, but the reply itself is not affected.
             return self._out
         return self._out
 
-    def gist(self) -> Gist:
+    def summary(self) -> ReplySummary:
         """Return the first choice's text and tool calls."""
-        return self._gathering.gist()
+        return self._gathering.summary()
 
     def facts(self) -> ReplyFacts:
         """Return the facts of the first choice, and of the reply if it could be read."""
         if self._parsed is None:
             reply = {} if self._out is None else decoded_object(self._out)
-            return _facts(self._out if reply else None, reply or {}, self._undo, whole=self.ended)
+            return _facts(self._out if reply else None, reply or {}, self._filter, whole=self.ended)
         # Only the few fields that the facts need are decoded, not the log-probabilities.
         head = {name: readable_value(self._parsed[name]) for name in READ if name in self._parsed}
         first = self._choices[0] if self._choices else {}
         choice = {name: readable_value(first[name]) for name in OF_CHOICE if name in first}
         read = head | {"choices": [choice]}
-        return _facts(self._out, read, self._undo, whole=True)
+        return _facts(self._out, read, self._filter, whole=True)
 
 
-def _facts(reply: bytes | None, parsed: dict[str, Any], undo: Undo, *, whole: bool) -> ReplyFacts:
+def _facts(
+    reply: bytes | None, parsed: dict[str, Any], filtered: ReplyFilter, *, whole: bool
+) -> ReplyFacts:
     choices = parsed.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
     first = first if isinstance(first, dict) else {}
@@ -111,7 +113,7 @@ def _facts(reply: bytes | None, parsed: dict[str, Any], undo: Undo, *, whole: bo
         finish=string_or_none(first.get("finish_reason")),
         usage=usage,
         tool_calls=_tool_calls(first.get("message")),
-        sampled=undo.sampled(usage),
+        sampled=filtered.sampled(usage),
         whole=whole,
     )
 
@@ -144,10 +146,10 @@ class StreamedReply:
         reading: bool,
     ) -> None:
         """Begin the reply to `request`; `reply_object` is the type that the merged reply gets."""
-        self._undo = Undo(request, served_name, reading=reading)
+        self._filter = ReplyFilter(request, served_name, reading=reading)
         self._reply_object = reply_object
         self._reading = reading
-        self._events = EventStream(self._data, self._undo.hide, is_done)
+        self._events = EventStream(self._data, self._filter.hide, is_done)
         self._gathering = Gathering()
         self._head: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
@@ -159,8 +161,8 @@ class StreamedReply:
         return self._events.feed(chunk)
 
     def reread(self, raw: bytes) -> None:
-        """Read a recorded stream for its facts only: nothing leaves, and no gist is gathered."""
-        self._events = EventStream(self._reread, self._undo.hide, is_done)
+        """Read a recorded stream for its facts only: nothing leaves, and no summary is gathered."""
+        self._events = EventStream(self._reread, self._filter.hide, is_done)
         self._events.feed(raw)
 
     @property
@@ -185,9 +187,9 @@ class StreamedReply:
         finished = bool(self._finished) and all(self._finished.values())
         return (self._events.ended or finished) and not (self._unread or self._events.unread)
 
-    def gist(self) -> Gist:
+    def summary(self) -> ReplySummary:
         """Return the first choice's text and tool calls so far."""
-        return self._gathering.gist()
+        return self._gathering.summary()
 
     def _data(self, payload: bytes) -> bytes | None:
         if payload == DONE:
@@ -195,16 +197,16 @@ class StreamedReply:
         parsed = parse_object(payload)
         if parsed is None:
             raise Unread
-        choices = self._undo.try_restore(parsed)
+        choices = self._filter.try_restore(parsed)
         if choices is None:
             self._unread += 1
-            return self._undo.hide(payload)
-        if self._undo.took and _rides_on_nothing(choices):
+            return self._filter.hide(payload)
+        if self._filter.took and is_ids_only(choices):
             return None
-        out = _encode(parsed) if self._undo.changed else payload
+        out = _encode(parsed) if self._filter.changed else payload
         if not choices:
             # Such an event usually holds the usage. Whatever it is, it must show no ids.
-            out = self._undo.hide(out)
+            out = self._filter.hide(out)
         try:
             self._follow(parsed, choices, out)
         except ODD_SHAPE:
@@ -212,7 +214,7 @@ class StreamedReply:
         return out
 
     def _reread(self, payload: bytes) -> bytes:
-        event = None if payload == DONE else reread(payload, self._undo)
+        event = None if payload == DONE else reread(payload, self._filter)
         if event is None:
             self._data(payload)
             return payload
@@ -250,10 +252,10 @@ class StreamedReply:
     def facts(self) -> ReplyFacts:
         """Return the facts of the events, merged into one object of the type `reply_object`."""
         if not self._head and not self._choices:
-            return _facts(None, {}, self._undo, whole=self._events.ended)
+            return _facts(None, {}, self._filter, whole=self._events.ended)
         choices = [self._choices[index] for index in sorted(self._choices)]
         reply = self._head | {"object": self._reply_object, "choices": choices}
-        return _facts(_encode(reply), reply, self._undo, whole=self.ended)
+        return _facts(_encode(reply), reply, self._filter, whole=self.ended)
 
 
 def _decoded(payload: bytes) -> dict[str, Any]:
@@ -265,7 +267,7 @@ def _decoded(payload: bytes) -> dict[str, Any]:
         return event
 
 
-def _rides_on_nothing(choices: list[Object]) -> bool:
+def is_ids_only(choices: list[Object]) -> bool:
     """Return whether a chunk is empty now that what was added is removed.
 
     vLLM sends a chunk with an empty delta only to carry ids or log-probabilities that were asked

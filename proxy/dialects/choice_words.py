@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.dialects.base import Gist, Object, value_of
+from proxy.dialects.base import Object, ReplySummary, value_of
 from store.records import ToolCall
 
 ZERO: Final = msgspec.Raw(b"0")
@@ -65,10 +65,10 @@ class Gathering:
             known[1] = function.name or known[1]
             known[2] += function.arguments or ""
 
-    def gist(self) -> Gist:
+    def summary(self) -> ReplySummary:
         """Return what was gathered so far."""
         calls = [self._tools[index] for index in sorted(self._tools)]
-        return Gist(
+        return ReplySummary(
             response_id=self.response_id,
             text="".join(self._words),
             tool_calls=tuple(ToolCall(id=i, name=n, arguments=a) for i, n, a in calls),

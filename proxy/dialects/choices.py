@@ -18,7 +18,7 @@ from proxy.dialects.base import (
     with_changes,
 )
 from proxy.dialects.choice_replies import StreamedReply, WholeReply
-from proxy.dialects.undo import IDS, LOGPROBS
+from proxy.dialects.reply_filter import IDS, LOGPROBS
 
 
 class ChoicesDialect(msgspec.Struct, frozen=True):

@@ -12,9 +12,9 @@ import msgspec
 
 from proxy.dialects.as_chat import chat_request
 from proxy.dialects.base import (
-    Gist,
     ModelRequest,
     ReplyFacts,
+    ReplySummary,
     StreamTranscript,
     Transcript,
     decoded_object,
@@ -28,8 +28,8 @@ from proxy.dialects.events import BOM, Lines, is_done
 from proxy.dialects.merge import merge_message_event
 from proxy.dialects.message_events import Event, MessageEvents, encode_event, whole_message
 from proxy.dialects.plain import MESSAGES as FORWARDED
-from proxy.dialects.plain import message_facts, message_gist
-from proxy.dialects.undo import Undo
+from proxy.dialects.plain import message_facts, message_summary
+from proxy.dialects.reply_filter import ReplyFilter
 
 CHAT_PATH: Final = "/v1/chat/completions"
 ASKED_FOR: Final = {"logprobs": True, "return_token_ids": True}
@@ -90,7 +90,7 @@ class WholeMessage:
     ) -> None:
         """Begin the reply to `request`, which comes with this HTTP `status`."""
         self._model = _asked_model(request, served_name)
-        self._undo = Undo(request, served_name, reading=False)
+        self._filter = ReplyFilter(request, served_name, reading=False)
         self._status = status
         self._pieces: list[bytes] = []
         self._tokens = Tokens()
@@ -113,7 +113,7 @@ class WholeMessage:
         if reply is not None:
             self._tokens.take(reply)
         if out is None:
-            out = _translated(read_repaired(body), self._model) or self._undo.hide(body)
+            out = _translated(read_repaired(body), self._model) or self._filter.hide(body)
         self._message, self._whole = decoded_object(out), True
         return out
 
@@ -126,9 +126,9 @@ class WholeMessage:
         """Return the message's facts, with the completion's token data."""
         return message_facts(self._message, self._tokens.sampled(), whole=self._whole)
 
-    def gist(self) -> Gist:
+    def summary(self) -> ReplySummary:
         """Return the message's text and tool calls."""
-        return message_gist(self._message or {})
+        return message_summary(self._message or {})
 
 
 class StreamedMessage:
@@ -212,9 +212,9 @@ class StreamedMessage:
         sampled = self._tokens.sampled()
         return message_facts(self._message or None, sampled, whole=self._ended)
 
-    def gist(self) -> Gist:
+    def summary(self) -> ReplySummary:
         """Return the message's text and tool calls so far."""
-        return message_gist(self._message)
+        return message_summary(self._message)
 
 
 def _translated(reply: Reply | None, model: str | None) -> bytes | None:

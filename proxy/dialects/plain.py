@@ -9,10 +9,10 @@ from typing import Any, Final
 import msgspec
 
 from proxy.dialects.base import (
-    Gist,
     ModelRequest,
     Object,
     ReplyFacts,
+    ReplySummary,
     StreamTranscript,
     Transcript,
     decoded_object,
@@ -79,10 +79,10 @@ def message_facts(message: Message | None, sampled: Sampled, *, whole: bool) -> 
     )
 
 
-def message_gist(message: Message) -> Gist:
+def message_summary(message: Message) -> ReplySummary:
     """Return what was said so far; a tool's block counts once it is whole."""
     texts = (_text(block.get("text")) or "" for block in _blocks(message, "text"))
-    return Gist(
+    return ReplySummary(
         response_id=_text(message.get("id")), text="".join(texts), tool_calls=_tool_calls(message)
     )
 
@@ -177,9 +177,9 @@ class PlainReply:
         """Return the message's facts, without token ids."""
         return message_facts(self._message, NOTHING_SAMPLED, whole=self._whole)
 
-    def gist(self) -> Gist:
+    def summary(self) -> ReplySummary:
         """Return the message's text and tool calls."""
-        return message_gist(self._message or {})
+        return message_summary(self._message or {})
 
 
 class PlainStream:
@@ -217,9 +217,9 @@ class PlainStream:
         """Return the facts of the message that the events make, without token ids."""
         return message_facts(self._message or None, NOTHING_SAMPLED, whole=self._events.ended)
 
-    def gist(self) -> Gist:
+    def summary(self) -> ReplySummary:
         """Return the message's text and tool calls so far."""
-        return message_gist(self._message)
+        return message_summary(self._message)
 
     def _data(self, payload: bytes) -> bytes:
         out = self._renaming.restore(payload)

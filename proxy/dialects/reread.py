@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from proxy.dialects.choice_words import Said
-from proxy.dialects.undo import ODD_SHAPE, Id, Logprobs, Undo
+from proxy.dialects.reply_filter import ODD_SHAPE, Id, Logprobs, ReplyFilter
 from store.json_limits import nests_too_deep
 
 
@@ -32,8 +32,8 @@ _event: Final = msgspec.json.Decoder(dict[str, Any])
 _typed: Final = msgspec.json.Decoder(_Event)
 
 
-def reread(payload: bytes, undo: Undo) -> dict[str, Any] | None:
-    """Return the event as the client saw it, and add what is removed from it to `undo`.
+def reread(payload: bytes, filtered: ReplyFilter) -> dict[str, Any] | None:
+    """Return the event as the client saw it, and add what is removed from it to `filtered`.
 
     Return None for an event that is not of the usual shape; then nothing is added.
     """
@@ -45,11 +45,11 @@ def reread(payload: bytes, undo: Undo) -> dict[str, Any] | None:
         return None
     if not event["choices"] or not all(map(_is_usual, event["choices"])):
         return None
-    if undo.model is not None and "model" in event:
-        event["model"] = undo.model
-    _take_prompt(event, typed.prompt_token_ids, undo)
+    if filtered.model is not None and "model" in event:
+        event["model"] = filtered.model
+    _take_prompt(event, typed.prompt_token_ids, filtered)
     for choice, read in zip(event["choices"], typed.choices, strict=True):
-        _take_choice(choice, read, undo)
+        _take_choice(choice, read, filtered)
     return event
 
 
@@ -62,21 +62,21 @@ def _is_usual(choice: dict[str, Any]) -> bool:
     return bool(says) and "message" not in choice and type(choice.get("index", 0)) is int
 
 
-def _take_prompt(holder: dict[str, Any], ids: list[int] | None, undo: Undo) -> None:
+def _take_prompt(holder: dict[str, Any], ids: list[int] | None, filtered: ReplyFilter) -> None:
     if ids is not None:
-        undo.prompt_ids = ids
-        if undo.hide_ids:
+        filtered.prompt_ids = ids
+        if filtered.hide_ids:
             holder["prompt_token_ids"] = None
 
 
-def _take_choice(choice: dict[str, Any], read: _Choice, undo: Undo) -> None:
-    undo.indices.add(read.index)
-    _take_prompt(choice, read.prompt_token_ids, undo)
+def _take_choice(choice: dict[str, Any], read: _Choice, filtered: ReplyFilter) -> None:
+    filtered.indices.add(read.index)
+    _take_prompt(choice, read.prompt_token_ids, filtered)
     if read.token_ids is not None:
-        undo.took_ids(read.token_ids)
-        if undo.hide_ids:
+        filtered.took_ids(read.token_ids)
+        if filtered.hide_ids:
             choice["token_ids"] = None
     if read.logprobs is not None:
-        undo.took_logprobs(read.logprobs)
-        if undo.hide_logprobs:
+        filtered.took_logprobs(read.logprobs)
+        if filtered.hide_logprobs:
             choice["logprobs"] = None

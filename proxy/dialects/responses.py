@@ -15,10 +15,10 @@ import msgspec
 
 from proxy.dialects.base import (
     NULL,
-    Gist,
     ModelRequest,
     Object,
     ReplyFacts,
+    ReplySummary,
     StreamTranscript,
     Transcript,
     decoded_object,
@@ -27,13 +27,13 @@ from proxy.dialects.base import (
     with_changes,
 )
 from proxy.dialects.events import EventStream, Unread
-from proxy.dialects.response_undo import (
+from proxy.dialects.response_filter import (
     EMPTY,
     IDS,
     INCLUDE,
     ODD_SHAPE,
     TOP,
-    ResponseUndo,
+    ResponseFilter,
 )
 from store.records import ToolCall
 
@@ -93,7 +93,7 @@ class WholeResponse:
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         """Begin the reply to `request`."""
-        self._undo = ResponseUndo(request, served_name)
+        self._filter = ResponseFilter(request, served_name)
         self._pieces: list[bytes] = []
         self._response: dict[str, Any] | None = None
         self._whole = False
@@ -112,12 +112,12 @@ class WholeResponse:
     def _restored(self, body: bytes) -> bytes:
         parsed = parse_object(body)
         if parsed is None or parsed.keys().isdisjoint(("model", "output")):
-            return self._undo.hide(body)
+            return self._filter.hide(body)
         try:
-            self._undo.response(parsed)
+            self._filter.response(parsed)
         except ODD_SHAPE:
-            return self._undo.hide(body)
-        return body if self._undo.changes_nothing else msgspec.json.encode(parsed)
+            return self._filter.hide(body)
+        return body if self._filter.changes_nothing else msgspec.json.encode(parsed)
 
     @property
     def ended(self) -> bool:
@@ -126,11 +126,11 @@ class WholeResponse:
 
     def facts(self) -> ReplyFacts:
         """Return the response's facts."""
-        return _facts(self._response, self._undo, whole=self._whole)
+        return _facts(self._response, self._filter, whole=self._whole)
 
-    def gist(self) -> Gist:
+    def summary(self) -> ReplySummary:
         """Return the response's id, text and tool calls."""
-        return _gist(self._response or {}, _text_of(self._response or {}))
+        return _summary(self._response or {}, _text_of(self._response or {}))
 
 
 class StreamedResponse:
@@ -138,8 +138,8 @@ class StreamedResponse:
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         """Begin the reply to `request`."""
-        self._undo = ResponseUndo(request, served_name)
-        self._events = EventStream(self._data, self._undo.hide, _is_end)
+        self._filter = ResponseFilter(request, served_name)
+        self._events = EventStream(self._data, self._filter.hide, _is_end)
         self._response: dict[str, Any] | None = None
         self._deltas: list[str] = []
         self._unread = False
@@ -168,11 +168,11 @@ class StreamedResponse:
 
     def facts(self) -> ReplyFacts:
         """Return the facts of the response in the newest event that carries it."""
-        return _facts(self._response, self._undo, whole=self.ended)
+        return _facts(self._response, self._filter, whole=self.ended)
 
-    def gist(self) -> Gist:
+    def summary(self) -> ReplySummary:
         """Return the id, text and tool calls so far; tool calls only once the last event came."""
-        return _gist(self._response or {}, "".join(self._deltas))
+        return _summary(self._response or {}, "".join(self._deltas))
 
     def _data(self, payload: bytes) -> bytes:
         event = parse_object(payload)
@@ -182,8 +182,8 @@ class StreamedResponse:
             changed = self._read(event)
         except ODD_SHAPE:
             self._unread = True
-            return self._undo.hide(payload)
-        if not changed or self._undo.changes_nothing:
+            return self._filter.hide(payload)
+        if not changed or self._filter.changes_nothing:
             return payload
         return msgspec.json.encode(event)
 
@@ -192,19 +192,19 @@ class StreamedResponse:
         kind = value_of(event.get("type"))
         if "response" in event:
             response = msgspec.json.decode(event["response"], type=Object)
-            self._undo.response(response)
+            self._filter.response(response)
             event["response"] = msgspec.Raw(msgspec.json.encode(response))
             self._response = decoded_object(event["response"])
         elif kind == "response.output_text.delta":
             self._deltas.append(msgspec.json.decode(event["delta"], type=str))
-            self._undo.text(event, EMPTY)
+            self._filter.text(event, EMPTY)
         elif kind == "response.content_part.done":
             part = msgspec.json.decode(event["part"], type=Object)
-            self._undo.text(part, NULL)
+            self._filter.text(part, NULL)
             event["part"] = msgspec.Raw(msgspec.json.encode(part))
         elif kind == "response.output_item.done":
             item = msgspec.json.decode(event["item"], type=Object)
-            self._undo.item(item)
+            self._filter.item(item)
             event["item"] = msgspec.Raw(msgspec.json.encode(item))
         else:
             return False
@@ -216,9 +216,9 @@ def _is_end(line: bytes) -> bool:
     return name == b"event" and value.strip().decode(errors="replace") in LAST_EVENTS
 
 
-def _facts(response: dict[str, Any] | None, undo: ResponseUndo, *, whole: bool) -> ReplyFacts:
+def _facts(response: dict[str, Any] | None, filtered: ResponseFilter, *, whole: bool) -> ReplyFacts:
     if response is None:
-        return ReplyFacts(None, None, None, None, (), undo.sampled(None), whole)
+        return ReplyFacts(None, None, None, None, (), filtered.sampled(None), whole)
     usage = response.get("usage") if isinstance(response.get("usage"), dict) else None
     return ReplyFacts(
         reply=msgspec.json.encode(response),
@@ -226,14 +226,14 @@ def _facts(response: dict[str, Any] | None, undo: ResponseUndo, *, whole: bool) 
         finish=_string(response.get("status")),
         usage=usage,
         tool_calls=_tool_calls(response),
-        sampled=undo.sampled(usage),
+        sampled=filtered.sampled(usage),
         whole=whole,
     )
 
 
-def _gist(response: dict[str, Any], text: str) -> Gist:
+def _summary(response: dict[str, Any], text: str) -> ReplySummary:
     calls = _tool_calls(response)
-    return Gist(response_id=_string(response.get("id")), text=text, tool_calls=calls)
+    return ReplySummary(response_id=_string(response.get("id")), text=text, tool_calls=calls)
 
 
 def _string(value: object) -> str | None:

@@ -6,7 +6,7 @@ import structlog
 
 from proxy.http import wire
 from proxy.http.client import Pool, Reply, UpstreamConnection
-from proxy.http.flow import Inflow
+from proxy.http.flow import BodyStream
 from proxy.http.wire import Headers
 
 log = structlog.get_logger()
@@ -32,7 +32,7 @@ async def ask_bodyless(pool: Pool, method: str, target: str, headers: Headers) -
 
 
 async def ask_streaming(
-    pool: Pool, method: str, target: str, headers: Headers, length: int | None, body: Inflow
+    pool: Pool, method: str, target: str, headers: Headers, length: int | None, body: BodyStream
 ) -> Reply:
     """Send a request whose body comes in pieces; it raises what `ask_whole` raises.
 
@@ -48,7 +48,7 @@ async def ask_streaming(
     return await _answer(connection, answer)
 
 
-async def _push(connection: UpstreamConnection, body: Inflow, *, chunked: bool) -> None:
+async def _push(connection: UpstreamConnection, body: BodyStream, *, chunked: bool) -> None:
     try:
         while data := await body.more():
             await connection.push(wire.chunk(data) if chunked else data)

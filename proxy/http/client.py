@@ -10,7 +10,7 @@ from typing import Final, cast
 import httptools
 
 from proxy.http import wire
-from proxy.http.flow import Inflow
+from proxy.http.flow import BodyStream
 from proxy.http.wire import Headers
 
 # vLLM closes idle connections after 5 s; one that is reused must be younger.
@@ -49,7 +49,7 @@ class Reply:
         self.status = status
         self.reason = reason
         self.headers = headers
-        self.body = Inflow(connection.transport, connection.loop)
+        self.body = BodyStream(connection.transport, connection.loop)
 
     def header(self, wanted: bytes) -> bytes | None:
         """Return a header's value, or None; `wanted` is its name in lower case."""

@@ -9,11 +9,11 @@ import httptools
 import structlog
 
 from proxy.http import wire
+from proxy.http.deadlines import STEP, ClientDeadlines, Clock
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
 from proxy.http.feeding import Feeding
 from proxy.http.flow import SharedBrake
 from proxy.http.heads import VERSIONS, Refused, read_head, wrong_version
-from proxy.http.patience import STEP, Clock, Patience
 from proxy.http.wire import Headers
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Connection(asyncio.Protocol):
 
     # Deadlines, which the server's sweep checks.
 
-    def sweep(self, now: float, patience: Patience) -> None:
+    def sweep(self, now: float, patience: ClientDeadlines) -> None:
         """Close the connection of a client that takes or sends too slowly, or idles too long."""
         unsent = self.unsent
         if not unsent:

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from proxy.http import wire
-from proxy.http.flow import Grown, Inflow
+from proxy.http.flow import BodyStream, Grown
 from proxy.http.wire import Headers
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Exchange:
         self.target = target
         self.headers = headers
         self.keep_alive = keep_alive
-        self.body = Inflow(connection.brake, connection.loop)
+        self.body = BodyStream(connection.brake, connection.loop)
         self.expects = expects
         # An HTTP/1.0 client knows no chunks, so the end of its reply is the connection's end.
         self._framed = chunks
@@ -91,7 +91,7 @@ class Exchange:
     def _header(self, wanted: bytes) -> bytes | None:
         return next((value for name, value in self.headers if name.lower() == wanted), None)
 
-    def ask_on(self) -> None:
+    def send_continue(self) -> None:
         """Send `100 Continue` if the client waits for it to send its body (RFC 9110 §10.1.1)."""
         if self.expects and not self.started:
             self.expects = False
@@ -107,7 +107,7 @@ class Exchange:
             ClientGone: the client left before the body was sent.
             BodyTooSlow: the client sent the body too slowly.
         """
-        self.ask_on()
+        self.send_continue()
         body = await self.body.whole(limit, grown)
         if body is None:
             self.keep_alive = False

@@ -42,7 +42,7 @@ class SharedBrake:
             self._transport.resume_reading()
 
 
-class Inflow:
+class BodyStream:
     """The pieces of one body, passed from the parser to a reader."""
 
     __slots__ = (

@@ -10,9 +10,9 @@ from typing import Final, cast
 import structlog
 
 from proxy.http.connection import LINGER_S, Connection
+from proxy.http.deadlines import ClientDeadlines
 from proxy.http.exchange import Exchange
 from proxy.http.feeding import Turns
-from proxy.http.patience import Patience
 
 log = structlog.get_logger()
 
@@ -43,7 +43,7 @@ class Server:
         self,
         handle: Handler,
         *,
-        patience: Patience | None = None,
+        patience: ClientDeadlines | None = None,
         explain: Explain = _no_words,
         on_late: OnLate = _nobody_told,
     ) -> None:
@@ -61,7 +61,7 @@ class Server:
         self.draining = False
         self.turns = Turns()
         self.connections: set[Connection] = set()
-        self._patience = patience or Patience()
+        self._patience = patience or ClientDeadlines()
         self._break_off_at = inf
         self._listening: asyncio.Server | None = None
         self._sweeping: asyncio.Task[None] | None = None

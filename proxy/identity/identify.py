@@ -20,9 +20,9 @@ import msgspec
 
 from proxy.identity.baggage import trace_id
 from proxy.identity.conversation import Conversation, read_conversation
-from proxy.identity.names import Name, Told, episode_names, read_told, what_is_wrong
+from proxy.identity.names import Name, SessionHints, episode_names, read_hints, what_is_wrong
 from proxy.identity.signs import asks_of
-from proxy.identity.stitch import Doubt, Joined, Stitches
+from proxy.identity.stitch import CallMemory, Doubt, Joined
 from proxy.routes import Route
 from store.records import OWN_EPISODE, Confidence
 
@@ -69,7 +69,7 @@ def identify(
     fields: dict[str, Any],
     body: bytes,
     call: str,
-    stitches: Stitches,
+    stitches: CallMemory,
     conversation: Conversation | None = None,
 ) -> Identity:
     """Return the identity of a call: its episode, agent and task.
@@ -84,7 +84,7 @@ def identify(
         conversation: the request's, if it was read already.
     """
     warnings: list[str] = []
-    hints = read_told(headers, fields)
+    hints = read_hints(headers, fields)
     retry = retry_count(headers)
     names = chain(_ours(headers, "episode", route.episode), episode_names(hints, fields))
     name = _first_usable(names, warnings)
@@ -116,7 +116,7 @@ def retry_count(headers: Mapping[str, str]) -> int:
     return int(value) if value.isdecimal() and len(value) <= _LONGEST_COUNT else 0
 
 
-def _named(name: Name, repeated: bytes | None, stitches: Stitches) -> _Episode:
+def _named(name: Name, repeated: bytes | None, stitches: CallMemory) -> _Episode:
     attempt = None if repeated is None else stitches.retried(repeated, name.key)
     return _Episode(name.key, name.method, retry_of=attempt.call_id if attempt else None)
 
@@ -126,7 +126,7 @@ def _unnamed(
     asks: tuple[bytes, ...],
     repeated: bytes | None,
     own: str,
-    stitches: Stitches,
+    stitches: CallMemory,
 ) -> _Episode:
     """Return the episode of a call that names none, from what the call repeats."""
     joined = stitches.find(asks)
@@ -151,7 +151,7 @@ def _role(
     headers: Mapping[str, str],
     role: str,
     from_url: str | None,
-    hints: Told,
+    hints: SessionHints,
     others: Iterable[Name],
     warnings: list[str],
 ) -> str | None:

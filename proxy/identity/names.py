@@ -80,7 +80,7 @@ class Name(msgspec.Struct, frozen=True):
         return f"{self.namespace}:{self.value}" if self.namespace else self.value
 
 
-class Told(msgspec.Struct, frozen=True):
+class SessionHints(msgspec.Struct, frozen=True):
     """A request's headers, metadata and baggage, as sources of names beside our headers and URL."""
 
     headers: Mapping[str, str]
@@ -111,17 +111,17 @@ class Told(msgspec.Struct, frozen=True):
             yield from _told(self.baggage, _AGENT_BAGGAGE, "baggage", "baggage ")
 
 
-def read_told(headers: Mapping[str, str], fields: dict[str, Any]) -> Told:
+def read_hints(headers: Mapping[str, str], fields: dict[str, Any]) -> SessionHints:
     """Return a request's sources of names; a value of an unexpected shape is left out."""
     metadata, baggage = fields.get("metadata"), headers.get("baggage")
-    return Told(
+    return SessionHints(
         headers=headers,
         metadata=metadata if isinstance(metadata, dict) else {},
         baggage=parse_baggage(baggage) if baggage else {},
     )
 
 
-def episode_names(hints: Told, fields: dict[str, Any]) -> Iterator[Name]:
+def episode_names(hints: SessionHints, fields: dict[str, Any]) -> Iterator[Name]:
     """Yield candidate episode names, highest priority first."""
     if not _EPISODE_HEADERS.isdisjoint(hints.headers):
         yield from _told(hints.headers, SESSION_HEADERS, "session", "")

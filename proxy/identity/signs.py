@@ -8,7 +8,7 @@ what a single proxy must not join alone: other conversations may begin with the 
 from hashlib import blake2b
 from typing import Any, Final
 
-from proxy.dialects.base import Gist
+from proxy.dialects.base import ReplySummary
 from proxy.identity.conversation import SIZE, Conversation, is_unique, read_conversation
 
 TOOL_CALL: Final = 1
@@ -51,19 +51,24 @@ def asks_of(
 
 
 def offers_of(
-    dialect: str, fields: dict[str, Any], gist: Gist, conversation: Conversation | None = None
+    dialect: str,
+    fields: dict[str, Any],
+    summary: ReplySummary,
+    conversation: Conversation | None = None,
 ) -> tuple[bytes, ...]:
     """Return the fingerprints that a call offers: its tool calls, its id, the whole conversation.
 
     `conversation` is the request's, if it was read already. The reply is added to it.
     """
-    offers = [_sign(TOOL_CALL, call.id) for call in gist.tool_calls if is_unique(call.id)]
-    if dialect == "responses" and gist.response_id:
-        offers.append(_sign(RESPONSE, gist.response_id))
-    if (gist.text or gist.tool_calls) and not any(fields.get(name) for name in _KEPT_BY_SERVER):
+    offers = [_sign(TOOL_CALL, call.id) for call in summary.tool_calls if is_unique(call.id)]
+    if dialect == "responses" and summary.response_id:
+        offers.append(_sign(RESPONSE, summary.response_id))
+    if (summary.text or summary.tool_calls) and not any(
+        fields.get(name) for name in _KEPT_BY_SERVER
+    ):
         history = conversation or read_conversation(fields)
-        history.said(gist.text)
-        for call in gist.tool_calls:
+        history.said(summary.text)
+        for call in summary.tool_calls:
             history.called(call.id, call.name, call.arguments)
         reply = history.open_reply()
         if reply is not None:

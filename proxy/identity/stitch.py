@@ -59,7 +59,7 @@ class _Made(msgspec.Struct, frozen=True):
 _SEVERAL: Final = _Made("", "")
 
 
-class Stitches:
+class CallMemory:
     """Memory of the offers that replies made, and of attempts that failed."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:

@@ -9,7 +9,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.idempotency.key_files import KeyFiles
-from store.away import is_away
+from store.availability import is_unavailable
 from store.keys import forget_keys
 
 log = structlog.get_logger()
@@ -31,5 +31,5 @@ async def clean_keys(spool_dir: Path, connect: Callable[[], AsyncEngine | None])
             log.info("idempotency_keys_forgotten", keys=forgotten)
         except Exception as error:
             # This task must not end: old keys are looked for again in any case.
-            note = log.warning if is_away(error) else log.exception
+            note = log.warning if is_unavailable(error) else log.exception
             note("idempotency_keys_kept", reason=type(error).__name__)

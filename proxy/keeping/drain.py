@@ -42,7 +42,7 @@ from proxy.metrics import (
 )
 from proxy.result_readers import ResultReaders
 from proxy.segments import Piece
-from store.away import is_away
+from store.availability import is_unavailable
 
 log = structlog.get_logger()
 
@@ -105,7 +105,7 @@ class Drainer:
                 await self._pause(pause)
 
     def _note_failure(self, error: Exception) -> None:
-        if is_away(error):
+        if is_unavailable(error):
             log.warning("drain_waits", reason=type(error).__name__)
             self._settler.failures += 1
             self.progress.note("waiting", type(error).__name__)

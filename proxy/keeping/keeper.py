@@ -19,7 +19,7 @@ from proxy.keeping.database import Database
 from proxy.keeping.drain import Drainer
 from proxy.settings import ProxySettings
 from proxy.spooling.folders import PRIVATE, Lock, hold
-from store.away import is_away
+from store.availability import is_unavailable
 from store.settings import address
 
 log = structlog.get_logger()
@@ -103,5 +103,5 @@ async def _drain_rest(drainer: Drainer, within_s: float) -> None:
                 pass
     except Exception as error:
         # The rest of the keeper must still shut down in order.
-        note = log.warning if is_away(error) else log.exception
+        note = log.warning if is_unavailable(error) else log.exception
         note("spool_left", reason=type(error).__name__)

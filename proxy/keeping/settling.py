@@ -20,7 +20,7 @@ from proxy.keeping.tally import count_calls, count_conflicts
 from proxy.metrics import DEAD_LETTERS, STORED
 from proxy.result_readers import ResultReaders
 from proxy.segments import Piece
-from store.away import is_away
+from store.availability import is_unavailable
 from store.engine import answers
 from store.errors import Refused
 from store.ingest import Ingester
@@ -69,14 +69,14 @@ class Settler:
         If the database goes away in the middle, what was settled before stays settled.
 
         Raises:
-            Exception: the database is away (`store.away.is_away`).
+            Exception: the database is away (`store.availability.is_unavailable`).
         """
         try:
             await self._store(engine, entries)
         except Exception as error:
             if len(entries) == 1:
                 await self._fail(engine, segment, entries[0], error)
-            elif is_away(error):
+            elif is_unavailable(error):
                 raise
             else:
                 middle = len(entries) // 2
@@ -109,7 +109,7 @@ class Settler:
             await self._bury(segment, [entry._replace(reason=str(error))])
             if entry.piece.start not in segment.held:
                 segment.advance(entry.piece, entry.piece.records)
-        elif not is_away(error):
+        elif not is_unavailable(error):
             # The error's text is left out: it may quote the record.
             log.error("record_held", error=type(error).__name__, raised_at=raised_at(error))
             self._hold(segment, entry, "suspect", _reason(error))
@@ -180,7 +180,7 @@ class Settler:
             try:
                 await self._store(engine, [entry])
             except Exception as error:
-                if is_away(error):
+                if is_unavailable(error):
                     if held.why == "suspect" or not await answers(engine):
                         raise
                     self._hold(segment, entry, held.why, held.reason)

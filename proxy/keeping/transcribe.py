@@ -152,7 +152,7 @@ def _facts(captured: Captured, request: ModelRequest, raw: bytes, *, reading: bo
     if captured.streamed or captured.status == "complete":
         transcript.finish()
     if not reading:
-        return msgspec.structs.replace(NO_REPLY, response_id=transcript.gist().response_id)
+        return msgspec.structs.replace(NO_REPLY, response_id=transcript.summary().response_id)
     return transcript.facts()
 
 

@@ -13,7 +13,7 @@ from proxy.dialects.base import UNREADABLE
 from proxy.errors import NoModels, ProxyError, UpstreamBroke, UpstreamSilent, UpstreamUnreachable
 from proxy.http.asking import ask_bodyless, ask_streaming, ask_whole
 from proxy.http.client import NoReply, NotSent, Pool, Reply, Silent, Torn
-from proxy.http.flow import Inflow
+from proxy.http.flow import BodyStream
 from proxy.http.wire import Headers
 from proxy.upstreams.keys import Key
 
@@ -105,7 +105,12 @@ class Upstream:
         raise self._unreachable() from unreached
 
     async def pass_on(
-        self, method: str, target: str, headers: Headers, length: int | None, body: Inflow | None
+        self,
+        method: str,
+        target: str,
+        headers: Headers,
+        length: int | None,
+        body: BodyStream | None,
     ) -> Reply:
         """Send a request with its body as it comes; it raises what `ask` raises."""
         if self._key is not None:

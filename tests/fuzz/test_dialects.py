@@ -79,9 +79,9 @@ def _follow(
 ) -> None:
     """Follow it to its end, and look at it before that too: it may break off anywhere."""
     passed = b"".join([transcript.feed(chunk) for chunk in chunks])
-    transcript.gist()
+    transcript.summary()
     passed += transcript.finish()
-    transcript.gist()
+    transcript.summary()
     assert transcript.ended in (True, False)
     assert expected is None or passed == expected
     if reading:

@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.base import Gist, read_request
+from proxy.dialects.base import ReplySummary, read_request
 from proxy.errors import NotAllowed
 from proxy.http.wire import for_client, for_upstream, lowered
 from proxy.identity.baggage import parse_baggage, trace_id
 from proxy.identity.identify import identify
 from proxy.identity.names import SESSION_HEADERS
 from proxy.identity.signs import offers_of
-from proxy.identity.stitch import Stitches
+from proxy.identity.stitch import CallMemory
 from proxy.routes import Route, find_route
 from proxy.tool_status import HEADER, ToolStatusError, parse_tool_status
 from tests.fuzz import calls
@@ -65,14 +65,14 @@ def test_any_headers_name_somebody_or_nobody(
 ) -> None:
     lower, route = lowered(pairs), _route(path)
     fields = read_request(body).fields
-    stitches = Stitches()
+    stitches = CallMemory()
     found = identify(lower, route, fields, body, "own", stitches)
     # The ledger keeps them as UTF-8 without NUL.
     for name in (found.episode, found.agent, found.task or "-"):
         assert name.isprintable()
         assert name.encode()
-    gist = Gist(response_id="r", text=said)
-    offers = offers_of(route.dialect or "", fields, gist, found.conversation)
+    summary = ReplySummary(response_id="r", text=said)
+    offers = offers_of(route.dialect or "", fields, summary, found.conversation)
     stitches.offer(offers, found.episode, found.follows)
     assert identify(lower, route, fields, body, "next", stitches).episode
     for_upstream(pairs, plain=True)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from proxy.http.client import Pool, UpstreamConnection
 from proxy.http.connection import Connection
+from proxy.http.deadlines import ClientDeadlines
 from proxy.http.exchange import BodyTooSlow, Exchange
-from proxy.http.patience import Patience
 from proxy.http.server import Handler, Server
 
 
@@ -90,7 +90,7 @@ async def swept(connection: Connection, *after_s: float, **patience: float) -> N
     now = asyncio.get_running_loop().time()
     for seconds in (0.0, *after_s):
         now += seconds
-        connection.sweep(now, Patience(**patience))
+        connection.sweep(now, ClientDeadlines(**patience))
         await settle()
 
 

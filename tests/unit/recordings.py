@@ -49,8 +49,8 @@ def cut(data: bytes, at: Iterable[int]) -> list[bytes]:
 
 
 def follow(api: str, request: ModelRequest, pieces: list[bytes]) -> tuple[bytes, ReplyFacts, Any]:
-    """What the client sees of a reply in pieces, its facts and its gist."""
+    """What the client sees of a reply in pieces, its facts and its summary."""
     dialect = DIALECTS[api]
     transcript: Any = (dialect.streamed if request.stream else dialect.whole)(request, SERVED)
     out = b"".join(transcript.feed(piece) for piece in pieces) + transcript.finish()
-    return out, transcript.facts(), transcript.gist()
+    return out, transcript.facts(), transcript.summary()

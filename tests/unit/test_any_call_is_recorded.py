@@ -81,4 +81,4 @@ def test_values_that_python_cannot_hold_reach_the_client(name: str, body: bytes)
         assert all(part in seen for part in re.findall(rb"1e\d+|\\\\ud[0-9a-f]+", body))
     for transcript in (whole, streamed):
         transcript.facts()
-        transcript.gist()
+        transcript.summary()

@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from store.away import is_away
+from store.availability import is_unavailable
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from store.away import is_away
     ],
 )
 def test_no_records_fault_is_waited_for(error: Exception) -> None:
-    assert is_away(error)
+    assert is_unavailable(error)
 
 
 @pytest.mark.parametrize(
@@ -32,4 +32,4 @@ def test_no_records_fault_is_waited_for(error: Exception) -> None:
     ],
 )
 def test_a_records_own_fault_is_told(error: Exception) -> None:
-    assert not is_away(error)
+    assert not is_unavailable(error)

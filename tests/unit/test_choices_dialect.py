@@ -347,7 +347,7 @@ def test_a_streamed_text_completion_is_put_together() -> None:
 
 @given(st.lists(st.integers(1, len(STREAM) - 1), max_size=8), st.sampled_from([STREAM]))
 def test_a_worker_passes_on_what_the_keeper_reads(cuts: list[int], stream: bytes) -> None:
-    """Followed for serving alone, a reply leaves as the same bytes, and its gist is the same."""
+    """Followed for serving alone, a reply leaves as the same bytes, and its summary is the same."""
     followers = [
         StreamedReply(asked(), "agent@3", "chat.completion", reading=reading)
         for reading in (False, True)
@@ -358,6 +358,6 @@ def test_a_worker_passes_on_what_the_keeper_reads(cuts: list[int], stream: bytes
         reply.out += reply.finish()  # type: ignore[attr-defined]
     serving, reading = followers
     assert serving.out == reading.out  # type: ignore[attr-defined]
-    assert serving.gist() == reading.gist()
+    assert serving.summary() == reading.summary()
     assert serving.ended
     assert reading.ended

@@ -63,6 +63,8 @@ def test_a_parent_that_is_late_is_waited_for() -> None:
     )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
+    while not cluster._has_ended(child):
+        time.sleep(0.01)
     cluster._await_reaped(child)
     assert not Path(f"/proc/{child}").exists()
     parent.communicate()

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.http.connection import MAX_PIPELINED, Connection
+from proxy.http.deadlines import LATEST_S, SOONEST_S, STEP, ClientDeadlines, Clock
 from proxy.http.exchange import Exchange
 from proxy.http.flow import HIGH_WATER
-from proxy.http.patience import LATEST_S, SOONEST_S, STEP, Clock, Patience
 from tests.unit.http_wires import Seen, Wire, client, feed, refusing, settle, swept
 
 HEAD = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
@@ -38,8 +38,10 @@ def test_a_clock_sees_less_than_a_step_as_no_progress(grown: list[int], pause_s:
         assert clock.waited(now, count, STEP) == pytest.approx(waited)
 
 
-@given(st.builds(Patience, *[st.floats(1e-3, 1e6)] * 4))
-def test_sweeps_are_neither_idle_nor_rarer_than_the_deadlines_need(patience: Patience) -> None:
+@given(st.builds(ClientDeadlines, *[st.floats(1e-3, 1e6)] * 4))
+def test_sweeps_are_neither_idle_nor_rarer_than_the_deadlines_need(
+    patience: ClientDeadlines,
+) -> None:
     shortest = min(patience.head_s, patience.body_s, patience.write_s, patience.idle_s)
     assert SOONEST_S <= patience.sweep_s <= LATEST_S
     assert patience.sweep_s <= max(shortest / 10, SOONEST_S)
@@ -63,7 +65,7 @@ async def dribbled(connection: Connection, step: bytes, times: int, pause_s: flo
     """So many pieces, each after a pause, with a body's deadline of ten pauses."""
     now = asyncio.get_running_loop().time()
     for number in range(times):
-        connection.sweep(now + number * pause_s, Patience(body_s=10 * pause_s))
+        connection.sweep(now + number * pause_s, ClientDeadlines(body_s=10 * pause_s))
         await feed(connection, [step])
 
 
@@ -165,7 +167,7 @@ async def test_a_reader_that_gets_on_is_waited_for() -> None:
     stall(connection, wire)
     wire.unsent = 100 * STEP
     for number in range(100):
-        connection.sweep(now + number * LATER_S, Patience(write_s=1.5 * LATER_S))
+        connection.sweep(now + number * LATER_S, ClientDeadlines(write_s=1.5 * LATER_S))
         wire.unsent -= STEP
     await settle()
     assert not wire.is_closing()

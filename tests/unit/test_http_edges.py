@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from proxy.http.connection import MAX_HEAD_BYTES
 from proxy.http.exchange import Exchange
-from proxy.http.flow import SMALL, Inflow
+from proxy.http.flow import SMALL, BodyStream
 from tests.unit.http_wires import Seen, Wire, client, cuts, feed, settle
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -131,8 +131,8 @@ async def test_trailers_cost_no_memory_while_they_are_few_enough() -> None:
     assert seen.requests[0][3] == b"hi"
 
 
-def inflow() -> Inflow:
-    return Inflow(Wire(), asyncio.get_running_loop())
+def inflow() -> BodyStream:
+    return BodyStream(Wire(), asyncio.get_running_loop())
 
 
 async def test_small_chunks_cost_about_what_they_hold() -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from proxy.http import connection as module
 from proxy.http.connection import MAX_HEAD_BYTES
+from proxy.http.deadlines import ClientDeadlines
 from proxy.http.exchange import Exchange
 from proxy.http.flow import HIGH_WATER
-from proxy.http.patience import Patience
 from tests.unit.http_wires import Seen, client, cuts, feed, refusing, settle, swept
 
 HEAD = b"POST /v1/x?y=%2F HTTP/1.1\r\nHost: a\r\nX-Case: Kept\r\nx-case: again\r\n"
@@ -283,9 +283,9 @@ async def test_who_says_nothing_is_swept_away() -> None:
     connection, wire = client(Seen())
     await feed(connection, [SIZED])
     before = asyncio.get_running_loop().time()
-    connection.sweep(before, Patience(idle_s=1.0))
+    connection.sweep(before, ClientDeadlines(idle_s=1.0))
     assert not wire.is_closing()
-    connection.sweep(before + 2, Patience(idle_s=1.0))
+    connection.sweep(before + 2, ClientDeadlines(idle_s=1.0))
     assert wire.closed
     connection, wire = client(refusing)
     await feed(connection, [SIZED[:-1]])

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.base import Gist
+from proxy.dialects.base import ReplySummary
 from proxy.identity.identify import Identity, identify, retry_count
 from proxy.identity.signs import offers_of
-from proxy.identity.stitch import Stitches
+from proxy.identity.stitch import CallMemory
 from proxy.routes import Kind, Route
 from store.records import ToolCall
 
@@ -36,18 +36,18 @@ def who(
     headers: dict[str, str] | None = None,
     route: Route = PLAIN,
     fields: dict[str, Any] | None = None,
-    stitches: Stitches | None = None,
+    stitches: CallMemory | None = None,
 ) -> Identity:
     fields = FIRST if fields is None else fields
     body = json.dumps(fields).encode()
-    return identify(headers or {}, route, fields, body, str(CALL), stitches or Stitches())
+    return identify(headers or {}, route, fields, body, str(CALL), stitches or CallMemory())
 
 
-def remembering(*episodes: str) -> Stitches:
+def remembering(*episodes: str) -> CallMemory:
     """A memory in which each of these was asked FIRST, and replied "a"."""
-    stitches = Stitches()
+    stitches = CallMemory()
     for episode in episodes:
-        stitches.offer(offers_of("chat", FIRST, Gist(text="a")), episode)
+        stitches.offer(offers_of("chat", FIRST, ReplySummary(text="a")), episode)
     return stitches
 
 
@@ -113,7 +113,7 @@ def test_the_task_by_metadata_and_baggage() -> None:
 def test_words_that_go_on_are_left_to_the_ledger_and_keep_their_version() -> None:
     found = who({"traceparent": TRACEPARENT}, fields=NEXT, stitches=remembering("e1"))
     assert (found.episode, found.method, found.confidence) == (str(CALL), "own", "likely")
-    assert found.asks == offers_of("chat", FIRST, Gist(text="a"))
+    assert found.asks == offers_of("chat", FIRST, ReplySummary(text="a"))
     assert found.follows == "e1"
 
 
@@ -125,17 +125,17 @@ def test_words_that_nobody_or_several_said_are_followed_by_nobody(episodes: tupl
 
 
 def test_a_tool_call_that_is_answered_joins() -> None:
-    stitches = Stitches()
-    stitches.offer(offers_of("chat", FIRST, Gist(tool_calls=(TOOL,))), "e1", "e0")
+    stitches = CallMemory()
+    stitches.offer(offers_of("chat", FIRST, ReplySummary(tool_calls=(TOOL,))), "e1", "e0")
     found = who({"traceparent": TRACEPARENT}, fields=ANSWER, stitches=stitches)
     assert (found.episode, found.method, found.confidence) == ("e1", "tool_call", "certain")
     assert (found.follows, found.asks) == ("e0", ())
 
 
 def test_a_tool_call_that_two_episodes_were_given_is_in_doubt() -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     for episode in ("e1", "e2"):
-        stitches.offer(offers_of("chat", FIRST, Gist(tool_calls=(TOOL,))), episode)
+        stitches.offer(offers_of("chat", FIRST, ReplySummary(tool_calls=(TOOL,))), episode)
     found = who({"traceparent": TRACEPARENT}, fields=ANSWER, stitches=stitches)
     assert (found.episode, found.method, found.confidence) == (str(CALL), "own", "doubtful")
     assert found.asks
@@ -149,7 +149,7 @@ def test_a_trace_joins_what_repeats_nothing() -> None:
 
 
 def test_a_retry_joins_the_attempt_that_failed() -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     stitches.failed(json.dumps(FIRST).encode(), "e1", EARLIER)
     assert who(stitches=stitches).method == "own"
     found = who({"x-stainless-retry-count": "1"}, stitches=stitches)
@@ -160,7 +160,7 @@ def test_a_retry_joins_the_attempt_that_failed() -> None:
 
 
 def test_a_named_retry_repeats_its_own_attempt() -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     stitches.failed(json.dumps(FIRST).encode(), "e1", EARLIER)
     headers = {"x-stainless-retry-count": "1"}
     other = who(headers | {"x-pawl-episode": "e2"}, stitches=stitches)

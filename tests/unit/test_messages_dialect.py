@@ -311,7 +311,7 @@ def test_text_between_and_after_tool_calls_waits_for_their_end() -> None:
     assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     sampled = reply.facts().sampled
     assert (sampled.prompt_ids, sampled.sampled_ids) == ((1, 2), (3, 4, 5))
-    assert [c.id for c in reply.gist().tool_calls] == ["t1", "t2"]
+    assert [c.id for c in reply.summary().tool_calls] == ["t1", "t2"]
 
 
 @pytest.mark.parametrize(
@@ -475,4 +475,4 @@ def test_any_bytes_become_events_or_nothing(data: bytes) -> None:
     out = reply.feed(data) + reply.finish()
     assert out == b"" or out.endswith(b"\n\n")
     reply.facts()
-    reply.gist()
+    reply.summary()

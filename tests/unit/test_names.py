@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.identity.baggage import MAX_BAGGAGE, parse_baggage, trace_id
-from proxy.identity.names import SESSION_HEADERS, episode_names, read_told
+from proxy.identity.names import SESSION_HEADERS, episode_names, read_hints
 
 SESSION = "57a121ec-f78c-48c3-a745-e3036a3ecc33"
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
 def keys(headers: dict[str, str], fields: dict[str, Any] | None = None) -> list[tuple[str, str]]:
-    told = read_told(headers, fields or {})
+    told = read_hints(headers, fields or {})
     return [(name.key, name.method) for name in episode_names(told, fields or {})]
 
 

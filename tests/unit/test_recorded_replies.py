@@ -76,10 +76,10 @@ def test_any_way_of_cutting_a_stream_gives_the_same(
     name: str, ending: bytes, cuts: list[int]
 ) -> None:
     stream = BOTH[name][1]["upstream"].encode().replace(b"\n", ending)
-    wanted, facts, gist = answer(name)
+    wanted, facts, summary = answer(name)
     seen, again, said = answer(name, cut(stream, cuts))
     assert seen.replace(b"\r\n", b"\n") == wanted
-    assert (again, said) == (facts, gist)
+    assert (again, said) == (facts, summary)
 
 
 @pytest.mark.parametrize("name", STREAMED)
@@ -98,8 +98,8 @@ def test_a_stream_cut_off_anywhere_is_not_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(BOTH))
-def test_the_gist_is_what_the_reply_says(name: str) -> None:
-    _, facts, gist = answer(name)
+def test_the_summary_is_what_the_reply_says(name: str) -> None:
+    _, facts, summary = answer(name)
     reply = json.loads(facts.reply or b"")
     blocks = reply.get("content") or [
         {"type": "text", "text": part["text"]}
@@ -107,8 +107,8 @@ def test_the_gist_is_what_the_reply_says(name: str) -> None:
         for part in item.get("content") or []
         if part["type"] == "output_text"
     ]
-    assert gist.text == "".join(b["text"] for b in blocks if b["type"] == "text")
-    assert (gist.response_id, gist.tool_calls) == (reply["id"], facts.tool_calls)
+    assert summary.text == "".join(b["text"] for b in blocks if b["type"] == "text")
+    assert (summary.response_id, summary.tool_calls) == (reply["id"], facts.tool_calls)
 
 
 def test_a_tool_call_that_was_cut_short_is_an_answer_still() -> None:

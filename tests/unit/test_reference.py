@@ -14,7 +14,7 @@ from sqlalchemy import Column, Integer, MetaData, Table
 from pawl.settings import known_variables
 from proxy.counting.board import ProcessState, State, readiness
 from proxy.errors import BadRequest, NotAllowed
-from proxy.identity.names import episode_names, read_told
+from proxy.identity.names import episode_names, read_hints
 from proxy.keeping.admin import admin_app
 from proxy.keeping.progress import Progress
 from proxy.metrics import CALLS
@@ -214,7 +214,7 @@ def test_foreign_names_of_an_episode_are_in_the_order_that_counts() -> None:
             fields["metadata"][one.name] = "v"
     fields["metadata"]["user_id"] = json.dumps({"session_id": "v"})
     sent["baggage"] = ",".join(f"{one.name}=v" for one in sources if one.place == "W3C baggage")
-    told = [name.namespace for name in episode_names(read_told(sent, fields), fields)]
+    told = [name.namespace for name in episode_names(read_hints(sent, fields), fields)]
     assert told == [one.namespace for one in sources]
 
 

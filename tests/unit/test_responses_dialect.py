@@ -113,7 +113,7 @@ def test_an_error_passes_byte_for_byte() -> None:
     assert reply.finish() == b'{"error": {"message":  "no"}}'
 
 
-def test_a_torn_streams_gist_is_the_text_so_far() -> None:
+def test_a_torn_streams_summary_is_the_text_so_far() -> None:
     reply: Any = RESPONSES.streamed(rewritten(stream=True), "agent@3")
     for event in (
         {"type": "response.created", "response": {"id": "resp_1", "output": []}},
@@ -122,7 +122,7 @@ def test_a_torn_streams_gist_is_the_text_so_far() -> None:
     ):
         out = reply.feed(b"data: " + json.dumps(event).encode() + b"\n\n")
         assert b"-0.5" not in out
-    assert (reply.gist().response_id, reply.gist().text) == ("resp_1", "h\u00e9llo")
+    assert (reply.summary().response_id, reply.summary().text) == ("resp_1", "h\u00e9llo")
     assert not reply.facts().whole
 
 
@@ -154,4 +154,4 @@ def test_no_shape_of_a_reply_breaks_the_call(reply: Any, kind: str, event: Any) 
     out = streamed.feed(data) + streamed.finish()
     assert json.loads(out[6:]).keys() == event.keys() | {"type"}
     streamed.facts()
-    streamed.gist()
+    streamed.summary()

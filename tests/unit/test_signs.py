@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.base import Gist
+from proxy.dialects.base import ReplySummary
 from proxy.identity.conversation import canonical_arguments, is_unique, read_conversation
 from proxy.identity.signs import (
     PREFIX,
@@ -46,9 +46,11 @@ def result(tool_id: str, text: Any) -> Message:
     return {"role": "tool", "tool_call_id": tool_id, "content": text}
 
 
-def gist(text: str = "", *calls: tuple[str, str, str], response_id: str | None = None) -> Gist:
+def summary(
+    text: str = "", *calls: tuple[str, str, str], response_id: str | None = None
+) -> ReplySummary:
     told = tuple(ToolCall(id=id_, name=name, arguments=text_) for id_, name, text_ in calls)
-    return Gist(response_id, text, told)
+    return ReplySummary(response_id, text, told)
 
 
 def prefixes(signs: tuple[bytes, ...]) -> list[bytes]:
@@ -78,14 +80,14 @@ REBUILT: dict[str, Callable[[tuple[str, str, str]], Message]] = {
 @pytest.mark.parametrize("call", [ADD, COUNTER], ids=["unique", "counter"])
 @pytest.mark.parametrize("form", REBUILT)
 def test_a_reply_is_the_same_however_it_is_sent_back(form: str, call: tuple[str, str, str]) -> None:
-    offers = offers_of("chat", chat(user("2 + 1?")), gist("Let me see.", call))
+    offers = offers_of("chat", chat(user("2 + 1?")), summary("Let me see.", call))
     again = chat(user("2 + 1?"), REBUILT[form](call), result(call[0], "3"))
     assert prefixes(asks_of("chat", again)) == prefixes(offers)
 
 
 @pytest.mark.parametrize("content", [None, "", []])
 def test_a_call_without_words_is_the_same_with_null_or_nothing(content: Any) -> None:
-    offers = offers_of("chat", chat(user("q")), gist("", ADD))
+    offers = offers_of("chat", chat(user("q")), summary("", ADD))
     again = chat(user("q"), assistant(content, ADD), result(ID, "3"))
     missing = chat(
         user("q"), {"role": "assistant", "tool_calls": again["messages"][1]["tool_calls"]}
@@ -96,7 +98,7 @@ def test_a_call_without_words_is_the_same_with_null_or_nothing(content: Any) -> 
 
 def test_a_system_prompt_is_no_part_of_a_conversation() -> None:
     offers = offers_of(
-        "chat", chat({"role": "system", "content": "It is noon."}, user("q")), gist("a")
+        "chat", chat({"role": "system", "content": "It is noon."}, user("q")), summary("a")
     )
     later = chat(
         {"role": "developer", "content": "It is one."}, user("q"), assistant("a"), user("r")
@@ -108,7 +110,7 @@ def test_a_response_echoed_as_items_is_the_reply() -> None:
     offers = offers_of(
         "responses",
         {"input": "q"},
-        gist("Let me see.", ADD, (OTHER_ID, "look", "{}"), response_id="resp_1"),
+        summary("Let me see.", ADD, (OTHER_ID, "look", "{}"), response_id="resp_1"),
     )
     call = {"type": "function_call", "name": "add", "arguments": '{"a":1,"b":2.0}', "call_id": ID}
     text = {"type": "output_text", "text": "Let me see.", "annotations": []}
@@ -138,7 +140,7 @@ def test_a_response_echoed_as_items_is_the_reply() -> None:
 
 def test_anthropics_blocks_are_the_reply() -> None:
     marked = [{"type": "text", "text": "q", "cache_control": {"type": "ephemeral"}}]
-    offers = offers_of("messages", chat(user(marked)), gist("Let me see.", ADD))
+    offers = offers_of("messages", chat(user(marked)), summary("Let me see.", ADD))
     blocks = [
         {"type": "thinking", "thinking": "Hm.", "signature": "s"},
         {"type": "text", "text": "Let me see."},
@@ -150,19 +152,19 @@ def test_anthropics_blocks_are_the_reply() -> None:
 
 
 def test_a_response_that_goes_on_from_another_asks_for_it() -> None:
-    offers = offers_of("responses", {"input": "q"}, gist("a", response_id="resp_1"))
+    offers = offers_of("responses", {"input": "q"}, summary("a", response_id="resp_1"))
     fields = {"input": [user("r")], "previous_response_id": "resp_1"}
     assert asks_of("responses", fields) == (offers[0],)
     assert [sign[0] for sign in offers] == [RESPONSE, PREFIX]
     # What it shows is not all that was said: it is no prefix of anything.
-    later = offers_of("responses", fields, gist("b", response_id="resp_2"))
+    later = offers_of("responses", fields, summary("b", response_id="resp_2"))
     assert [sign[0] for sign in later] == [RESPONSE]
 
 
 def test_only_responses_offer_their_id() -> None:
-    assert [sign[0] for sign in offers_of("chat", chat(user("q")), gist("a", response_id="x"))] == [
-        PREFIX
-    ]
+    assert [
+        sign[0] for sign in offers_of("chat", chat(user("q")), summary("a", response_id="x"))
+    ] == [PREFIX]
 
 
 def test_earlier_replies_are_asked_for_after_the_newest() -> None:
@@ -170,7 +172,7 @@ def test_earlier_replies_are_asked_for_after_the_newest() -> None:
     messages: list[Message] = []
     for turn in range(7):
         messages.append(user(f"q{turn}"))
-        asks += offers_of("chat", chat(*messages), gist(f"a{turn}"))
+        asks += offers_of("chat", chat(*messages), summary(f"a{turn}"))
         messages.append(assistant(f"a{turn}"))
     assert list(asks_of("chat", chat(*messages, user("now")))) == asks[:-5:-1]
     # The last reply is to be continued: those that were answered come first.
@@ -179,13 +181,13 @@ def test_earlier_replies_are_asked_for_after_the_newest() -> None:
 
 def test_a_continued_reply_is_one_reply() -> None:
     begun = chat(user("q"), assistant("Once upon"))
-    offers = offers_of("chat", begun, gist("a time."))
+    offers = offers_of("chat", begun, summary("a time."))
     whole = chat(user("q"), assistant("Once upon"), assistant("a time."), user("More!"))
     assert prefixes(asks_of("chat", whole)) == prefixes(offers)
 
 
 def test_a_reply_that_said_nothing_offers_nothing() -> None:
-    assert offers_of("chat", chat(user("q")), gist()) == ()
+    assert offers_of("chat", chat(user("q")), summary()) == ()
     assert asks_of("chat", chat(user("q"), assistant(""), user("r"))) == ()
 
 
@@ -207,7 +209,7 @@ def test_a_reply_that_said_nothing_offers_nothing() -> None:
 def test_counters_are_no_sign(tool_id: str, unique: bool) -> None:
     assert is_unique(tool_id) is unique
     call = (tool_id, "add", "{}")
-    offers = offers_of("chat", chat(user("q")), gist("", call))
+    offers = offers_of("chat", chat(user("q")), summary("", call))
     asks = asks_of("chat", chat(user("q"), assistant(None, call), result(tool_id, "1")))
     assert (TOOL_CALL in [sign[0] for sign in offers]) is unique
     assert set(asks) == set(offers)
@@ -304,7 +306,9 @@ def test_every_conversation_survives_being_rebuilt(steps: list[tuple[str, Any]])
         lambda value: json.dumps(dict(reversed(value.items())), ensure_ascii=False, indent=1),
     )
     assert asks_of("chat", chat(*plain)) == asks_of("chat", chat(*parts))
-    assert offers_of("chat", chat(*plain), gist("a")) == offers_of("chat", chat(*parts), gist("a"))
+    assert offers_of("chat", chat(*plain), summary("a")) == offers_of(
+        "chat", chat(*parts), summary("a")
+    )
 
 
 @given(st.lists(STEPS, max_size=6), st.lists(STEPS, max_size=6))
@@ -312,7 +316,7 @@ def test_different_conversations_differ(
     one: list[tuple[str, Any]], other: list[tuple[str, Any]]
 ) -> None:
     signs = [
-        prefixes(offers_of("chat", chat(*as_sent(steps, str, json.dumps)), gist("a")))
+        prefixes(offers_of("chat", chat(*as_sent(steps, str, json.dumps)), summary("a")))
         for steps in (one, other)
     ]
     assert (signs[0] == signs[1]) == (told(one) == told(other))
@@ -344,7 +348,7 @@ def told(steps: list[tuple[str, Any]]) -> list[Any]:
 @given(st.lists(STEPS, max_size=8), SPOKEN)
 def test_what_a_call_offers_the_next_one_asks_for(steps: list[tuple[str, Any]], reply: str) -> None:
     messages = as_sent([*steps, ("user", "q")], str, json.dumps)
-    offers = offers_of("chat", chat(*messages), gist(reply))
+    offers = offers_of("chat", chat(*messages), summary(reply))
     asks = asks_of("chat", chat(*messages, assistant(reply), user("next")))
     assert prefixes(asks)[0] == offers[-1]
 
@@ -354,7 +358,7 @@ def test_reading_once_for_both_is_reading_twice(steps: list[tuple[str, Any]]) ->
     fields = chat(*as_sent(steps, str, json.dumps))
     read = read_conversation(fields)
     assert asks_of("chat", fields, read) == asks_of("chat", fields)
-    assert offers_of("chat", fields, gist("a"), read) == offers_of("chat", fields, gist("a"))
+    assert offers_of("chat", fields, summary("a"), read) == offers_of("chat", fields, summary("a"))
 
 
 @pytest.mark.parametrize(
@@ -389,5 +393,5 @@ JSON = st.recursive(
 def test_any_request_can_be_read(messages: Any, given_input: Any, previous: Any) -> None:
     fields = {"messages": messages, "input": given_input, "previous_response_id": previous}
     for dialect in ("chat", "responses", "messages", "completions"):
-        signs = asks_of(dialect, fields) + offers_of(dialect, fields, gist("a", ADD))
+        signs = asks_of(dialect, fields) + offers_of(dialect, fields, summary("a", ADD))
         assert all(len(sign) == 16 for sign in signs)

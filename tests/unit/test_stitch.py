@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from proxy.identity.generations import Generations
 from proxy.identity.signs import PREFIX, RESPONSE, TOOL_CALL, UNIQUE_PREFIX
-from proxy.identity.stitch import MOST_ATTEMPTS, Attempt, Doubt, Joined, Stitches
+from proxy.identity.stitch import MOST_ATTEMPTS, Attempt, CallMemory, Doubt, Joined
 
 FIRST, SECOND = UUID(int=1), UUID(int=2)
 
@@ -31,7 +31,7 @@ WORDS, FEWER_WORDS = sign(PREFIX, 1), sign(PREFIX, 2)
     ],
 )
 def test_an_offer_joins_who_asks_for_it(kind: int, method: str, confidence: str) -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     assert stitches.find([sign(kind, 1)]) is None
     stitches.offer([sign(kind, 1)], "e1")
     found = stitches.find([sign(kind, 1)])
@@ -40,7 +40,7 @@ def test_an_offer_joins_who_asks_for_it(kind: int, method: str, confidence: str)
 
 
 def test_what_two_episodes_offered_is_in_doubt() -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     stitches.offer([A], "e1")
     stitches.offer([A], "e2")
     stitches.offer([A], "e1")
@@ -48,28 +48,28 @@ def test_what_two_episodes_offered_is_in_doubt() -> None:
 
 
 def test_branches_of_one_episode_are_that_episode() -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     stitches.offer([LONG], "e1")
     stitches.offer([LONG], "e1")
     assert stitches.find([LONG]) == Joined("e1", "prefix", "likely", "e1")
 
 
 def test_results_of_two_episodes_tools_are_in_doubt() -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     stitches.offer([A], "e1")
     stitches.offer([B], "e2")
     assert stitches.find([A, B]) == Doubt()
 
 
 def test_a_surer_sign_decides_before_the_others() -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     stitches.offer([A], "e1")
     stitches.offer([LONG], "e2")
     assert stitches.find([A, LONG]) == Joined("e1", "tool_call", "certain", "e1")
 
 
 def test_a_sign_of_several_episodes_leaves_it_to_the_next() -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     for episode in ("e1", "e2"):
         stitches.offer([A], episode)
     stitches.offer([LONG], "e1")
@@ -77,13 +77,13 @@ def test_a_sign_of_several_episodes_leaves_it_to_the_next() -> None:
 
 
 def test_a_shorter_prefix_is_left_to_the_ledger() -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     stitches.offer([SHORT], "e1")
     assert stitches.find([LONG, SHORT]) is None
 
 
 def test_words_join_nothing_here_but_say_what_is_most_likely_followed() -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     stitches.offer([WORDS], "e1")
     assert stitches.find([WORDS]) is None
     assert stitches.followed([WORDS]) == "e1"
@@ -97,13 +97,13 @@ def test_words_join_nothing_here_but_say_what_is_most_likely_followed() -> None:
 
 
 def test_what_is_followed_is_handed_on() -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     stitches.offer([A], "e2", follows="e1")
     assert stitches.find([A]) == Joined("e2", "tool_call", "certain", "e1")
 
 
 def test_a_failed_attempt_is_repeated_once() -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     stitches.failed(b"body", "e1", FIRST)
     stitches.failed(b"body", "e2", SECOND)
     found = {stitches.retried(b"body"), stitches.retried(b"body")}
@@ -113,7 +113,7 @@ def test_a_failed_attempt_is_repeated_once() -> None:
 
 
 def test_a_named_episode_repeats_its_own_attempts_only() -> None:
-    stitches = Stitches()
+    stitches = CallMemory()
     stitches.failed(b"body", "e1", FIRST)
     stitches.failed(b"body", "e2", SECOND)
     assert stitches.retried(b"body", "e3") is None
@@ -123,7 +123,7 @@ def test_a_named_episode_repeats_its_own_attempts_only() -> None:
 
 def test_of_one_body_only_so_many_attempts_are_remembered() -> None:
     """However often it fails: a call's cost must not grow with the failures before it."""
-    stitches = Stitches()
+    stitches = CallMemory()
     for number in range(10 * MOST_ATTEMPTS):
         stitches.failed(b"body", f"e{number}", UUID(int=number))
     found = [stitches.retried(b"body") for _ in range(MOST_ATTEMPTS + 1)]
@@ -139,7 +139,7 @@ def test_a_bounded_memory_names_only_who_made_the_offer(
     offers: list[tuple[int, str]], asked: int
 ) -> None:
     """What was forgotten is not found, or found of one of two: the ledger looks again."""
-    stitches = Stitches(capacity=8)
+    stitches = CallMemory(capacity=8)
     offered: dict[int, set[str]] = {}
     for number, episode in offers:
         stitches.offer([sign(UNIQUE_PREFIX, number)], episode)

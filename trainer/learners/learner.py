@@ -179,7 +179,7 @@ class Learner:
         return self._budget.fit(rows, lambda plan: self._step.take(plan, judge), self._forget)
 
     def _forget(self) -> None:
-        """Undo half a step: clear its gradients and figures."""
+        """ReplyFilter half a step: clear its gradients and figures."""
         self._trainer.optimizer.zero_grad()
         self._trainer.take_compared()
         self._trainer._metrics["train"].clear()

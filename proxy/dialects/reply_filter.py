@@ -45,7 +45,7 @@ _choices: Final = msgspec.json.Decoder(list[Object])
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class Undo:
+class ReplyFilter:
     """Restores a reply event by event; if `reading`, also gathers what it removes."""
 
     def __init__(self, request: ModelRequest, served_name: str | None, *, reading: bool) -> None:

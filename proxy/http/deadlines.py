@@ -17,7 +17,7 @@ SOONEST_S: Final = 0.05
 LATEST_S: Final = 5.0
 
 
-class Patience(msgspec.Struct, frozen=True):
+class ClientDeadlines(msgspec.Struct, frozen=True):
     """Seconds that a client may take for a head, and for each `STEP` bytes of a body.
 
     `write_s` counts only while there are bytes that the client could take.
@@ -28,9 +28,9 @@ class Patience(msgspec.Struct, frozen=True):
     write_s: float = 300.0
     idle_s: float = IDLE_S
 
-    def at_most(self, seconds: float) -> "Patience":
+    def at_most(self, seconds: float) -> "ClientDeadlines":
         """Return the same deadlines, but none longer than `seconds`."""
-        return Patience(
+        return ClientDeadlines(
             head_s=min(self.head_s, seconds),
             body_s=min(self.body_s, seconds),
             write_s=min(self.write_s, seconds),

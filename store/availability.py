@@ -31,12 +31,12 @@ _AWAY: Final = (
 )
 
 
-def is_away(error: BaseException) -> bool:
+def is_unavailable(error: BaseException) -> bool:
     """Return whether `error` means that PostgreSQL is unavailable now and may come back."""
     if isinstance(error, DBAPIError) and error.connection_invalidated:
         return True
     driver_error = error.orig.__cause__ if isinstance(error, DBAPIError) and error.orig else None
-    if driver_error is not None and is_away(driver_error):
+    if driver_error is not None and is_unavailable(driver_error):
         return True
     # asyncpg raises an InterfaceError that is also a ValueError for a value it cannot encode:
     # then the record is at fault, and waiting would not help.

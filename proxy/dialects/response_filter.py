@@ -24,7 +24,7 @@ ODD_SHAPE: Final = (*UNREADABLE, KeyError, TypeError, ValueError)
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-class ResponseUndo:
+class ResponseFilter:
     """Restores a response or its events, and gathers the token data that it removes."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
