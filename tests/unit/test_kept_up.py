@@ -16,8 +16,10 @@ from proxy.errors import DoesNotStart
 
 # Says that it is up unless the file `broken` is there; then it ends with status 3.
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
+# Under nohup(1) the tests ignore SIGHUP, and what they start inherits that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 folder, ready = Path(sys.argv[1]), int(sys.argv[3])
 if (folder / "broken").exists():
     sys.exit(3)
