@@ -75,7 +75,9 @@ async def _exported(url: str, agent: str, records: list[Any]) -> tuple[bytes, se
                 continue
             stored.add(record.episode)
         async with engine.connect() as connection:
-            rows = await connection.execute(text("SELECT id, key FROM episodes"))
+            rows = await connection.execute(
+                text("SELECT id, key FROM episodes WHERE key = ANY(:keys)"), {"keys": list(stored)}
+            )
             key_of = {row.id: row.key for row in rows}
         damaged: set[str] = set()
         try:
