@@ -192,7 +192,8 @@ def _end_of_damage(
     known = head is not None and head.number is not None
     if head is not None and head.end <= len(data):
         if known and _began(data, head.end, mark):
-            return head.end
+            # A frame that was cut off may be followed by whole ones up to where it would end.
+            return _intact_within(data, at + 1, head.end, mark) or head.end
         if not known and _frame_at(data, head.end, mark, ended):
             return head.end
     elif known and not ended:
@@ -203,6 +204,16 @@ def _end_of_damage(
     if following < 0:
         return len(data) if ended else None
     return following
+
+
+def _intact_within(data: bytes, at: int, end: int, mark: bytes | None) -> int | None:
+    """Return where the first intact frame begins that lies between both offsets, if one does."""
+    while 0 <= (at := _next(data, at, mark)) < end:
+        head = _head(data, at, mark)
+        if head is not None and head.end <= end and _frame_at(data, at, mark, ended=False):
+            return at
+        at += 1
+    return None
 
 
 def _began(data: bytes, at: int, mark: bytes | None) -> bool:

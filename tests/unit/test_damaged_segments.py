@@ -182,3 +182,18 @@ def test_a_record_reads_the_same_in_either_format() -> None:
     record = decode_payload(FRAMES[1][HEAD_BYTES:])
     assert isinstance(record, Captured)
     assert record.episode == "e1"
+
+
+@pytest.mark.parametrize("damaged_after", [False, True])
+def test_a_whole_frame_is_found_where_one_that_was_cut_off_would_end(damaged_after: bool) -> None:
+    cut = encode_frame(captured("x" * 400))
+    kept = encode_frame(captured("kept"))
+    after = encode_frame(captured("after"))
+    if damaged_after:
+        after = bytes([after[0] ^ 1]) + after[1:]
+    # The cut frame's length reaches exactly to the end of the whole one.
+    found = pieces(cut[: len(cut) - len(kept)] + kept + after, mark=MARK)
+    records = [decode_payload(data) for data in whole(found)]
+    episodes = [record.episode for record in records if isinstance(record, Captured)]
+    assert episodes == (["kept"] if damaged_after else ["kept", "after"])
+    assert [piece.records for piece in found] == [1, 1, 1]
