@@ -232,10 +232,11 @@ class Cluster:
 
         If no process has that id, PostgreSQL removes them itself.
         """
+        deadline = time.monotonic() + REAPED_S
         for file in (self.folder / "postmaster.pid", self._socket_dir() / f"{SOCKET}.lock"):
             try:
                 pid = int(file.read_text().split()[0])
-                _await_reaped(pid)
+                _await_reaped(pid, deadline)
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             except (OSError, IndexError, ValueError):
                 continue
@@ -246,7 +247,9 @@ class Cluster:
 
     def _in_use(self) -> bool:
         """Return whether a process works in the folder, as each of PostgreSQL's processes does."""
-        return any(_works_in(process, self.folder) for process in Path("/proc").glob("[0-9]*"))
+        # The kernel names a working folder without symbolic links.
+        folder = self.folder.resolve()
+        return any(_works_in(process, folder) for process in Path("/proc").glob("[0-9]*"))
 
     def _socket_dir(self) -> Path:
         """Return the socket's folder: the cluster's, or a short one if that path is too long."""
@@ -292,9 +295,8 @@ class Cluster:
             os.chown(folder, owner.pw_uid, owner.pw_gid)
 
 
-def _await_reaped(pid: int) -> None:
-    """Wait for at most `REAPED_S` while the process has ended and keeps its id."""
-    deadline = time.monotonic() + REAPED_S
+def _await_reaped(pid: int, deadline: float) -> None:
+    """Wait while the process has ended and keeps its id, until `deadline` (monotonic clock)."""
     while _has_ended(pid) and time.monotonic() < deadline:
         time.sleep(REAPED_LOOK_S)
 

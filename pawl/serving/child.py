@@ -24,6 +24,7 @@ KEEPER_NICENESS: Final = 10
 GC_THRESHOLDS: Final = (20_000, 20, 20)
 LARGE_BYTES: Final = 2**20
 _M_MMAP_THRESHOLD: Final = -3
+_M_TRIM_THRESHOLD: Final = -1
 
 
 def _nothing() -> None:
@@ -79,6 +80,9 @@ def return_large_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        # Setting one stops glibc from moving the other, which would be at 128 KiB: the heap's end
+        # would then go back and forth with ordinary bodies.
+        mallopt(_M_TRIM_THRESHOLD, 2 * LARGE_BYTES)
 
 
 def _is_up(ready: int) -> None:

@@ -67,6 +67,11 @@ class SegmentWriter:
         if reserve is None or reserve.size + len(data) > RESERVE_BYTES:
             return False
         try:
+            if reserve.is_removed():
+                log.error("segment_removed", segment=str(reserve.path), by="somebody else")
+                self._reserve = None
+                _close(reserve)
+                return False
             reserve.append(data)
         except Exception as error:
             log.error("spool_mark_failed", bytes=len(data), reason=_text(error))

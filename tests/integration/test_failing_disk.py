@@ -290,6 +290,22 @@ async def test_a_full_disk_takes_the_mark_of_what_it_lost_before_anybody_is_answ
     assert not list(full_disk.glob("0/*.open"))
 
 
+async def test_a_reserve_that_somebody_removed_takes_no_mark(full_disk: Path) -> None:
+    recorder = Recorder(full_disk, segment_bytes=2**20, recent=Recent())
+    assert await recorder.take(captured("whole"), "c0", None)
+    fill(full_disk)
+    for reserve in full_disk.glob("0/*.open"):
+        if not reserve.stat().st_size:
+            reserve.unlink()
+    fill(full_disk)
+    while await recorder.take(captured("lost"), "c", None):
+        pass
+    assert list(recorder._gaps) == ["lost"]
+    (full_disk / "balloon").unlink()
+    assert await recorder.take(captured("later"), "c", None)
+    await recorder.close()
+
+
 async def test_marks_beyond_the_reserve_wait_in_memory(
     engine: AsyncEngine, full_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

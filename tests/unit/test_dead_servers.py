@@ -37,12 +37,17 @@ def test_the_lock_of_one_that_is_never_reaped_is_removed(
     assert not lock.exists()
 
 
+@pytest.mark.parametrize("linked", [False, True])
 def test_the_lock_stays_while_a_backend_works_in_the_folder(
-    lock: Path, monkeypatch: pytest.MonkeyPatch
+    lock: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
 ) -> None:
     monkeypatch.setattr(cluster, "REAPED_S", 0.1)
+    folder = lock.parent
+    if linked:
+        folder = lock.parent.with_name(f"{lock.parent.name}-link")
+        folder.symlink_to(lock.parent)
     with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as backend:
-        Cluster(lock.parent)._forget_stale()
+        Cluster(folder)._forget_stale()
         assert lock.exists()
         backend.kill()
 
@@ -65,6 +70,6 @@ def test_a_parent_that_is_late_is_waited_for() -> None:
     child = int(parent.stdout.readline())
     while not cluster._has_ended(child):
         time.sleep(0.01)
-    cluster._await_reaped(child)
+    cluster._await_reaped(child, time.monotonic() + 5)
     assert not Path(f"/proc/{child}").exists()
     parent.communicate()
