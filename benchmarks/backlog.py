@@ -22,14 +22,14 @@ from rich.table import Table
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.claims import claim, release
-from store.embedded import EmbeddedPostgres
-from store.engine import make_engine
-from store.expiry import expire
-from store.ingest import Ingester
-from store.migrate import upgrade
-from store.policies import ensure_base
-from store.ready import ClaimRule, find_ready
+from store.connection.engine import make_engine
+from store.embedded.server import EmbeddedPostgres
+from store.schema.migrate import upgrade
+from store.updates.claims import claim, release
+from store.updates.expiry import expire
+from store.updates.policies import ensure_base
+from store.updates.ready import ClaimRule, find_ready
+from store.write.ingest import Ingester
 from tests.records import call
 
 HISTORY = 300_000

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pawl.stack.preflight import check_ports
-from store.embedded import EmbeddedPostgres
+from store.embedded.server import EmbeddedPostgres
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "x" * 4000}], "stream": True}
 CHUNK = (

@@ -10,11 +10,11 @@ from uuid import UUID
 import msgspec
 
 from benchmarks.stitching_server import Exchange
-from proxy.dialects.base import ReplySummary
+from proxy.door.routes import Kind, Route
+from proxy.formats.base import ReplySummary
+from proxy.identity.fingerprints import RESPONSE, offers_of
 from proxy.identity.identify import Identity, identify, retry_count
-from proxy.identity.signs import RESPONSE, offers_of
 from proxy.identity.stitch import CallMemory
-from proxy.routes import Kind, Route
 from store.ids import new_id
 from store.records import ToolCall
 

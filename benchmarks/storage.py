@@ -27,17 +27,17 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.proxy import wire
-from proxy.capture import Captured
-from proxy.keeping.entries import record_of
-from proxy.segments import encode_frame, read_frames
-from store.digests import PREFIX
-from store.embedded import EmbeddedPostgres
-from store.engine import make_engine
+from proxy.calls.capture import Captured
+from proxy.keeper.entries import record_of
+from proxy.spool.segments import encode_frame, read_frames
+from store.connection.engine import make_engine
+from store.embedded.server import EmbeddedPostgres
 from store.ids import new_id
-from store.ingest import Ingester
-from store.migrate import upgrade
 from store.records import CallRecord, Tokens, ToolCall
-from store.tokens import pack_ids, pack_logprobs
+from store.schema.migrate import upgrade
+from store.values.digests import PREFIX
+from store.values.tokens import pack_ids, pack_logprobs
+from store.write.ingest import Ingester
 
 TURNS = 40
 WORDS = Path(__file__).read_text().split() + (__doc__ or "").split()

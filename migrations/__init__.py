@@ -1,1 +1,1 @@
-"""Alembic's migration scripts. The schema changes through them only (`store.migrate`)."""
+"""Alembic's migration scripts. The schema changes through them only (`store.schema.migrate`)."""

@@ -1,9 +1,9 @@
-"""Alembic's environment: runs migrations on the connection that `store.migrate` passes."""
+"""Alembic's environment: runs migrations on the connection that `store.schema.migrate` passes."""
 
 from alembic import context
 from sqlalchemy import Connection
 
-from store.tables import metadata
+from store.schema.tables import metadata
 
 
 def include_name(name: str | None, kind: str, _parents: object) -> bool:

@@ -481,7 +481,7 @@ def migrate(
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). Proxy, trainer and
     `pawl export` upgrade the schema themselves when they start.
     """
-    from store.migrate import downgrade, upgrade
+    from store.schema.migrate import downgrade, upgrade
 
     settings = read_settings(StackSettings)
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainer.air import STEP_WARNING
+from trainer.credit.air import STEP_WARNING
 from trainer.credit.lines import CreditLine, credit_lines, read_lines
 from trainer.errors import CreditLineError
 from trainer.recipe import Recipe

@@ -8,9 +8,8 @@ from uuid import UUID
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.documents import compact
 from store.errors import Damaged
-from store.reading import episode_ids, read_in_batches
+from store.read.episodes import episode_ids, read_in_batches
 from store.records import (
     REWARD,
     Episode,
@@ -21,9 +20,10 @@ from store.records import (
     TransitionRow,
     policy_name,
 )
-from store.tokens import unpack_ids, unpack_logprobs
-from trainer.air import MatchedEvent, match_event, matched_events
+from store.values.documents import compact
+from store.values.tokens import unpack_ids, unpack_logprobs
 from trainer.credit.accounts import has_failed
+from trainer.credit.air import MatchedEvent, match_event, matched_events
 
 # An episode without a reward counts as finished this long after its last call.
 QUIET = timedelta(minutes=10)

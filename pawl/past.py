@@ -7,8 +7,8 @@ from pydantic import ValidationError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.credit import Explained, warnings
-from store.claims import Outcome
-from store.past import PastUpdate, past_update
+from store.read.past import PastUpdate, past_update
+from store.updates.claims import Outcome
 from trainer.credit.lines import credit_line
 from trainer.errors import RecipeError
 from trainer.recipe import Recipe

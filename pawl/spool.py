@@ -7,16 +7,16 @@ from uuid import UUID
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.capture import MOST_INFLATED, Captured, Gap
-from proxy.keeping.entries import record_of
-from proxy.keeping.letters import FOLDER, LETTER, REASON
-from proxy.keeping.transcribe import NO_READERS
-from proxy.result_readers import ResultReaders
-from proxy.segments import decode_payload, read_pieces
-from proxy.spooling.folders import OPEN, SEALED
-from store.availability import is_unavailable
-from store.ingest import Ingester
+from proxy.calls.capture import MOST_INFLATED, Captured, Gap
+from proxy.keeper.entries import record_of
+from proxy.keeper.letters import FOLDER, LETTER, REASON
+from proxy.keeper.transcribe import NO_READERS
+from proxy.spool.folders import OPEN, SEALED
+from proxy.spool.segments import decode_payload, read_pieces
+from proxy.tools.result_readers import ResultReaders
+from store.connection.availability import is_unavailable
 from store.records import Record
+from store.write.ingest import Ingester
 
 
 class DeadLetter(Record, frozen=True, kw_only=True):
@@ -118,7 +118,8 @@ async def replay(
 
     Raises:
         Exception: the database does not answer (any error for which
-            `store.availability.is_unavailable` is true); the letters that were not tried stay.
+            `store.connection.availability.is_unavailable` is true); the letters that were not tried
+            stay.
     """
     ingester = Ingester()
     stored, refused = 0, []

@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, HttpUrl, InstanceOf
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from proxy.result_readers import ResultReaders, parse_readers
+from proxy.tools.result_readers import ResultReaders, parse_readers
 from store.settings import Listen, StoreSettings
 
 

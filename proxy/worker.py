@@ -7,16 +7,19 @@ from contextlib import asynccontextmanager
 
 import structlog
 
+from proxy.calls.handler import Relay
+from proxy.calls.recent import Recent
+from proxy.door.forward import forward
+from proxy.door.refusal import apologise, explain, refuse
+from proxy.door.routes import Kind, find_route
 from proxy.errors import ProxyError, TooSlow
-from proxy.feedback import FeedbackDesk
-from proxy.forward import forward
+from proxy.feedback.endpoint import FeedbackDesk
 from proxy.http.deadlines import ClientDeadlines
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
 from proxy.http.server import Handler, Server
 from proxy.idempotency.desk import KeyDesk
 from proxy.idempotency.key_files import KeyFiles
 from proxy.intake.intake import Intake
-from proxy.lookup import Lookup
 from proxy.metrics import (
     IN_FLIGHT,
     IN_FLIGHT_BYTES,
@@ -25,17 +28,14 @@ from proxy.metrics import (
     TOO_SLOW,
     UNFORESEEN,
 )
-from proxy.policies import PolicyFile
-from proxy.recent import Recent
-from proxy.recorder import Recorder
-from proxy.refusal import apologise, explain, refuse
-from proxy.relay import Relay
-from proxy.routes import Kind, find_route
+from proxy.policies.lookup import Lookup
+from proxy.policies.policy_file import PolicyFile
+from proxy.policies.versions import MAX_PINS, Versions
 from proxy.settings import ProxySettings
+from proxy.spool.recorder import Recorder
 from proxy.upstreams.members import open_upstreams
-from proxy.versions import MAX_PINS, Versions
-from store.policies import pinned_episodes
 from store.records import PolicyVersion
+from store.updates.policies import pinned_episodes
 
 log = structlog.get_logger()
 
@@ -47,7 +47,7 @@ COUNT_S = 0.5
 def data_handler(relay: Relay, desk: FeedbackDesk, *, may_delete_models: bool) -> Handler:
     """Return the data port's handler.
 
-    Every request goes through the allow-list (`proxy.routes`), which is the only router.
+    Every request goes through the allow-list (`proxy.door.routes`), which is the only router.
     """
 
     async def handle(exchange: Exchange) -> None:

@@ -69,7 +69,7 @@ class Tokens(Record, frozen=True, kw_only=True):
     """The token ids of a prompt and of its sampled reply, with log-probabilities.
 
     Shapes: `prompt_ids` (P,), `sampled_ids` (S,), `sampled_logprobs` (S,) in nats. They are the
-    little-endian int32 and float32 arrays that the store keeps (`store.tokens`).
+    little-endian int32 and float32 arrays that the store keeps (`store.values.tokens`).
     """
 
     prompt_ids: bytes = b""

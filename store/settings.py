@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import AfterValidator, AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from store.engine import async_url
+from store.connection.engine import async_url
 
 
 def _host_and_port(value: str) -> str:

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, settings
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.outdated import outdated
-from store.embedded import EmbeddedPostgres
-from store.engine import make_engine
-from store.migrate import upgrade
+from store.connection.engine import make_engine
+from store.embedded.server import EmbeddedPostgres
+from store.schema.migrate import upgrade
 
 ROOT = Path(__file__).parents[1]
 

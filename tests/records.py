@@ -6,10 +6,10 @@ from uuid import UUID
 
 import msgspec
 
-from proxy.capture import Captured
+from proxy.calls.capture import Captured
 from store.ids import new_id
 from store.records import CallRecord, FeedbackItem, FeedbackRecord, Tokens, ToolEvent
-from store.tokens import pack_ids, pack_logprobs
+from store.values.tokens import pack_ids, pack_logprobs
 
 REPLY = (
     b'{"id":"r","choices":[{"index":0,"message":{"role":"assistant","content":"hi"},'

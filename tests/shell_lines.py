@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from pawl.cli import app
 from pawl.settings import known_variables
-from proxy.statements import parse_feedback
+from proxy.feedback.statements import parse_feedback
 from tests.citations import is_module_or_name
 from tests.conftest import ROOT
 

@@ -7,6 +7,7 @@ from uuid import UUID
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from trainer.batches.rows import Row
 from trainer.recipe import Recipe
 from trainer.recipe_parts import (
     BatchPart,
@@ -17,7 +18,6 @@ from trainer.recipe_parts import (
     OptimizerPart,
     PpoPart,
 )
-from trainer.rows import Row
 
 
 def write_tiny_model(folder: Path) -> str:

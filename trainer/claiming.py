@@ -8,11 +8,11 @@ from uuid import UUID
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store import claims
-from store.claims import Claim
-from store.damage import DAMAGED, set_aside
 from store.errors import Damaged
-from store.ready import ClaimRule
+from store.updates import claims
+from store.updates.claims import Claim
+from store.updates.damage import DAMAGED, set_aside
+from store.updates.ready import ClaimRule
 from trainer.errors import Unusable
 from trainer.metrics import EPISODES, UPDATES
 

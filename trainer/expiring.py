@@ -6,8 +6,8 @@ from typing import Any, Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.expiry import MOST, expire
-from store.ready import ClaimRule
+from store.updates.expiry import MOST, expire
+from store.updates.ready import ClaimRule
 from trainer.metrics import EPISODES
 
 log = structlog.get_logger()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.rows import Row
+from trainer.batches.rows import Row
 
 
 class LearnerProtocol(Protocol):

@@ -21,23 +21,23 @@ from uuid import UUID
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store import claims, policies
-from store.availability import is_unavailable
-from store.claims import Claim, Outcome
+from store.connection.availability import is_unavailable
 from store.errors import ClaimLost
 from store.records import PolicyVersion
-from trainer import adapters
+from store.updates import claims, policies
+from store.updates.claims import Claim, Outcome
+from trainer.batches.rows import Row
+from trainer.batches.schedule import has_ended
 from trainer.claiming import Claiming
 from trainer.errors import AdapterError, LearnerError, PublishError, Unusable
 from trainer.expiring import Expiring
 from trainer.learning import LearnerProtocol
 from trainer.metrics import EPISODES, TRAINED_TOKENS, UPDATE, UPDATE_SECONDS, UPDATES, VERSION
-from trainer.probe import ProbeRow
-from trainer.progress import read_progress
-from trainer.publish import Publisher
+from trainer.publishing import adapters
+from trainer.publishing.probe import ProbeRow
+from trainer.publishing.progress import read_progress
+from trainer.publishing.publish import Publisher
 from trainer.recipe import Recipe
-from trainer.rows import Row
-from trainer.schedule import has_ended
 from trainer.settings import TrainerSettings
 from trainer.update import Plan, claim_rule, plan_update
 

@@ -25,7 +25,7 @@ class RecipePart(BaseModel):
 
 
 class ClaimPart(RecipePart):
-    """`[claim]`: the episodes that make an update (`store.ready.ClaimRule`)."""
+    """`[claim]`: the episodes that make an update (`store.updates.ready.ClaimRule`)."""
 
     group_size: Count = Field(
         default=8,
@@ -121,7 +121,7 @@ class CreditPart(RecipePart):
     )
     air_lambda: Annotated[float, Field(ge=0, le=0.2)] = Field(
         default=0.2,
-        description="Factor of automatic intermediate rewards (`trainer.air`); 0 is without.",
+        description="Factor of automatic intermediate rewards (`trainer.credit.air`); 0: none.",
     )
     air_assignment: Literal["episode", "step"] = Field(
         default="episode",

@@ -10,23 +10,23 @@ import structlog
 from prometheus_client import start_http_server
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store import claims, policies
-from store.availability import is_unavailable
-from store.embedded import EmbeddedPostgres
-from store.engine import make_engine
+from store.connection.availability import is_unavailable
+from store.connection.engine import make_engine
+from store.embedded.server import EmbeddedPostgres
 from store.errors import ClaimLost
-from store.migrate import upgrade
+from store.schema.migrate import upgrade
 from store.settings import address
-from trainer.air import STEP_WARNING
+from store.updates import claims, policies
+from trainer.credit.air import STEP_WARNING
 from trainer.errors import TrainerError, UpstreamAway
+from trainer.learners.distributed.several import LeadingLearner, follow, is_follower
+from trainer.learners.kernels.memory import keep_freed_memory
 from trainer.learners.learner import Learner
-from trainer.learners.memory import keep_freed_memory
-from trainer.learners.several import LeadingLearner, follow, is_follower
 from trainer.learning import LearnerProtocol
 from trainer.loop import Loop
-from trainer.publish import Publisher
+from trainer.publishing.publish import Publisher
+from trainer.publishing.replicas import Replicas
 from trainer.recipe import Recipe, load_recipe
-from trainer.replicas import Replicas
 from trainer.settings import TrainerSettings
 
 log = structlog.get_logger()

@@ -6,13 +6,13 @@ from typing import Any
 
 from msgspec import convert, to_builtins
 
-from store.claims import Claim, Outcome
-from store.ready import ClaimRule
 from store.records import Record
+from store.updates.claims import Claim, Outcome
+from store.updates.ready import ClaimRule
+from trainer.batches.rows import Row, training_rows
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.recipe import Recipe
-from trainer.rows import Row, training_rows
 
 
 class Plan(Record, frozen=True, kw_only=True):

@@ -13,11 +13,11 @@ from benchmarks.air.sampler import Played, Sampler
 from benchmarks.air.task import NOTE, Task, new_task
 from benchmarks.air.worlds import Arm, Look, World
 from store.records import Group
+from trainer.batches.rows import Row, training_rows
 from trainer.credit.assign import TransitionCredit, assign_credit
 from trainer.learners.learner import Learner
 from trainer.recipe import Recipe
 from trainer.recipe_parts import BatchPart, ClaimPart, CreditPart, LoraPart, OptimizerPart
-from trainer.rows import Row, training_rows
 
 GROUP_SIZE: Final = 8
 # The policy is looked at before every second wave, on so many tasks that it never trains on.

@@ -18,7 +18,7 @@ from store.records import (
     ToolEvent,
     TransitionRow,
 )
-from store.tokens import pack_ids, pack_logprobs
+from store.values.tokens import pack_ids, pack_logprobs
 
 POLICY: Final = "toy"
 NOW: Final = datetime(2026, 1, 1, tzinfo=UTC)

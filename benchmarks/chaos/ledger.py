@@ -8,9 +8,9 @@ from uuid import UUID
 
 import asyncpg
 
-from proxy.capture import Captured
-from proxy.segments import decode_payload
-from store.gaps import LOST_CALL
+from proxy.calls.capture import Captured
+from proxy.spool.segments import decode_payload
+from store.write.gaps import LOST_CALL
 
 _REPEATED: Final = """
     SELECT coalesce(sum(times - 1), 0) FROM

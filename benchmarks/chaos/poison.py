@@ -15,8 +15,8 @@ from uuid import UUID
 from zlib import crc32
 
 from benchmarks.proxy import wire
-from proxy.capture import Captured
-from proxy.segments import HEADER, encode_frame
+from proxy.calls.capture import Captured
+from proxy.spool.segments import HEADER, encode_frame
 from store.ids import new_id
 
 # One call in so many gets such a reply, and as often such a segment is laid down.

@@ -22,7 +22,7 @@ from benchmarks.merge.episodes import FULL, QUICK, random_words
 from benchmarks.merge.measure import everything, on_gpu
 from benchmarks.merge.models import BILLION, SMALL, TINY
 from benchmarks.merge.tables import draw, gpu_table, tables
-from trainer.learners.memory import keep_freed_memory
+from trainer.learners.kernels.memory import keep_freed_memory
 
 PICTURE = Path("docs/images/merge.png")
 

@@ -7,7 +7,7 @@ from uuid import UUID
 
 from msgspec.structs import replace
 
-from trainer.rows import Row
+from trainer.batches.rows import Row
 
 
 class Size(NamedTuple):

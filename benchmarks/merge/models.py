@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from trainer.learners.lean import make_adapter_lean, make_base_lean
+from trainer.learners.kernels.lean import make_adapter_lean, make_base_lean
 from trainer.learners.merging import why_separate
 
 RANK: Final = 16

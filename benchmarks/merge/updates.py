@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.batching import plan_micro_batches
+from trainer.batches.batching import plan_micro_batches
+from trainer.batches.rows import Row
 from trainer.learners.scoring import score_rows
-from trainer.rows import Row
 
 CAP = 2.0
 # Rows that TRL computes at once, its default; fewer long ones: eight of a thread's last turns

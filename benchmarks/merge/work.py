@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.learners.products import product
-from trainer.rows import Row
-from trainer.trees import build_tree
+from trainer.batches.rows import Row
+from trainer.batches.trees import build_tree
+from trainer.learners.kernels.products import product
 
 
 def needed_flops(model: Any, batches: Sequence[Sequence[Row]], *, merge: bool = True) -> float:
@@ -67,8 +67,8 @@ def _per_token(model: Any) -> float:
 def peaks(dtype: torch.dtype, device: str, *, quick: bool = False) -> dict[str, float]:
     """The best matrix products of this machine, now, operations a second.
 
-    `mm` is torch's own, `best` that or oneDNN's (`trainer.learners.products`), each the best
-    over large matrices and over shapes of the model, the second matrix as it is or transposed.
+    `mm` is torch's own, `best` that or oneDNN's (`trainer.learners.kernels.products`), each the
+    best over large matrices and over shapes of the model, the second matrix as it is or transposed.
     """
     large = 8192 if device == "cuda" else 2048
     shapes = [(1024, 576, 576), (1024, 576, 1536), (1024, 1536, 576), (large, large, large)]

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
+from proxy.door.routes import find_route
 from proxy.errors import NotAllowed
-from proxy.routes import find_route
 from store.records import Record
 
-# The allow-list's own words (`proxy.routes`).
+# The allow-list's own words (`proxy.door.routes`).
 REFUSAL = "is not a path that Pawl serves"
 REQUEST = re.compile(r"\] (?P<method>[A-Z]+) (?P<path>/v1/[^? ]*)")
 

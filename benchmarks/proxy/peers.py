@@ -25,7 +25,7 @@ from benchmarks.proxy.machine import MEASURED_CORE, on_core, running, wait_for
 from benchmarks.proxy.nginx import nginx, passing_on
 from benchmarks.proxy.probe import answers, fetched
 from benchmarks.vllm_server import free_port
-from store.embedded import EmbeddedPostgres
+from store.embedded.server import EmbeddedPostgres
 
 PATH = "/v1/chat/completions"
 ROLLOUT = "bench"

@@ -6,7 +6,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-from store.delta import rebuild
+from store.values.delta import rebuild
 
 revision = "0002"
 down_revision = "0001"

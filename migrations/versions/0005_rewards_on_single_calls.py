@@ -9,7 +9,7 @@ branch_labels = None
 depends_on = None
 
 FREE = "claimed_by IS NULL AND root IS NULL AND quarantined_reason IS NULL"
-# Fills the new column with the values that `store.settle` computes from now on.
+# Fills the new column with the values that `store.link.settle` computes from now on.
 SCORED = """
     UPDATE episodes e SET call_scored_at = s.at
     FROM (SELECT COALESCE(p.root, p.id) AS whole, max(f.at) AS at

@@ -9,8 +9,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from store.read.stats import Totals
 from store.records import UpdateRow
-from store.stats import Totals
 
 WELL_FORMED = ("ok", "error")
 

@@ -29,11 +29,11 @@ from pawl.stack.process import ProcessFailed
 from pawl.stack.stack import Stack, StackPlan, preflight, running_stack
 from pawl.stack.vllm import VllmOptions
 from proxy.settings import ProxySettings
-from store.availability import is_unavailable
-from store.claims import list_updates
-from store.engine import make_engine
-from store.policies import list_versions
-from store.stats import stored_responses, totals
+from store.connection.availability import is_unavailable
+from store.connection.engine import make_engine
+from store.read.stats import stored_responses, totals
+from store.updates.claims import list_updates
+from store.updates.policies import list_versions
 from trainer.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 

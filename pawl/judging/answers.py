@@ -6,7 +6,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from pawl.judging.errors import JudgeFailed
-from store.documents import parse
+from store.values.documents import parse
 
 Statement = dict[str, Any]
 

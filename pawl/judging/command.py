@@ -24,7 +24,7 @@ from pawl.judging.run import Judging, JudgingPlan
 from pawl.settings import JudgeSettings, StackSettings, read_settings
 from pawl.stack.database import open_engine
 from proxy.settings import ProxySettings
-from store.judgements import forget_unjudged
+from store.judge.judgements import forget_unjudged
 from store.records import Record
 from store.settings import address
 

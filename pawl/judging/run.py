@@ -21,10 +21,10 @@ from pawl.export import Selection, encoded_line
 from pawl.judging.answers import Judge, Statement, idempotency_key
 from pawl.judging.desk import FeedbackDesk
 from pawl.judging.errors import Away, JudgeError, JudgeFailed
-from store.availability import is_unavailable
+from store.connection.availability import is_unavailable
 from store.errors import Damaged
-from store.judgements import Awaiting, Judgement, Outcome, awaiting, holding, is_scored, note
-from store.reading import read_episodes
+from store.judge.judgements import Awaiting, Judgement, Outcome, awaiting, holding, is_scored, note
+from store.read.episodes import read_episodes
 from store.records import Episode, Record
 
 log = structlog.get_logger()

@@ -96,7 +96,7 @@ def _is_up(ready: int) -> None:
 
 
 async def _keep(ready: int, board: int) -> None:
-    from proxy.keeping.keeper import keeping
+    from proxy.keeper.keeper import keeping
 
     spare_the_collector()
     # Calls come first: records can wait on disk, but clients wait for their replies.

@@ -9,9 +9,9 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.embedded import EmbeddedPostgres
-from store.engine import make_engine
-from store.migrate import upgrade
+from store.connection.engine import make_engine
+from store.embedded.server import EmbeddedPostgres
+from store.schema.migrate import upgrade
 from store.settings import StoreSettings
 
 log = structlog.get_logger()

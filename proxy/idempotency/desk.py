@@ -12,12 +12,12 @@ from typing import Final
 
 import msgspec
 
+from proxy.calls.recent import Recent
 from proxy.errors import KeyReused, SpoolFull
 from proxy.idempotency.key_files import KeyFiles
-from proxy.lookup import Lookup
-from proxy.recent import Recent
-from store.keys import KeyState, give_key_back, take_key
+from proxy.policies.lookup import Lookup
 from store.records import FeedbackRecord
+from store.write.feedback_keys import KeyState, give_key_back, take_key
 
 # Feedback is durable without the database, so it waits only briefly for one that is slow or away.
 LOOK_UP_S: Final = 0.25

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.contents import is_text, objects, texts
+from proxy.tools.contents import is_text, objects, texts
 
 SIZE: Final = 16
 # From 2048 bytes on hashlib releases the GIL: other threads would run, and this one would wait

@@ -18,12 +18,12 @@ from uuid import UUID
 
 import msgspec
 
+from proxy.door.routes import Route
 from proxy.identity.baggage import trace_id
 from proxy.identity.conversation import Conversation, read_conversation
+from proxy.identity.fingerprints import asks_of
 from proxy.identity.names import Name, SessionHints, episode_names, read_hints, what_is_wrong
-from proxy.identity.signs import asks_of
 from proxy.identity.stitch import CallMemory, Doubt, Joined
-from proxy.routes import Route
 from store.records import OWN_EPISODE, Confidence
 
 HEADER_PREFIX: Final = "x-pawl-"

@@ -15,8 +15,8 @@ from uuid import UUID
 
 import msgspec
 
+from proxy.identity.fingerprints import METHODS, PREFIX, PREFIXES
 from proxy.identity.generations import Generations
-from proxy.identity.signs import METHODS, PREFIX, PREFIXES
 from store.records import Confidence
 
 # Remembered offers, and as many failed attempts. An offer takes 170 bytes: 17 MB at most.

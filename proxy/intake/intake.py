@@ -9,7 +9,7 @@ from proxy.errors import ProxyError, TooLarge
 from proxy.http.exchange import Exchange
 from proxy.intake.budget import Budget, Claim
 from proxy.intake.shape import COPIES, check_shape, cost_of, takes_long
-from store.json_limits import Size
+from store.values.json_limits import Size
 
 Result = TypeVar("Result")
 # A body longer than this takes a while even to count, so it is counted beside the event loop.

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from proxy.dialects.base import ModelRequest, read_request
+from proxy.formats.base import ModelRequest, read_request
 from proxy.http.exchange import Exchange
 from proxy.identity.conversation import Conversation, read_conversation
 from proxy.intake.budget import Claim

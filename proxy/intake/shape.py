@@ -6,7 +6,7 @@ The numbers were measured: docs/decisions/030-limits-on-what-is-parsed.md.
 from typing import Final
 
 from proxy.errors import BadRequest, TooLarge
-from store.json_limits import MAX_DEPTH, Size, most_of, nests_too_deep, size_of
+from store.values.json_limits import MAX_DEPTH, Size, most_of, nests_too_deep, size_of
 
 # Most lists and objects in one body: a conversation of 30,000 messages in parts. Most values of
 # any kind: a prompt of a million token ids.

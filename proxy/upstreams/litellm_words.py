@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.dialects.base import read_request
-from proxy.dialects.errors import error_body
 from proxy.errors import BadRequest
+from proxy.formats.base import read_request
+from proxy.formats.errors import error_body
 
 CHAT: Final = "/v1/chat/completions"
 EMBEDDINGS: Final = "/v1/embeddings"

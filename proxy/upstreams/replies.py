@@ -5,9 +5,9 @@ from typing import Final
 
 import structlog
 
-from proxy.capture import Tape
-from proxy.dialects.base import StreamTranscript
+from proxy.calls.capture import Tape
 from proxy.errors import ReplyTooLarge, ReplyTorn
+from proxy.formats.base import StreamTranscript
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
 from proxy.upstreams.model_server import Reply

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 import msgspec
 import structlog
 
-from proxy.dialects.base import UNREADABLE
 from proxy.errors import NoModels, ProxyError, UpstreamBroke, UpstreamSilent, UpstreamUnreachable
+from proxy.formats.base import UNREADABLE
 from proxy.http.asking import ask_bodyless, ask_streaming, ask_whole
 from proxy.http.client import NoReply, NotSent, Pool, Reply, Silent, Torn
 from proxy.http.flow import BodyStream

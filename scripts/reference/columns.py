@@ -1,11 +1,12 @@
 """The meaning of each table and column of the database.
 
-A column with `doc=` or `comment=` in `store.tables` needs no entry here, and its own text counts.
+A column with `doc=` or `comment=` in `store.schema.tables` needs no entry here, and its own text
+counts.
 """
 
 from typing import Final, get_args
 
-from proxy.trainable import Reason
+from proxy.calls.trainable import Reason
 
 TABLES: Final = {
     "episodes": "One row per episode key. Parts that turned out to be one episode point to its "

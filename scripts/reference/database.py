@@ -8,8 +8,8 @@ from sqlalchemy import CheckConstraint, Column, Index, Table, UniqueConstraint
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
-from store.migrate import alembic_config
-from store.tables import metadata
+from store.schema.migrate import alembic_config
+from store.schema.tables import metadata
 
 from .columns import COLUMNS, TABLES
 from .markdown import bullets, code, page, paragraph, table_with_notes
@@ -44,7 +44,7 @@ def meaning_of_table(table: Table) -> str:
     """Return what a table holds.
 
     Raises:
-        KeyError: neither `store.tables` nor `scripts.reference.columns` says it.
+        KeyError: neither `store.schema.tables` nor `scripts.reference.columns` says it.
     """
     return table.comment or TABLES[table.name]
 
@@ -53,7 +53,7 @@ def meaning_of_column(column: Column[Any]) -> str:
     """Return what a column holds.
 
     Raises:
-        KeyError: neither `store.tables` nor `scripts.reference.columns` says it.
+        KeyError: neither `store.schema.tables` nor `scripts.reference.columns` says it.
     """
     return column.doc or column.comment or COLUMNS[f"{column.table.name}.{column.name}"]
 

@@ -3,7 +3,7 @@
 from typing import Final, NamedTuple
 
 from proxy.identity import names
-from proxy.tool_status import MAX_TEXT, PARAMETERS
+from proxy.tools.tool_status import MAX_TEXT, PARAMETERS
 from store.records import TOOL_STATUSES
 
 

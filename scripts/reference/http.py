@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from proxy.dialects.errors import ANTHROPIC_BY_STATUS
+from proxy.formats.errors import ANTHROPIC_BY_STATUS
 
 from .errors import NOT_READ, error_classes
 from .headers import (

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from proxy.statements import MAX_ITEMS, MAX_TARGET_BYTES
+from proxy.feedback.statements import MAX_ITEMS, MAX_TARGET_BYTES
 
 INTRODUCTION: Final = """
 The proxy listens on two ports: the data port (`PAWL_LISTEN`, 127.0.0.1:8100) for calls and

@@ -3,8 +3,8 @@
 import json
 from typing import Any, Final
 
+from proxy.feedback.statements import MAX_ITEMS
 from proxy.settings import ProxySettings
-from proxy.statements import MAX_ITEMS
 
 from .errors import CALL, FEEDBACK, NOT_READ, ErrorClass, error_classes
 from .headers import FAULT, IDEMPOTENCY, REPLY, REQUEST, RETRY_AFTER, Header

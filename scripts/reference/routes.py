@@ -1,10 +1,10 @@
-"""The routes of the data port, as `proxy.routes` and `proxy.openai_paths` let them through."""
+"""The routes of the data port, as `proxy.door.routes` and `proxy.door.openai_paths` have them."""
 
 import re
 from typing import Final, NamedTuple
 
-from proxy import openai_paths, routes
-from proxy.routes import Kind
+from proxy.door import openai_paths, routes
+from proxy.door.routes import Kind
 
 ID: Final = "<id>"
 # How the page marks segments that may follow a path; their largest number comes after it.

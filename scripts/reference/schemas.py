@@ -2,10 +2,10 @@
 
 from typing import Any, Final, get_args
 
-from proxy import statements
 from proxy.counting.board import State as ProcessPhase
-from proxy.keeping.progress import MOST_REASON
-from proxy.keeping.progress import State as DrainPhase
+from proxy.feedback import statements
+from proxy.keeper.progress import MOST_REASON
+from proxy.keeper.progress import State as DrainPhase
 from store.records import REWARD, TOOL_STATUSES
 
 Schema = dict[str, Any]

@@ -16,8 +16,8 @@ from uuid import UUID
 import pytest
 
 from pawl.stack.stack import Stack
-from store.engine import make_engine
-from store.reading import episode_ids, read_episodes
+from store.connection.engine import make_engine
+from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode
 from tests.conftest import ROOT
 

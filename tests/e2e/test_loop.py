@@ -16,15 +16,15 @@ from openai import AsyncOpenAI
 
 from pawl.demo.agent import WorkingAgent, make_questions
 from pawl.stack.stack import Stack
-from store import claims
-from store.engine import make_engine
-from store.policies import list_versions
-from store.reading import episode_ids, read_episodes
+from store.connection.engine import make_engine
+from store.read.episodes import episode_ids, read_episodes
+from store.read.stats import stored_responses, totals
 from store.records import Episode
-from store.stats import stored_responses, totals
-from store.tokens import unpack_ids, unpack_logprobs
+from store.updates import claims
+from store.updates.policies import list_versions
+from store.values.tokens import unpack_ids, unpack_logprobs
 from tests.e2e.conftest import POLICY
-from trainer.server import ModelServer
+from trainer.publishing.server import ModelServer
 
 pytestmark = [
     pytest.mark.e2e,

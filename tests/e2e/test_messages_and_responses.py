@@ -11,11 +11,11 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from pawl.stack.stack import Stack
-from store.engine import make_engine
+from store.connection.engine import make_engine
 from store.ids import new_id
-from store.reading import episode_ids, read_episodes
+from store.read.episodes import episode_ids, read_episodes
 from store.records import TransitionRow
-from store.tokens import unpack_ids, unpack_logprobs
+from store.values.tokens import unpack_ids, unpack_logprobs
 from tests.e2e.conftest import POLICY
 from tests.unit.recordings import normalised
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from proxy.capture import Captured, Frame
+from proxy.calls.capture import Captured, Frame
 from proxy.errors import UpstreamBroke
 from proxy.http.client import Torn
 from proxy.http.wire import Headers
-from proxy.segments import encode_frame
+from proxy.spool.segments import encode_frame
 
 
 class SaidReply:

@@ -8,16 +8,16 @@ from uuid import UUID
 
 from hypothesis import given
 
-from proxy.feedback import FeedbackDesk
+from proxy.calls.handler import Relay
+from proxy.calls.recent import Recent
+from proxy.feedback.endpoint import FeedbackDesk
 from proxy.http.server import Connection, Server
 from proxy.idempotency.desk import KeyDesk
 from proxy.idempotency.key_files import KeyFiles
 from proxy.intake.intake import Intake
-from proxy.keeping.transcribe import transcribe
-from proxy.recent import Recent
-from proxy.relay import Relay
+from proxy.keeper.transcribe import transcribe
+from proxy.policies.versions import Versions
 from proxy.upstreams.members import Member, Upstreams
-from proxy.versions import Versions
 from proxy.worker import data_handler
 from store.records import PolicyVersion
 from tests.fuzz import calls

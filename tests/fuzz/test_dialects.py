@@ -5,9 +5,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.base import ModelRequest, Transcript, read_request
-from proxy.dialects.table import DIALECTS
-from proxy.keeping.transcribe import transcribe
+from proxy.formats.base import ModelRequest, Transcript, read_request
+from proxy.formats.registry import DIALECTS
+from proxy.keeper.transcribe import transcribe
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made, made_of

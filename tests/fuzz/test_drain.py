@@ -14,10 +14,10 @@ from prometheus_client import REGISTRY
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.capture import Captured
-from proxy.keeping.drain import Drainer
-from proxy.segments import HEADER, MARK, decode_payload, encode_frame, read_frames
-from store.engine import make_engine
+from proxy.calls.capture import Captured
+from proxy.keeper.drain import Drainer
+from proxy.spool.segments import HEADER, MARK, decode_payload, encode_frame, read_frames
+from store.connection.engine import make_engine
 from store.ids import new_id
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing

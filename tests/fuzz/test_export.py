@@ -9,12 +9,12 @@ from hypothesis import given
 from sqlalchemy import text
 
 from pawl.export import Selection, export
-from proxy.keeping.transcribe import transcribe
-from store.engine import make_engine
+from proxy.keeper.transcribe import transcribe
+from store.connection.engine import make_engine
 from store.errors import Damaged, Refused
 from store.ids import new_id
-from store.ingest import Ingester
 from store.records import SpoolRecord
+from store.write.ingest import Ingester
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made_of

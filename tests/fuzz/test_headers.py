@@ -3,16 +3,16 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.base import ReplySummary, read_request
+from proxy.door.routes import Route, find_route
 from proxy.errors import NotAllowed
+from proxy.formats.base import ReplySummary, read_request
 from proxy.http.wire import for_client, for_upstream, lowered
 from proxy.identity.baggage import parse_baggage, trace_id
+from proxy.identity.fingerprints import offers_of
 from proxy.identity.identify import identify
 from proxy.identity.names import SESSION_HEADERS
-from proxy.identity.signs import offers_of
 from proxy.identity.stitch import CallMemory
-from proxy.routes import Route, find_route
-from proxy.tool_status import HEADER, ToolStatusError, parse_tool_status
+from proxy.tools.tool_status import HEADER, ToolStatusError, parse_tool_status
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made, made_of

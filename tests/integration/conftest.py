@@ -14,13 +14,13 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.serving.supervisor import listening
-from proxy.keeping.keeper import keeping
-from proxy.policies import WATCH_S
+from proxy.keeper.keeper import keeping
+from proxy.policies.policy_file import WATCH_S
 from proxy.settings import ProxySettings
 from proxy.worker import serving
-from store.policies import ensure_base
-from store.reading import episode_ids, read_episodes
+from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode, TransitionRow
+from store.updates.policies import ensure_base
 from tests.fake_upstream import FakeUpstream, fake_upstream
 
 DEADLINE_S = 20.0

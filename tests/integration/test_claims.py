@@ -7,13 +7,13 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store import claims
-from store.claims import Claim, Outcome
 from store.errors import ClaimLost, UnknownPolicy
-from store.ingest import ingest
-from store.policies import ensure_base, idle_versions, list_versions, promote, set_state
-from store.ready import ClaimRule
 from store.records import SpoolRecord
+from store.updates import claims
+from store.updates.claims import Claim, Outcome
+from store.updates.policies import ensure_base, idle_versions, list_versions, promote, set_state
+from store.updates.ready import ClaimRule
+from store.write.ingest import ingest
 from tests.records import call, reward
 
 RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)

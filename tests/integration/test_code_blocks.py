@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.statements import parse_feedback
+from proxy.feedback.statements import parse_feedback
 from tests.conftest import ROOT
 from tests.documents import split_blocks
 from tests.integration.conftest import Proxy

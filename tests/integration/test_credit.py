@@ -14,16 +14,16 @@ from typer.testing import CliRunner
 from pawl.cli import app
 from pawl.export import Selection, export
 from pawl.past import explain_update
-from store import claims
-from store.claims import Claim
-from store.engine import make_engine
+from store.connection.engine import make_engine
 from store.errors import UnknownUpdate
 from store.ids import new_id
-from store.ingest import ingest
-from store.policies import ensure_base
-from store.reading import episode_ids, read_episodes
-from store.ready import ClaimRule
+from store.read.episodes import episode_ids, read_episodes
 from store.records import Group, SpoolRecord, ToolCall
+from store.updates import claims
+from store.updates.claims import Claim
+from store.updates.policies import ensure_base
+from store.updates.ready import ClaimRule
+from store.write.ingest import ingest
 from tests.integration.updates import record_update
 from tests.records import START, call, reward, statement, tool_event
 from trainer.credit.assign import TransitionCredit, assign_credit

@@ -14,13 +14,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.cli import main
 from pawl.export import Selection, export
-from store import claims
-from store.damage import set_aside
-from store.engine import make_engine
+from store.connection.engine import make_engine
 from store.errors import ClaimLost, Damaged
-from store.ingest import Ingester
-from store.policies import ensure_base
 from store.records import CallRecord, SpoolRecord
+from store.updates import claims
+from store.updates.damage import set_aside
+from store.updates.policies import ensure_base
+from store.write.ingest import Ingester
 from tests.integration.fake_server import fake_model_server
 from tests.integration.test_groups import SHORT, consume, keys, reasons, store, take
 from tests.integration.test_recovery import Bench, run_once

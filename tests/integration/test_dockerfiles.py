@@ -129,7 +129,7 @@ def test_the_command_explains_itself(image: Stage) -> None:
 
 
 def test_the_proxy_is_compiled(image: Stage) -> None:
-    told = image.sh("python -c 'import proxy.relay; print(proxy.relay.__file__)'")
+    told = image.sh("python -c 'import proxy.calls.handler; print(proxy.calls.handler.__file__)'")
     assert told.strip().endswith(".so")
 
 
@@ -154,7 +154,7 @@ def test_exactly_the_lock_is_installed(image: Stage) -> None:
 
 def test_no_torch_is_there_and_none_is_imported(image: Stage) -> None:
     image.sh(
-        'python -c "import proxy.worker, proxy.keeping.keeper, sys;'
+        'python -c "import proxy.worker, proxy.keeper.keeper, sys;'
         " assert 'torch' not in sys.modules\""
     )
     names = installed(image).keys()

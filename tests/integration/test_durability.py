@@ -9,14 +9,14 @@ from zlib import crc32
 import aiohttp
 import pytest
 
-from proxy.keeping.drain import Drainer
+from proxy.keeper.drain import Drainer
 from proxy.metrics import exposed
-from proxy.segments import HEADER, encode_frame
-from proxy.spool import Spool
-from store.embedded import EmbeddedPostgres
-from store.engine import make_engine
+from proxy.spool.segments import HEADER, encode_frame
+from proxy.spool.spool import Spool
+from store.connection.engine import make_engine
+from store.embedded.server import EmbeddedPostgres
 from store.ids import new_id
-from store.reading import episode_ids
+from store.read.episodes import episode_ids
 from tests.conftest import psql, url_of
 from tests.fake_upstream import FakeUpstream
 from tests.integration.conftest import Proxy, eventually, running, settings_for

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from pawl.stack.database import kept_postgres
-from store.embedded import EmbeddedPostgres
+from store.embedded.server import EmbeddedPostgres
 from store.errors import StoreError
 
 AT_ONCE = 6
@@ -47,7 +47,7 @@ asyncio.run(main(sys.argv[1], float(sys.argv[2])))
 USER = """
 import sys, time
 from pathlib import Path
-from store.embedded import EmbeddedPostgres
+from store.embedded.server import EmbeddedPostgres
 EmbeddedPostgres(Path(sys.argv[1])).ensure_running()
 print("up", flush=True)
 time.sleep(60)

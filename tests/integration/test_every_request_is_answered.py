@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy import call as module
+from proxy.calls import call as module
 from proxy.intake import reading
 from proxy.metrics import UNFORESEEN
 from tests.fake_upstream import FakeUpstream
@@ -100,8 +100,8 @@ async def test_a_call_whose_record_cannot_be_made_is_answered_and_counted_as_dro
 async def test_a_failure_beside_calls_is_500_too(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr("proxy.feedback.lowered", fails)
-    monkeypatch.setattr("proxy.forward.for_upstream", fails)
+    monkeypatch.setattr("proxy.feedback.endpoint.lowered", fails)
+    monkeypatch.setattr("proxy.door.forward.for_upstream", fails)
     listing = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
     request = post(path, b"{}") if path == "/feedback" else listing
     head, body = await ask(proxy, request)

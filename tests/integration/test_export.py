@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.export import Selection, export
-from store.ingest import ingest
 from store.records import SpoolRecord, ToolCall
+from store.write.ingest import ingest
 from tests.records import call, reward, tool_event
 
 CALL_KEYS = {

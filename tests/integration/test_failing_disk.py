@@ -19,13 +19,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.chaos.ledger import kept
 from benchmarks.chaos.scrape import Scrapes, scrape
 from benchmarks.chaos.stand import Stand
-from proxy import recorder as recording
-from proxy.keeping.drain import Drainer
-from proxy.recent import Recent
-from proxy.recorder import Recorder
-from proxy.segments import encode_frame
-from proxy.spool import Spool
-from store.reading import episode_ids, read_episodes
+from proxy.calls.recent import Recent
+from proxy.keeper.drain import Drainer
+from proxy.spool import recorder as recording
+from proxy.spool.recorder import Recorder
+from proxy.spool.segments import encode_frame
+from proxy.spool.spool import Spool
+from store.read.episodes import episode_ids, read_episodes
 from tests.fake_upstream import FakeUpstream
 from tests.integration.conftest import eventually
 from tests.integration.test_durability import assert_adds_up, ledger

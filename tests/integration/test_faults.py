@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.http.wire import HOP_BY_HOP
 from proxy.metrics import RECORDED
-from store.policies import ensure_base
+from store.updates.policies import ensure_base
 from tests.integration.conftest import Proxy, eventually, running, settings_for
 from tests.raw_upstream import RawUpstream, post, raw_ask, raw_upstream, says
 

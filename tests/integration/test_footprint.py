@@ -93,12 +93,12 @@ async def test_memory_stays_small_and_torch_stays_out(
 def test_it_does_not_start_where_its_sources_say_something_else(tmp_path: Path) -> None:
     root = uncompiled(tmp_path)
     (root / "proxy" / NOTED).write_text(json.dumps(hashes(root / "proxy")))
-    with (root / "proxy" / "relay.py").open("a") as source:
+    with (root / "proxy" / "calls" / "handler.py").open("a") as source:
         source.write("# changed\n")
     command = [sys.executable, "-m", "pawl.cli", "proxy"]
     done = subprocess.run(command, cwd=root, env={}, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "changed after it was compiled: relay.py. `make install` compiles it" in done.stderr
+    assert "changed after it was compiled: calls/handler.py. `make install` compiles it" in done.stderr
 
 
 async def test_a_first_chunk_is_passed_on_at_once(

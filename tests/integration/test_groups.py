@@ -8,13 +8,13 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store import claims
-from store.claims import Claim, Outcome
-from store.expiry import expire, oldest_version
-from store.ingest import ingest
-from store.policies import ensure_base
-from store.ready import ClaimRule
 from store.records import SpoolRecord, Tokens
+from store.updates import claims
+from store.updates.claims import Claim, Outcome
+from store.updates.expiry import expire, oldest_version
+from store.updates.policies import ensure_base
+from store.updates.ready import ClaimRule
+from store.write.ingest import ingest
 from tests.records import call, reward
 from trainer.recipe import Recipe
 from trainer.recipe_parts import ClaimPart, CreditPart

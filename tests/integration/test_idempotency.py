@@ -16,14 +16,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.serving.supervisor import listening
 from proxy.idempotency.key_files import KEEP_S, KeyFiles
-from proxy.keeping.keeper import keeping
+from proxy.keeper.keeper import keeping
 from proxy.metrics import KEY_CONFLICTS
-from proxy.spooling.segment_writer import SegmentWriter
+from proxy.spool.segment_writer import SegmentWriter
 from proxy.worker import serving
 from store.errors import Refused
-from store.ingest import Ingester
-from store.keys import KeyState, forget_keys, give_key_back, take_key
 from store.records import FeedbackRecord
+from store.write.feedback_keys import KeyState, forget_keys, give_key_back, take_key
+from store.write.ingest import Ingester
 from tests.fake_upstream import FakeUpstream
 from tests.integration.conftest import Proxy, eventually, settings_for
 from tests.records import statement

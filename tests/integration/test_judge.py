@@ -26,8 +26,8 @@ from pawl.judging.errors import Away, JudgeError, JudgeFailed
 from pawl.judging.model import RubricJudge
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging, JudgingPlan
-from store.ingest import ingest
 from store.records import SpoolRecord
+from store.write.ingest import ingest
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy, eventually, free_port
 from tests.records import call, reward

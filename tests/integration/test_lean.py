@@ -13,8 +13,8 @@ from transformers import (
 )
 
 from benchmarks.merge.models import TINY, make_model
-from trainer.learners.lean import make_adapter_lean, make_base_lean
-from trainer.learners.products import add_product, product
+from trainer.learners.kernels.lean import make_adapter_lean, make_base_lean
+from trainer.learners.kernels.products import add_product, product
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,

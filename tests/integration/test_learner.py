@@ -10,13 +10,13 @@ import torch
 from accelerate import Accelerator
 
 from tests.training import recipe, rows
-from trainer.batching import computed_tokens
+from trainer.batches.batching import computed_tokens
+from trainer.batches.rows import Row
 from trainer.errors import LearnerError
 from trainer.learners.grpo import collate
 from trainer.learners.learner import Learner
 from trainer.learners.model import load_base, precision
 from trainer.learners.scoring import score_rows
-from trainer.rows import Row
 
 
 def learner(model: str, folder: Path, **batch: Any) -> Learner:

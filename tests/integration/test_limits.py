@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from benchmarks.chaos.stand import standing
 from benchmarks.hostile import KINDS, MOST_MB, measure
-from store.json_limits import MAX_DEPTH
+from store.values.json_limits import MAX_DEPTH
 from tests.fake_upstream import FakeUpstream, whole_reply
 from tests.integration.conftest import Proxy, eventually
 

@@ -17,7 +17,7 @@ import pytest
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.policies import ensure_base
+from store.updates.policies import ensure_base
 from tests.fake_upstream import FakeUpstream, fake_upstream
 from tests.integration.conftest import Proxy, Reply, running, settings_for
 

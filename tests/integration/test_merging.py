@@ -18,14 +18,14 @@ from benchmarks.merge.episodes import random_tree
 from benchmarks.merge.models import TINY, make_model
 from benchmarks.merge.updates import gradient, largest_difference, train
 from tests.training import recipe, rows
+from trainer.batches.trees import build_tree, padded
 from trainer.errors import DriftOutOfBounds, LearnerError
-from trainer.learners.head import CHUNK, head_logprobs
+from trainer.learners.kernels.head import CHUNK, head_logprobs
+from trainer.learners.kernels.tree_attention import batch_blocks, block_mask, blocks_of
 from trainer.learners.learner import Learner
 from trainer.learners.merging import why_separate
 from trainer.learners.scoring import score_rows
-from trainer.learners.tree_attention import batch_blocks, block_mask, blocks_of
 from trainer.recipe_parts import OffPolicyPart
-from trainer.trees import build_tree, padded
 
 pytestmark = pytest.mark.timeout(100)
 

@@ -4,13 +4,13 @@ import json
 
 from sqlalchemy import text
 
-from store.engine import make_engine
+from store.connection.engine import make_engine
 from store.ids import new_id, time_of
-from store.ingest import Ingester
-from store.migrate import check, downgrade, upgrade
-from store.partitions import ensure_partition
-from store.reading import episode_ids, read_episodes
-from store.tokens import pack_logprobs
+from store.read.episodes import episode_ids, read_episodes
+from store.schema.migrate import check, downgrade, upgrade
+from store.schema.partitions import ensure_partition
+from store.values.tokens import pack_logprobs
+from store.write.ingest import Ingester
 from tests.records import call, reward, tokens
 
 

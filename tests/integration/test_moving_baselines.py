@@ -8,16 +8,16 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.ingest import ingest
+from store.write.ingest import ingest
 from tests.integration.fake_server import fake_model_server
 from tests.integration.test_recovery import STEPS, Bench, FakeLearner, Killed, run_once
 from tests.records import call, reward, tokens
 from trainer.errors import LearnerError
 from trainer.loop import Loop
-from trainer.publish import Publisher
+from trainer.publishing.publish import Publisher
+from trainer.publishing.replicas import Replicas
 from trainer.recipe import Recipe
 from trainer.recipe_parts import ClaimPart, CreditPart
-from trainer.replicas import Replicas
 from trainer.settings import TrainerSettings
 
 RECIPE = Recipe(

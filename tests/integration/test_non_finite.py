@@ -11,11 +11,11 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from transformers import AutoModelForCausalLM
 
-from store import claims
-from store.ingest import ingest
-from store.policies import ensure_base
 from store.records import Tokens
-from store.tokens import pack_logprobs
+from store.updates import claims
+from store.updates.policies import ensure_base
+from store.values.tokens import pack_logprobs
+from store.write.ingest import ingest
 from tests.integration.fake_server import FakeModelServer, fake_model_server
 from tests.integration.test_groups import reasons
 from tests.integration.test_recovery import Bench, run_once
@@ -23,10 +23,10 @@ from tests.records import call, reward, tokens
 from tests.training import ppo_recipe, recipe
 from trainer.learners.learner import Learner
 from trainer.loop import Loop
-from trainer.publish import Publisher
+from trainer.publishing.publish import Publisher
+from trainer.publishing.replicas import Replicas
 from trainer.recipe import Recipe
 from trainer.recipe_parts import ClaimPart, CreditPart, PublishPart
-from trainer.replicas import Replicas
 from trainer.settings import TrainerSettings
 
 GROUPS = 3

@@ -12,15 +12,15 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.spool import replay
-from proxy.capture import Frame, Tape
-from proxy.keeping import backlog, entries, settling
-from proxy.keeping.drain import Drainer
-from proxy.segments import HEAD_BYTES, encode_frame
-from proxy.spool import Spool
+from proxy.calls.capture import Frame, Tape
+from proxy.keeper import backlog, entries, settling
+from proxy.keeper.drain import Drainer
+from proxy.spool.segments import HEAD_BYTES, encode_frame
+from proxy.spool.spool import Spool
 from store.ids import new_id
-from store.ingest import Ingester
-from store.reading import episode_ids
+from store.read.episodes import episode_ids
 from store.records import CallRecord, SpoolRecord
+from store.write.ingest import Ingester
 from tests.integration.conftest import Proxy, eventually
 from tests.integration.test_durability import assert_adds_up, ledger
 from tests.records import captured, reward
@@ -247,7 +247,7 @@ async def test_a_record_that_postgres_fails_over_while_it_answers_is_passed_over
     assert spooled.drainer.progress.held == 1
     # It is never given up: what PostgreSQL says is no word against the record.
     storing(lambda record: None)
-    monkeypatch.setattr("proxy.keeping.held.UNANSWERED_AGAIN_S", 0.0)
+    monkeypatch.setattr("proxy.keeper.held.UNANSWERED_AGAIN_S", 0.0)
     await spooled.drain()
     assert (await spooled.stored(), spooled.letters(), spooled.segments()) == (7, [], [])
 
@@ -255,7 +255,7 @@ async def test_a_record_that_postgres_fails_over_while_it_answers_is_passed_over
 async def test_counting_what_was_stored_never_stops_the_drain(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from proxy.keeping import tally
+    from proxy.keeper import tally
 
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -400,7 +400,7 @@ async def test_held_letters_are_written_by_the_same_keeper_too(
 ) -> None:
     real = settling.bury
     monkeypatch.setattr(settling, "bury", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-    monkeypatch.setattr("proxy.keeping.held.LETTER_AGAIN_S", 0.0)
+    monkeypatch.setattr("proxy.keeper.held.LETTER_AGAIN_S", 0.0)
     spooled.write(captured("bad", dialect="none such"), captured("a"))
     await spooled.drain()
     assert spooled.drainer.progress.held == 1

@@ -12,12 +12,12 @@ from safetensors import safe_open
 
 from tests.integration.test_learner import gradients, plain_logprobs, plain_loss, shake
 from tests.training import ppo_recipe, recipe, rows
+from trainer.batches.rows import Row
 from trainer.learners.grpo import View
 from trainer.learners.learner import Learner
 from trainer.learners.value_head import values_of
 from trainer.recipe import Recipe
 from trainer.recipe_parts import KlPart, OptimizerPart
-from trainer.rows import Row
 
 
 def learner(model: str, folder: Path, chosen: Recipe) -> Learner:

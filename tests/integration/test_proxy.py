@@ -12,8 +12,8 @@ from sqlalchemy import text
 from yarl import URL
 
 from proxy.errors import SpoolInUse
-from store.policies import promote
-from store.tokens import unpack_ids, unpack_logprobs
+from store.updates.policies import promote
+from store.values.tokens import unpack_ids, unpack_logprobs
 from tests.fake_upstream import FakeUpstream, Handler
 from tests.integration.conftest import Proxy, eventually, running, settings_for
 from tests.raw_upstream import post, raw_ask

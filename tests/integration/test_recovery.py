@@ -11,25 +11,25 @@ import pytest
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store import claims, policies
-from store.engine import make_engine
+from store.connection.engine import make_engine
 from store.errors import ClaimLost
-from store.ingest import ingest
-from store.policies import ensure_base, list_versions
+from store.read.stats import totals
 from store.records import SpoolRecord
-from store.stats import totals
-from store.tables import consumptions, episodes, updates
+from store.schema.tables import consumptions, episodes, updates
+from store.updates import claims, policies
+from store.updates.policies import ensure_base, list_versions
+from store.write.ingest import ingest
 from tests.integration.fake_server import FakeModelServer, fake_model_server
 from tests.records import call, reward, tokens
-from trainer import adapters
 from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
 from trainer.loop import Loop
-from trainer.progress import write_progress
-from trainer.publish import Publisher
+from trainer.publishing import adapters
+from trainer.publishing.progress import write_progress
+from trainer.publishing.publish import Publisher
+from trainer.publishing.replicas import Replicas
+from trainer.publishing.server import ModelServer
 from trainer.recipe import Recipe
 from trainer.recipe_parts import ClaimPart, OptimizerPart, PublishPart
-from trainer.replicas import Replicas
-from trainer.server import ModelServer
 from trainer.settings import TrainerSettings
 
 

@@ -12,14 +12,14 @@ import torch
 from structlog.testing import capture_logs
 
 from tests.training import recipe, rows
-from trainer import adapters
+from trainer.batches.rows import Row
+from trainer.batches.schedule import rate_share
 from trainer.errors import AdapterError, Interrupted, LearnerError
 from trainer.learners.learner import Learner
-from trainer.progress import read_progress
+from trainer.publishing import adapters
+from trainer.publishing.progress import read_progress
 from trainer.recipe import Recipe
 from trainer.recipe_parts import OptimizerPart
-from trainer.rows import Row
-from trainer.schedule import rate_share
 
 SCHEDULE = OptimizerPart(learning_rate=1e-2, schedule="cosine", warmup_steps=3, total_steps=20)
 

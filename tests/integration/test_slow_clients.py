@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.metrics import TOO_SLOW
-from store.policies import ensure_base
+from store.updates.policies import ensure_base
 from tests.integration.conftest import Proxy, eventually, running, settings_for
 from tests.integration.test_faults import APIS, CHAT, EVENTS, chunked, port_of
 from tests.raw_upstream import RawUpstream, post, raw_ask, raw_upstream

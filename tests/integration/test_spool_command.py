@@ -5,9 +5,9 @@ from pathlib import Path
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.spool import as_json, as_lines, look, replay
-from proxy.capture import Frame
-from proxy.segments import encode_frame, read_frames
-from store.reading import episode_ids
+from proxy.calls.capture import Frame
+from proxy.spool.segments import encode_frame, read_frames
+from store.read.episodes import episode_ids
 from tests.records import captured, reward, statement
 
 

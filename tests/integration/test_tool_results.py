@@ -12,14 +12,14 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.result_readers import parse_readers
-from store.engine import make_engine
+from proxy.tools.result_readers import parse_readers
+from store.connection.engine import make_engine
 from store.ids import new_id
-from store.ingest import ingest
-from store.migrate import downgrade, upgrade
-from store.policies import ensure_base
-from store.reading import episode_ids, read_episodes
+from store.read.episodes import episode_ids, read_episodes
 from store.records import FeedbackItem, FeedbackRecord, SpoolRecord, ToolCall, ToolEvent
+from store.schema.migrate import downgrade, upgrade
+from store.updates.policies import ensure_base
+from store.write.ingest import ingest
 from tests.fake_upstream import FakeUpstream
 from tests.integration.conftest import Proxy, running, settings_for
 from tests.records import START, call, tool_event

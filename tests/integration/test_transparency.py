@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.policies import ensure_base
-from store.tokens import unpack_ids
+from store.updates.policies import ensure_base
+from store.values.tokens import unpack_ids
 from tests.integration.conftest import Proxy, running, settings_for
 from tests.integration.test_faults import (
     APIS,

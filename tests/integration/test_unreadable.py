@@ -20,12 +20,12 @@ from pawl.export import Selection, export
 from pawl.judging.answers import Judge
 from pawl.judging.model import RubricJudge
 from pawl.judging.run import Judging, JudgingPlan
-from store.engine import make_engine
+from store.connection.engine import make_engine
 from store.errors import Damaged
-from store.policies import ensure_base
-from store.reading import episode_ids, read
+from store.read.episodes import episode_ids, read
 from store.records import SpoolRecord, ToolCall
-from store.tokens import pack_logprobs
+from store.updates.policies import ensure_base
+from store.values.tokens import pack_logprobs
 from tests.integration.conftest import free_port
 from tests.integration.fake_server import fake_model_server
 from tests.integration.test_damage import Threads, damage

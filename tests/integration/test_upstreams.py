@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.errors import BadUpstreams
 from proxy.upstreams.members import check_upstreams, open_upstreams
-from store.policies import ensure_base, promote
+from store.updates.policies import ensure_base, promote
 from tests.conftest import ROOT
 from tests.fake_upstream import FakeUpstream, fake_upstream
 from tests.integration.conftest import Proxy, eventually, running, settings_for

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from proxy.dialects.base import read_request
-from proxy.keeping.sampling import NUMBERS, sampling_settings
-from proxy.keeping.transcribe import transcribe
-from proxy.trainable import Sampled, why_not_trainable
+from proxy.calls.trainable import Sampled, why_not_trainable
+from proxy.formats.base import read_request
+from proxy.keeper.sampling import NUMBERS, sampling_settings
+from proxy.keeper.transcribe import transcribe
 from store.records import CallRecord
 from tests.records import captured
 

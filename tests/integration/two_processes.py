@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from tests.training import ppo_recipe, recipe, rows
+from trainer.learners.distributed.several import LeadingLearner, follow
 from trainer.learners.learner import Learner
-from trainer.learners.several import LeadingLearner, follow
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store import claims
-from store.claims import Claim
+from store.updates import claims
+from store.updates.claims import Claim
 from trainer.update import Plan
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from proxy.dialects.base import ModelRequest, ReplyFacts, read_request
-from proxy.dialects.table import DIALECTS
+from proxy.formats.base import ModelRequest, ReplyFacts, read_request
+from proxy.formats.registry import DIALECTS
 
 FOLDER = Path(__file__).parent / "recorded"
 SERVED = "calculator"

@@ -4,11 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from store.claims import Outcome
 from store.ids import new_id
-from trainer.adapters import find_update, read_manifest, sweep, version_folder, write_version
+from store.updates.claims import Outcome
 from trainer.errors import AdapterError
-from trainer.probe import ProbeRow
+from trainer.publishing.adapters import (
+    find_update,
+    read_manifest,
+    sweep,
+    version_folder,
+    write_version,
+)
+from trainer.publishing.probe import ProbeRow
 
 
 def save(folder: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from store.records import TOOL_STATUSES, ToolCall, ToolEvent
 from tests.records import tool_event
 from tests.stored import transition
-from trainer.air import MatchedEvent, air_rewards, canonical, matched_events
+from trainer.credit.air import MatchedEvent, air_rewards, canonical, matched_events
 from trainer.recipe_parts import CreditPart
 
 RULE = CreditPart()

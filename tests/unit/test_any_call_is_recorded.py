@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.dialects.base import read_request
-from proxy.dialects.table import DIALECTS
-from proxy.keeping.transcribe import transcribe
-from proxy.segments import decode_payload, encode_frame, read_frames
+from proxy.formats.base import read_request
+from proxy.formats.registry import DIALECTS
+from proxy.keeper.transcribe import transcribe
+from proxy.spool.segments import decode_payload, encode_frame, read_frames
 from store.records import CallRecord
 from tests.records import captured
 

@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from store.availability import is_unavailable
+from store.connection.availability import is_unavailable
 
 
 @pytest.mark.parametrize(

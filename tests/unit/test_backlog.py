@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from proxy.keeping.backlog import BEGIN, Segment
-from proxy.segments import encode_frame
+from proxy.keeper.backlog import BEGIN, Segment
+from proxy.spool.segments import encode_frame
 from tests.records import captured
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.base import read_request
-from proxy.dialects.choice_replies import StreamedReply, WholeReply
-from proxy.dialects.choices import CHAT, COMPLETIONS
+from proxy.formats.base import read_request
+from proxy.formats.choices.choices import CHAT, COMPLETIONS
+from proxy.formats.choices.replies import StreamedReply, WholeReply
 
 ASKED = (
     b'{"model":"agent","messages":[{"role":"user","content":"h\xc3\xa9"}],'

@@ -72,7 +72,7 @@ def test_what_the_product_cites_exists(package: str) -> None:
         "invariant 12",
         "tests/unit/test_docs.py::test_nothing_like_it",
         "`trainer.nowhere`",
-        "`store.ingest.NoSuchClass`",
+        "`store.write.ingest.NoSuchClass`",
         "999-nothing.md",
         "as NOTES.md says",
         "(DESIGN §4)",
@@ -88,7 +88,7 @@ def test_a_citation_that_leads_nowhere_is_found(text: str) -> None:
         "docs/explanation/credit.md has it, docs/decisions/034 too",
         "decisions 001 and 002, and invariant 11",
         "tests/unit/test_docs.py::test_the_readme_is_one_screen",
-        "`store.ingest.Ingester`, `trainer.credit`",
+        "`store.write.ingest.Ingester`, `trainer.credit`",
         "https://example.org/docs/nothing.md",
     ],
 )
@@ -97,6 +97,6 @@ def test_what_exists_is_not_reported(text: str) -> None:
 
 
 def test_a_module_is_told_from_a_name_in_one() -> None:
-    assert is_module_or_name("store.ingest")
-    assert is_module_or_name("store.ingest.Ingester")
+    assert is_module_or_name("store.write.ingest")
+    assert is_module_or_name("store.write.ingest.Ingester")
     assert not is_module_or_name("store.ingested")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.statements import parse_feedback
+from proxy.feedback.statements import parse_feedback
 from proxy.upstreams.file import parse_upstreams
 from tests.conftest import ROOT
 from tests.documents import Block, split_blocks

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from store.records import Episode, Group, ToolCall, ToolEvent
 from tests.records import tool_event
 from tests.stored import episode, said, transition
+from trainer.batches.rows import training_rows
 from trainer.credit.accounts import newest
 from trainer.credit.assign import assign_credit
 from trainer.recipe_parts import CreditPart
-from trainer.rows import training_rows
 
 RULE = CreditPart()
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.capture import Captured
-from proxy.segments import (
+from proxy.calls.capture import Captured
+from proxy.spool.segments import (
     HEAD_BYTES,
     HEADER,
     MAGIC,

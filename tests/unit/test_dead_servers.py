@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from store import cluster
-from store.cluster import Cluster
+from store.embedded.cluster import Cluster
+from store.embedded import cluster
 
 
 @pytest.fixture

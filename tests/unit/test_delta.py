@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.assembly import whole_texts
-from store.bases import TIPS, Bases
-from store.delta import delta, rebuild, shared_prefix
 from store.ids import lowest_id_at
+from store.read.assembly import whole_texts
 from store.records import CallRecord
-from store.rows import TRANSITION_COLUMNS, transition_row
+from store.values.delta import delta, rebuild, shared_prefix
+from store.write.bases import TIPS, Bases
+from store.write.rows import TRANSITION_COLUMNS, transition_row
 from tests.records import call, tokens
 
 # Few letters, so that texts share beginnings and ends.

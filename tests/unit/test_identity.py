@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.base import ReplySummary
+from proxy.door.routes import Kind, Route
+from proxy.formats.base import ReplySummary
+from proxy.identity.fingerprints import offers_of
 from proxy.identity.identify import Identity, identify, retry_count
-from proxy.identity.signs import offers_of
 from proxy.identity.stitch import CallMemory
-from proxy.routes import Kind, Route
 from store.records import ToolCall
 
 CALL, EARLIER = UUID("01a1f80b-8bb3-758b-b889-c07dbbff7a56"), UUID(int=1)

@@ -5,8 +5,7 @@ from uuid import UUID
 
 import pytest
 
-from store.digests import PREFIX, RESPONSE, TOOL_CALL, levels
-from store.joins import (
+from store.link.joins import (
     DOUBTFUL_ASK,
     DOUBTFUL_CALL,
     MOST_OFFERING,
@@ -16,6 +15,7 @@ from store.joins import (
     Part,
     resolve,
 )
+from store.values.digests import PREFIX, RESPONSE, TOOL_CALL, levels
 
 
 def uid(number: int) -> UUID:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from store import json_limits
-from store.json_limits import MAX_DEPTH, Size, most_of, nests_too_deep
+from store.values import json_limits
+from store.values.json_limits import MAX_DEPTH, Size, most_of, nests_too_deep
 
 UNLIMITED = Size(10**9, 10**9)
 

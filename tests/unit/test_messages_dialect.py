@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.as_chat import chat_request
-from proxy.dialects.base import ModelRequest, read_request
-from proxy.dialects.messages import CHAT_PATH, MESSAGES, StreamedMessage, WholeMessage
+from proxy.formats.base import ModelRequest, read_request
+from proxy.formats.messages.as_chat import chat_request
+from proxy.formats.messages.messages import CHAT_PATH, MESSAGES, StreamedMessage, WholeMessage
 
 HI: dict[str, Any] = {
     "model": "agent",

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.base import Dialect, ModelRequest, read_request
-from proxy.dialects.choices import CHAT, COMPLETIONS
-from proxy.dialects.messages import MESSAGES
-from proxy.dialects.responses import RESPONSES
+from proxy.formats.base import Dialect, ModelRequest, read_request
+from proxy.formats.choices.choices import CHAT, COMPLETIONS
+from proxy.formats.messages.messages import MESSAGES
+from proxy.formats.responses.responses import RESPONSES
 
 ID = b"987654321"
 ASKED = {

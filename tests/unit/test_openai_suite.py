@@ -13,8 +13,8 @@ from benchmarks.openai_suite.compare import (
     requests_seen,
 )
 from benchmarks.openai_suite.sources import templates, under_v1
+from proxy.door.routes import find_route
 from proxy.errors import NotAllowed
-from proxy.routes import find_route
 
 SPEC = """openapi: 3.1.0
 paths:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.base import Dialect, read_request
-from proxy.dialects.messages import MESSAGES
-from proxy.dialects.responses import RESPONSES
+from proxy.formats.base import Dialect, read_request
+from proxy.formats.messages.messages import MESSAGES
+from proxy.formats.responses.responses import RESPONSES
 
 
 def sse(*events: dict[str, Any]) -> bytes:

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from proxy.policies import NAME, PolicyFile
+from proxy.policies.policy_file import NAME, PolicyFile
 from store.records import PolicyVersion
 
 BASE = PolicyVersion(

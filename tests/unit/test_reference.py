@@ -13,14 +13,14 @@ from sqlalchemy import Column, Integer, MetaData, Table
 
 from pawl.settings import known_variables
 from proxy.counting.board import ProcessState, State, readiness
+from proxy.door.openai_paths import RULES
+from proxy.door.routes import Kind, find_route
 from proxy.errors import BadRequest, NotAllowed
+from proxy.feedback.statements import parse_feedback
 from proxy.identity.names import episode_names, read_hints
-from proxy.keeping.admin import admin_app
-from proxy.keeping.progress import Progress
+from proxy.keeper.admin import admin_app
+from proxy.keeper.progress import Progress
 from proxy.metrics import CALLS
-from proxy.openai_paths import RULES
-from proxy.routes import Kind, find_route
-from proxy.statements import parse_feedback
 from scripts.reference import errors, headers, routes
 from scripts.reference.cli import STATUSES, commands, parameters
 from scripts.reference.columns import COLUMNS, TABLES
@@ -31,7 +31,7 @@ from scripts.reference.pages import COMMAND, FOLDER, pages
 from scripts.reference.recipe import packaged_recipes
 from scripts.reference.settings import SECTIONS, own_fields, variable
 from store.ids import new_id
-from store.tables import metadata
+from store.schema.tables import metadata
 from tests.conftest import ROOT
 
 PAGES = pages()

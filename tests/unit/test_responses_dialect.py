@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.base import ModelRequest, read_request
-from proxy.dialects.responses import IDS, INCLUDE, LOGPROBS, RESPONSES
+from proxy.formats.base import ModelRequest, read_request
+from proxy.formats.responses.responses import IDS, INCLUDE, LOGPROBS, RESPONSES
 
 LOGPROB = {"token": "t", "logprob": -0.5, "top_logprobs": []}
 TEXT = {"type": "output_text", "text": "hi", "annotations": [], "logprobs": [LOGPROB, LOGPROB]}

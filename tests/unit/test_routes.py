@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.door.routes import Kind, find_route
 from proxy.errors import NotAllowed
-from proxy.routes import Kind, find_route
 
 FORBIDDEN = [
     "/v1/load_lora_adapter",

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.sampling import LEAST_TEMPERATURE, number_of, used_temperature
-from store.tokens import are_logprobs, may_be_sampled, pack_logprobs
+from store.values.sampling import LEAST_TEMPERATURE, number_of, used_temperature
+from store.values.tokens import are_logprobs, may_be_sampled, pack_logprobs
 from tests.stored import transition
+from trainer.batches.rows import training_rows
 from trainer.credit.assign import TransitionCredit
-from trainer.rows import training_rows
 
 
 @pytest.mark.parametrize(

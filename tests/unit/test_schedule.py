@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from trainer.batches.schedule import has_ended, rate_share
 from trainer.recipe_parts import OptimizerPart
-from trainer.schedule import has_ended, rate_share
 
 
 def shares(count: int, **rule: object) -> list[float]:

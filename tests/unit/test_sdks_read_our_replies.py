@@ -9,7 +9,7 @@ import httpx2
 import openai
 import pytest
 
-from proxy.dialects.errors import error_body, error_event
+from proxy.formats.errors import error_body, error_event
 from tests.unit.recordings import asked, follow, recordings
 
 HI: Any = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "model": "agent"}

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.capture import Captured, Gap
-from proxy.segments import decode_payload, encode_frame, read_frames
-from store.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
+from proxy.calls.capture import Captured, Gap
+from proxy.spool.segments import decode_payload, encode_frame, read_frames
+from store.values.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tests.records import captured, reward
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from store.embedded.sharing import Wait, take_turn, try_to_hold
 from store.errors import StoreError
-from store.sharing import Wait, take_turn, try_to_hold
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from store.sharing import try_to_hold
+from store.embedded.sharing import try_to_hold
 held = try_to_hold(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.base import ReplySummary
+from proxy.formats.base import ReplySummary
 from proxy.identity.conversation import canonical_arguments, is_unique, read_conversation
-from proxy.identity.signs import (
+from proxy.identity.fingerprints import (
     PREFIX,
     PREFIXES,
     RESPONSE,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.errors import BadRequest
-from proxy.statements import parse_feedback
+from proxy.feedback.statements import parse_feedback
 
 NOW = datetime(2026, 11, 20, tzinfo=UTC)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.identity.fingerprints import PREFIX, RESPONSE, TOOL_CALL, UNIQUE_PREFIX
 from proxy.identity.generations import Generations
-from proxy.identity.signs import PREFIX, RESPONSE, TOOL_CALL, UNIQUE_PREFIX
 from proxy.identity.stitch import MOST_ATTEMPTS, Attempt, CallMemory, Doubt, Joined
 
 FIRST, SECOND = UUID(int=1), UUID(int=2)

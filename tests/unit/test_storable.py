@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.storable import MAX_INDEXED_BYTES, storable_call, storable_text
+from store.values.storable import MAX_INDEXED_BYTES, storable_call, storable_text
 from tests.records import call, tool_event
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=20)

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.base import parse_object
-from proxy.dialects.table import DIALECTS
-from proxy.keeping.transcribe import transcribe
-from proxy.result_readers import parse_readers
-from proxy.tool_results import ToolResult, result_events, results_of
+from proxy.formats.base import parse_object
+from proxy.formats.registry import DIALECTS
+from proxy.keeper.transcribe import transcribe
+from proxy.tools.result_readers import parse_readers
+from proxy.tools.tool_results import ToolResult, result_events, results_of
 from store.records import ToolEvent
 from tests.records import captured, tool_event
 

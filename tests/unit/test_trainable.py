@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from proxy.keeping.sampling import sampling_settings
-from proxy.trainable import Sampled, why_not_trainable
+from proxy.calls.trainable import Sampled, why_not_trainable
+from proxy.keeper.sampling import sampling_settings
 
 WHOLE = Sampled(
     prompt_ids=(1, 2),

@@ -5,9 +5,9 @@ from uuid import UUID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batching import plan_micro_batches, share_out, split_steps
-from trainer.rows import Row
-from trainer.trees import build_tree, shared_prefix
+from trainer.batches.batching import plan_micro_batches, share_out, split_steps
+from trainer.batches.rows import Row
+from trainer.batches.trees import build_tree, shared_prefix
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12)
 

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from store.claims import Claim
 from store.ids import new_id
 from store.records import Episode, Group
+from store.updates.claims import Claim
 from tests.stored import episode, transition
 from trainer.recipe import Recipe
 from trainer.recipe_parts import CreditPart

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.versions import Serving, Versions
+from proxy.policies.versions import Serving, Versions
 from store.records import PolicyState, PolicyVersion
 
 

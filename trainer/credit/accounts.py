@@ -5,8 +5,8 @@ from typing import Final
 
 from store.records import REWARD, Episode, Feedback, Record, TransitionRow
 from store.records import has_failed as call_has_failed
-from store.tokens import unpack_ids
-from trainer.air import MatchedEvent, matched_events
+from store.values.tokens import unpack_ids
+from trainer.credit.air import MatchedEvent, matched_events
 
 # Rewards are clipped to ± this value, so that their squares and sums stay finite.
 LARGEST_REWARD: Final = 1e100

@@ -29,9 +29,9 @@ from trainer.credit.baselines import (
     spread_about,
     zero_baselines,
 )
+from trainer.credit.means import mean_of
 from trainer.credit.moving import MovingBaselines, task_family
 from trainer.credit.returns import CallReturn
-from trainer.means import mean_of
 from trainer.recipe_parts import CreditPart
 
 

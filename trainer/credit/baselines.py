@@ -19,8 +19,8 @@ from math import fsum, sqrt
 from typing import Literal
 
 from store.records import Record
+from trainer.credit.means import mean_of, mean_square
 from trainer.credit.moving import MovingBaselines
-from trainer.means import mean_of, mean_square
 
 NoSignal = Literal["alone", "no_spread"]
 

@@ -16,7 +16,7 @@ from math import sqrt
 from typing import Final
 
 from store.records import Record
-from trainer.means import mean_of, mean_square
+from trainer.credit.means import mean_of, mean_square
 
 # Only the most frequent families are kept: task names that never repeat (a random id for
 # each task) would otherwise make the record grow without end.

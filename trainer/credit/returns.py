@@ -14,9 +14,9 @@ added to the episode's reward, of which they are a part already.
 from collections.abc import Sequence
 
 from store.records import Record
-from trainer.air import air_rewards
 from trainer.credit.accounts import EpisodeAccount
-from trainer.means import mean_of
+from trainer.credit.air import air_rewards
+from trainer.credit.means import mean_of
 from trainer.recipe_parts import CreditPart
 
 

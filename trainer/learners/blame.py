@@ -12,10 +12,10 @@ from uuid import UUID
 
 import torch
 
+from trainer.batches.rows import Row
 from trainer.errors import Unusable
 from trainer.learners.grpo import View
 from trainer.learners.off_policy import RowComparison
-from trainer.rows import Row
 
 # Sums of sums past it may be past any float.
 LARGEST: Final = 1e300

@@ -11,9 +11,9 @@ from typing import Final, TypeVar
 import structlog
 import torch
 
-from trainer.batching import plan_micro_batches
+from trainer.batches.batching import plan_micro_batches
+from trainer.batches.rows import Row
 from trainer.errors import LearnerError
-from trainer.rows import Row
 
 log = structlog.get_logger()
 

@@ -21,13 +21,13 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
+from trainer.batches.rows import Row
 from trainer.errors import LearnerError
 from trainer.learners.kl import ByRow, KlToBase, by_row, with_kl_rewards
 from trainer.learners.off_policy import RowComparison, compare, keeps_loss
 from trainer.learners.scoring import Scored, score_rows
 from trainer.recipe import Recipe
 from trainer.recipe_parts import OffPolicyPart
-from trainer.rows import Row
 
 AnyTrainer = TypeVar("AnyTrainer", bound="StoredGrpoTrainer")
 

@@ -14,8 +14,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from trainer.batches.rows import Row, RowKey
 from trainer.recipe_parts import KlPart
-from trainer.rows import Row, RowKey
 
 # One value for each sampled token, (S,), by row.
 ByRow = dict[RowKey, list[float]]

@@ -13,23 +13,23 @@ import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
 
-from trainer.batching import computed_tokens, split_steps
+from trainer.batches.batching import computed_tokens, split_steps
+from trainer.batches.rows import Row
 from trainer.errors import DriftOutOfBounds, Unusable
 from trainer.learners.blame import can_be_summed, check_ids, check_view, to_blame
 from trainer.learners.budget import Budget, MicroBatches
-from trainer.learners.determinism import be_deterministic
+from trainer.learners.distributed.processes import Processes
 from trainer.learners.grpo import View, make_trainer
-from trainer.learners.memory import give_freed_memory_back
+from trainer.learners.kernels.determinism import be_deterministic
+from trainer.learners.kernels.memory import give_freed_memory_back
 from trainer.learners.merging import why_separate
 from trainer.learners.model import attach_adapter, load_base
 from trainer.learners.off_policy import off_policy_metrics
 from trainer.learners.passes import Step
 from trainer.learners.ppo import make_ppo_trainer
-from trainer.learners.processes import Processes
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_state
 from trainer.recipe import Recipe
-from trainer.rows import Row
 
 log = structlog.get_logger()
 

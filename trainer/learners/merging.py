@@ -5,9 +5,9 @@ from uuid import UUID
 
 import torch
 
+from trainer.batches.rows import Row
+from trainer.learners.kernels.tree_attention import NAME
 from trainer.learners.scoring import score_rows
-from trainer.learners.tree_attention import NAME
-from trainer.rows import Row
 
 DEFAULT_ATTENTION: Final = "sdpa"
 # Largest mean difference between merged and separate, in nats per token, by precision.

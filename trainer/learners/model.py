@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.errors import LearnerError
-from trainer.learners.lean import make_adapter_lean, make_base_lean
+from trainer.learners.kernels.lean import make_adapter_lean, make_base_lean
 from trainer.recipe import Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainer.batching import share_out
+from trainer.batches.batching import share_out
+from trainer.batches.rows import Row
+from trainer.batches.schedule import rate_share
 from trainer.errors import Interrupted, Unusable
-from trainer.learners.processes import Processes
+from trainer.learners.distributed.processes import Processes
 from trainer.recipe_parts import OptimizerPart
-from trainer.rows import Row
-from trainer.schedule import rate_share
 
 Seen = TypeVar("Seen")
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.batches.rows import Row
+from trainer.batches.trees import Tree, build_tree, padded
 from trainer.errors import LearnerError
-from trainer.learners.head import head_logprobs
-from trainer.learners.tree_attention import NAME, attention_tree
-from trainer.rows import Row
-from trainer.trees import Tree, build_tree, padded
+from trainer.learners.kernels.head import head_logprobs
+from trainer.learners.kernels.tree_attention import NAME, attention_tree
 
 # Trees are padded to a multiple of these sizes: on a GPU each new size is compiled anew.
 SIZES = {"cpu": 1, "cuda": 256}

@@ -16,9 +16,9 @@ from typing import Any, Final
 import structlog
 import torch
 
-from trainer.adapters import STATE
 from trainer.errors import AdapterError
-from trainer.progress import read_progress, write_progress
+from trainer.publishing.adapters import STATE
+from trainer.publishing.progress import read_progress, write_progress
 
 log = structlog.get_logger()
 

@@ -17,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import trainer.learners.learner
 import trainer.loop
-from store import claims, policies
-from trainer import adapters
+from store.updates import claims, policies
 from trainer.learners.learner import Learner
 from trainer.loop import Loop
-from trainer.publish import Publisher
-from trainer.server import ModelServer
+from trainer.publishing import adapters
+from trainer.publishing.publish import Publisher
+from trainer.publishing.server import ModelServer
 
 Patch = Callable[[], None]
 

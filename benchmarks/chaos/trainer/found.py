@@ -11,7 +11,7 @@ from uuid import UUID
 import asyncpg
 
 from benchmarks.chaos.trainer.recipe import POLICY
-from trainer.adapters import read_manifest
+from trainer.publishing.adapters import read_manifest
 
 # All of a version but its manifest, which names the update's id.
 COMPARED: Final = ("adapter_model.safetensors", "adapter_config.json", "progress.json", "trainer/*")

@@ -12,7 +12,7 @@ from benchmarks.chaos.trainer.forks import GONE_S, Zygote, zygote
 from benchmarks.chaos.trainer.found import Found, differing, found_in
 from benchmarks.chaos.trainer.lives import Lives, Place, Run, running
 from benchmarks.chaos.trainer.recipe import recipe_toml
-from store.embedded import EmbeddedPostgres
+from store.embedded.server import EmbeddedPostgres
 
 STAGE_S: Final = 300.0
 # So many kills to an update: most lives do not live to see one whole.

@@ -16,7 +16,7 @@ from benchmarks.chaos.trainer.forks import Zygote
 from benchmarks.chaos.trainer.found import all_spent, held_by
 from benchmarks.chaos.trainer.recipe import POLICY
 from benchmarks.vllm_server import free_port
-from store.embedded import EmbeddedPostgres
+from store.embedded.server import EmbeddedPostgres
 
 # The last step before which an update has left nothing that its successor could finish.
 RENAME: Final = "before the rename"

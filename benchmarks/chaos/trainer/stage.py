@@ -8,13 +8,13 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from benchmarks.chaos.trainer.recipe import GROUPS, MEMBERS, POLICY
-from store.engine import make_engine
+from store.connection.engine import make_engine
 from store.ids import new_id
-from store.ingest import ingest
-from store.migrate import upgrade
-from store.policies import ensure_base
 from store.records import CallRecord, FeedbackItem, FeedbackRecord, SpoolRecord, Tokens
-from store.tokens import pack_ids, pack_logprobs
+from store.schema.migrate import upgrade
+from store.updates.policies import ensure_base
+from store.values.tokens import pack_ids, pack_logprobs
+from store.write.ingest import ingest
 
 CALLS: Final = 2
 WORDS: Final = 97

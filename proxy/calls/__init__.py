@@ -1,0 +1,1 @@
+"""Recorded calls: forwarded, answered and captured."""

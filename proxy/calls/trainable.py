@@ -1,0 +1,156 @@
+"""Decides whether a call can carry loss, and gives the reason if it cannot (pure).
+
+A trainable call has ids that the policy sampled, with the log-probabilities they had then, under a
+distribution that the trainer can compute again: full softmax at a known temperature.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+
+from store.records import CallStatus
+from store.values.tokens import may_be_sampled
+
+Reason = Literal[
+    "incomplete",
+    "error_reply",
+    "no_token_ids",
+    "no_logprobs",
+    "length_mismatch",
+    "impossible_logprobs",
+    "usage_mismatch",
+    "empty",
+    "several_choices",
+    "unreadable_sampling",
+    "greedy",
+    "reshaped_distribution",
+    "constrained_sampling",
+    "unknown_policy",
+    "nested_too_deep",
+]
+
+# For each setting the values that leave the distribution unchanged.
+NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": (),
+    "min_tokens": (0,),
+    # Past the budget the end of the thinking is forced, and so not sampled.
+    "thinking_token_budget": (),
+    # A beam search does not sample; the other two change the distribution.
+    "use_beam_search": (False,),
+    "watermarking": (False,),
+    "vllm_xargs": ({},),
+}
+GRAMMARS: Final = (
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+# The forms of `tool_choice`, in all APIs, that constrain nothing.
+FREE_CHOICES: Final = (None, "auto", "none", {"type": "auto"}, {"type": "none"})
+# Marks that `proxy.keeper.sampling` adds to the settings.
+STRICT_TOOLS: Final = "strict_tools"
+UNREADABLE: Final = "unreadable"
+
+
+class Sampled(msgspec.Struct, frozen=True):
+    """The token ids of one reply, their log-probabilities, and the counts to check them against."""
+
+    prompt_ids: tuple[int, ...] | None
+    sampled_ids: tuple[int, ...] | None
+    sampled_logprobs: tuple[float, ...] | None
+    choices: int
+    completion_tokens: int | None
+
+
+NOTHING_SAMPLED: Final = Sampled(
+    prompt_ids=None, sampled_ids=None, sampled_logprobs=None, choices=1, completion_tokens=None
+)
+
+
+def why_not_trainable(
+    status: CallStatus,
+    http_status: int | None,
+    policy_version: int | None,
+    sampling: Mapping[str, Any],
+    sampled: Sampled,
+) -> Reason | None:
+    """Return the first reason why a call cannot be trained on, or None if it can."""
+    if status != "complete":
+        return "incomplete"
+    if http_status is None or http_status >= 400:
+        return "error_reply"
+    if sampled.choices > 1:
+        return "several_choices"
+    reason = _tokens(sampled) or _distribution(sampling)
+    if reason is None and policy_version is None:
+        return "unknown_policy"
+    return reason
+
+
+def _tokens(sampled: Sampled) -> Reason | None:
+    if sampled.prompt_ids is None or sampled.sampled_ids is None:
+        return "no_token_ids"
+    if sampled.sampled_logprobs is None:
+        return "no_logprobs"
+    return _counts(sampled, sampled.prompt_ids, sampled.sampled_ids, sampled.sampled_logprobs)
+
+
+def _counts(
+    sampled: Sampled,
+    prompt_ids: tuple[int, ...],
+    sampled_ids: tuple[int, ...],
+    logprobs: tuple[float, ...],
+) -> Reason | None:
+    if len(sampled_ids) != len(logprobs):
+        return "length_mismatch"
+    if not prompt_ids or not sampled_ids:
+        return "empty"
+    if sampled.completion_tokens not in (None, len(sampled_ids)):
+        return "usage_mismatch"
+    return None if may_be_sampled(logprobs) else "impossible_logprobs"
+
+
+def _distribution(sampling: Mapping[str, Any]) -> Reason | None:
+    if UNREADABLE in sampling:
+        return "unreadable_sampling"
+    if sampling["temperature"] == 0:
+        return "greedy"
+    for name, value in sampling.items():
+        if name in NEUTRAL and value not in NEUTRAL[name]:
+            return "reshaped_distribution"
+    thinking = sampling.get("thinking")
+    if isinstance(thinking, dict) and thinking.get("budget_tokens") is not None:
+        return "reshaped_distribution"
+    if STRICT_TOOLS in sampling or _constrained(sampling):
+        return "constrained_sampling"
+    return None
+
+
+def _constrained(sampling: Mapping[str, Any]) -> bool:
+    choice = sampling.get("tool_choice")
+    if isinstance(choice, dict):
+        # The limit on calls in a reply is applied after sampling, and constrains no token.
+        choice = {n: v for n, v in choice.items() if n != "disable_parallel_tool_use"}
+    free_tools = choice in FREE_CHOICES
+    return not (free_tools and _free_format(sampling)) or any(name in sampling for name in GRAMMARS)
+
+
+def _free_format(sampling: Mapping[str, Any]) -> bool:
+    holders = (sampling.get("text"), sampling.get("output_config"))
+    inner = (holder.get("format") for holder in holders if isinstance(holder, dict))
+    return all(
+        form is None or (isinstance(form, dict) and form.get("type") == "text")
+        for form in (sampling.get("response_format"), *inner)
+    )

@@ -1,0 +1,1 @@
+"""The data port's door: routes, refusals, and requests that are only passed on."""

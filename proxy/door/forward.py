@@ -1,0 +1,165 @@
+"""Forwards requests that are not recorded: untouched, streamed both ways, of any size.
+
+With several upstreams, the body is read first to find the model's upstream, and the upstreams'
+lists of models are joined.
+"""
+
+from typing import Final
+
+import structlog
+
+from proxy.door.refusal import UPSTREAM_SAID, refuse
+from proxy.door.routes import Route
+from proxy.errors import Forbidden, NotAllowed, ProxyError, ReplyTorn, UpstreamBroke
+from proxy.formats.base import read_request
+from proxy.http.client import Torn
+from proxy.http.exchange import Exchange
+from proxy.http.wire import JSON, Headers, for_client, for_upstream
+from proxy.intake.intake import Intake
+from proxy.metrics import FORWARDED, status_label
+from proxy.upstreams.members import Upstreams
+from proxy.upstreams.model_server import Reply
+from proxy.upstreams.replies import comes_in_events
+from proxy.upstreams.upstream import Upstream
+
+log = structlog.get_logger()
+
+MODELS: Final = "/v1/models"
+ERRORS: Final = 400
+# A HEAD request is answered like GET; the exchange leaves the body out.
+READS: Final = ("GET", "HEAD")
+
+
+async def forward(
+    exchange: Exchange,
+    route: Route,
+    upstreams: Upstreams,
+    intake: Intake,
+    *,
+    may_delete_models: bool,
+) -> None:
+    """Pass a request on to its upstream, and the reply back, byte for byte.
+
+    Any `ProxyError` is answered here and not raised.
+    """
+    try:
+        if not may_delete_models and exchange.method == "DELETE" and _is_model(route):
+            raise Forbidden(
+                f"DELETE {route.path} would remove a model for everybody who uses it, so this "
+                "proxy does not forward it. Set PAWL_ALLOW_MODEL_DELETE=true to allow it",
+                code="model_delete_not_allowed",
+            )
+        if route.administers and upstreams.keyed:
+            raise NotAllowed(
+                f"{exchange.method} {route.path} manages the account at the provider, and this "
+                "proxy would send it with its own API key. Send it to the provider directly",
+                code="unknown_url",
+            )
+        if upstreams.only is not None:
+            reply = await _streamed(exchange, route, upstreams.only)
+        elif exchange.method in READS and route.path == MODELS:
+            await _models(exchange, upstreams)
+            FORWARDED.labels(MODELS, "200").inc()
+            return
+        else:
+            reply = await _routed(exchange, route, upstreams, intake)
+    except ProxyError as error:
+        if isinstance(error, UpstreamBroke):
+            # If the client did not send the rest of its body, the upstream is not to blame.
+            exchange.body.raise_failure()
+        FORWARDED.labels(route.label, status_label(error.status)).inc()
+        refuse(exchange, error)
+        return
+    FORWARDED.labels(route.label, status_label(reply.status)).inc()
+    try:
+        await _pass_back(exchange, reply)
+    except ProxyError as error:
+        refuse(exchange, error)
+    finally:
+        reply.close()
+
+
+async def _streamed(exchange: Exchange, route: Route, upstream: Upstream) -> Reply:
+    length, chunked = exchange.length, exchange.chunked
+    body = exchange.body if chunked or length is not None else None
+    if body is not None:
+        exchange.send_continue()
+    headers = for_upstream(exchange.headers, plain=False)
+    return await upstream.pass_on(
+        exchange.method, _target(exchange, route), headers, None if chunked else length, body
+    )
+
+
+async def _routed(exchange: Exchange, route: Route, upstreams: Upstreams, intake: Intake) -> Reply:
+    headers, target = for_upstream(exchange.headers, plain=False), _target(exchange, route)
+    named = route.path.removeprefix(MODELS + "/") if _is_model(route) else None
+    if exchange.method in READS:
+        return await upstreams.for_model(named or route.path).fetch(target, headers)
+    with intake.budget.claim() as claim:
+        # The body names the model, and so the upstream.
+        body, long = await intake.read(exchange, claim)
+        if named is None:
+            named = (await intake.beside(read_request, body) if long else read_request(body)).model
+        return await upstreams.for_model(named).ask(exchange.method, target, headers, body)
+
+
+async def _models(exchange: Exchange, upstreams: Upstreams) -> None:
+    headers = for_upstream(exchange.headers, plain=True)
+    body, missing = await upstreams.models(headers)
+    reply_headers: Headers = [JSON]
+    if missing:
+        text = f"no list of models from upstream {', '.join(missing)}"
+        reply_headers.append((b"x-pawl-warning", text.encode()))
+    exchange.reply(200, b"", reply_headers, body)
+
+
+def _is_model(route: Route) -> bool:
+    return route.path.startswith(MODELS + "/")
+
+
+def _target(exchange: Exchange, route: Route) -> str:
+    query = exchange.target.partition("?")[2]
+    return f"{route.path}?{query}" if query else route.path
+
+
+async def _pass_back(exchange: Exchange, reply: Reply) -> None:
+    """Pass a reply on as it comes.
+
+    Unless the reply is a stream, its head waits for the body's first piece: a client cannot use
+    the head alone, and a reply that breaks off before that can still be answered with an error.
+
+    Raises:
+        ReplyTorn: it broke off before any of it was sent to the client.
+    """
+    try:
+        if comes_in_events(reply):
+            _begin(exchange, reply)
+        async for piece in reply.pieces():
+            if not exchange.started:
+                _begin(exchange, reply)
+            exchange.write(piece)
+            await exchange.drained()
+    except Torn as error:
+        if not exchange.started:
+            raise ReplyTorn(
+                f"The model server's reply broke off after its head: {error}. "
+                "Whether it worked on the request cannot be known",
+                code="upstream_broke",
+            ) from error
+        log.warning("forwarded_reply_torn", reason=str(error))
+        exchange.tear()
+        return
+    if not exchange.started:
+        _begin(exchange, reply)
+    exchange.end()
+
+
+def _begin(exchange: Exchange, reply: Reply) -> None:
+    length = reply.header(b"content-length")
+    headers = for_client(reply.headers)
+    if reply.status >= ERRORS:
+        headers.append(UPSTREAM_SAID)
+    if length is None:
+        exchange.begin(reply.status, reply.reason, headers)
+    else:
+        exchange.begin_sized(reply.status, reply.reason, headers, length)

@@ -1,0 +1,1 @@
+"""POST /feedback: statements about calls and episodes."""

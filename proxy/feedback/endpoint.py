@@ -1,0 +1,118 @@
+"""POST /feedback: durable before the 2xx, with or without the database, in any order.
+
+If all targets are known, the status is 200 (`stored`). A target that is not known yet gives 202
+(`pending`) and is matched when it arrives. A repeat under an `Idempotency-Key` adds nothing.
+"""
+
+from datetime import UTC, datetime
+from typing import Final
+
+import msgspec
+import structlog
+
+from proxy.calls.recent import Recent
+from proxy.errors import SpoolFull
+from proxy.feedback.statements import parse_feedback
+from proxy.http.exchange import Exchange
+from proxy.http.wire import JSON, lowered
+from proxy.idempotency.desk import LOOK_UP_S, Answer, KeyDesk
+from proxy.intake.budget import Claim
+from proxy.intake.intake import Intake
+from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS, metric_label
+from proxy.policies.lookup import Lookup
+from proxy.spool.recorder import Recorder
+from store.records import REWARD as REWARD_METRIC
+from store.records import FeedbackRecord
+from store.write import ingest
+
+log = structlog.get_logger()
+
+SETTING: Final = "PAWL_MAX_FEEDBACK_KB"
+# A longer body takes more than about 10 ms to parse, which is done beside the event loop.
+LONG_BYTES: Final = 128 * 1024
+
+
+class FeedbackDesk:
+    """Takes one worker's feedback: parses it, makes it durable, and answers."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        recent: Recent,
+        lookup: Lookup,
+        intake: Intake,
+        keys: KeyDesk,
+    ) -> None:
+        """Store the parts of a worker that feedback needs."""
+        self._recorder = recorder
+        self._recent = recent
+        self._lookup = lookup
+        self._intake = intake
+        self._keys = keys
+
+    async def handle(self, exchange: Exchange) -> None:
+        """Answer one POST.
+
+        Raises:
+            BadRequest: a statement is malformed; nothing was taken.
+            KeyReused: the `Idempotency-Key` belongs to another body; nothing was taken.
+            TooLarge: the body is larger than `PAWL_MAX_FEEDBACK_KB`.
+            Overloaded: there is no room for the body now.
+            SpoolFull: the feedback could not be made durable; the client may send it again.
+        """
+        with self._intake.budget.claim() as claim:
+            record = await self._read(exchange, claim)
+            answer = await self._keys.once(record, self._state)
+            exchange.reply(answer.status, b"", [JSON], answer.body)
+
+    async def _read(self, exchange: Exchange, claim: Claim) -> FeedbackRecord:
+        intake = self._intake
+        body = await intake.read_bytes(exchange, claim, intake.max_feedback, SETTING)
+        key = lowered(exchange.headers).get("idempotency-key")
+        if len(body) > LONG_BYTES:
+            return await intake.beside(parse_feedback, body, datetime.now(UTC), key)
+        return parse_feedback(body, datetime.now(UTC), key)
+
+    async def _state(self, record: FeedbackRecord, durable: bool) -> Answer:
+        """Record feedback unless it is known to be durable, and return the answer to the client."""
+        known = await self._known(record)
+        if not durable:
+            await self._take(record)
+        results = [
+            {
+                "id": str(item.id),
+                "status": "stored" if (item.target_kind, item.target) in known else "pending",
+            }
+            for item in record.items
+        ]
+        all_known = all(result["status"] == "stored" for result in results)
+        log.info("feedback", items=len(results), repeated=durable, all_known=all_known)
+        return Answer(200 if all_known else 202, msgspec.json.encode({"results": results}))
+
+    async def _known(self, record: FeedbackRecord) -> set[tuple[str, str]]:
+        targets = {(item.target_kind, item.target) for item in record.items}
+        known: set[tuple[str, str]] = {
+            target for target in targets if self._recent.earner(*target) is not None
+        }
+        missing = targets - known
+        if missing:
+            in_ledger = await self._lookup.ask(
+                lambda connection: ingest.known_targets(connection, missing), within_s=LOOK_UP_S
+            )
+            known |= in_ledger or set[tuple[str, str]]()
+        return known
+
+    async def _take(self, record: FeedbackRecord) -> None:
+        if not await self._recorder.append(record):
+            raise SpoolFull(
+                "The feedback could not be written to disk and was not taken; "
+                "free space in PAWL_SPOOL_DIR and send it again"
+            )
+        for item in record.items:
+            earner = self._recent.earner(item.target_kind, item.target)
+            FEEDBACK.labels(metric_label(item.metric), "known" if earner else "pending").inc()
+            if item.tool is not None:
+                TOOL_STATUS.labels(item.tool.status).inc()
+            elif item.metric == REWARD_METRIC and item.value is not None:
+                REWARD.labels(*(earner or ("", ""))).observe(item.value)
+                REWARD_SUM.labels(*(earner or ("", ""))).inc(item.value)

@@ -1,0 +1,201 @@
+"""Parses the body of POST /feedback; its errors name the field and the remedy (pure)."""
+
+import math
+from datetime import datetime
+from hashlib import sha256
+from typing import Any, Final
+from uuid import UUID
+
+import msgspec
+
+from proxy.errors import BadRequest
+from proxy.intake.shape import check_depth
+from store.ids import new_id
+from store.records import REWARD, TOOL_STATUSES, FeedbackItem, FeedbackRecord, ToolEvent
+from store.values.json_limits import Size, most_of, size_of
+
+TOOL_STATUS: Final = "tool_status"
+TARGETS: Final = ("episode", "call", "response")
+COMMON: Final = frozenset({"metric", "value", *TARGETS})
+ABOUT_TOOLS: Final = frozenset({"id", "name", "detail", "ms"})
+MAX_ITEMS: Final = 10_000
+MAX_TEXT: Final = 1024
+# Targets are in a B-tree index, whose rows PostgreSQL limits to 2,704 bytes in all.
+MAX_TARGET_BYTES: Final = 2048
+# Limits of a list of statements that hold only text and numbers.
+MAX_CONTAINERS: Final = MAX_ITEMS + 1
+MAX_VALUES: Final = MAX_ITEMS * (len(COMMON | ABOUT_TOOLS) + 1)
+
+
+def parse_feedback(body: bytes, at: datetime, idempotency_key: str | None) -> FeedbackRecord:
+    """Return the statements in a body: one JSON object, or a list of them.
+
+    Args:
+        body: the request's body.
+        at: when it arrived.
+        idempotency_key: the request's `Idempotency-Key` header.
+
+    Raises:
+        BadRequest: the key or a statement is malformed; nothing of the body is taken.
+    """
+    parsed = _parsed(body)
+    statements = parsed if isinstance(parsed, list) else [parsed]
+    if not statements or len(statements) > MAX_ITEMS:
+        raise BadRequest(f"Send 1 to {MAX_ITEMS} statements, not {len(statements)}")
+    is_list = isinstance(parsed, list)
+    items = tuple(
+        _Statement(statement, f"[{index}]." if is_list else "").item()
+        for index, statement in enumerate(statements)
+    )
+    return FeedbackRecord(
+        id=new_id(),
+        at=at,
+        items=items,
+        idempotency_key=_key(idempotency_key),
+        body_hash=sha256(body).hexdigest() if idempotency_key else None,
+    )
+
+
+def _parsed(body: bytes) -> Any:
+    size = most_of(body)
+    if size.containers > MAX_CONTAINERS or size.values > MAX_VALUES:
+        # That count includes brackets and commas inside strings; count exactly before refusing.
+        size = size_of(body, Size(MAX_CONTAINERS, MAX_VALUES))
+        if size.containers > MAX_CONTAINERS or size.values > MAX_VALUES:
+            raise BadRequest(
+                f"The body holds more than {MAX_ITEMS} statements, each an object of plain "
+                "values; send them in parts",
+                code="too_many_values",
+            )
+    check_depth(body, size)
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    except UnicodeDecodeError as error:
+        raise BadRequest(
+            f"The body is not valid JSON: it is not UTF-8 ({error.reason}, byte "
+            f"0x{error.object[error.start]:02x}); encode it as UTF-8",
+            code="invalid_json",
+        ) from error
+
+
+def _key(value: str | None) -> str | None:
+    if value is not None and not (0 < len(value) <= 256 and value.isprintable()):
+        raise BadRequest("Idempotency-Key must be 1 to 256 printable characters")
+    return value
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:42]
+
+
+def _as_float(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+class _Statement:
+    """One statement that is being parsed; `where` names it in error messages."""
+
+    def __init__(self, value: object, where: str) -> None:
+        self._where = where
+        if not isinstance(value, dict):
+            raise BadRequest(
+                f"{where or 'The body'} must be an object such as "
+                '{"metric": "reward", "value": 0.8, "episode": "…"}'
+            )
+        self._fields: dict[str, Any] = value
+
+    def item(self) -> FeedbackItem:
+        metric = self._text("metric") or REWARD
+        self._refuse_unknown(metric)
+        kind, target = self._target()
+        if metric == TOOL_STATUS:
+            event = self._tool_event()
+            return FeedbackItem(
+                id=event.id, metric=metric, value=None, target_kind=kind, target=target, tool=event
+            )
+        return FeedbackItem(
+            id=new_id(),
+            metric=metric,
+            value=self._number("value", required=True),
+            target_kind=kind,
+            target=target,
+        )
+
+    def _error(self, field: str, message: str) -> BadRequest:
+        return BadRequest(f"{self._where}{field} {message}", param=f"{self._where}{field}")
+
+    def _refuse_unknown(self, metric: str) -> None:
+        allowed = COMMON | (ABOUT_TOOLS if metric == TOOL_STATUS else frozenset())
+        for name in self._fields:
+            if name not in allowed:
+                known = ", ".join(sorted(allowed))
+                raise self._error(name[:64], f"is not a field of a statement; there are {known}")
+
+    def _target(self) -> tuple[Any, str]:
+        named = [kind for kind in TARGETS if self._fields.get(kind) is not None]
+        if len(named) != 1:
+            targets = " and ".join(named) if named else "none"
+            raise self._error(
+                "target", f"must be exactly one of episode, call, response; found {targets}"
+            )
+        kind = named[0]
+        target = self._text(kind)
+        if not target:
+            raise self._error(kind, "must not be empty")
+        if len(target.encode()) > MAX_TARGET_BYTES:
+            raise self._error(kind, f"must be at most {MAX_TARGET_BYTES} bytes long in UTF-8")
+        if kind == "call":
+            try:
+                target = str(UUID(target))
+            except ValueError as error:
+                raise self._error(
+                    kind, "must be the UUID that the reply carried as x-pawl-call"
+                ) from error
+        return kind, target
+
+    def _text(self, name: str) -> str | None:
+        value = self._fields.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str) or len(value) > MAX_TEXT:
+            raise self._error(name, f"must be a string of at most {MAX_TEXT} characters")
+        if "\x00" in value:
+            raise self._error(name, "must not hold the character U+0000, which no text can keep")
+        return value
+
+    def _number(self, name: str, *, required: bool = False) -> float | None:
+        value = self._fields.get(name)
+        if value is None and not required:
+            return None
+        number = _as_float(value)
+        if number is None:
+            raise self._error(name, f"must be a finite number, not {_shown(value)}")
+        return number
+
+    def _tool_event(self) -> ToolEvent:
+        status = self._fields.get("value")
+        if status not in TOOL_STATUSES:
+            known = ", ".join(TOOL_STATUSES)
+            raise self._error(
+                "value", f"must be one of {known} for tool_status, not {_shown(status)}"
+            )
+        return msgspec.convert(
+            {
+                "id": new_id(),
+                "tool_id": self._text("id"),
+                "name": self._text("name"),
+                "status": status,
+                "detail": self._text("detail"),
+                "ms": self._number("ms"),
+                "source": "feedback",
+            },
+            ToolEvent,
+        )

@@ -1,0 +1,1 @@
+"""The formats that answer in `choices`: chat completions and completions."""

@@ -1,0 +1,235 @@
+"""Anthropic's messages forwarded to a server as they are: recorded, and not trainable.
+
+Nothing but the version's name is added to a request. In a reply the client's name for the model is
+put back at the top level, and in the `message` of a stream's first event.
+"""
+
+from typing import Any, Final
+
+import msgspec
+
+from proxy.calls.trainable import NOTHING_SAMPLED, Sampled
+from proxy.formats.base import (
+    ModelRequest,
+    Object,
+    ReplyFacts,
+    ReplySummary,
+    StreamTranscript,
+    Transcript,
+    decoded_object,
+    own_name,
+    parse_object,
+    with_changes,
+)
+from proxy.formats.blind import Member, without
+from proxy.formats.merge import PARTIAL_INPUT, merge_message_event
+from proxy.formats.sse import EventStream, Unread
+from store.records import ToolCall
+
+ENVELOPE: Final = "message"
+LAST_EVENT: Final = b"message_stop"
+Message = dict[str, Any]
+
+
+class PlainDialect(msgspec.Struct, frozen=True):
+    """Anthropic's API at a server that gives no token ids."""
+
+    name: str = "messages"
+
+    def rewrite(
+        self, request: ModelRequest, served_name: str | None, *, want_ids: bool
+    ) -> ModelRequest:
+        """Return the request under the version's name; `want_ids` has no effect."""
+        return with_changes(request, served_name, {})
+
+    def whole(
+        self,
+        request: ModelRequest,
+        served_name: str | None,
+        *,
+        reading: bool = False,
+        status: int | None = None,
+    ) -> Transcript:
+        """Return a transcript of a message in one piece."""
+        return PlainReply(Renaming(request, served_name))
+
+    def streamed(
+        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
+    ) -> StreamTranscript:
+        """Return a transcript of a message's events."""
+        return PlainStream(Renaming(request, served_name))
+
+
+MESSAGES: Final = PlainDialect()
+
+
+def message_facts(message: Message | None, sampled: Sampled, *, whole: bool) -> ReplyFacts:
+    """Return the facts of a message, which is None if the reply could not be read as one."""
+    if message is None:
+        return ReplyFacts(None, None, None, None, (), sampled, whole)
+    usage = message.get("usage")
+    return ReplyFacts(
+        reply=msgspec.json.encode(message),
+        response_id=_text(message.get("id")),
+        finish=_text(message.get("stop_reason")),
+        usage=usage if isinstance(usage, dict) else None,
+        tool_calls=_tool_calls(message),
+        sampled=sampled,
+        whole=whole,
+    )
+
+
+def message_summary(message: Message) -> ReplySummary:
+    """Return what was said so far; a tool's block counts once it is whole."""
+    texts = (_text(block.get("text")) or "" for block in _blocks(message, "text"))
+    return ReplySummary(
+        response_id=_text(message.get("id")), text="".join(texts), tool_calls=_tool_calls(message)
+    )
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _blocks(message: Message, kind: str) -> list[dict[str, Any]]:
+    content = message.get("content")
+    members = content if isinstance(content, list) else []
+    return [m for m in members if isinstance(m, dict) and m.get("type") == kind]
+
+
+def _tool_calls(message: Message) -> tuple[ToolCall, ...]:
+    return tuple(
+        ToolCall(
+            id=str(block.get("id")),
+            name=str(block.get("name")),
+            arguments=msgspec.json.encode(block.get("input")).decode(),
+        )
+        for block in _blocks(message, "tool_use")
+        if PARTIAL_INPUT not in block
+    )
+
+
+class Renaming:
+    """Puts back the client's name for the model in place of the version's."""
+
+    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        """Begin with the client's name from `request`, and the version's name."""
+        self._model = own_name(request, served_name)
+        self._members: dict[bytes, Member] = {}
+        if self._model is not None:
+            served = msgspec.json.encode(served_name)
+            self._members[b"model"] = Member(opens=b'"', instead=bytes(self._model), only=served)
+
+    def restore(self, payload: bytes) -> bytes:
+        """Return the payload with the client's name; the same object if nothing changes."""
+        model = self._model
+        if model is None:
+            return payload
+        parsed = parse_object(payload)
+        if parsed is None:
+            return self.hide(payload)
+        changed = _rename(parsed, model)
+        inner = parse_object(bytes(parsed[ENVELOPE])) if ENVELOPE in parsed else None
+        if inner is not None and _rename(inner, model):
+            parsed[ENVELOPE] = msgspec.Raw(msgspec.json.encode(inner))
+            changed = True
+        return msgspec.json.encode(parsed) if changed else payload
+
+    def hide(self, payload: bytes) -> bytes:
+        """Return a payload that cannot be parsed with the version's name replaced."""
+        return without(payload, self._members)
+
+
+def _rename(holder: Object, model: msgspec.Raw) -> bool:
+    if "model" not in holder:
+        return False
+    holder["model"] = model
+    return True
+
+
+class PlainReply:
+    """A message in one piece."""
+
+    def __init__(self, renaming: Renaming) -> None:
+        """Begin a reply in which `renaming` puts the model's name back."""
+        self._renaming = renaming
+        self._pieces: list[bytes] = []
+        self._message: Message | None = None
+        self._whole = False
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Keep the bytes until the reply's end, and return none."""
+        self._pieces.append(chunk)
+        return b""
+
+    def finish(self) -> bytes:
+        """Return the whole reply with the client's name for the model."""
+        out = self._renaming.restore(b"".join(self._pieces))
+        self._message, self._whole = decoded_object(out), True
+        return out
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the reply's end has come."""
+        return self._whole
+
+    def facts(self) -> ReplyFacts:
+        """Return the message's facts, without token ids."""
+        return message_facts(self._message, NOTHING_SAMPLED, whole=self._whole)
+
+    def summary(self) -> ReplySummary:
+        """Return the message's text and tool calls."""
+        return message_summary(self._message or {})
+
+
+class PlainStream:
+    """A message as server-sent events, each of which names its type."""
+
+    def __init__(self, renaming: Renaming) -> None:
+        """Begin a stream in which `renaming` puts the model's name back."""
+        self._renaming = renaming
+        self._events = EventStream(self._data, renaming.hide, _is_end)
+        self._message: Message = {}
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Return the lines that `chunk` completes, up to the event `message_stop`."""
+        return self._events.feed(chunk)
+
+    @property
+    def at_end(self) -> bool:
+        """Return whether the event `message_stop` has come whole."""
+        return self._events.at_end
+
+    def release(self) -> bytes:
+        """Return the held back end of the stream."""
+        return self._events.release()
+
+    def finish(self) -> bytes:
+        """Return the held back end of the stream, with any unfinished line."""
+        return self._events.finish()
+
+    @property
+    def ended(self) -> bool:
+        """Return whether `message_stop` came."""
+        return self._events.ended
+
+    def facts(self) -> ReplyFacts:
+        """Return the facts of the message that the events make, without token ids."""
+        return message_facts(self._message or None, NOTHING_SAMPLED, whole=self._events.ended)
+
+    def summary(self) -> ReplySummary:
+        """Return the message's text and tool calls so far."""
+        return message_summary(self._message)
+
+    def _data(self, payload: bytes) -> bytes:
+        out = self._renaming.restore(payload)
+        event = decoded_object(out)
+        if event is None:
+            raise Unread
+        merge_message_event(self._message, event)
+        return out
+
+
+def _is_end(line: bytes) -> bool:
+    name, _, value = line.partition(b":")
+    return name == b"event" and value.strip() == LAST_EVENT

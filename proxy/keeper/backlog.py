@@ -1,0 +1,241 @@
+"""Segments on their way into the database: how far each is counted, and how far it is stored.
+
+The offset up to which a segment is stored is kept beside it, in `ID.at`, so that a new keeper
+goes on where a killed one stopped. That file is not synced: if it is lost, or cannot be read or
+written, some records are stored a second time, and storing is idempotent.
+"""
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from time import monotonic
+from typing import Final, NamedTuple, TypeVar
+from zlib import crc32
+
+import structlog
+
+from proxy.keeper.held import Held
+from proxy.spool.folders import OPEN, SEALED, is_held
+from proxy.spool.segments import NUMBERS, Piece, read_pieces
+
+Result = TypeVar("Result")
+
+log = structlog.get_logger()
+
+AT: Final = ".at"
+# Bytes of a segment that are read at once.
+READ_BYTES: Final = 4 * 2**20
+# Pause before a segment that failed is tried again.
+RETRY_S: Final = 1.0
+# Content of `ID.at`: the offset, one more than the number of the frame there (0: not known),
+# and a checksum of both.
+_MARK: Final = struct.Struct(">QQ")
+_CHECK: Final = struct.Struct(">I")
+# Content of `ID.at` as earlier versions of Pawl wrote it: the offset alone.
+_MARK_BEFORE: Final = struct.Struct(">Q")
+
+
+class Place(NamedTuple):
+    """An offset at which a piece begins, and the number of the frame there (None: not known)."""
+
+    offset: int
+    number: int | None
+
+
+BEGIN: Final = Place(0, None)
+
+
+class Segment:
+    """One segment file, with the keeper's position in it."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the position that an earlier keeper left beside the segment at `path`."""
+        self.path = path
+        self._at = path.with_suffix(AT)
+        self._frames_mark = _mark_of(path.stem)
+        self._marked = True
+        self.stored = self._read_place()
+        self.counted = self.stored
+        # Records between `stored` and `counted`, and those that are held.
+        self.waiting = 0
+        # Records that were passed over for now, by the offset at which they begin.
+        self.held: dict[int, Held] = {}
+        # Everything in it is settled or held; once nothing is held, the file can be deleted.
+        self.drained = False
+        # After a failure: when it may be tried again (seconds of the monotonic clock).
+        self.not_before = 0.0
+
+    @property
+    def sealed(self) -> bool:
+        """Return whether it will not grow: it was sealed, or its worker is gone."""
+        return self.path.suffix == SEALED or not is_held(self.path.parent / "lock")
+
+    def grown(self) -> bool:
+        """Return whether the file is longer than what was counted."""
+        return self._with_file(Path.stat).st_size > self.counted.offset
+
+    def pieces(self, place: Place, most: int | None, *, sealed: bool) -> list[Piece]:
+        """Return the first pieces from `place` on, as many as one read gives, at most `most`.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        size = READ_BYTES
+        while True:
+            data, whole = self._read(place.offset, size)
+            unread = read_pieces(
+                data,
+                base=place.offset,
+                mark=self._frames_mark,
+                number=place.number,
+                ended=sealed and whole,
+            )
+            pieces = list(islice(unread, most))
+            if pieces or whole:
+                return pieces
+            # The first frame is longer than `size`.
+            size *= 2
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return the bytes from offset `begin` up to `end`.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return self._read(begin, end - begin)[0]
+
+    def _read(self, offset: int, size: int) -> tuple[bytes, bool]:
+        """Return at most `size` bytes from `offset` on, and whether the file ends with them."""
+        with self._with_file(lambda path: path.open("rb")) as file:
+            file.seek(offset)
+            data = file.read(size)
+            return data, len(data) < size or not file.read(1)
+
+    def _with_file(self, use: Callable[[Path], Result]) -> Result:
+        """Return what `use` makes of the segment's path.
+
+        Raises:
+            OSError: `use` raised it.
+        """
+        try:
+            return use(self._existing())
+        except FileNotFoundError:
+            # Its worker sealed it, and so renamed it, after its path was looked up.
+            return use(self._existing())
+
+    def _existing(self) -> Path:
+        if not self.path.exists():
+            self.path = self.path.with_suffix(SEALED)
+        return self.path
+
+    def count(self, piece: Piece) -> int:
+        """Count the records of a piece, and return how many were not counted before."""
+        if piece.end <= self.counted.offset:
+            return 0
+        self.counted = Place(piece.end, piece.number)
+        self.waiting += piece.records
+        return piece.records
+
+    def advance(self, piece: Piece, records: int) -> None:
+        """Move on behind `piece`, of which `records` records are settled."""
+        self.stored = Place(piece.end, piece.number)
+        self.waiting -= records
+        self._mark()
+
+    def hold(self, held: Held) -> None:
+        """Move on behind a piece that is kept for later; its bytes stay in the file."""
+        self.held[held.piece.start] = held
+        if held.piece.end > self.stored.offset:
+            self.advance(held.piece, 0)
+
+    def release(self, held: Held) -> None:
+        """Forget a held piece, which is settled now."""
+        del self.held[held.piece.start]
+        self.waiting -= held.piece.records
+        self._mark()
+
+    def _mark(self) -> None:
+        """Save where the next keeper has to begin: at the first held piece, if there is one."""
+        place = self.stored
+        if self.held:
+            first = self.held[min(self.held)].piece
+            number = first.number
+            before = None if number is None else (number - first.records) % NUMBERS
+            place = Place(first.start, before)
+        fields = _MARK.pack(place.offset, 0 if place.number is None else place.number + 1)
+        try:
+            # In place and in one write: a kill leaves the old mark or the new one.
+            handle = os.open(self._at, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.pwrite(handle, fields + _CHECK.pack(crc32(fields)), 0)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            if self._marked:
+                log.warning("segment_not_marked", segment=self.path.stem, reason=str(error))
+            self._marked = False
+        else:
+            self._marked = True
+
+    def _read_place(self) -> Place:
+        """Return the position of an earlier keeper, or the beginning if that cannot be read."""
+        try:
+            data = self._at.read_bytes()
+            size = self._with_file(Path.stat).st_size
+        except FileNotFoundError:
+            return BEGIN
+        except OSError as error:
+            log.warning("segment_mark_unreadable", segment=self.path.stem, reason=str(error))
+            return BEGIN
+        place = _parsed(data)
+        if place is None or place.offset > size:
+            log.warning("segment_mark_damaged", segment=self.path.stem)
+            return BEGIN
+        return place
+
+    def failed(self, error: OSError) -> None:
+        """Leave the segment alone for `RETRY_S`; other segments are drained meanwhile."""
+        self.not_before = monotonic() + RETRY_S
+        log.error("segment_failed", segment=self.path.stem, reason=str(error))
+
+    def remove(self) -> None:
+        """Delete the segment, under whichever name it has by now.
+
+        Raises:
+            OSError: it could not be deleted.
+        """
+        for suffix in (OPEN, SEALED, AT):
+            self.path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _parsed(data: bytes) -> Place | None:
+    if len(data) == _MARK_BEFORE.size:
+        return Place(_MARK_BEFORE.unpack(data)[0], None)
+    if len(data) != _MARK.size + _CHECK.size:
+        return None
+    fields = data[: _MARK.size]
+    if _CHECK.unpack(data[_MARK.size :])[0] != crc32(fields):
+        return None
+    offset, number = _MARK.unpack(fields)
+    return Place(offset, number - 1 if number else None)
+
+
+def _mark_of(stem: str) -> bytes | None:
+    """Return the frames' mark from a segment's name; None if an earlier version wrote it."""
+    try:
+        return bytes.fromhex(stem.partition("_")[2]) or None
+    except ValueError:
+        return None
+
+
+def segment_files(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the stem and path of each segment, oldest first.
+
+    A segment is `ID.open` while it grows, and `ID.seg` after that.
+    """
+    by_stem = {path.stem: path for path in root.glob(f"*/*{OPEN}")}
+    # A segment that is sealed in between is seen under either name, or both.
+    by_stem |= {path.stem: path for path in root.glob(f"*/*{SEALED}")}
+    yield from sorted(by_stem.items())

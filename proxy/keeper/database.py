@@ -1,0 +1,143 @@
+"""The keeper's connection to PostgreSQL: connects, migrates, and watches the policy versions.
+
+The versions are read twice a second and kept in a file that every worker watches. A proxy that
+starts while the database is away therefore routes as the last one did.
+"""
+
+import asyncio
+from contextlib import suppress
+from typing import Final
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from proxy.metrics import DATABASE_UP, SERVING
+from proxy.policies.lookup import url_file
+from proxy.policies.policy_file import PolicyFile, serving_of
+from proxy.settings import ProxySettings
+from store.connection.engine import make_engine
+from store.embedded.server import EmbeddedPostgres
+from store.files import write_private
+from store.records import PolicyVersion
+from store.schema.migrate import upgrade
+from store.updates.policies import list_versions
+
+log = structlog.get_logger()
+
+WATCH_S: Final = 0.5
+RETRY_S: Final = 1.0
+# Longest single wait for an embedded server. Short, so that the keeper can be stopped meanwhile.
+LOOK_S: Final = 5.0
+
+
+class Database:
+    """Connects to PostgreSQL, migrates it, and keeps the workers' policy file up to date."""
+
+    def __init__(self, settings: ProxySettings) -> None:
+        """Read the last known policy versions from the spool directory; `run` connects."""
+        self._settings = settings
+        self._file = PolicyFile(settings.spool_dir)
+        self._known: list[PolicyVersion] | None = None
+        # Whether the policy file does not hold `_known` yet.
+        self._unwritten = False
+        self._embedded: EmbeddedPostgres | None = None
+        self._engine: AsyncEngine | None = None
+        self._stopping = asyncio.Event()
+        self.up = False
+        self.serving: dict[str, int] = {}
+        self._show(self._file.read() or [])
+
+    def engine(self) -> AsyncEngine | None:
+        """Return the engine, or None before the first connection; it may have broken since."""
+        return self._engine
+
+    async def run(self) -> None:
+        """Connect, and watch the policy versions until `stop` is called."""
+        while not self._stopping.is_set():
+            pause = WATCH_S
+            try:
+                if self._engine is None:
+                    await self._start()
+                elif self._embedded is not None and not self.up:
+                    # It may have been killed, and perhaps nobody else will start it again.
+                    await self._url()
+                await self._watch_once()
+                self._set_up(True)
+            except Exception as error:
+                # This task must outlive every failure of the database; serving goes on without it.
+                self._set_up(False, f"{type(error).__name__}: {error}"[:200])
+                pause = RETRY_S
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    def stop(self) -> None:
+        """Let `run` return after the present look."""
+        self._stopping.set()
+
+    async def close(self) -> None:
+        """Close the connections; an embedded server keeps running for other processes."""
+        if self._engine is not None:
+            await self._engine.dispose()
+        if self._embedded is not None:
+            await asyncio.to_thread(self._embedded.leave)
+
+    async def _start(self) -> None:
+        url = await self._url()
+        await upgrade(url)
+        self._engine = make_engine(url)
+
+    async def _url(self) -> str:
+        if self._settings.database_url is not None:
+            return self._settings.database_url.get_secret_value()
+        if self._embedded is None:
+            self._embedded = EmbeddedPostgres(self._settings.data_dir)
+        url = await asyncio.to_thread(self._embedded.ensure_running, within_s=LOOK_S)
+        self._tell_workers(url)
+        return url
+
+    def _tell_workers(self, url: str) -> None:
+        """Write the embedded server's URL to a file for the workers.
+
+        A failure is only logged: on a full disk, draining is what makes room again.
+        """
+        file = url_file(self._settings.spool_dir)
+        try:
+            if not file.exists() or file.read_text() != url:
+                partial = file.with_suffix(".part")
+                # It may hold a password.
+                write_private(partial, url.encode())
+                partial.replace(file)
+        except OSError as error:
+            log.error("workers_not_told", what=file.name, reason=str(error))
+
+    async def _watch_once(self) -> None:
+        assert self._engine is not None
+        async with self._engine.connect() as connection:
+            versions = await list_versions(connection)
+        if versions != self._known:
+            self._known = versions
+            self._show(versions)
+            self._unwritten = True
+        if self._unwritten:
+            await self._write(versions)
+
+    async def _write(self, versions: list[PolicyVersion]) -> None:
+        try:
+            await asyncio.to_thread(self._file.write, versions)
+        except OSError as error:
+            # A full disk must not count as a lost database. It is tried again at each look.
+            log.error("workers_not_told", what="policies", reason=str(error))
+        else:
+            self._unwritten = False
+
+    def _show(self, versions: list[PolicyVersion]) -> None:
+        self.serving = serving_of(versions)
+        for policy, version in self.serving.items():
+            SERVING.labels(policy).set(version)
+        log.info("policies", serving=self.serving)
+
+    def _set_up(self, up: bool, reason: str = "") -> None:
+        if up != self.up:
+            log.info("database", up=up, reason=reason)
+        self.up = up
+        DATABASE_UP.set(up)

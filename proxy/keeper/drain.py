@@ -1,0 +1,244 @@
+"""Moves records from the spool to PostgreSQL, in batches, off every request's path.
+
+A batch is stored in one transaction and only then counted as drained. Records carry their ids,
+so that draining one twice stores it once. A batch that the database refuses is halved until the
+refused record stands alone; that one becomes a dead letter, with the reason beside it. While the
+database is away, everything waits on disk and is counted.
+
+No record's content stops the drain:
+
+- A record that cannot be read becomes a dead letter at once.
+- A record whose storing raises an unexpected error is held. It is passed over, and becomes a
+  dead letter if it fails again after another record of its kind was stored.
+- A record that PostgreSQL does not take while it answers is held and tried again.
+- A dead letter that the disk does not take is held and tried again.
+
+Only the keeper counts records, as it finds them in the workers' folders. Whichever process is
+killed at whichever moment, recorded = stored + spooled + dead-lettered + dropped.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from proxy.calls.capture import MOST_INFLATED
+from proxy.keeper.backlog import Segment, segment_files
+from proxy.keeper.letters import make_private
+from proxy.keeper.progress import Progress
+from proxy.keeper.settling import CANNOT_READ, Settler
+from proxy.keeper.transcribe import NO_READERS
+from proxy.metrics import (
+    DRAIN_LAG,
+    DRAIN_STUCK,
+    DROPPED,
+    HELD,
+    RECORDED,
+    SPOOLED,
+)
+from proxy.spool.segments import Piece
+from proxy.tools.result_readers import ResultReaders
+from store.connection.availability import is_unavailable
+
+log = structlog.get_logger()
+
+RETRY_S: Final = 1.0
+IDLE_S: Final = 0.1
+
+
+class Drainer:
+    """Drains every worker's folder under `root` until told to stop."""
+
+    def __init__(
+        self,
+        root: Path,
+        connect: Callable[[], AsyncEngine | None],
+        *,
+        batch: int,
+        readers: ResultReaders = NO_READERS,
+        counted_before: int = 0,
+        most_reply: int = MOST_INFLATED,
+    ) -> None:
+        """Store where records come from and go to; `run` does the work.
+
+        Args:
+            root: the spool directory; it holds one folder for each worker.
+            connect: returns the engine, or None while there is no connection.
+            batch: most records stored in one transaction.
+            readers: how the results of tools are read.
+            counted_before: how many of the records on disk an earlier keeper counted already.
+            most_reply: longest reply that is read into memory, in bytes.
+        """
+        self._root = root
+        self._connect = connect
+        self._batch = batch
+        self._settler = Settler(root, readers, most_reply)
+        self._counted_before = counted_before
+        self._segments: dict[str, Segment] = {}
+        self._stopping = asyncio.Event()
+        # Counting and draining move the same offsets.
+        self._busy = asyncio.Lock()
+        self.progress = Progress()
+        make_private(root)
+
+    def stop(self) -> None:
+        """Let `run` return once the present batch is settled."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Drain until `stop` is called; while the database is away, try again every second."""
+        while not self._stopping.is_set():
+            try:
+                moved = await self.drain_once()
+            except Exception as error:
+                # This task must not end: what is on disk waits, and is tried again.
+                self._note_failure(error)
+                moved = None
+            else:
+                self._note(moved)
+            pause = RETRY_S if moved is None else IDLE_S if moved == 0 else 0
+            if pause:
+                await self._pause(pause)
+
+    def _note_failure(self, error: Exception) -> None:
+        if is_unavailable(error):
+            log.warning("drain_waits", reason=type(error).__name__)
+            self._settler.failures += 1
+            self.progress.note("waiting", type(error).__name__)
+        else:
+            log.exception("drain_failed")
+            self.progress.note("stuck", type(error).__name__)
+
+    def _note(self, moved: int | None) -> None:
+        if moved is None:
+            self.progress.note("waiting", "there is no connection to PostgreSQL yet")
+        elif self._settler.trouble and not moved:
+            self.progress.note("stuck", self._settler.trouble)
+        else:
+            self.progress.note("moving", self._settler.trouble)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return
+
+    async def count(self) -> None:
+        """Count the records that the workers have written up to now."""
+        async with self._busy:
+            self._look()
+            for segment in self._segments.values():
+                if segment.not_before > monotonic():
+                    continue
+                try:
+                    if segment.grown():
+                        # A torn end cannot be told from one being written until it is drained.
+                        pieces = await asyncio.to_thread(
+                            segment.pieces, segment.counted, None, sealed=False
+                        )
+                        self._count(segment, pieces)
+                except OSError as error:
+                    segment.failed(error)
+                    self._settler.trouble = CANNOT_READ
+            self._show()
+
+    async def drain_once(self) -> int | None:
+        """Store one batch; return how many records left the spool, None without a database."""
+        engine = self._connect()
+        if engine is None:
+            await self.count()
+            return None
+        async with self._busy:
+            return await self._drain_from(engine)
+
+    async def _drain_from(self, engine: AsyncEngine) -> int:
+        self._settler.begin()
+        self._look()
+        moved = await self._settler.try_held(engine, self._segments.values())
+        for segment in list(self._segments.values()):
+            pieces = await self._next(segment)
+            if pieces:
+                self._count(segment, pieces)
+                await self._settler.settle(engine, segment, self._settler.read(pieces))
+                moved += sum(not piece.damage for piece in pieces)
+            if moved:
+                break
+        self._show()
+        return moved
+
+    async def _next(self, segment: Segment) -> list[Piece]:
+        """Return the next pieces of a segment; delete it if there are none and never will be."""
+        if segment.not_before > monotonic():
+            self._settler.trouble = CANNOT_READ
+            return []
+        try:
+            if not segment.drained:
+                # Asked before reading: bytes that a worker adds until it seals are read next time.
+                sealed = segment.sealed
+                most = 1 if self._settler.one_by_one else self._batch
+                pieces = await asyncio.to_thread(
+                    segment.pieces, segment.stored, most, sealed=sealed
+                )
+                if pieces or not sealed:
+                    return pieces
+            self._retire(segment)
+        except OSError as error:
+            # Other segments are drained meanwhile.
+            segment.failed(error)
+            self._settler.trouble = CANNOT_READ
+        return []
+
+    def _look(self) -> None:
+        """Find new segments, and drop those that vanished."""
+        paths = dict(segment_files(self._root))
+        for stem, path in paths.items():
+            segment = self._segments.get(stem)
+            if segment is None:
+                segment = self._segments[stem] = Segment(path)
+            segment.path = path
+        for stem in self._segments.keys() - paths.keys():
+            self._drop(self._segments.pop(stem), "segment_vanished")
+
+    def _drop(self, segment: Segment, why: str) -> None:
+        """Count the waiting records of a segment as dropped: they are not on disk any more.
+
+        Somebody deleted the segment, or its worker cut them off after a failed write.
+        """
+        if segment.waiting:
+            DROPPED.inc(segment.waiting)
+            log.error(why, segment=segment.path.stem, records=segment.waiting)
+            segment.waiting = 0
+
+    def _count(self, segment: Segment, pieces: Iterable[Piece]) -> None:
+        """Count those records of the pieces that were not counted before."""
+        for piece in pieces:
+            new = segment.count(piece)
+            counted = min(new, self._counted_before)
+            self._counted_before -= counted
+            RECORDED.inc(new - counted)
+
+    def _show(self) -> None:
+        segments = self._segments.values()
+        SPOOLED.set(sum(s.waiting for s in segments))
+        DRAIN_LAG.set(sum(max(s.counted.offset - s.stored.offset, 0) for s in segments))
+        self.progress.held = sum(len(s.held) for s in segments)
+        HELD.set(self.progress.held)
+        DRAIN_STUCK.set(self.progress.stuck_s)
+
+    def _retire(self, segment: Segment) -> None:
+        """Delete a segment that is drained to its end and will not grow.
+
+        Raises:
+            OSError: it could not be deleted; it is tried again.
+        """
+        segment.drained = True
+        if segment.held:
+            return
+        # Records that were counted, and then cut off by their worker after its disk failed.
+        self._drop(segment, "records_cut_off")
+        segment.remove()
+        del self._segments[segment.path.stem]

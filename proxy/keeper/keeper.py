@@ -1,0 +1,107 @@
+"""The process beside the workers: drains their spool, migrates the database, serves metrics.
+
+Serving does not need it: while the keeper is away, records wait on disk.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import structlog
+from aiohttp import web
+
+from proxy.counting.board import ProcessState
+from proxy.errors import SpoolInUse
+from proxy.keeper.admin import admin_app, unsettled
+from proxy.keeper.cleaning import clean_keys
+from proxy.keeper.database import Database
+from proxy.keeper.drain import Drainer
+from proxy.settings import ProxySettings
+from proxy.spool.folders import PRIVATE, Lock, hold
+from store.connection.availability import is_unavailable
+from store.settings import address
+
+log = structlog.get_logger()
+
+DRAIN_AT_EXIT_S = 5.0
+LOOK_S = 0.1
+
+
+@asynccontextmanager
+async def keeping(
+    settings: ProxySettings,
+    *,
+    patience_s: float = 0.0,
+    processes: Callable[[], list[ProcessState]] | None = None,
+) -> AsyncIterator[None]:
+    """Run a keeper: it works when the context is entered, and drains what it can when left.
+
+    Args:
+        settings: the proxy's settings.
+        patience_s: how long to wait for another keeper to release the spool directory.
+        processes: returns the workers' states; None if no supervisor runs them.
+
+    Raises:
+        SpoolInUse: another keeper holds the spool directory.
+        OSError: the admin port is taken.
+    """
+    # Records hold prompts, so a new folder is private. An existing one keeps its owner's choice.
+    settings.spool_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+    lock = await _hold_patiently(settings.spool_dir / "lock", patience_s)
+    database = Database(settings)
+    drainer = Drainer(
+        settings.spool_dir,
+        database.engine,
+        batch=settings.drain_batch,
+        readers=settings.tool_results,
+        counted_before=unsettled(),
+        most_reply=settings.max_reply_mb * 2**20,
+    )
+    admin = web.AppRunner(admin_app(database, drainer, processes), access_log=None)
+    await admin.setup()
+    host, port = address(settings.admin_listen)
+    await web.TCPSite(admin, host, port).start()
+    watching = asyncio.create_task(database.run(), name="pawl-database")
+    draining = asyncio.create_task(drainer.run(), name="pawl-drain")
+    cleaning = asyncio.create_task(
+        clean_keys(settings.spool_dir, database.engine), name="pawl-clean-keys"
+    )
+    log.info("keeper_up", admin=settings.admin_listen)
+    try:
+        yield
+    finally:
+        cleaning.cancel()
+        drainer.stop()
+        await asyncio.wait([draining, cleaning])
+        await _drain_rest(drainer, min(DRAIN_AT_EXIT_S, settings.last_drain_s))
+        database.stop()
+        await asyncio.wait([watching])
+        await database.close()
+        await admin.cleanup()
+        lock.release()
+        log.info("keeper_down")
+
+
+async def _hold_patiently(path: Path, patience_s: float) -> Lock:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    while True:
+        try:
+            return hold(path)
+        except SpoolInUse:
+            if loop.time() >= deadline:
+                raise
+        await asyncio.sleep(LOOK_S)
+
+
+async def _drain_rest(drainer: Drainer, within_s: float) -> None:
+    """Drain for at most `within_s` seconds; the next start stores the rest."""
+    try:
+        async with asyncio.timeout(within_s):
+            while await drainer.drain_once():
+                pass
+    except Exception as error:
+        # The rest of the keeper must still shut down in order.
+        note = log.warning if is_unavailable(error) else log.exception
+        note("spool_left", reason=type(error).__name__)

@@ -1,0 +1,198 @@
+"""Settles records, each in one of three ways: stored, a dead letter, or held for later.
+
+No error over one record keeps those after it from being settled (`proxy.keeper.held`).
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Final
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from proxy.keeper.backlog import Segment
+from proxy.keeper.entries import Entry, raised_at, read_entry
+from proxy.keeper.held import TOLD, Held, Why, is_due
+from proxy.keeper.letters import Letter, bury
+from proxy.keeper.tally import count_calls, count_conflicts
+from proxy.metrics import DEAD_LETTERS, STORED
+from proxy.spool.segments import Piece
+from proxy.tools.result_readers import ResultReaders
+from store.connection.availability import is_unavailable
+from store.connection.engine import answers
+from store.errors import Refused
+from store.write.ingest import Ingester
+
+log = structlog.get_logger()
+
+# After this many failures in a row, records are stored one by one: one of them may be the cause.
+PATIENCE: Final = 5
+CANNOT_READ: Final = "a segment cannot be read or deleted"
+
+
+class Settler:
+    """Settles the records of one drainer; the caller must not run two settlings at once."""
+
+    def __init__(self, root: Path, readers: ResultReaders, most_reply: int) -> None:
+        """Settle records under `root`; replies longer than `most_reply` bytes are not read."""
+        self._root = root
+        self._readers = readers
+        self._most_reply = most_reply
+        self._ingester = Ingester(count_conflicts)
+        self._turn = 0
+        # The turn in which a record of each type was last stored.
+        self._stored: dict[type, int] = {}
+        # Number of failures of PostgreSQL since a record was last stored.
+        self.failures = 0
+        # Why a record could not be settled in the present turn, though PostgreSQL answers.
+        self.trouble = ""
+
+    @property
+    def one_by_one(self) -> bool:
+        """Return whether to settle one record at a time, because one may be what fails."""
+        return self.failures >= PATIENCE
+
+    def begin(self) -> None:
+        """Begin another turn, in which nothing has failed yet."""
+        self._turn += 1
+        self.trouble = ""
+
+    def read(self, pieces: Iterable[Piece]) -> list[Entry]:
+        """Return the entries of pieces of a segment."""
+        return [read_entry(piece, self._readers, self._most_reply) for piece in pieces]
+
+    async def settle(self, engine: AsyncEngine, segment: Segment, entries: Sequence[Entry]) -> None:
+        """Store entries of a segment; halve a batch that fails down to the record that fails.
+
+        If the database goes away in the middle, what was settled before stays settled.
+
+        Raises:
+            Exception: the database is away (`store.connection.availability.is_unavailable`).
+        """
+        try:
+            await self._store(engine, entries)
+        except Exception as error:
+            if len(entries) == 1:
+                await self._fail(engine, segment, entries[0], error)
+            elif is_unavailable(error):
+                raise
+            else:
+                middle = len(entries) // 2
+                await self.settle(engine, segment, entries[:middle])
+                await self.settle(engine, segment, entries[middle:])
+            return
+        await self._bury(segment, [entry for entry in entries if entry.record is None])
+        settled = (e.piece.records for e in entries if e.piece.start not in segment.held)
+        segment.advance(entries[-1].piece, sum(settled))
+
+    async def _store(self, engine: AsyncEngine, entries: Sequence[Entry]) -> None:
+        """Store and count the records among `entries`; errors are those of `Ingester.store`."""
+        records = [entry.record for entry in entries if entry.record is not None]
+        if records:
+            await self._ingester.store(engine, records)
+            self.failures = 0
+            self._stored |= {type(record): self._turn for record in records}
+            STORED.inc(len(records))
+            count_calls(records)
+
+    async def _fail(
+        self, engine: AsyncEngine, segment: Segment, entry: Entry, error: Exception
+    ) -> None:
+        """Decide about a record that could not be stored alone.
+
+        Raises:
+            Exception: the database is away; the record itself may be sound.
+        """
+        if isinstance(error, Refused):
+            await self._bury(segment, [entry._replace(reason=str(error))])
+            if entry.piece.start not in segment.held:
+                segment.advance(entry.piece, entry.piece.records)
+        elif not is_unavailable(error):
+            # The error's text is left out: it may quote the record.
+            log.error("record_held", error=type(error).__name__, raised_at=raised_at(error))
+            self._hold(segment, entry, "suspect", _reason(error))
+        else:
+            if self.failures >= PATIENCE and await answers(engine):
+                log.error("record_held", error=type(error).__name__)
+                self._hold(segment, entry, "unanswered", _reason(error))
+            raise error
+
+    def _hold(self, segment: Segment, entry: Entry, why: Why, reason: str) -> None:
+        kind = None if entry.record is None else type(entry.record)
+        # Its bytes stay on disk only: there may be any number of such records.
+        piece = entry.piece._replace(data=b"")
+        segment.hold(Held(piece, why, reason, kind, self._turn, monotonic()))
+
+    async def _bury(self, segment: Segment, entries: Sequence[Entry]) -> bool:
+        """Write entries as dead letters, or hold them and return False if the disk refuses."""
+        if not entries:
+            return True
+        # Unique to the record, and the same if a kill makes the next keeper write it again.
+        letters = [
+            Letter(f"{segment.path.stem}-{entry.piece.end}", entry.piece.data, entry.reason)
+            for entry in entries
+        ]
+        try:
+            await asyncio.to_thread(bury, self._root, letters)
+        except OSError as error:
+            log.error("dead_letters_wait", letters=len(letters), reason=str(error))
+            for entry in entries:
+                self._hold(segment, entry._replace(record=None), "letter", entry.reason)
+            return False
+        DEAD_LETTERS.inc(sum(entry.piece.records for entry in entries))
+        for letter in letters:
+            # Only the first line: the following ones may quote the record.
+            log.error(
+                "dead_letter", reason=letter.reason.partition("\n")[0][:300], letter=letter.name
+            )
+        return True
+
+    async def try_held(self, engine: AsyncEngine, segments: Iterable[Segment]) -> int:
+        """Try held pieces again that are due, and return how many were settled."""
+        moved = 0
+        for segment in segments:
+            for held in sorted(segment.held.values()):
+                if is_due(held, self._stored, monotonic()):
+                    moved += await self._try_again(engine, segment, held)
+                if held.piece.start in segment.held:
+                    self.trouble = TOLD[held.why]
+        return moved
+
+    async def _try_again(self, engine: AsyncEngine, segment: Segment, held: Held) -> bool:
+        """Store a held record or write it as a dead letter, and return whether it is settled.
+
+        Raises:
+            Exception: the database is away.
+        """
+        begin, end = held.piece.begin, held.piece.end
+        try:
+            data = await asyncio.to_thread(segment.read, begin, end)
+        except OSError as error:
+            segment.failed(error)
+            self.trouble = CANNOT_READ
+            return False
+        piece = held.piece._replace(data=data)
+        entry = Entry(piece, None, held.reason)
+        if held.why != "letter":
+            [entry] = self.read([piece])
+            try:
+                await self._store(engine, [entry])
+            except Exception as error:
+                if is_unavailable(error):
+                    if held.why == "suspect" or not await answers(engine):
+                        raise
+                    self._hold(segment, entry, held.why, held.reason)
+                    return False
+                entry = Entry(piece, None, _reason(error))
+        if entry.record is None and not await self._bury(segment, [entry]):
+            return False
+        segment.release(held)
+        return True
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Refused):
+        return str(error)
+    return f"{type(error).__name__} at {raised_at(error)}: {error}"

@@ -1,0 +1,1 @@
+"""Policies and their versions as the workers see them."""

@@ -1,0 +1,1 @@
+"""The spool: records on disk before their replies end, in segments that survive damage."""

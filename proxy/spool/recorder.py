@@ -1,0 +1,134 @@
+"""Hands records to the spool; a record that cannot be written is counted, and leaves a gap.
+
+A `Gap` names the episodes that miss a record. It is written with the failed commit itself, into
+the spool's reserve. If that fails too (the disk gives I/O errors), the episodes are remembered, and
+the gap is written as soon as the disk works.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from proxy.calls.capture import Captured, Frame, Gap
+from proxy.calls.recent import Recent
+from proxy.metrics import UNWRITTEN
+from proxy.spool.segments import encode_frame
+from proxy.spool.spool import Outcome, take_folder
+from store.ids import new_id
+
+log = structlog.get_logger()
+
+# Most episodes with an unwritten gap that are remembered; beyond them gaps are only counted.
+MOST_GAPS: Final = 100_000
+# After a failed write the disk is tried again at this interval, even if no call comes.
+RETRY_S: Final = 1.0
+# Marks a frame that holds a `Gap`, which is not a client's record.
+GAP: Final = "\0gap"
+
+
+class Recorder:
+    """A worker's way to the disk: a record is durable, or it is dropped, counted and marked."""
+
+    def __init__(self, root: Path, *, segment_bytes: int, recent: Recent) -> None:
+        """Take a folder under `root`.
+
+        Raises:
+            OSError: it cannot be created or written, and that will not change by itself.
+        """
+        self._recent = recent
+        self._gaps: dict[str, None] = {}
+        # Those in the gap that is being written.
+        self._telling: tuple[str, ...] = ()
+        self._retry: asyncio.TimerHandle | None = None
+        self._spool = take_folder(
+            root, segment_bytes=segment_bytes, on_commit=self._committed, note=self._gap_of
+        )
+
+    def take(self, record: Captured, call: str, response_id: str | None) -> "asyncio.Future[bool]":
+        """Take a call's record; it is written whether or not the future is awaited."""
+        self._recent.remember_call(record, call, response_id)
+        return self._append(record, record.episode)
+
+    def lose(self, episode: str) -> "asyncio.Future[bool]":
+        """Count a record that could not be made, as if the disk had refused it."""
+        self._committed("lost", [episode.encode(errors="replace").decode()])
+        lost: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        lost.set_result(False)
+        return lost
+
+    async def append(self, record: Frame) -> bool:
+        """Write any other record, and return whether it is durable."""
+        return await self._append(record, "")
+
+    def _append(self, record: Frame, episode: str) -> "asyncio.Future[bool]":
+        try:
+            frame = encode_frame(record)
+        except Exception:
+            # A record that cannot be encoded counts as one that the disk refused.
+            log.exception("record_not_encoded", kind=type(record).__name__)
+            return self.lose(episode)
+        return self._spool.append(frame, episode)
+
+    def under_way_s(self) -> float:
+        """Return for how many seconds the disk has been busy with one commit."""
+        return self._spool.under_way_s()
+
+    def _gap_of(self, marks: list[str]) -> bytes:
+        """Return the gap that lost frames leave, as a frame; called in the spool's thread."""
+        # `_telling` does not change before the commit of its gap has ended.
+        episodes = dict.fromkeys(mark for mark in marks if mark and mark != GAP)
+        if GAP in marks:
+            episodes |= dict.fromkeys(self._telling)
+        return _gap(tuple(episodes)) if episodes else b""
+
+    def _committed(self, outcome: Outcome, marks: list[str]) -> None:
+        if GAP in marks:
+            told, self._telling = self._telling, ()
+            if outcome == "lost":
+                self._gaps = dict.fromkeys(told) | self._gaps
+        # A frame of gaps is no client's record: it is not lost, but written again later.
+        lost = [mark for mark in marks if mark != GAP]
+        if outcome == "durable":
+            self._tell_of_gaps()
+            return
+        if lost:
+            UNWRITTEN.inc(len(lost))
+            log.error("records_dropped", records=len(lost), reason="not written")
+        if outcome == "lost":
+            for episode in lost:
+                if episode and len(self._gaps) < MOST_GAPS:
+                    self._gaps[episode] = None
+        if self._gaps and self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
+
+    def _try_again(self) -> None:
+        # If no call comes, nothing else would notice that the disk works again, and an episode
+        # that misses a call would pass for a complete one.
+        self._retry = None
+        self._tell_of_gaps()
+
+    def _tell_of_gaps(self) -> None:
+        """Write a `Gap` for the episodes that miss a record, unless one is being written."""
+        if not self._gaps or self._telling:
+            return
+        self._telling, self._gaps = tuple(self._gaps), {}
+        self._spool.append(_gap(self._telling), GAP)
+
+    async def close(self) -> None:
+        """Write what waits, and unlock the folder."""
+        await self._spool.flush()
+        self._tell_of_gaps()
+        await self._spool.flush()
+        # The futures' callbacks run in the loop's next turn.
+        await asyncio.sleep(0)
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._gaps:
+            log.error("gaps_not_told", episodes=len(self._gaps), reason="the disk refused them")
+        self._spool.close()
+
+
+def _gap(episodes: tuple[str, ...]) -> bytes:
+    return encode_frame(Gap(id=new_id().bytes, episodes=episodes))

@@ -1,0 +1,179 @@
+"""The segments that a worker is writing: bytes are durable in one, or cut off again.
+
+Nothing here raises: a disk that fails now may work in a moment, and the writer must still run
+then. Failures are logged, and `append` returns False.
+
+Beside the present segment there is an empty one, the reserve, for which blocks of the disk are set
+aside. It takes the marks of lost records (`mark`) while the disk has no room for anything else.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from proxy.spool.folders import SEALED, Home
+from proxy.spool.segment_file import SegmentFile
+
+log = structlog.get_logger()
+
+# Enough for the marks of some 20,000 lost records, several of which share a frame.
+RESERVE_BYTES: Final = 2**20
+
+
+class SegmentWriter:
+    """Writes one segment after another into a folder; used by one thread."""
+
+    def __init__(self, take: Callable[[], Home], home: Home | None, *, segment_bytes: int) -> None:
+        """Write into `home`; if it is None, call `take` for a folder once one is needed."""
+        self._take = take
+        self._home = home
+        self._segment_bytes = segment_bytes
+        self._segment: SegmentFile | None = None
+        self._reserve: SegmentFile | None = None
+        self._reserve_failed = False
+        # Segments that will not grow any more, but could not be renamed yet.
+        self._unsealed: list[Path] = [] if home is None else home.left
+
+    def append(self, data: bytes) -> bool:
+        """Make `data` durable at the segment's end, and return whether that worked.
+
+        Bytes that failed are cut off, and the segment ends there, for two reasons. The keeper may
+        have read them, so no others may take their offsets. And after a failed sync it is not
+        known how much of the segment's end is on disk.
+        """
+        try:
+            segment = self._ready()
+            begins = segment.size == 0
+            segment.append(data)
+        except Exception as error:
+            log.error("spool_write_failed", bytes=len(data), reason=_text(error))
+            self._give_up()
+            return False
+        if begins:
+            # The disk works, perhaps again.
+            self._renew_reserve(segment.path.parent)
+        if segment.size >= self._segment_bytes:
+            self.seal()
+        return True
+
+    def mark(self, data: bytes) -> bool:
+        """Make `data` durable in the reserve, and return whether that worked.
+
+        A full disk does not refuse it, unless the reserve is used up.
+        """
+        reserve = self._reserve
+        if reserve is None or reserve.size + len(data) > RESERVE_BYTES:
+            return False
+        try:
+            if reserve.is_removed():
+                log.error("segment_removed", segment=str(reserve.path), by="somebody else")
+                self._reserve = None
+                _close(reserve)
+                return False
+            reserve.append(data)
+        except Exception as error:
+            log.error("spool_mark_failed", bytes=len(data), reason=_text(error))
+            self._reserve = None
+            self._end(reserve, cut=True)
+            return False
+        return True
+
+    def seal(self) -> None:
+        """End the segment; the next `append` begins another one."""
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            self._end(segment)
+        self._unsealed = [path for path in self._unsealed if not _sealed(path)]
+
+    def release(self) -> None:
+        """End the segment and the reserve, and unlock the folder."""
+        reserve, self._reserve = self._reserve, None
+        if reserve is not None:
+            self._end(reserve)
+        self.seal()
+        if self._home is not None:
+            self._home.release()
+            self._home = None
+
+    def _ready(self) -> SegmentFile:
+        if self._segment is not None and self._segment.is_removed():
+            log.error("segment_removed", segment=str(self._segment.path), by="somebody else")
+            segment, self._segment = self._segment, None
+            _close(segment)
+        if self._segment is None:
+            if self._home is None:
+                self._home = self._take()
+                self._unsealed += self._home.left
+            self._segment = SegmentFile(self._home.folder)
+        return self._segment
+
+    def _renew_reserve(self, folder: Path) -> None:
+        """Have an empty reserve, if the disk has room for one."""
+        reserve = self._reserve
+        if reserve is not None and reserve.size == 0:
+            return
+        try:
+            self._reserve = SegmentFile(folder, allocated=RESERVE_BYTES)
+        except Exception as error:
+            if not self._reserve_failed:
+                # What the present one cannot take is kept in memory then.
+                log.warning("no_reserve", folder=str(folder), reason=_text(error))
+            self._reserve_failed = True
+            return
+        self._reserve_failed = False
+        if reserve is not None:
+            self._end(reserve)
+
+    def _give_up(self) -> None:
+        """Cut off the bytes that failed, if the disk allows it, and end the segment."""
+        segment, self._segment = self._segment, None
+        if segment is not None:
+            self._end(segment, cut=True)
+        self.seal()
+
+    def _end(self, segment: SegmentFile, *, cut: bool = False) -> None:
+        """Close a segment, and delete it if it is empty: a full disk must not fill with these.
+
+        Args:
+            segment: it will not grow any more.
+            cut: whether the last append failed, so that its bytes are to be cut off.
+        """
+        kept = segment.size > 0
+        try:
+            if cut:
+                segment.cut()
+            if not kept:
+                segment.path.unlink(missing_ok=True)
+        except OSError as error:
+            # Its whole frames will be stored, though their records were reported as lost.
+            log.error("spool_not_cut", segment=str(segment.path), reason=_text(error))
+            kept = True
+        _close(segment)
+        if kept:
+            self._unsealed.append(segment.path)
+
+
+def _close(segment: SegmentFile) -> None:
+    try:
+        segment.close()
+    except OSError as error:
+        # Linux releases the descriptor all the same (close(2)). What was acknowledged was synced.
+        log.error("segment_not_closed", reason=_text(error))
+
+
+def _sealed(path: Path) -> bool:
+    """Rename a segment that will not grow any more; return False if that must be tried again."""
+    try:
+        path.rename(path.with_suffix(SEALED))
+    except FileNotFoundError:
+        log.error("segment_removed", segment=str(path), by="somebody else")
+    except OSError as error:
+        log.error("segment_not_sealed", segment=str(path), reason=_text(error))
+        return False
+    return True
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]

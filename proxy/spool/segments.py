@@ -1,0 +1,270 @@
+"""The spool's file format (pure): frames that can be found again after damage.
+
+    | magic | mark | number | length | crc32(payload) | crc32(all before it) | payload |
+
+All numbers are u32, little-endian. `magic` (4 bytes) and `mark` (8 random bytes, one for each
+process) make a frame's beginning findable: after damaged bytes, reading goes on at the next one. A
+client cannot plant a beginning in its own body, because it does not know the mark; the reader takes
+it from the segment's name. The header has a checksum of its own, so that the length of a frame can
+be trusted though its payload is damaged. `number` counts frames, which gives the number of frames
+that are missing in a damaged stretch.
+
+Frames in the earlier format (`u32 length | u32 crc32(payload) | payload`) are read as well.
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from itertools import count
+from typing import Final, NamedTuple
+from zlib import crc32
+
+import msgspec
+
+from proxy.calls.capture import Captured, Frame, Gap
+from store.records import FeedbackRecord
+
+# Read as a length of the earlier format, this is longer than any frame ever was.
+MAGIC: Final = b"\xf7PW\xfe"
+MARK: Final = os.urandom(8)
+_HEAD: Final = struct.Struct("<12sIIII")
+HEAD_BYTES: Final = _HEAD.size
+_CHECK: Final = struct.Struct("<I")
+_FIELDS: Final = struct.Struct("<12sIII")
+NUMBERS: Final = 2**32
+# The header of the earlier format.
+HEADER: Final = struct.Struct("<II")
+PIECE: Final = 5000
+# Bytes of magic and mark that must be right for a damaged header to be taken for one.
+ALIKE: Final = 6
+
+_SYNC: Final = MAGIC + MARK
+_numbers: Final = count()
+_encoder: Final = msgspec.msgpack.Encoder()
+# msgspec cannot decode a union of structs that are arrays and one that is a map.
+_captured: Final[msgspec.msgpack.Decoder[Captured | Gap]] = msgspec.msgpack.Decoder(Captured | Gap)
+_feedback: Final = msgspec.msgpack.Decoder(FeedbackRecord)
+# First bytes of MessagePack's arrays: fixarray, array 16 and array 32.
+ARRAYS: Final = range(0x90, 0xA0)
+LONG_ARRAYS: Final = (0xDC, 0xDD)
+
+
+class Piece(NamedTuple):
+    """One frame of a segment, or a damaged stretch of it; offsets are within the segment.
+
+    Attributes:
+        start: where the piece begins, with its header.
+        begin: where `data` begins.
+        end: where the piece ends.
+        data: the payload, or the damaged bytes.
+        records: number of records in the piece. For a damaged stretch it is 0 if that is known to
+            be junk between frames, and 1 if the number cannot be known.
+        number: number of the next frame; None if that is not known.
+        damage: description of the damage; empty if there is none.
+    """
+
+    start: int
+    begin: int
+    end: int
+    data: bytes
+    records: int
+    number: int | None
+    damage: str
+
+
+class _Head(NamedTuple):
+    """A frame's header, with the payload's place; `number` is None in the earlier format."""
+
+    begin: int
+    end: int
+    checksum: int
+    number: int | None
+    mark: bytes
+
+
+def encode_frame(record: Frame) -> bytes:
+    """Return a record as a frame, with the process's next frame number."""
+    payload = _encoder.encode(record)
+    fields = _FIELDS.pack(_SYNC, next(_numbers) % NUMBERS, len(payload), _checksum(payload))
+    return fields + _CHECK.pack(crc32(fields)) + payload
+
+
+def _checksum(payload: bytes) -> int:
+    """Return the CRC-32 of a payload.
+
+    It is computed in pieces of at most 5,000 bytes, because zlib releases the GIL for longer ones
+    and getting it back may take long.
+    """
+    checksum = crc32(payload[:PIECE])
+    for start in range(PIECE, len(payload), PIECE):
+        checksum = crc32(payload[start : start + PIECE], checksum)
+    return checksum
+
+
+def read_frames(data: bytes, offset: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield the intact payloads from `offset` on, each after the offset at which its frame ends."""
+    for piece in read_pieces(data, offset, ended=True):
+        if not piece.damage:
+            yield piece.end, piece.data
+
+
+def read_pieces(
+    data: bytes,
+    at: int = 0,
+    *,
+    base: int = 0,
+    mark: bytes | None = None,
+    number: int | None = None,
+    ended: bool = False,
+) -> Iterator[Piece]:
+    """Yield the pieces of `data`.
+
+    Reading ends before the first piece whose end cannot be determined yet, so that a piece is the
+    same however much of what follows it could be read.
+
+    Args:
+        data: bytes of a segment.
+        at: offset in `data` at which a piece begins.
+        base: offset of `data` in its segment.
+        mark: the mark of the segment's frames, if it is known.
+        number: the number of the frame at `at`, if it is known.
+        ended: whether nothing will ever follow `data`. An incomplete frame is then damaged;
+            otherwise it may still be being written.
+    """
+    while at < len(data):
+        head = _head(data, at, mark) or _head_before(data, at)
+        known = head is not None and head.number is not None
+        if head is not None and known:
+            number, mark = head.number, head.mark
+        if head is not None and head.end <= len(data):
+            payload = data[head.begin : head.end]
+            if crc32(payload) == head.checksum:
+                number = _added(number, known)
+                yield Piece(base + at, base + head.begin, base + head.end, payload, 1, number, "")
+                at = head.end
+                continue
+        end = _end_of_damage(data, at, head, mark, ended)
+        if end is None:
+            return
+        following = _head(data, end, mark)
+        if following is None and not ended and 0 < len(data) - end < HEAD_BYTES:
+            return
+        records = max(_lost(number, following, end - at), known)
+        number = _added(number, records)
+        damage = f"{end - at} damaged bytes at {base + at}"
+        if end == len(data) and not (head is not None and known and head.end == end):
+            damage = f"a torn or damaged frame of {end - at} bytes at {base + at}"
+        yield Piece(base + at, base + at, base + end, data[at:end], records, number, damage)
+        at = end
+
+
+def _added(number: int | None, records: int) -> int | None:
+    return None if number is None else (number + records) % NUMBERS
+
+
+def _head(data: bytes, at: int, mark: bytes | None) -> _Head | None:
+    """Return the intact header at `at` with the segment's mark, or None if there is none."""
+    if not data.startswith(MAGIC, at) or len(data) - at < HEAD_BYTES:
+        return None
+    sync, number, length, checksum, check = _HEAD.unpack_from(data, at)
+    if crc32(data[at : at + _FIELDS.size]) != check or mark not in (None, sync[len(MAGIC) :]):
+        return None
+    begin = at + HEAD_BYTES
+    return _Head(begin, begin + length, checksum, number, sync[len(MAGIC) :])
+
+
+def _head_before(data: bytes, at: int) -> _Head | None:
+    """Return the bytes at `at` as a header of the earlier format, or None if they cannot be one.
+
+    No frame was empty, so that a stretch of zeros is not taken for headers.
+    """
+    if len(data) - at < HEADER.size:
+        return None
+    length, checksum = HEADER.unpack_from(data, at)
+    begin = at + HEADER.size
+    return _Head(begin, begin + length, checksum, None, b"") if length else None
+
+
+def _end_of_damage(
+    data: bytes, at: int, head: _Head | None, mark: bytes | None, ended: bool
+) -> int | None:
+    """Return where the damaged stretch that begins at `at` ends; None if it is not known yet."""
+    known = head is not None and head.number is not None
+    if head is not None and head.end <= len(data):
+        if known and _began(data, head.end, mark):
+            # A frame that was cut off may be followed by whole ones up to where it would end.
+            return _intact_within(data, at + 1, head.end, mark) or head.end
+        if not known and _frame_at(data, head.end, mark, ended):
+            return head.end
+    elif known and not ended:
+        return None
+    # Without a mark, search only data that is not being written any more: a client can plant a
+    # beginning in a body, which must not be found in a frame that is still incomplete.
+    following = _next(data, at + 1, mark) if ended or mark is not None else -1
+    if following < 0:
+        return len(data) if ended else None
+    return following
+
+
+def _intact_within(data: bytes, at: int, end: int, mark: bytes | None) -> int | None:
+    """Return where the first intact frame begins that lies between both offsets, if one does."""
+    while 0 <= (at := _next(data, at, mark)) < end:
+        head = _head(data, at, mark)
+        if head is not None and head.end <= end and _frame_at(data, at, mark, ended=False):
+            return at
+        at += 1
+    return None
+
+
+def _began(data: bytes, at: int, mark: bytes | None) -> bool:
+    """Return whether a frame seems to begin at `at`; its header may be damaged or incomplete."""
+    sync = MAGIC + (mark or b"")
+    start = data[at : at + len(sync)]
+    return not start or sum(map(bytes.__eq__, _each(start), _each(sync))) >= min(ALIKE, len(start))
+
+
+def _each(data: bytes) -> Iterator[bytes]:
+    return (data[at : at + 1] for at in range(len(data)))
+
+
+def _frame_at(data: bytes, at: int, mark: bytes | None, ended: bool) -> bool:
+    """Return whether an intact frame is at `at`, or the end of data that has ended."""
+    if at == len(data):
+        return ended
+    head = _head(data, at, mark) or _head_before(data, at)
+    if head is None or head.end > len(data):
+        return False
+    return crc32(data[head.begin : head.end]) == head.checksum
+
+
+def _next(data: bytes, at: int, mark: bytes | None) -> int:
+    """Return the offset of the next frame's beginning from `at` on, or -1 if there is none."""
+    if mark is not None:
+        return data.find(MAGIC + mark, at)
+    start = data.find(MAGIC, at)
+    while start >= 0 and _head(data, start, None) is None:
+        start = data.find(MAGIC, start + 1)
+    return start
+
+
+def _lost(number: int | None, following: _Head | None, size: int) -> int:
+    """Return how many records a damaged stretch of `size` bytes held, by the next frame's number.
+
+    The count is 1 if it is not known, or if the stretch has no room for as many headers.
+    """
+    if number is None or following is None or following.number is None:
+        return 1
+    lost = (following.number - number) % NUMBERS
+    return lost if lost * HEAD_BYTES <= size else 1
+
+
+def decode_payload(payload: bytes) -> Frame:
+    """Return the record in a payload.
+
+    Raises:
+        msgspec.DecodeError: it is no record that this version of Pawl knows.
+    """
+    first = payload[0] if payload else 0
+    if first in ARRAYS or first in LONG_ARRAYS:
+        return _captured.decode(payload)
+    return _feedback.decode(payload)

@@ -1,0 +1,64 @@
+"""Database connections: one engine per process, with time limits so that nothing waits forever."""
+
+import asyncio
+
+import msgspec
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from store.connection.availability import is_unavailable
+from store.errors import StoreError
+
+CONNECT_TIMEOUT_S = 5.0
+STATEMENT_TIMEOUT_S = 60.0
+
+
+def async_url(database_url: str) -> str:
+    """Return `postgresql://…` in the form that SQLAlchemy's asyncpg dialect takes.
+
+    Raises:
+        StoreError: the URL is not a PostgreSQL URL.
+    """
+    url = make_url(database_url)
+    if url.get_backend_name() not in ("postgresql", "postgres"):
+        raise StoreError(
+            f"DATABASE_URL must be a postgresql:// URL, not {url.get_backend_name()}://"
+        )
+    return url.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
+
+
+def to_json(value: object) -> str:
+    """Return `value` as JSON text. `msgspec.Raw` parts are copied unchanged."""
+    return msgspec.json.encode(value).decode()
+
+
+def make_engine(database_url: str, *, pool_size: int = 5) -> AsyncEngine:
+    """Make an engine for `database_url`; it connects on first use.
+
+    Raises:
+        StoreError: the URL is not a PostgreSQL URL.
+    """
+    return create_async_engine(
+        async_url(database_url),
+        pool_size=pool_size,
+        pool_pre_ping=True,
+        json_serializer=to_json,
+        connect_args={
+            "timeout": CONNECT_TIMEOUT_S,
+            "command_timeout": STATEMENT_TIMEOUT_S,
+            "server_settings": {"application_name": "pawl"},
+        },
+    )
+
+
+async def answers(engine: AsyncEngine, within_s: float = 5.0) -> bool:
+    """Return whether the database answers `SELECT 1` within `within_s` seconds."""
+    try:
+        async with asyncio.timeout(within_s), engine.connect() as connection:
+            await connection.execute(text("SELECT 1"))
+    except Exception as error:
+        if not is_unavailable(error):
+            raise
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""The embedded PostgreSQL: a cluster in a folder, shared by several processes."""

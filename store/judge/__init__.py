@@ -1,0 +1,1 @@
+"""Episodes for judges, and the results of judging."""

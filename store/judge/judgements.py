@@ -1,0 +1,137 @@
+"""Judgements: which episodes wait for a judge, and the results of those it was asked about.
+
+A judge's scores are stored as feedback. This table only records that the judge was asked, so that
+neither a restart nor an answer without a score makes Pawl ask about an episode forever. An episode
+that could not be judged waits again once it has a later call.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from datetime import datetime
+from typing import Literal
+from uuid import UUID
+
+from sqlalchemy import and_, delete, func, or_, select, text
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from store.read.episodes import matching
+from store.records import Record
+from store.schema.tables import episodes, judgements
+
+Outcome = Literal["judged", "cannot_tell", "failed"]
+
+
+class Awaiting(Record, frozen=True, kw_only=True):
+    """An episode that waits for a judge, and how often the judge failed on it so far."""
+
+    episode_id: UUID
+    failures: int
+
+
+class Judgement(Record, frozen=True, kw_only=True):
+    """The result of asking a judge about an episode.
+
+    `due_at` is the time at which a failed judgement is tried again; None: never.
+    """
+
+    episode_id: UUID
+    judge: str
+    outcome: Outcome
+    attempts: int
+    # The time of the last call that the judge was shown.
+    last_call_at: datetime
+    reason: str | None = None
+    due_at: datetime | None = None
+
+
+async def awaiting(
+    connection: AsyncConnection,
+    judge: str,
+    *,
+    now: datetime,
+    quiet_since: datetime,
+    limit: int,
+    since: datetime | None = None,
+    agent: str | None = None,
+    policy: str | None = None,
+) -> list[Awaiting]:
+    """Return at most `limit` episodes that wait for `judge`, oldest first.
+
+    They have no score, and their last call was before `quiet_since`. Left out are episodes that an
+    update has claimed or consumed, and quarantined ones. `since`, `agent` and `policy` filter as in
+    `store.read.episodes.matching`; `now` is compared with the time of the next attempt.
+    """
+    part = episodes.alias("part")
+    of_parts = select(func.max(part.c.last_call_at)).where(part.c.root == episodes.c.id)
+    last_call = func.greatest(episodes.c.last_call_at, of_parts.scalar_subquery())
+    earlier = judgements.alias("asked")
+    news = earlier.c.last_call_at < last_call
+    query = (
+        matching(since=since, agent=agent, policy=policy)
+        .outerjoin(earlier, and_(earlier.c.episode_id == episodes.c.id, earlier.c.judge == judge))
+        .add_columns(earlier.c.attempts, news.label("news"))
+        .where(
+            episodes.c.scored_at.is_(None),
+            episodes.c.claimed_by.is_(None),
+            episodes.c.quarantined_reason.is_(None),
+            last_call < quiet_since,
+            or_(
+                earlier.c.episode_id.is_(None),
+                and_(earlier.c.outcome == "failed", earlier.c.due_at <= now),
+                and_(earlier.c.outcome != "judged", news),
+            ),
+        )
+        .limit(limit)
+    )
+    rows = await connection.execute(query)
+    return [
+        Awaiting(episode_id=row.id, failures=0 if row.news else row.attempts or 0) for row in rows
+    ]
+
+
+async def is_scored(connection: AsyncConnection, episode_id: UUID) -> bool:
+    """Return whether the episode has a score by now, from anybody."""
+    query = select(episodes.c.scored_at).where(episodes.c.id == episode_id)
+    return (await connection.execute(query)).scalar() is not None
+
+
+async def note(connection: AsyncConnection, judgement: Judgement) -> None:
+    """Store a judgement, in place of the judge's earlier one about the episode."""
+    values = {name: getattr(judgement, name) for name in judgement.__struct_fields__}
+    await connection.execute(
+        postgresql.insert(judgements)
+        .values(values)
+        .on_conflict_do_update(
+            index_elements=["episode_id", "judge"], set_=values | {"at": func.now()}
+        )
+    )
+
+
+async def forget_unjudged(connection: AsyncConnection, judge: str) -> int:
+    """Delete judgements without a score, so that the judge is asked again; return how many."""
+    query = delete(judgements).where(judgements.c.judge == judge, judgements.c.outcome != "judged")
+    return (await connection.execute(query)).rowcount
+
+
+_LOCK = "hashtextextended('pawl judge ' || :judge, 0)"
+
+
+@asynccontextmanager
+async def holding(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
+    """Hold this judge's lock, so that only one process runs it; yield False if another does."""
+    async with engine.connect() as connection:
+        query = text(f"SELECT pg_try_advisory_lock({_LOCK})")
+        held = bool((await connection.execute(query, {"judge": judge})).scalar_one())
+        await connection.commit()
+        try:
+            yield held
+        finally:
+            # The lock belongs to the connection, which goes back to the pool: unlock it. A broken
+            # connection has lost its lock already.
+            if held and not connection.invalidated:
+                with suppress(DBAPIError):
+                    await connection.execute(
+                        text(f"SELECT pg_advisory_unlock({_LOCK})"), {"judge": judge}
+                    )

@@ -1,0 +1,1 @@
+"""Links between records: calls of one episode, and feedback with its target."""

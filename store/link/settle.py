@@ -1,0 +1,269 @@
+"""Resolution of references: feedback to its target, and calls to the calls that they repeat.
+
+An advisory lock allows one transaction at a time. Most batches refer to nothing and nothing refers
+to them: for these `meets_others` returns False, and no transaction is needed. Every result is
+computed from all that is stored, so that neither the order of arrival nor a repetition changes it
+(docs/decisions/011-joins-in-the-store.md).
+"""
+
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+import msgspec
+
+from store.link.joins import MOST_OFFERING, Link, Part, resolve
+from store.records import OWN_EPISODE, REWARD, CallRecord, FeedbackRecord
+from store.values.digests import as_uuid
+
+# Key of the advisory lock that `settle` holds until its transaction ends.
+SETTLE_LOCK: Final = 0x5041574D
+
+
+class Target(NamedTuple):
+    """A name that feedback may use as its target, with the episode and call that it stands for."""
+
+    kind: str
+    name: str
+    episode_id: UUID
+    call_id: UUID | None
+
+
+class Written(msgspec.Struct):
+    """The parts of a written batch that refer to other records, or may be referred to.
+
+    `calls` are pairs of a call and its episode's id.
+    """
+
+    calls: list[tuple[CallRecord, UUID]] = []
+    statements: list[FeedbackRecord] = []
+    # Episodes that are linked to others already.
+    linked: list[UUID] = []
+    # Episodes whose scores must be computed again, because their first call may have changed.
+    rescored: list[UUID] = []
+    # Feedback requests that have an idempotency key.
+    keyed: list[UUID] = []
+
+    def offers(self) -> list[UUID]:
+        """Return the fingerprints that the batch's calls offer."""
+        return [as_uuid(digest) for call, _ in self.calls for digest in call.offers]
+
+    def asking(self) -> list[UUID]:
+        """Return the ids of the batch's calls that ask for fingerprints."""
+        return [call.id for call, _ in self.calls if call.asks]
+
+    def targets(self) -> list[Target]:
+        """Return all targets of feedback that the batch contains."""
+        targets = []
+        for call, episode_id in self.calls:
+            targets.append(Target("episode", call.episode, episode_id, None))
+            targets.append(Target("call", str(call.id), episode_id, call.id))
+            if call.response_id is not None:
+                targets.append(Target("response", call.response_id, episode_id, call.id))
+        return targets
+
+
+_MEETS = """
+    SELECT EXISTS (SELECT FROM asks WHERE digest = ANY($1))
+        OR EXISTS (SELECT FROM feedback WHERE episode_id IS NULL)
+        OR EXISTS (SELECT FROM tool_events WHERE episode_id IS NULL)
+"""
+
+
+async def meets_others(driver: Any, written: Written) -> bool:
+    """Return whether the batch may refer to stored records, or be referred to by them."""
+    if written.statements or written.linked or written.rescored or written.asking():
+        return True
+    return bool(written.calls) and bool(await driver.fetchval(_MEETS, written.offers()))
+
+
+async def settle(driver: Any, written: Written) -> None:
+    """Resolve references between the batch and all stored records, in the current transaction.
+
+    It links feedback to targets, joins episodes, and computes the scores of all affected episodes.
+
+    Raises:
+        asyncpg.PostgresError: the database is away.
+    """
+    await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
+    rescored = {*written.rescored, *await _match(driver, written)}
+    linked = await _linked(driver, await _link(driver, written))
+    touched = {*rescored, *linked}
+    if not touched:
+        return
+    await _lock(driver, touched)
+    if linked:
+        await _join(driver, linked)
+    await driver.execute(_SCORE, list(touched))
+
+
+# Feedback
+
+
+_MATCH = """
+    UPDATE {table} f SET episode_id = t.episode_id, {call} = t.call_id
+    FROM unnest($1::text[], $2::text[], $3::uuid[], $4::uuid[])
+        AS t (kind, name, episode_id, call_id)
+    WHERE f.episode_id IS NULL AND f.target_kind = t.kind AND f.target = t.name
+    RETURNING f.episode_id
+"""
+
+
+async def _match(driver: Any, written: Written) -> set[UUID]:
+    """Link feedback and tool events to stored targets; return the feedback's episodes."""
+    wanted = {
+        (item.target_kind, item.target) for record in written.statements for item in record.items
+    }
+    targets = {*written.targets(), *await _stored_targets(driver, wanted)}
+    if not targets:
+        return set()
+    columns = [list(column) for column in zip(*sorted(targets, key=_in_order), strict=True)]
+    matched = await driver.fetch(_MATCH.format(table="feedback", call="call_id"), *columns)
+    await driver.execute(_MATCH.format(table="tool_events", call="asked_by"), *columns)
+    return {row[0] for row in matched}
+
+
+def _in_order(target: Target) -> tuple[str, str, str]:
+    return target.kind, target.name, str(target.call_id)
+
+
+_STORED = {
+    "episode": "SELECT key, id, NULL::uuid FROM episodes WHERE key = ANY($1)",
+    "response": "SELECT response_id, episode_id, id FROM transitions WHERE response_id = ANY($1)",
+    "call": "SELECT id::text, episode_id, id FROM transitions WHERE id = ANY($1::text[]::uuid[])",
+}
+
+
+async def _stored_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> list[Target]:
+    by_kind: dict[str, list[str]] = {}
+    for kind, name in wanted:
+        by_kind.setdefault(kind, []).append(name)
+    return [
+        Target(kind, name, episode_id, call_id)
+        for kind, names in by_kind.items()
+        for name, episode_id, call_id in await driver.fetch(_STORED[kind], names)
+    ]
+
+
+# An episode of method `own` has one call only, so feedback on the call is feedback on the episode.
+# `scored_at` is the time of the first reward. For rewards of single calls it is the newest, because
+# they come while the episode still goes on.
+_SCORE = f"""
+    WITH wanted AS (
+        SELECT DISTINCT COALESCE(root, id) AS id FROM episodes WHERE id = ANY($1)
+        UNION SELECT unnest($1)),
+    parts AS (
+        SELECT w.id AS whole, e.id, e.method FROM wanted w JOIN episodes e ON e.id = w.id
+        UNION ALL SELECT w.id, e.id, e.method FROM wanted w JOIN episodes e ON e.root = w.id),
+    said AS (
+        SELECT p.whole, f.at, f.call_id IS NULL OR p.method = '{OWN_EPISODE}' AS of_episode
+        FROM parts p LEFT JOIN feedback f ON f.episode_id = p.id AND f.metric = '{REWARD}'),
+    scores AS (
+        SELECT whole, min(at) FILTER (WHERE of_episode) AS scored_at,
+            max(at) FILTER (WHERE NOT of_episode) AS call_scored_at
+        FROM said GROUP BY whole)
+    UPDATE episodes e SET scored_at = s.scored_at, call_scored_at = s.call_scored_at
+    FROM scores s
+    WHERE e.id = s.whole AND e.claimed_by IS NULL AND (e.scored_at, e.call_scored_at)
+        IS DISTINCT FROM (s.scored_at, s.call_scored_at)
+"""
+
+
+# Joins
+
+# Only the surest level of a call counts, so no others are linked. For a digest that more than
+# MOST_OFFERING episodes offer, one link above that number is made: enough to see that it is worn.
+_LINK = f"""
+    INSERT INTO links (call_id, level, offered_by, asked_by)
+    SELECT DISTINCT call_id, level, offered_by, asked_by FROM (
+        SELECT a.call_id, a.level, o.episode_id AS offered_by, a.episode_id AS asked_by,
+            min(a.level) OVER (PARTITION BY a.call_id) AS surest
+        FROM asks a CROSS JOIN LATERAL (
+            SELECT DISTINCT episode_id FROM (
+                SELECT episode_id FROM offers WHERE digest = a.digest
+                LIMIT {64 * MOST_OFFERING}) told
+            WHERE episode_id <> a.episode_id LIMIT {MOST_OFFERING + 1}) o
+        WHERE (a.digest = ANY($1) OR a.call_id = ANY($2))
+            AND NOT EXISTS (SELECT FROM links l WHERE l.call_id = a.call_id
+                            AND (l.level < a.level OR l.level = a.level AND l.worn))) found
+    WHERE level = surest
+    ON CONFLICT DO NOTHING RETURNING call_id
+"""
+_WEAR = f"""
+    UPDATE links SET worn = true WHERE (call_id, level) IN (
+        SELECT call_id, level FROM links WHERE call_id = ANY($1)
+        GROUP BY 1, 2 HAVING count(*) > {MOST_OFFERING})
+"""
+_ENDS = "SELECT DISTINCT unnest(ARRAY[asked_by, offered_by]) FROM links WHERE call_id = ANY($1)"
+_REACHED = """
+    WITH RECURSIVE reached (id) AS (
+        SELECT unnest($1::uuid[])
+        UNION
+        SELECT CASE WHEN l.asked_by = r.id THEN l.offered_by ELSE l.asked_by END
+        FROM reached r JOIN links l
+            ON (l.asked_by = r.id OR l.offered_by = r.id) AND NOT l.worn)
+    SELECT id FROM reached
+"""
+
+
+async def _link(driver: Any, written: Written) -> set[UUID]:
+    """Store links for the asks that the batch makes or answers; return the affected episodes."""
+    rows = await driver.fetch(_LINK, written.offers(), written.asking())
+    calls = list({row[0] for row in rows})
+    if not calls:
+        return set(written.linked)
+    await driver.execute(_WEAR, calls)
+    return {*written.linked, *(row[0] for row in await driver.fetch(_ENDS, calls))}
+
+
+async def _linked(driver: Any, seeds: set[UUID]) -> set[UUID]:
+    """Return these episodes and all that can be reached from them through links."""
+    if not seeds:
+        return set()
+    return {row[0] for row in await driver.fetch(_REACHED, list(seeds))}
+
+
+async def _lock(driver: Any, episodes: set[UUID]) -> None:
+    """Lock these episodes and their roots in the order of keys, as `store.write.batches` does."""
+    await driver.execute(
+        "SELECT FROM episodes WHERE id = ANY($1)"
+        " OR id IN (SELECT root FROM episodes WHERE id = ANY($1))"
+        " ORDER BY key FOR NO KEY UPDATE",
+        list(episodes),
+    )
+
+
+_PARTS = """
+    SELECT e.id, e.first_call_id, e.task, e.task_named, e.task_from, e.doubtful,
+        COALESCE(r.claimed_by, e.claimed_by) IS NOT NULL AS held
+    FROM episodes e LEFT JOIN episodes r ON r.id = e.root WHERE e.id = ANY($1)
+"""
+_LINKS = "SELECT call_id, level, asked_by, offered_by FROM links WHERE asked_by = ANY($1)"
+_PLACE = """
+    UPDATE episodes e SET linked = true, root = p.root, joined_task = p.joined_task,
+        quarantined_reason = p.quarantined_reason
+    FROM unnest($1::uuid[], $2::uuid[], $3::text[], $4::text[])
+        AS p (id, root, joined_task, quarantined_reason)
+    WHERE e.id = p.id AND (e.linked, e.root, e.joined_task, e.quarantined_reason)
+        IS DISTINCT FROM (true, p.root, p.joined_task, p.quarantined_reason)
+"""
+_UPDATE_CALLS = """
+    UPDATE transitions t SET method = j.method, confidence = j.confidence
+    FROM unnest($1::uuid[], $2::text[], $3::text[]) AS j (id, method, confidence)
+    WHERE t.id = j.id AND (t.method, t.confidence) IS DISTINCT FROM (j.method, j.confidence)
+"""
+
+
+async def _join(driver: Any, linked: set[UUID]) -> None:
+    """Update these episodes and their calls to the result of `store.link.joins.resolve`."""
+    ids = list(linked)
+    parts = [Part(**dict(row)) for row in await driver.fetch(_PARTS, ids)]
+    links = [Link(**dict(row)) for row in await driver.fetch(_LINKS, ids)]
+    joins = resolve(parts, links)
+    places = [(part, *msgspec.structs.astuple(place)) for part, place in joins.places.items()]
+    if places:
+        await driver.execute(_PLACE, *map(list, zip(*places, strict=True)))
+    await driver.execute("UPDATE episodes SET linked = true WHERE id = ANY($1) AND NOT linked", ids)
+    calls = [(call, *(joined or (OWN_EPISODE, "doubtful"))) for call, joined in joins.calls.items()]
+    if calls:
+        await driver.execute(_UPDATE_CALLS, *map(list, zip(*calls, strict=True)))

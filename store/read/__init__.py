@@ -1,0 +1,1 @@
+"""Reading of what is stored: episodes, finished updates, and counts."""

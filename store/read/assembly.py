@@ -1,0 +1,267 @@
+"""Assembly of database rows into an episode as it was recorded (pure).
+
+An episode may have several parts (`store.link.joins`), the earliest first; it has that part's key.
+A call that a later call repeats as a retry (`retry_of`) is left out: the two count as one call.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+from store.errors import Damaged
+from store.records import (
+    OWN_EPISODE,
+    Episode,
+    Feedback,
+    Tokens,
+    ToolCall,
+    ToolEvent,
+    TransitionRow,
+)
+from store.values.delta import rebuild
+from store.values.documents import parse
+from store.values.sampling import used_temperature
+from store.values.tokens import ITEM_BYTES, are_logprobs
+
+# An explicit status of a tool beats one that was inferred from its result.
+_SURENESS: Final[Mapping[str, int]] = {
+    "header": 3,
+    "feedback": 3,
+    "is_error": 2,
+    "reader": 1,
+    "assumed": 0,
+}
+Texts = tuple[bytes | None, bytes]
+_Settings = dict[str, Any]
+_ToolCalls = tuple[ToolCall, ...]
+
+
+class Readable(NamedTuple):
+    """The parts of a call that had to be rebuilt, checked or parsed."""
+
+    request: bytes | None
+    prompt_ids: bytes
+    sampling: _Settings
+    tool_calls: _ToolCalls
+
+
+class WholeTexts(NamedTuple):
+    """Each call's full request and prompt ids, by call id, or why they cannot be read back.
+
+    A call's id is a key of exactly one of `of` and `damaged`.
+    """
+
+    of: Mapping[UUID, Texts]
+    damaged: Mapping[UUID, str]
+
+
+def assemble(
+    parts: Sequence[Any],
+    rows: Sequence[Any],
+    events: Iterable[Any],
+    feedback: Iterable[Any],
+    whole: WholeTexts,
+) -> Episode:
+    """Return the episode that `parts` make up.
+
+    Args:
+        parts: rows of `episodes`, the earliest first.
+        rows: rows of `transitions`, by id.
+        events: rows of `tool_events`, by time and id.
+        feedback: rows of `feedback`, by time and id.
+        whole: the result of `whole_texts` for at least these calls.
+
+    Raises:
+        Damaged: a call, or a statement about one, cannot be read back.
+    """
+    head = next((part for part in parts if part.root is None), parts[0])
+    repeated_by = _repeated_by(rows)
+    calls = [row for row in rows if row.id not in repeated_by]
+    known = {row.id for row in calls}
+    readable = {row.id: _readable(row, whole) for row in calls}
+    standing = _newest_events(events)
+    requested_by = {call.id: row.id for row in calls for call in readable[row.id].tool_calls}
+    owner = {
+        event.id: _last(repeated_by, event.asked_by) or requested_by.get(event.tool_id)
+        for event in standing
+    }
+    statements = list(feedback)
+    own = {part.id for part in parts if part.method == OWN_EPISODE}
+    about = {
+        statement.id: None if statement.episode_id in own else _last(repeated_by, statement.call_id)
+        for statement in statements
+    }
+    return Episode(
+        id=head.id,
+        key=head.key,
+        task=head.joined_task or head.task,
+        method=head.method,
+        last_call_at=max(part.last_call_at for part in parts),
+        calls=tuple(
+            _transition(
+                row,
+                readable[row.id],
+                [event for event in standing if owner[event.id] == row.id],
+                [statement for statement in statements if about[statement.id] == row.id],
+            )
+            for row in calls
+        ),
+        feedback=tuple(_statement(row) for row in statements if about[row.id] is None),
+        stray_tool_events=tuple(_event(row) for row in standing if owner[row.id] not in known),
+        aliases=tuple(part.key for part in parts if part is not head),
+        quarantined_reason=head.quarantined_reason,
+    )
+
+
+def whole_texts(rows: Iterable[Any]) -> WholeTexts:
+    """Rebuild each call's request and prompt ids from its row and the calls that it adds to."""
+    by_id = {row.id: row for row in rows}
+    rebuilt: dict[UUID, Texts] = {}
+    damaged: dict[UUID, str] = {}
+    for row in by_id.values():
+        chain: dict[UUID, Any] = {}
+        call = row
+        while call is not None and not any(call.id in known for known in (rebuilt, damaged, chain)):
+            chain[call.id] = call
+            call = by_id.get(call.parent_id)
+        for call in reversed(chain.values()):
+            try:
+                rebuilt[call.id] = _texts(call, by_id, rebuilt)
+            except ValueError as error:
+                base = "" if call.parent_id is None else f" adds to {call.parent_id}"
+                damaged[call.id] = f"call {call.id}{base}: {error}"
+    return WholeTexts(rebuilt, damaged)
+
+
+def _texts(row: Any, by_id: Mapping[UUID, Any], rebuilt: Mapping[UUID, Texts]) -> Texts:
+    if any(len(values) % ITEM_BYTES for values in (row.sampled_ids, row.sampled_logprobs)):
+        raise ValueError(
+            f"its sampled ids or log-probabilities are not a multiple of {ITEM_BYTES} bytes"
+        )
+    if row.parent_id is None:
+        return row.request, row.prompt_ids
+    if row.parent_id not in by_id:
+        raise ValueError("that call is missing")
+    if row.parent_id not in rebuilt:
+        raise ValueError("that call cannot be read back")
+    if None in (row.request_prefix, row.request_suffix, row.prompt_prefix, row.request):
+        raise ValueError("the lengths of the shared parts, or the added request, are missing")
+    request, prompt_ids = rebuilt[row.parent_id]
+    context = prompt_ids + by_id[row.parent_id].sampled_ids
+    return (
+        rebuild(request or b"", row.request_prefix, row.request_suffix, row.request),
+        rebuild(context, row.prompt_prefix, 0, row.prompt_ids),
+    )
+
+
+def _readable(row: Any, whole: WholeTexts) -> Readable:
+    """Return a call's rebuilt and parsed parts, after checking that they are consistent."""
+    if row.id in whole.damaged:
+        raise Damaged(whole.damaged[row.id])
+    request, prompt_ids = whole.of[row.id]
+    if len(prompt_ids) % ITEM_BYTES:
+        raise Damaged(f"prompt_ids of call {row.id} are not a multiple of {ITEM_BYTES} bytes")
+    sampling: _Settings = _parsed(row, "sampling", _Settings)
+    tool_calls: _ToolCalls = _parsed(row, "tool_calls", _ToolCalls)
+    if row.trainable:
+        _check_trainable(row, prompt_ids, sampling)
+    return Readable(request, prompt_ids, sampling, tool_calls)
+
+
+def _check_trainable(row: Any, prompt_ids: bytes, sampling: _Settings) -> None:
+    """Check that all values the trainer computes with are present and valid."""
+    if len(row.sampled_ids) != len(row.sampled_logprobs):
+        raise Damaged(f"call {row.id} has different numbers of sampled ids and log-probabilities")
+    if not prompt_ids or not row.sampled_ids:
+        raise Damaged(f"call {row.id} is marked as trainable and has no token ids")
+    if not are_logprobs(row.sampled_logprobs):
+        raise Damaged(f"call {row.id} has a value that cannot be a sampled token's log-probability")
+    if not used_temperature(sampling.get("temperature")):
+        raise Damaged(f"call {row.id} is marked as trainable and has no temperature above 0")
+
+
+def _parsed(row: Any, column: str, kind: Any) -> Any:
+    try:
+        return parse(getattr(row, column).encode(), kind)
+    except ValueError as error:
+        raise Damaged(f"{column} of call {row.id}: {error}") from error
+
+
+def _repeated_by(rows: Iterable[Any]) -> dict[UUID, UUID]:
+    """Map each attempt that was repeated to the call that repeats it."""
+    repeats = {row.retry_of: row.id for row in rows if row.retry_of is not None}
+    for attempt in repeats:
+        seen: set[UUID] = set()
+        call: UUID | None = attempt
+        while call is not None:
+            if call in seen:
+                raise Damaged(f"call {attempt} is recorded as a retry of itself")
+            seen.add(call)
+            call = repeats.get(call)
+    return repeats
+
+
+def _last(repeated_by: Mapping[UUID, UUID], call_id: UUID | None) -> UUID | None:
+    """Return the last attempt of a call that may have been repeated: the one that counts."""
+    while call_id is not None and call_id in repeated_by:
+        call_id = repeated_by[call_id]
+    return call_id
+
+
+def _newest_events(rows: Iterable[Any]) -> list[Any]:
+    """Keep one event for each tool call: the newest of the surest. Keep all without an id."""
+    standing: dict[Any, Any] = {}
+    for row in rows:
+        about = row.tool_id or row.id
+        earlier = standing.get(about)
+        if earlier is None or _SURENESS[row.source] >= _SURENESS[earlier.source]:
+            standing[about] = row
+    return list(standing.values())
+
+
+def _transition(
+    row: Any, read: Readable, events: list[Any], statements: list[Any]
+) -> TransitionRow:
+    return TransitionRow(
+        id=row.id,
+        episode_id=row.episode_id,
+        agent=row.agent,
+        policy=row.policy,
+        policy_version=row.policy_version,
+        status=row.status,
+        http_status=row.http_status,
+        request=read.request,
+        reply=row.reply,
+        tokens=Tokens(
+            prompt_ids=read.prompt_ids,
+            sampled_ids=row.sampled_ids,
+            sampled_logprobs=row.sampled_logprobs,
+        ),
+        sampling=read.sampling,
+        trainable=row.trainable,
+        reason=row.reason,
+        tool_calls=read.tool_calls,
+        tool_events=tuple(_event(event) for event in events),
+        feedback=tuple(_statement(statement) for statement in statements),
+        method=row.method,
+        confidence=row.confidence,
+    )
+
+
+def _event(row: Any) -> ToolEvent:
+    return ToolEvent(
+        id=row.id,
+        tool_id=row.tool_id,
+        name=row.name,
+        status=row.status,
+        detail=row.detail,
+        ms=row.ms,
+        source=row.source,
+    )
+
+
+def _statement(row: Any) -> Feedback:
+    if not math.isfinite(row.value):
+        raise Damaged(f"feedback {row.id} has the value {row.value}, which is not finite")
+    return Feedback(metric=row.metric, value=row.value, at=row.at)

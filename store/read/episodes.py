@@ -1,0 +1,162 @@
+"""Reading of episodes as they were recorded, for the trainer's claims and for `pawl export`."""
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+from sqlalchemy import Row, Select, Text, cast, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.errors import Damaged
+from store.read.assembly import assemble, whole_texts
+from store.records import Episode
+from store.schema.tables import episodes, feedback, tool_events, transitions
+
+BATCH = 200
+# How many of the episodes that cannot be read back a message names.
+TOLD = 5
+
+
+async def episode_ids(
+    connection: AsyncConnection,
+    *,
+    since: datetime | None = None,
+    agent: str | None = None,
+    policy: str | None = None,
+) -> list[UUID]:
+    """Return the ids of matching episodes, oldest first; the filters are those of `matching`."""
+    rows = await connection.execute(matching(since=since, agent=agent, policy=policy))
+    return list(rows.scalars())
+
+
+def matching(
+    *, since: datetime | None = None, agent: str | None = None, policy: str | None = None
+) -> Select[tuple[UUID]]:
+    """Build the query for the ids of matching episodes, oldest first.
+
+    An episode matches if it has a call at or after `since` and, for each of `agent` and `policy`, a
+    call with that value. None: no filter.
+    """
+    whole = func.coalesce(episodes.c.root, episodes.c.id)
+    query = select(episodes.c.id).where(episodes.c.root.is_(None))
+    if since is not None:
+        query = query.where(
+            episodes.c.id.in_(select(whole).where(episodes.c.last_call_at >= since))
+        )
+    for column, wanted in (("agent", agent), ("policy", policy)):
+        if wanted is not None:
+            matching = select(transitions.c.episode_id).where(transitions.c[column] == wanted)
+            query = query.where(episodes.c.id.in_(select(whole).where(episodes.c.id.in_(matching))))
+    return query.order_by(episodes.c.first_call_id)
+
+
+class Reading(NamedTuple):
+    """Episodes in the order of the requested ids, and why the others cannot be read, by id."""
+
+    episodes: list[Episode]
+    damaged: dict[UUID, str]
+
+
+async def read_episodes(connection: AsyncConnection, ids: Sequence[UUID]) -> list[Episode]:
+    """Read the episodes of `ids`, in that order, each with its calls, events and feedback.
+
+    Ids that are not stored are left out.
+
+    Raises:
+        Damaged: at least one episode cannot be read back.
+    """
+    reading = await read(connection, ids)
+    if reading.damaged:
+        raise Damaged(what_is(reading.damaged), reading.damaged)
+    return reading.episodes
+
+
+def what_is(damaged: Mapping[UUID, str]) -> str:
+    """Return a message about the damaged episodes: the first few, and how many more."""
+    named = "; ".join(list(damaged.values())[:TOLD])
+    return named if len(damaged) <= TOLD else f"{named}; and {len(damaged) - TOLD} more"
+
+
+async def read_in_batches(
+    connection: AsyncConnection, ids: Sequence[UUID]
+) -> AsyncIterator[Reading]:
+    """Yield the episodes of `ids`, in that order, `BATCH` at a time."""
+    for start in range(0, len(ids), BATCH):
+        yield await read(connection, ids[start : start + BATCH])
+
+
+async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
+    """Read the episodes of `ids` that can be read back, and say why the others cannot.
+
+    Ids that are not stored are left out.
+    """
+    wanted = list(ids)
+    parts = await _rows(
+        connection,
+        select(episodes)
+        .where(or_(episodes.c.id.in_(wanted), episodes.c.root.in_(wanted)))
+        .order_by(episodes.c.first_call_id),
+    )
+    whole_of = {part.id: part.root if part.root in wanted else part.id for part in parts}
+    all_parts = list(whole_of)
+    calls = await _rows(connection, _CALLS.where(transitions.c.episode_id.in_(all_parts)))
+    events = await _rows(connection, _EVENTS.where(tool_events.c.episode_id.in_(all_parts)))
+    items = await _rows(connection, _FEEDBACK.where(feedback.c.episode_id.in_(all_parts)))
+    texts = whole_texts([*calls, *await _bases(connection, calls)])
+    calls_of, events_of, items_of = (_grouped(rows, whole_of) for rows in (calls, events, items))
+    members: dict[UUID, list[Row[Any]]] = {}
+    for part in parts:
+        members.setdefault(whole_of[part.id], []).append(part)
+    reading = Reading([], {})
+    for whole in wanted:
+        if whole not in members:
+            continue
+        own, tools, statements = (of.get(whole, []) for of in (calls_of, events_of, items_of))
+        try:
+            reading.episodes.append(assemble(members[whole], own, tools, statements, texts))
+        except Damaged as error:
+            key = members[whole][0].key
+            reading.damaged[whole] = f"episode {key!r} cannot be read back: {error}"
+    return reading
+
+
+# The driver would parse JSON columns, and one invalid document would fail the whole query. As text
+# they are parsed call by call, so that an invalid document damages its own episode only.
+_AS_TEXT: Final = ("sampling", "tool_calls")
+_CALLS = select(
+    *[
+        cast(column, Text).label(column.name) if column.name in _AS_TEXT else column
+        for column in transitions.c
+        if column.name not in ("request_raw", "reply_raw", "usage")
+    ]
+).order_by(transitions.c.id)
+_EVENTS = select(tool_events).order_by(tool_events.c.at, tool_events.c.id)
+_FEEDBACK = select(feedback).order_by(feedback.c.at, feedback.c.id)
+
+
+async def _rows(connection: AsyncConnection, query: Any) -> Sequence[Row[Any]]:
+    return (await connection.execute(query)).all()
+
+
+async def _bases(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> list[Row[Any]]:
+    """Read the calls that these calls add to, directly or not, and that are not among them.
+
+    They belong to other episodes only if a join by conversation prefix is in doubt.
+    """
+    bases: list[Row[Any]] = []
+    known = {row.id for row in calls}
+    missing = {row.parent_id for row in calls if row.parent_id is not None} - known
+    while missing:
+        rows = await _rows(connection, _CALLS.where(transitions.c.id.in_(missing)))
+        bases += rows
+        known |= missing
+        missing = {row.parent_id for row in rows if row.parent_id is not None} - known
+    return bases
+
+
+def _grouped(rows: Iterable[Row[Any]], whole_of: Mapping[UUID, UUID]) -> dict[UUID, list[Row[Any]]]:
+    by_episode: dict[UUID, list[Row[Any]]] = {}
+    for row in rows:
+        by_episode.setdefault(whole_of[row.episode_id], []).append(row)
+    return by_episode

@@ -1,0 +1,98 @@
+"""Finished updates, with the episodes as they were when the update claimed them."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+import msgspec
+from sqlalchemy import Row, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.errors import UnknownUpdate
+from store.ids import time_of
+from store.records import Episode, Group, Record, TransitionRow
+from store.schema.tables import consumptions, updates
+from store.updates.claims import Claim, Outcome, load_claim
+
+
+class PastUpdate(Record, frozen=True, kw_only=True):
+    """A finished update: its claim, its recipe, and the metrics and outcomes that it recorded."""
+
+    claim: Claim
+    recipe: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+    outcomes: tuple[Outcome, ...]
+
+
+async def past_update(
+    connection: AsyncConnection, which: int | UUID, policy: str | None = None
+) -> PastUpdate:
+    """Read the update that made version `which`, or that has the id `which`.
+
+    If several policies have that version, `policy` selects one. Calls and feedback that came after
+    the claim are left out.
+
+    Raises:
+        UnknownUpdate: there is no such update, or several, or it is not finished.
+        Damaged: a call cannot be read back.
+    """
+    row = await _find(connection, which, policy)
+    claim = await load_claim(connection, row.id)
+    spent = await connection.execute(select(consumptions).where(consumptions.c.update_id == row.id))
+    return PastUpdate(
+        claim=msgspec.structs.replace(
+            claim, groups=tuple(_group_at(group, row.claimed_at) for group in claim.groups)
+        ),
+        recipe=row.recipe,
+        metrics=row.metrics,
+        outcomes=tuple(
+            Outcome(episode_id=one.episode_id, trained=one.trained, reason=one.reason)
+            for one in spent
+        ),
+    )
+
+
+async def _find(connection: AsyncConnection, which: int | UUID, policy: str | None) -> Row[Any]:
+    column = updates.c.version if isinstance(which, int) else updates.c.id
+    query = select(updates).where(column == which)
+    if policy is not None:
+        query = query.where(updates.c.policy == policy)
+    rows = (await connection.execute(query.order_by(updates.c.policy))).all()
+    name = f"version {which}" if isinstance(which, int) else f"update {which}"
+    if not rows:
+        raise UnknownUpdate(f"no update made {name}" if isinstance(which, int) else f"no {name}")
+    if len(rows) > 1:
+        policies = ", ".join(row.policy for row in rows)
+        raise UnknownUpdate(f"several policies have {name}: name one of {policies}")
+    if rows[0].state != "done":
+        raise UnknownUpdate(f"{name} is {rows[0].state}: only finished updates (done) can be read")
+    return rows[0]
+
+
+def _group_at(group: Group, moment: datetime) -> Group:
+    return msgspec.structs.replace(
+        group,
+        episodes=tuple(episode_at(episode, moment) for episode in group.episodes),
+        earlier=tuple(episode_at(episode, moment) for episode in group.earlier),
+    )
+
+
+def episode_at(episode: Episode, moment: datetime) -> Episode:
+    """Return the episode without calls, tool events and feedback from after `moment`.
+
+    A tool event that was replaced after `moment` is missing, because only the newest is read.
+    """
+    return msgspec.structs.replace(
+        episode,
+        calls=tuple(_call_at(call, moment) for call in episode.calls if time_of(call.id) <= moment),
+        feedback=tuple(item for item in episode.feedback if item.at <= moment),
+    )
+
+
+def _call_at(call: TransitionRow, moment: datetime) -> TransitionRow:
+    return msgspec.structs.replace(
+        call,
+        tool_events=tuple(event for event in call.tool_events if time_of(event.id) <= moment),
+        feedback=tuple(item for item in call.feedback if item.at <= moment),
+    )

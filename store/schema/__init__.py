@@ -1,0 +1,1 @@
+"""The database's schema: tables, day partitions, and migrations."""

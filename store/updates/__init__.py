@@ -1,0 +1,1 @@
+"""The episodes of updates: selection, claims, expiry and damage; and policy versions."""

@@ -1,0 +1,301 @@
+"""Claim, release and consume episodes, so that each is trained whole and at most once.
+
+A claim is an update in state `running` whose id is in the `claimed_by` column of its episodes.
+It ends in one transaction, in one of two ways: the update is `done`, its version is recorded
+and its episodes are consumed; or it is `abandoned` and its episodes are free again. A unique
+index allows one running update per policy (docs/decisions/024-exactly-once.md).
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import func, insert, null, select, text, update
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.errors import ClaimLost
+from store.ids import new_id
+from store.read.episodes import read_episodes
+from store.records import Episode, Group, Record, UpdateRow
+from store.schema.tables import consumptions, episodes, updates
+from store.updates.expiry import oldest_version
+from store.updates.policies import add_version
+from store.updates.ready import EARLIER_MEMBERS, ClaimRule, find_ready
+
+
+class Claim(Record, frozen=True, kw_only=True):
+    """The whole groups held for one update, and everything else that their credit depends on.
+
+    Episodes with a call sampled by a version before `oldest_version` are stale. `baselines` is
+    the state of the moving baselines after the policy's last update, as JSON; None before the
+    first. `policy` is the one in training; episodes may also have calls of other policies.
+    """
+
+    update_id: UUID
+    policy: str
+    parent_version: int
+    groups: tuple[Group, ...]
+    oldest_version: int = 0
+    baselines: Mapping[str, Any] | None = None
+
+
+class Outcome(Record, frozen=True, kw_only=True):
+    """The result of an update for one episode: trained, or the reason why not."""
+
+    episode_id: UUID
+    trained: bool
+    reason: str | None = None
+
+
+async def claim(
+    connection: AsyncConnection,
+    rule: ClaimRule,
+    parent_version: int,
+    recipe: Mapping[str, Any],
+) -> UUID | None:
+    """Claim the freshest complete groups for a new update and return the update's id.
+
+    Return None while there are too few. The same ledger gives the same claim. Read the claimed
+    episodes with `load_claim` after this transaction is committed, so that writers of these
+    episodes' calls and feedback block only while the rows are marked.
+
+    Raises:
+        ClaimLost: another update of the policy is running.
+    """
+    oldest = await oldest_version(connection, rule.policy, parent_version, rule.max_staleness)
+    taken = await find_ready(connection, rule, oldest)
+    if not taken:
+        return None
+    update_id = new_id()
+    started = await connection.execute(
+        postgresql.insert(updates)
+        .values(
+            id=update_id,
+            policy=rule.policy,
+            parent_version=parent_version,
+            group_size=rule.group_size,
+            oldest_version=oldest,
+            state="running",
+            recipe=dict(recipe),
+        )
+        .on_conflict_do_nothing()
+        .returning(updates.c.id)
+    )
+    if started.first() is None:
+        raise ClaimLost(f"another update of policy {rule.policy} is running; one runs at a time")
+    await connection.execute(
+        update(episodes).where(episodes.c.id.in_(taken)).values(claimed_by=update_id)
+    )
+    return update_id
+
+
+async def load_claim(connection: AsyncConnection, update_id: UUID) -> Claim:
+    """Read the groups that an update holds or held, in a stable order.
+
+    Groups that are short are filled up with members that earlier updates consumed.
+
+    Raises:
+        Damaged: a call cannot be read back.
+    """
+    head = (await connection.execute(select(updates).where(updates.c.id == update_id))).one()
+    task_of = await _held(connection, update_id)
+    earlier_of = await _earlier(connection, head, Counter(task_of.values()))
+    ids = [*task_of, *(one for earlier in earlier_of.values() for one in earlier)]
+    read = {episode.id: episode for episode in await read_episodes(connection, ids)}
+    by_task: dict[str, list[Episode]] = {}
+    for one, task in task_of.items():
+        by_task.setdefault(task, []).append(read[one])
+    groups = tuple(
+        Group(
+            task=task,
+            episodes=tuple(members),
+            earlier=tuple(read[one] for one in earlier_of.get(task, ())),
+        )
+        for task, members in by_task.items()
+    )
+    return Claim(
+        update_id=update_id,
+        policy=head.policy,
+        parent_version=head.parent_version,
+        groups=groups,
+        oldest_version=head.oldest_version,
+        baselines=await _baselines_before(connection, head),
+    )
+
+
+async def _held(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]:
+    """Map the episodes of an update to their tasks; "" where an episode has none."""
+    task = func.coalesce(episodes.c.joined_task, episodes.c.task, "")
+    query = (
+        select(episodes.c.id, task)
+        .where(episodes.c.claimed_by == update_id)
+        .order_by(task, episodes.c.first_call_id)
+    )
+    return {row[0]: row[1] for row in await connection.execute(query)}
+
+
+async def _earlier(
+    connection: AsyncConnection, head: Any, sizes: Mapping[str, int]
+) -> dict[str, list[UUID]]:
+    """Return the newest consumed episodes of each task that is short of members, to fill it up."""
+    full = head.group_size
+    short = {task: full - size for task, size in sizes.items() if task and size < full}
+    if not short:
+        return {}
+    values = {"policy": head.policy, "before": head.claimed_at, "oldest": head.oldest_version}
+    earlier: dict[str, list[UUID]] = {}
+    for row in await connection.execute(EARLIER_MEMBERS, values | {"tasks": list(short)}):
+        members = earlier.setdefault(row.task, [])
+        if len(members) < short[row.task]:
+            members.append(row.id)
+    return earlier
+
+
+async def _baselines_before(connection: AsyncConnection, head: Any) -> Mapping[str, Any] | None:
+    query = (
+        select(updates.c.baselines)
+        .where(
+            updates.c.policy == head.policy,
+            updates.c.state == "done",
+            updates.c.baselines.is_not(None),
+            updates.c.claimed_at < head.claimed_at,
+        )
+        .order_by(updates.c.claimed_at.desc())
+        .limit(1)
+    )
+    baselines: Mapping[str, Any] | None = (await connection.execute(query)).scalar()
+    return baselines
+
+
+async def running_update(connection: AsyncConnection, policy: str) -> UUID | None:
+    """Return the id of the running update of `policy`, or None if there is none."""
+    query = select(updates.c.id).where(updates.c.policy == policy, updates.c.state == "running")
+    return (await connection.execute(query)).scalar()
+
+
+async def release(connection: AsyncConnection, update_id: UUID, why: str) -> int:
+    """Abandon a running update: free its episodes and return how many there were.
+
+    If the update has ended meanwhile, its episodes stay consumed and the result is 0.
+    """
+    ended = await connection.execute(
+        update(updates)
+        .where(updates.c.id == update_id, updates.c.state == "running")
+        .values(state="abandoned", finished_at=text("now()"), metrics={"abandoned": why})
+        .returning(updates.c.id)
+    )
+    if ended.first() is None:
+        return 0
+    freed = await connection.execute(
+        update(episodes).where(episodes.c.claimed_by == update_id).values(claimed_by=None)
+    )
+    return int(freed.rowcount)
+
+
+async def consume(
+    connection: AsyncConnection,
+    update_id: UUID,
+    outcomes: Sequence[Outcome],
+    metrics: Mapping[str, Any],
+    *,
+    policy: str,
+    version: int | None,
+    adapter_path: str | None,
+    baselines: Mapping[str, Any] | None = None,
+) -> None:
+    """Record a finished update: consume its episodes and add the version that it made.
+
+    Args:
+        connection: an open transaction.
+        update_id: the running update.
+        outcomes: one for each claimed episode.
+        metrics: the update's figures, stored as JSON.
+        policy: the policy that was trained.
+        version: the new version, or None if nothing was trained (no signal in any group).
+        adapter_path: the folder of the new version's adapter.
+        baselines: the state that the next update's moving baselines start from.
+
+    Raises:
+        ClaimLost: the update is no longer running; nothing was written.
+    """
+    ended = await connection.execute(
+        update(updates)
+        .where(updates.c.id == update_id, updates.c.state == "running")
+        .values(
+            state="done",
+            version=version,
+            metrics=dict(metrics),
+            baselines=null() if baselines is None else dict(baselines),
+            finished_at=text("now()"),
+        )
+        .returning(updates.c.id)
+    )
+    if ended.first() is None:
+        raise ClaimLost(f"update {update_id} is no longer running")
+    await connection.execute(
+        insert(consumptions),
+        [
+            {
+                "episode_id": outcome.episode_id,
+                "update_id": update_id,
+                "trained": outcome.trained,
+                "reason": outcome.reason,
+            }
+            for outcome in outcomes
+        ],
+    )
+    if version is not None and adapter_path is not None:
+        await add_version(connection, policy, version, adapter_path, update_id)
+
+
+async def next_version(connection: AsyncConnection, policy: str) -> int:
+    """Return the number for the policy's next version: one above all that were recorded."""
+    highest = await connection.scalar(
+        text("SELECT coalesce(max(version), 0) FROM policies WHERE name = :policy"),
+        {"policy": policy},
+    )
+    return int(highest) + 1
+
+
+async def list_updates(connection: AsyncConnection, policy: str | None = None) -> list[UpdateRow]:
+    """Return the updates of `policy` (None: of every policy) in the order of their claims."""
+    query = select(updates).order_by(updates.c.claimed_at, updates.c.id)
+    if policy is not None:
+        query = query.where(updates.c.policy == policy)
+    return [
+        UpdateRow(
+            id=row.id,
+            policy=row.policy,
+            parent_version=row.parent_version,
+            version=row.version,
+            state=row.state,
+            claimed_at=row.claimed_at,
+            finished_at=row.finished_at,
+            metrics=row.metrics,
+        )
+        for row in await connection.execute(query)
+    ]
+
+
+async def hold_policy(connection: AsyncConnection, policy: str) -> bool:
+    """Try to become the only trainer of `policy`, until the connection ends.
+
+    Return False if another connection holds the policy's advisory lock.
+    """
+    query = text("SELECT pg_try_advisory_lock(hashtext(:name))")
+    held = await connection.scalar(query, {"name": f"pawl-trainer:{policy}"})
+    await connection.commit()
+    return bool(held)
+
+
+async def still_connected(connection: AsyncConnection) -> None:
+    """Check that the connection still works; the hold on the policy ends with it.
+
+    Raises:
+        Exception: the connection is lost; `store.connection.availability.is_unavailable` is true of
+        the error.
+    """
+    await connection.execute(text("SELECT 1"))
+    await connection.commit()

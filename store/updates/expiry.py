@@ -1,0 +1,120 @@
+"""Expiry: consume episodes that can never be trained any more, so that they do not wait forever.
+
+Each is consumed once, by an update in state `expired` that does nothing else, with a reason:
+`stale` (sampled by an older version than the recipe allows) or `aged` (without a call for longer
+than it allows). Scored and unscored episodes expire alike, in short transactions.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Final
+from uuid import UUID
+
+from sqlalchemy import insert, text, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.ids import lowest_id_at, new_id
+from store.schema.tables import FREE, consumptions, episodes, updates
+from store.updates.ready import VERSION, ClaimRule, lock_free
+
+MOST: Final = 1000
+
+_OLDEST = text(
+    """
+    SELECT version FROM policies
+    WHERE name = :policy AND version <= :parent AND state IN ('serving', 'published', 'retired')
+    ORDER BY version DESC OFFSET :staleness LIMIT 1
+    """
+)
+_STALE = text(
+    f"""
+    SELECT id FROM episodes WHERE policy = :policy AND {FREE} AND {VERSION} < :oldest
+    ORDER BY {VERSION}, id LIMIT :most
+    """
+)
+# One lookup per version, because each version is a range of the index. The episode's id is a
+# UUIDv7, so comparing it limits the time at which the episode began.
+_AGED = text(
+    f"""
+    SELECT a.id FROM generate_series(CAST(:oldest AS integer), CAST(:newest AS integer)) v
+    CROSS JOIN LATERAL (
+        SELECT id FROM episodes WHERE policy = :policy AND {FREE} AND {VERSION} = v
+            AND id < CAST(:began_before AS uuid)
+            AND last_call_at < now() - make_interval(secs => :age_s)
+        ORDER BY id LIMIT :most) a
+    LIMIT :most
+    """
+)
+
+
+async def oldest_version(
+    connection: AsyncConnection, policy: str, parent: int, max_staleness: int | None
+) -> int:
+    """Return the first version whose episodes an update of version `parent` may train on.
+
+    Only versions that had traffic count: a rejected version does not make episodes older.
+    """
+    if max_staleness is None:
+        return 0
+    values = {"policy": policy, "parent": parent, "staleness": max_staleness}
+    return int(await connection.scalar(_OLDEST, values) or 0)
+
+
+async def expire(
+    connection: AsyncConnection, rule: ClaimRule, parent: int, recipe: Mapping[str, Any]
+) -> dict[str, int]:
+    """Consume up to `MOST` episodes past `rule`'s limits; return their number by reason.
+
+    The result is empty if there are none.
+    """
+    oldest = await oldest_version(connection, rule.policy, parent, rule.max_staleness)
+    past_limits = await _past_limits(connection, rule, parent, oldest)
+    free = await lock_free(connection, list(past_limits))
+    reasons = {episode: reason for episode, reason in past_limits.items() if episode in free}
+    if not reasons:
+        return {}
+    counted = dict(Counter(reasons.values()))
+    update_id = new_id()
+    await connection.execute(
+        insert(updates).values(
+            id=update_id,
+            policy=rule.policy,
+            parent_version=parent,
+            oldest_version=oldest,
+            state="expired",
+            recipe=dict(recipe),
+            metrics={"episodes": len(reasons), "trained_episodes": 0, "dropped": counted},
+            finished_at=text("now()"),
+        )
+    )
+    await connection.execute(
+        update(episodes).where(episodes.c.id.in_(reasons)).values(claimed_by=update_id)
+    )
+    await connection.execute(
+        insert(consumptions),
+        [
+            {"episode_id": one, "update_id": update_id, "trained": False, "reason": reason}
+            for one, reason in reasons.items()
+        ],
+    )
+    return counted
+
+
+async def _past_limits(
+    connection: AsyncConnection, rule: ClaimRule, parent: int, oldest: int
+) -> dict[UUID, str]:
+    values: dict[str, Any] = {"policy": rule.policy, "oldest": oldest, "most": MOST}
+    stale = (await connection.execute(_STALE, values)).scalars()
+    reasons = dict.fromkeys(stale, "stale")
+    if rule.max_episode_age_s is not None and len(reasons) < MOST:
+        age: dict[str, Any] = {
+            "age_s": rule.max_episode_age_s,
+            "newest": parent,
+            "most": MOST - len(reasons),
+        }
+        now = await connection.scalar(text("SELECT now()"))
+        age["began_before"] = lowest_id_at(now - timedelta(seconds=rule.max_episode_age_s))
+        aged = (await connection.execute(_AGED, values | age)).scalars()
+        reasons |= dict.fromkeys(aged, "aged")
+    return reasons

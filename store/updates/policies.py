@@ -1,0 +1,142 @@
+"""Policy versions, and which one has the traffic.
+
+After a version's row is inserted, only its state (and the time of its change) changes.
+"""
+
+from uuid import UUID
+
+from sqlalchemy import insert, select, text, update
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.errors import UnknownPolicy
+from store.records import PolicyState, PolicyVersion, policy_name
+from store.schema.tables import policies
+
+
+async def ensure_base(connection: AsyncConnection, name: str) -> None:
+    """Add the base model as version 0 of policy `name`, in state `serving`, unless it exists."""
+    await connection.execute(
+        postgresql.insert(policies)
+        .values(name=name, version=0, state="serving", served_name=name)
+        .on_conflict_do_nothing()
+    )
+
+
+async def list_versions(
+    connection: AsyncConnection, name: str | None = None
+) -> list[PolicyVersion]:
+    """Return all versions of policy `name` (None: of every policy), by name and version."""
+    query = select(policies).order_by(policies.c.name, policies.c.version)
+    if name is not None:
+        query = query.where(policies.c.name == name)
+    return [
+        PolicyVersion(
+            name=row.name,
+            version=row.version,
+            state=row.state,
+            served_name=row.served_name,
+            adapter_path=row.adapter_path,
+            update_id=row.update_id,
+        )
+        for row in await connection.execute(query)
+    ]
+
+
+async def add_version(
+    connection: AsyncConnection, name: str, version: int, adapter_path: str, update_id: UUID
+) -> None:
+    """Record a version whose adapter is complete on disk, in state `written`."""
+    await connection.execute(
+        insert(policies).values(
+            name=name,
+            version=version,
+            state="written",
+            served_name=policy_name(name, version, name),
+            adapter_path=adapter_path,
+            update_id=update_id,
+        )
+    )
+
+
+async def set_state(
+    connection: AsyncConnection, name: str, version: int, state: PolicyState
+) -> None:
+    """Move one version to `state`.
+
+    Raises:
+        UnknownPolicy: there is no such version.
+    """
+    changed = await connection.execute(
+        update(policies)
+        .where(policies.c.name == name, policies.c.version == version)
+        .values(state=state, changed_at=text("now()"))
+        .returning(policies.c.version)
+    )
+    if changed.first() is None:
+        raise UnknownPolicy(f"policy {name!r} has no version {version}")
+
+
+async def promote(connection: AsyncConnection, name: str, version: int) -> None:
+    """Give `version` the traffic; the version that had it becomes `published`.
+
+    Raises:
+        UnknownPolicy: there is no such version.
+    """
+    await connection.execute(
+        update(policies)
+        .where(policies.c.name == name, policies.c.state == "serving")
+        .values(state="published", changed_at=text("now()"))
+    )
+    await set_state(connection, name, version, "serving")
+
+
+async def idle_versions(
+    connection: AsyncConnection, name: str, state: PolicyState, idle_s: float
+) -> list[PolicyVersion]:
+    """Return trained versions in `state` that are idle: no change and no call for `idle_s` seconds.
+
+    Version 0, the base model, is never among them.
+    """
+    rows = await connection.execute(
+        text(
+            "SELECT p.version FROM policies p WHERE p.name = :name AND p.state = :state"
+            " AND p.version > 0 AND p.changed_at < now() - make_interval(secs => :idle_s)"
+            " AND NOT EXISTS (SELECT FROM episodes e WHERE e.policy = p.name"
+            " AND e.policy_version = p.version"
+            " AND e.last_call_at > now() - make_interval(secs => :idle_s))"
+        ),
+        {"name": name, "state": state, "idle_s": idle_s},
+    )
+    idle = set(rows.scalars())
+    return [v for v in await list_versions(connection, name) if v.version in idle]
+
+
+async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[str, str, int]]:
+    """Return (policy, episode key, version) of the last day's resumable episodes, newest first.
+
+    An episode that became a part of another goes on at that episode's version. At most `most`.
+    """
+    rows = await connection.execute(
+        text(
+            "SELECT r.policy, e.key, r.policy_version"
+            " FROM episodes e JOIN episodes r ON r.id = COALESCE(e.root, e.id)"
+            " WHERE r.policy IS NOT NULL AND (e.method <> 'own' OR e.linked)"
+            " AND e.last_call_at > now() - interval '1 day'"
+            " ORDER BY e.last_call_at DESC LIMIT :most"
+        ),
+        {"most": most},
+    )
+    return [(row.policy, row.key, row.policy_version) for row in rows]
+
+
+async def pinned_version(connection: AsyncConnection, policy: str, episode: str) -> int | None:
+    """Return the version that an episode began with, or None if it has no call of `policy` yet."""
+    version = await connection.scalar(
+        text(
+            "SELECT COALESCE(r.policy_version, e.policy_version) FROM episodes e"
+            " LEFT JOIN episodes r ON r.id = e.root WHERE e.key = :key AND e.policy = :policy"
+        ),
+        {"key": episode, "policy": policy},
+    )
+    return None if version is None else int(version)

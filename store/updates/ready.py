@@ -1,0 +1,209 @@
+"""Selection of the episodes for the next update: complete groups, the freshest first.
+
+Episodes of newer versions come before those of older ones; among equals, those that waited longest
+come first. If more episodes arrive than are trained, the stale ones are left over.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.records import Record
+from store.schema.tables import FREE
+
+# How many of the last updates are searched for consumed members to compare a late member with.
+EARLIER_UPDATES = 32
+
+TASK = "COALESCE(joined_task, task)"
+VERSION = "COALESCE(policy_version, 0)"
+
+
+class ClaimRule(Record, frozen=True, kw_only=True):
+    """The rule for when a group is complete, and when there are enough groups for an update.
+
+    A group of `group_size` scored episodes is complete, and `groups` groups make an update. Once a
+    group has waited `max_age_s` seconds since its first reward, fewer groups are enough; and that
+    group may itself be smaller if it has `smallest_group` members, counting those that earlier
+    updates consumed. With a `group_size` of 1 every episode is its own group, with or without a
+    task.
+
+    Two kinds of episode count as members after they have been silent for some seconds (None:
+    never): a failed one without a reward after `failed_after_s`; one whose only rewards are for
+    single calls, `call_rewards_after_s` after its last call or such reward. Episodes sampled more
+    than `max_staleness` versions ago are not taken; these, and those silent for more than
+    `max_episode_age_s` seconds, expire (`store.updates.expiry`). None: no limit.
+    """
+
+    policy: str
+    group_size: int
+    groups: int
+    smallest_group: int
+    max_age_s: float
+    max_staleness: int | None = None
+    max_episode_age_s: float | None = None
+    failed_after_s: float | None = None
+    call_rewards_after_s: float | None = None
+
+
+_SCORED = f"""
+    SELECT id, {TASK} AS task, {VERSION} AS version, scored_at AS at
+    FROM episodes
+    WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE} AND {VERSION} >= :oldest
+"""
+# No reward marks the end of such an episode, so it counts as over once all its parts are silent.
+_CALL_SCORED = f"""
+    UNION ALL
+    SELECT id, {TASK}, {VERSION}, GREATEST(last_call_at, call_scored_at)
+        + make_interval(secs => :call_rewards_after_s)
+    FROM episodes e
+    WHERE policy = :policy AND call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE}
+        AND GREATEST(last_call_at, call_scored_at)
+            < now() - make_interval(secs => :call_rewards_after_s)
+        AND {VERSION} >= :oldest
+        AND NOT (linked AND EXISTS (
+            SELECT FROM episodes p WHERE p.root = e.id
+                AND p.last_call_at >= now() - make_interval(secs => :call_rewards_after_s)))
+"""
+# If rewards for single calls count, an episode that has one counts as rewarded.
+_FAILED = f"""
+    UNION ALL
+    SELECT id, {TASK}, {VERSION}, last_call_at + make_interval(secs => :failed_after_s)
+    FROM episodes
+    WHERE policy = :policy AND failed AND scored_at IS NULL AND {FREE} AND NOT linked
+        AND NOT (:calls_are_paid AND call_scored_at IS NOT NULL)
+        AND last_call_at < now() - make_interval(secs => :failed_after_s)
+        AND {VERSION} >= :oldest
+"""
+# The last part of a joined episode decides whether the episode failed.
+_FAILED_JOINED = """
+    UNION ALL
+    SELECT w.id, COALESCE(w.joined_task, w.task), COALESCE(w.policy_version, 0),
+        f.last_call_at + make_interval(secs => :failed_after_s)
+    FROM episodes f JOIN episodes w ON w.id = COALESCE(f.root, f.id)
+    WHERE f.policy = :policy AND f.failed AND f.scored_at IS NULL AND f.claimed_by IS NULL
+        AND f.linked
+        AND f.last_call_at < now() - make_interval(secs => :failed_after_s)
+        AND w.policy = :policy AND w.scored_at IS NULL AND w.claimed_by IS NULL
+        AND NOT (:calls_are_paid AND w.call_scored_at IS NOT NULL)
+        AND w.quarantined_reason IS NULL AND COALESCE(w.policy_version, 0) >= :oldest
+        AND w.last_call_id <= f.last_call_id
+        AND NOT EXISTS (SELECT FROM episodes p
+                        WHERE p.root = w.id AND p.last_call_id > f.last_call_id)
+"""
+# Members of each task that were consumed by the last updates before a given time.
+_EARLIER = f"""
+    SELECT e.id, {TASK} AS task, u.claimed_at
+    FROM (SELECT id, claimed_at FROM updates
+          WHERE policy = :policy AND state = 'done' AND claimed_at < CAST(:before AS timestamptz)
+          ORDER BY claimed_at DESC LIMIT {EARLIER_UPDATES}) u
+    JOIN consumptions c ON c.update_id = u.id JOIN episodes e ON e.id = c.episode_id
+    WHERE {TASK} IS NOT NULL AND {VERSION} >= :oldest AND quarantined_reason IS NULL
+        AND (e.scored_at IS NOT NULL OR e.call_scored_at IS NOT NULL OR e.failed)
+"""
+EARLIER_MEMBERS = text(
+    f"SELECT id, task FROM ({_EARLIER}) e WHERE task = ANY(:tasks) ORDER BY claimed_at DESC, id"
+)
+_GROUPS = """
+    WITH ready AS ({ready}),
+    consumed AS (SELECT task, count(*) AS members FROM ({earlier}) e GROUP BY task),
+    found AS (
+        SELECT task, count(*) AS members, min(at) AS first, max(version) AS newest
+        FROM ready WHERE task IS NOT NULL GROUP BY task)
+    SELECT task, extract(epoch FROM now() - first) AS age_s,
+        COALESCE(c.members, 0) AS earlier
+    FROM found g LEFT JOIN consumed c USING (task)
+    WHERE g.members >= :group_size
+        OR (g.members + COALESCE(c.members, 0) >= :smallest_group
+            AND first < now() - make_interval(secs => :max_age_s))
+    ORDER BY newest DESC, first, task LIMIT :groups
+"""
+_MEMBERS = """
+    SELECT m.id, t.task FROM unnest(CAST(:tasks AS text[])) AS t (task) CROSS JOIN LATERAL (
+        SELECT id FROM ({ready}) r WHERE r.task = t.task
+        ORDER BY version DESC, at, id LIMIT :group_size) m
+"""
+_SINGLES = """
+    SELECT id, extract(epoch FROM now() - at) AS age_s FROM ({ready}) r
+    ORDER BY version DESC, at, id LIMIT :groups
+"""
+# This waits for transactions that hold a member (SKIP LOCKED would claim a group that is not
+# whole). Locks are taken in the order of keys, as everywhere, so that there are no deadlocks.
+_LOCK = text(
+    f"SELECT id FROM episodes WHERE id = ANY(:ids) AND {FREE} ORDER BY key FOR NO KEY UPDATE"
+)
+
+
+async def find_ready(connection: AsyncConnection, rule: ClaimRule, oldest: int) -> list[UUID]:
+    """Select and lock the episodes of the next update; return none while there are too few.
+
+    `oldest` is the first version whose episodes may be trained.
+    """
+    values = {
+        "policy": rule.policy,
+        "oldest": oldest,
+        "groups": rule.groups,
+    }
+    ready = _SCORED
+    if rule.call_rewards_after_s is not None:
+        ready += _CALL_SCORED
+        values["call_rewards_after_s"] = rule.call_rewards_after_s
+    if rule.failed_after_s is not None:
+        ready += _FAILED + _FAILED_JOINED
+        values["failed_after_s"] = rule.failed_after_s
+        values["calls_are_paid"] = rule.call_rewards_after_s is not None
+    if rule.group_size == 1:
+        return await _singles(connection, rule, ready, values)
+    return await _groups(connection, rule, ready, values)
+
+
+async def lock_free(connection: AsyncConnection, ids: Sequence[UUID]) -> set[UUID]:
+    """Lock those of `ids` that no update has claimed, until the transaction ends; return them."""
+    return set((await connection.execute(_LOCK, {"ids": list(ids)})).scalars())
+
+
+async def _singles(
+    connection: AsyncConnection, rule: ClaimRule, ready: str, values: dict[str, Any]
+) -> list[UUID]:
+    rows = (await connection.execute(text(_SINGLES.format(ready=ready)), values)).all()
+    if not _enough(rows, rule):
+        return []
+    free = await lock_free(connection, [row.id for row in rows])
+    return [row.id for row in rows if row.id in free]
+
+
+async def _groups(
+    connection: AsyncConnection, rule: ClaimRule, ready: str, values: dict[str, Any]
+) -> list[UUID]:
+    limits = {
+        "before": await connection.scalar(text("SELECT now()")),
+        "group_size": rule.group_size,
+        "smallest_group": rule.smallest_group,
+        "max_age_s": rule.max_age_s,
+    }
+    query = text(_GROUPS.format(ready=ready, earlier=_EARLIER))
+    rows = (await connection.execute(query, values | limits)).all()
+    if not _enough(rows, rule):
+        return []
+    earlier = {row.task: row.earlier for row in rows}
+    chosen = await connection.execute(
+        text(_MEMBERS.format(ready=ready)),
+        values | {"tasks": list(earlier), "group_size": rule.group_size},
+    )
+    members: dict[str, list[UUID]] = {}
+    for row in chosen:
+        members.setdefault(row.task, []).append(row.id)
+    free = await lock_free(connection, [one for group in members.values() for one in group])
+    taken: list[UUID] = []
+    for task, group in members.items():
+        free_members = [one for one in group if one in free]
+        if free_members and len(free_members) + earlier[task] >= rule.smallest_group:
+            taken += free_members
+    return taken
+
+
+def _enough(rows: Sequence[Any], rule: ClaimRule) -> bool:
+    waited = any(row.age_s >= rule.max_age_s for row in rows)
+    return bool(rows) and (len(rows) >= rule.groups or waited)

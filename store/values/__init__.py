@@ -1,0 +1,1 @@
+"""Encoding, limits and conversion of the values that are stored (pure)."""

@@ -1,0 +1,175 @@
+"""The calls that later calls may be stored as additions to: the tips of recent threads.
+
+The cache of one drainer, limited in size. It holds only calls whose rows are committed. A call
+whose base is not in it is stored whole, so an evicted entry costs disk space and nothing else.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final
+from uuid import UUID
+
+from store.ids import day_of
+from store.records import CallRecord, Record
+from store.values.delta import LEAST_SHARED, delta, shared_prefix
+
+CAPACITY_BYTES: Final = 64 * 2**20
+# Approximate memory that Python uses for a tip in addition to its bytes.
+OVERHEAD_BYTES: Final = 600
+# Number of threads of one episode (agents that take turns) that are followed side by side.
+TIPS: Final = 4
+
+
+class Base(Record, frozen=True, kw_only=True):
+    """A stored call; the next prompt of its thread may begin with its prompt and sampled ids."""
+
+    call_id: UUID
+    request: bytes
+    prompt_ids: bytes
+    sampled_ids: bytes
+    offers: tuple[bytes, ...] = ()
+
+
+class Stored(Record, frozen=True, kw_only=True):
+    """The columns that hold a call's request and prompt ids, whole or as an addition.
+
+    With a `parent_id`, `request` and `prompt_ids` hold only the bytes that the call adds;
+    `request_prefix`, `request_suffix` and `prompt_prefix` count the bytes taken from the parent.
+    """
+
+    parent_id: UUID | None = None
+    request_prefix: int | None = None
+    request_suffix: int | None = None
+    prompt_prefix: int | None = None
+    request: bytes | None
+    prompt_ids: bytes
+
+
+class Bases:
+    """A cache of tips by episode; the episodes updated longest ago are evicted first."""
+
+    def __init__(self, capacity: int = CAPACITY_BYTES) -> None:
+        """Open an empty cache of at most `capacity` bytes."""
+        self._capacity = capacity
+        self._size = 0
+        self._tips: OrderedDict[str, list[Base]] = OrderedDict()
+        self._offered_by: dict[bytes, str] = {}
+
+    def batch(self) -> "Batch":
+        """Open a view in which the calls of one batch can be bases of each other."""
+        return Batch(self)
+
+    def of(self, episode: str) -> list[Base]:
+        """Return the tips of an episode."""
+        return self._tips.get(episode, [])
+
+    def asked_for(self, asks: Iterable[bytes]) -> list[Base]:
+        """Return the tips of the episode that offers the first known fingerprint of `asks`.
+
+        A call that names no episode may have one of its own until the store joins it.
+        """
+        keys = (self._offered_by.get(digest) for digest in asks)
+        key = next((key for key in keys if key is not None), None)
+        return [] if key is None else self.of(key)
+
+    def remember(self, episodes: Iterable[tuple[str, list[Base]]]) -> None:
+        """Replace the tips of these episodes."""
+        for episode, tips in episodes:
+            self._forget(self._tips.pop(episode, ()))
+            self._tips[episode] = tips
+            self._offered_by |= {digest: episode for tip in tips for digest in tip.offers}
+            self._size += sum(map(_size, tips))
+        while self._size > self._capacity:
+            _, tips = self._tips.popitem(last=False)
+            self._forget(tips)
+
+    def _forget(self, tips: Iterable[Base]) -> None:
+        tips = list(tips)
+        self._size -= sum(map(_size, tips))
+        for digest in (digest for tip in tips for digest in tip.offers):
+            self._offered_by.pop(digest, None)
+
+
+class Batch:
+    """The tips that one batch adds, kept apart from the cache until its rows are committed."""
+
+    def __init__(self, bases: Bases) -> None:
+        """Store the cache that the batch reads now, and changes on `commit`."""
+        self._bases = bases
+        self._tips: dict[str, list[Base]] = {}
+        self._offered_by: dict[bytes, str] = {}
+
+    def store(self, call: CallRecord) -> Stored:
+        """Return the columns to store `call` with; later calls of the batch may add to it."""
+        request, prompt_ids = call.request, call.tokens.prompt_ids
+        whole = Stored(request=request, prompt_ids=prompt_ids)
+        if request is None:
+            return whole
+        tips = self._tips.get(call.episode)
+        if tips is None:
+            tips = self._tips[call.episode] = list(self._bases.of(call.episode))
+        base = _nearest(tips or self._asked_for(call), call)
+        stored = whole if base is None else _added(base, request, prompt_ids)
+        if base is not None and base in tips and _continues(stored, base):
+            tips.remove(base)
+        tips.append(
+            Base(
+                call_id=call.id,
+                request=request,
+                prompt_ids=prompt_ids,
+                sampled_ids=call.tokens.sampled_ids,
+                offers=call.offers,
+            )
+        )
+        self._offered_by |= dict.fromkeys(call.offers, call.episode)
+        del tips[:-TIPS]
+        return stored
+
+    def _asked_for(self, call: CallRecord) -> list[Base]:
+        for digest in call.asks:
+            if digest in self._offered_by:
+                return self._tips[self._offered_by[digest]]
+        return self._bases.asked_for(call.asks)
+
+    def commit(self) -> None:
+        """Add the batch's tips to the cache. Call it once the batch's rows are committed."""
+        self._bases.remember(self._tips.items())
+
+
+def _nearest(tips: list[Base], call: CallRecord) -> Base | None:
+    """Return the tip of the call's day that shares the longest request prefix with it.
+
+    Partitions are dropped by day, so a call must not depend on one of another day.
+    """
+    if not tips:
+        return None
+    request, day = call.request or b"", day_of(call.id)
+    of_its_day = [tip for tip in tips if day_of(tip.call_id) == day]
+    if len(of_its_day) < 2:
+        return of_its_day[0] if of_its_day else None
+    return max(of_its_day, key=lambda tip: shared_prefix(tip.request, request))
+
+
+def _continues(stored: Stored, base: Base) -> bool:
+    """Return whether the call repeats nearly all of the base, and so replaces it as a tip."""
+    shared = (stored.request_prefix or 0) + (stored.request_suffix or 0)
+    return len(base.request) - shared < LEAST_SHARED
+
+
+def _added(base: Base, request: bytes, prompt_ids: bytes) -> Stored:
+    prefix, suffix, middle = delta(base.request, request)
+    if prefix + suffix < LEAST_SHARED:
+        return Stored(request=request, prompt_ids=prompt_ids)
+    shared = shared_prefix(base.prompt_ids + base.sampled_ids, prompt_ids)
+    return Stored(
+        parent_id=base.call_id,
+        request_prefix=prefix,
+        request_suffix=suffix,
+        prompt_prefix=shared,
+        request=middle,
+        prompt_ids=prompt_ids[shared:],
+    )
+
+
+def _size(base: Base) -> int:
+    return len(base.request) + len(base.prompt_ids) + len(base.sampled_ids) + OVERHEAD_BYTES

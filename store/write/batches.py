@@ -1,0 +1,192 @@
+"""Writing of a batch's rows, by COPY on the driver's own connection.
+
+Row locks are taken in the order of episode keys, so that drainers cannot deadlock. A call that is
+stored already shows as a violation of its primary key. That is rare, so only then the batch is
+written again, after a query for the calls that are stored.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import UUID
+
+from store.ids import time_of
+from store.link.joins import DOUBTFUL_CALL
+from store.link.settle import Written
+from store.records import OWN_EPISODE, CallRecord, FeedbackRecord, GapRecord, SpoolRecord
+from store.values.digests import as_uuid, levels
+from store.values.storable import storable_call
+from store.write.bases import Batch
+from store.write.gaps import mark_gaps
+from store.write.rows import (
+    EVENT_COLUMNS,
+    FEEDBACK_COLUMNS,
+    TRANSITION_COLUMNS,
+    Row,
+    episode_row,
+    event_row,
+    feedback_row,
+    transition_row,
+)
+
+# A named task beats a derived one; among equals the earliest call's task counts. The policy is the
+# earliest call's, too. So the result does not depend on the order of arrival.
+_TAKES_TASK = (
+    "excluded.task IS NOT NULL AND (episodes.task IS NULL"
+    " OR (excluded.task_named AND NOT episodes.task_named)"
+    " OR (excluded.task_named = episodes.task_named"
+    " AND excluded.task_from < episodes.task_from))"
+)
+_IS_EARLIER = "excluded.first_call_id < episodes.first_call_id"
+_UPSERT_EPISODES = f"""
+    INSERT INTO episodes (id, key, method, task, task_named, task_from, policy, policy_version,
+                          first_call_id, last_call_id, last_call_at, failed, doubtful,
+                          quarantined_reason)
+    SELECT id, key, method, task, task_named, task_from, policy, policy_version, id, last_call_id,
+        last_call_at, failed, doubtful, CASE WHEN doubtful THEN '{DOUBTFUL_CALL}' END
+    FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::boolean[], $6::uuid[],
+                $7::text[], $8::integer[], $9::uuid[], $10::timestamptz[], $11::boolean[],
+                $12::boolean[])
+        AS said (id, key, method, task, task_named, task_from, policy, policy_version,
+                 last_call_id, last_call_at, failed, doubtful)
+    ON CONFLICT (key) DO UPDATE SET
+        last_call_at = GREATEST(episodes.last_call_at, excluded.last_call_at),
+        first_call_id = LEAST(episodes.first_call_id, excluded.first_call_id),
+        last_call_id = GREATEST(episodes.last_call_id, excluded.last_call_id),
+        failed = CASE WHEN excluded.last_call_id > episodes.last_call_id THEN excluded.failed
+                 ELSE episodes.failed END,
+        method = CASE WHEN {_IS_EARLIER} THEN excluded.method ELSE episodes.method END,
+        task = CASE WHEN {_TAKES_TASK} THEN excluded.task ELSE episodes.task END,
+        task_from = CASE WHEN {_TAKES_TASK} THEN excluded.task_from ELSE episodes.task_from END,
+        task_named = episodes.task_named OR excluded.task_named,
+        policy = CASE WHEN {_IS_EARLIER} THEN excluded.policy ELSE episodes.policy END,
+        policy_version = CASE WHEN {_IS_EARLIER} THEN excluded.policy_version
+                         ELSE episodes.policy_version END,
+        doubtful = episodes.doubtful OR excluded.doubtful,
+        quarantined_reason = COALESCE(episodes.quarantined_reason, excluded.quarantined_reason)
+    RETURNING key, id, linked, xmax <> 0 AS was_there
+"""
+
+_INSERT_REQUESTS = """
+    INSERT INTO feedback_requests (id, idempotency_key, body_hash, at)
+    SELECT * FROM unnest($1::uuid[], $2::text[], $3::text[], $4::timestamptz[])
+    ON CONFLICT DO NOTHING RETURNING id
+"""
+
+
+async def write(
+    driver: Any, records: Sequence[SpoolRecord], batch: Batch, *, repeated: bool
+) -> Written:
+    """Write `records` in the driver's current transaction.
+
+    `repeated` means that some may be stored already; these are left as they are.
+
+    Raises:
+        asyncpg.UniqueViolationError: some are stored already, and `repeated` is false.
+        asyncpg.PostgresError: the database is away, or refuses a record.
+    """
+    calls = {
+        record.id: storable_call(record) for record in records if isinstance(record, CallRecord)
+    }
+    statements = {record.id: record for record in records if isinstance(record, FeedbackRecord)}
+    written = Written()
+    if calls:
+        known = await _known(driver, list(calls)) if repeated else set[UUID]()
+        await _write_calls(driver, list(calls.values()), known, batch, written)
+    await mark_gaps(driver, [record for record in records if isinstance(record, GapRecord)])
+    if statements:
+        written.keyed += await _write_feedback(driver, list(statements.values()))
+        written.statements += statements.values()
+    return written
+
+
+async def _known(driver: Any, ids: list[UUID]) -> set[UUID]:
+    rows = await driver.fetch("SELECT id FROM transitions WHERE id = ANY($1)", ids)
+    return {row[0] for row in rows}
+
+
+async def _write_calls(
+    driver: Any, calls: list[CallRecord], known: set[UUID], batch: Batch, written: Written
+) -> None:
+    episode_ids = await _upsert_episodes(driver, calls, written)
+    written.calls += [(call, episode_ids[call.episode]) for call in calls]
+    new = [(call, episode) for call, episode in written.calls if call.id not in known]
+    # A generator, so that each row is in memory only until it is sent.
+    rows = (transition_row(call, episode, batch.store(call)) for call, episode in new)
+    offers = [(as_uuid(digest), episode) for call, episode in new for digest in call.offers]
+    asks = [
+        (as_uuid(digest), call.id, episode, level)
+        for call, episode in new
+        for digest, level in levels(call.asks)
+    ]
+    events = [
+        event_row(event, time_of(call.id), episode_id=episode)
+        for call, episode in new
+        for event in call.tool_events
+    ]
+    if new:
+        await driver.copy_records_to_table("transitions", columns=TRANSITION_COLUMNS, records=rows)
+    await _copy(driver, "offers", ("digest", "episode_id"), offers)
+    await _copy(driver, "asks", ("digest", "call_id", "episode_id", "level"), asks)
+    await _copy(driver, "tool_events", EVENT_COLUMNS, events)
+
+
+async def _upsert_episodes(
+    driver: Any, calls: Sequence[CallRecord], written: Written
+) -> dict[str, UUID]:
+    by_key: dict[str, list[CallRecord]] = {}
+    for call in sorted(calls, key=lambda call: (call.episode, call.id)):
+        by_key.setdefault(call.episode, []).append(call)
+    columns = zip(*map(episode_row, by_key.values()), strict=True)
+    upserted = await driver.fetch(_UPSERT_EPISODES, *map(list, columns))
+    for key, episode_id, linked, was_there in upserted:
+        if linked:
+            written.linked.append(episode_id)
+        elif was_there and by_key[key][0].method == OWN_EPISODE:
+            written.rescored.append(episode_id)
+    return {row[0]: row[1] for row in upserted}
+
+
+async def _copy(driver: Any, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    if rows:
+        await driver.copy_records_to_table(table, columns=columns, records=rows)
+
+
+# Of two requests in one batch, the later one is the conflict.
+_CONFLICTS = """
+    SELECT n.id FROM feedback_requests n WHERE n.id = ANY($1) AND EXISTS (
+        SELECT FROM feedback_requests o
+        WHERE o.idempotency_key = n.idempotency_key AND o.body_hash <> n.body_hash
+            AND (o.id < n.id OR o.id <> ALL ($1)))
+"""
+
+
+async def _write_feedback(driver: Any, records: Sequence[FeedbackRecord]) -> list[UUID]:
+    """Write feedback requests and their items; return the new requests that have a key.
+
+    A request whose key and body are stored already is skipped; the same key with another body is
+    not.
+    """
+    ordered = sorted(records, key=lambda record: (record.idempotency_key or "", record.id))
+    rows = [(r.id, r.idempotency_key, r.body_hash, r.at) for r in ordered]
+    inserted = await driver.fetch(_INSERT_REQUESTS, *map(list, zip(*rows, strict=True)))
+    new = {row[0] for row in inserted}
+    statements, events = [], []
+    for record in records:
+        for item in record.items if record.id in new else ():
+            if item.tool is None:
+                statements.append(feedback_row(item, record))
+            else:
+                events.append(event_row(item.tool, record.at, item=item))
+    await _copy(driver, "feedback", FEEDBACK_COLUMNS, statements)
+    await _copy(driver, "tool_events", EVENT_COLUMNS, events)
+    return [record.id for record in records if record.id in new and record.idempotency_key]
+
+
+async def key_conflicts(driver: Any, written: Written) -> list[UUID]:
+    """Return the batch's feedback requests whose key is stored with another body, too.
+
+    Call it after the batch is committed: of two batches committed at the same time, at least the
+    later one sees the other.
+    """
+    conflicts = await driver.fetch(_CONFLICTS, written.keyed) if written.keyed else []
+    return [row[0] for row in conflicts]

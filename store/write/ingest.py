@@ -1,0 +1,161 @@
+"""Ingestion of spooled records: one transaction per batch, and a second where records meet.
+
+Storing is idempotent and independent of order: every row has the id that its record was made
+with, an episode's fields are merged by rules that commute, and a reference to something that
+is not stored yet (feedback, a call that repeats another's reply) is resolved whenever its
+target arrives (docs/decisions/001-ledger.md).
+
+The first transaction writes a batch's rows. Only the second (`store.link.settle`) reads what other
+drainers wrote. By then both sides of a reference are committed, so the later of two drainers
+sees them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from typing import Any
+from uuid import UUID
+
+import asyncpg
+from sqlalchemy import text
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from store.connection.availability import is_unavailable
+from store.errors import Refused
+from store.link.settle import meets_others, settle
+from store.records import CallRecord, SpoolRecord
+from store.schema.partitions import days_of, ensure_partition
+from store.write.bases import Bases
+from store.write.batches import key_conflicts, write
+
+
+class Ingester:
+    """Stores the batches of one drainer, and caches the calls that later ones may add to."""
+
+    def __init__(self, on_conflicts: Callable[[list[UUID]], None] | None = None) -> None:
+        """Store the callback for idempotency conflicts.
+
+        It gets the ids of feedback requests whose idempotency key was stored with another body.
+        The feedback of both bodies counts.
+        """
+        self._on_conflicts = on_conflicts
+        self._bases = Bases()
+        self._days: set[date] = set()
+
+    async def store(self, engine: AsyncEngine, records: Sequence[SpoolRecord]) -> None:
+        """Store all `records` or none; those that are stored already change nothing.
+
+        After any error the batch may be stored again, whole or in halves.
+
+        Raises:
+            Refused: the database refuses a record.
+            Exception: the database is away (`store.connection.availability.is_unavailable` tells),
+            or the
+                error is unexpected: one record may be at fault, or none.
+        """
+        with _refusals():
+            await self._store(engine, records)
+
+    async def _store(self, engine: AsyncEngine, records: Sequence[SpoolRecord]) -> None:
+        days = set(days_of(record.id for record in records if isinstance(record, CallRecord)))
+        for repeated in (False, True):
+            await self._make_partitions(engine, days)
+            try:
+                async with engine.connect() as connection:
+                    await self._store_on(await _driver_of(connection), records, repeated)
+                return
+            except (asyncpg.UniqueViolationError, asyncpg.CheckViolationError):
+                # Some records are stored already, or a day's partition was dropped. Both are
+                # rare, so it is looked for only now.
+                if repeated:
+                    raise
+                self._days.clear()
+                self._bases = Bases()
+
+    async def _store_on(self, driver: Any, records: Sequence[SpoolRecord], repeated: bool) -> None:
+        batch = self._bases.batch()
+        async with driver.transaction():
+            written = await write(driver, records, batch, repeated=repeated)
+        batch.commit()
+        conflicts = await key_conflicts(driver, written)
+        if conflicts and self._on_conflicts is not None:
+            self._on_conflicts(conflicts)
+        if await meets_others(driver, written):
+            async with driver.transaction():
+                await settle(driver, written)
+
+    async def _make_partitions(self, engine: AsyncEngine, days: set[date]) -> None:
+        # In a transaction of their own, so that no drainer holds row locks while it waits here.
+        for day in sorted(days - self._days):
+            async with engine.begin() as connection:
+                await ensure_partition(connection, day)
+            self._days.add(day)
+
+
+async def ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) -> None:
+    """Store `records` in the caller's transaction, for a single writer and few records.
+
+    Raises:
+        Refused: the database refuses a record.
+        Exception: the database is away (`store.connection.availability.is_unavailable` tells), or
+        the error
+            is unexpected.
+    """
+    with _refusals():
+        await _ingest(connection, records)
+
+
+async def _ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) -> None:
+    for day in days_of(record.id for record in records if isinstance(record, CallRecord)):
+        await ensure_partition(connection, day)
+    # SQLAlchemy begins the transaction with its first statement; the driver's come later.
+    await connection.execute(text("SELECT 1"))
+    driver = await _driver_of(connection)
+    written = await write(driver, records, Bases().batch(), repeated=True)
+    await settle(driver, written)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn errors about a record's content into `Refused`; let all others pass.
+
+    Raises:
+        Refused: the database or its driver does not accept a record.
+    """
+    try:
+        yield
+    except (
+        asyncpg.PostgresError,
+        asyncpg.InterfaceError,
+        SQLAlchemyError,
+        ArithmeticError,
+        ValueError,
+    ) as error:
+        # An internal error of PostgreSQL (a damaged index, for example) is not a record's fault.
+        if is_unavailable(error) or isinstance(error, asyncpg.InternalServerError):
+            raise
+        raise Refused(str(error)) from error
+
+
+async def _driver_of(connection: AsyncConnection) -> Any:
+    return (await connection.get_raw_connection()).driver_connection
+
+
+async def known_targets(
+    connection: AsyncConnection, targets: Iterable[tuple[str, str]]
+) -> set[tuple[str, str]]:
+    """Return those of the (kind, target) pairs that are stored already."""
+    known: set[tuple[str, str]] = set()
+    queries = {
+        "episode": "SELECT key FROM episodes WHERE key = ANY(:wanted)",
+        "response": "SELECT response_id FROM transitions WHERE response_id = ANY(:wanted)",
+        "call": "SELECT id::text FROM transitions WHERE id = ANY(CAST(:wanted AS uuid[]))",
+    }
+    by_kind: dict[str, list[str]] = {}
+    for kind, target in targets:
+        by_kind.setdefault(kind, []).append(target)
+    for kind, wanted in by_kind.items():
+        rows = await connection.execute(text(queries[kind]), {"wanted": wanted})
+        known.update((kind, row[0]) for row in rows)
+    return known

@@ -1,0 +1,154 @@
+"""Conversion of records to rows (pure): the columns given to COPY, and the values in that order."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from hashlib import sha256
+from typing import Any, Final
+from uuid import UUID
+
+from store.connection.engine import to_json
+from store.records import CallRecord, FeedbackItem, FeedbackRecord, ToolEvent, has_failed
+from store.write.bases import Stored
+
+Row = tuple[Any, ...]
+
+TRANSITION_COLUMNS: Final = (
+    *("id", "episode_id", "method", "confidence", "retry_of", "agent", "dialect"),
+    *("policy", "policy_version", "served_model", "status", "http_status", "stream"),
+    *("parent_id", "request_prefix", "request_suffix", "prompt_prefix"),
+    *("request", "request_raw", "reply", "reply_raw", "response_id"),
+    *("prompt_ids", "sampled_ids", "sampled_logprobs", "sampling", "trainable", "reason"),
+    *("tool_calls", "usage", "finish", "started_at", "first_chunk_ms", "total_ms", "retry"),
+)
+EVENT_COLUMNS: Final = (
+    *("id", "episode_id", "target_kind", "target", "tool_id", "name"),
+    *("status", "detail", "ms", "source", "at"),
+)
+FEEDBACK_COLUMNS: Final = ("id", "metric", "value", "target_kind", "target", "request_id", "at")
+
+
+def transition_row(call: CallRecord, episode_id: UUID, stored: Stored) -> Row:
+    """Return the row of a call, in the order of `TRANSITION_COLUMNS`."""
+    tokens = call.tokens
+    return (
+        call.id,
+        episode_id,
+        call.method,
+        call.confidence,
+        call.retry_of,
+        call.agent,
+        call.dialect,
+        call.policy,
+        call.policy_version,
+        call.served_model,
+        call.status,
+        call.http_status,
+        call.stream,
+        stored.parent_id,
+        stored.request_prefix,
+        stored.request_suffix,
+        stored.prompt_prefix,
+        stored.request,
+        call.request_raw,
+        call.reply,
+        call.reply_raw,
+        call.response_id,
+        stored.prompt_ids,
+        tokens.sampled_ids,
+        tokens.sampled_logprobs,
+        call.sampling.decode(),
+        call.trainable,
+        call.reason,
+        to_json(call.tool_calls) if call.tool_calls else "[]",
+        None if call.usage is None else call.usage.decode(),
+        call.finish,
+        call.started_at,
+        call.first_chunk_ms,
+        call.total_ms,
+        call.retry,
+    )
+
+
+def event_row(
+    event: ToolEvent,
+    at: datetime,
+    *,
+    episode_id: UUID | None = None,
+    item: FeedbackItem | None = None,
+) -> Row:
+    """Return the row of a tool event, in the order of `EVENT_COLUMNS`.
+
+    An event of a call has an `episode_id`; one from feedback has the `item` that names its target.
+    """
+    return (
+        event.id,
+        episode_id,
+        item.target_kind if item else None,
+        item.target if item else None,
+        event.tool_id,
+        event.name,
+        event.status,
+        event.detail,
+        event.ms,
+        event.source,
+        at,
+    )
+
+
+def feedback_row(item: FeedbackItem, record: FeedbackRecord) -> Row:
+    """Return the row of a feedback item, in the order of `FEEDBACK_COLUMNS`."""
+    return (
+        item.id,
+        item.metric,
+        item.value,
+        item.target_kind,
+        item.target,
+        record.id,
+        record.at,
+    )
+
+
+def derived_task(record: CallRecord) -> str | None:
+    """Derive the task of a call that names none: a hash of its prompt ids.
+
+    So episodes whose first prompts are equal, token by token, form a group. Return None if the
+    upstream gave no ids: such an episode cannot be compared with another.
+    """
+    if not record.tokens.prompt_ids:
+        return None
+    return "prompt:" + sha256(record.tokens.prompt_ids).hexdigest()[:32]
+
+
+def episode_row(calls: Sequence[CallRecord]) -> Row:
+    """Return the row of an episode, from those of its calls that are in one batch, earliest first.
+
+    The columns are in the order of the upsert in `store.write.batches`. The episode's id is the id
+    of its first call in the first batch that has one, so that no further id need be made.
+    """
+    first = calls[0]
+    task, task_named, task_from = _task(calls)
+    return (
+        first.id,
+        first.episode,
+        first.method,
+        task,
+        task_named,
+        task_from,
+        first.policy,
+        first.policy_version,
+        calls[-1].id,
+        max(call.started_at for call in calls),
+        has_failed(calls[-1].status, calls[-1].http_status),
+        any(call.confidence == "doubtful" for call in calls),
+    )
+
+
+def _task(calls: Sequence[CallRecord]) -> tuple[str | None, bool, UUID | None]:
+    """Return the first named task, else the first derived one; whether named; and its call's id."""
+    for call in calls:
+        if call.task is not None:
+            return call.task, True, call.id
+    for call in calls:
+        if (derived := derived_task(call)) is not None:
+            return derived, False, call.id
+    return None, False, None

@@ -1,0 +1,80 @@
+"""Training rows: the recorded tokens of one transition with its credit (pure).
+
+Nothing is tokenised again: token ids and log-probabilities are the recorded ones.
+"""
+
+from collections.abc import Iterable
+from uuid import UUID
+
+from store.records import Record
+from store.values.sampling import used_temperature
+from store.values.tokens import unpack_ids, unpack_logprobs
+from trainer.credit.assign import TransitionCredit
+
+# The key of a transition within an update: its episode's id and its call's index there.
+RowKey = tuple[UUID, int]
+
+
+class Row(Record, frozen=True, kw_only=True):
+    """One transition in training form.
+
+    Shapes: `prompt_ids` (P,), `sampled_ids` and `sampled_logprobs` (S,) in nats, S ≥ 1. `position`
+    is the call's index among its episode's calls, `version` the policy version that sampled it.
+    `r_total` is its return, `advantage` the return against the baseline, `weight` its share of
+    the update's loss.
+    """
+
+    episode_id: UUID
+    agent: str
+    position: int
+
+    prompt_ids: tuple[int, ...]
+    sampled_ids: tuple[int, ...]
+    sampled_logprobs: tuple[float, ...]
+    temperature: float
+    r_total: float
+    advantage: float
+    weight: float
+    version: int
+
+    @property
+    def key(self) -> RowKey:
+        """Return the key that identifies a row within its update."""
+        return self.episode_id, self.position
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Return prompt and sampled ids, (P + S,)."""
+        return self.prompt_ids + self.sampled_ids
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Return all ids but the last, (P + S − 1,): the ids that the model reads to score."""
+        return self.ids[:-1]
+
+
+def training_rows(credited: Iterable[TransitionCredit]) -> list[Row]:
+    """Return the rows of the transitions that are trained (those without a `reason`)."""
+    return [_row(credit) for credit in credited if credit.reason is None]
+
+
+def _row(credit: TransitionCredit) -> Row:
+    assert credit.advantage is not None
+    assert credit.r_total is not None
+    # Not always what was asked for, and that is what an earlier Pawl recorded.
+    temperature = used_temperature(credit.call.sampling["temperature"])
+    assert temperature
+    tokens = credit.call.tokens
+    return Row(
+        episode_id=credit.episode_id,
+        agent=credit.call.agent,
+        position=credit.position,
+        prompt_ids=tuple(unpack_ids(tokens.prompt_ids)),
+        sampled_ids=tuple(unpack_ids(tokens.sampled_ids)),
+        sampled_logprobs=tuple(unpack_logprobs(tokens.sampled_logprobs)),
+        temperature=temperature,
+        r_total=credit.r_total,
+        advantage=credit.advantage,
+        weight=credit.weight,
+        version=credit.call.policy_version or 0,
+    )

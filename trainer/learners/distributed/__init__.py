@@ -1,0 +1,1 @@
+"""One learner in several processes."""

@@ -1,0 +1,86 @@
+"""A learner of several processes: rank 0 receives the commands and passes them on."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from trainer.batches.rows import Row
+from trainer.errors import TrainerError
+from trainer.learners.distributed.processes import Processes
+from trainer.learners.learner import Learner
+
+log = structlog.get_logger()
+
+
+def is_follower() -> bool:
+    """Return True if this process follows the commands of rank 0."""
+    return int(os.environ.get("RANK", "0")) > 0
+
+
+class LeadingLearner:
+    """The learner in rank 0: it runs each command in all processes at once.
+
+    It implements `trainer.learning.LearnerProtocol`; results are those of rank 0.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        """Lead the other processes of `learner`; there may be none."""
+        self._learner = learner
+        self._processes = learner.processes
+        # One command at a time: the processes' messages must not interleave.
+        self._lock = threading.Lock()
+
+    def interrupt(self) -> None:
+        """Stop a running update; the other processes notice at the same micro-batch."""
+        self._learner.interrupt()
+
+    def restore(self, adapter: Path | None) -> None:
+        """Continue from `adapter` in all processes."""
+        self._run_everywhere("restore", adapter)
+
+    def update(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Train on `rows` in all processes, and return rank 0's metrics."""
+        metrics: dict[str, Any] = self._run_everywhere("update", rows)
+        return metrics
+
+    def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
+        """Return rank 0's log-probabilities; all processes compute, since layers may be sharded."""
+        logprobs: list[list[float]] = self._run_everywhere("logprobs", rows)
+        return logprobs
+
+    def save(self, folder: Path) -> None:
+        """Write the files in rank 0; the other processes hold the same weights."""
+        self._run_everywhere("save", folder)
+
+    def saved_as(self, adapter: Path) -> None:
+        """Note in all processes that the trained state is `adapter` now."""
+        self._run_everywhere("saved_as", adapter)
+
+    def stop(self) -> None:
+        """Let the other processes end, once the command in progress is done."""
+        with self._lock:
+            self._processes.broadcast(None)
+
+    def _run_everywhere(self, name: str, argument: object) -> Any:
+        with self._lock:
+            self._processes.broadcast((name, argument))
+            return getattr(self._learner, name)(argument)
+
+
+def follow(learner: Learner) -> None:
+    """Run the commands of rank 0 until it says stop.
+
+    A command that fails does so in every process alike; rank 0 reports it.
+    """
+    processes: Processes = learner.processes
+    while (command := processes.broadcast(None)) is not None:
+        name, argument = command
+        method: Callable[[Any], Any] = getattr(learner, name)
+        try:
+            method(argument)
+        except TrainerError as error:
+            log.debug("follower_failed", method=name, reason=str(error))

@@ -1,0 +1,242 @@
+"""Attention within a prefix tree, block by block; what no token may see is not computed.
+
+Nodes are in depth-first pre-order, so a block of consecutive queries [s, e) sees only the
+ancestors of s and the block itself: an ancestor of any of its nodes that comes before s has s
+in its subtree, too. A block costs (e − s)·(depth(s) + e − s) instead of (e − s)·N. Small
+blocks compute little that is masked, and many of them are one batched product. This is for
+CPUs; on a GPU flex attention (arXiv:2412.05496) skips the blocks that no query sees.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from trainer.batches.trees import Tree
+from trainer.learners.kernels.products import product
+
+# The name under which transformers knows this attention.
+NAME: Final = "pawl_tree"
+# Queries in a block.
+BLOCK: Final = 48
+# Mask entries that are computed together, at most, so that scores stay in the cache.
+MAX_MASK_ENTRIES: Final = 2**16
+# Smallest number of keys in a block, as a share of those of its batch's largest block.
+MIN_KEY_SHARE: Final = 0.7
+FLEX_BLOCK: Final = 128
+
+
+class Block(NamedTuple):
+    """Queries [start, stop), and the nodes that at least one of them sees, in runs [from, to).
+
+    Shapes: `mask` (stop − start, K), 0 or −inf, is added to scores; K is the nodes of all runs.
+    """
+
+    start: int
+    stop: int
+    runs: tuple[tuple[int, int], ...]
+    mask: Tensor
+
+
+class BlockBatch(NamedTuple):
+    """Blocks that are computed together: equally many queries, and about equally many keys.
+
+    Shapes: `queries` (Z, B) and `keys` (Z, K) are nodes, `mask` is (Z, B, K). Blocks with fewer
+    keys are padded with node 0, which the mask hides. `runs` are (z, from, to, offset): in block
+    z the nodes [from, to) are the keys from `offset` on.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    mask: Tensor
+    runs: tuple[tuple[int, int, int, int], ...]
+
+
+def blocks_of(tree: Tree, block: int = BLOCK) -> list[Block]:
+    """Return the blocks of `tree`, of `block` queries each."""
+    end = torch.tensor(tree.end)
+    blocks = []
+    for start in range(0, len(tree.tokens), block):
+        stop = min(start + block, len(tree.tokens))
+        ancestors = torch.nonzero(end[:start] > start)[:, 0]
+        keys = torch.cat([ancestors, torch.arange(start, stop)])
+        query = torch.arange(start, stop)[:, None]
+        seen = (keys <= query) & (query < end[keys])
+        mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+        blocks.append(Block(start, stop, _runs(keys.tolist()), mask))
+    return blocks
+
+
+def _runs(nodes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return ascending nodes as runs [from, to) of consecutive ones."""
+    starts = [i for i, node in enumerate(nodes) if i == 0 or nodes[i - 1] != node - 1]
+    ends = [*starts[1:], len(nodes)]
+    return tuple((nodes[a], nodes[b - 1] + 1) for a, b in zip(starts, ends, strict=True))
+
+
+def batch_blocks(blocks: Sequence[Block], max_entries: int = MAX_MASK_ENTRIES) -> list[BlockBatch]:
+    """Batch blocks, with masks of at most `max_entries` entries unless one block alone has more."""
+    groups: list[list[Block]] = []
+    for block in sorted(blocks, key=lambda block: block.mask.shape, reverse=True):
+        first = groups[-1][0].mask if groups else None
+        if (
+            first is None
+            or len(block.mask) != len(first)
+            or (len(groups[-1]) + 1) * first.numel() > max_entries
+            or block.mask.shape[1] < MIN_KEY_SHARE * first.shape[1]
+        ):
+            groups.append([])
+        groups[-1].append(block)
+    return [_pad_to_batch(group) for group in groups]
+
+
+def _pad_to_batch(blocks: Sequence[Block]) -> BlockBatch:
+    size, width = blocks[0].mask.shape
+    keys = torch.zeros(len(blocks), width, dtype=torch.long)
+    mask = torch.full((len(blocks), size, width), float("-inf"))
+    runs = []
+    for place, block in enumerate(blocks):
+        offset = 0
+        for start, stop in block.runs:
+            keys[place, offset : offset + stop - start] = torch.arange(start, stop)
+            runs.append((place, start, stop, offset))
+            offset += stop - start
+        mask[place, :, :offset] = block.mask
+    queries = torch.stack([torch.arange(block.start, block.stop) for block in blocks])
+    return BlockBatch(queries, keys, mask, tuple(runs))
+
+
+class TreeAttention(Function):
+    """softmax(scale·q·kᵀ + mask)·v for q (N, H, D), k and v (N, G, D), where G divides H."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, batches: Sequence[BlockBatch], scale: float
+    ) -> Tensor:
+        """Return the attention's output, (N, H, D)."""
+        ctx.batches, ctx.scale = batches, scale
+        groups, outputs = k.shape[1], []
+        for batch in batches:
+            queries = _gather(q, batch.queries, groups).mul_(scale)
+            p = _attention_weights(queries, _gather(k, batch.keys, groups), batch)
+            outputs.append(product(p, _gather(v, batch.keys, groups)))
+        ctx.save_for_backward(q, k, v)
+        return _by_node(outputs, batches, q)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v; the attention weights are computed again."""
+        q, k, v = ctx.saved_tensors
+        groups, outputs = k.shape[1], []
+        dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+        for batch in ctx.batches:
+            queries = _gather(q, batch.queries, groups).mul_(ctx.scale)
+            keys, values = _gather(k, batch.keys, groups), _gather(v, batch.keys, groups)
+            do = _gather(d_out, batch.queries, groups)
+            p = _attention_weights(queries, keys, batch)
+            _scatter_add(dv, product(p.mT, do), batch)
+            ds = torch._softmax_backward_data(product(do, values.mT), p, -1, p.dtype)
+            _scatter_add(dk, product(ds.mT, queries), batch)
+            outputs.append(product(ds, keys).mul_(ctx.scale))
+        return _by_node(outputs, ctx.batches, q), dk, dv, None, None
+
+
+def _gather(x: Tensor, nodes: Tensor, groups: int) -> Tensor:
+    """Gather rows `nodes` (Z, B) of (N, G·R, D) for each of the G groups: (Z·G, B·R, D)."""
+    rows = x.reshape(len(x) * groups, -1)
+    places = (nodes * groups)[:, None] + torch.arange(groups)[:, None]
+    taken = rows.index_select(0, places.flatten())
+    return taken.view(len(nodes) * groups, -1, x.shape[-1])
+
+
+def _by_node(outputs: Sequence[Tensor], batches: Sequence[BlockBatch], like: Tensor) -> Tensor:
+    """Put the batches' outputs, (Z·G, B·R, D) each, back in the order of nodes, as `like`."""
+    out = torch.empty(like.shape, dtype=like.dtype)
+    for part, batch in zip(outputs, batches, strict=True):
+        size, queries = batch.queries.shape
+        heads = part.view(size, -1, queries, part.shape[1] // queries, part.shape[2])
+        out[batch.queries] = heads.transpose(1, 2).flatten(2, 3)
+    return out
+
+
+def _scatter_add(total: Tensor, part: Tensor, batch: BlockBatch) -> None:
+    """Add the gradient of a batch's keys, (Z·G, K, D), to that of all nodes, (N, G, D)."""
+    by_block = part.view(len(batch.keys), -1, *part.shape[1:]).transpose(1, 2)
+    for place, start, stop, offset in batch.runs:
+        total[start:stop] += by_block[place, offset : offset + stop - start]
+
+
+def _attention_weights(queries: Tensor, keys: Tensor, batch: BlockBatch) -> Tensor:
+    """Return the softmax weights of keys (Z·G, K, D) for each query (Z·G, B·R, D)."""
+    blocks, size, seen = batch.mask.shape
+    scores = product(queries, keys.mT)
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    wide.view(blocks, len(keys) // blocks, size, -1, seen).add_(batch.mask[:, None, :, None])
+    return torch.softmax(wide, -1).to(scores.dtype)
+
+
+def tree_attention_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Compute attention by transformers' interface: (1, H, N, D) in, (1, N, H, D) out.
+
+    The model passes the keyword argument `tree`, from `attention_tree`, through to here.
+    Without it this is the usual attention.
+    """
+    tree = kwargs.pop("tree", None)
+    if tree is None:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, mask, **kwargs
+        )
+        return plain
+    if isinstance(tree, BlockMask):
+        return flex_attention_forward(module, query, key, value, tree, **kwargs)[0], None
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return TreeAttention.apply(q, k, v, tree, kwargs["scaling"])[None], None
+
+
+def attention_tree(tree: Tree, device: torch.device) -> list[BlockBatch] | BlockMask:
+    """Return what attention on `device` needs of `tree`: blocks, or flex attention's mask."""
+    if device.type == "cpu":
+        return batch_blocks(blocks_of(tree))
+    return block_mask(torch.tensor(tree.end, device=device))
+
+
+def block_mask(end: Tensor) -> BlockMask:
+    """Return flex attention's mask of a tree with the interval ends `end` (N,).
+
+    N must be a multiple of `FLEX_BLOCK`. The mask is derived from intervals: nothing of size
+    N × N is ever allocated.
+    """
+    nodes = torch.arange(len(end), device=end.device)
+    starts = nodes[::FLEX_BLOCK, None]
+    stops = starts + FLEX_BLOCK
+    blocks = (len(starts), len(starts), FLEX_BLOCK)
+    some = ((nodes < stops) & (end > starts)).view(blocks).any(-1)
+    whole = ((nodes <= starts) & (end >= stops)).view(blocks).all(-1)
+
+    def seen(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < end[key])
+
+    return BlockMask.from_kv_blocks(
+        *_block_lists(some & ~whole), *_block_lists(whole), BLOCK_SIZE=FLEX_BLOCK, mask_mod=seen
+    )
+
+
+def _block_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, for each row, how many entries are chosen, and their indices, chosen ones first."""
+    order = chosen.int().argsort(dim=-1, descending=True, stable=True)
+    return chosen.sum(-1).int()[None, None], order.int()[None, None]
+
+
+AttentionInterface.register(NAME, tree_attention_forward)
+AttentionMaskInterface.register(NAME, sdpa_mask)

@@ -1,0 +1,177 @@
+"""The files of a policy version: written beside their place, synced, then renamed into it.
+
+    <adapter_dir>/<policy>/<version>/
+        adapter_config.json  adapter_model.safetensors     what the model server reads
+        manifest.json                                      update, parent, hashes, outcomes
+        trainer/                                           what resuming needs
+
+A version exists from the moment of the rename. Its manifest holds all that is needed to
+record and to probe it, so that a crash after the rename ends in the same rows and checks.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any, Final
+from uuid import UUID
+
+import msgspec
+
+from store.files import sync
+from store.records import Record
+from store.updates.claims import Outcome
+from trainer.errors import AdapterError
+from trainer.publishing.probe import ProbeRow
+
+MANIFEST: Final = "manifest.json"
+SERVED: Final = ("adapter_config.json", "adapter_model.safetensors")
+STATE: Final = "trainer"
+STATES_KEPT: Final = 3
+
+
+class Manifest(Record, frozen=True, kw_only=True):
+    """The content of `manifest.json`: a version's origin, hashes, outcomes and probe rows.
+
+    `sha256` maps the name of each served file to its hash. `outcomes` are those of the update's
+    episodes, and `baselines` the moving baselines that it leaves to the next update, if any.
+    """
+
+    policy: str
+    version: int
+    update_id: UUID
+    parent_version: int
+    sha256: dict[str, str]
+    outcomes: tuple[Outcome, ...]
+    metrics: Mapping[str, Any]
+    probe: tuple[ProbeRow, ...]
+    baselines: Mapping[str, Any] | None = None
+
+
+def version_folder(root: Path, policy: str, version: int) -> Path:
+    """Return the folder of a version; slashes in the policy's name become `--`."""
+    return root.resolve() / policy.replace("/", "--") / str(version)
+
+
+def write_version(
+    root: Path,
+    policy: str,
+    version: int,
+    save: Callable[[Path], None],
+    *,
+    update_id: UUID,
+    parent_version: int,
+    outcomes: tuple[Outcome, ...],
+    metrics: Mapping[str, Any],
+    probe: tuple[ProbeRow, ...],
+    baselines: Mapping[str, Any] | None = None,
+) -> Path:
+    """Let `save` write the files into a temporary folder, then rename it: the version exists.
+
+    Raises:
+        AdapterError: the version exists already; its files are not touched.
+        OSError: the disk refused a write; nothing is left of the attempt, and it can be repeated.
+    """
+    place = version_folder(root, policy, version)
+    if place.exists():
+        raise AdapterError(
+            f"{place} exists already, and a version's files never change: another trainer wrote"
+            " it; stop one of the two and start this one again"
+        )
+    partial = place.with_name(f".{version}-{update_id}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        save(partial)
+        manifest = Manifest(
+            policy=policy,
+            version=version,
+            update_id=update_id,
+            parent_version=parent_version,
+            sha256={name: _sha256(partial / name) for name in SERVED},
+            outcomes=outcomes,
+            metrics=metrics,
+            probe=probe,
+            baselines=baselines,
+        )
+        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        for path in [*partial.rglob("*"), partial]:
+            sync(path)
+        partial.rename(place)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync(place.parent)
+    return place
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a version's folder, or None if there is no such version.
+
+    Raises:
+        AdapterError: the manifest cannot be read, or a file does not have the hash in it.
+    """
+    manifest = _manifest(folder)
+    for name, expected in manifest.sha256.items() if manifest is not None else ():
+        if _sha256(folder / name) != expected:
+            raise AdapterError(
+                f"{folder / name} is not the file that was written: its SHA-256 is not the one in"
+                f" {MANIFEST}; restore it from a backup"
+            )
+    return manifest
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    path = folder / MANIFEST
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except msgspec.DecodeError as error:
+        raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error
+
+
+def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifest] | None:
+    """Return the folder and manifest of the version that an update wrote, or None if it wrote none.
+
+    Raises:
+        AdapterError: the manifest cannot be read, or a file does not have the hash in it.
+    """
+    for _, folder in reversed(_folders(root, policy)):
+        unchecked = _manifest(folder)
+        if unchecked is not None and unchecked.update_id == update_id:
+            manifest = read_manifest(folder)
+            assert manifest is not None
+            return folder, manifest
+    return None
+
+
+def highest_version(root: Path, policy: str) -> int:
+    """Return the highest version number that has a folder, recorded or not, or 0 if there is none.
+
+    A trainer that had lost its claim may have written an unrecorded one: its number is taken.
+    """
+    return max((number for number, _ in _folders(root, policy)), default=0)
+
+
+def _folders(root: Path, policy: str) -> list[tuple[int, Path]]:
+    parent = version_folder(root, policy, 0).parent
+    return sorted((int(folder.name), folder) for folder in parent.glob("[0-9]*"))
+
+
+def sweep(root: Path, policy: str) -> None:
+    """Remove what killed updates left half-written, and the optimiser states of old versions.
+
+    Served files stay for as long as their name can be requested: vLLM's engine dies over a
+    missing folder.
+    """
+    parent = version_folder(root, policy, 0).parent
+    for partial in parent.glob(".*-*"):
+        shutil.rmtree(partial)
+    for _, folder in _folders(root, policy)[:-STATES_KEPT]:
+        shutil.rmtree(folder / STATE, ignore_errors=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()

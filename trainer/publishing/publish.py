@@ -1,0 +1,133 @@
+"""Publishing: load a written version, probe it, and promote it to serve the traffic.
+
+A version that does not load or fails the probe is rejected, and the one before keeps the
+traffic. Adapters that a restarted server lost are loaded again.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.records import PolicyState, PolicyVersion
+from store.updates import policies
+from trainer.errors import PublishError
+from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
+from trainer.publishing.replicas import Replicas
+from trainer.publishing.server import ModelServer
+from trainer.recipe_parts import PublishPart
+
+log = structlog.get_logger()
+
+# All proxies know of a change after this long; they read the policies twice a second.
+PROXY_REFRESH_S: Final = 10.0
+
+
+class Publisher:
+    """Publishes and retires the versions of one policy."""
+
+    def __init__(
+        self, engine: AsyncEngine, servers: Replicas, policy: str, rule: PublishPart
+    ) -> None:
+        """Store the model servers, the policy's name and the recipe's `[publish]` rule."""
+        self._engine = engine
+        self._servers = servers
+        self._policy = policy
+        self._rule = rule
+
+    async def publish(
+        self,
+        version: PolicyVersion,
+        before: str,
+        rows: Sequence[ProbeRow],
+    ) -> ProbeResult:
+        """Load `version`, probe it with `rows`, and promote it.
+
+        `before` is the served name of the version that has the traffic now.
+
+        Raises:
+            PublishError: the version was rejected; nothing changes for any request.
+            UpstreamAway: a server does not answer; the version stays `written`.
+        """
+        assert version.adapter_path is not None
+        try:
+            await self._servers.load(version.served_name, Path(version.adapter_path))
+            probe = await self._probe(version.served_name, before, rows)
+        except PublishError as error:
+            await self._set_state(version.version, "rejected")
+            await self._servers.unload(version.served_name)
+            log.error("version_rejected", version=version.served_name, reason=str(error))
+            raise
+        async with self._engine.begin() as connection:
+            await policies.promote(connection, self._policy, version.version)
+        log.info("version_promoted", version=version.served_name)
+        return probe
+
+    async def _probe(self, name: str, before: str, rows: Sequence[ProbeRow]) -> ProbeResult:
+        """Probe every replica and return the worst result."""
+        probes = [
+            await self._probe_one(server, name, before, rows) for server in self._servers.each
+        ]
+        return max(probes, key=lambda probe: probe.mean_difference)
+
+    async def _probe_one(
+        self, server: ModelServer, name: str, before: str, rows: Sequence[ProbeRow]
+    ) -> ProbeResult:
+        trained = [row.logprobs for row in rows]
+        served = await _served_logprobs(server, name, rows)
+        probe = compare(served, trained, await _served_logprobs(server, before, rows))
+        reason = rejection_reason(probe, self._rule.tolerance)
+        if reason is not None:
+            raise PublishError(reason)
+        return probe
+
+    async def _set_state(self, version: int, state: PolicyState) -> None:
+        async with self._engine.begin() as connection:
+            await policies.set_state(connection, self._policy, version, state)
+
+    async def keep_loaded(self) -> None:
+        """Load again the adapters that should be servable and are not (a server was restarted)."""
+        listed = await self._servers.models()
+        for version in await self._versions():
+            wanted = version.state in ("serving", "published") and version.version > 0
+            if wanted and version.served_name not in listed:
+                await self._load_again(version)
+
+    async def _load_again(self, version: PolicyVersion) -> None:
+        try:
+            await self._servers.load(version.served_name, Path(version.adapter_path or ""))
+        except PublishError as error:
+            # It is tried again at the next sync; training and other versions go on meanwhile.
+            log.error("version_not_reloaded", version=version.served_name, reason=str(error))
+            return
+        log.info("version_reloaded", version=version.served_name)
+
+    async def retire_idle(self) -> None:
+        """Retire published versions that no episode has used for a while.
+
+        They are taken from the proxies first and, once all proxies know, from the model servers.
+        The files stay: vLLM's engine dies over a missing folder.
+        """
+        for version in await self._idle("retired", PROXY_REFRESH_S):
+            for server in self._servers.each:
+                if version.served_name in await server.models():
+                    await server.unload(version.served_name)
+                    log.info("version_unloaded", version=version.served_name)
+        for version in await self._idle("published", self._rule.retire_after_s):
+            await self._set_state(version.version, "retired")
+
+    async def _idle(self, state: PolicyState, idle_s: float) -> list[PolicyVersion]:
+        async with self._engine.connect() as connection:
+            return await policies.idle_versions(connection, self._policy, state, idle_s)
+
+    async def _versions(self) -> list[PolicyVersion]:
+        async with self._engine.connect() as connection:
+            return await policies.list_versions(connection, self._policy)
+
+
+async def _served_logprobs(
+    server: ModelServer, name: str, rows: Sequence[ProbeRow]
+) -> list[list[float]]:
+    return [(await server.prompt_logprobs(name, row.ids))[-len(row.logprobs) :] for row in rows]
