@@ -30,7 +30,7 @@ from store.updates.expiry import expire
 from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule, find_ready
 from store.write.ingest import Ingester
-from tests.records import call
+from tests.support.records import call
 
 HISTORY = 300_000
 PER_UPDATE = 128

@@ -17,7 +17,7 @@ from store.read.episodes import episode_ids, read_episodes
 from store.records import TransitionRow
 from store.values.tokens import unpack_ids, unpack_logprobs
 from tests.e2e.conftest import POLICY
-from tests.unit.recordings import normalised
+from tests.support.recordings import normalised
 
 pytestmark = [
     pytest.mark.e2e,

@@ -27,7 +27,7 @@ from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made_of
 from tests.fuzz.test_feedback import one_statement
 from tests.fuzz.texts import anything, cut
-from tests.unit.http_wires import Wire, settle
+from tests.support.http_wires import Wire, settle
 
 CALLS = (
     *(b"/v1/chat/completions", b"/v1/completions", b"/v1/messages", b"/v1/responses"),

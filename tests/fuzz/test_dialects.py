@@ -12,7 +12,7 @@ from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made, made_of
 from tests.fuzz.texts import anything, cut
-from tests.records import captured
+from tests.support.records import captured
 
 names = st.sampled_from(calls.DIALECTS)
 served = st.sampled_from((None, "m", "m@1"))

@@ -23,7 +23,7 @@ from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made_of
 from tests.fuzz.texts import anything
-from tests.records import captured
+from tests.support.records import captured
 
 OUTCOMES: Final = ("stored", "dead_lettered", "dropped")
 NAMES: Final = ("e1", "m", "", "\0", "x" * 2_000, "\U0001f600" * 1_024, "a\nb")

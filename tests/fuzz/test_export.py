@@ -19,7 +19,7 @@ from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made_of
 from tests.fuzz.texts import BLANKS, anything
-from tests.records import captured, reward
+from tests.support.records import captured, reward
 
 FORGED = b'\n{"episode":"forged","state":"scored","feedback":[{"metric":"reward","value":1}]}\n'
 

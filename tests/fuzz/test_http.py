@@ -11,7 +11,7 @@ from tests.fuzz.loops import run
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made_of
 from tests.fuzz.texts import cut
-from tests.unit.http_wires import Wire, client, settle, upstream
+from tests.support.http_wires import Wire, client, settle, upstream
 
 MOST_BODY = 2**16
 

@@ -21,7 +21,7 @@ from proxy.worker import serving
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode, TransitionRow
 from store.updates.policies import ensure_base
-from tests.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.fake_upstream import FakeUpstream, fake_upstream
 
 DEADLINE_S = 20.0
 
@@ -168,6 +168,6 @@ async def proxy(
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model that trains in milliseconds."""
-    from tests.training import write_tiny_model
+    from tests.support.training import write_tiny_model
 
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))

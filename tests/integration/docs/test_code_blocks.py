@@ -1,0 +1,95 @@
+"""The code of the documents, run: clients' programs against a real proxy, SQL, statements."""
+
+import asyncio
+import os
+import re
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from proxy.feedback.statements import parse_feedback
+from tests.conftest import ROOT
+from tests.integration.conftest import Proxy
+from tests.support.documents import split_blocks
+from tests.support.shell_lines import commands
+
+HOWTO = ROOT / "docs/howto"
+DEFAULT_LISTEN = "127.0.0.1:8100"
+# The clients that the development environment has; the others have one of their own.
+PYTHONS = {
+    "plain-openai": Path(sys.executable),
+    "langchain": Path(sys.executable),
+    "claude-code": Path(sys.executable),
+    "openai-agents-sdk": ROOT / ".venv-clients/bin/python",
+    "autogen": ROOT / ".venv-clients/bin/python",
+}
+# AutoGen's page makes a client and asks nothing.
+CALLS = {"plain-openai": 1, "langchain": 1, "claude-code": 1, "openai-agents-sdk": 1}
+
+
+def code_of(page: Path, language: str) -> str:
+    """A page's blocks of one language, as one text."""
+    blocks = split_blocks(page, page.read_text())[1]
+    return "\n".join(block.text for block in blocks if block.language == language)
+
+
+@pytest.mark.parametrize("guide", sorted(PYTHONS))
+async def test_a_guides_program_runs(guide: str, proxy: Proxy) -> None:
+    python = PYTHONS[guide]
+    if not python.exists():
+        pytest.skip("no clients here: `make test` or scripts/install_clients.py gets them")
+    program = code_of(HOWTO / f"{guide}.md", "python").replace(
+        DEFAULT_LISTEN, proxy.settings.listen
+    )
+    process = await asyncio.create_subprocess_exec(
+        str(python),
+        "-c",
+        program,
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": os.environ.get("HOME", "/"),
+            "OPENAI_BASE_URL": f"{proxy.url}/v1",
+            "OPENAI_API_KEY": "unused",
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",
+            "ANTHROPIC_BASE_URL": proxy.url,
+            "ANTHROPIC_API_KEY": "unused",
+        },
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()[-4000:]
+    if calls := CALLS.get(guide):
+        episodes = await proxy.episodes(calls)
+        assert sum(len(episode.calls) for episode in episodes) == calls
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in sorted((ROOT / "docs").rglob("*.md")) if code_of(page, "sql")],
+    ids=lambda page: page.stem,
+)
+async def test_sql_runs(page: Path, engine: AsyncEngine) -> None:
+    async with engine.connect() as connection:
+        for statement in re.findall(r"[^;]+;", code_of(page, "sql")):
+            await connection.execute(text(statement))
+
+
+@pytest.mark.parametrize("page", [HOWTO / "rewards.md", HOWTO / "tool-status.md"], ids=str)
+async def test_statements_are_taken(page: Path, proxy: Proxy) -> None:
+    bodies = [
+        words[words.index("-d") + 1]
+        for line in code_of(page, "sh").splitlines()
+        for words in commands(line)
+        if words and words[0] == "curl"
+    ]
+    assert bodies
+    for body in bodies:
+        assert parse_feedback(body.encode(), datetime.now(UTC), None)
+        url = f"{proxy.url}/feedback"
+        async with proxy.session.post(url, data=body.encode()) as reply:
+            assert reply.status == 202

@@ -1,0 +1,75 @@
+"""The dashboard against a live scrape: what it asks a proxy for is what a proxy says."""
+
+import asyncio
+from typing import Any, Final
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.integration.conftest import Proxy
+from tests.unit.deploy.test_dashboards import Selector, dashboard_queries, selectors
+
+# The trainer's metrics, once it trains; they are checked against its registry alone.
+TRAINERS: Final = ("pawl_update", "pawl_episodes_consumed", "pawl_trained_")
+STRICT: Final[dict[str, Any]] = {"name": "f", "strict": True, "parameters": {"type": "object"}}
+TRIES: Final = 50
+
+
+async def scrape(proxy: Proxy) -> dict[str, set[str]]:
+    """Every series that the proxy exports now, with the labels that its samples have."""
+    async with proxy.session.get(f"{proxy.admin}/metrics") as reply:
+        text = await reply.text()
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def not_in(found: dict[str, set[str]], asked: set[Selector]) -> dict[str, list[str]]:
+    """The series that are asked for and are not there, or not with these labels."""
+    return {
+        series: sorted(labels)
+        for series, labels in asked
+        if series not in found or not labels <= found[series]
+    }
+
+
+async def work(proxy: Proxy) -> None:
+    """One of everything: a call, feedback, a tool event, a refusal, something passed through."""
+    await proxy.chat("/episode/e", {"x-pawl-tool-status": "not a ( list"})
+    # A tool held to its schema by a grammar: a call that cannot carry loss.
+    await proxy.chat("/episode/e", tools=[{"type": "function", "function": STRICT}])
+    status, _ = await proxy.feedback([{"episode": "e", "value": 1.0}])
+    assert status == 200
+    await proxy.feedback({"metric": "tool_status", "value": "ok", "episode": "e", "id": "t"})
+    async with proxy.session.get(f"{proxy.url}/not/allowed") as refused:
+        assert refused.status == 404
+    async with proxy.session.get(f"{proxy.url}/v1/models") as passed:
+        assert passed.status == 200
+
+
+async def test_what_the_dashboard_asks_for_is_in_the_scrape(proxy: Proxy) -> None:
+    await work(proxy)
+    asked = {
+        selector
+        for query in dashboard_queries()
+        for selector in selectors(query.expression)
+        if not selector.series.startswith(TRAINERS)
+    }
+    assert len({selector.series for selector in asked}) > 15
+
+    for _ in range(TRIES):
+        # A call is counted once its reply has left.
+        missing = not_in(await scrape(proxy), asked)
+        if not missing:
+            break
+        await asyncio.sleep(0.1)
+    assert missing == {}
+
+
+async def test_a_reward_is_seen_by_the_version_that_earned_it(proxy: Proxy) -> None:
+    await proxy.chat("/episode/e")
+    await proxy.feedback({"episode": "e", "value": 1.0})
+    async with proxy.session.get(f"{proxy.admin}/metrics") as reply:
+        lines = (await reply.text()).splitlines()
+    assert any(line.startswith('pawl_reward_count{policy="m",version="0"}') for line in lines)

@@ -1,0 +1,286 @@
+"""Nothing is lost: a database that is away, a disk that is full, a record nobody can store."""
+
+import asyncio
+import threading
+from contextlib import AsyncExitStack
+from pathlib import Path
+from zlib import crc32
+
+import aiohttp
+import pytest
+
+from proxy.keeper.drain import Drainer
+from proxy.metrics import exposed
+from proxy.spool.segments import HEADER, encode_frame
+from proxy.spool.spool import Spool
+from store.connection.engine import make_engine
+from store.embedded.server import EmbeddedPostgres
+from store.ids import new_id
+from store.read.episodes import episode_ids
+from tests.conftest import psql, url_of
+from tests.integration.conftest import Proxy, eventually, running, settings_for
+from tests.support.fake_upstream import FakeUpstream
+from tests.support.records import captured, reward, statement
+
+# A whole frame that is none of ours.
+FOREIGN = HEADER.pack(3, crc32(b"\x93\x01\x02")) + b"\x93\x01\x02"
+COUNTERS = ("", "_stored", "_dead_lettered", "_dropped")
+
+
+def ledger() -> dict[str, float]:
+    """The four outcomes and their sum, as `/metrics` has them."""
+    names = {f"pawl_records{name}_total" for name in COUNTERS} | {"pawl_records_spooled"}
+    shown = exposed()
+    return {name: shown.get_sample_value(name) or 0.0 for name in names}
+
+
+def assert_adds_up() -> None:
+    now = ledger()
+    made = now.pop("pawl_records_total")
+    assert made == sum(now.values())
+
+
+async def test_calls_go_on_without_a_database_and_are_stored_when_it_comes(
+    postgres: EmbeddedPostgres, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    url = url_of(postgres, "comes_late")
+    async with AsyncExitStack() as exits:
+        settings = settings_for(url, upstream.url, tmp_path)
+        await exits.enter_async_context(running(settings))
+        session = await exits.enter_async_context(aiohttp.ClientSession())
+        engine = make_engine(url)
+        proxy = Proxy(settings, engine, session)
+        for number in range(20):
+            headers = {"x-pawl-episode": f"e{number}"}
+            assert (await proxy.chat(headers=headers)).status == 200
+            assert (await proxy.feedback({"value": 1, "episode": f"e{number}"}))[0] == 200
+        assert_adds_up()
+        assert (await proxy.counters())["pawl_records_spooled"] >= 40
+        psql(postgres, "CREATE DATABASE comes_late")
+        found = await eventually(lambda: _scored(proxy))
+        assert len(found) == 20
+        assert_adds_up()
+        await engine.dispose()
+
+
+async def _scored(proxy: Proxy) -> object:
+    try:
+        found = await proxy.episodes(20)
+    except Exception:
+        return None
+    return found if all(episode.feedback for episode in found) else None
+
+
+async def test_a_spool_left_by_a_killed_proxy_is_stored_at_the_next_start(
+    database_url: str, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    spool = Spool(tmp_path / "spool" / "0", segment_bytes=4096)
+    frames = [encode_frame(captured(f"e{number}")) for number in range(30)]
+    await asyncio.gather(*[spool.append(frame) for frame in frames])
+    spool.close()
+    engine = make_engine(database_url)
+    async with running(settings_for(database_url, upstream.url, tmp_path)):
+
+        async def stored() -> bool:
+            async with engine.connect() as connection:
+                return len(await episode_ids(connection)) == 30
+
+        await eventually(stored)
+    await engine.dispose()
+    assert_adds_up()
+
+
+async def test_a_segment_cut_at_any_byte_loses_only_what_was_cut(
+    database_url: str, tmp_path: Path
+) -> None:
+    """Every offset of the last record; each cut is a worker's folder of its own."""
+    whole = encode_frame(captured("whole"))
+    torn = encode_frame(captured("torn"))
+    for kept in range(len(torn)):
+        folder = tmp_path / str(kept)
+        folder.mkdir()
+        (folder / f"{new_id()}.open").write_bytes(whole + torn[:kept])
+    engine = make_engine(database_url)
+    drainer = Drainer(tmp_path, lambda: engine, batch=10)
+    moved = 0
+    while found := await drainer.drain_once():
+        moved += found
+    assert moved == len(torn)
+    assert not list(tmp_path.glob("*/*.open"))
+    # A cut at the record's own beginning leaves no trace of it.
+    assert len(list((tmp_path / "dead").glob("*.letter"))) == len(torn) - 1
+    async with engine.connect() as connection:
+        assert len(await episode_ids(connection)) == 1
+    await engine.dispose()
+    assert_adds_up()
+
+
+async def test_one_record_that_cannot_be_stored_stops_no_other(
+    database_url: str, tmp_path: Path
+) -> None:
+    engine = make_engine(database_url)
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    # No desk takes such a name; of what a client or a server says, the like is escaped.
+    bad = statement("nul\x00", 1.0, episode="bad")
+    for record in [captured("a"), captured("b"), bad, captured("c"), reward(1.0, episode="a")]:
+        await spool.append(encode_frame(record))
+    drainer = Drainer(tmp_path, lambda: engine, batch=10)
+    assert await drainer.drain_once() == 5
+    async with engine.connect() as connection:
+        assert len(await episode_ids(connection)) == 3
+    [reason] = (tmp_path / "dead").glob("*.reason")
+    assert "0x00" in reason.read_text()
+    spool.close()
+    await engine.dispose()
+
+
+async def test_a_full_disk_drops_the_record_says_so_and_serves_on(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    def full(_fd: int, _data: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    assert (await proxy.chat(headers={"x-pawl-episode": "gap"})).status == 200
+    status, body = await proxy.feedback({"value": 1, "episode": "e"})
+    assert status == 507
+    assert "PAWL_SPOOL_DIR" in body["error"]["message"]
+    monkeypatch.undo()
+    assert_adds_up()
+    assert (await proxy.chat()).status == 200
+    assert (await proxy.counters())["pawl_records_dropped_total"] >= 2
+    assert (await proxy.chat(headers={"x-pawl-episode": "gap"})).status == 200
+
+    async def marked() -> bool:
+        [*found] = await proxy.episodes(2)
+        gap = next(episode for episode in found if episode.key == "gap")
+        return "lost" in (gap.quarantined_reason or "")
+
+    assert await eventually(marked)
+    assert_adds_up()
+
+
+async def test_what_a_full_disk_cut_off_hides_nothing_that_comes_later(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The keeper reads whole frames of a commit that is then cut off again."""
+    import os
+
+    engine = make_engine(database_url)
+    drainer = Drainer(tmp_path, lambda: engine, batch=10)
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    assert await spool.append(encode_frame(captured("first")))
+    real = os.write
+    read_by_keeper = threading.Event()
+
+    def half(handle: int, data: memoryview) -> int:
+        if len(data) < 2 * len(encode_frame(captured("lost"))):
+            read_by_keeper.wait(5)
+            raise OSError(28, "No space left on device")
+        return real(handle, data[: len(data) // 2])
+
+    monkeypatch.setattr(os, "write", half)
+    lost = asyncio.gather(*[spool.append(encode_frame(captured("lost"))) for _ in range(2)])
+    await asyncio.sleep(0.1)
+    assert await drainer.drain_once() == 2
+    read_by_keeper.set()
+    assert await lost == [False, False]
+    monkeypatch.undo()
+    assert await spool.append(encode_frame(captured("later")))
+    await drainer.drain_once()
+    async with engine.connect() as connection:
+        assert len(await episode_ids(connection)) == 3
+    spool.close()
+    await engine.dispose()
+
+
+async def test_a_record_that_cannot_be_read_is_one_dead_letter_however_long_the_database_is_away(
+    database_url: str, tmp_path: Path
+) -> None:
+    engine = make_engine("postgresql://nobody@127.0.0.1:1/none")
+    drainer = Drainer(tmp_path, lambda: engine, batch=10)
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    for frame in (encode_frame(captured("a")), FOREIGN, encode_frame(captured("b"))):
+        await spool.append(frame)
+    spool.close()
+    for _ in range(3):
+        with pytest.raises(OSError, match="onnect"):
+            await drainer.drain_once()
+    await drainer.count()
+    assert_adds_up()
+    assert not (tmp_path / "dead").exists()
+    await engine.dispose()
+    engine = make_engine(database_url)
+    assert await drainer.drain_once() == 3
+    assert len(list((tmp_path / "dead").glob("*.letter"))) == 1
+    await drainer.count()
+    assert_adds_up()
+    await engine.dispose()
+
+
+async def test_the_next_keeper_goes_on_where_a_killed_one_ended(
+    database_url: str, tmp_path: Path
+) -> None:
+    engine = make_engine(database_url)
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    for number in range(5):
+        await spool.append(encode_frame(captured(f"e{number}")))
+    killed = Drainer(tmp_path, lambda: engine, batch=2)
+    await killed.count()
+    assert await killed.drain_once() == 2
+    await spool.append(encode_frame(captured("new")))
+    before = ledger()
+    follower = Drainer(tmp_path, lambda: engine, batch=10, counted_before=3)
+    assert await follower.drain_once() == 4
+    await follower.count()
+    after = ledger()
+    assert after["pawl_records_total"] - before["pawl_records_total"] == 1
+    assert after["pawl_records_stored_total"] - before["pawl_records_stored_total"] == 4
+    assert_adds_up()
+    spool.close()
+    await engine.dispose()
+
+
+async def test_a_segment_that_somebody_removed_is_counted_as_dropped(
+    database_url: str, tmp_path: Path
+) -> None:
+    engine = make_engine(database_url)
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    await spool.append(encode_frame(captured("a")))
+    drainer = Drainer(tmp_path, lambda: engine, batch=10)
+    await drainer.count()
+    before = ledger()["pawl_records_dropped_total"]
+    [segment] = [path for path in tmp_path.glob("0/*.open") if path.stat().st_size]
+    segment.unlink()
+    assert await drainer.drain_once() == 0
+    assert ledger()["pawl_records_dropped_total"] == before + 1
+    assert_adds_up()
+    # What comes after it is written where it can be found.
+    assert await spool.append(encode_frame(captured("b")))
+    spool.close()
+    assert await drainer.drain_once() == 1
+    async with engine.connect() as connection:
+        assert len(await episode_ids(connection)) == 1
+    await engine.dispose()
+
+
+async def test_group_commit_makes_many_durable_with_few_syncs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    syncs = 0
+    real = os.fdatasync
+
+    def counted(handle: int) -> None:
+        nonlocal syncs
+        syncs += 1
+        real(handle)
+
+    monkeypatch.setattr(os, "fdatasync", counted)
+    spool = Spool(tmp_path, segment_bytes=2**24)
+    await asyncio.gather(*[spool.append(encode_frame(captured())) for _ in range(500)])
+    assert syncs < 250
+    spool.close()

@@ -1,0 +1,156 @@
+"""Whatever fails in the proxy, each request has an answer and each call a record."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from proxy.calls import call as module
+from proxy.intake import reading
+from proxy.metrics import UNFORESEEN
+from tests.integration.conftest import Proxy, eventually
+from tests.integration.faults.test_durability import ledger
+from tests.support.fake_upstream import FakeUpstream
+from tests.support.raw_upstream import post, raw_ask
+
+CHAT = "/v1/chat/completions"
+BODY = b'{"model":"m","messages":[{"role":"user","content":"q"}]}'
+BY_S = 15.0
+
+
+class Unforeseen(Exception):
+    """What nobody expects."""
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise Unforeseen
+
+
+async def ask(proxy: Proxy, request: bytes, *, kept: bool = True) -> tuple[bytes, bytes]:
+    """Head and body of the answer; `kept`: it is the proxy who is to close, unasked."""
+    port = int(proxy.settings.listen.rpartition(":")[2])
+    if kept:
+        request = request.replace(b"Connection: close\r\n", b"")
+    async with asyncio.timeout(BY_S):
+        head, _, body = (await raw_ask(port, request)).partition(b"\r\n\r\n")
+    return head, body
+
+
+@pytest.mark.parametrize("step", ["identify", "read_request", "for_upstream", "lowered"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_a_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: str, path: str
+) -> None:
+    before = UNFORESEEN._value.get()
+    monkeypatch.setattr(reading if step == "read_request" else module, step, fails)
+    head, body = await ask(proxy, post(path, BODY))
+    assert head.startswith(b"HTTP/1.1 500 ")
+    assert b"x-pawl-fault: proxy" in head
+    assert b"Connection: close" in head
+    said = json.loads(body)
+    assert said["error"]["type"] == ("api_error" if path == "/v1/messages" else "server_error")
+    assert ("type" in said) is (path == "/v1/messages")
+    assert UNFORESEEN._value.get() == before + 1
+    call = await proxy.only_call()
+    assert call.status == "upstream_error"
+    assert f"x-pawl-call: {call.id}".encode() in head
+    assert str(call.id) in said["error"]["message"]
+
+
+async def test_a_failure_in_a_stream_tears_it_after_the_event_that_says_so(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.Tape, "add", fails)
+    _, body = await ask(proxy, post(CHAT, BODY[:-1] + b',"stream":true}'))
+    assert b'data: {"error":{"message":"The proxy failed' in body
+    assert not body.endswith(b"0\r\n\r\n")
+    call = await proxy.only_call()
+    assert call.status == "truncated"
+
+
+async def test_a_call_is_recorded_though_what_it_offers_cannot_be_read(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "offers_of", fails)
+    head, _ = await ask(proxy, post(CHAT, BODY), kept=False)
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert (await proxy.only_call()).status == "complete"
+
+
+async def test_a_call_whose_record_cannot_be_made_is_answered_and_counted_as_dropped(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = ledger()
+    with monkeypatch.context() as inside:
+        inside.setattr(module, "Captured", fails)
+        assert (await proxy.chat(headers={"x-pawl-episode": "e"})).status == 200
+    assert ledger()["pawl_records_dropped_total"] == before["pawl_records_dropped_total"] + 1
+    # The next record that is durable tells the ledger of the gap.
+    assert (await proxy.chat(headers={"x-pawl-episode": "e"})).status == 200
+
+    async def marked() -> bool:
+        [episode] = await proxy.episodes(1)
+        return "lost" in (episode.quarantined_reason or "")
+
+    await eventually(marked)
+
+
+@pytest.mark.parametrize("path", ["/feedback", "/v1/models"])
+async def test_a_failure_beside_calls_is_500_too(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("proxy.feedback.endpoint.lowered", fails)
+    monkeypatch.setattr("proxy.door.forward.for_upstream", fails)
+    listing = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    request = post(path, b"{}") if path == "/feedback" else listing
+    head, body = await ask(proxy, request)
+    assert head.startswith(b"HTTP/1.1 500 ")
+    assert b"x-pawl-fault: proxy" in head
+    assert json.loads(body)["error"]["type"] == "server_error"
+
+
+async def test_feedback_that_nests_deeply_has_an_answer(proxy: Proxy) -> None:
+    nested = b'{"episode":' + b"[" * 5000 + b"]" * 5000 + b"}"
+    head, body = await ask(proxy, post("/feedback", nested), kept=False)
+    assert head.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 500 "))
+    assert json.loads(body)["error"]["message"]
+
+
+async def test_a_byte_that_is_not_utf_8_in_feedback_is_400_and_named(proxy: Proxy) -> None:
+    head, body = await ask(proxy, post("/feedback", b'{"episode":"\xff","value":1}'), kept=False)
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"UTF-8" in body
+    assert b"0xff" in body
+
+
+async def test_a_list_of_models_that_is_not_utf_8_fails_no_call(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    from aiohttp import web
+
+    body = b'{"data":[{"id":"\xff","owned_by":"vllm"}]}'
+    upstream.list_models = lambda: web.Response(body=body)  # type: ignore[method-assign]
+    assert (await proxy.chat(model="other")).status == 200
+
+
+async def test_head_is_answered_like_get_and_without_a_body(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    port = int(proxy.settings.listen.rpartition(":")[2])
+    for path in (b"/v1/models", b"/v1/files", b"/nothing", CHAT.encode()):
+        said = {}
+        for method in (b"GET", b"HEAD"):
+            request = b"%b %b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % (method, path)
+            said[method] = (await raw_ask(port, request)).partition(b"\r\n\r\n")
+        assert said[b"HEAD"][2] == b""
+        assert said[b"GET"][2] != b""
+        status = {method: answer[0].split(b" ")[1] for method, answer in said.items()}
+        assert status[b"HEAD"] == status[b"GET"], path
+        # What an error says of a method is as long as the method.
+        if status[b"GET"] == b"200":
+            lengths = [
+                next(x for x in answer[0].lower().split(b"\r\n") if x.startswith(b"content-length"))
+                for answer in said.values()
+            ]
+            assert lengths[0] == lengths[1], path

@@ -1,0 +1,480 @@
+"""A worker's disk that fails or hangs: who waits is answered, and the worker recovers."""
+
+import asyncio
+import errno
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.values import MutexValue
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from benchmarks.chaos.ledger import kept
+from benchmarks.chaos.scrape import Scrapes, scrape
+from benchmarks.chaos.stand import Stand
+from proxy.calls.recent import Recent
+from proxy.keeper.drain import Drainer
+from proxy.spool import recorder as recording
+from proxy.spool.recorder import Recorder
+from proxy.spool.segments import encode_frame
+from proxy.spool.spool import Spool
+from store.read.episodes import episode_ids, read_episodes
+from tests.integration.conftest import eventually
+from tests.integration.faults.test_durability import assert_adds_up, ledger
+from tests.support.fake_upstream import FakeUpstream
+from tests.support.raw_upstream import post, raw_ask
+from tests.support.records import captured
+
+DROPPED_TOTAL = "pawl_records_dropped_total"
+EIO = OSError(errno.EIO, "Input/output error")
+# What a commit needs of the disk, and what comes after one that failed.
+CALLS = ["write", "fdatasync", "ftruncate", "close", "open", "fstat", "fsync", "rename", "unlink"]
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], None]]:
+    """Has these calls of the writer's thread fail; what is returned mends them."""
+
+    def use(*names: str, error: BaseException = EIO) -> Callable[[], None]:
+        broken = threading.Event()
+        broken.set()
+
+        def make(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **more: Any) -> Any:
+                if broken.is_set() and threading.current_thread().name == "pawl-spool":
+                    raise error
+                return real(*args, **more)
+
+            return call
+
+        for name in names:
+            where = Path if name in ("rename", "unlink") else os
+            monkeypatch.setattr(where, name, make(getattr(where, name)))
+        return broken.clear
+
+    return use
+
+
+async def answered(spool: Spool, episode: str) -> bool:
+    return await asyncio.wait_for(spool.append(encode_frame(captured(episode))), 5)
+
+
+@pytest.mark.parametrize("names", [[name] for name in CALLS] + [CALLS], ids="+".join)
+@pytest.mark.parametrize("begun", [False, True])
+async def test_whatever_the_disk_refuses_who_waits_is_answered_and_the_next_is_stored(
+    engine: AsyncEngine, tmp_path: Path, failing: Any, names: list[str], begun: bool
+) -> None:
+    spool = Spool(tmp_path / "0", segment_bytes=600)
+    if begun:
+        assert await answered(spool, "first")
+    mend = failing(*names)
+    said = [await answered(spool, f"e{number}") for number in range(3)]
+    mend()
+    assert await answered(spool, "later")
+    await asyncio.to_thread(spool.close)
+    drainer = Drainer(tmp_path, lambda: engine, batch=10)
+    while await drainer.drain_once():
+        pass
+    async with engine.connect() as connection:
+        found = {e.key for e in await read_episodes(connection, await episode_ids(connection))}
+    acknowledged = {f"e{number}" for number in range(3) if said[number]}
+    assert {"later", *acknowledged, *(["first"] if begun else [])} <= found
+    await drainer.count()
+    assert not list(tmp_path.glob("*/*.open"))
+    assert_adds_up()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("odd"), MemoryError(), ValueError("v")])
+async def test_an_error_of_another_kind_is_an_answer_too(
+    tmp_path: Path, failing: Any, error: Exception
+) -> None:
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    mend = failing("write", error=error)
+    assert not await answered(spool, "a")
+    mend()
+    assert await answered(spool, "b")
+    spool.close()
+
+
+async def test_whoever_counts_may_fail_and_all_that_wait_are_answered(tmp_path: Path) -> None:
+    def broken(_outcome: str, _marks: list[str]) -> None:
+        raise OSError(28, "No space left on device")
+
+    spool = Spool(tmp_path / "0", segment_bytes=2**20, on_commit=broken)
+    assert await answered(spool, "a")
+    assert await answered(spool, "b")
+    spool.close()
+
+
+def test_the_writer_outlives_the_loop_that_waited(tmp_path: Path) -> None:
+    async def leave() -> Spool:
+        spool = Spool(tmp_path / "0", segment_bytes=2**20)
+        spool.append(encode_frame(captured()))
+        await asyncio.sleep(0)
+        return spool
+
+    spool = asyncio.run(leave())
+    spool.close()
+    assert not spool._thread.is_alive()
+    assert len(list(tmp_path.glob("0/*.seg"))) == 1
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A disk that answers no sync until the event is set."""
+    go_on, real = threading.Event(), os.fdatasync
+
+    def fdatasync(handle: int) -> None:
+        go_on.wait(20)
+        real(handle)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    return go_on
+
+
+async def test_a_disk_that_hangs_is_given_up_and_used_again_once_it_answers(
+    tmp_path: Path, hanging: threading.Event
+) -> None:
+    told: list[tuple[str, list[str]]] = []
+    spool = Spool(
+        tmp_path / "0",
+        segment_bytes=2**20,
+        on_commit=lambda outcome, marks: told.append((outcome, marks)),
+        patience_s=0.3,
+    )
+    frame = encode_frame(captured())
+    first = spool.append(frame, "first")
+    await asyncio.sleep(0.1)
+    assert spool.under_way_s() > 0
+    second = spool.append(frame, "second")
+    assert [await asyncio.wait_for(f, 2) for f in (first, second)] == [False, False]
+    # Nothing is gathered for a disk that does not answer.
+    assert spool.append(frame, "third").result() is False
+    assert told == [("lost", ["first", "second"]), ("lost", ["third"])]
+    hanging.set()
+
+    async def again() -> bool:
+        return await spool.append(frame, "later")
+
+    assert await eventually(again)
+    # What was told as lost is not told again as written.
+    assert [marks for outcome, marks in told if outcome == "durable"] == [[], ["later"]]
+    assert spool.under_way_s() == 0
+    spool.close()
+
+
+async def test_a_spool_closes_though_its_disk_hangs(
+    tmp_path: Path, hanging: threading.Event
+) -> None:
+    spool = Spool(tmp_path / "0", segment_bytes=2**20, patience_s=0.2)
+    spool.append(encode_frame(captured()))
+    began = time.monotonic()
+    await spool.flush()
+    spool.close(within_s=0.5)
+    assert time.monotonic() - began < 3
+    hanging.set()
+    spool._thread.join(5)
+
+
+async def test_an_episode_that_misses_a_record_is_marked_though_no_call_comes_after(
+    engine: AsyncEngine, tmp_path: Path, failing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "RETRY_S", 0.05)
+    before = ledger()["pawl_records_dropped_total"]
+    recorder = Recorder(tmp_path, segment_bytes=2**20, recent=Recent())
+    assert await recorder.take(captured("e", total_ms=1.0), "c1", None)
+    mend = failing("write", "ftruncate")
+    assert not await recorder.take(captured("e"), "c2", None)
+    await asyncio.sleep(0.3)
+    mend()
+    drainer = Drainer(tmp_path, lambda: engine, batch=10)
+
+    async def marked() -> bool:
+        await drainer.drain_once()
+        async with engine.connect() as connection:
+            found = await read_episodes(connection, await episode_ids(connection))
+        return any("lost" in (episode.quarantined_reason or "") for episode in found)
+
+    assert await eventually(marked)
+    # The attempts to tell of it were no records.
+    assert ledger()["pawl_records_dropped_total"] == before + 1
+    await recorder.close()
+    while await drainer.drain_once():
+        pass
+    await drainer.count()
+    assert_adds_up()
+
+
+async def test_a_record_that_cannot_be_encoded_is_dropped_and_counted(tmp_path: Path) -> None:
+    before = ledger()["pawl_records_dropped_total"]
+    recorder = Recorder(tmp_path, segment_bytes=2**20, recent=Recent())
+    assert not await recorder.take(captured("\ud800"), "c", None)
+    assert await recorder.take(captured("e"), "c", None)
+    assert ledger()["pawl_records_dropped_total"] == before + 1
+    await recorder.close()
+
+
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """A disk of its own, from mount(8)'s options."""
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode:
+        pytest.skip("no disk can be mounted here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk on which five files can be, its root among them."""
+    yield from mounted(tmp_path, "size=64k,nr_inodes=5")
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk that takes a reserve, and can be filled with a file."""
+    yield from mounted(tmp_path, "size=4m")
+
+
+def fill(disk: Path) -> None:
+    with (disk / "balloon").open("wb", buffering=0) as balloon, suppress(OSError):
+        while True:
+            balloon.write(bytes(4096))
+
+
+async def incomplete(engine: AsyncEngine) -> set[str]:
+    async with engine.connect() as connection:
+        found = await read_episodes(connection, await episode_ids(connection))
+    return {e.key for e in found if "lost" in (e.quarantined_reason or "")}
+
+
+@pytest.mark.parametrize("frames", [20, 700])
+async def test_a_full_disk_takes_the_mark_of_what_it_lost_before_anybody_is_answered(
+    engine: AsyncEngine, full_disk: Path, frames: int
+) -> None:
+    before = ledger()["pawl_records_dropped_total"]
+    recorder = Recorder(full_disk, segment_bytes=2**20, recent=Recent())
+    assert await recorder.take(captured("whole"), "c0", None)
+    fill(full_disk)
+    # The last page of the segment has room for a few.
+    episodes = [f"e-{number}" for number in range(frames)]
+    lost = [e for e in episodes if not await recorder.take(captured(e), "c", None)]
+    assert len(lost) > frames // 4
+    # Nothing of it is in memory: the worker may be killed now, and the disk is still full.
+    assert recorder._gaps == {}
+    assert ledger()["pawl_records_dropped_total"] == before + len(lost)
+    drainer = Drainer(full_disk, lambda: engine, batch=100)
+    while await drainer.drain_once():
+        pass
+    assert await incomplete(engine) == set(lost)
+    (full_disk / "balloon").unlink()
+    assert await recorder.take(captured("later"), "c", None)
+    fill(full_disk)
+    # There is a reserve again.
+    while await recorder.take(captured("again"), "c", None):
+        pass
+    assert recorder._gaps == {}
+    await recorder.close()
+    while await drainer.drain_once():
+        pass
+    assert await incomplete(engine) == {*lost, "again"}
+    await drainer.count()
+    assert_adds_up()
+    assert not list(full_disk.glob("0/*.seg"))
+    assert not list(full_disk.glob("0/*.open"))
+
+
+async def test_a_reserve_that_somebody_removed_takes_no_mark(full_disk: Path) -> None:
+    recorder = Recorder(full_disk, segment_bytes=2**20, recent=Recent())
+    assert await recorder.take(captured("whole"), "c0", None)
+    fill(full_disk)
+    for reserve in full_disk.glob("0/*.open"):
+        if not reserve.stat().st_size:
+            reserve.unlink()
+    fill(full_disk)
+    while await recorder.take(captured("lost"), "c", None):
+        pass
+    assert list(recorder._gaps) == ["lost"]
+    (full_disk / "balloon").unlink()
+    assert await recorder.take(captured("later"), "c", None)
+    await recorder.close()
+
+
+async def test_marks_beyond_the_reserve_wait_in_memory(
+    engine: AsyncEngine, full_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "RETRY_S", 0.05)
+    recorder = Recorder(full_disk, segment_bytes=2**20, recent=Recent())
+    assert await recorder.take(captured("whole"), "c0", None)
+    fill(full_disk)
+    long = "e" * 600_000
+    for episode in ("1" + long, "2" + long):
+        assert not await recorder.take(captured(episode), "c", None)
+    assert list(recorder._gaps) == ["2" + long]
+    (full_disk / "balloon").unlink()
+
+    async def told() -> bool:
+        return not recorder._gaps
+
+    assert await eventually(told)
+    await recorder.close()
+
+
+async def test_at_every_step_of_a_refusal_the_counts_add_up(
+    tmp_path: Path, failing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+    count = MutexValue.inc
+
+    def counted(self: Any, amount: float) -> None:
+        count(self, amount)
+        steps.append(ledger())
+
+    recorder = Recorder(tmp_path, segment_bytes=2**20, recent=Recent())
+    failing("write", "ftruncate")
+    before = ledger()
+    monkeypatch.setattr(MutexValue, "inc", counted)
+    assert not await recorder.take(captured("e"), "c", None)
+    await recorder.close()
+    assert steps
+    for step in steps:
+        recorded, dropped = (
+            step[name] - before[name] for name in ("pawl_records_total", DROPPED_TOTAL)
+        )
+        assert recorded == dropped
+    assert steps[-1][DROPPED_TOTAL] == before[DROPPED_TOTAL] + 1
+
+
+async def test_a_worker_starts_on_a_full_disk_and_writes_once_there_is_room(
+    small_disk: Path,
+) -> None:
+    fillers = [small_disk / name for name in ("w", "x", "y", "z")]
+    for filler in fillers:
+        filler.write_bytes(b"")
+    recorder = Recorder(small_disk, segment_bytes=2**20, recent=Recent())
+    assert not await recorder.take(captured("e"), "c", None)
+    for filler in fillers:
+        filler.unlink()
+    assert await recorder.take(captured("e"), "c", None)
+    await recorder.close()
+
+
+# As it runs
+
+FAULTS = """
+import os, threading, time
+control = os.environ.get("DISK_FAULTS")
+
+def wrapped(name, real):
+    def call(*args, **more):
+        if threading.current_thread().name == "pawl-spool":
+            try:
+                with open(control) as file:
+                    wanted = file.read().split()
+            except OSError:
+                wanted = []
+            if "hang" in wanted and name == "fdatasync":
+                time.sleep(600)
+            if name in wanted:
+                raise OSError(5, "Input/output error")
+        return real(*args, **more)
+    return call
+
+if control:
+    for name in ("write", "fdatasync", "ftruncate", "close"):
+        setattr(os, name, wrapped(name, getattr(os, name)))
+"""
+
+
+@pytest.fixture
+async def faulty(
+    upstream: FakeUpstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Stand, Path]]:
+    """A proxy of which the worker's disk does what a file says."""
+    control, code = tmp_path / "faults", tmp_path / "code"
+    code.mkdir()
+    (code / "sitecustomize.py").write_text(FAULTS)
+    control.write_text("")
+    monkeypatch.setenv("DISK_FAULTS", str(control))
+    paths = [str(code), os.environ.get("PYTHONPATH", ""), str(Path.cwd())]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
+    port = int(upstream.url.split(":")[2].split("/")[0])
+    stand = await asyncio.to_thread(Stand, tmp_path, port, 1)
+    await stand.ready()
+    yield stand, control
+    if stand.supervisor.poll() is None:
+        stand.supervisor.kill()
+        stand.supervisor.wait()
+    await asyncio.to_thread(stand.postgres.stop)
+
+
+CHAT = post("/v1/chat/completions", b'{"model":"m","messages":[{"role":"user","content":"q"}]}')
+
+
+async def ask(stand: Stand) -> str:
+    """A call's id; the answer has come."""
+    reply = await asyncio.wait_for(raw_ask(stand.port, CHAT), 30)
+    head = reply.partition(b"\r\n\r\n")[0]
+    assert head.startswith(b"HTTP/1.1 200"), head
+    [call] = [line[12:] for line in head.split(b"\r\n") if line.lower().startswith(b"x-pawl-call:")]
+    return call.strip().decode()
+
+
+@pytest.mark.timeout(120)
+async def test_a_proxy_serves_on_through_io_errors_and_recovers_by_itself(
+    faulty: tuple[Stand, Path],
+) -> None:
+    stand, control = faulty
+    calls = [await ask(stand)]
+    [worker] = stand.processes("worker")
+    for faults in ("fdatasync", "write ftruncate", "write fdatasync ftruncate close"):
+        control.write_text(faults)
+        for _ in range(3):
+            await ask(stand)
+        control.write_text("")
+        calls.append(await ask(stand))
+    assert [found.pid for found in stand.processes("worker")] == [worker.pid]
+
+    async def all_kept() -> bool:
+        return (await kept(stand.url, calls, own_episodes=False)).missing == 0
+
+    await eventually(all_kept)
+    scrapes = Scrapes()
+    found = await scrape(stand.admin, scrapes)
+    assert found is not None
+    assert found["pawl_records_dropped_total"] >= 9
+    assert scrapes.off == []
+    began = time.monotonic()
+    stand.supervisor.send_signal(signal.SIGTERM)
+    await asyncio.to_thread(stand.supervisor.wait, 30)
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.timeout(120)
+async def test_a_proxy_of_which_the_disk_hangs_answers_and_ends(
+    faulty: tuple[Stand, Path],
+) -> None:
+    stand, control = faulty
+    await ask(stand)
+    control.write_text("hang")
+    began = time.monotonic()
+    waiting = asyncio.create_task(ask(stand))
+    await asyncio.sleep(3)
+    found = await scrape(stand.admin, Scrapes())
+    assert found is not None
+    assert found["pawl_spool_commit_seconds"] > 1
+    await waiting
+    assert time.monotonic() - began > 5
+    # From now on nobody waits for it.
+    began = time.monotonic()
+    await ask(stand)
+    assert time.monotonic() - began < 10
+    stand.supervisor.send_signal(signal.SIGTERM)
+    await asyncio.to_thread(stand.supervisor.wait, 30)
+    assert time.monotonic() - began < 40

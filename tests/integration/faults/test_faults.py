@@ -1,0 +1,409 @@
+"""What goes wrong on either side, and what the other side sees of it: one decided behaviour each.
+
+`docs/decisions/016-faults.md` has the table.
+"""
+
+import asyncio
+import gzip
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from proxy.http.wire import HOP_BY_HOP
+from proxy.metrics import RECORDED
+from store.updates.policies import ensure_base
+from tests.integration.conftest import Proxy, eventually, running, settings_for
+from tests.support.raw_upstream import RawUpstream, post, raw_ask, raw_upstream, says
+
+CHAT = "/v1/chat/completions"
+APIS = {
+    CHAT: b'{"model":"m","messages":[{"role":"user","content":"q"}]}',
+    "/v1/completions": b'{"model":"m","prompt":"q"}',
+    "/v1/responses": b'{"model":"m","input":"q"}',
+    "/v1/messages": b'{"model":"m","max_tokens":9,"messages":[{"role":"user","content":"q"}]}',
+}
+SILENCE_S = 2.0
+EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[RawUpstream]:
+    async with raw_upstream() as server:
+        yield server
+
+
+@pytest.fixture
+async def proxy(
+    database_url: str, engine: AsyncEngine, upstream: RawUpstream, tmp_path: Path
+) -> AsyncIterator[Proxy]:
+    """A proxy before a server that is not vLLM: it gets the client's own bytes."""
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+    async with AsyncExitStack() as exits:
+        settings = settings_for(database_url, upstream.url, tmp_path)
+        settings = settings.model_copy(update={"silence_s": SILENCE_S, "max_reply_mb": 24})
+        await exits.enter_async_context(running(settings))
+        session = await exits.enter_async_context(aiohttp.ClientSession())
+        found = Proxy(settings, engine, session)
+        await found.policies_known()
+        yield found
+
+
+def port_of(proxy: Proxy) -> int:
+    return int(proxy.settings.listen.rpartition(":")[2])
+
+
+def sized(status: bytes, body: bytes, *headers: bytes) -> bytes:
+    lines = b"".join(header + b"\r\n" for header in headers)
+    return b"HTTP/1.1 %b\r\n%bContent-Length: %d\r\n\r\n" % (status, lines, len(body)) + body
+
+
+LAST = b"0\r\n\r\n"
+
+
+def chunked(*pieces: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+
+
+def parts(reply: bytes) -> tuple[bytes, list[bytes], bytes]:
+    """Status line, header lines and body, less what decision 016 and RFC 9110 §7.6.1 except.
+
+    Ours (`x-pawl-`), what belongs to one connection, and how the body is framed.
+    """
+    head, _, body = reply.partition(b"\r\n\r\n")
+    status, *lines = head.split(b"\r\n")
+    names = [line.partition(b":")[0].lower() for line in lines]
+    if b"transfer-encoding" in names:
+        body = unchunked(body)
+    excepted = HOP_BY_HOP | {b"content-length"}
+    kept = [
+        line
+        for name, line in zip(names, lines, strict=True)
+        if name not in excepted and not name.startswith(b"x-pawl-")
+    ]
+    return status, kept, body
+
+
+def unchunked(body: bytes) -> bytes:
+    """The content of a chunked body that is whole."""
+    content, rest = b"", body
+    while True:
+        size, _, rest = rest.partition(b"\r\n")
+        if not int(size, 16):
+            assert rest == b"\r\n"
+            return content
+        content, rest = content + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+
+
+ODD = b'{ "z":1.0,\t"a" :[9007199254740993,1e400,-0.0,1E+2],"b":"\xc3\xa9\\u00e9","new":{}}\n'
+JSON = b"Content-Type: application/json"
+GZIP = b"Content-Encoding: gzip"
+ZIPPED = gzip.compress(ODD, mtime=0)
+STREAM = (
+    b': ping\r\n\r\nevent: odd\ndata: {"id":"r","choices":[],"new":9007199254740993}\n\n',
+    b'id: 7\nretry: 10\ndata:{ "x" : 1 }\ndata: second line\n\ndata: not json\n\n',
+    b"data: [DONE]\n\n",
+)
+REPLIES = {
+    "error": sized(b"500 Internal Server Error", b'{"error":{"message":"boom"}}', JSON, b"X-A: b"),
+    "malformed": sized(b"400 Bad Request", b'{"error":"what?"}', JSON),
+    "limited": sized(b"429 Slow Down", b"", b"Retry-After: 7", b"x-ratelimit-remaining: 0"),
+    "balancer": sized(b"502 Bad Gateway", b"<html>\r\nbad\x00\xff", b"Content-Type: text/html"),
+    "gzip": sized(b"200 OK", ZIPPED, JSON, GZIP, b"Vary: Accept-Encoding"),
+    "gzip stream": sized(b"200 OK", ZIPPED, b"Content-Type: text/event-stream", GZIP),
+    "large": sized(b"200 OK", b'{"x":"' + b"y" * 20 * 2**20 + b'"}', JSON),
+    "odd json": sized(b"200 Fine", ODD, JSON, b"Set-Cookie: a=1", b"SET-cookie: b=2"),
+    "list": sized(b"200 OK", b"[1,2]", JSON),
+    "empty": sized(b"200 OK", b"", JSON),
+    "no content": b"HTTP/1.1 204 No Content\r\nX-A: b\r\n\r\n",
+    "redirect": sized(b"307 Temporary Redirect", b"moved", b"Location: http://127.0.0.1:1/"),
+    "chunked": b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n" + chunked(ODD[:9], ODD[9:]) + b"0\r\n\r\n",
+    "until close": b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n" + ODD,
+    "announced": b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + sized(b"200 OK", ODD, JSON),
+    "stream": EVENTS + chunked(*STREAM) + b"0\r\n\r\n",
+    "old stream": EVENTS + chunked(*(part.replace(b"\n", b"\r") for part in STREAM)) + LAST,
+    "after the end": EVENTS + chunked(*STREAM, b": still here\n\n", b"data: {}\n\ndata: x") + LAST,
+    "half an emoji": sized(b"200 OK", b'{"choices": [{"text": "\\ud83d"}], "x": 1E400 }', JSON),
+    "no json": sized(b"200 OK", b'{"choices": [NaN, {"token_ids": 7}]} \xff', JSON),
+}
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_whatever_the_upstream_says_reaches_the_client_byte_for_byte(
+    proxy: Proxy, upstream: RawUpstream, path: str
+) -> None:
+    for name, reply in REPLIES.items():
+        upstream.script = says(reply)
+        request = post(path, APIS[path], b"Accept-Encoding: gzip", b"X-Mine: Yes")
+        direct = parts(await raw_ask(upstream.port, request))
+        proxied = parts(await raw_ask(port_of(proxy), request))
+        if name in ("announced", "until close"):
+            # A 1xx ends at the proxy, and it speaks for itself as HTTP/1.1.
+            direct = parts(reply[reply.rindex(b"HTTP/1.") :].replace(b"HTTP/1.0", b"HTTP/1.1"))
+        assert proxied == direct, name
+        assert upstream.bodies[-1] == APIS[path]
+    episodes = await proxy.episodes(len(REPLIES))
+    calls = [call for episode in episodes for call in episode.calls]
+    assert len(calls) == len(REPLIES)
+    assert not any(call.trainable for call in calls)
+
+
+async def test_and_so_where_ids_are_asked_for(
+    database_url: str, engine: AsyncEngine, tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as exits:
+        upstream = await exits.enter_async_context(raw_upstream("vllm"))
+        settings = settings_for(database_url, upstream.url, tmp_path)
+        await exits.enter_async_context(running(settings))
+        port = int(settings.listen.rpartition(":")[2])
+        for path in (CHAT, "/v1/completions"):
+            for name, reply in REPLIES.items():
+                if name in ("announced", "until close"):
+                    continue
+                upstream.script = says(reply)
+                request = post(path, APIS[path], b"Accept-Encoding: gzip")
+                direct = spelled(parts(await raw_ask(upstream.port, request)))
+                assert spelled(parts(await raw_ask(port, request))) == direct, name
+
+
+def spelled(reply: tuple[bytes, list[bytes], bytes]) -> Any:
+    """A JSON object's keys in their order and numbers as they are written; else the bytes.
+
+    Where ids are taken out of a reply, the blanks between its outermost fields may go too, and
+    of a stream its content coding.
+    """
+    status, lines, body = reply
+    if b"Content-Type: text/event-stream" in lines:
+        if GZIP in lines:
+            lines, body = [line for line in lines if line != GZIP], gzip.decompress(body)
+        return status, lines, body.replace(b" ", b"")
+    if body.startswith(b"{"):
+        read = json.JSONDecoder(object_pairs_hook=list, parse_float=str, parse_int=str).decode
+        with suppress(ValueError):
+            return status, lines, read(body.decode())
+    return reply
+
+
+async def test_the_upstream_gets_the_clients_headers_in_their_case_and_order(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
+    mine = (b"X-B: 1", b"x-a: 2", b"X-B: 3", b"Authorization: Bearer k", b"Accept-Encoding: gzip")
+    await raw_ask(port_of(proxy), post(CHAT + "?a=%2F", APIS[CHAT], *mine))
+    first, *lines = upstream.heads[-1].split(b"\r\n")
+    assert first == b"POST /v1/chat/completions?a=%2F HTTP/1.1"
+    assert [line for line in lines if line in mine] == list(mine)
+    assert b"Connection: close" not in lines
+
+
+ERROR_EVENTS = {
+    CHAT: b'data: {"error":{',
+    "/v1/completions": b'data: {"error":{',
+    "/v1/responses": b'event: error\ndata: {"type":"error"',
+    "/v1/messages": b'event: error\ndata: {"type":"error"',
+}
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_a_torn_stream_ends_torn_after_its_apis_error_event(
+    proxy: Proxy, upstream: RawUpstream, path: str
+) -> None:
+    event = b'data: {"id":"r","choices":[]}\n\n'
+    upstream.script = says(EVENTS + chunked(event), then="reset")
+    body = APIS[path][:-1] + b',"stream":true}'
+    reply = await raw_ask(port_of(proxy), post(path, body))
+    _, _, framed = reply.partition(b"\r\n\r\n")
+    content = unchunked(framed + b"0\r\n\r\n")
+    assert content.startswith(event)
+    assert content[len(event) :].startswith(ERROR_EVENTS[path])
+    assert b"broke off" in content
+    assert (await proxy.only_call()).status == "truncated"
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_a_torn_whole_reply_is_502_in_the_words_of_its_api(
+    proxy: Proxy, upstream: RawUpstream, path: str
+) -> None:
+    """Nothing of it was passed on, so the client can still be told."""
+    upstream.script = says(sized(b"200 OK", ODD, JSON)[:-1], then="reset")
+    reply = await raw_ask(port_of(proxy), post(path, APIS[path]))
+    assert reply.startswith(b"HTTP/1.1 502 ")
+    assert b"x-pawl-fault: upstream\r\n" in reply
+    error = json.loads(parts(reply)[2])["error"]
+    assert "broke off" in error["message"]
+    assert error["type"] == ("api_error" if path == "/v1/messages" else "upstream_error")
+    call = await proxy.only_call()
+    assert (call.status, call.http_status, call.trainable) == ("truncated", 200, False)
+    # What came is kept.
+    async with proxy.engine.connect() as connection:
+        kept = await connection.scalar(text("SELECT reply_raw FROM transitions"))
+    assert kept == ODD[:-1]
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("said", [b"", EVENTS + chunked(b'data: {"choices":[]}\n\n')])
+async def test_a_client_that_leaves_stops_the_upstream_within_a_second(
+    proxy: Proxy, upstream: RawUpstream, said: bytes, half: bool
+) -> None:
+    """One that closes only its sending half has left too."""
+    upstream.script = says(said, then="hang")
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
+    writer.write(post(CHAT, APIS[CHAT]))
+    await upstream.asked.wait()
+    if said:
+        await reader.readuntil(b"\r\n\r\n")
+    upstream.left.clear()
+    if half:
+        writer.write_eof()
+    else:
+        writer.close()
+    await asyncio.wait_for(upstream.left.wait(), 1.0)
+    assert (await proxy.only_call()).status == "client_gone"
+    writer.close()
+
+
+async def test_a_client_that_leaves_while_it_uploads(proxy: Proxy, upstream: RawUpstream) -> None:
+    """Half a request is no call: the upstream is not asked, and there is nothing to record."""
+    recorded = RECORDED._value.get()
+    _, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
+    writer.write(post(CHAT, APIS[CHAT])[:-1])
+    await asyncio.sleep(0.1)
+    writer.close()
+    # What is passed on as it comes has begun there, and is broken off there.
+    _, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
+    writer.write(post("/v1/embeddings", b"12345")[:-1])
+    await upstream.asked.wait()
+    upstream.left.clear()
+    writer.close()
+    await asyncio.wait_for(upstream.left.wait(), 1.0)
+    assert [head.split()[1] for head in upstream.heads] == [b"/v1/embeddings"]
+    assert upstream.bodies == []
+    await asyncio.sleep(0.3)
+    assert RECORDED._value.get() == recorded
+
+
+async def test_a_silent_upstream_is_504_before_the_head(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
+    upstream.script = says(then="hang")
+    began = time.monotonic()
+    response = await proxy.chat()
+    assert SILENCE_S <= time.monotonic() - began < SILENCE_S + 2
+    assert (response.status, response.headers["x-pawl-fault"]) == (504, "upstream")
+    assert response.json["error"]["code"] == "upstream_silent"
+    assert (await proxy.only_call()).status == "upstream_error"
+    await asyncio.wait_for(upstream.left.wait(), 1.0)
+
+
+async def test_a_silent_upstream_tears_what_has_begun(proxy: Proxy, upstream: RawUpstream) -> None:
+    event = b'data: {"choices":[]}\n\n'
+    upstream.script = says(EVENTS + chunked(event), then="hang")
+    reply = await raw_ask(port_of(proxy), post(CHAT, APIS[CHAT]))
+    content = unchunked(reply.partition(b"\r\n\r\n")[2] + b"0\r\n\r\n")
+    assert content.startswith(event + ERROR_EVENTS[CHAT])
+    assert b"silent" in content
+    upstream.script = says(sized(b"200 OK", ODD, JSON)[:-1], then="hang")
+    reply = await raw_ask(port_of(proxy), post(CHAT, APIS[CHAT]))
+    assert reply.startswith(b"HTTP/1.1 502 ")
+    assert b"silent" in reply
+    calls = [call for episode in await proxy.episodes(2) for call in episode.calls]
+    assert [call.status for call in calls] == ["truncated"] * 2
+
+
+async def test_an_upstream_that_says_a_little_now_and_then_is_not_silent(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
+    pieces = [chunked(b": still thinking\n\n")] * 4 + [chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n"]
+    upstream.script = says(EVENTS, *pieces, pause_s=0.4 * SILENCE_S)
+    reply = await raw_ask(port_of(proxy), post(CHAT, APIS[CHAT]))
+    assert unchunked(reply.partition(b"\r\n\r\n")[2]).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_slow_uploader_is_waited_for(proxy: Proxy, upstream: RawUpstream) -> None:
+    """Longer than the upstream may be silent: it is not the upstream who keeps us waiting."""
+    for path in (CHAT, "/v1/embeddings"):
+        request = post(path, APIS[CHAT])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
+        for at in range(5):
+            cut = len(request) - 5 + at
+            writer.write(request[:cut] if at == 0 else request[cut - 1 : cut])
+            await asyncio.sleep(0.35 * SILENCE_S)
+        writer.write(request[-1:])
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+        assert upstream.bodies[-1] == APIS[CHAT]
+
+
+async def test_a_slow_reader_slows_the_upstream_down(proxy: Proxy, upstream: RawUpstream) -> None:
+    line = b"data: " + b"x" * 65_528 + b"\n\n"
+    lines = 512
+
+    async def much(server: RawUpstream, writer: asyncio.StreamWriter) -> None:
+        await server.say(writer, EVENTS)
+        for _ in range(lines):
+            await server.say(writer, chunked(line))
+        await server.say(writer, chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    upstream.script = much
+    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy), limit=2**16)
+    writer.write(post(CHAT, APIS[CHAT]))
+    await reader.readuntil(b"\r\n\r\n")
+    await asyncio.sleep(1.0)
+    waiting = upstream.said
+    await asyncio.sleep(1.0)
+    # The sockets' buffers and ours are full; nothing more is taken from the upstream.
+    assert upstream.said == waiting < lines * len(line) / 2
+    received = bytearray()
+    while data := await reader.read(2**20):
+        received += data
+    writer.close()
+    assert len(unchunked(bytes(received))) == lines * len(line) + len(b"data: [DONE]\n\n")
+
+
+async def test_a_refused_upload_reads_why(proxy: Proxy, upstream: RawUpstream) -> None:
+    """The answer arrives although the client is still sending."""
+    _, writer = pair = await asyncio.open_connection("127.0.0.1", port_of(proxy))
+    body = b"x" * (8 * 2**20)
+    writer.write(post(CHAT, body))
+    reply = await pair[0].read()
+    writer.close()
+    assert reply.startswith(b"HTTP/1.1 413 ")
+    assert json.loads(parts(reply)[2])["error"]["type"] == "invalid_request_error"
+    assert upstream.heads == []
+
+
+async def test_an_upstream_that_is_not_there(
+    database_url: str, engine: AsyncEngine, tmp_path: Path
+) -> None:
+    settings = settings_for(database_url, "http://127.0.0.1:1/v1", tmp_path)
+    async with running(settings), aiohttp.ClientSession() as session:
+        found = Proxy(settings, engine, session)
+        for path, body in APIS.items():
+            async with session.post(found.url + path, data=body) as response:
+                said: Any = await response.json()
+                assert (response.status, response.headers["x-pawl-fault"]) == (502, "upstream")
+                assert "PAWL_UPSTREAM_URL" in said["error"]["message"]
+
+        async def recorded() -> bool:
+            calls = [c for e in await found.episodes(4) for c in e.calls]
+            return [call.status for call in calls] == ["upstream_error"] * 4
+
+        assert await eventually(recorded)
+
+
+async def test_a_reply_too_large_to_be_held_is_given_up_by_name(
+    proxy: Proxy, upstream: RawUpstream
+) -> None:
+    upstream.script = says(sized(b"200 OK", b"x" * (25 * 2**20), b"Content-Type: application/json"))
+    response = await proxy.chat()
+    assert response.status == 502
+    assert "PAWL_MAX_REPLY_MB" in response.json["error"]["message"]
+    assert (await proxy.only_call()).status == "upstream_error"

@@ -1,0 +1,60 @@
+"""`pawl spool`: looks at what waits and what could not be stored, and tries again."""
+
+from pathlib import Path
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.spool import as_json, as_lines, look, replay
+from proxy.calls.capture import Frame
+from proxy.spool.segments import encode_frame, read_frames
+from store.read.episodes import episode_ids
+from tests.support.records import captured, reward, statement
+
+
+def payload(record: Frame) -> bytes:
+    [(_, data)] = read_frames(encode_frame(record))
+    return data
+
+
+def bury(folder: Path, name: str, data: bytes, reason: str) -> None:
+    dead = folder / "dead"
+    dead.mkdir(exist_ok=True)
+    (dead / f"{name}.letter").write_bytes(data)
+    (dead / f"{name}.reason").write_text(reason)
+
+
+def test_an_empty_spool(tmp_path: Path) -> None:
+    view = look(tmp_path / "not there")
+    assert (view.segments, view.records, view.dead_letters) == (0, 0, ())
+    assert as_lines(view)[0].startswith("0 records")
+
+
+def test_what_waits_and_what_is_dead_is_told(tmp_path: Path) -> None:
+    (tmp_path / "0").mkdir()
+    frames = encode_frame(captured()) + encode_frame(captured())
+    (tmp_path / "0" / "a.open").write_bytes(frames + b"torn")
+    bury(tmp_path, "000000", payload(captured("e7")), "refused\nbecause")
+    bury(tmp_path, "000001", b"torn", "a torn frame")
+    view = look(tmp_path)
+    assert (view.segments, view.records) == (1, 2)
+    assert "episode e7" in view.dead_letters[0].about
+    assert view.dead_letters[1].about == "not a record"
+    assert as_json(view)["dead_letters"][1]["reason"] == "a torn frame"
+    assert any("000000.letter" in line and "refused" in line for line in as_lines(view))
+
+
+async def test_replaying_stores_what_can_be_stored_and_keeps_the_rest(
+    engine: AsyncEngine, tmp_path: Path
+) -> None:
+    bad = statement("nul\x00", 1.0, episode="bad")
+    bury(tmp_path, "0", payload(captured("good")), "the partition was missing")
+    bury(tmp_path, "1", payload(bad), "refused")
+    bury(tmp_path, "2", b"torn", "a torn frame")
+    bury(tmp_path, "3", payload(reward(1.0, episode="good")), "refused")
+    stored, refused = await replay(tmp_path, engine)
+    assert stored == 2
+    assert [why.partition(":")[0] for why in refused] == ["1.letter", "2.letter"]
+    assert [Path(d.path).name for d in look(tmp_path).dead_letters] == ["1.letter", "2.letter"]
+    async with engine.connect() as connection:
+        assert len(await episode_ids(connection)) == 1
+    assert await replay(tmp_path, engine) == (0, refused)

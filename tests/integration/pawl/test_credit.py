@@ -1,0 +1,219 @@
+"""`pawl credit` tells of an export, and of an update, what the trainer computes."""
+
+import asyncio
+import io
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+from typer.testing import CliRunner
+
+from pawl.cli import app
+from pawl.export import Selection, export
+from pawl.past import explain_update
+from store.connection.engine import make_engine
+from store.errors import UnknownUpdate
+from store.ids import new_id
+from store.read.episodes import episode_ids, read_episodes
+from store.records import Group, SpoolRecord, ToolCall
+from store.updates import claims
+from store.updates.claims import Claim
+from store.updates.policies import ensure_base
+from store.updates.ready import ClaimRule
+from store.write.ingest import ingest
+from tests.support.records import START, call, reward, statement, tool_event
+from tests.support.updates import record_update
+from trainer.credit.assign import TransitionCredit, assign_credit
+from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
+from trainer.errors import RecipeError
+from trainer.recipe import Recipe
+from trainer.recipe_parts import CreditPart
+from trainer.update import Plan, claim_rule, plan_update
+
+RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
+RECIPE = Recipe.model_validate(
+    {"claim": {"group_size": 2, "groups": 2}, "credit": {"normalisation": "none"}}
+)
+MOVING = Recipe.model_validate(
+    {
+        "claim": {"group_size": 1, "smallest_group": 1, "groups": 2},
+        "credit": {"baseline": "moving", "normalisation": "none"},
+    }
+)
+
+
+def asked(*ids: str) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(id=one, name="calc", arguments='{"n": 1}') for one in ids)
+
+
+async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
+    async with engine.begin() as connection:
+        await ingest(connection, list(records))
+        await ensure_base(connection, "m")
+
+
+async def fill(engine: AsyncEngine) -> None:
+    """Two tasks: corrected and late rewards, single calls', tools asked for and not, failures."""
+    asking = call("a1", task="a", tool_calls=asked("t1", "t2"))
+    singly = call("a1", task="a", agent="checker")
+    await store(
+        engine,
+        asking,
+        singly,
+        call("a1", task="a", tool_events=(tool_event("ok", "t1"), tool_event("error", "t2"))),
+        call("a2", task="a", trainable=False, reason="greedy"),
+        call("a2", task="a", tool_events=(tool_event("ok", "nobody asked"),)),
+        call("a3", task="a", status="truncated", trainable=False, reason="incomplete"),
+        call("b1", task="b"),
+        call("b2", task="b"),
+        reward(0.2, at=5, episode="a1"),
+        reward(0.7, at=9, episode="a1"),
+        reward(0.1, at=2, episode="a1"),
+        reward(1.0, call=str(singly.id)),
+        reward(0.0, episode="a2"),
+        reward(0.5, episode="b1"),
+        reward(0.5, episode="b2"),
+        statement("latency", 9.0, episode="b2"),
+    )
+
+
+def lines_of(credited: Any) -> list[CreditLine]:
+    def line(one: TransitionCredit) -> CreditLine:
+        return credit_line(one.episode, str(one.call.id), one.call.agent, one)
+
+    return sorted((line(one) for one in credited), key=lambda line: (line.episode, line.call))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {},
+        {"assignment": "call", "failed_reward": -1.0},
+        {"assignment": "per_agent", "air_assignment": "step"},
+        {"baseline": "moving", "equal_weight": "token"},
+    ],
+)
+async def test_of_an_export_what_the_trainer_computes(
+    engine: AsyncEngine, rule: dict[str, Any]
+) -> None:
+    await fill(engine)
+    out = io.BytesIO()
+    await export(engine, Selection(), out)
+    read = read_lines(io.BytesIO(out.getvalue()), "export")
+    found = credit_lines(read, CreditPart(**rule))
+
+    async with engine.connect() as connection:
+        episodes = await read_episodes(connection, await episode_ids(connection))
+    tasks = sorted({episode.task or "" for episode in episodes})
+    groups = [
+        Group(task=task, episodes=tuple(one for one in episodes if one.task == task))
+        for task in tasks
+    ]
+    credited = assign_credit(groups, CreditPart(**rule), policy="m", oldest_version=0).transitions
+    assert sorted(found, key=lambda line: (line.episode, line.call)) == lines_of(credited)
+    assert any(line.reason is None for line in found)
+
+
+async def test_an_export_tells_what_was_asked_for_and_what_was_not(engine: AsyncEngine) -> None:
+    await fill(engine)
+    out = io.BytesIO()
+    await export(engine, Selection(), out)
+    first, second, *_ = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [(one["id"], one["arguments"]) for one in first["calls"][0]["tool_events"]] == [
+        ("t1", '{"n": 1}'),
+        ("t2", '{"n": 1}'),
+    ]
+    assert second["stray_tool_events"] == [{"id": "nobody asked", "name": "tool", "status": "ok"}]
+
+
+async def taken(engine: AsyncEngine, recipe: dict[str, Any], rule: ClaimRule = RULE) -> Claim:
+    async with engine.begin() as connection:
+        update_id = await claims.claim(connection, rule, 0, recipe)
+    assert update_id is not None
+    async with engine.connect() as connection:
+        return await claims.load_claim(connection, update_id)
+
+
+async def trained(
+    engine: AsyncEngine, kept: dict[str, Any], recipe: Recipe = RECIPE, version: int = 1
+) -> tuple[Claim, Plan]:
+    """An update, as far as the ledger is concerned."""
+    claim = await taken(engine, kept, claim_rule(recipe, "m"))
+    plan = plan_update(claim, recipe)
+    await record_update(engine, claim, plan, version)
+    return claim, plan
+
+
+async def test_of_an_update_what_it_computed(engine: AsyncEngine) -> None:
+    await fill(engine)
+    claim, plan = await trained(engine, RECIPE.model_dump(mode="json"))
+    expected = lines_of(plan.credited)
+    later = int((datetime.now(UTC) + timedelta(hours=1) - START).total_seconds())
+    await store(engine, reward(-5.0, at=later, episode="a1"))
+    for which in (1, claim.update_id):
+        found = await explain_update(engine, which, None)
+        assert sorted(found.lines, key=lambda line: (line.episode, line.call)) == expected
+        assert found.notes == []
+    # 0.7 less 0.1 (ok and error of the same call count once, as an error), against 0.
+    assert [line.advantage for line in expected[:3]] == pytest.approx([0.3] * 3, abs=1e-12)
+
+
+async def test_of_an_update_the_moving_baselines_that_it_had(engine: AsyncEngine) -> None:
+    expected = []
+    for version, scores in ((1, (1.0, 0.0)), (2, (1.0, 0.5))):
+        for place, score in enumerate(scores):
+            name = f"{version}-{place}"
+            await store(engine, call(name, task=f"t/{name}"), reward(score, episode=name))
+        _, plan = await trained(engine, MOVING.model_dump(mode="json"), MOVING, version)
+        expected.append(lines_of(plan.credited))
+    for version, lines in enumerate(expected, start=1):
+        found = await explain_update(engine, version, "m")
+        assert (sorted(found.lines, key=lambda line: line.episode), found.notes) == (lines, [])
+    assert [[line.advantage for line in lines] for lines in expected] == [[0.5, -0.5], [0.5, 0.0]]
+
+
+def test_the_command(database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def prepare() -> None:
+        engine = make_engine(database_url)
+        await fill(engine)
+        await trained(engine, RECIPE.model_dump(mode="json"))
+        await engine.dispose()
+
+    asyncio.run(prepare())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATABASE_URL", database_url)
+    found = CliRunner().invoke(app, ["credit", "--update", "1"])
+    assert (found.exit_code, found.stderr) == (0, "")
+    lines = [json.loads(line) for line in found.stdout.splitlines()]
+    assert sum(line["weight"] for line in lines) == pytest.approx(1.0, abs=1e-12)
+    missing = CliRunner().invoke(app, ["credit", "--update", "7"])
+    assert isinstance(missing.exception, UnknownUpdate)
+
+
+async def test_what_arrived_too_late_for_an_update_is_noted(engine: AsyncEngine) -> None:
+    await fill(engine)
+    await trained(engine, RECIPE.model_dump(mode="json"))
+    await store(engine, reward(-5.0, at=60, episode="a1"))
+    notes = "\n".join((await explain_update(engine, 1, "m")).notes)
+    assert "reward_mean = 0.425, and the ledger gives -1.0 now" in notes
+
+
+async def test_updates_that_cannot_be_told_of(engine: AsyncEngine) -> None:
+    await fill(engine)
+    with pytest.raises(UnknownUpdate, match="no update made version 1"):
+        await explain_update(engine, 1, None)
+    with pytest.raises(UnknownUpdate, match="no update"):
+        await explain_update(engine, new_id(), None)
+    claim = await taken(engine, {})
+    with pytest.raises(UnknownUpdate, match="is running"):
+        await explain_update(engine, claim.update_id, None)
+
+
+async def test_a_recipe_of_another_version(engine: AsyncEngine) -> None:
+    await fill(engine)
+    await trained(engine, {"sorcery": 1})
+    with pytest.raises(RecipeError, match="of another version of Pawl"):
+        await explain_update(engine, 1, None)

@@ -1,0 +1,88 @@
+"""`pawl export`: the format of the contract, oldest first, filtered."""
+
+import io
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.export import Selection, export
+from store.records import SpoolRecord, ToolCall
+from store.write.ingest import ingest
+from tests.support.records import call, reward, tool_event
+
+CALL_KEYS = {
+    "call",
+    "agent",
+    "policy",
+    "request",
+    "reply",
+    "prompt_ids",
+    "sampled_ids",
+    "sampled_logprobs",
+    "trainable",
+    "reason",
+    "tool_events",
+    "feedback",
+}
+NOW = datetime.now(UTC)
+
+
+async def exported(engine: AsyncEngine, **chosen: Any) -> list[dict[str, Any]]:
+    out = io.BytesIO()
+    count = await export(engine, Selection(**chosen), out)
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert count == len(lines)
+    return lines
+
+
+@pytest.fixture
+async def filled(engine: AsyncEngine) -> AsyncEngine:
+    asked = (ToolCall(id="t1", name="calc", arguments="{}"),)
+    records: list[SpoolRecord] = [
+        call("scored", tool_calls=asked, policy_version=3, task="t"),
+        call("scored", tool_events=(tool_event("error", "t1"),), agent="checker"),
+        reward(0.5, episode="scored"),
+        call("failed", status="truncated", trainable=False, reason="incomplete"),
+        call("open"),
+        call("quiet", started_at=NOW - timedelta(hours=1), policy=None, policy_version=None),
+        call("raw", request=None, request_raw=b"{", reply=None, reply_raw=b"<html>"),
+    ]
+    async with engine.begin() as connection:
+        await ingest(connection, records)
+    return engine
+
+
+async def test_one_episode_a_line_oldest_first(filled: AsyncEngine) -> None:
+    lines = await exported(filled)
+    assert [line["episode"] for line in lines] == ["scored", "failed", "open", "quiet", "raw"]
+    states = {line["episode"]: line["state"] for line in lines}
+    assert states["scored"] == "scored"
+    assert states["failed"] == "failed"
+    assert states["open"] == "open"
+    assert states["quiet"] == "unscored"
+
+
+async def test_a_line_has_the_contracts_keys(filled: AsyncEngine) -> None:
+    line = (await exported(filled))[0]
+    assert set(line) == {"episode", "task", "state", "feedback", "calls"}
+    assert line["feedback"][0]["metric"] == "reward"
+    assert set(line["calls"][0]) == CALL_KEYS
+    first, second = line["calls"]
+    assert first["policy"] == "m@3"
+    assert first["request"] == {"model": "m"}
+    assert first["prompt_ids"] == [1, 2, 3]
+    assert first["sampled_logprobs"] == [-1.0, -1.0]
+    assert first["tool_events"] == [
+        {"id": "t1", "name": "tool", "status": "error", "arguments": "{}"}
+    ]
+    assert (second["agent"], second["tool_events"]) == ("checker", [])
+
+
+async def test_filters(filled: AsyncEngine) -> None:
+    assert [e["episode"] for e in await exported(filled, agent="checker")] == ["scored"]
+    assert len(await exported(filled, policy="m")) == 4
+    recent = await exported(filled, since=NOW - timedelta(minutes=1))
+    assert "quiet" not in [line["episode"] for line in recent]

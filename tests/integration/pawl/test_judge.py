@@ -1,0 +1,567 @@
+"""Judges of finished episodes: programs and models, through the proxy's own /feedback."""
+
+import asyncio
+import io
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.export import Selection, export
+from pawl.judging.answers import Statement, idempotency_key
+from pawl.judging.desk import FeedbackDesk
+from pawl.judging.errors import Away, JudgeError, JudgeFailed
+from pawl.judging.model import RubricJudge
+from pawl.judging.program import ProgramJudge
+from pawl.judging.run import Judging, JudgingPlan
+from store.records import SpoolRecord
+from store.write.ingest import ingest
+from tests.conftest import ROOT
+from tests.integration.conftest import Proxy, eventually, free_port
+from tests.support.records import call, reward
+
+LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
+PLAN = JudgingPlan(quiet=timedelta(0), poll_s=0.05)
+
+PROGRAM = """
+import json, subprocess, sys, time
+line = sys.stdin.readline()
+with open(sys.argv[1], "a") as asked:
+    asked.write(line)
+match json.loads(line)["episode"].split("-")[0]:
+    case "good": print(json.dumps({"value": 0.8}))
+    case "list": print(json.dumps([{"value": 0.3}, {"metric": "style", "value": 1}]))
+    case "unsure": print('{"value": null}')
+    case "crash": print('{"value": 1}'); print("a\\nno rubric", file=sys.stderr); sys.exit(3)
+    case "garbage": print("0.8, I think")
+    case "wrong": print('{"value": "high"}')
+    case "slow": time.sleep(60)
+    case "child": subprocess.Popen(["sleep", "60"]); print('{"value": 1}')
+"""
+
+
+class Bench:
+    """A program as judge, and what it was asked."""
+
+    def __init__(self, folder: Path) -> None:
+        self._asked = folder / "asked"
+        self.script = folder / "judge.py"
+        self.script.write_text(PROGRAM)
+        self.command = [sys.executable, str(self.script), str(self._asked)]
+        self.judge = ProgramJudge(self.command, timeout_s=2, name="program")
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines it was given."""
+        told = self._asked.read_text().splitlines() if self._asked.exists() else []
+        return [json.loads(line) for line in told]
+
+    @property
+    def asked(self) -> list[str]:
+        """Of which episodes."""
+        return sorted(line["episode"] for line in self.lines)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as found:
+        yield found
+
+
+class Desk(FeedbackDesk):
+    """Keeps what is posted."""
+
+    def __init__(self) -> None:
+        self.posted: dict[str, list[Statement]] = {}
+        self.away = False
+
+    async def post(self, statements: list[Statement], key: str) -> None:
+        if self.away:
+            raise Away("closed")
+        self.posted[key] = statements
+
+
+class Opinion:
+    """A judge in this process."""
+
+    name = "opinion"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.at_once = 0
+        self.most_at_once = 0
+
+    async def judge(self, episode: str, line: bytes) -> list[Statement]:
+        self.asked.append(episode)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(0.01)
+        self.at_once -= 1
+        return [{"value": 1, "episode": episode}]
+
+
+async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
+    async with engine.begin() as connection:
+        await ingest(connection, records)
+
+
+async def outcomes(engine: AsyncEngine) -> dict[str, tuple[str, int, str | None]]:
+    query = text(
+        "SELECT key, outcome, attempts, reason FROM judgements j"
+        " JOIN episodes e ON e.id = j.episode_id"
+    )
+    async with engine.connect() as connection:
+        return {r.key: (r.outcome, r.attempts, r.reason) for r in await connection.execute(query)}
+
+
+async def set_due(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await connection.execute(text("UPDATE judgements SET due_at = now() WHERE due_at > now()"))
+
+
+# Through the real proxy
+
+
+async def test_a_programs_answers_become_feedback(proxy: Proxy, bench: Bench) -> None:
+    names = ["good-1", "list-1", "unsure-1", "crash-1", "garbage-1", "wrong-1"]
+    for name in names:
+        await proxy.chat(headers={"x-pawl-episode": name})
+    await proxy.episodes(len(names))
+    desk = FeedbackDesk(proxy.session, f"{proxy.url}/feedback")
+    tally = await Judging(proxy.engine, bench.judge, desk, PLAN).run(once=True)
+    assert tally == {"judged": 2, "cannot_tell": 1, "failed": 3}
+
+    async def scored() -> Any:
+        told = {e.key: e.feedback for e in await proxy.episodes(len(names))}
+        return told if len(told["list-1"]) == 2 and told["good-1"] else None
+
+    told = await eventually(scored)
+    assert [(s.metric, s.value) for s in told["good-1"]] == [("reward", 0.8)]
+    assert {(s.metric, s.value) for s in told["list-1"]} == {("reward", 0.3), ("style", 1.0)}
+    assert not any(told[name] for name in names[2:])
+    kept = await outcomes(proxy.engine)
+    assert kept["unsure-1"] == ("cannot_tell", 1, None)
+    assert kept["crash-1"] == ("failed", 1, "exit code 3: no rubric")
+    assert "not JSON" in (kept["garbage-1"][2] or "")
+    assert "/feedback refused" in (kept["wrong-1"][2] or "")
+    # Nobody is asked again: the next run has nothing to do.
+    assert bench.asked == sorted(names)
+    await Judging(proxy.engine, bench.judge, desk, PLAN).run(once=True)
+    assert bench.asked == sorted(names)
+
+
+async def test_a_repeat_after_a_crash_scores_nothing_twice(proxy: Proxy) -> None:
+    await proxy.chat(headers={"x-pawl-episode": "e"})
+    desk = FeedbackDesk(proxy.session, f"{proxy.url}/feedback")
+    key = idempotency_key("j", "e")
+    for value in (0.5, 0.5, 0.9):
+        await desk.post([{"value": value, "episode": "e"}], key)
+
+    async def stated() -> Any:
+        [episode] = await proxy.episodes(1)
+        return [said.value for said in episode.feedback]
+
+    assert await eventually(stated) == [0.5]
+
+
+async def test_the_command_runs_once(proxy: Proxy, bench: Bench, database_url: str) -> None:
+    for name in ("good-1", "unsure-1"):
+        await proxy.chat(headers={"x-pawl-episode": name})
+    await proxy.episodes(2)
+    code, out, _ = await pawl_judge(
+        *("--once", "--quiet", "0", "--json", "--", *bench.command),
+        database_url=database_url,
+        listen=proxy.settings.listen,
+    )
+    assert (code, json.loads(out)) == (0, {"judged": 1, "cannot_tell": 1, "failed": 0})
+    await proxy.chat(headers={"x-pawl-episode": "crash-1"})
+    await proxy.episodes(3)
+    code, _, err = await pawl_judge(
+        *("--once", "--quiet", "0"),
+        database_url=database_url,
+        listen=proxy.settings.listen,
+        command=" ".join(bench.command),
+    )
+    assert (code, "1 failed" in err) == (1, True)
+    # Unsure about one and failed at another: asked again about both if that is wanted.
+    code, out, _ = await pawl_judge(
+        *("--once", "--again", "--quiet", "0", "--json", "--", *bench.command),
+        database_url=database_url,
+        listen=proxy.settings.listen,
+    )
+    assert json.loads(out) == {"judged": 0, "cannot_tell": 1, "failed": 1}
+
+
+async def pawl_judge(
+    *options: str, database_url: str, listen: str, command: str = ""
+) -> tuple[int | None, str, str]:
+    process = await start_judge(*options, url=database_url, listen=listen, command=command)
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def start_judge(
+    *options: str, url: str, listen: str, command: str = ""
+) -> asyncio.subprocess.Process:
+    environment = os.environ | {"DATABASE_URL": url, "PAWL_LISTEN": listen}
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "pawl.cli", "judge", *options),
+        env=environment | {"PAWL_JUDGE_COMMAND": command},
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def test_sigterm_ends_it_and_what_it_asked(
+    engine: AsyncEngine, bench: Bench, database_url: str
+) -> None:
+    await store(engine, call("slow-1", started_at=LONG_AGO))
+    listen = f"127.0.0.1:{free_port()}"
+    options = ("--timeout", "50", "--", *bench.command)
+    process = await start_judge(*options, url=database_url, listen=listen)
+
+    async def asked() -> list[str]:
+        return bench.asked
+
+    await eventually(asked)
+    process.send_signal(signal.SIGTERM)
+    _, err = await asyncio.wait_for(process.communicate(), 10)
+    assert (process.returncode, b"Traceback" in err) == (0, False)
+    assert await outcomes(engine) == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ((), "name a judge"),
+        (("--", "no-such-program"), "no-such-program"),
+        (("--model", "m"), "--rubric"),
+        (("--model", "m", "--rubric", "no-such-file"), "no-such-file"),
+        (("--rubric", "README.md", "--", "true"), "--model"),
+        (("--model", "m", "--rubric", "README.md", "--", "true"), "not both"),
+        (("--model", "m", "--rubric", "README.md", "--base-url", "x"), "'x' is no http"),
+        (
+            ("--model", "m", "--rubric", "README.md", "--base-url", "http://127.0.0.1:9/v1"),
+            "is the proxy",
+        ),
+    ],
+)
+async def test_what_cannot_run_says_why(
+    database_url: str, options: tuple[str, ...], named: str
+) -> None:
+    code, _, err = await pawl_judge(
+        *("--once", *options), database_url=database_url, listen="127.0.0.1:9"
+    )
+    assert code == 2
+    assert named in err
+    assert "Traceback" not in err
+
+
+# Which episodes
+
+
+async def test_only_finished_episodes_without_a_score_are_judged(engine: AsyncEngine) -> None:
+    await store(
+        engine,
+        call("over", started_at=LONG_AGO),
+        call("failed", started_at=LONG_AGO, status="truncated", trainable=False, reason="x"),
+        call("scored", started_at=LONG_AGO),
+        reward(1.0, episode="scored"),
+        call("running", started_at=LONG_AGO),
+        call("running", started_at=datetime.now(UTC)),
+        call("doubtful", started_at=LONG_AGO, confidence="doubtful"),
+    )
+    judge, plan = Opinion(), msgspec.structs.replace(PLAN, quiet=timedelta(minutes=10))
+    await Judging(engine, judge, Desk(), plan).run(once=True)
+    assert sorted(judge.asked) == ["failed", "over"]
+
+
+async def test_an_episode_in_parts_is_judged_when_its_last_part_is_over(
+    engine: AsyncEngine,
+) -> None:
+    digest = b"\x01" + b"s" * 15
+    await store(
+        engine,
+        call("first", method="own", started_at=LONG_AGO, offers=(digest,)),
+        call("second", method="own", started_at=datetime.now(UTC), asks=(digest,)),
+    )
+    judge, plan = Opinion(), msgspec.structs.replace(PLAN, quiet=timedelta(minutes=10))
+    await Judging(engine, judge, Desk(), plan).run(once=True)
+    assert judge.asked == []
+    await Judging(engine, judge, Desk(), PLAN).run(once=True)
+    assert judge.asked == ["first"]
+
+
+async def test_a_selection_is_judged(engine: AsyncEngine) -> None:
+    await store(
+        engine,
+        call("old", started_at=LONG_AGO),
+        call("other", policy="n"),
+        call("writers", agent="writer"),
+    )
+    for chosen, wanted in (
+        (Selection(since=LONG_AGO + timedelta(minutes=30), policy="m"), ["writers"]),
+        (Selection(policy="n"), ["other"]),
+        (Selection(agent="writer"), ["writers"]),
+    ):
+        judge, plan = Opinion(), msgspec.structs.replace(PLAN, selection=chosen)
+        judge.name = str(chosen)
+        await Judging(engine, judge, Desk(), plan).run(once=True)
+        assert judge.asked == wanted
+
+
+async def test_a_judge_is_shown_what_export_writes(engine: AsyncEngine, bench: Bench) -> None:
+    await store(engine, call("good-1", started_at=LONG_AGO, task="t"), call("good-1"))
+    await Judging(engine, bench.judge, Desk(), PLAN).run(once=True)
+    out = io.BytesIO()
+    await export(engine, Selection(), out)
+    # An episode is over when the judge's quiet time says so.
+    assert bench.lines == [json.loads(out.getvalue()) | {"state": "unscored"}]
+
+
+# How often, how many, and for how long
+
+
+async def test_a_failed_judgement_is_tried_again_a_bounded_number_of_times(
+    engine: AsyncEngine, bench: Bench
+) -> None:
+    await store(engine, call("crash-1"))
+    plan = msgspec.structs.replace(PLAN, attempts=3)
+    for attempt in range(1, 6):
+        await Judging(engine, bench.judge, Desk(), plan).run(once=True)
+        [(outcome, attempts, _)] = (await outcomes(engine)).values()
+        assert (outcome, attempts) == ("failed", min(attempt, 3))
+        await set_due(engine)
+    assert len(bench.asked) == 3
+
+
+async def test_an_episode_that_goes_on_is_news_again(engine: AsyncEngine, bench: Bench) -> None:
+    await store(engine, call("unsure-1", started_at=LONG_AGO), call("good-1", started_at=LONG_AGO))
+    desk = Desk()
+    await Judging(engine, bench.judge, desk, PLAN).run(once=True)
+    await store(engine, call("unsure-1"), call("good-1"))
+    await Judging(engine, bench.judge, desk, PLAN).run(once=True)
+    # What was judged stays judged: its score is on its way.
+    assert bench.asked == ["good-1", "unsure-1", "unsure-1"]
+
+
+@pytest.mark.parametrize("name", ["slow-1", "child-1"])
+async def test_a_judgement_has_a_time_limit(engine: AsyncEngine, bench: Bench, name: str) -> None:
+    await store(engine, call(name))
+    judge = ProgramJudge(bench.command, timeout_s=0.5, name="hasty")
+    assert await Judging(engine, judge, Desk(), PLAN).run(once=True) == {"failed": 1}
+    assert (await outcomes(engine))[name] == ("failed", 1, "no answer within 0.5 s")
+
+
+async def test_a_few_are_judged_at_once_and_no_more(engine: AsyncEngine) -> None:
+    await store(engine, *(call(f"e{number}") for number in range(30)))
+    judge, desk = Opinion(), Desk()
+    plan = msgspec.structs.replace(PLAN, concurrency=3)
+    assert await Judging(engine, judge, desk, plan).run(once=True) == {"judged": 30}
+    assert judge.most_at_once == 3
+    assert len(desk.posted) == 30
+
+
+async def test_whoever_scores_meanwhile_is_not_contradicted(engine: AsyncEngine) -> None:
+    await store(engine, call("e"))
+    judge, desk = Opinion(), Desk()
+    asked = judge.judge
+
+    async def slowly(episode: str, line: bytes) -> list[Statement]:
+        await store(engine, reward(0.1, episode="e"))
+        return await asked(episode, line)
+
+    judge.judge = slowly  # type: ignore[method-assign]
+    await Judging(engine, judge, desk, PLAN).run(once=True)
+    assert desk.posted == {}
+
+
+async def test_one_judge_runs_once_at_a_time(engine: AsyncEngine) -> None:
+    first = asyncio.create_task(Judging(engine, Opinion(), Desk(), PLAN).run())
+    await asyncio.sleep(0.3)
+    with pytest.raises(JudgeError, match="at work already"):
+        await Judging(engine, Opinion(), Desk(), PLAN).run(once=True)
+    await cancelled(first)
+    assert await Judging(engine, Opinion(), Desk(), PLAN).run(once=True) == {}
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_a_desk_that_is_closed_costs_no_episode_and_no_second_judgement(
+    engine: AsyncEngine,
+) -> None:
+    await store(engine, call("e"))
+    judge, desk = Opinion(), Desk()
+    desk.away = True
+    with pytest.raises(Away, match="closed"):
+        await Judging(engine, judge, desk, PLAN).run(once=True)
+    assert await outcomes(engine) == {}
+    judging = Judging(engine, judge, desk, PLAN)
+    task = asyncio.create_task(judging.run())
+    await asyncio.sleep(0.5)
+    desk.away = False
+
+    async def posted() -> Any:
+        return desk.posted and await outcomes(engine)
+
+    assert (await eventually(posted))["e"] == ("judged", 1, None)
+    await cancelled(task)
+    assert judge.asked == ["e", "e"]
+
+
+async def test_a_proxy_that_is_away_is_asked_again_for_a_while(
+    session: aiohttp.ClientSession,
+) -> None:
+    desk = FeedbackDesk(session, f"http://127.0.0.1:{free_port()}/feedback", patience_s=0.6)
+    with pytest.raises(Away, match="does not answer"):
+        await desk.post([{"value": 1, "episode": "e"}], "k")
+
+
+# A model with a rubric
+
+
+class FakeModel:
+    """Answers as it is told, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.status = 200
+        self.text = '{"why": "well done", "score": 0.75}'
+        self.body: Any = None
+        self.wait_s = 0.0
+        self.requests: list[Any] = []
+        self.headers: list[Any] = []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.requests.append(await request.json())
+        self.headers.append(dict(request.headers))
+        await asyncio.sleep(self.wait_s)
+        said = {"choices": [{"message": {"role": "assistant", "content": self.text}}]}
+        return web.json_response(self.body or said, status=self.status)
+
+
+@pytest.fixture
+async def model() -> AsyncIterator[FakeModel]:
+    fake = FakeModel()
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", fake.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/"
+    yield fake
+    await runner.cleanup()
+
+
+def by_rubric(session: aiohttp.ClientSession, model: FakeModel, **changes: Any) -> RubricJudge:
+    given: dict[str, Any] = {
+        "base_url": model.url,
+        "model": "big",
+        "rubric": "Is it polite?",
+        "timeout_s": 5,
+        "max_chars": 1000,
+    }
+    return RubricJudge(session, **given | changes)
+
+
+async def test_a_models_score_is_the_reward(
+    engine: AsyncEngine, session: aiohttp.ClientSession, model: FakeModel
+) -> None:
+    await store(engine, call("e", request=b'{"messages":[{"role":"user","content":"hello?"}]}'))
+    desk = Desk()
+    judge = by_rubric(session, model, api_key="secret")
+    assert await Judging(engine, judge, desk, PLAN).run(once=True) == {"judged": 1}
+    assert list(desk.posted.values()) == [[{"value": 0.75, "episode": "e"}]]
+    [asked] = model.requests
+    assert (asked["model"], asked["temperature"]) == ("big", 0.0)
+    assert "Is it polite?" in asked["messages"][0]["content"]
+    assert "user: hello?" in asked["messages"][1]["content"]
+    assert model.headers[0]["Authorization"] == "Bearer secret"
+
+
+async def test_another_rubric_is_another_judge(
+    session: aiohttp.ClientSession, model: FakeModel
+) -> None:
+    names = [by_rubric(session, model, rubric=rubric).name for rubric in ("a", "b", "a")]
+    assert names[0] == names[2] != names[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome", "reason"),
+    [
+        ({"text": '{"score": null}'}, "cannot_tell", None),
+        ({"text": "I like it"}, "failed", "no JSON object with a score"),
+        ({"text": '{"score": 7}'}, "failed", "no number from 0 to 1"),
+        ({"text": None}, "failed", "no JSON object"),
+        ({"body": {"choices": []}}, "failed", "no chat completion"),
+        ({"body": {"error": "x"}}, "failed", "no chat completion"),
+        ({"status": 400, "body": {"error": "too long"}}, "failed", "too long"),
+        ({"wait_s": 3}, "failed", "no answer within"),
+    ],
+)
+async def test_a_models_faults_leave_the_episode_unscored(
+    engine: AsyncEngine,
+    session: aiohttp.ClientSession,
+    model: FakeModel,
+    changes: dict[str, Any],
+    outcome: str,
+    reason: str | None,
+) -> None:
+    await store(engine, call("e"))
+    for name, value in changes.items():
+        setattr(model, name, value)
+    desk = Desk()
+    judge = by_rubric(session, model, timeout_s=0.5)
+    assert await Judging(engine, judge, desk, PLAN).run(once=True) == {outcome: 1}
+    kept, _, why = (await outcomes(engine))["e"]
+    assert kept == outcome
+    assert (why is None) == (reason is None)
+    assert (reason or "") in (why or "")
+    assert desk.posted == {}
+
+
+@pytest.mark.parametrize("status", [401, 404, 429, 500, 503])
+async def test_a_server_that_cannot_answer_now_is_no_episodes_fault(
+    engine: AsyncEngine, session: aiohttp.ClientSession, model: FakeModel, status: int
+) -> None:
+    await store(engine, call("e"))
+    model.status = status
+    with pytest.raises(Away, match=str(status)):
+        await Judging(engine, by_rubric(session, model), Desk(), PLAN).run(once=True)
+    assert await outcomes(engine) == {}
+
+
+async def test_a_server_that_is_gone_is_away(session: aiohttp.ClientSession) -> None:
+    fake = FakeModel()
+    fake.url = f"http://127.0.0.1:{free_port()}/v1"
+    with pytest.raises(Away, match="does not answer"):
+        await by_rubric(session, fake).judge("e", b'{"calls": []}')
+
+
+async def test_a_program_that_does_not_read_is_heard_all_the_same() -> None:
+    judge = ProgramJudge(["echo", '{"value": 0.5}'], timeout_s=5)
+    assert await judge.judge("e", b"x" * 10**6) == [{"value": 0.5, "episode": "e"}]
+    with pytest.raises(JudgeFailed, match="exit code 1"):
+        await ProgramJudge(["false"], timeout_s=5).judge("e", b"{}")

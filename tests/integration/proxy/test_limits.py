@@ -1,0 +1,313 @@
+"""What nests too deep, is too much or cannot be stored: refused by name, or kept as bytes."""
+
+import asyncio
+import json
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from sqlalchemy import text
+
+from benchmarks.chaos.stand import standing
+from benchmarks.hostile import KINDS, MOST_MB, measure
+from store.values.json_limits import MAX_DEPTH
+from tests.integration.conftest import Proxy, eventually
+from tests.support.fake_upstream import FakeUpstream, whole_reply
+
+APIS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
+CHAT = APIS[0]
+DEAD = "pawl_records_dead_lettered_total"
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+def asking(depth: int) -> bytes:
+    """A chat request whose `stop` stands at a depth of 1."""
+    said = b'{"model":"m","messages":[{"role":"user","content":"q"}],"stop":%b}'
+    return said % nested(depth)
+
+
+async def post(proxy: Proxy, path: str, body: bytes, **headers: str) -> tuple[int, Any, Any]:
+    data = BytesIO(body)
+    async with proxy.session.post(proxy.url + path, data=data, headers=headers) as reply:
+        return reply.status, await reply.json(content_type=None), reply.headers
+
+
+async def counted(proxy: Proxy, name: str) -> float:
+    """A counter, which goes on from one test to the next."""
+    return (await proxy.counters())[name]
+
+
+@pytest.mark.parametrize("path", [*APIS, "/feedback"])
+@pytest.mark.parametrize("depth", [MAX_DEPTH, 979, 1100, 5000])
+async def test_a_request_that_nests_too_deep_is_refused(
+    proxy: Proxy, upstream: FakeUpstream, path: str, depth: int
+) -> None:
+    before = await counted(proxy, "pawl_records_total")
+    status, told, headers = await asyncio.wait_for(post(proxy, path, asking(depth)), 10)
+    assert status == 400
+    assert f"{MAX_DEPTH} deep" in told["error"]["message"]
+    assert headers["x-pawl-fault"] == "client"
+    assert (told.get("type") == "error") == (path == "/v1/messages")
+    assert not upstream.requests
+    assert not upstream.other
+    assert await counted(proxy, "pawl_records_total") == before
+
+
+async def test_json_within_a_string_of_a_request_may_be_as_deep_as_it_likes(proxy: Proxy) -> None:
+    """Claude Code tells its session in such a string."""
+    reply = await proxy.chat(metadata={"user_id": '{"a":' * 5000})
+    assert reply.status == 200
+    assert (await proxy.only_call()).method == "own"
+
+
+async def test_a_request_at_the_limit_is_a_call(proxy: Proxy, upstream: FakeUpstream) -> None:
+    assert (await post(proxy, CHAT, asking(MAX_DEPTH - 1)))[0] == 200
+    assert (await proxy.only_call()).trainable
+    assert upstream.requests
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("depth", [150, 979, 1100, 5000])
+async def test_a_reply_that_nests_too_deep_is_passed_on_and_kept_as_bytes(
+    proxy: Proxy, upstream: FakeUpstream, depth: int, streamed: bool
+) -> None:
+    deep = b'"reasoning":' + nested(depth)
+
+    async def behave(request: web.Request) -> web.StreamResponse:
+        told = json.dumps(whole_reply(upstream.requests[-1], 1)).encode()
+        if not streamed:
+            body = told.replace(b'"content": "hi"', b'"content": "hi",' + deep)
+            return web.Response(body=body, content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        delta = b'{"index":0,"delta":{"content":"hi",%b},"finish_reason":"stop"}' % deep
+        await response.write(b'data: {"id":"chatcmpl-1","choices":[%b]}\n\n' % delta)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    upstream.behave = behave
+    body = {"model": "m", "messages": [{"role": "user", "content": "q"}], "stream": streamed}
+    async with proxy.session.post(f"{proxy.url}{CHAT}", json=body) as reply:
+        assert reply.status == 200
+        assert deep in await reply.read()
+    call = await proxy.only_call()
+    assert (call.reply, call.trainable, call.reason) == (None, False, "nested_too_deep")
+    async with proxy.engine.connect() as connection:
+        kept = await connection.execute(text("SELECT reply_raw, response_id FROM transitions"))
+        [(raw, response_id)] = kept
+    assert deep in raw
+    if not streamed and depth < 900:
+        assert response_id == "chatcmpl-1"
+
+
+async def test_tool_arguments_that_nest_too_deep_become_no_structure(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    """They come as a string, which Anthropic's API has as an object."""
+    before = await counted(proxy, DEAD)
+    for number, depth in enumerate((150, 979, 2000)):
+        arguments = '{"a":' + nested(depth).decode() + "}"
+
+        async def behave(request: web.Request, arguments: str = arguments) -> web.StreamResponse:
+            reply = whole_reply(upstream.requests[-1], 1)
+            function = {"name": "f", "arguments": arguments}
+            tool = {"id": "call_1", "type": "function", "function": function}
+            reply["choices"][0]["message"]["tool_calls"] = [tool]
+            if not upstream.requests[-1].get("stream"):
+                return web.json_response(reply)
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            delta = reply["choices"][0].pop("message")
+            delta["tool_calls"][0]["index"] = 0
+            chunks = [{"delta": {"role": "assistant"}}, {"delta": delta}]
+            for choice in chunks:
+                event = {"id": "c", "model": "m", "choices": [{"index": 0} | choice]}
+                await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            await response.write(b'data: {"id":"c","choices":[],"usage":{}}\n\n')
+            await response.write(b"data: [DONE]\n\n")
+            return response
+
+        upstream.behave = behave
+        for stream in (False, True):
+            body = {"model": "m", "max_tokens": 5, "stream": stream}
+            body |= {"messages": [{"role": "user", "content": "q"}]}
+            status = await _read(proxy, "/v1/messages", body)
+            assert status == 200
+
+        async def stored(wanted: int = 2 * (number + 1)) -> Any:
+            found = [call for e in await proxy.episodes(wanted) for call in e.calls]
+            return found if len(found) >= wanted else None
+
+        calls = await eventually(stored)
+        assert {(call.reply, call.reason) for call in calls} == {(None, "nested_too_deep")}
+    assert await counted(proxy, DEAD) == before
+
+
+async def _read(proxy: Proxy, path: str, body: dict[str, Any]) -> int:
+    async with proxy.session.post(proxy.url + path, json=body) as reply:
+        await reply.read()
+        return reply.status
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_too_many_values_are_refused_before_they_are_parsed(
+    proxy: Proxy, upstream: FakeUpstream, path: str
+) -> None:
+    body = b'{"model":"m","messages":[' + b"{}," * 120_000 + b"{}]}"
+    status, told, headers = await post(proxy, path, body)
+    assert status == 413
+    assert "more than 100000 lists" in told["error"]["message"]
+    assert headers["x-pawl-fault"] == "client"
+    assert not upstream.requests
+
+
+async def test_a_long_text_full_of_commas_is_no_heap_of_values(proxy: Proxy) -> None:
+    content = '[],"' * 150_000
+    assert (await proxy.chat(messages=[{"role": "user", "content": content}])).status == 200
+
+
+async def test_a_long_body_is_read_beside_the_loop_and_recorded_alike(proxy: Proxy) -> None:
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    reply = await proxy.chat(messages=turns * 4000, headers={"x-pawl-episode": "long"})
+    assert reply.status == 200
+    follow = [*(turns * 4000), {"role": "assistant", "content": "hi"}]
+    assert (await proxy.chat(messages=[*follow, turns[0]])).status == 200
+    episodes = await proxy.episodes(2)
+    assert all(call.trainable for e in episodes for call in e.calls)
+
+
+async def test_feedback_has_a_limit_of_its_own(proxy: Proxy) -> None:
+    limit = proxy.settings.max_feedback_kb * 1024
+    status, told, _ = await post(proxy, "/feedback", b"[" + b" " * limit)
+    assert status == 413
+    assert "PAWL_MAX_FEEDBACK_KB" in told["error"]["message"]
+
+    async def chunks() -> Any:
+        for _ in range(limit // 4096 + 2):
+            yield b" " * 4096
+
+    async with proxy.session.post(f"{proxy.url}/feedback", data=chunks()) as reply:
+        assert reply.status == 413
+    many = [{"value": 1, "episode": f"episode {n}" + "x" * 60} for n in range(10_000)]
+    assert (await proxy.feedback(many))[0] == 202
+    status, told = await proxy.feedback([{"value": 1, "episode": "e", "a": []}] * 9_000)
+    assert status == 400
+
+
+async def test_past_the_budget_a_new_request_is_told_to_come_again(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    go_on = asyncio.Event()
+    arrived = asyncio.Semaphore(0)
+
+    async def behave(request: web.Request) -> web.StreamResponse:
+        arrived.release()
+        await go_on.wait()
+        return web.json_response(whole_reply(upstream.requests[-1], 1))
+
+    upstream.behave = behave
+    large = [{"role": "user", "content": "x" * 1_040_000}]
+    statuses: list[int] = []
+
+    async def send() -> None:
+        reply = await proxy.chat(messages=large)
+        statuses.append(reply.status)
+        if reply.status == 503:
+            assert reply.headers["Retry-After"] == "1"
+            assert reply.headers["x-pawl-fault"] == "proxy"
+            assert "PAWL_IN_FLIGHT_MB" in reply.json["error"]["message"]
+
+    room = proxy.settings.in_flight_mb * 2**20 // (4 * 1_040_000)
+    sending = [asyncio.create_task(send()) for _ in range(room + 8)]
+    await eventually(lambda: _is(lambda: len(statuses) >= 8))
+    # A small one is let in beside them all.
+    small = asyncio.create_task(proxy.chat())
+    await eventually(lambda: _is(lambda: any(len(str(r)) < 1000 for r in upstream.requests)))
+    go_on.set()
+    await asyncio.gather(*sending)
+    assert (await small).status == 200
+    assert statuses.count(503) in range(8, 12)
+    await eventually(lambda: _is_zero(proxy))
+
+
+async def _is(check: Any) -> bool:
+    return bool(check())
+
+
+async def _is_zero(proxy: Proxy) -> bool:
+    return (await proxy.counters())["pawl_in_flight_bytes"] == 0
+
+
+@pytest.mark.parametrize("name", ["m\x00", "\x00" * 3000, "m" * 4000, "ü\x00"])
+async def test_any_name_of_a_model_is_stored(proxy: Proxy, name: str) -> None:
+    await proxy.chat(model=name)
+    call = await proxy.only_call()
+    assert call.request is not None
+    assert json.loads(call.request)["model"] == name
+    async with proxy.engine.connect() as connection:
+        kept = await connection.execute(text("SELECT served_model FROM transitions"))
+        assert kept.scalar() == name.replace("\x00", "\\u0000")
+
+
+@pytest.mark.parametrize("name", ["r\x00", "r" * 5000, "\U0001f600" * 1024])
+async def test_any_id_of_a_reply_is_stored(proxy: Proxy, upstream: FakeUpstream, name: str) -> None:
+    async def behave(request: web.Request) -> web.StreamResponse:
+        reply = whole_reply(upstream.requests[-1], 1) | {"id": name}
+        reply["choices"][0]["finish_reason"] = "stop\x00"
+        return web.json_response(reply)
+
+    upstream.behave = behave
+    before = await counted(proxy, DEAD)
+    await proxy.chat()
+    call = await proxy.only_call()
+    assert call.reply is not None
+    assert json.loads(call.reply)["id"] == name
+    assert await counted(proxy, DEAD) == before
+
+
+async def test_what_feedback_names_is_stored_or_refused(proxy: Proxy) -> None:
+    # Not one character twice: PostgreSQL would compress an index row that repeats itself.
+    wide = "".join(chr(0x20000 + number) for number in range(1024))
+    before = await proxy.counters()
+    for kind in ("episode", "response"):
+        status, told = await proxy.feedback({"value": 1, kind: wide})
+        assert status == 400
+        assert told["error"]["param"] == kind
+        assert "2048 bytes" in told["error"]["message"]
+        assert (await proxy.feedback({"value": 1, kind: wide[:512]}))[0] == 202
+    words = {"metric": "tool_status", "value": "ok", "episode": "e"}
+    assert (await proxy.feedback(words | {"id": wide, "name": wide, "detail": wide}))[0] == 202
+    assert (await proxy.feedback({"value": 1, "episode": "e", "metric": wide}))[0] == 202
+    for field in ("id", "name", "detail", "metric"):
+        status, told = await proxy.feedback(words | {field: "\x00"})
+        assert status == 400, field
+
+    async def settled() -> bool:
+        now = await proxy.counters()
+        assert now[DEAD] == before[DEAD]
+        return now["pawl_records_stored_total"] == before["pawl_records_stored_total"] + 4
+
+    await eventually(settled)
+
+
+async def test_bytes_that_are_no_text_are_refused_by_feedback(proxy: Proxy) -> None:
+    status, told, _ = await post(proxy, "/feedback", b'{"value":1,"episode":"\xff"}')
+    assert (status, told["error"]["code"]) == (400, "invalid_json")
+
+
+async def test_a_worker_stays_small_under_hostile_requests(tmp_path: Path) -> None:
+    """As `benchmarks.hostile` does it, with the kinds that were worst; time is its own bar."""
+
+    def look() -> list[float]:
+        with standing(tmp_path, workers=1) as stand:
+            asyncio.run(stand.ready())
+            kinds = ['chat, 8 MB of {"":0},', "/feedback, 8 MB of [],", "chat, 5,000 deep"]
+            assert set(kinds) <= set(KINDS)
+            return [measure(stand, kind, 16).peak_mb for kind in kinds]
+
+    assert max(await asyncio.to_thread(look)) < MOST_MB

@@ -1,0 +1,219 @@
+"""What vLLM makes of a request's settings is what is recorded, or the call is not trainable."""
+
+import json
+import warnings
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from proxy.calls.trainable import Sampled, why_not_trainable
+from proxy.formats.base import read_request
+from proxy.keeper.sampling import NUMBERS, sampling_settings
+from proxy.keeper.transcribe import transcribe
+from store.records import CallRecord
+from tests.support.records import captured
+
+# Importing vLLM takes its time.
+pytestmark = pytest.mark.timeout(240)
+
+SAMPLED = Sampled(
+    prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-1.0,), choices=1, completion_tokens=1
+)
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
+APIS = ("chat", "completions", "responses")
+LONG = "1" + "0" * 400
+# JSON texts: what a client may write where a number is meant.
+TEMPERATURES = (
+    *("0", "0.0", "-0.0", "1", "0.7", "1e-3", "1e-6", "1e-300", "1e400", LONG, "-1", "2", "2.5"),
+    *('"0"', '"0.7"', '" 0.7\\n"', '"1e-3"', '"1e-6"', '"-0"', '"+1"', '"0_1"', '".5"', '"1."'),
+    *('"nan"', '"inf"', '"Infinity"', '"1e400"', '"0x1"', '""', '"\\u0661"', '"\\u00a01"', '"hot"'),
+    *("true", "false", "null", "[]", "[1]", "{}"),
+)
+NUMBER_TEXTS = st.one_of(
+    st.sampled_from(TEMPERATURES),
+    st.floats(min_value=-3, max_value=3).map(repr),
+    st.floats(min_value=0, max_value=0.02).map(repr),
+    st.floats(allow_nan=False, allow_infinity=False).map(repr),
+    st.integers().map(str),
+    st.from_regex(r'"[ +\-0-9._e]{1,6}"', fullmatch=True),
+)
+
+
+@pytest.fixture(scope="module")
+def vllm_params() -> Any:
+    """What vLLM samples with, by API and the fields of a request; None where it refuses."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+        from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+        from vllm.exceptions import VLLMValidationError
+
+    def read(api: str, body: str) -> Any:
+        fields = json.loads(body)
+        try:
+            if api == "chat":
+                return ChatCompletionRequest(**fields).to_sampling_params(16, {})
+            if api == "completions":
+                return CompletionRequest(**fields).to_sampling_params(16, {})
+            return ResponsesRequest(**fields).to_sampling_params(16, {})
+        except (ValueError, TypeError, OverflowError, VLLMValidationError):
+            return None
+
+    return read
+
+
+def body_of(api: str, more: str) -> str:
+    said = {"chat": '"messages":[]', "completions": '"prompt":"q"', "responses": '"input":"q"'}
+    return f'{{"model":"m",{said[api]}{more}}}'
+
+
+def recorded(body: str) -> tuple[dict[str, Any], str | None]:
+    request = read_request(body.encode())
+    fields = None if request.parsed is None else request.fields
+    found = sampling_settings(fields, 1.0)
+    # It is written down as JSON.
+    assert msgspec.json.decode(msgspec.json.encode(found)) == found
+    return found, why_not_trainable("complete", 200, 0, found, SAMPLED)
+
+
+def agrees(params: Any, found: dict[str, Any], reason: str | None) -> None:
+    """A trainable call was sampled, at the recorded temperature, from the whole distribution."""
+    if params is None:
+        return
+    if reason == "greedy":
+        assert params.temperature == 0
+    if reason is not None:
+        return
+    assert params.temperature == found["temperature"] > 0
+    assert (params.top_p, params.min_p) == (1.0, 0.0)
+    assert params.top_k in (0, -1)
+    assert (params.presence_penalty, params.frequency_penalty) == (0.0, 0.0)
+    assert params.repetition_penalty == 1.0
+    assert params.min_tokens == 0
+    assert not params.logit_bias
+    assert not params.bad_words
+    assert params.allowed_token_ids is None
+    assert params.structured_outputs is None
+    assert not params.watermarking
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("value", TEMPERATURES)
+def test_temperatures(vllm_params: Any, api: str, value: str) -> None:
+    body = body_of(api, f',"temperature":{value}')
+    params, (found, reason) = vllm_params(api, body), recorded(body)
+    agrees(params, found, reason)
+    if params is not None and value != '"0_1"':
+        # Of what it takes, all that is written plainly is understood.
+        plain = value not in ('"\\u00a01"',)
+        assert (reason != "unreadable_sampling") == plain
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(APIS), NUMBER_TEXTS, st.sampled_from(sorted(NUMBERS)), NUMBER_TEXTS)
+@example("chat", '"0"', "top_p", '"0.5"')
+@example("chat", "1e-3", "top_k", '"1"')
+@example("completions", "1", "top_p", '"1.0"')
+def test_any_numbers(vllm_params: Any, api: str, value: str, name: str, other: str) -> None:
+    body = body_of(api, f',"temperature":{value},"{name}":{other}')
+    agrees(vllm_params(api, body), *recorded(body))
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ('"temperature":"0"', "greedy"),
+        ('"temperature":"0.7"', None),
+        ('"temperature":1e-6', None),
+        ('"temperature":"hot"', "unreadable_sampling"),
+        ('"temperature":0,"temperature":0.5', None),
+        ('"temperature":0.5,"temperature":0', "greedy"),
+        ('"temperature":0.5,"temp\\u0065rature":0', "greedy"),
+        ('"Temperature":0', None),
+        ('"top_p":"0.5"', "reshaped_distribution"),
+        ('"top_p":"1.0"', None),
+        ('"top_p":true', None),
+        ('"top_k":"1"', "reshaped_distribution"),
+        ('"top_k":"0"', None),
+        ('"top_k":-1.0', None),
+        ('"presence_penalty":false', None),
+        ('"repetition_penalty":"1.1"', "reshaped_distribution"),
+        ('"min_tokens":"3"', "reshaped_distribution"),
+        ('"logit_bias":{"1":"5"}', "reshaped_distribution"),
+        ('"allowed_token_ids":[1]', "reshaped_distribution"),
+        ('"watermarking":true', "reshaped_distribution"),
+        ('"watermarking":"yes"', "reshaped_distribution"),
+        ('"vllm_xargs":{"x":1}', "reshaped_distribution"),
+        ('"top_p":null,"temperature":null,"top_k":null', None),
+    ],
+)
+def test_spellings(vllm_params: Any, api: str, more: str, reason: str | None) -> None:
+    body = body_of(api, "," + more)
+    params, (found, why) = vllm_params(api, body), recorded(body)
+    assert why == reason
+    agrees(params, found, why)
+
+
+@pytest.mark.parametrize("value", ["true", '"true"', "1", '"yes"', "1.0"])
+def test_a_beam_search_samples_nothing(value: str) -> None:
+    assert recorded(body_of("chat", f',"use_beam_search":{value}'))[1] == "reshaped_distribution"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        '"x":NaN,"temperature":0.5',
+        '"tools":[{"type":"function","function":{"name":"f","strict":true,"parameters":{"a":1e400}}}]',
+        '"text":{"format":{"type":"json_schema","schema":{"a":1e400}}}',
+        '"thinking":{"type":"enabled","budget_tokens":1e400}',
+        '"output_config":{"format":{"type":"json_schema"},"x":1e400}',
+    ],
+)
+def test_what_our_parser_does_not_take_is_not_guessed_at(more: str) -> None:
+    assert recorded(body_of("chat", "," + more))[1] == "unreadable_sampling"
+
+
+@pytest.mark.parametrize("strict", ["true", "1", '"yes"'])
+def test_a_strict_tool_however_it_says_so(strict: str) -> None:
+    tool = f'{{"type":"function","function":{{"name":"f","strict":{strict}}}}}'
+    assert recorded(body_of("chat", f',"tools":[{tool}]'))[1] == "constrained_sampling"
+
+
+def said(request: dict[str, Any], **changes: Any) -> CallRecord:
+    return transcribe(captured(request=json.dumps(CHAT | request).encode(), **changes))
+
+
+def test_the_record_tells_what_was_used() -> None:
+    record = said({"temperature": 1e-3, "top_k": "-1", "seed": 3})
+    assert (record.trainable, record.reason) == (True, None)
+    assert json.loads(record.sampling) == {"temperature": 0.01, "top_k": -1.0, "seed": 3}
+    assert said({}, default_temperature=1e-4).sampling == b'{"temperature":0.01}'
+    assert said({}, default_temperature=0.0).reason == "greedy"
+    unreadable = said({"temperature": "warm"})
+    assert unreadable.reason == "unreadable_sampling"
+    assert json.loads(unreadable.sampling)["temperature"] == "warm"
+
+
+@pytest.mark.parametrize("dialect", ["chat", "messages"])
+def test_the_messages_api_is_read_the_same(dialect: str) -> None:
+    """Its requests go to vLLM as chat completions, settings as they are."""
+
+    def reason(**settings: Any) -> str | None:
+        return said({"max_tokens": 5} | settings, dialect=dialect).reason
+
+    assert reason(temperature="0") == "greedy"
+    assert reason(temperature="0.5", top_p="1.0") is None
+    assert reason(top_k="1") == "reshaped_distribution"
+    # What chat completions has no words for goes as it is, and no ids come back.
+    assert reason(thinking="on") == {"chat": "unreadable_sampling"}.get(dialect, "no_token_ids")
+
+
+@pytest.mark.parametrize("logprob", ["-9999.0", "0.5", "1e30", "-1e30"])
+def test_log_probabilities_that_no_sampled_token_has(logprob: str) -> None:
+    reply = captured().reply.replace(b"-1.5", logprob.encode())
+    assert said({}, reply=reply).reason == "impossible_logprobs"

@@ -1,0 +1,200 @@
+"""Claim, release, consume: whole groups, once, by one trainer at a time."""
+
+import asyncio
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.errors import ClaimLost, UnknownPolicy
+from store.records import SpoolRecord
+from store.updates import claims
+from store.updates.claims import Claim, Outcome
+from store.updates.policies import ensure_base, idle_versions, list_versions, promote, set_state
+from store.updates.ready import ClaimRule
+from store.write.ingest import ingest
+from tests.support.records import call, reward
+
+RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
+
+
+async def fill(engine: AsyncEngine, tasks: int = 2, members: int = 2, scored: bool = True) -> None:
+    records: list[SpoolRecord] = []
+    for task in range(tasks):
+        for member in range(members):
+            name = f"t{task}-{member}"
+            records += [call(name, task=f"t{task}"), call(name, task=f"t{task}")]
+            if scored:
+                records.append(reward(float(member), episode=name))
+    async with engine.begin() as connection:
+        await ingest(connection, records)
+        await ensure_base(connection, "m")
+
+
+async def take(engine: AsyncEngine, rule: ClaimRule = RULE, parent: int = 0) -> Claim | None:
+    async with engine.begin() as connection:
+        update_id = await claims.claim(connection, rule, parent, {"learner": "grpo"})
+    if update_id is None:
+        return None
+    async with engine.connect() as connection:
+        return await claims.load_claim(connection, update_id)
+
+
+def spent(claim: Claim) -> list[Outcome]:
+    return [Outcome(episode_id=e.id, trained=True) for g in claim.groups for e in g.episodes]
+
+
+async def finish(engine: AsyncEngine, claim: Claim, version: int | None = 1) -> None:
+    async with engine.begin() as connection:
+        await claims.consume(
+            connection,
+            claim.update_id,
+            spent(claim),
+            {"loss": 0.5},
+            policy="m",
+            version=version,
+            adapter_path="/a/1" if version else None,
+        )
+
+
+async def test_whole_groups_with_all_their_calls(engine: AsyncEngine) -> None:
+    await fill(engine)
+    claim = await take(engine)
+    assert claim is not None
+    assert [len(g.episodes) for g in claim.groups] == [2, 2]
+    assert all(len(e.calls) == 2 for g in claim.groups for e in g.episodes)
+
+
+async def test_too_few_groups_are_left_to_grow(engine: AsyncEngine) -> None:
+    await fill(engine, tasks=1)
+    assert await take(engine) is None
+
+
+async def test_unscored_episodes_are_not_claimed(engine: AsyncEngine) -> None:
+    await fill(engine, scored=False)
+    assert await take(engine) is None
+
+
+async def test_aged_groups_are_taken_as_they_are(engine: AsyncEngine) -> None:
+    # The rewards of these tests were stated long ago.
+    await fill(engine, tasks=1)
+    rule = ClaimRule(policy="m", group_size=8, groups=9, smallest_group=2, max_age_s=1e-6)
+    claim = await take(engine, rule)
+    assert claim is not None
+    assert [len(g.episodes) for g in claim.groups] == [2]
+
+
+async def test_a_claimed_or_consumed_episode_is_not_claimed_again(engine: AsyncEngine) -> None:
+    await fill(engine)
+    claim = await take(engine)
+    assert claim is not None
+    assert await take(engine) is None
+    await finish(engine, claim)
+    assert await take(engine) is None
+
+
+async def test_released_episodes_can_be_claimed_again(engine: AsyncEngine) -> None:
+    await fill(engine)
+    claim = await take(engine)
+    assert claim is not None
+    async with engine.begin() as connection:
+        assert await claims.release(connection, claim.update_id, "test") == 4
+    again = await take(engine)
+    assert again is not None
+    assert again.update_id != claim.update_id
+
+
+async def test_a_release_that_comes_after_the_end_frees_nothing(engine: AsyncEngine) -> None:
+    await fill(engine)
+    claim = await take(engine)
+    assert claim is not None
+    await finish(engine, claim)
+    async with engine.begin() as connection:
+        assert await claims.release(connection, claim.update_id, "test") == 0
+    assert await take(engine) is None
+
+
+async def test_the_same_ledger_gives_the_same_claim(engine: AsyncEngine) -> None:
+    await fill(engine, tasks=6)
+    found = []
+    for _ in range(3):
+        claim = await take(engine)
+        assert claim is not None
+        found.append(claim.groups)
+        async with engine.begin() as connection:
+            await claims.release(connection, claim.update_id, "test")
+    assert found[0] == found[1] == found[2]
+
+
+async def test_a_group_is_claimed_with_the_member_that_somebody_holds(engine: AsyncEngine) -> None:
+    await fill(engine)
+    async with engine.connect() as other:
+        await other.execute(text("SELECT FROM episodes WHERE key = 't0-1' FOR UPDATE"))
+        taking = asyncio.create_task(take(engine))
+        await asyncio.sleep(0.2)
+        assert not taking.done()
+        await other.rollback()
+    claim = await taking
+    assert claim is not None
+    assert [len(group.episodes) for group in claim.groups] == [2, 2]
+
+
+async def test_one_update_runs_at_a_time(engine: AsyncEngine) -> None:
+    await fill(engine, tasks=8)
+    found = await asyncio.gather(*[take(engine) for _ in range(4)], return_exceptions=True)
+    assert sum(isinstance(claim, Claim) for claim in found) == 1
+    assert all(isinstance(f, Claim | ClaimLost) or f is None for f in found)
+
+
+async def test_an_update_that_was_released_cannot_be_recorded(engine: AsyncEngine) -> None:
+    await fill(engine)
+    claim = await take(engine)
+    assert claim is not None
+    async with engine.begin() as connection:
+        await claims.release(connection, claim.update_id, "test")
+    with pytest.raises(ClaimLost):
+        await finish(engine, claim)
+
+
+async def test_an_episode_is_consumed_once_for_ever(engine: AsyncEngine) -> None:
+    await fill(engine)
+    claim = await take(engine)
+    assert claim is not None
+    await finish(engine, claim)
+    with pytest.raises((IntegrityError, ClaimLost)):
+        await finish(engine, claim, version=2)
+
+
+async def test_recording_makes_the_version_and_promoting_moves_the_traffic(
+    engine: AsyncEngine,
+) -> None:
+    await fill(engine)
+    claim = await take(engine)
+    assert claim is not None
+    await finish(engine, claim)
+    async with engine.begin() as connection:
+        assert await claims.next_version(connection, "m") == 2
+        [base, new] = await list_versions(connection, "m")
+        assert (base.state, new.state, new.served_name) == ("serving", "written", "m@1")
+        await promote(connection, "m", 1)
+        states = {v.version: v.state for v in await list_versions(connection, "m")}
+        assert states == {0: "published", 1: "serving"}
+        assert [v.version for v in await idle_versions(connection, "m", "serving", 0)] == []
+        with pytest.raises(UnknownPolicy):
+            await set_state(connection, "m", 9, "retired")
+
+
+async def test_late_members_wait_for_the_next_group(engine: AsyncEngine) -> None:
+    await fill(engine, members=3)
+    first = await take(engine)
+    assert first is not None
+    await finish(engine, first)
+    assert await take(engine) is None
+    records: list[SpoolRecord] = [call("t0-9", task="t0"), reward(1.0, episode="t0-9")]
+    records += [call("t1-9", task="t1"), reward(1.0, episode="t1-9")]
+    async with engine.begin() as connection:
+        await ingest(connection, records)
+    second = await take(engine)
+    assert second is not None
+    assert {e.key for g in second.groups for e in g.episodes} == {"t0-2", "t0-9", "t1-2", "t1-9"}

@@ -1,0 +1,385 @@
+"""Groups as they come from production: of one, uneven, late, failed, stale, and too many."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.records import SpoolRecord, Tokens
+from store.updates import claims
+from store.updates.claims import Claim, Outcome
+from store.updates.expiry import expire, oldest_version
+from store.updates.policies import ensure_base
+from store.updates.ready import ClaimRule
+from store.write.ingest import ingest
+from tests.support.records import call, reward
+from trainer.recipe import Recipe
+from trainer.recipe_parts import ClaimPart, CreditPart
+from trainer.update import Plan, claim_rule, plan_update
+
+# Rewards in these tests were stated long ago; what must not have waited says so.
+PATIENT = 1e9
+SINGLE = ClaimRule(policy="m", group_size=1, groups=3, smallest_group=1, max_age_s=PATIENT)
+SHORT = ClaimRule(policy="m", group_size=4, groups=1, smallest_group=2, max_age_s=1e-6)
+VERSION = """
+    WITH made AS (
+        INSERT INTO updates (id, policy, parent_version, version, state, recipe)
+        VALUES (uuidv7(), 'm', :version - 1, :version, 'done', '{}') RETURNING id, version)
+    INSERT INTO policies (name, version, state, served_name, adapter_path, update_id)
+    SELECT 'm', version, :state, 'm@' || version, '/a', id FROM made
+"""
+
+
+async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        await ingest(connection, records)
+
+
+async def episode(
+    engine: AsyncEngine, key: str, value: float | None = None, at: int = 0, **changes: Any
+) -> None:
+    await store(engine, call(key, **changes))
+    if value is not None:
+        await store(engine, reward(value, episode=key, at=at))
+
+
+async def versions(engine: AsyncEngine, *states: str) -> None:
+    async with engine.begin() as connection:
+        for version, state in enumerate(states, 1):
+            await connection.execute(text(VERSION), {"version": version, "state": state})
+
+
+async def take(engine: AsyncEngine, rule: ClaimRule, parent: int = 0) -> Claim | None:
+    async with engine.begin() as connection:
+        update_id = await claims.claim(connection, rule, parent, {})
+    if update_id is None:
+        return None
+    async with engine.connect() as connection:
+        return await claims.load_claim(connection, update_id)
+
+
+async def consume(engine: AsyncEngine, claim: Claim, baselines: Any = None) -> None:
+    outcomes = [
+        Outcome(episode_id=one.id, trained=True) for group in claim.groups for one in group.episodes
+    ]
+    async with engine.begin() as connection:
+        await claims.consume(
+            connection,
+            claim.update_id,
+            outcomes,
+            {},
+            policy="m",
+            version=None,
+            adapter_path=None,
+            baselines=baselines,
+        )
+
+
+async def expired(engine: AsyncEngine, rule: ClaimRule, parent: int = 0) -> dict[str, int]:
+    async with engine.begin() as connection:
+        return await expire(connection, rule, parent, {})
+
+
+def keys(claim: Claim | None) -> list[str]:
+    assert claim is not None
+    return [one.key for group in claim.groups for one in group.episodes]
+
+
+async def reasons(engine: AsyncEngine) -> dict[str, str | None]:
+    query = "SELECT key, reason FROM consumptions c JOIN episodes e ON e.id = c.episode_id"
+    async with engine.connect() as connection:
+        return {row.key: row.reason for row in await connection.execute(text(query))}
+
+
+# Groups of one
+
+
+async def test_episodes_are_taken_one_by_one_with_or_without_a_task(engine: AsyncEngine) -> None:
+    without_ids = {"tokens": Tokens(), "trainable": False, "reason": "no_token_ids"}
+    await episode(engine, "e0", 1.0, **without_ids)
+    for number, task in enumerate(["a", "a", "b"], 1):
+        await episode(engine, f"e{number}", 1.0, at=number, task=task)
+    claim = await take(engine, SINGLE)
+    assert keys(claim) == ["e0", "e1", "e2"]
+    assert claim is not None
+    assert [group.task for group in claim.groups] == ["", "a"]
+
+
+async def test_fewer_than_an_update_wants_are_left_until_one_has_waited(
+    engine: AsyncEngine,
+) -> None:
+    await episode(engine, "e", 1.0)
+    assert await take(engine, SINGLE) is None
+    assert keys(await take(engine, ClaimRule(**fields(SINGLE, max_age_s=1e-6)))) == ["e"]
+
+
+def fields(rule: ClaimRule, **changes: Any) -> dict[str, Any]:
+    return {name: getattr(rule, name) for name in rule.__struct_fields__} | changes
+
+
+# Freshness
+
+
+async def test_what_newer_versions_sampled_comes_first(engine: AsyncEngine) -> None:
+    await versions(engine, "published", "serving")
+    for number, version in enumerate([0, 2, 1, 2]):
+        await episode(engine, f"e{number}", 1.0, at=number, policy_version=version)
+    assert sorted(keys(await take(engine, SINGLE, parent=2))) == ["e1", "e2", "e3"]
+
+
+async def test_groups_of_newer_versions_come_first(engine: AsyncEngine) -> None:
+    await versions(engine, "serving")
+    for task, version in (("old", 0), ("new", 1)):
+        for member in range(2):
+            name = f"{task}{member}"
+            await episode(engine, name, float(member), task=task, policy_version=version)
+    rule = ClaimRule(**fields(SHORT, group_size=2, max_age_s=PATIENT))
+    assert keys(await take(engine, rule, parent=1)) == ["new0", "new1"]
+
+
+async def test_more_members_than_a_group_has_stay_for_the_next(engine: AsyncEngine) -> None:
+    for member in range(9):
+        await episode(engine, f"e{member}", float(member), at=member, task="t")
+    claim = await take(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT)))
+    assert keys(claim) == ["e0", "e1", "e2", "e3"]
+
+
+# Late members
+
+
+async def consumed_group(engine: AsyncEngine, values: Sequence[float] = (0.0, 0.5, 1.0)) -> None:
+    for member, value in enumerate(values):
+        await episode(engine, f"early{member}", value, at=member, task="t")
+    claim = await take(engine, SHORT)
+    assert claim is not None
+    assert all(group.earlier == () for group in claim.groups)
+    await consume(engine, claim)
+
+
+async def test_a_late_member_is_claimed_with_those_that_came_before(engine: AsyncEngine) -> None:
+    await consumed_group(engine)
+    await episode(engine, "late", 1.0, task="t")
+    claim = await take(engine, SHORT)
+    assert keys(claim) == ["late"]
+    assert claim is not None
+    [group] = claim.groups
+    assert sorted(one.key for one in group.earlier) == ["early0", "early1", "early2"]
+    await consume(engine, claim)
+    assert set(await reasons(engine)) == {"early0", "early1", "early2", "late"}
+
+
+async def test_a_late_member_waits_for_more_until_it_has_waited_enough(
+    engine: AsyncEngine,
+) -> None:
+    await consumed_group(engine)
+    await episode(engine, "late", 1.0, task="t")
+    assert await take(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT))) is None
+
+
+async def test_a_lone_member_of_a_new_task_is_left(engine: AsyncEngine) -> None:
+    await consumed_group(engine)
+    await episode(engine, "lone", 1.0, task="other")
+    assert await take(engine, SHORT) is None
+
+
+async def test_a_late_members_advantage_is_over_all_that_are_known(engine: AsyncEngine) -> None:
+    await consumed_group(engine, values=(0.0, 0.0, 0.0))
+    await episode(engine, "late", 1.0, task="t")
+    claim = await take(engine, SHORT)
+    assert claim is not None
+    plan = plan_update(claim, Recipe(credit=CreditPart(air_lambda=0.0)))
+    [credit] = plan.credited
+    # Four returns 0, 0, 0, 1: mean 1/4, sample variance 1/4.
+    assert credit.advantage == pytest.approx((1 - 0.25) / 0.5, abs=1e-12)
+    assert (credit.weight, len(plan.rows), plan.metrics["earlier_members"]) == (1.0, 1, 3)
+
+
+async def test_what_an_update_held_can_be_read_again(engine: AsyncEngine) -> None:
+    await consumed_group(engine)
+    await episode(engine, "late", 1.0, task="t")
+    claim = await take(engine, SHORT)
+    assert claim is not None
+    await consume(engine, claim)
+    await episode(engine, "later", 0.0, task="t")
+    later = await take(engine, SHORT)
+    assert later is not None
+    await consume(engine, later)
+    async with engine.connect() as connection:
+        assert await claims.load_claim(connection, claim.update_id) == claim
+
+
+# Groups without spread, and failed episodes
+
+
+def plan_of(claim: Claim | None, **credit: Any) -> Plan:
+    assert claim is not None
+    return plan_update(claim, Recipe(credit=CreditPart.model_validate(credit)))
+
+
+async def test_a_group_in_which_all_are_equal_is_counted_and_not_trained(
+    engine: AsyncEngine,
+) -> None:
+    for member in range(3):
+        await episode(engine, f"e{member}", 1.0, task="t")
+    plan = plan_of(await take(engine, SHORT))
+    assert plan.rows == ()
+    assert plan.metrics["dropped"] == {"no_spread": 3}
+
+
+FAILED = ClaimRule(**fields(SINGLE, groups=1, failed_after_s=60.0))
+LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
+
+
+async def test_a_failed_episode_is_taken_once_silent_where_it_has_a_reward(
+    engine: AsyncEngine,
+) -> None:
+    broken: dict[str, Any] = {"status": "upstream_error", "http_status": 502}
+    await episode(engine, "failed", started_at=LONG_AGO, task="t", **broken)
+    await episode(engine, "just failed", **broken)
+    await episode(engine, "went on", started_at=LONG_AGO, **broken)
+    await episode(engine, "went on", started_at=LONG_AGO)
+    assert await take(engine, SINGLE) is None
+    claim = await take(engine, FAILED)
+    assert keys(claim) == ["failed"]
+    plan = plan_of(claim, baseline="none", failed_reward=-1.0)
+    assert [credit.r_total for credit in plan.credited] == [-1.0]
+
+
+async def test_failed_ones_complete_a_group(engine: AsyncEngine) -> None:
+    broken: dict[str, Any] = {
+        "status": "upstream_error",
+        "http_status": 502,
+        "started_at": LONG_AGO,
+    }
+    await episode(engine, "good", 1.0, task="t", started_at=LONG_AGO)
+    await episode(engine, "failed", task="t", **broken)
+    rule = ClaimRule(**fields(SHORT, group_size=2, max_age_s=PATIENT, failed_after_s=60.0))
+    assert sorted(keys(await take(engine, rule))) == ["failed", "good"]
+
+
+async def test_of_a_joined_episode_the_last_part_tells_whether_it_failed(
+    engine: AsyncEngine,
+) -> None:
+    made: dict[str, Any] = {"method": "own", "started_at": LONG_AGO}
+    broken: dict[str, Any] = {"status": "upstream_error", "http_status": 502}
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("a", {}, broken), ("b", broken, {})]
+    for name, first, last in cases:
+        digest = name.encode() * 16
+        await store(engine, call(f"{name}0", offers=(digest,), **made, **first))
+        await store(engine, call(f"{name}1", asks=(digest,), **made, **last))
+    assert keys(await take(engine, FAILED)) == ["a0"]
+
+
+async def test_without_a_reward_for_failures_none_is_taken(engine: AsyncEngine) -> None:
+    part = ClaimPart(group_size=1, groups=1)
+    none = Recipe(claim=part, credit=CreditPart(baseline="none"))
+    some = Recipe(claim=part, credit=CreditPart(baseline="none", failed_reward=0.0))
+    assert claim_rule(none, "m").failed_after_s is None
+    assert claim_rule(some, "m").failed_after_s == part.failed_after_s
+
+
+# What can never be trained any more
+
+LIMITED = ClaimRule(**fields(SINGLE, max_staleness=1, max_episode_age_s=1800.0))
+
+
+async def test_stale_and_aged_episodes_are_spent_with_a_reason(engine: AsyncEngine) -> None:
+    await versions(engine, "published", "published", "serving")
+    await episode(engine, "stale", 1.0, policy_version=1)
+    await episode(engine, "stale, unscored", policy_version=0)
+    await episode(engine, "fresh", 1.0, policy_version=2)
+    await episode(engine, "open", policy_version=3)
+    assert await expired(engine, LIMITED, parent=3) == {"stale": 2}
+    assert await expired(engine, LIMITED, parent=3) == {}
+    assert await reasons(engine) == {"stale": "stale", "stale, unscored": "stale"}
+    async with engine.connect() as connection:
+        [*_, last] = await claims.list_updates(connection, "m")
+    assert (last.state, last.version) == ("expired", None)
+    assert last.metrics["dropped"] == {"stale": 2}
+
+
+async def test_stale_ones_are_not_claimed_even_before_they_are_spent(engine: AsyncEngine) -> None:
+    await versions(engine, "published", "published", "serving")
+    await episode(engine, "stale", 1.0, policy_version=1)
+    rule = ClaimRule(**fields(LIMITED, max_age_s=1e-6))
+    assert await take(engine, rule, parent=3) is None
+
+
+async def test_age_counts_from_the_last_call(engine: AsyncEngine) -> None:
+    old = "UPDATE episodes SET id = '017f22e2-79b0-7cc3-98c4-dc0c0c07398f' WHERE key = :key"
+    await episode(engine, "old", 1.0, started_at=LONG_AGO)
+    await episode(engine, "new", 1.0)
+    async with engine.begin() as connection:
+        await connection.execute(text("DELETE FROM feedback"))
+        await connection.execute(text(old), {"key": "old"})
+    assert await expired(engine, LIMITED) == {"aged": 1}
+    assert await reasons(engine) == {"old": "aged"}
+
+
+async def test_without_limits_nothing_is_ever_spent(engine: AsyncEngine) -> None:
+    await versions(engine, *["published"] * 9)
+    await episode(engine, "old", 1.0, started_at=LONG_AGO)
+    assert await expired(engine, SINGLE, parent=9) == {}
+
+
+async def test_rejected_versions_make_nobody_stale(engine: AsyncEngine) -> None:
+    await versions(engine, "published", "rejected", "rejected", "rejected", "serving")
+    async with engine.connect() as connection:
+        found = [await oldest_version(connection, "m", 5, staleness) for staleness in (0, 1, 2, 9)]
+        unlimited = await oldest_version(connection, "m", 5, None)
+    assert found == [5, 1, 0, 0]
+    assert unlimited == 0
+
+
+async def test_what_is_in_doubt_or_claimed_is_not_spent(engine: AsyncEngine) -> None:
+    await versions(engine, "published", "serving")
+    await episode(engine, "doubtful", 1.0, policy_version=0, confidence="doubtful")
+    await episode(engine, "claimed", 1.0, policy_version=0)
+    assert keys(await take(engine, ClaimRule(**fields(SINGLE, groups=1)), parent=2)) == ["claimed"]
+    rule = ClaimRule(**fields(SINGLE, max_staleness=0))
+    assert await expired(engine, rule, parent=2) == {}
+
+
+# The moving baselines
+
+
+async def test_an_update_starts_from_what_the_last_one_left(engine: AsyncEngine) -> None:
+    found = []
+    for number in range(3):
+        for member in range(3):
+            await episode(engine, f"e{number}{member}", 1.0)
+        claim = await take(engine, SINGLE)
+        assert claim is not None
+        found.append(claim.baselines)
+        if number == 1:
+            async with engine.begin() as connection:
+                await claims.release(connection, claim.update_id, "test")
+        else:
+            await consume(engine, claim, {"number": number})
+    assert found == [None, {"number": 0}, {"number": 0}]
+    async with engine.connect() as connection:
+        [first, *_] = await claims.list_updates(connection, "m")
+        again = await claims.load_claim(connection, first.id)
+    assert again.baselines is None
+
+
+async def test_moving_baselines_go_from_update_to_update(engine: AsyncEngine) -> None:
+    recipe = Recipe(
+        claim=ClaimPart(group_size=1, groups=3),
+        credit=CreditPart(baseline="moving", normalisation="none", air_lambda=0.0),
+    )
+    advantages = []
+    for number, values in enumerate([(0.0, 0.5, 1.0), (1.0, 1.0, 1.0)]):
+        for member, value in enumerate(values):
+            await episode(engine, f"e{number}{member}", value)
+        claim = await take(engine, claim_rule(recipe, "m"))
+        assert claim is not None
+        plan = plan_update(claim, recipe)
+        advantages.append([credit.advantage for credit in plan.credited])
+        await consume(engine, claim, plan.baselines)
+    assert sorted(map(float, filter(None, advantages[0]))) == [-0.5, 0.5]
+    assert advantages[1] == [0.5, 0.5, 0.5]

@@ -1,0 +1,185 @@
+"""The ledger: any order, repetition or lateness of records ends in the same rows."""
+
+import asyncio
+import itertools
+import random
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.errors import Refused
+from store.ids import lowest_id_at, new_id, time_of
+from store.read.episodes import episode_ids, read_episodes
+from store.records import Episode, SpoolRecord, ToolCall
+from store.schema.partitions import partition_name
+from store.write.ingest import Ingester, known_targets
+from tests.support.records import call, reward, statement, tokens, tool_event
+
+
+async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
+    await Ingester().store(engine, records)
+
+
+async def episodes(engine: AsyncEngine) -> list[Episode]:
+    async with engine.connect() as connection:
+        return await read_episodes(connection, await episode_ids(connection))
+
+
+async def test_a_call_comes_back_as_it_was_said(engine: AsyncEngine) -> None:
+    body = b'{"model":"m", "big":12345678901234567890, "nul":"\\u0000", "z":1, "a":2}'
+    await store(engine, call(request=body, tokens=tokens([7, 8], [9], -0.25)))
+    [episode] = await episodes(engine)
+    [stored] = episode.calls
+    assert stored.request == body
+    assert stored.tokens == tokens([7, 8], [9], -0.25)
+
+
+async def test_storing_twice_stores_once(engine: AsyncEngine) -> None:
+    records: list[SpoolRecord] = [
+        call(tool_events=(tool_event("ok", "t"),)),
+        reward(1.0, episode="e1"),
+    ]
+    await store(engine, *records)
+    await store(engine, *records)
+    [episode] = await episodes(engine)
+    assert len(episode.calls) == 1
+    assert len(episode.feedback) == 1
+    assert len(episode.stray_tool_events) == 1
+
+
+async def test_any_order_gives_the_same_episode(engine: AsyncEngine) -> None:
+    first, second = call(task=None), call(task=None, tokens=tokens([1, 2, 3, 4, 5, 6], [7]))
+    records: list[SpoolRecord] = [
+        first,
+        second,
+        reward(0.2, at=1, episode="e1"),
+        reward(0.9, at=2, episode="e1"),
+        statement("speed", 3.0, at=1, call=str(first.id)),
+    ]
+    seen = set()
+    for order in itertools.permutations(records):
+        for record in order:
+            await store(engine, record)
+        [episode] = await episodes(engine)
+        seen.add(msgspec.json.encode(msgspec.structs.replace(episode, id=first.id, calls=())))
+        assert [c.id for c in episode.calls] == [first.id, second.id]
+        assert [f.metric for f in episode.calls[0].feedback] == ["speed"]
+        async with engine.begin() as connection:
+            await connection.execute(
+                text(
+                    "TRUNCATE episodes, transitions, tool_events, feedback, feedback_requests,"
+                    " consumptions CASCADE"
+                )
+            )
+    assert len(seen) == 1
+
+
+async def test_a_reward_that_comes_before_its_call_is_matched(engine: AsyncEngine) -> None:
+    record = call(method="own", response_id="chatcmpl-1")
+    await store(engine, reward(0.5, response="chatcmpl-1"))
+    await store(engine, record)
+    [episode] = await episodes(engine)
+    # The only call of an episode of its own: the episode is scored.
+    assert [f.value for f in episode.feedback] == [0.5]
+
+
+async def test_a_reward_for_one_call_of_many_is_that_calls(engine: AsyncEngine) -> None:
+    first, second = call(), call()
+    await store(engine, first, second, reward(0.5, call=str(second.id)))
+    [episode] = await episodes(engine)
+    assert episode.feedback == ()
+    assert [len(c.feedback) for c in episode.calls] == [0, 1]
+
+
+async def test_tool_events_find_the_call_that_asked(engine: AsyncEngine) -> None:
+    asking = call(tool_calls=(ToolCall(id="t1", name="calc", arguments="{}"),))
+    telling = call(tool_events=(tool_event("error", "t1"), tool_event("ok", "unasked")))
+    await store(engine, telling, asking)
+    [episode] = await episodes(engine)
+    by_id = {c.id: c for c in episode.calls}
+    assert [e.status for e in by_id[asking.id].tool_events] == ["error"]
+    assert by_id[telling.id].tool_events == ()
+    assert [e.tool_id for e in episode.stray_tool_events] == ["unasked"]
+
+
+async def test_an_idempotency_key_states_once(engine: AsyncEngine) -> None:
+    await store(engine, call(), reward(1.0, episode="e1", key="k"))
+    await store(engine, reward(1.0, episode="e1", key="k"))
+    [episode] = await episodes(engine)
+    assert len(episode.feedback) == 1
+
+
+async def test_a_named_task_beats_a_derived_one(engine: AsyncEngine) -> None:
+    early, late = call(task=None), call(task="named")
+    await store(engine, late)
+    await store(engine, early)
+    [episode] = await episodes(engine)
+    assert episode.task == "named"
+
+
+async def test_equal_first_prompts_are_one_task(engine: AsyncEngine) -> None:
+    await store(engine, call("a"), call("b"), call("c", tokens=tokens([9], [1])))
+    tasks = [e.task for e in await episodes(engine)]
+    assert tasks[0] == tasks[1] != tasks[2]
+
+
+async def test_calls_of_several_days_find_their_partitions(engine: AsyncEngine) -> None:
+    moment = datetime(2026, 3, 1, 0, 0, tzinfo=UTC)
+    old = [lowest_id_at(moment + timedelta(milliseconds=ms)) for ms in (-1, 0)]
+    await store(engine, *[call(id=identifier) for identifier in old], call())
+    async with engine.connect() as connection:
+        rows = await connection.execute(
+            text("SELECT tableoid::regclass::text FROM transitions ORDER BY id")
+        )
+        assert list(rows.scalars())[:2] == ["transitions_20260228", "transitions_20260301"]
+
+
+async def test_a_new_day_does_not_wait_for_readers(engine: AsyncEngine) -> None:
+    await store(engine, call())
+    yesterday = lowest_id_at(datetime.now(UTC) - timedelta(days=1))
+    async with engine.connect() as reader:
+        await read_episodes(reader, await episode_ids(reader))
+        await asyncio.wait_for(store(engine, call("e2", id=yesterday)), timeout=5)
+    assert len(await episodes(engine)) == 2
+
+
+async def test_a_partition_that_was_dropped_is_made_again(engine: AsyncEngine) -> None:
+    ingester = Ingester()
+    request = b"the same" * 40
+    await ingester.store(engine, [call("a", request=request)])
+    async with engine.begin() as connection:
+        day = partition_name(datetime.now(UTC).date())
+        await connection.execute(text(f"DROP TABLE {day}"))
+    await ingester.store(engine, [call("a", request=request)])
+    [episode] = await episodes(engine)
+    assert [c.request for c in episode.calls] == [request]
+
+
+async def test_known_targets(engine: AsyncEngine) -> None:
+    record = call(response_id="r1")
+    await store(engine, record)
+    async with engine.connect() as connection:
+        asked = [("episode", "e1"), ("response", "r1"), ("call", str(record.id)), ("episode", "x")]
+        assert await known_targets(connection, asked) == set(asked[:3])
+
+
+@pytest.mark.parametrize("changes", [{"status": "lost"}, {"trainable": False, "reason": None}])
+async def test_the_database_holds_its_invariants(
+    engine: AsyncEngine, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(Refused):
+        await store(engine, call(**changes))
+
+
+async def test_two_drainers_do_not_deadlock(engine: AsyncEngine) -> None:
+    batches = [[call(f"e{random.randrange(8)}") for _ in range(40)] for _ in range(6)]
+    await asyncio.gather(*[store(engine, *batch) for batch in batches])
+    assert sum(len(e.calls) for e in await episodes(engine)) == 240
+
+
+def test_ids_carry_their_time() -> None:
+    assert abs((time_of(new_id()) - datetime.now(UTC)).total_seconds()) < 1

@@ -1,0 +1,312 @@
+"""Calls that came through several proxies: joined in the store, in any order, never guessed."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.link.joins import (
+    DOUBTFUL_ASK,
+    DOUBTFUL_CALL,
+    MOST_OFFERING,
+    TOLD_MORE_THAN_ONE,
+    TOO_LATE,
+)
+from store.read.episodes import episode_ids, read_episodes
+from store.records import CallRecord, Episode, SpoolRecord
+from store.updates import claims
+from store.updates.policies import ensure_base, pinned_episodes
+from store.updates.ready import ClaimRule
+from store.values.digests import PREFIX, RESPONSE, TOOL_CALL
+from store.write.ingest import Ingester, known_targets
+from tests.support.records import call, reward, statement, tokens, tool_event
+
+RULE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
+
+
+def digest(kind: int, name: str) -> bytes:
+    return bytes([kind]) + name.encode().ljust(15, b".")
+
+
+def own(name: str, **changes: Any) -> CallRecord:
+    """A call that named no episode; `told` and `repeats` are names of prefixes."""
+    told = changes.pop("told", ())
+    repeats = changes.pop("repeats", ())
+    return call(
+        name,
+        method="own",
+        offers=tuple(digest(PREFIX, one) for one in told),
+        asks=tuple(digest(PREFIX, one) for one in repeats),
+        **changes,
+    )
+
+
+async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
+    await Ingester().store(engine, records)
+
+
+async def episodes(engine: AsyncEngine) -> list[Episode]:
+    async with engine.connect() as connection:
+        return await read_episodes(connection, await episode_ids(connection))
+
+
+async def empty(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await connection.execute(
+            text(
+                "TRUNCATE episodes, transitions, tool_events, feedback, feedback_requests,"
+                " consumptions, offers, asks, links CASCADE"
+            )
+        )
+
+
+@pytest.mark.parametrize("turned", [False, True])
+async def test_a_call_joins_the_episode_whose_reply_it_repeats(
+    engine: AsyncEngine, turned: bool
+) -> None:
+    first, second = own("a", told=["1"]), own("b", repeats=["1"])
+    for record in (second, first) if turned else (first, second):
+        await store(engine, record)
+    [episode] = await episodes(engine)
+    assert episode.key == "a"
+    assert episode.aliases == ("b",)
+    assert [c.id for c in episode.calls] == [first.id, second.id]
+    assert [(c.method, c.confidence) for c in episode.calls] == [
+        ("own", "certain"),
+        ("prefix", "likely"),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "method"), [(TOOL_CALL, "tool_call"), (RESPONSE, "response")])
+async def test_an_id_joins_for_certain(engine: AsyncEngine, kind: int, method: str) -> None:
+    sign = digest(kind, "id")
+    await store(engine, own("a", told=[]), call("b", method="own", asks=(sign,)))
+    await store(engine, call("a", offers=(sign,)))
+    [episode] = await episodes(engine)
+    joined = [c for c in episode.calls if c.method == method]
+    assert [c.confidence for c in joined] == ["certain"]
+
+
+async def test_a_chain_is_one_episode(engine: AsyncEngine) -> None:
+    records = [
+        own(str(turn), told=[str(turn)], repeats=[str(turn - 1)] if turn else [])
+        for turn in range(6)
+    ]
+    for record in reversed(records):
+        await store(engine, record)
+    [episode] = await episodes(engine)
+    assert [c.id for c in episode.calls] == [record.id for record in records]
+    assert len(episode.aliases) == 5
+
+
+async def test_a_joined_key_stays_valid(engine: AsyncEngine) -> None:
+    await store(engine, own("a", told=["1"]), own("b", repeats=["1"]))
+    await store(engine, reward(0.5, episode="b"), call("b", method="tool_call"))
+    [episode] = await episodes(engine)
+    assert len(episode.calls) == 3
+    assert [said.value for said in episode.feedback] == [0.5]
+    async with engine.connect() as connection:
+        assert await known_targets(connection, [("episode", "b")]) == {("episode", "b")}
+        pins = {key: version for _, key, version in await pinned_episodes(connection, 10)}
+    assert pins == {"a": 0, "b": 0}
+
+
+async def test_a_reward_for_a_joined_reply_scores_the_whole(engine: AsyncEngine) -> None:
+    first, second = own("a", told=["1"]), own("b", repeats=["1"], response_id="r2")
+    await store(engine, reward(1.0, response="r2"))
+    await store(engine, second)
+    await store(engine, first)
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        update_id = await claims.claim(connection, RULE, 0, {})
+        assert update_id is not None
+        claim = await claims.load_claim(connection, update_id)
+    [group] = claim.groups
+    assert [len(e.calls) for e in group.episodes] == [2]
+
+
+async def test_in_doubt_nothing_is_joined_and_nothing_trained(engine: AsyncEngine) -> None:
+    await store(engine, own("a", told=["1"]), own("c", repeats=["1"]))
+    assert len(await episodes(engine)) == 1
+    await store(engine, own("b", told=["1"]))
+    await store(engine, *[reward(1.0, episode=key) for key in "abc"])
+    found = {e.key: e for e in await episodes(engine)}
+    assert {key: e.quarantined_reason for key, e in found.items()} == {
+        "a": TOLD_MORE_THAN_ONE,
+        "b": TOLD_MORE_THAN_ONE,
+        "c": DOUBTFUL_ASK,
+    }
+    assert [c.confidence for c in found["c"].calls] == ["doubtful"]
+    async with engine.begin() as connection:
+        assert await claims.claim(connection, RULE, 0, {}) is None
+
+
+async def test_a_call_in_doubt_is_read_though_it_adds_to_another_episodes(
+    engine: AsyncEngine,
+) -> None:
+    talk = b'{"messages":[' + b"x" * 300
+    ingester = Ingester()
+    records = [
+        own("a", told=["1"], request=talk + b"]}"),
+        own("b", told=["1"], request=talk + b"]}"),
+        own("c", told=["2"], repeats=["1"], request=talk + b',"y"]}'),
+        own("d", repeats=["2"], request=talk + b',"y","z"]}'),
+    ]
+    for record in records:
+        await ingester.store(engine, [record])
+    async with engine.connect() as connection:
+        parents = text("SELECT count(*) FROM transitions WHERE parent_id IS NOT NULL")
+        assert await connection.scalar(parents) == 2
+    found = await episodes(engine)
+    assert sorted(e.key for e in found) == ["a", "b", "c"]
+    read = {c.id: c.request for e in found for c in e.calls}
+    assert read == {record.id: record.request for record in records}
+
+
+@pytest.mark.parametrize("batch", [1, 4, 100])
+async def test_what_many_were_told_says_nothing_of_them(engine: AsyncEngine, batch: int) -> None:
+    dice = random.Random(batch)
+    records = [own(f"a{number}", told=["hello"]) for number in range(MOST_OFFERING + 3)]
+    records += [own(f"b{number}", repeats=["hello"]) for number in range(3)]
+    dice.shuffle(records)
+    for start in range(0, len(records), batch):
+        await store(engine, *records[start : start + batch])
+    found = await episodes(engine)
+    assert len(found) == len(records)
+    assert {e.key: e.quarantined_reason for e in found} == {
+        e.key: DOUBTFUL_ASK if e.key.startswith("b") else None for e in found
+    }
+
+
+async def test_a_call_that_the_proxy_placed_in_doubt_quarantines(engine: AsyncEngine) -> None:
+    await store(engine, call("a"))
+    await store(engine, call("a", confidence="doubtful"), reward(1.0, episode="a"))
+    [episode] = await episodes(engine)
+    assert episode.quarantined_reason == DOUBTFUL_CALL
+    async with engine.begin() as connection:
+        assert await claims.claim(connection, RULE, 0, {}) is None
+
+
+async def test_a_claimed_episode_is_not_changed(engine: AsyncEngine) -> None:
+    await store(engine, own("a", told=["1"]), reward(1.0, episode="a"))
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        assert await claims.claim(connection, RULE, 0, {}) is not None
+    await store(engine, own("b", repeats=["1"]), reward(0.0, episode="b"))
+    found = {e.key: e for e in await episodes(engine)}
+    assert len(found["a"].calls) == 1
+    assert found["a"].quarantined_reason is None
+    assert found["b"].quarantined_reason == TOO_LATE
+
+
+async def test_an_attempt_and_its_repeat_are_one_call(engine: AsyncEngine) -> None:
+    attempt = call("a", status="client_gone", trainable=False, reason="incomplete")
+    repeat = call("a", retry_of=attempt.id)
+    await store(engine, repeat, statement("speed", 1.0, call=str(attempt.id)))
+    await store(engine, attempt)
+    [episode] = await episodes(engine)
+    assert [c.id for c in episode.calls] == [repeat.id]
+    assert [said.metric for said in episode.calls[0].feedback] == ["speed"]
+
+
+def scenario(dice: random.Random) -> list[SpoolRecord]:
+    """Calls of a few keys that offer and ask for a few digests, and feedback."""
+    keys = [f"k{number}" for number in range(6)]
+    signs = [digest(dice.choice([TOOL_CALL, RESPONSE, PREFIX, PREFIX]), str(n)) for n in range(7)]
+    records: list[SpoolRecord] = []
+    for number in range(12):
+        key = dice.choice(keys)
+        is_first = not any(isinstance(r, CallRecord) and r.episode == key for r in records)
+        is_own = is_first and key not in keys[:2]
+        records.append(
+            call(
+                key,
+                method="own" if is_own else "header" if is_first else "tool_call",
+                task=dice.choice([None, None, None, f"named {number % 2}"]),
+                request=b'{"messages":["' + b"turn, " * 20 * number + b'"], "tools": "..."}',
+                tokens=tokens(list(range(1 + number * 3)), [7, number]),
+                response_id=f"r{number}",
+                offers=tuple(dice.sample(signs, dice.randrange(3))),
+                asks=tuple(dice.sample(signs, dice.randrange(1, 3))) if is_own else (),
+                confidence=dice.choice(["certain"] * 9 + ["doubtful"]),
+                tool_events=(tool_event("ok", f"t{number}"),),
+            )
+        )
+    records += [reward(0.1, at=n, episode=dice.choice(keys)) for n in range(2)]
+    records += [reward(0.2, at=n, response=f"r{dice.randrange(12)}") for n in range(2, 5)]
+    return records
+
+
+def content(found: Sequence[Episode]) -> Any:
+    """Episodes without the ids that rows were given."""
+    nowhere = found[0].calls[0].id
+    return [
+        msgspec.structs.replace(
+            e,
+            id=nowhere,
+            calls=tuple(msgspec.structs.replace(c, episode_id=nowhere) for c in e.calls),
+        )
+        for e in found
+    ]
+
+
+async def scores(engine: AsyncEngine) -> Any:
+    async with engine.connect() as connection:
+        rows = await connection.execute(
+            text(
+                "SELECT key, scored_at, call_scored_at, quarantined_reason"
+                " FROM episodes WHERE root IS NULL"
+            )
+        )
+        return sorted(tuple(row) for row in rows)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_any_order_split_and_repetition_gives_the_same_episodes(
+    engine: AsyncEngine, seed: int
+) -> None:
+    dice = random.Random(seed)
+    records = scenario(dice)
+    seen = []
+    for attempt in range(4):
+        order = list(records)
+        if attempt:
+            dice.shuffle(order)
+        ingesters = [Ingester(), Ingester()]
+        while order:
+            size = dice.randrange(1, 7)
+            batch, order = order[:size], order[size:]
+            again = dice.sample(records, dice.randrange(3)) if attempt else []
+            await dice.choice(ingesters).store(engine, batch + again)
+        seen.append((content(await episodes(engine)), await scores(engine)))
+        await empty(engine)
+    assert seen[1:] == seen[:1] * 3
+
+
+async def test_several_drainers_at_once_lose_no_join(engine: AsyncEngine) -> None:
+    dice = random.Random(3)
+    threads = [
+        [
+            own(f"{name}.{turn}", told=[f"{name}.{turn}"], repeats=[f"{name}.{turn - 1}"])
+            for turn in range(1, 6)
+        ]
+        for name in range(12)
+    ]
+    records: list[SpoolRecord] = [record for thread in threads for record in thread]
+    records += [reward(1.0, episode=f"{name}.5") for name in range(12)]
+    dice.shuffle(records)
+
+    async def drain(mine: list[SpoolRecord]) -> None:
+        ingester = Ingester()
+        for start in range(0, len(mine), 3):
+            await ingester.store(engine, mine[start : start + 3])
+
+    await asyncio.gather(*[drain(records[number::4]) for number in range(4)])
+    found = await episodes(engine)
+    assert sorted(len(e.calls) for e in found) == [5] * 12
+    assert all(len(e.feedback) == 1 and e.quarantined_reason is None for e in found)

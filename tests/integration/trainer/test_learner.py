@@ -1,0 +1,207 @@
+"""The learner on a tiny random model: merged equals separate; what is rewarded gets likelier."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.support.training import recipe, rows
+from trainer.batches.batching import computed_tokens
+from trainer.batches.rows import Row
+from trainer.errors import LearnerError
+from trainer.learners.grpo import collate
+from trainer.learners.learner import Learner
+from trainer.learners.model import load_base, precision
+from trainer.learners.scoring import score_rows
+
+
+def learner(model: str, folder: Path, **batch: Any) -> Learner:
+    return Learner(model, recipe(**batch), seed=0, scratch=folder)
+
+
+def plain_logprobs(model: Any, row: Row) -> torch.Tensor:
+    """One unpadded sequence at a time, no sharing: the reference."""
+    ids = torch.tensor([row.ids])
+    logits = model(input_ids=ids).logits[0].float() / row.temperature
+    chosen = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+    return chosen[-len(row.sampled_ids) :]
+
+
+def plain_loss(model: Any, batch: list[Row], cap: float) -> torch.Tensor:
+    total = torch.zeros(())
+    for row in batch:
+        logp = plain_logprobs(model, row)
+        ratio = torch.exp(logp.detach() - torch.tensor(row.sampled_logprobs)).clamp(max=cap)
+        total = total - (ratio * logp).mean() * row.advantage * row.weight
+    return total
+
+
+def shake(made: Learner) -> None:
+    """Give the adapter an effect: LoRA starts as nothing."""
+    torch.manual_seed(1)
+    for name, parameter in made._model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+
+
+def gradients(made: Learner) -> torch.Tensor:
+    found = [p.grad.flatten() for p in made._model.parameters() if p.grad is not None]
+    for parameter in made._model.parameters():
+        parameter.grad = None
+    return torch.cat(found)
+
+
+def test_shared_prefixes_give_the_log_probabilities_of_separate_sequences(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    made = learner(tiny_model, tmp_path)
+    shake(made)
+    batch = rows()
+    with torch.no_grad():
+        merged, entropy, _ = score_rows(made._model, batch, entropy=True)
+        separate = torch.cat([plain_logprobs(made._model, row) for row in batch])
+    assert torch.allclose(merged, separate, atol=1e-5)
+    assert float(entropy.min()) > 0
+
+
+def test_loss_and_gradient_equal_a_plain_loop(tiny_model: str, tmp_path: Path) -> None:
+    made = learner(tiny_model, tmp_path)
+    shake(made)
+    made._model.train()
+    batch = rows()
+    ours = made._trainer.loss_of(batch)
+    ours.backward()
+    got = gradients(made)
+    reference = plain_loss(made._model, batch, made._recipe.off_policy.ratio_cap)
+    reference.backward()
+    wanted = gradients(made)
+    assert math.isclose(float(ours.detach()), float(reference.detach()), abs_tol=1e-6)
+    assert float((got - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
+
+
+def test_micro_batches_do_not_change_the_gradient(tiny_model: str, tmp_path: Path) -> None:
+    made = learner(tiny_model, tmp_path)
+    shake(made)
+    batch = rows()
+    made._trainer.loss_of(batch).backward()
+    whole = gradients(made)
+    for part in (batch[:5], batch[5:]):
+        made._trainer.loss_of(part).backward()
+    assert torch.allclose(gradients(made), whole, atol=1e-6)
+
+
+def test_a_rows_share_of_the_loss_is_its_weight_whatever_its_length() -> None:
+    tensors = collate(rows(), Accelerator(cpu=True))
+    shares = tensors["advantages"].sum(1)
+    wanted = torch.tensor([row.advantage * row.weight for row in rows()])
+    assert torch.allclose(shares, wanted)
+
+
+def test_what_is_rewarded_becomes_likelier(tiny_model: str, tmp_path: Path) -> None:
+    made = learner(tiny_model, tmp_path)
+    batch = rows(members=2)
+    before = made.logprobs(batch)
+    for _ in range(10):
+        metrics = made.update(batch)
+    after = made.logprobs(batch)
+    assert metrics["computed_tokens"] < metrics["row_tokens"]
+    for row, old, new in zip(batch, before, after, strict=True):
+        better = sum(new) > sum(old)
+        assert better == (row.advantage > 0.5)
+
+
+def test_a_saved_version_is_continued_exactly(tiny_model: str, tmp_path: Path) -> None:
+    straight = learner(tiny_model, tmp_path, steps=2)
+    straight.update(rows(0))
+    saved = tmp_path / "1"
+    straight.save(saved)
+    straight.update(rows(1))
+
+    resumed = learner(tiny_model, tmp_path, steps=2)
+    resumed.restore(saved)
+    resumed.update(rows(1))
+    for one, other in zip(straight._model.parameters(), resumed._model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_going_back_to_the_base_forgets_the_adapter(tiny_model: str, tmp_path: Path) -> None:
+    made = learner(tiny_model, tmp_path)
+    batch = rows()
+    base = made.logprobs(batch)
+    made.update(batch)
+    assert made.logprobs(batch) != base
+    made.restore(None)
+    assert made.logprobs(batch) == base
+
+
+def test_half_precision_trains_too(tiny_model: str, tmp_path: Path) -> None:
+    half = recipe().model_copy(update={"dtype": "bfloat16"})
+    made = Learner(tiny_model, half, seed=0, scratch=tmp_path)
+    batch = rows(members=2)
+    before = made.logprobs(batch)
+    for _ in range(10):
+        assert math.isfinite(made.update(batch)["grad_norm"])
+    after = made.logprobs(batch)
+    gains = [
+        (sum(new) - sum(old)) * (1 if row.advantage > 0.5 else -1)
+        for row, old, new in zip(batch, before, after, strict=True)
+    ]
+    assert sum(gains) > 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_a_cpu", "on_a_gpu"),
+    [
+        ("auto", torch.float32, torch.bfloat16),
+        ("float32", torch.float32, torch.float32),
+        ("bfloat16", torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_auto_is_the_servers_precision_and_what_the_recipe_says_stands(
+    tiny_model: str, dtype: str, on_a_cpu: torch.dtype, on_a_gpu: torch.dtype
+) -> None:
+    made = recipe().model_copy(update={"dtype": dtype})
+    assert (precision(made, "cpu"), precision(made, "cuda:1")) == (on_a_cpu, on_a_gpu)
+    here = on_a_gpu if torch.cuda.is_available() else on_a_cpu
+    assert load_base(tiny_model, made)[0].dtype == here
+
+
+def test_checkpointing_changes_no_gradient(tiny_model: str, tmp_path: Path) -> None:
+    plain = learner(tiny_model, tmp_path)
+    saving = learner(tiny_model, tmp_path, gradient_checkpointing=True)
+    found = []
+    for made in (plain, saving):
+        shake(made)
+        made._model.train()
+        made._trainer.loss_of(rows()).backward()
+        found.append(gradients(made))
+    assert torch.allclose(found[0], found[1], atol=1e-7)
+    assert saving._model.is_gradient_checkpointing
+
+
+def test_what_does_not_fit_is_done_again_in_smaller_micro_batches(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roomy = learner(tiny_model, tmp_path, micro_batch_tokens=256)
+    tight = learner(tiny_model, tmp_path, micro_batch_tokens=256)
+    loss_of, most = tight._trainer.loss_of, 80
+
+    def no_room_for_many(batch: Sequence[Row]) -> torch.Tensor:
+        loss = loss_of(batch)
+        if computed_tokens(batch) > most:
+            loss.backward()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+    monkeypatch.setattr(tight._trainer, "loss_of", no_room_for_many)
+    for made in (roomy, tight):
+        made.update(rows())
+    for one, other in zip(roomy._model.parameters(), tight._model.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    most = 0
+    with pytest.raises(LearnerError, match="micro_batch_tokens"):
+        tight.update(rows(1))

@@ -1,0 +1,220 @@
+"""Merged prefixes give what separate rows give: trees, temperatures, heads; and who cannot."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from benchmarks.merge.episodes import random_tree
+from benchmarks.merge.models import TINY, make_model
+from benchmarks.merge.updates import gradient, largest_difference, train
+from tests.support.training import recipe, rows
+from trainer.batches.trees import build_tree, padded
+from trainer.errors import DriftOutOfBounds, LearnerError
+from trainer.learners.kernels.head import CHUNK, head_logprobs
+from trainer.learners.kernels.tree_attention import batch_blocks, block_mask, blocks_of
+from trainer.learners.learner import Learner
+from trainer.learners.merging import why_separate
+from trainer.learners.scoring import score_rows
+from trainer.recipe_parts import OffPolicyPart
+
+pytestmark = pytest.mark.timeout(100)
+
+
+@pytest.fixture(scope="module")
+def merging() -> Any:
+    """A model with light layers, in float64."""
+    return make_model(TINY, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """The same in transformers' and PEFT's own code."""
+    return make_model(TINY, torch.float64, lean=False)
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10_000))
+def test_gradient_and_scores_equal_those_of_separate_rows(
+    merging: Any, plain: Any, seed: int
+) -> None:
+    made = random_tree(seed, TINY.vocab_size)
+    with torch.no_grad():
+        ours = score_rows(merging, made, entropy=True, hidden=True)
+        theirs = score_rows(plain, made, entropy=True, hidden=True, merge=False)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    train(merging, [made], merge=True)
+    train(plain, [made], merge=False)
+    # Norms and rotary positions are computed in float32 inside.
+    assert largest_difference(gradient(merging), gradient(plain)) < 1e-6
+
+
+@given(seed=st.integers(0, 10_000), size=st.integers(1, 9), most=st.integers(1, 400))
+def test_every_query_sees_exactly_its_ancestors(seed: int, size: int, most: int) -> None:
+    tree = build_tree([row.inputs for row in random_tree(seed, 3)])
+    ancestors = {node: set(path[: i + 1]) for path in tree.paths for i, node in enumerate(path)}
+    queries = []
+    for batch in batch_blocks(blocks_of(tree, size), most):
+        assert len(batch.keys) == 1 or batch.mask.numel() <= most
+        for nodes, keys, mask in zip(batch.queries, batch.keys, batch.mask, strict=True):
+            queries += nodes.tolist()
+            for node, biases in zip(nodes.tolist(), mask, strict=True):
+                assert keys[biases == 0].tolist() == sorted(ancestors[node])
+                assert set(biases.tolist()) <= {0.0, -math.inf}
+    assert sorted(queries) == list(range(len(tree.tokens)))
+
+
+@given(seed=st.integers(0, 10_000), size=st.integers(1, 9))
+def test_the_runs_of_a_batch_are_the_keys_that_somebody_sees(seed: int, size: int) -> None:
+    tree = build_tree([row.inputs for row in random_tree(seed, 3)])
+    for batch in batch_blocks(blocks_of(tree, size)):
+        found: list[list[int]] = [[] for _ in batch.keys]
+        for place, start, stop, offset in batch.runs:
+            assert offset == len(found[place])
+            found[place] += range(start, stop)
+        for nodes, keys, mask in zip(found, batch.keys, batch.mask, strict=True):
+            assert keys[: len(nodes)].tolist() == nodes
+            assert (mask[:, len(nodes) :] == -math.inf).all()
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10_000))
+def test_the_mask_for_a_gpu_is_the_trees(seed: int) -> None:
+    rows = [row.inputs * 12 for row in random_tree(seed, 3)]
+    tree = padded(build_tree(rows), 256)
+    end, size = torch.tensor(tree.end), len(tree.tokens)
+
+    def seen(_: Any, __: Any, query: Any, key: Any) -> Any:
+        return (key <= query) & (query < end[key])
+
+    wanted = create_block_mask(seen, None, None, size, size, device="cpu")
+    found = block_mask(end)
+    assert torch.equal(found.to_dense(), wanted.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name))
+
+
+def test_nodes_that_fill_a_tree_up_are_seen_by_themselves_alone() -> None:
+    tree = build_tree([[1, 2], [1, 3]])
+    full = padded(tree, 8)
+    assert len(full.tokens) == 8
+    assert full.tokens[:3] == tree.tokens
+    assert all(full.end[node] == node + 1 for node in range(3, 8))
+    assert padded(tree, 3) == tree
+
+
+def test_a_chunked_head_gives_what_a_whole_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(9, 8, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(11, 8, dtype=torch.float64)
+    parents = [0, 3, 3, 8, 2, 3, 0]
+    temperatures = [1.0, 1.0, 0.7, 1.0, 0.5, 1.0, 1.0]
+    labels = torch.tensor([1, 2, 2, 10, 0, 5, 1])
+    worth = torch.randn(7, dtype=torch.float64)
+
+    scaled = hidden[parents] @ head.T / torch.tensor(temperatures)[:, None]
+    whole = torch.log_softmax(scaled, -1)
+    chosen = whole[torch.arange(7), labels]
+    (wanted,) = torch.autograd.grad((chosen * worth).sum(), hidden)
+    for entries in (1, 22, 10_000):
+        monkeypatch.setitem(CHUNK, "cpu", entries)
+        found, entropies = head_logprobs(hidden, head, temperatures, parents, labels)
+        (got,) = torch.autograd.grad((found * worth).sum(), hidden)
+        assert torch.allclose(found, chosen, atol=1e-12)
+        assert torch.allclose(entropies, -(whole.exp() * whole).sum(-1), atol=1e-12)
+        assert torch.allclose(got, wanted, atol=1e-12)
+
+
+def adapted(base: Any) -> Any:
+    return get_peft_model(base, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def test_who_cannot_be_merged_says_why_and_is_scored_all_the_same() -> None:
+    shape = TINY.to_dict() | {"model_type": "mistral"}
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+    config = MistralConfig(**{name: shape[name] for name in names}, sliding_window=4)
+    model = adapted(MistralForCausalLM(config))
+    assert why_separate(model) == "its attention has a window of 4 tokens"
+    made = random_tree(1, 97)
+    with pytest.raises(LearnerError, match="takes no tree"):
+        score_rows(model, made)
+    with torch.no_grad():
+        together = score_rows(model, made, merge=False).logprobs
+        alone = torch.cat([score_rows(model, [row], merge=False).logprobs for row in made])
+    assert torch.allclose(together, alone, atol=1e-6)
+
+
+def test_dropout_and_heads_with_a_bias_are_not_merged() -> None:
+    config = copy.deepcopy(TINY)
+    config.attention_dropout = 0.1
+    assert why_separate(adapted(LlamaForCausalLM(config))) == "its attention has dropout"
+    base = LlamaForCausalLM(LlamaConfig(**TINY.to_dict()))
+    base.lm_head.bias = torch.nn.Parameter(torch.zeros(97))
+    assert why_separate(adapted(base)) == "its LM head is no plain matrix"
+
+
+def test_what_passes_for_mergeable_is_tried() -> None:
+    """A head that is scaled behind the matrix: nothing in the configuration says so."""
+    base = LlamaForCausalLM(copy.deepcopy(TINY))
+    base.lm_head.register_forward_hook(lambda _, __, logits: logits * 3.0)
+    why = why_separate(adapted(base))
+    assert why is not None
+    assert why.startswith("merged and separate differ by")
+    assert base.config._attn_implementation == "sdpa"
+
+
+def test_an_update_is_the_same_merged_and_not(tiny_model: str, tmp_path: Path) -> None:
+    found = {}
+    for choice in ("auto", "never"):
+        made = Learner(tiny_model, recipe(merge_prefixes=choice), seed=0, scratch=tmp_path)
+        found[choice] = made.update(rows())
+    auto, never = found["auto"], found["never"]
+    assert math.isclose(auto["loss"], never["loss"], abs_tol=1e-6)
+    assert math.isclose(auto["grad_norm"], never["grad_norm"], rel_tol=1e-4)
+    assert auto["computed_tokens"] < never["computed_tokens"] < never["row_tokens"]
+
+
+def test_drift_out_of_bounds_changes_nothing_and_says_so(tiny_model: str, tmp_path: Path) -> None:
+    narrow = recipe().model_copy(update={"off_policy": OffPolicyPart(max_drift=1e-5)})
+    made = Learner(tiny_model, narrow, seed=0, scratch=tmp_path)
+    before = [p.detach().clone() for p in made._model.parameters()]
+    with pytest.raises(DriftOutOfBounds, match="max_drift is 1e-05") as raised:
+        made.update(rows())
+    assert raised.value.reason == "drift"
+    assert raised.value.metrics["drift_kl"] > 1e-5
+    for one, other in zip(before, made._model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_rows_of_an_older_version_are_not_judged_for_drift(tiny_model: str, tmp_path: Path) -> None:
+    narrow = recipe().model_copy(update={"off_policy": OffPolicyPart(max_drift=1e-9)})
+    made = Learner(tiny_model, narrow, seed=0, scratch=tmp_path)
+    older = [msgspec.structs.replace(row, version=-1) for row in rows()]
+    found = made.update(older)
+    assert found["drift_kl"] is None
+    assert found["staleness_kl"] is None
+    assert 0 < found["effective_sample_size"] <= 1
+
+
+def test_a_sequence_too_far_off_the_policy_carries_no_loss(tiny_model: str, tmp_path: Path) -> None:
+    masking = recipe().model_copy(update={"off_policy": OffPolicyPart(max_drift=1e9)})
+    made = Learner(tiny_model, masking, seed=0, scratch=tmp_path)
+    near, *_ = rows()
+    own = tuple(made.logprobs([near])[0])
+    near = msgspec.structs.replace(near, sampled_logprobs=own, temperature=1.0)
+    far = msgspec.structs.replace(near, sampled_logprobs=tuple(value + 3 for value in own))
+    assert made.update([near])["masked_share"] == 0.0
+    made.restore(None)
+    found = made.update([far])
+    assert found["masked_share"] == 1.0
+    assert found["grad_norm"] == 0.0

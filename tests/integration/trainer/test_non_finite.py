@@ -1,0 +1,176 @@
+"""A loss or gradient that is not finite spends the episode that is to blame, and no other."""
+
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+from transformers import AutoModelForCausalLM
+
+from store.records import Tokens
+from store.updates import claims
+from store.updates.policies import ensure_base
+from store.values.tokens import pack_logprobs
+from store.write.ingest import ingest
+from tests.integration.store.test_groups import reasons
+from tests.integration.trainer.test_recovery import Bench, run_once
+from tests.support.fake_server import FakeModelServer, fake_model_server
+from tests.support.records import call, reward, tokens
+from tests.support.training import ppo_recipe, recipe
+from trainer.learners.learner import Learner
+from trainer.loop import Loop
+from trainer.publishing.publish import Publisher
+from trainer.publishing.replicas import Replicas
+from trainer.recipe import Recipe
+from trainer.recipe_parts import ClaimPart, CreditPart, PublishPart
+from trainer.settings import TrainerSettings
+
+GROUPS = 3
+
+
+class RealBench(Bench):
+    """The loop with a real learner of a tiny model."""
+
+    def __init__(
+        self, engine: AsyncEngine, server: FakeModelServer, folder: Path, model: str, rule: Recipe
+    ) -> None:
+        super().__init__(engine, server, folder)
+        self.rule = rule.model_copy(
+            update={
+                "claim": ClaimPart(group_size=2, groups=GROUPS - 1, max_age_s=1e9),
+                "publish": PublishPart(retire_after_s=1e9),
+            }
+        )
+        self.real = Learner(model, self.rule, 0, folder / ".scratch")
+
+    def loop(self, server: Replicas) -> Loop:
+        publisher = Publisher(self.engine, server, "m", self.rule.publish)
+        settings = TrainerSettings.model_validate({"adapter_dir": self.folder})
+        return Loop(settings, self.rule, self.engine, publisher, self.real, "m")
+
+    async def fill_with(self, odd: Tokens | None = None, value: float = 1.0) -> None:
+        """Groups of two; the second member of the first has what is `odd`."""
+        async with self.engine.begin() as connection:
+            await ensure_base(connection, "m")
+            for task in range(GROUPS):
+                for member in range(2):
+                    key, is_odd = f"t{task}-{member}", (task, member) == (0, 1)
+                    made = tokens([5, 6, task + 7], [20 + member, 30], -4.5)
+                    record = call(key, task=f"t{task}", tokens=odd if odd and is_odd else made)
+                    paid = value if is_odd else float(member)
+                    await ingest(connection, [record, reward(paid, episode=key)])
+
+    async def updates(self) -> list[tuple[str, int | None]]:
+        async with self.engine.connect() as connection:
+            return [(one.state, one.version) for one in await claims.list_updates(connection, "m")]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeModelServer]:
+    async with fake_model_server() as found:
+        yield found
+
+
+def far_off() -> Tokens:
+    """Sampled with a probability of e⁻⁵⁰⁰⁰, it says: the ratio is past any float."""
+    made = tokens([5, 6, 7], [20, 30])
+    return Tokens(
+        prompt_ids=made.prompt_ids,
+        sampled_ids=made.sampled_ids,
+        sampled_logprobs=pack_logprobs([-4.5, -5000.0]),
+    )
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "a ratio past any float": ({"odd": far_off()}, "non_finite"),
+    "a reward past float32": ({"value": 1e99}, "non_finite"),
+    "an id of another vocabulary": ({"odd": tokens([5, 6, 7], [20, 97])}, "damaged"),
+    "a prompt of another vocabulary": ({"odd": tokens([5, 2**31 - 1], [20])}, "damaged"),
+}
+# Rewards are not divided by their spread: then a large one stays large.
+PLAIN = CreditPart(normalisation="none")
+
+
+def rule_of(learner: str, steps: int) -> Recipe:
+    if learner == "ppo":
+        plain = PLAIN.model_copy(update={"baseline": "none"})
+        return ppo_recipe(steps=steps).model_copy(update={"credit": plain})
+    return recipe(steps=steps).model_copy(update={"credit": PLAIN})
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("learner", ["grpo", "ppo"])
+@pytest.mark.parametrize("case", CASES)
+async def test_who_is_to_blame_is_spent_and_the_others_are_trained(
+    engine: AsyncEngine,
+    server: FakeModelServer,
+    tmp_path: Path,
+    tiny_model: str,
+    case: str,
+    learner: str,
+) -> None:
+    # Ratios are looked at in the first step alone; past it the loss cuts them.
+    steps = 1 if case == "a ratio past any float" else 2
+    bench = RealBench(engine, server, tmp_path, tiny_model, rule_of(learner, steps))
+    odd, reason = CASES[case]
+    await bench.fill_with(**odd)
+    before = {n: p.detach().clone() for n, p in bench.real._model.named_parameters()}
+    assert await run_once(bench)
+    spent = await reasons(engine)
+    assert spent.pop("t0-1") == reason
+    assert spent == {f"t{task}-{member}": None for task in (1, 2) for member in (0, 1)}
+    assert await bench.updates() == [("expired", None), ("done", 1)]
+
+    # What was undone left nothing: the version is that of an update without the episode.
+    trained = {n: p.detach().clone() for n, p in bench.real._model.named_parameters()}
+    assert any(not torch.equal(before[n], trained[n]) for n in before)
+    assert all(bool(torch.isfinite(p).all()) for p in trained.values())
+    assert bench.real._step.taken == steps
+    query = text("SELECT quarantined_reason FROM episodes WHERE key = 't0-1'")
+    async with engine.connect() as connection:
+        assert await connection.scalar(query)
+
+
+@pytest.fixture(scope="module")
+def broken_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Its head is not a number."""
+    folder = tmp_path_factory.mktemp("broken")
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(float("nan"))
+    model.save_pretrained(folder)
+    for file in Path(tiny_model).glob("tokenizer*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return str(folder)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("learner", ["grpo", "ppo"])
+async def test_where_nobody_is_to_blame_nothing_is_spent(
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, broken_model: str, learner: str
+) -> None:
+    bench = RealBench(engine, server, tmp_path, broken_model, rule_of(learner, 1))
+    await bench.fill_with()
+    async with Replicas([server.url]) as replicas:
+        loop = bench.loop(replicas)
+        await loop.recover()
+        begun = time.monotonic()
+        assert not await loop.update_once()
+        assert await reasons(engine) == {}
+        assert await bench.updates() == [("abandoned", None)]
+        # Not at once again.
+        assert not await loop.update_once()
+        assert len(await bench.updates()) == 1
+        assert loop._claiming._not_before > begun + 29
+        loop._claiming._not_before = 0.0
+        assert not await loop.update_once()
+        assert await bench.updates() == [("abandoned", None)] * 2
+        assert loop._claiming._not_before > begun + 59
+    query = text("SELECT count(*) FROM episodes WHERE claimed_by IS NOT NULL")
+    async with engine.connect() as connection:
+        assert await connection.scalar(query) == 0
+    assert not list(tmp_path.glob("m/[0-9]*"))

@@ -1,0 +1,51 @@
+"""Several processes make the same update as one, whatever is sharded."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.training import ppo_recipe, recipe, rows
+from trainer.learners.learner import Learner
+
+LAUNCH = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def run_two(model: str, folder: Path, learner: str) -> None:
+    """`accelerate launch`, as a user with two GPUs would, on the CPU."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *LAUNCH]
+    command += ["--num_processes", "2", "--use_fsdp", "--fsdp_version", "2"]
+    command += ["--main_process_port", str(free_port())]
+    command += ["-m", "tests.support.two_processes", model, str(folder), learner]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("learner", ["grpo", "ppo"])
+def test_two_processes_make_the_update_of_one(
+    tiny_model: str, tmp_path: Path, learner: str
+) -> None:
+    run_two(tiny_model, tmp_path, learner)
+    chosen = {"grpo": recipe(steps=2), "ppo": ppo_recipe(steps=2)}[learner]
+    one = Learner(tiny_model, chosen, seed=0, scratch=tmp_path)
+    for number in (1, 2):
+        one.update(rows(number - 1))
+        saved = tmp_path / f"one-{number}"
+        one.save(saved)
+        ours = load_file(saved / "adapter_model.safetensors")
+        theirs = load_file(tmp_path / str(number) / "adapter_model.safetensors")
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert (tensor - theirs[name]).abs().max() < 1e-6, name

@@ -1,0 +1,402 @@
+"""A trainer killed at any step of an update: nothing lost, nothing trained twice."""
+
+import asyncio
+import errno
+import threading
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.connection.engine import make_engine
+from store.errors import ClaimLost
+from store.read.stats import totals
+from store.records import SpoolRecord
+from store.schema.tables import consumptions, episodes, updates
+from store.updates import claims, policies
+from store.updates.policies import ensure_base, list_versions
+from store.write.ingest import ingest
+from tests.support.fake_server import FakeModelServer, fake_model_server
+from tests.support.records import call, reward, tokens
+from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
+from trainer.loop import Loop
+from trainer.publishing import adapters
+from trainer.publishing.progress import write_progress
+from trainer.publishing.publish import Publisher
+from trainer.publishing.replicas import Replicas
+from trainer.publishing.server import ModelServer
+from trainer.recipe import Recipe
+from trainer.recipe_parts import ClaimPart, OptimizerPart, PublishPart
+from trainer.settings import TrainerSettings
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing catches it."""
+
+
+class FakeLearner:
+    """Counts what it trains on. The real one is tested by itself; here only the steps matter."""
+
+    def __init__(self, server: FakeModelServer, folder: Path) -> None:
+        self._server = server
+        self._versions = folder / "m"
+        self.updates = 0
+        self.restored: Path | None = None
+        self.fails: LearnerError | None = None
+        self.interrupted = threading.Event()
+        # Set: an update goes on until it is interrupted.
+        self.slow = False
+        self.full_disk = 0
+        # Set once it does what a test waits for.
+        self.begun = threading.Event()
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+    def restore(self, adapter: Path | None) -> None:
+        self.restored = adapter
+
+    def update(self, rows: Any) -> dict[str, Any]:
+        if self.fails:
+            raise self.fails
+        if self.slow:
+            self.begun.set()
+            assert self.interrupted.wait(10.0)
+            raise Interrupted("stopped")
+        self.updates += 1
+        return {"loss": 0.5, "rows": len(rows)}
+
+    def save(self, folder: Path) -> None:
+        if self.full_disk:
+            self.full_disk -= 1
+            self.begun.set()
+            (folder / "half").write_bytes(b"weig")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "adapter_model.safetensors").write_bytes(b"weights")
+        write_progress(folder, 1 + len(list(self._versions.glob("[0-9]*"))))
+
+    def saved_as(self, adapter: Path) -> None:
+        assert adapter.parent == self._versions
+
+    def logprobs(self, rows: Any) -> list[list[float]]:
+        """Version N gives every token −1 − N, here and on the server."""
+        version = 1 + len(list(self._versions.glob("[0-9]*")))
+        value = -1.0 - version
+        self._server.logprobs.setdefault(f"m@{version}", value)
+        return [[value] * len(row.sampled_ids) for row in rows]
+
+
+class Bench:
+    """A loop on real tables with two claimable groups."""
+
+    def __init__(self, engine: AsyncEngine, server: FakeModelServer, folder: Path) -> None:
+        self.engine = engine
+        self.fake = server
+        self.folder = folder
+        self.learner = FakeLearner(server, folder.resolve())
+        self.optimizer = OptimizerPart()
+
+    async def fill(self, name: str = "t") -> None:
+        records: list[SpoolRecord] = []
+        for task in range(2):
+            for member in range(2):
+                episode = f"{name}{task}-{member}"
+                made = tokens([1, 2, task], [4 + member])
+                records.append(call(episode, task=f"{name}{task}", tokens=made))
+                records.append(reward(float(member), episode=episode))
+        async with self.engine.begin() as connection:
+            await ensure_base(connection, "m")
+            await ingest(connection, records)
+
+    def loop(self, server: Replicas) -> Loop:
+        recipe = Recipe(
+            claim=ClaimPart(group_size=2, groups=2, max_age_s=1e9),
+            publish=PublishPart(retire_after_s=1e9),
+            optimizer=self.optimizer,
+        )
+        publisher = Publisher(self.engine, server, "m", recipe.publish)
+        settings = TrainerSettings.model_validate({"adapter_dir": self.folder})
+        return Loop(settings, recipe, self.engine, publisher, self.learner, "m")
+
+    async def states(self) -> dict[int, str]:
+        async with self.engine.connect() as connection:
+            return {v.version: v.state for v in await list_versions(connection, "m")}
+
+    async def assert_spent_once(self, episodes: int) -> None:
+        async with self.engine.connect() as connection:
+            counted = await totals(connection)
+        assert counted.consumed_episodes == episodes
+        assert counted.twice_consumed_episodes == 0
+
+
+@pytest.fixture
+async def bench(engine: AsyncEngine, tmp_path: Path) -> AsyncIterator[Bench]:
+    async with fake_model_server() as server:
+        made = Bench(engine, server, tmp_path)
+        await made.fill()
+        yield made
+
+
+async def run_once(bench: Bench) -> bool:
+    async with Replicas([bench.fake.url]) as server:
+        loop = bench.loop(server)
+        await loop.recover()
+        return await loop.update_once()
+
+
+async def test_an_update_goes_live(bench: Bench) -> None:
+    assert await run_once(bench)
+    assert await bench.states() == {0: "published", 1: "serving"}
+    assert bench.fake.loads == ["m@1"]
+    await bench.assert_spent_once(4)
+    assert not await run_once(bench)
+
+
+async def test_an_update_goes_live_on_every_replica(bench: Bench) -> None:
+    async with fake_model_server() as other:
+        other.logprobs = bench.fake.logprobs
+        async with Replicas([bench.fake.url, other.url]) as servers:
+            loop = bench.loop(servers)
+            await loop.recover()
+            assert await loop.update_once()
+            assert bench.fake.loads == other.loads == ["m@1"]
+            # One was restarted: it alone loads again.
+            other.loaded.clear()
+            await loop.sync_adapters()
+            assert (bench.fake.loads, other.loads) == (["m@1"], ["m@1", "m@1"])
+
+
+async def test_a_version_that_one_replica_serves_wrongly_is_taken_from_all(bench: Bench) -> None:
+    async with fake_model_server() as other:
+        other.logprobs["m@1"] = -9.0
+        async with Replicas([bench.fake.url, other.url]) as servers:
+            loop = bench.loop(servers)
+            await loop.recover()
+            await loop.update_once()
+    assert (await bench.states())[1] == "rejected"
+    assert not bench.fake.loaded
+    assert not other.loaded
+
+
+async def test_the_next_update_continues_from_the_serving_version(bench: Bench) -> None:
+    await run_once(bench)
+    await bench.fill("u")
+    await run_once(bench)
+    assert bench.learner.restored == adapters.version_folder(bench.folder, "m", 1)
+    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+    await bench.assert_spent_once(8)
+
+
+def killing(target: Any, name: str, *, after: bool) -> Callable[[pytest.MonkeyPatch], None]:
+    """Patch `target.name` to die before or after it did its work, the first time."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        real = getattr(target, name)
+
+        async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.undo()
+            if after:
+                await real(*args, **kwargs)
+            raise Killed
+
+        def synchronous(*args: Any, **kwargs: Any) -> Any:
+            monkeypatch.undo()
+            if after:
+                real(*args, **kwargs)
+            raise Killed
+
+        import inspect
+
+        is_async = inspect.iscoroutinefunction(real)
+        monkeypatch.setattr(target, name, asynchronous if is_async else synchronous)
+
+    return patch
+
+
+STEPS = {
+    "before training": killing(FakeLearner, "update", after=False),
+    "after training": killing(FakeLearner, "update", after=True),
+    "while saving": killing(FakeLearner, "save", after=True),
+    "before the version exists": killing(adapters, "write_version", after=False),
+    "after the version exists": killing(adapters, "write_version", after=True),
+    "before consuming": killing(claims, "consume", after=False),
+    "within the consuming transaction": killing(claims, "consume", after=True),
+    "before publishing": killing(Publisher, "publish", after=False),
+    "after loading": killing(ModelServer, "load", after=True),
+    "before promoting": killing(policies, "promote", after=False),
+    "within the promoting transaction": killing(policies, "promote", after=True),
+    "after promoting": killing(Publisher, "publish", after=True),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+async def test_killed_at(bench: Bench, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    STEPS[step](monkeypatch)
+    with pytest.raises(Killed):
+        await run_once(bench)
+    bench.learner = FakeLearner(bench.fake, bench.folder.resolve())
+    await run_once(bench)
+    await run_once(bench)
+    assert await bench.states() == {0: "published", 1: "serving"}
+    await bench.assert_spent_once(4)
+
+
+async def test_a_version_that_is_not_served_right_is_rejected(bench: Bench) -> None:
+    bench.fake.logprobs["m@1"] = -7.0
+    await run_once(bench)
+    assert await bench.states() == {0: "serving", 1: "rejected"}
+    assert bench.fake.loaded == {}
+    await bench.fill("u")
+    await run_once(bench)
+    assert bench.learner.restored is None
+    assert await bench.states() == {0: "published", 1: "rejected", 2: "serving"}
+
+
+async def test_a_version_found_after_a_crash_is_probed_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    STEPS["before publishing"](monkeypatch)
+    with pytest.raises(Killed):
+        await run_once(bench)
+    bench.fake.logprobs["m@1"] = -7.0
+    await run_once(bench)
+    assert await bench.states() == {0: "serving", 1: "rejected"}
+
+
+async def test_a_version_that_cannot_be_loaded_again_stops_nothing(bench: Bench) -> None:
+    await run_once(bench)
+    bench.fake.loaded.clear()
+    bench.fake.refuse_load = True
+    async with Replicas([bench.fake.url]) as server:
+        await bench.loop(server).sync_adapters()
+        bench.fake.refuse_load = False
+        await bench.loop(server).sync_adapters()
+    assert list(bench.fake.loaded) == ["m@1"]
+
+
+async def test_a_server_that_refuses_the_load_keeps_the_old_version(bench: Bench) -> None:
+    bench.fake.refuse_load = True
+    await run_once(bench)
+    assert await bench.states() == {0: "serving", 1: "rejected"}
+
+
+async def test_an_update_that_comes_out_unusable_spends_its_episodes(bench: Bench) -> None:
+    bench.learner.fails = LearnerError("the gradient's norm is nan")
+    assert await run_once(bench)
+    await bench.assert_spent_once(4)
+    assert await bench.states() == {0: "serving"}
+
+
+async def test_an_update_past_the_bound_on_drift_is_not_published_and_says_so(
+    bench: Bench,
+) -> None:
+    bench.learner.fails = DriftOutOfBounds("server and trainer differ", {"drift_kl": 0.3})
+    assert await run_once(bench)
+    await bench.assert_spent_once(4)
+    assert await bench.states() == {0: "serving"}
+    async with bench.engine.connect() as connection:
+        reasons = await connection.execute(select(consumptions.c.reason))
+        assert set(reasons.scalars()) == {"drift"}
+        metrics = (await connection.execute(select(updates.c.metrics))).scalar_one()
+    assert metrics == {"error": "server and trainer differ", "drift_kl": 0.3}
+
+
+async def test_a_restarted_server_gets_its_adapters_back(bench: Bench) -> None:
+    await run_once(bench)
+    bench.fake.loaded.clear()
+    async with Replicas([bench.fake.url]) as server:
+        await bench.loop(server).sync_adapters()
+    assert list(bench.fake.loaded) == ["m@1"]
+
+
+async def stopped(bench: Bench) -> None:
+    """An update that is cancelled, as by SIGTERM, once the learner has begun."""
+    async with Replicas([bench.fake.url]) as server:
+        loop = bench.loop(server)
+        await loop.recover()
+        work = asyncio.create_task(loop.update_once())
+        assert await asyncio.to_thread(bench.learner.begun.wait, 10.0)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+
+
+async def claimed(bench: Bench) -> int:
+    async with bench.engine.connect() as connection:
+        found = await connection.scalar(
+            select(func.count()).where(episodes.c.claimed_by.is_not(None))
+        )
+    return int(found or 0)
+
+
+async def test_one_that_is_stopped_gives_its_episodes_back_at_once(bench: Bench) -> None:
+    bench.learner.slow = True
+    await stopped(bench)
+    assert await claimed(bench) == 0
+    bench.learner = FakeLearner(bench.fake, bench.folder.resolve())
+    assert await run_once(bench)
+    await bench.assert_spent_once(4)
+
+
+async def test_a_full_disk_is_waited_for_and_nothing_is_trained_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.loop.WRITE_AGAIN_S", 0.01)
+    bench.learner.full_disk = 3
+    assert await run_once(bench)
+    assert bench.learner.updates == 1
+    assert await bench.states() == {0: "published", 1: "serving"}
+    assert [path.name for path in (bench.folder / "m").iterdir()] == ["1"]
+    await bench.assert_spent_once(4)
+
+
+async def test_one_that_is_stopped_while_the_disk_is_full_gives_its_episodes_back(
+    bench: Bench,
+) -> None:
+    bench.learner.full_disk = 1
+    await stopped(bench)
+    assert await claimed(bench) == 0
+    assert list((bench.folder / "m").iterdir()) == []
+
+
+async def test_one_whose_claim_another_took_over_writes_nothing_down(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection was gone for a while: the other freed the claim, then it wrote its version."""
+    real = adapters.write_version
+
+    def too_late(*args: Any, **kwargs: Any) -> Path:
+        monkeypatch.undo()
+
+        async def release() -> None:
+            own = make_engine(bench.engine.url.render_as_string(hide_password=False))
+            async with own.begin() as connection:
+                await claims.release(connection, kwargs["update_id"], "taken over")
+            await own.dispose()
+
+        asyncio.run(release())
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(adapters, "write_version", too_late)
+    with pytest.raises(ClaimLost):
+        await run_once(bench)
+    await bench.assert_spent_once(0)
+    # The number of the version that nobody recorded is not used for other bytes.
+    bench.learner = FakeLearner(bench.fake, bench.folder.resolve())
+    assert await run_once(bench)
+    assert await bench.states() == {0: "published", 2: "serving"}
+    await bench.assert_spent_once(4)
+
+
+async def test_a_schedule_that_has_ended_claims_nothing_more(bench: Bench) -> None:
+    bench.optimizer = OptimizerPart(schedule="linear", total_steps=2)
+    assert await run_once(bench)
+    await bench.fill("u")
+    assert await run_once(bench)
+    await bench.fill("v")
+    assert not await run_once(bench)
+    assert await claimed(bench) == 8

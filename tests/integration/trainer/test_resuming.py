@@ -1,0 +1,211 @@
+"""What a learner continues from is all there: moments, rates, and nothing of what failed."""
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from tests.support.training import recipe, rows
+from trainer.batches.rows import Row
+from trainer.batches.schedule import rate_share
+from trainer.errors import AdapterError, Interrupted, LearnerError
+from trainer.learners.learner import Learner
+from trainer.publishing import adapters
+from trainer.publishing.progress import read_progress
+from trainer.recipe import Recipe
+from trainer.recipe_parts import OptimizerPart
+
+SCHEDULE = OptimizerPart(learning_rate=1e-2, schedule="cosine", warmup_steps=3, total_steps=20)
+
+
+def learner(model: str, folder: Path, **optimizer: Any) -> Learner:
+    rule = SCHEDULE.model_copy(update=optimizer)
+    return Learner(model, scheduled(rule), seed=0, scratch=folder)
+
+
+def scheduled(rule: OptimizerPart) -> Recipe:
+    return recipe(steps=2).model_copy(update={"optimizer": rule})
+
+
+def save(made: Learner, folder: Path) -> Path:
+    folder.mkdir()
+    made.save(folder)
+    return folder
+
+
+def same(one: Path, other: Path) -> bool:
+    names = ("adapter_model.safetensors", "adapter_config.json", "progress.json")
+    names += ("trainer/optimizer.pt",)
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+@pytest.fixture
+def straight(tiny_model: str, tmp_path: Path) -> Path:
+    """Two updates by one learner, each saved: folders `1` and `2`."""
+    made = learner(tiny_model, tmp_path)
+    made.update(rows(0))
+    save(made, tmp_path / "1")
+    made.update(rows(1))
+    return save(made, tmp_path / "2")
+
+
+def test_no_process_writes_the_configuration_in_an_order_of_its_own(straight: Path) -> None:
+    """PEFT keeps the modules' names as a set, whose order comes from the process's hash seed."""
+    written = json.loads((straight / "adapter_config.json").read_text())["target_modules"]
+    assert len(written) > 1
+    assert written == sorted(written)
+
+
+def test_another_process_continues_to_the_same_files(
+    tiny_model: str, tmp_path: Path, straight: Path
+) -> None:
+    resumed = learner(tiny_model, tmp_path)
+    resumed.restore(tmp_path / "1")
+    resumed.update(rows(1))
+    assert same(save(resumed, tmp_path / "again"), straight)
+    assert read_progress(straight) == 4
+
+
+def test_the_schedule_goes_on_where_it_was(tiny_model: str, tmp_path: Path, straight: Path) -> None:
+    resumed = learner(tiny_model, tmp_path)
+    resumed.restore(tmp_path / "1")
+    rates = [resumed.update(rows(1))["learning_rate"] for _ in range(2)]
+    # Each update takes two steps: these are the fourth and the sixth from the base on.
+    assert rates == [1e-2 * rate_share(SCHEDULE, taken) for taken in (3, 5)]
+
+
+def not_finite(batch: list[Row]) -> list[Row]:
+    import msgspec
+
+    broken = msgspec.structs.replace(batch[0], advantage=float("nan"))
+    return [broken, *batch[1:]]
+
+
+def test_nothing_stays_of_an_update_that_failed(
+    tiny_model: str, tmp_path: Path, straight: Path
+) -> None:
+    made = learner(tiny_model, tmp_path)
+    made.restore(tmp_path / "1")
+    with pytest.raises(LearnerError, match="was not applied"):
+        made.update(not_finite(rows(1)))
+    made.restore(tmp_path / "1")
+    made.update(rows(1))
+    assert same(save(made, tmp_path / "again"), straight)
+
+
+def test_nothing_stays_of_an_update_that_was_stopped_after_its_first_step(
+    tiny_model: str, tmp_path: Path, straight: Path
+) -> None:
+    made = learner(tiny_model, tmp_path)
+    made.restore(tmp_path / "1")
+    real = made._step.take
+
+    def take(*args: Any) -> Any:
+        taken = real(*args)
+        made.interrupt()
+        return taken
+
+    made._step.take = take  # type: ignore[method-assign]
+    with pytest.raises(Interrupted):
+        made.update(rows(1))
+    made._interrupted.clear()
+    made.restore(tmp_path / "1")
+    made.update(rows(1))
+    assert same(save(made, tmp_path / "again"), straight)
+
+
+def test_a_version_that_was_rejected_leaves_no_trace(
+    tiny_model: str, tmp_path: Path, straight: Path
+) -> None:
+    made = learner(tiny_model, tmp_path)
+    made.update(rows(0))
+    made.saved_as(save(made, tmp_path / "7"))
+    made.update(rows(2))
+    made.saved_as(save(made, tmp_path / "8"))
+    made.restore(tmp_path / "7")
+    made.update(rows(1))
+    assert same(save(made, tmp_path / "again"), straight)
+
+
+def test_the_base_model_is_never_touched(tiny_model: str, tmp_path: Path) -> None:
+    made = learner(tiny_model, tmp_path)
+    before = {k: v.clone() for k, v in made._model.get_base_model().state_dict().items()}
+    made.update(rows(0))
+    made.restore(None)
+    after = made._model.get_base_model().state_dict()
+    frozen = [name for name in before if "lora_" not in name]
+    assert frozen
+    assert all(torch.equal(before[name], after[name]) for name in frozen)
+
+
+def test_a_fresh_adapter_is_the_seeds_whatever_was_drawn_meanwhile(
+    tiny_model: str, tmp_path: Path, straight: Path
+) -> None:
+    made = learner(tiny_model, tmp_path)
+    made.restore(straight)
+    torch.rand(7)
+    made.restore(None)
+    made.update(rows(0))
+    assert same(save(made, tmp_path / "again"), tmp_path / "1")
+
+
+def test_numbers_of_a_changed_recipe_count_and_moments_stay(
+    tiny_model: str, tmp_path: Path, straight: Path
+) -> None:
+    made = learner(tiny_model, tmp_path, learning_rate=1e-4, weight_decay=0.1)
+    made.restore(tmp_path / "1")
+    group = made._trainer.optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"]) == (1e-4, 0.1)
+    moments = made._trainer.optimizer.state_dict()["state"]
+    assert {float(state["step"]) for state in moments.values()} == {2.0}
+
+
+def test_a_state_that_was_swept_starts_anew_and_is_told(
+    tiny_model: str, tmp_path: Path, straight: Path
+) -> None:
+    for path in (straight / adapters.STATE).iterdir():
+        path.unlink()
+    made = learner(tiny_model, tmp_path)
+    with capture_logs() as log:
+        made.restore(straight)
+    assert [(line["event"], line["part"]) for line in log] == [("state_starts_anew", "optimizer")]
+    assert made._step.taken == 4
+    assert not made._trainer.optimizer.state_dict()["state"]
+
+
+def test_a_state_that_is_damaged_is_named(tiny_model: str, tmp_path: Path, straight: Path) -> None:
+    (straight / adapters.STATE / "optimizer.pt").write_bytes(b"half")
+    with pytest.raises(AdapterError, match=r"optimizer\.pt cannot be read .* remove it"):
+        learner(tiny_model, tmp_path).restore(straight)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """What is longer cannot be written: as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# The adapter does not fit; the adapter does, and the optimiser's state does not.
+@pytest.mark.parametrize("size", [2_000, 40_000])
+def test_a_disk_that_is_full_is_an_os_error_and_saving_goes_on_later(
+    tiny_model: str, tmp_path: Path, straight: Path, size: int
+) -> None:
+    made = learner(tiny_model, tmp_path)
+    made.restore(tmp_path / "1")
+    made.update(rows(1))
+    with files_of_at_most(size), pytest.raises(OSError, match="too large"):
+        save(made, tmp_path / "full")
+    fits = (straight / "adapter_model.safetensors").stat().st_size <= size
+    assert (tmp_path / "full" / "trainer").exists() == fits
+    assert same(save(made, tmp_path / "again"), straight)

@@ -1,0 +1,197 @@
+"""Check shell lines of documents without running them: do their commands and options exist?"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import typer
+from typer.core import TyperGroup
+
+from pawl.cli import app
+from pawl.settings import known_variables
+from proxy.feedback.statements import parse_feedback
+from tests.conftest import ROOT
+from tests.support.citations import is_module_or_name
+
+# Programs of the system, or of the reader, whose options are not ours to check.
+OTHERS: Final = frozenset({"claude", "docker", "nginx", "pip", "uv"})
+# Programs that a reader has.
+THEIR_OWN: Final = frozenset({"my_agent.py", "my_judge.py"})
+JOINTS: Final = frozenset({"|", "&&", ";", "||"})
+REDIRECTS: Final = frozenset({">", ">>", "<"})
+ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=")
+
+PAWL: Final = typer.main.get_command(app)
+TARGETS: Final = frozenset(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+class NoSuchCommand(Exception):
+    """A line of a document that does not work as it is written."""
+
+
+def check_script(text: str, folder: Path = ROOT) -> None:
+    """Check each line of a shell block that is run in `folder`.
+
+    Raises:
+        NoSuchCommand: a program, sub-command, option, target, file or setting does not exist.
+    """
+    for line in text.replace("\\\n", " ").splitlines():
+        for words in commands(line):
+            check_command(words, folder)
+
+
+def commands(line: str) -> Iterator[list[str]]:
+    """Yield the commands of a line, without comments and redirections."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    redirected = False
+    for word in lexer:
+        if word in JOINTS:
+            yield words
+            words = []
+        elif word in REDIRECTS:
+            redirected = True
+        elif redirected:
+            redirected = False
+        else:
+            words.append(word)
+    if words:
+        yield words
+
+
+def check_command(words: list[str], folder: Path) -> None:
+    """Check one command.
+
+    Raises:
+        NoSuchCommand: see `check_script`.
+    """
+    while words and ASSIGNMENT.match(words[0]):
+        check_variable(words.pop(0))
+    if not words:
+        return
+    program, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
+    match program:
+        case "export":
+            for assignment in arguments:
+                check_variable(assignment)
+        case "pawl":
+            check_pawl(arguments)
+        case "python":
+            check_python(arguments, folder)
+        case "make":
+            check_make(arguments)
+        case "curl":
+            check_feedback(arguments)
+        case "cp":
+            require((folder / arguments[0]).exists(), f"no file {arguments[0]}")
+        case _:
+            require(program in OTHERS, f"no program {program!r} is known here")
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise NoSuchCommand unless it `holds`."""
+    if not holds:
+        raise NoSuchCommand(message)
+
+
+def check_variable(assignment: str) -> None:
+    """Check the name in `NAME=value`; those of other programs are not known."""
+    name = assignment.partition("=")[0]
+    require(not name.startswith("PAWL_") or name in known_variables(), f"nothing reads {name}")
+
+
+def check_pawl(arguments: list[str]) -> None:
+    """Parse a line of `pawl` as it would be parsed, without running it."""
+    assert isinstance(PAWL, TyperGroup)
+    if not arguments:
+        return
+    name, rest = arguments[0], arguments[1:]
+    require(name in PAWL.commands, f"pawl has no command {name!r}")
+    try:
+        PAWL.commands[name].make_context(f"pawl {name}", list(rest))
+    except typer.Exit:
+        return
+    except Exception as error:  # a usage error: typer does not export their class
+        raise NoSuchCommand(f"pawl {shlex.join(arguments)}: {error}") from error
+
+
+def check_python(arguments: list[str], folder: Path) -> None:
+    """Check the module or the script, the options of benchmarks, and what pytest is told."""
+    if not arguments:
+        return
+    if arguments[0] == "-m":
+        module, rest = arguments[1], arguments[2:]
+        if module == "pytest":
+            check_pytest(rest)
+        elif module not in ("venv", "pip"):
+            require(is_module_or_name(module), f"no module {module}")
+            check_options(module, rest)
+        return
+    script = arguments[0]
+    require(script in THEIR_OWN or (folder / script).is_file(), f"no program {script}")
+    if (folder / script).is_file():
+        check_words(script, (folder / script).read_text(), arguments[1:])
+
+
+def check_options(module: str, arguments: list[str]) -> None:
+    """Check that a module's sources know each option."""
+    place = ROOT.joinpath(*module.split("."))
+    sources = sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+    check_words(module, "".join(path.read_text() for path in sources), arguments)
+
+
+def check_words(program: str, source: str, arguments: list[str]) -> None:
+    """Check that the options among `arguments` stand in the source."""
+    for word in arguments:
+        option = word.partition("=")[0]
+        if option.startswith("--"):
+            require(f'"{option}"' in source, f"{program} has no option {option}")
+
+
+def check_make(arguments: list[str]) -> None:
+    """Check a target of the Makefile, and what it is told by ARGS."""
+    for word in arguments:
+        name, assigned, value = word.partition("=")
+        if not assigned:
+            require(word in TARGETS, f"make has no target {word!r}")
+        elif name == "ARGS" and arguments[0] == "demo":
+            check_pawl(["demo", *shlex.split(value)])
+        elif name == "ARGS" and arguments[0] == "test":
+            check_pytest(shlex.split(value))
+        else:
+            require(name == "PYTHON", f"the Makefile has no use for {name} there")
+
+
+def check_pytest(arguments: list[str]) -> None:
+    """Check paths, and that each word of `-k` selects something."""
+    rest = iter(arguments)
+    for word in rest:
+        if word == "-k":
+            for name in re.findall(r"\w+", next(rest)):
+                require(name in ("and", "or", "not") or _selects(name), f"no test has {name!r}")
+        elif not word.startswith("-"):
+            require((ROOT / word.partition("::")[0]).exists(), f"no tests in {word}")
+
+
+def _selects(word: str) -> bool:
+    return any(
+        word in path.stem or re.search(rf"def test_\w*{word}|def {word}", path.read_text())
+        for path in (ROOT / "tests").rglob("test_*.py")
+    )
+
+
+def check_feedback(arguments: list[str]) -> None:
+    """Check what is posted to /feedback, as the proxy does."""
+    url = next(word for word in arguments if not word.startswith("-"))
+    path = "/" + url.removeprefix("http://").partition("/")[2]
+    if path != "/feedback":
+        require(path in ("/metrics", "/healthz", "/readyz"), f"no endpoint {path}")
+        return
+    body = arguments[arguments.index("-d") + 1]
+    json.loads(body)
+    parse_feedback(body.encode(), datetime.now(UTC), None)

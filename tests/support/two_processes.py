@@ -1,0 +1,37 @@
+"""Run by `accelerate launch` in test_processes.py: one update by as many as there are.
+
+two_processes.py MODEL FOLDER LEARNER
+"""
+
+import sys
+from pathlib import Path
+
+from tests.support.training import ppo_recipe, recipe, rows
+from trainer.learners.distributed.several import LeadingLearner, follow
+from trainer.learners.learner import Learner
+
+
+def main() -> None:
+    model, folder = sys.argv[1], Path(sys.argv[2])
+    chosen = {"grpo": recipe(steps=2), "ppo": ppo_recipe(steps=2)}[sys.argv[3]]
+    learner = Learner(model, chosen, seed=0, scratch=folder / "scratch")
+    if learner.processes.rank > 0:
+        follow(learner)
+        return
+    leading = LeadingLearner(learner)
+    leading.update(rows(0))
+    first = folder / "1"
+    first.mkdir()
+    leading.save(first)
+    leading.saved_as(first)
+    leading.update(rows(1))
+    leading.restore(first)
+    leading.update(rows(1))
+    second = folder / "2"
+    second.mkdir()
+    leading.save(second)
+    leading.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,334 @@
+"""docker-compose.yml: valid by the Compose schema, pinned, unprivileged, and what Pawl reads.
+
+The schema is the specification's own, as `check-jsonschema` carries it.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any, Final
+
+import jsonschema
+import pytest
+import yaml
+
+from pawl.settings import known_variables, refuse_unread
+from pawl.stack.vllm import VllmOptions, vllm_command
+from proxy.settings import ProxySettings
+from store.settings import address
+from trainer.recipe import load_recipe
+from trainer.settings import TrainerSettings
+
+ROOT: Final = Path(__file__).parents[3]
+COMPOSE: Final = ROOT / "docker-compose.yml"
+ENV_EXAMPLE: Final = ROOT / ".env.example"
+DOCKERFILES: Final = ("Dockerfile.proxy", "Dockerfile.trainer")
+NEEDED: Final = {"POSTGRES_PASSWORD": "p@ss/w:rd", "GRAFANA_ADMIN_PASSWORD": "secret"}
+PUBLISHED: Final = {"proxy", "grafana"}
+VARIABLE: Final = re.compile(r"\$\{(?P<name>\w+)(?P<kind>:[-?])?(?P<rest>[^}]*)\}")
+
+
+def interpolated(text: str, given: Mapping[str, str]) -> str:
+    """The text with `${NAME:-default}` and `${NAME:?message}` filled in as Compose does."""
+
+    def fill(match: re.Match[str]) -> str:
+        name, kind = match["name"], match["kind"]
+        if given.get(name):
+            return given[name]
+        assert kind == ":-", f"{name}: {match['rest'] or 'it has neither a default nor a message'}"
+        return match["rest"]
+
+    return VARIABLE.sub(fill, text)
+
+
+def compose(**given: str) -> dict[str, Any]:
+    """The file as Compose would read it."""
+    text = interpolated(COMPOSE.read_text(), NEEDED | given)
+    loaded: dict[str, Any] = yaml.safe_load(text)
+    return loaded
+
+
+def schema() -> dict[str, Any]:
+    """The Compose specification's schema."""
+    path = "check_jsonschema/builtin_schemas/vendor/compose-spec.json"
+    text = Path(str(distribution("check-jsonschema").locate_file(path))).read_text()
+    loaded: dict[str, Any] = json.loads(text)
+    return loaded
+
+
+def service(name: str) -> dict[str, Any]:
+    """One service."""
+    found: dict[str, Any] = compose()["services"][name]
+    return found
+
+
+SERVICES: Final = sorted(compose()["services"])
+
+
+def instructions(dockerfile: str) -> list[tuple[str, str]]:
+    """A Dockerfile as (instruction, rest), lines joined, comments left out."""
+    lines = [x for x in (ROOT / dockerfile).read_text().splitlines() if not x.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    pairs = [line.partition(" ") for line in joined.splitlines() if line]
+    return [(name, rest.strip()) for name, _, rest in pairs]
+
+
+def last_stage(dockerfile: str) -> list[tuple[str, str]]:
+    """The instructions of the stage that becomes the image."""
+    found = instructions(dockerfile)
+    start = max(index for index, (name, _) in enumerate(found) if name == "FROM")
+    return found[start:]
+
+
+def image_environment(dockerfile: str) -> dict[str, str]:
+    """What ENV of the image sets."""
+    words = [
+        word for name, rest in last_stage(dockerfile) if name == "ENV" for word in shlex.split(rest)
+    ]
+    return dict(word.split("=", 1) for word in words)
+
+
+def environment(name: str) -> dict[str, str]:
+    """A service's variables: the image's own where it is built here, and the file's."""
+    found = service(name)
+    built = image_environment(found["build"]["dockerfile"]) if "build" in found else {}
+    return built | {key: value or "" for key, value in found.get("environment", {}).items()}
+
+
+def options(command: list[str]) -> dict[str, str | None]:
+    """A command's options, written as `--name value` or `--name=value`."""
+    words = [part for word in command for part in word.split("=", 1)]
+    found: dict[str, str | None] = {}
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            found[word] = None if following.startswith("--") else following
+    return found
+
+
+def mounts(name: str) -> dict[str, tuple[str, str]]:
+    """A service's mounts: source → target, mode."""
+    parts = [(*volume.split(":"), "rw")[:3] for volume in service(name).get("volumes", [])]
+    return {source: (target, mode) for source, target, mode in parts}
+
+
+def test_the_file_is_valid_by_the_compose_schema() -> None:
+    validator = jsonschema.Draft202012Validator(schema())
+    errors = [f"{list(e.absolute_path)}: {e.message}" for e in validator.iter_errors(compose())]
+    assert errors == []
+
+
+def test_the_validation_sees_a_fault() -> None:
+    broken = compose()
+    broken["services"]["proxy"]["healthchek"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="healthchek"):
+        jsonschema.validate(broken, schema())
+
+
+@pytest.mark.parametrize("name", sorted(NEEDED))
+def test_it_does_not_start_without_its_passwords(name: str) -> None:
+    given = NEEDED | {name: ""}
+    with pytest.raises(AssertionError, match=f"{name}: set it in .env"):
+        interpolated(COMPOSE.read_text(), given)
+
+
+def test_no_password_has_a_default() -> None:
+    secrets = [m for m in VARIABLE.finditer(COMPOSE.read_text()) if "PASSWORD" in m["name"]]
+    assert {m["kind"] for m in secrets} == {":?"}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_images_are_pinned_to_a_version(name: str) -> None:
+    _, _, tag = service(name)["image"].partition(":")
+    assert re.search(r"\d+\.\d+", tag), f"{name}: {tag!r}"
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES)
+def test_base_images_are_pinned_and_the_same(dockerfile: str) -> None:
+    bases = {rest.split()[0] for name, rest in instructions(dockerfile) if name == "FROM"}
+    assert len(bases) == 1
+    assert all(re.fullmatch(r"python:3\.11\.\d+-slim-\w+", base) for base in bases)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_nothing_runs_as_root_or_can_become_it(name: str) -> None:
+    user = service(name)["user"].partition(":")[0]
+    assert user not in ("", "0", "root")
+    assert "no-new-privileges:true" in service(name)["security_opt"]
+    assert not service(name).get("privileged")
+
+
+@pytest.mark.parametrize("name", ["proxy", "trainer"])
+def test_our_images_and_services_have_the_same_user(name: str) -> None:
+    users = [rest for word, rest in last_stage(f"Dockerfile.{name}") if word == "USER"]
+    assert users == [service(name)["user"]]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_each_service_has_a_health_check(name: str) -> None:
+    found = service(name)
+    if "build" in found:
+        checks = [x for x in last_stage(found["build"]["dockerfile"]) if x[0] == "HEALTHCHECK"]
+        assert len(checks) == 1
+    else:
+        assert found["healthcheck"]["test"][0] == "CMD"
+
+
+def test_dependencies_say_what_they_wait_for() -> None:
+    # Serving never waits for the database, and nothing at all waits for the trainer.
+    assert service("proxy")["depends_on"]["postgres"] == {"condition": "service_started"}
+    assert service("trainer")["depends_on"]["postgres"] == {"condition": "service_healthy"}
+    for name in SERVICES:
+        assert "trainer" not in service(name).get("depends_on", {})
+
+
+def test_only_the_data_port_and_grafana_are_published_and_only_to_this_machine() -> None:
+    published = {name: service(name)["ports"] for name in SERVICES if service(name).get("ports")}
+    assert set(published) == PUBLISHED
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
+    assert published["proxy"] == ["127.0.0.1:8100:8100"]
+    assert compose(BIND="0.0.0.0", PROXY_PORT="80")["services"]["proxy"]["ports"] == [
+        "0.0.0.0:80:8100"
+    ]
+
+
+def test_all_named_volumes_and_networks_are_declared_and_used() -> None:
+    used = {x for name in SERVICES for x in mounts(name) if not x.startswith(".")}
+    assert used == set(compose()["volumes"])
+    networks = {x for name in SERVICES for x in service(name)["networks"]}
+    assert networks == set(compose()["networks"])
+
+
+def test_what_is_mounted_from_here_is_here_and_only_read() -> None:
+    here = [(x, m) for name in SERVICES for x, m in mounts(name).items() if x.startswith(".")]
+    assert here
+    for source, (_, mode) in here:
+        assert (ROOT / source).exists(), source
+        assert mode == "ro", source
+
+
+def test_vllm_reads_adapters_where_the_trainer_writes_them() -> None:
+    written, _ = mounts("trainer")["adapters"]
+    assert mounts("vllm")["adapters"] == (written, "ro")
+    assert environment("trainer")["PAWL_ADAPTER_DIR"] == written
+    assert service("vllm")["user"].split(":")[0] == service("trainer")["user"].split(":")[0]
+
+
+def test_the_spool_is_on_a_volume() -> None:
+    assert mounts("proxy")["spool"] == (environment("proxy")["PAWL_SPOOL_DIR"], "rw")
+
+
+def test_the_proxy_has_ended_before_docker_kills_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAWL_STOP_GRACE_S", environment("proxy")["PAWL_STOP_GRACE_S"])
+    grace_s = ProxySettings().stop_grace_s
+    assert grace_s < float(service("proxy")["stop_grace_period"].removesuffix("s"))
+
+
+def test_postgres_18_keeps_its_data_on_the_volume() -> None:
+    assert service("postgres")["image"].startswith("postgres:18.")
+    assert mounts("postgres")["database"] == ("/var/lib/postgresql", "rw")
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_pawl_reads_every_variable_it_is_given(name: str) -> None:
+    refuse_unread(environment(name))
+
+
+def test_pawl_reads_every_variable_a_user_may_set() -> None:
+    asked = {match["name"] for match in VARIABLE.finditer(COMPOSE.read_text())} | {"HF_TOKEN"}
+    offered = set(re.findall(r"^#?(\w+)=", ENV_EXAMPLE.read_text(), flags=re.MULTILINE))
+    assert offered == asked
+    assert {name for name in offered if name.startswith("PAWL_")} <= known_variables()
+
+
+def test_the_settings_are_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("proxy", "trainer"):
+        with monkeypatch.context() as inside:
+            for key, value in environment(name).items():
+                inside.setenv(key, value)
+            if name == "proxy":
+                proxy = ProxySettings()
+            else:
+                trainer = TrainerSettings()
+    assert address(proxy.listen) == ("0.0.0.0", 8100)
+    assert proxy.database_url is not None
+    assert proxy.upstream_url == trainer.upstream_url
+    assert trainer.database_url == proxy.database_url
+    served = options(service("vllm")["command"])
+    assert trainer.policy == served["--served-model-name"]
+    assert trainer.model == service("vllm")["command"][0]
+
+
+def test_vllm_is_started_as_the_local_stack_starts_it() -> None:
+    recipe = load_recipe("default")
+    # Both have a GPU, where that is what the recipe's "auto" is.
+    assert recipe.dtype == "auto"
+    wanted = options(
+        vllm_command(
+            VllmOptions(
+                model="m",
+                served_name="m",
+                port=8000,
+                dtype="bfloat16",
+                max_model_len=8192,
+                max_lora_rank=recipe.lora.rank,
+            )
+        )
+    )
+    # The model is the first word of `vllm serve`; listening and eager mode are a machine's own.
+    own = {"--model", "--served-model-name", "--host", "--enforce-eager", "-m"}
+    given = options(service("vllm")["command"])
+    assert {name: given.get(name, "left out") for name in wanted.keys() - own} == {
+        name: wanted[name] for name in wanted.keys() - own
+    }
+    assert service("vllm")["environment"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
+
+
+@pytest.mark.parametrize("name", ["vllm", "trainer"])
+def test_a_gpu_is_reserved(name: str) -> None:
+    [device] = service(name)["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "device_ids": ["0"], "capabilities": ["gpu"]}
+
+
+def test_prometheus_scrapes_what_is_there() -> None:
+    config = yaml.safe_load((ROOT / "dashboards" / "prometheus.yml").read_text())
+    targets = {
+        target
+        for job in config["scrape_configs"]
+        for group in job["static_configs"]
+        for target in group["targets"]
+    }
+    ports = {
+        "proxy": address(environment("proxy")["PAWL_ADMIN_LISTEN"])[1],
+        "trainer": address(environment("trainer")["PAWL_TRAINER_LISTEN"])[1],
+        "vllm": int(options(service("vllm")["command"])["--port"] or ""),
+    }
+    assert targets == {f"{name}:{port}" for name, port in ports.items()}
+    assert all("watch" in service(name)["networks"] for name in [*ports, "prometheus"])
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES)
+def test_what_is_copied_is_there_and_reaches_the_builder(dockerfile: str) -> None:
+    ignore = (ROOT / ".dockerignore").read_text().split()
+    allowed = {line.removeprefix("!") for line in ignore if line.startswith("!")}
+    assert "*" in ignore
+    for name, rest in instructions(dockerfile):
+        if name != "COPY" or rest.startswith("--from"):
+            continue
+        for source in rest.split()[:-1]:
+            assert (ROOT / source).exists(), source
+            assert source.partition("/")[0] in allowed, source
+
+
+def test_the_two_images_are_built_alike() -> None:
+    def shared(role: str) -> list[tuple[str, str]]:
+        found = instructions(f"Dockerfile.{role}")
+        end = [index for index, (name, _) in enumerate(found) if name == "FROM"][1]
+        steps = [(name, rest.replace(f"{role}.txt", "lock")) for name, rest in found[:end]]
+        # The proxy's image compiles it; the trainer's has no use for that.
+        return [(name, rest) for name, rest in steps if not rest.startswith("apt-get")]
+
+    assert shared("proxy") == shared("trainer")

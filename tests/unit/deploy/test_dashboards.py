@@ -1,0 +1,283 @@
+"""Dashboard and rules: every query is PromQL, and asks for metrics and labels that exist."""
+
+import json
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import promql_parser as promql
+import pytest
+import yaml
+from prometheus_client.metrics import MetricWrapperBase
+
+import proxy.metrics
+import trainer.metrics
+
+ROOT: Final = Path(__file__).parents[3] / "dashboards"
+DASHBOARD: Final = ROOT / "grafana" / "dashboards" / "pawl.json"
+RULES: Final = ROOT / "rules" / "pawl.yml"
+DATASOURCES: Final = ROOT / "grafana" / "provisioning" / "datasources" / "prometheus.yml"
+PROVIDERS: Final = ROOT / "grafana" / "provisioning" / "dashboards" / "pawl.yml"
+ROWS: Final = ["Traffic", "Latency", "Records and durability", "Reward and learning", "Versions"]
+# Prometheus gives every series these.
+TARGET_LABELS: Final = {"job", "instance"}
+WIDTH: Final = 24
+INTERVALS: Final = re.compile(r"\$__(rate_interval|interval|range)\b")
+
+
+class Selector(NamedTuple):
+    """One selection in a query: a series' name, and the labels that the query has of it."""
+
+    series: str
+    labels: frozenset[str]
+
+
+class Query(NamedTuple):
+    """One query of the dashboard or the rules."""
+
+    where: str
+    expression: str
+    legend: str
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard's model."""
+    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    return loaded
+
+
+def panels() -> list[dict[str, Any]]:
+    """All panels that are not rows."""
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def dashboard_queries() -> list[Query]:
+    """What the panels and the annotations ask."""
+    asked = [
+        Query(panel["title"], target["expr"], target["legendFormat"])
+        for panel in panels()
+        for target in panel["targets"]
+    ]
+    marks = [
+        Query(mark["name"], mark["expr"], mark["titleFormat"])
+        for mark in dashboard()["annotations"]["list"]
+    ]
+    return asked + marks
+
+
+def rules() -> list[dict[str, Any]]:
+    """All alerting rules."""
+    loaded = yaml.safe_load(RULES.read_text())
+    return [rule for group in loaded["groups"] for rule in group["rules"]]
+
+
+def rule_queries() -> list[Query]:
+    """What the rules ask; their annotations show labels of what they find."""
+    return [Query(rule["alert"], rule["expr"], json.dumps(rule["annotations"])) for rule in rules()]
+
+
+def parsed(expression: str) -> promql.Expr:
+    """The query's tree; Grafana's own intervals are filled in first."""
+    return promql.parse(INTERVALS.sub("1m", expression))
+
+
+def selectors(expression: str) -> list[Selector]:
+    """What a query selects. Labels it groups by are asked of all that it groups."""
+    return list(_selectors(parsed(expression), frozenset()))
+
+
+def _selectors(node: promql.Expr, grouped: frozenset[str]) -> Iterator[Selector]:
+    if isinstance(node, promql.VectorSelector):
+        yield Selector(node.name or "", grouped | {m.name for m in node.matchers.matchers})
+        return
+    if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
+        grouped |= set(node.modifier.labels)
+    for child in _children(node):
+        yield from _selectors(child, grouped)
+
+
+def _children(node: promql.Expr) -> list[promql.Expr]:
+    match node:
+        case promql.Call():
+            return list(node.args)
+        case promql.BinaryExpr():
+            return [node.lhs, node.rhs]
+        case promql.MatrixSelector():
+            return [node.vector_selector]
+        case promql.NumberLiteral() | promql.StringLiteral():
+            return []
+        case promql.AggregateExpr() | promql.ParenExpr() | promql.SubqueryExpr():
+            return [node.expr]
+        case promql.UnaryExpr():
+            return [node.expr]
+    raise AssertionError(f"{type(node).__name__} is not known here")
+
+
+def labels_of_result(node: promql.Expr) -> set[str] | None:
+    """The labels that are left in what a query gives; None where all are."""
+    match node:
+        case promql.AggregateExpr():
+            return set() if node.modifier is None else set(node.modifier.labels)
+        case promql.Call() if node.func.name == "histogram_quantile":
+            inner = labels_of_result(node.args[1])
+            return None if inner is None else inner - {"le"}
+        case promql.BinaryExpr() if isinstance(node.lhs, promql.NumberLiteral):
+            return labels_of_result(node.rhs)
+        case promql.BinaryExpr():
+            return labels_of_result(node.lhs)
+        case promql.ParenExpr():
+            return labels_of_result(node.expr)
+    return None
+
+
+def registered() -> dict[str, frozenset[str]]:
+    """Every series that proxy and trainer can export, with its labels."""
+    found: dict[str, frozenset[str]] = {}
+    for module in (proxy.metrics, trainer.metrics):
+        for value in vars(module).values():
+            for metric in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(metric, MetricWrapperBase):
+                    found |= _series(metric)
+    return found
+
+
+def _series(metric: MetricWrapperBase) -> dict[str, frozenset[str]]:
+    """What one metric exports: a histogram that begins below 0, say, has no `_sum`."""
+    names = metric._labelnames
+    probe = [f"probe-{name}" for name in names]
+    if names:
+        metric.labels(*probe)
+    samples = [sample for family in metric.collect() for sample in family.samples]
+    if names:
+        samples = [x for x in samples if set(probe) <= set(x.labels.values())]
+        metric.remove(*probe)
+    found: dict[str, frozenset[str]] = {}
+    for sample in samples:
+        found[sample.name] = found.get(sample.name, frozenset()) | sample.labels.keys()
+    return found
+
+
+QUERIES: Final = [*dashboard_queries(), *rule_queries()]
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.where}: {query.expression}")
+def test_a_query_asks_for_series_and_labels_that_exist(query: Query) -> None:
+    known = registered()
+    for series, labels in selectors(query.expression):
+        if series == "up":
+            assert labels <= TARGET_LABELS
+            continue
+        assert series in known
+        assert labels <= known[series] | TARGET_LABELS, series
+
+
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.where}: {query.expression}")
+def test_a_legend_shows_labels_that_the_query_leaves(query: Query) -> None:
+    shown = set(re.findall(r"{{\s*(?:\$labels\.)?(\w+)\s*}}", query.legend)) - {"value"}
+    left = labels_of_result(parsed(query.expression))
+    if left is not None:
+        assert shown <= left
+
+
+def test_a_query_that_groups_says_in_its_legend_by_what() -> None:
+    for query in dashboard_queries():
+        left = labels_of_result(parsed(query.expression))
+        shown = set(re.findall(r"{{(\w+)}}", query.legend))
+        assert left is None or left <= shown, query
+
+
+def test_a_faulty_query_is_seen() -> None:
+    with pytest.raises(ValueError, match="unclosed left parenthesis"):
+        parsed("sum by (le (rate(pawl_calls_total[1m]))")
+    assert selectors("sum by (x) (rate(y{z='1'}[1m])) / w") == [
+        Selector("y", frozenset({"x", "z"})),
+        Selector("w", frozenset()),
+    ]
+
+
+def test_only_counters_have_rates() -> None:
+    for query in QUERIES:
+        for name in re.findall(r"(?:rate|increase)\((\w+)", query.expression):
+            assert re.search(r"_(total|bucket|sum|count)$", name), query
+
+
+def test_the_rows_are_there() -> None:
+    rows = [panel["title"] for panel in dashboard()["panels"] if panel["type"] == "row"]
+    assert rows == ROWS
+
+
+def test_panels_lie_side_by_side_and_under_their_row() -> None:
+    boxes = [(panel["title"], panel["gridPos"]) for panel in dashboard()["panels"]]
+    for title, box in boxes:
+        assert box["x"] >= 0, title
+        assert box["x"] + box["w"] <= WIDTH, title
+        assert box["w"] > 0, title
+        assert box["h"] > 0, title
+    for (one, a), (other, b) in combinations(boxes, 2):
+        beside = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+        apart = beside or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+        assert apart, f"{one} and {other} overlap"
+    places = [(box["y"], box["x"]) for _, box in boxes]
+    assert places == sorted(places)
+    assert sum(box["w"] * box["h"] for _, box in boxes) == WIDTH * max(
+        box["y"] + box["h"] for _, box in boxes
+    ), "there are holes"
+
+
+def test_panels_are_told_apart_and_explained() -> None:
+    identities = [panel["id"] for panel in dashboard()["panels"]]
+    assert len(set(identities)) == len(identities)
+    titles = [panel["title"] for panel in panels()]
+    assert len(set(titles)) == len(titles)
+    for panel in panels():
+        assert panel["description"].endswith((".", "?")), panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(set(references)) == len(references), panel["title"]
+
+
+def test_everything_comes_from_the_provisioned_datasource() -> None:
+    [source] = yaml.safe_load(DATASOURCES.read_text())["datasources"]
+    wanted = {"type": source["type"], "uid": source["uid"]}
+    asking = [dashboard()["annotations"]["list"], dashboard()["templating"]["list"], panels()]
+    asking += [panel["targets"] for panel in panels()]
+    assert all(one["datasource"] == wanted for group in asking for one in group)
+    assert source["url"] == "http://prometheus:9090"
+
+
+def test_the_shortest_window_follows_how_often_is_scraped() -> None:
+    [source] = yaml.safe_load(DATASOURCES.read_text())["datasources"]
+    config = yaml.safe_load((ROOT / "prometheus.yml").read_text())
+    assert source["jsonData"]["timeInterval"] == config["global"]["scrape_interval"]
+
+
+def test_the_dashboard_and_the_rules_lie_where_they_are_looked_for() -> None:
+    compose = yaml.safe_load((ROOT.parent / "docker-compose.yml").read_text())
+    targets = {
+        source: target
+        for name in ("grafana", "prometheus")
+        for source, target, *_ in (v.split(":") for v in compose["services"][name]["volumes"])
+    }
+    [provider] = yaml.safe_load(PROVIDERS.read_text())["providers"]
+    assert targets["./dashboards/grafana/dashboards"] == provider["options"]["path"]
+    [pattern] = yaml.safe_load((ROOT / "prometheus.yml").read_text())["rule_files"]
+    assert pattern == f"{targets['./dashboards/rules']}/*.yml"
+    home = compose["services"]["grafana"]["environment"][
+        "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"
+    ]
+    assert home == f"{provider['options']['path']}/{DASHBOARD.name}"
+
+
+def test_the_policy_is_chosen_by_a_label_that_exists() -> None:
+    [variable] = dashboard()["templating"]["list"]
+    match = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
+    assert match is not None
+    assert match[2] in registered()[match[1]]
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["alert"])
+def test_rules_say_how_bad_and_what(rule: dict[str, Any]) -> None:
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert rule["annotations"]["summary"]

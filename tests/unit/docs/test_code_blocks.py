@@ -1,0 +1,125 @@
+"""The code in documents is code: it parses, and its commands, options, keys and files exist.
+
+What can be run without a model is run: by `tests/integration/docs/test_code_blocks.py`, and the
+example of credit by `test_credit_command.py`.
+"""
+
+import ast
+import json
+import re
+import tomllib
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from proxy.feedback.statements import parse_feedback
+from proxy.upstreams.file import parse_upstreams
+from tests.conftest import ROOT
+from tests.support.documents import Block, split_blocks
+from tests.support.shell_lines import NoSuchCommand, check_script, commands
+from tests.unit.docs.test_docs import OTHER_PAGES, PAGES
+from trainer.recipe import Recipe
+
+LANGUAGES = {"", "json", "python", "sh", "sql", "toml"}
+# Only what is a whole command: `make` alone, or a part of one, is prose.
+COMMAND = re.compile(r"`((?:make [a-z]+|python -m|\.venv/bin/\w+|pawl [a-z]+)(?: [^`…]*)?)`")
+PLACEHOLDER = re.compile(r"\b[A-Z]+$|\.NAME\b")
+BLOCKS = [
+    block for page in (*PAGES, *OTHER_PAGES) for block in split_blocks(page, page.read_text())[1]
+]
+
+
+def blocks(language: str) -> list[Block]:
+    """The code blocks of a language."""
+    return [block for block in BLOCKS if block.language == language]
+
+
+def where(block: Block) -> str:
+    """A test's name: page and line."""
+    return f"{block.page.relative_to(ROOT)}:{block.line}"
+
+
+def test_every_block_says_what_it_is() -> None:
+    """A block without a language is a picture made of letters."""
+    assert {block.language for block in BLOCKS} <= LANGUAGES
+    plain = {block.page.name for block in blocks("")}
+    assert plain <= {"ARCHITECTURE.md"}
+
+
+@pytest.mark.parametrize("block", blocks("sh"), ids=where)
+def test_shell_blocks_name_what_exists(block: Block) -> None:
+    folder = block.page.parent if "examples" in block.page.parts else ROOT
+    check_script(block.text, folder)
+
+
+@pytest.mark.parametrize("block", blocks("python"), ids=where)
+def test_python_blocks_compile(block: Block) -> None:
+    ast.parse(block.text)
+
+
+@pytest.mark.parametrize("block", blocks("json"), ids=where)
+def test_json_blocks_are_json_or_a_line_of_it_each(block: Block) -> None:
+    try:
+        told = json.loads(block.text)
+    except json.JSONDecodeError:
+        told = [json.loads(line) for line in block.text.splitlines()]
+    assert told
+
+
+@pytest.mark.parametrize("block", blocks("toml"), ids=where)
+def test_toml_blocks_are_upstreams_or_recipes(block: Block) -> None:
+    if "upstream" in tomllib.loads(block.text):
+        assert parse_upstreams(block.text, where(block))
+    else:
+        assert Recipe.model_validate(tomllib.loads(block.text))
+
+
+def test_the_statements_of_the_reward_guide_are_taken() -> None:
+    [example] = [block for block in blocks("json") if block.page.name == "rewards.md"]
+    assert len(parse_feedback(example.text.encode(), datetime.now(UTC), None).items) == 3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_the_text_exist(page: Path) -> None:
+    for found in COMMAND.finditer(split_blocks(page, page.read_text())[0]):
+        if PLACEHOLDER.search(found[1]):
+            continue
+        try:
+            check_script(found[1])
+        except NoSuchCommand as error:
+            # A text may name an option without its value.
+            if "requires an argument" not in str(error):
+                raise
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "pawl nothing",
+        "pawl export --nothing 1",
+        "pawl judge --quiet much -- python my_judge.py",
+        "python -m benchmarks.nothing",
+        "python -m benchmarks.chaos --nothing",
+        "python nothing.py",
+        "make nothing",
+        'make demo ARGS="--nothing"',
+        'make test ARGS="-k no_such_test_at_all"',
+        "export PAWL_NOTHING=1",
+        "PAWL_NOTHING=1 pawl up",
+        "nothing --at-all",
+        "pawl export | nothing",
+        "cp nothing there",
+    ],
+)
+def test_a_line_that_does_not_work_is_found(line: str) -> None:
+    with pytest.raises(NoSuchCommand):
+        check_script(line)
+
+
+def test_a_line_is_taken_apart() -> None:
+    line = "pawl export --out a.jsonl > b | pawl credit - # nothing"
+    assert list(commands(line)) == [
+        ["pawl", "export", "--out", "a.jsonl"],
+        ["pawl", "credit", "-"],
+    ]

@@ -1,0 +1,120 @@
+"""Replies of a real vLLM: what the client sees is what it would have seen without us."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.recordings import asked, cut, follow, normalised, recordings, renamed
+
+MESSAGES = recordings("messages")
+RESPONSES = recordings("responses")
+BOTH = {
+    name: (api, recording)
+    for api, recorded in (("messages", MESSAGES), ("responses", RESPONSES))
+    for name, recording in recorded.items()
+}
+# vLLM itself refuses a whole reply whose tool call was cut short.
+SAME = sorted(BOTH.keys() - {"messages_cut_tool_whole"})
+STREAMED = [name for name in SAME if name.endswith("streamed")]
+# Ids, log-probabilities.
+COUNTS = {
+    "messages_text": (12, 12),
+    "messages_tool": (14, 14),
+    "messages_cut_tool": (6, 6),
+    "messages_thinking": (37, 37),
+    "messages_stop": (34, 34),
+    "responses_text_whole": (16, 16),
+    "responses_text_streamed": (16, 15),
+    "responses_cut": (6, 6),
+    "responses_tool": (14, None),
+    "responses_thinking_whole": (16, 16),
+    "responses_thinking_streamed": (16, 8),
+}
+
+
+def answer(name: str, pieces: Any = None) -> Any:
+    api, recording = BOTH[name]
+    upstream = recording["upstream"].encode()
+    return follow(api, asked(api, recording), [upstream] if pieces is None else pieces)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_client_sees_what_vllm_itself_answers(name: str) -> None:
+    seen, facts, _ = answer(name)
+    assert normalised(seen) == normalised(renamed(BOTH[name][1]["direct"]).encode())
+    assert facts.whole
+
+
+@pytest.mark.parametrize("name", sorted(BOTH))
+def test_every_id_has_its_log_probability_or_is_known_to_lack_it(name: str) -> None:
+    _, facts, _ = answer(name)
+    expected = COUNTS.get(name) or COUNTS[name.rpartition("_")[0]]
+    sampled = facts.sampled
+    logprobs = None if sampled.sampled_logprobs is None else len(sampled.sampled_logprobs)
+    assert (len(sampled.sampled_ids or ()), logprobs) == expected
+    assert sampled.completion_tokens == expected[0]
+    usage = facts.usage or {}
+    cached = sum(usage.get(f"cache_{kind}_input_tokens") or 0 for kind in ("read", "creation"))
+    assert len(sampled.prompt_ids or ()) == usage["input_tokens"] + cached
+
+
+@pytest.mark.parametrize("kind", ["text", "tool", "thinking", "stop", "cut_tool"])
+def test_streamed_and_whole_are_the_same_tokens(kind: str) -> None:
+    _, whole, _ = answer(f"messages_{kind}_whole")
+    _, streamed, _ = answer(f"messages_{kind}_streamed")
+    assert whole.sampled == streamed.sampled
+
+
+@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
+@settings(deadline=None)
+@given(cuts=st.lists(st.integers(0, 20_000), max_size=10))
+def test_any_way_of_cutting_a_stream_gives_the_same(
+    name: str, ending: bytes, cuts: list[int]
+) -> None:
+    stream = BOTH[name][1]["upstream"].encode().replace(b"\n", ending)
+    wanted, facts, summary = answer(name)
+    seen, again, said = answer(name, cut(stream, cuts))
+    assert seen.replace(b"\r\n", b"\n") == wanted
+    assert (again, said) == (facts, summary)
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_byte_by_byte(name: str) -> None:
+    stream = BOTH[name][1]["upstream"].encode()
+    assert answer(name, [stream[i : i + 1] for i in range(len(stream))]) == answer(name)
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_a_stream_cut_off_anywhere_is_not_whole(name: str) -> None:
+    stream = BOTH[name][1]["upstream"].encode()
+    last = stream.rstrip().rindex(b"\n\n")
+    for end in range(0, last, max(1, last // 60)):
+        _, facts, _ = answer(name, [stream[:end]])
+        assert not facts.whole
+
+
+@pytest.mark.parametrize("name", sorted(BOTH))
+def test_the_summary_is_what_the_reply_says(name: str) -> None:
+    _, facts, summary = answer(name)
+    reply = json.loads(facts.reply or b"")
+    blocks = reply.get("content") or [
+        {"type": "text", "text": part["text"]}
+        for item in reply.get("output", [])
+        for part in item.get("content") or []
+        if part["type"] == "output_text"
+    ]
+    assert summary.text == "".join(b["text"] for b in blocks if b["type"] == "text")
+    assert (summary.response_id, summary.tool_calls) == (reply["id"], facts.tool_calls)
+
+
+def test_a_tool_call_that_was_cut_short_is_an_answer_still() -> None:
+    """vLLM fails such a call; Anthropic answers it with the reason `max_tokens`."""
+    seen, facts, _ = answer("messages_cut_tool_whole")
+    message = json.loads(seen)
+    assert message["stop_reason"] == "max_tokens"
+    assert message["content"][0]["input"] == {}
+    assert facts.sampled.sampled_ids

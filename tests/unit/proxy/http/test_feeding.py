@@ -1,0 +1,140 @@
+"""Bytes on their way to a connection's parser: all of them, in order, never too many at once."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.http import feeding
+from proxy.http.exchange import Exchange
+from proxy.http.feeding import MANY_PIECES, SLICE, Feeding, Turns
+from tests.support.http_wires import client, settle
+
+
+class Source:
+    """Counts how often it is paused more than it is resumed."""
+
+    def __init__(self) -> None:
+        self.pauses = 0
+
+    def pause_reading(self) -> None:
+        self.pauses += 1
+
+    def resume_reading(self) -> None:
+        self.pauses -= 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 3 * SLICE), st.booleans()), max_size=8))
+def test_every_byte_is_seen_once_and_in_order(arriving: list[tuple[int, bool]]) -> None:
+    async def run() -> None:
+        seen, source, turns = bytearray(), Source(), Turns()
+
+        def feed(data: bytes) -> None:
+            seen.extend(data)
+            assert len(data) <= SLICE
+            fed.pieces += MANY_PIECES + 1 if b"h" in data else 1
+
+        fed = Feeding(feed, source, turns)
+        sent = b""
+        for size, hard in arriving:
+            data = (b"h" if hard else b"e") * size
+            sent += data
+            fed.put(data)
+        while fed.waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert seen == sent
+        assert source.pauses == 0
+
+    asyncio.run(run())
+
+
+async def test_what_takes_long_waits_for_its_turn_and_other_work_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(feeding, "monotonic", lambda: clock[0])
+    turns, done = Turns(), []
+
+    def work(name: str) -> None:
+        done.append(name)
+        clock[0] += 0.02
+
+    for name in "abc":
+        turns.wait(lambda name=name: work(name))  # type: ignore[misc]
+    await asyncio.sleep(0.005)
+    assert done == ["a"]
+    # As long a rest as the work took.
+    await asyncio.sleep(0.03)
+    assert done == ["a", "b"]
+    await asyncio.sleep(0.03)
+    assert done == ["a", "b", "c"]
+
+
+async def test_work_that_fails_does_not_keep_others_from_their_turn() -> None:
+    turns, done = Turns(), []
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda *_: None)
+    turns.wait(fail)
+    turns.wait(lambda: done.append(1))
+    await asyncio.sleep(0.02)
+    assert done == [1]
+
+
+async def test_a_request_in_tiny_chunks_is_read_whole_beside_another() -> None:
+    bodies: list[bytes | None] = []
+
+    async def handle(exchange: Exchange) -> None:
+        bodies.append(await exchange.read(2**24))
+        exchange.reply(200, b"OK", [], b"")
+
+    connection, wire = client(handle)
+    body = bytes(range(256)) * 400
+    head = b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = b"".join(b"2\r\n%b\r\n" % body[at : at + 2] for at in range(0, len(body), 2))
+    connection.data_received(head + chunks + b"0\r\n\r\n")
+    assert wire.paused
+    other, _ = client(handle)
+    other.data_received(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\nx")
+    await settle()
+    # The other does not wait for the end of the first.
+    assert bodies == [b"x"]
+    while len(bodies) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert bodies[1] == body
+    assert not wire.paused
+
+
+async def test_one_that_leaves_while_it_waits_is_parsed_no_further() -> None:
+    async def handle(exchange: Exchange) -> None:
+        await exchange.read(2**24)
+
+    connection, _ = client(handle)
+    head = b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+    connection.data_received(head + b"2\r\nab\r\n" * 2**16)
+    connection.connection_lost(None)
+    received = connection._receiving
+    await asyncio.sleep(0.1)
+    assert not connection._feeding.waiting
+    assert received is connection._receiving
+
+
+async def test_a_body_that_nobody_read_does_not_hold_up_the_next_request() -> None:
+    async def handle(exchange: Exchange) -> None:
+        await asyncio.sleep(0)
+        exchange.reply(404, b"Not Found", [], b"")
+
+    connection, wire = client(handle)
+    size = 300_000
+    head = b"POST /a HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n" % size
+    connection.data_received(head + b"x" * size)
+    await settle()
+    assert wire.sent.startswith(b"HTTP/1.1 404")
+    assert not wire.paused
+    connection.data_received(b"GET /b HTTP/1.1\r\nHost: h\r\n\r\n")
+    await settle()
+    assert wire.sent.count(b"HTTP/1.1 404") == 2

@@ -1,0 +1,244 @@
+"""The client's side of HTTP/1.1: replies however they are cut, connections kept or dropped."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.http import client as module
+from proxy.http import wire
+from proxy.http.client import NoReply, Reply, Silent, Torn
+from proxy.http.flow import HIGH_WATER
+from tests.support.http_wires import Wire, cuts, feed, upstream
+
+HEAD = b"HTTP/1.1 200 Fine\r\nX-Case: Kept\r\nx-case: again\r\n"
+SIZED = HEAD + b"Content-Length: 5\r\n\r\nhello"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n2;e\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"
+TRAILED = CHUNKED[:-2] + b"X-After: body\r\n\r\n"
+ANNOUNCED = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + SIZED
+
+
+async def _asked(pieces: list[bytes]) -> tuple[Reply, bytes, bool, Wire]:
+    pool, connection, transport = upstream()
+    answer = connection.ask(b"GET / HTTP/1.1\r\n\r\n")
+    await feed(connection, pieces)
+    reply = await answer
+    body = await reply.read()
+    return reply, body, len(pool._idle) == 1, transport
+
+
+@given(st.sampled_from([SIZED, CHUNKED, TRAILED, ANNOUNCED]).flatmap(cuts))
+def test_any_cut_of_a_reply_is_the_same_reply(pieces: list[bytes]) -> None:
+    reply, body, kept, _ = asyncio.run(_asked(pieces))
+    assert (reply.status, reply.reason, body) == (200, b"Fine", b"hello")
+    assert reply.headers[:2] == [(b"X-Case", b"Kept"), (b"x-case", b"again")]
+    assert reply.header(b"x-after") is None
+    assert kept
+
+
+@pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
+async def test_a_reply_without_body_is_whole_with_its_head(status: bytes) -> None:
+    _, body, kept, _ = await _asked([b"HTTP/1.1 " + status + b"\r\n\r\n"])
+    assert body == b""
+    assert kept
+
+
+async def test_a_reply_without_length_ends_with_the_connection() -> None:
+    pool, connection, _ = upstream()
+    answer = connection.ask(b"")
+    await feed(connection, [HEAD + b"\r\nhel", b"lo"])
+    reply = await answer
+    assert not reply.body.ended
+    connection.connection_lost(None)
+    assert await reply.read() == b"hello"
+    assert not pool._idle
+
+
+@pytest.mark.parametrize("whole", [SIZED, CHUNKED])
+async def test_a_reply_that_breaks_off_is_torn(whole: bytes) -> None:
+    _, connection, _ = upstream()
+    answer = connection.ask(b"")
+    await feed(connection, [whole[:-1]])
+    connection.connection_lost(None)
+    with pytest.raises(Torn):
+        await (await answer).read()
+
+
+async def test_a_connection_that_breaks_before_the_reply_gave_none() -> None:
+    _, connection, _ = upstream()
+    answer = connection.ask(b"")
+    await feed(connection, [SIZED[:20]])
+    connection.connection_lost(ConnectionResetError())
+    with pytest.raises(NoReply):
+        await answer
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"\x15\x03\x01\x00\x02",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: a\nb: c\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: a\r\n folded\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
+    ],
+)
+async def test_what_is_no_reply_breaks_the_connection_off(reply: bytes) -> None:
+    pool, connection, transport = upstream()
+    answer = connection.ask(b"")
+    await feed(connection, [reply])
+    assert transport.aborted
+    with pytest.raises(NoReply):
+        await answer
+    assert not pool._idle
+
+
+async def test_a_server_that_closes_is_not_asked_again() -> None:
+    closing = SIZED.replace(b"X-Case: Kept", b"Connection: close")
+    _, body, kept, transport = await _asked([closing])
+    assert body == b"hello"
+    assert not kept
+    assert transport.closed
+
+
+@given(st.sampled_from([SIZED, b"HTTP/1.1 408 Request Timeout\r\n", b"junk"]).flatmap(cuts))
+def test_what_comes_unasked_closes_the_connection(pieces: list[bytes]) -> None:
+    """It must not become the answer to the next request."""
+
+    async def unasked() -> None:
+        pool, connection, transport = upstream()
+        answer = connection.ask(b"")
+        await feed(connection, [SIZED])
+        assert await (await answer).read() == b"hello"
+        await feed(connection, pieces)
+        assert transport.is_closing()
+        assert not connection.usable
+        assert pool.busy <= 0
+
+    asyncio.run(unasked())
+
+
+async def test_and_so_in_one_piece_with_the_reply() -> None:
+    _, body, _, transport = await _asked([SIZED + SIZED])
+    assert body == b"hello"
+    assert transport.is_closing()
+
+
+async def test_an_idle_connection_is_reused_while_it_is_young(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, connection, transport = upstream()
+    connection.ask(b"")
+    await feed(connection, [SIZED])
+    assert await pool.connection() is connection
+    pool.free(connection)
+    monkeypatch.setattr(module, "KEEPALIVE_S", 0.0)
+    fresh = upstream()[1]
+
+    async def connect() -> object:
+        return fresh
+
+    monkeypatch.setattr(pool, "_connect", connect)
+    assert await pool.connection() is fresh
+    assert transport.closed
+
+
+async def test_a_server_that_is_silent_for_too_long_is_given_up() -> None:
+    pool, connection, transport = upstream()
+    answer = connection.ask(b"")
+    pool.sweep(silence_s=10.0)
+    assert not transport.is_closing()
+    pool.sweep(silence_s=-1.0)
+    assert transport.aborted
+    with pytest.raises(Silent):
+        await answer
+
+
+async def test_a_server_that_sends_faster_than_is_read_is_told_to_wait() -> None:
+    _, connection, transport = upstream()
+    answer = connection.ask(b"")
+    size = HIGH_WATER + 1
+    await feed(connection, [b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size, b"x" * size])
+    reply = await answer
+    assert transport.paused
+    assert len(await reply.body.more()) == size
+    assert not transport.paused
+
+
+NAMES = st.text("abcXYZ-", min_size=1, max_size=12).map(lambda n: b"X-" + n.encode())
+VALUES = st.binary(max_size=20).map(lambda v: bytes(33 + b % 94 for b in v))
+HEADERS = st.lists(st.tuples(NAMES, VALUES), max_size=8)
+
+
+@given(HEADERS)
+def test_headers_keep_their_case_and_order_both_ways(headers: wire.Headers) -> None:
+    assert wire.for_client(headers) == headers
+    ours = [pair for pair in headers if pair[0].lower().startswith(wire.OURS)]
+    assert wire.for_upstream(headers, plain=False) == [p for p in headers if p not in ours]
+    sent = wire.request_head("POST", "/v1/x", b"h", headers, 0)
+    lines = b"".join(b"%b: %b\r\n" % pair for pair in headers)
+    assert sent == b"POST /v1/x HTTP/1.1\r\nHost: h\r\n" + lines + b"Content-Length: 0\r\n\r\n"
+
+
+def test_what_belongs_to_one_connection_is_not_passed_on() -> None:
+    hop = [(b"Connection", b"X-Mine, close"), (b"x-mine", b"1"), (b"TE", b"trailers")]
+    hop += [(b"Keep-Alive", b"5"), (b"Transfer-Encoding", b"chunked"), (b"Trailer", b"x")]
+    assert wire.for_client([*hop, (b"Server", b"s")]) == [(b"Server", b"s")]
+    kept = wire.for_upstream([*hop, (b"Host", b"h"), (b"X-Pawl-Agent", b"a")], plain=True)
+    assert kept == [(b"Accept-Encoding", b"identity")]
+
+
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n", b""]
+)
+async def test_a_reply_to_head_has_no_body_whatever_its_head_says(framing: bytes) -> None:
+    pool, connection, transport = upstream()
+    answer = connection.ask(b"HEAD / HTTP/1.1\r\n\r\n", to_head=True)
+    await feed(connection, [HEAD + framing + b"\r\n", b"hello"])
+    reply = await answer
+    assert await reply.read() == b""
+    # It cannot be told from a body what follows: the connection is not used again.
+    assert transport.is_closing()
+    assert not pool._idle
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        [b"HTTP/1.1 200 OK\r\n", *[b"X: " + b"y" * 60_000 + b"\r\n"] * 5],
+        [b"HTTP/1.1 200 ", *[b"y" * 60_000] * 5],
+        [b"HTTP/1.1 103 Early Hints\r\nLink: " + b"y" * 60_000 + b"\r\n\r\n"] * 5,
+    ],
+)
+async def test_a_head_without_end_is_no_reply(endless: list[bytes]) -> None:
+    _, connection, transport = upstream()
+    answer = connection.ask(b"")
+    await feed(connection, endless)
+    assert transport.aborted
+    with pytest.raises(NoReply, match="more than"):
+        await answer
+
+
+@pytest.mark.parametrize("trailer", [b"a: b\r\n" * 10_000, b"a: " + b"b" * 60_000])
+async def test_trailers_without_end_tear_the_reply(trailer: bytes) -> None:
+    _, connection, transport = upstream()
+    answer = connection.ask(b"")
+    await feed(connection, [CHUNKED[:-2], trailer, *[trailer] * 5])
+    reply = await answer
+    with pytest.raises(Torn, match="more than"):
+        await reply.read()
+    assert transport.aborted
+    assert connection._headers == []
+
+
+async def test_a_long_reply_is_not_taken_for_a_head() -> None:
+    _, connection, transport = upstream()
+    answer = connection.ask(b"")
+    await feed(connection, [HEAD + b"Transfer-Encoding: chunked\r\n\r\n"])
+    reply, size = await answer, 0
+    for _ in range(10):
+        await feed(connection, [b"%x\r\n%b\r\n" % (60_000, b"x" * 60_000)])
+        size += len(await reply.body.more())
+    assert (size, transport.is_closing()) == (600_000, False)

@@ -1,0 +1,193 @@
+"""A client that does not get on is broken off, and one that does never is."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.http.connection import MAX_PIPELINED, Connection
+from proxy.http.deadlines import LATEST_S, SOONEST_S, STEP, ClientDeadlines, Clock
+from proxy.http.exchange import Exchange
+from proxy.http.flow import HIGH_WATER
+from tests.support.http_wires import Seen, Wire, client, feed, refusing, settle, swept
+
+HEAD = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+LATER_S = 60.0
+
+
+class Told:
+    """Notes who was too slow with what."""
+
+    def __init__(self) -> None:
+        self.late: list[str] = []
+
+    def __call__(self, what: str, _allowed_s: float, _exchange: Exchange | None) -> None:
+        self.late.append(what)
+
+
+@given(st.lists(st.integers(1, STEP - 1), max_size=20), st.floats(0.1, 10))
+def test_a_clock_sees_less_than_a_step_as_no_progress(grown: list[int], pause_s: float) -> None:
+    clock, now, count = Clock(), 0.0, 0
+    assert clock.waited(now, count, STEP) == 0
+    waited, last = 0.0, 0
+    for more in grown:
+        now, count = now + pause_s, count + more
+        waited = 0.0 if count - last >= STEP else waited + pause_s
+        last = count if waited == 0.0 else last
+        assert clock.waited(now, count, STEP) == pytest.approx(waited)
+
+
+@given(st.builds(ClientDeadlines, *[st.floats(1e-3, 1e6)] * 4))
+def test_sweeps_are_neither_idle_nor_rarer_than_the_deadlines_need(
+    patience: ClientDeadlines,
+) -> None:
+    shortest = min(patience.head_s, patience.body_s, patience.write_s, patience.idle_s)
+    assert SOONEST_S <= patience.sweep_s <= LATEST_S
+    assert patience.sweep_s <= max(shortest / 10, SOONEST_S)
+
+
+async def test_a_head_that_comes_byte_by_byte_is_refused() -> None:
+    told = Told()
+    connection, wire = client(Seen(), on_late=told)
+    for byte in b"GET / HT":
+        await feed(connection, [bytes([byte])])
+        await swept(connection, 1.0, head_s=6.0)
+    assert not wire.is_closing()
+    await swept(connection, 7.0, head_s=6.0)
+    assert wire.sent.startswith(b"HTTP/1.1 408 ")
+    assert told.late == ["head"]
+    await swept(connection, 7.0, 7.0, head_s=6.0)
+    assert wire.sent.count(b"HTTP/1.1") == 1
+
+
+async def dribbled(connection: Connection, step: bytes, times: int, pause_s: float) -> None:
+    """So many pieces, each after a pause, with a body's deadline of ten pauses."""
+    now = asyncio.get_running_loop().time()
+    for number in range(times):
+        connection.sweep(now + number * pause_s, ClientDeadlines(body_s=10 * pause_s))
+        await feed(connection, [step])
+
+
+async def test_a_body_that_dribbles_is_answered_408_though_it_is_never_silent() -> None:
+    told = Told()
+    connection, wire = client(refusing, on_late=told)
+    await feed(connection, [HEAD % 1000])
+    await dribbled(connection, b"x", 13, LATER_S)
+    assert wire.sent.startswith(b"HTTP/1.1 408 ")
+    assert b"Connection: close" in wire.sent
+    assert told.late == ["body"]
+    assert wire.ended
+
+
+async def test_a_large_file_over_a_poor_line_is_taken_however_long_it_takes() -> None:
+    connection, wire = client(refusing)
+    await feed(connection, [HEAD % (100 * STEP // 8)])
+    await dribbled(connection, b"x" * (STEP // 8), 100, LATER_S)
+    assert wire.sent.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_slow_body_within_a_reply_tears_it() -> None:
+    async def early(exchange: Exchange) -> None:
+        exchange.begin(200, b"OK", [])
+        await exchange.body.more()
+
+    connection, wire = client(early)
+    await feed(connection, [HEAD % 1000])
+    await swept(connection, 2.0, body_s=1.0)
+    assert wire.aborted
+
+
+async def test_who_is_kept_waiting_by_us_is_not_late() -> None:
+    async def forever(_: Exchange) -> None:
+        await asyncio.sleep(600)
+
+    connection, wire = client(forever)
+    await feed(connection, [HEAD % (2 * HIGH_WATER), b"x" * (HIGH_WATER + 1)])
+    assert wire.paused
+    await swept(connection, LATER_S, LATER_S, body_s=1.0)
+    assert not wire.is_closing()
+    connection.connection_lost(None)
+
+    connection, wire = client(forever)
+    await feed(connection, [HEAD % 0] * (MAX_PIPELINED + 1) + [HEAD[:9], HEAD[9:] % 9])
+    assert wire.paused
+    await swept(connection, LATER_S, LATER_S, body_s=1.0, head_s=1.0)
+    assert wire.sent == b""
+    connection.connection_lost(None)
+
+
+async def test_who_waits_to_be_told_to_send_is_not_late() -> None:
+    async def forever(_: Exchange) -> None:
+        await asyncio.sleep(600)
+
+    connection, wire = client(forever)
+    expects = HEAD.replace(b"\r\n\r\n", b"\r\nExpect: 100-continue\r\n\r\n")
+    await feed(connection, [expects % 9])
+    await swept(connection, LATER_S, LATER_S, body_s=1.0)
+    assert not wire.is_closing()
+    connection.connection_lost(None)
+
+
+async def streaming(exchange: Exchange) -> None:
+    await exchange.read(100)
+    exchange.begin(200, b"OK", [])
+    while True:
+        exchange.write(b"x" * STEP)
+        await exchange.drained()
+        await asyncio.sleep(0)
+
+
+def stall(connection: Connection, wire: Wire) -> None:
+    """The client takes nothing more."""
+    wire.stalled = True
+    wire.unsent = 1
+    connection.pause_writing()
+
+
+async def test_a_reader_that_takes_nothing_is_torn_and_who_works_for_it_stops() -> None:
+    told = Told()
+    connection, wire = client(streaming, on_late=told)
+    await feed(connection, [HEAD % 0])
+    task = connection.task
+    stall(connection, wire)
+    await swept(connection, 0.9, write_s=1.0)
+    assert not wire.is_closing()
+    await swept(connection, 2.0, write_s=1.0)
+    assert wire.aborted
+    assert told.late == ["write"]
+    assert task is not None
+    assert task.done()
+
+
+async def test_a_reader_that_gets_on_is_waited_for() -> None:
+    connection, wire = client(streaming)
+    await feed(connection, [HEAD % 0])
+    now = asyncio.get_running_loop().time()
+    stall(connection, wire)
+    wire.unsent = 100 * STEP
+    for number in range(100):
+        connection.sweep(now + number * LATER_S, ClientDeadlines(write_s=1.5 * LATER_S))
+        wire.unsent -= STEP
+    await settle()
+    assert not wire.is_closing()
+    connection.connection_lost(None)
+
+
+async def test_a_reader_that_pauses_but_has_nothing_to_take_is_not_late() -> None:
+    connection, wire = client(streaming)
+    await feed(connection, [HEAD % 0])
+    connection.pause_writing()
+    await swept(connection, LATER_S, LATER_S, write_s=1.0)
+    assert not wire.is_closing()
+    connection.connection_lost(None)
+
+
+async def test_a_whole_reply_that_nobody_takes_does_not_hold_its_connection() -> None:
+    """Its handler has ended, and a close would wait for the client for ever."""
+    connection, wire = client(Seen())
+    wire.stalled = True
+    await feed(connection, [HEAD % 5 + b"hello"])
+    assert not connection.busy
+    await swept(connection, 2.0, write_s=1.0)
+    assert wire.aborted

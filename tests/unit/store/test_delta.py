@@ -1,0 +1,180 @@
+"""Additions: exact, whatever the texts; small, where a thread repeats itself."""
+
+import json
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.ids import lowest_id_at
+from store.read.assembly import whole_texts
+from store.records import CallRecord
+from store.values.delta import delta, rebuild, shared_prefix
+from store.write.bases import TIPS, Bases
+from store.write.rows import TRANSITION_COLUMNS, transition_row
+from tests.support.records import call, tokens
+
+# Few letters, so that texts share beginnings and ends.
+Text = st.lists(st.sampled_from([b"a", b"b", b"\x00", b"\xff"]), max_size=40).map(b"".join)
+
+
+class Stored:
+    """A row by the names of its columns."""
+
+    def __init__(self, record: CallRecord, row: tuple[object, ...]) -> None:
+        self.__dict__.update(zip(TRANSITION_COLUMNS, row, strict=True))
+
+
+@given(Text, Text)
+def test_what_was_taken_apart_is_put_together(base: bytes, data: bytes) -> None:
+    found = delta(base, data)
+    assert rebuild(base, *found) == data
+    assert found.prefix + found.suffix <= min(len(base), len(data))
+
+
+@given(Text, Text, Text, Text)
+def test_what_both_share_is_found(head: bytes, old: bytes, new: bytes, tail: bytes) -> None:
+    found = delta(head + old + tail, head + new + tail)
+    assert len(found.middle) <= len(new)
+
+
+@given(Text, Text)
+def test_a_shared_prefix_is_the_longest(one: bytes, other: bytes) -> None:
+    length = shared_prefix(one, other)
+    assert one[:length] == other[:length]
+    assert one[length : length + 1] != other[length : length + 1] or length == len(one)
+
+
+def test_a_base_that_is_too_short_is_told() -> None:
+    with pytest.raises(ValueError, match="a base of 2"):
+        rebuild(b"ab", 2, 1, b"")
+
+
+def thread(turns: int, episode: str = "e", agent: str = "a") -> list[CallRecord]:
+    messages = [{"role": "system", "content": f"{agent} " * 40}]
+    ids = list(range(100))
+    calls = []
+    for turn in range(turns):
+        messages.append({"role": "user", "content": f"question {turn}"})
+        body = {"messages": messages, "tools": ["t" * 200]}
+        sampled = [1000 + turn] * 5
+        calls.append(call(episode, request=json.dumps(body).encode(), tokens=tokens(ids, sampled)))
+        messages.append({"role": "assistant", "content": f"answer {turn}"})
+        ids = ids + sampled + [7, 8, turn]
+    return calls
+
+
+def stored(bases: Bases, calls: list[CallRecord]) -> list[Stored]:
+    batch = bases.batch()
+    rows = [Stored(c, transition_row(c, c.id, batch.store(c))) for c in calls]
+    batch.commit()
+    return rows
+
+
+def assert_whole(rows: list[Stored], calls: list[CallRecord]) -> None:
+    found = whole_texts(rows)
+    assert found.of == {c.id: (c.request, c.tokens.prompt_ids) for c in calls}
+    assert found.damaged == {}
+
+
+@given(st.lists(st.integers(min_value=1, max_value=5), min_size=1, max_size=5), st.randoms())
+def test_any_batches_in_any_order_are_read_back(sizes: list[int], dice) -> None:  # type: ignore[no-untyped-def]
+    calls = thread(4, agent="writer") + thread(5, agent="checker") + [call("e", request=None)]
+    dice.shuffle(calls)
+    bases, rows, rest = Bases(capacity=dice.choice([0, 5000, 10**6])), [], list(calls)
+    for size in [*sizes, len(calls)]:
+        taken, rest = rest[:size], rest[size:]
+        rows += stored(bases, taken)
+    assert_whole(rows, calls)
+
+
+def test_a_threads_calls_keep_what_they_add() -> None:
+    calls = thread(6)
+    rows = stored(Bases(), calls)
+    assert [row.parent_id for row in rows] == [None, *[c.id for c in calls[:-1]]]  # type: ignore[attr-defined]
+    assert all(len(row.request) < 100 for row in rows[1:])  # type: ignore[attr-defined]
+    assert all(len(row.prompt_ids) == 3 * 4 for row in rows[1:])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_calls_without_a_name_add_to_what_they_ask_for(at_once: bool) -> None:
+    """Each has an episode of its own until the store joins them."""
+    said = [bytes([3]) + bytes([turn]) * 15 for turn in range(6)]
+    calls = [
+        msgspec.structs.replace(c, episode=str(turn), offers=(said[turn],), asks=said[:turn][::-1])
+        for turn, c in enumerate(thread(6))
+    ]
+    bases = Bases()
+    rows = stored(bases, calls) if at_once else [row for c in calls for row in stored(bases, [c])]
+    assert [row.parent_id for row in rows] == [None, *[c.id for c in calls[:-1]]]  # type: ignore[attr-defined]
+    assert_whole(rows, calls)
+
+
+def test_agents_that_take_turns_add_to_their_own_calls() -> None:
+    writer, checker = thread(3, agent="writer"), thread(3, agent="checker")
+    turns = [c for pair in zip(writer, checker, strict=True) for c in pair]
+    rows = {row.id: row for row in stored(Bases(), turns)}  # type: ignore[attr-defined]
+    assert rows[writer[2].id].parent_id == writer[1].id  # type: ignore[attr-defined]
+    assert rows[checker[2].id].parent_id == checker[1].id  # type: ignore[attr-defined]
+
+
+def test_a_batch_that_was_not_committed_is_no_base() -> None:
+    bases = Bases()
+    first, second = thread(2)
+    bases.batch().store(first)
+    assert bases.batch().store(second).parent_id is None
+
+
+def test_a_day_stands_alone() -> None:
+    midnight = datetime(2026, 3, 1, tzinfo=UTC)
+    ids = [lowest_id_at(midnight + timedelta(milliseconds=ms)) for ms in (-1, 1)]
+    request = b"same" * 100
+    rows = stored(Bases(), [call("e", id=i, request=request) for i in ids])
+    assert [row.parent_id for row in rows] == [None, None]  # type: ignore[attr-defined]
+
+
+def test_memory_is_bounded() -> None:
+    bases = Bases(capacity=10_000)
+    for number in range(50):
+        stored(bases, [call(f"e{number}", request=b"x" * 1000)])
+    assert bases.of("e0") == []
+    assert len(bases.of("e49")) == 1
+    stored(bases, [call("e49", request=bytes([65 + n]) * 200) for n in range(9)])
+    assert len(bases.of("e49")) <= TIPS
+
+
+def test_a_parent_that_is_missing_is_told() -> None:
+    first, second = thread(2)
+    rows = stored(Bases(), [first, second])
+    found = whole_texts(rows[1:])
+    assert found.of == {}
+    assert found.damaged == {
+        second.id: f"call {second.id} adds to {first.id}: that call is missing"
+    }
+
+
+def damaged(rows: list[object]) -> list[str]:
+    return [why.partition(": ")[2] for why in whole_texts(rows).damaged.values()]
+
+
+def test_what_adds_to_a_damaged_call_is_damaged_and_no_other() -> None:
+    rows = stored(Bases(), [*thread(3), *thread(3, episode="other")])
+    rows[1].request_prefix = 10**6  # type: ignore[attr-defined]
+    first, second = damaged(rows)
+    assert "cannot be taken from a base of" in first
+    assert second == "that call cannot be read back"
+    assert len(whole_texts(rows).of) == 4
+
+
+def test_calls_that_add_to_each_other_are_damaged() -> None:
+    rows = stored(Bases(), thread(2))
+    rows[0].parent_id = rows[1].id  # type: ignore[attr-defined]
+    assert damaged(rows) == ["that call cannot be read back"] * 2
+
+
+def test_what_does_not_say_what_it_takes_is_damaged() -> None:
+    rows = stored(Bases(), thread(2))
+    rows[1].prompt_prefix = None  # type: ignore[attr-defined]
+    assert damaged(rows) == ["the lengths of the shared parts, or the added request, are missing"]

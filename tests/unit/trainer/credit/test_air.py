@@ -1,0 +1,139 @@
+"""AIR's rules against reward hacking."""
+
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.records import TOOL_STATUSES, ToolCall, ToolEvent
+from tests.support.records import tool_event
+from tests.support.stored import transition
+from trainer.credit.air import MatchedEvent, air_rewards, canonical, matched_events
+from trainer.recipe_parts import CreditPart
+
+RULE = CreditPart()
+
+
+def ended(status: str, arguments: str | None = "{}", tool: str = "calc") -> MatchedEvent:
+    return msgspec.convert(
+        {"id": None, "tool": tool, "arguments": arguments, "status": status}, MatchedEvent
+    )
+
+
+def air(*calls: list[MatchedEvent]) -> float:
+    found = air_rewards(calls, RULE)
+    assert len(set(found)) == 1
+    return found[0]
+
+
+def test_the_mean_of_the_scores_times_lambda() -> None:
+    assert air([ended("ok", "1"), ended("error", "2")], [ended("malformed", "3")]) == pytest.approx(
+        0.2 * (1 - 0.5 - 1) / 3, abs=1e-12
+    )
+    assert air([]) == 0.0
+
+
+def test_no_heap_of_easy_calls_is_worth_more_than_one() -> None:
+    heap = [ended("ok", str(number)) for number in range(1000)]
+    assert air(heap) == air(heap[:1]) == 0.2
+
+
+def test_the_same_tool_with_the_same_arguments_counts_once() -> None:
+    repeated = [ended("ok", '{"a": 1, "b": [2.0, true]}') for _ in range(9)]
+    again = ended("ok", '{"b":[2,true],"a":1.0}')
+    assert air([*repeated, ended("error", "{}")], [again]) == air([again], [ended("error", "{}")])
+
+
+def test_of_its_endings_the_worst_stands_in_any_order() -> None:
+    endings = [ended("ok"), ended("error"), ended("malformed"), ended("ok", "other")]
+    for order in itertools.permutations(endings):
+        assert air(list(order)) == air([ended("malformed"), ended("ok", "other")])
+        assert air(list(order[:2]), list(order[2:])) == 0.0
+
+
+def test_another_tool_or_other_arguments_are_another_execution() -> None:
+    assert air([ended("ok"), ended("error", tool="search")]) == 0.05
+    assert air([ended("ok", "[1]"), ended("error", "[true]")]) == 0.05
+
+
+def test_where_arguments_are_not_known_each_execution_counts() -> None:
+    unknown = [ended("ok", None), ended("ok", None), ended("error", None)]
+    assert air(unknown) == 0.2 * 0.5
+    same = [msgspec.structs.replace(one, id="t1") for one in unknown]
+    assert air(same) == -0.1
+
+
+@pytest.mark.parametrize("text", ["{not json", "[" * 10_000, "1" * 5000, "", '"\\ud800"'])
+def test_arguments_that_are_not_json_stand_as_they_are(text: str) -> None:
+    assert canonical(f" {text} ").strip('"') == text.strip('"')
+
+
+@given(st.sampled_from(TOOL_STATUSES), st.sampled_from([{}, {"search": {"error": -0.9}}]))
+def test_a_malformed_call_scores_below_one_that_failed_cleanly(
+    status: str, tools: dict[str, dict[str, float]]
+) -> None:
+    rule = CreditPart(air_tools=tools)
+    malformed = air_rewards([[ended("malformed")]], rule)[0]
+    for tool in ("calc", "search"):
+        clean = air_rewards([[ended(status, tool=tool)]], rule)[0]
+        assert clean > malformed or status == "malformed"
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"air_tools": {"search": {"malformed": -0.5}}},
+        {"air_tools": {"search": {"error": -1.0}}},
+        {"air_tools": {"search": {"error": -2.0, "malformed": -3.0}}},
+        {"air_scores": dict.fromkeys(TOOL_STATUSES, -1.5) | {"malformed": -2.0}},
+    ],
+)
+def test_no_scores_make_it_otherwise(table: dict[str, dict[str, dict[str, float]]]) -> None:
+    with pytest.raises(ValueError, match="malformed must score below"):
+        CreditPart.model_validate(table)
+
+
+def test_scores_of_a_tool_name_known_statuses() -> None:
+    with pytest.raises(ValueError, match=r"air_tools\.search: 'okay' is not a tool status"):
+        CreditPart(air_tools={"search": {"okay": 1.0}})
+
+
+def test_scores_are_finite() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        CreditPart(air_scores=dict(RULE.air_scores) | {"ok": float("nan")})
+
+
+# What was asked for
+
+CALC = ToolCall(id="t1", name="calc", arguments="{}")
+SEARCH = ToolCall(id="t2", name="search", arguments='{"q": 1}')
+
+
+def asked(event: ToolEvent, *calls: ToolCall) -> list[str | None]:
+    made = transition(tool_calls=calls, tool_events=(event,))
+    return [found.arguments for found in matched_events(made)]
+
+
+def test_an_event_that_no_call_asked_for_does_not_count() -> None:
+    assert asked(tool_event("ok", "t1"), CALC, SEARCH) == ["{}"]
+    assert asked(tool_event("ok", "t9"), CALC, SEARCH) == []
+    assert asked(tool_event("ok", "t1")) == []
+
+
+def test_a_reply_that_was_no_readable_call_is_malformed_itself() -> None:
+    unread = msgspec.structs.replace(tool_event("malformed", None), name="calc")
+    assert asked(unread) == [None]
+    assert asked(unread, SEARCH) == [None]
+    assert asked(msgspec.structs.replace(unread, status="error")) == []
+    assert asked(tool_event("malformed", "t9")) == []
+
+
+def test_an_event_without_an_id_counts_where_only_one_tool_can_be_meant() -> None:
+    nameless = msgspec.structs.replace(tool_event("ok", None), name=None)
+    named = msgspec.structs.replace(nameless, name="search")
+    assert asked(nameless, CALC) == ["{}"]
+    assert asked(nameless, CALC, SEARCH) == []
+    assert asked(named, CALC, SEARCH) == ['{"q": 1}']
+    assert asked(named, CALC) == []

@@ -1,0 +1,214 @@
+"""Each option of a recipe's [credit], by its name, against a pencil."""
+
+from math import sqrt
+from typing import Any
+
+import pytest
+
+from tests.support.lines import call, calls, credited, episode, event, reward
+
+HALF = sqrt(0.5)
+
+
+def advantages(found: Any, *keys: tuple[str, str]) -> list[float]:
+    return [found[key].advantage for key in keys]
+
+
+def near(*values: float) -> Any:
+    return pytest.approx(list(values), abs=1e-12)
+
+
+# Assignments
+
+
+def two_agents() -> list[dict[str, Any]]:
+    """The writer did well in `a` and badly in `b`; the episodes went the other way."""
+    return [
+        episode(
+            "a",
+            0.0,
+            calls=[
+                call("w", agent="writer", feedback=[reward(1.0)], tool_events=[event("ok")]),
+                call("c", agent="checker"),
+            ],
+        ),
+        episode(
+            "b",
+            1.0,
+            calls=[
+                call("w", agent="writer", feedback=[reward(0.4), reward(-0.2, 5)]),
+                call("c", agent="checker"),
+            ],
+        ),
+    ]
+
+
+def test_identical_is_the_default_and_counts_no_single_calls_reward() -> None:
+    found = credited(two_agents(), air_lambda=0.0)
+    assert found == credited(two_agents(), air_lambda=0.0, assignment="identical")
+    assert {(line.episode, line.r_final) for line in found.values()} == {("a", 0.0), ("b", 1.0)}
+
+
+def test_per_agent() -> None:
+    found = credited(two_agents(), assignment="per_agent")
+    # writer: 1 + 0.2 against -0.2, mean 0.5, s = 1.4·√½; checker: 0 against 1.
+    assert [found[key].r_final for key in (("a", "w"), ("b", "w"))] == [1.0, -0.2]
+    assert [found[key].r_air for key in (("a", "w"), ("a", "c"))] == [0.2, 0.0]
+    assert advantages(found, ("a", "w"), ("b", "w")) == near(HALF, -HALF)
+    assert advantages(found, ("a", "c"), ("b", "c")) == near(-HALF, HALF)
+    assert {line.weight for line in found.values()} == {0.25}
+
+
+def test_per_agent_takes_the_mean_of_what_an_agents_calls_were_given() -> None:
+    own = [call("1", feedback=[reward(1.0)]), call("2", feedback=[reward(0.5)]), call("3")]
+    found = credited([episode("a", calls=own)], assignment="per_agent")
+    assert [line.r_final for line in found.values()] == [0.75] * 3
+
+
+def test_discounted() -> None:
+    lines = [episode("a", 1.0, calls=calls(3)), episode("b", 0.0)]
+    found = credited(lines, assignment="discounted", discount=0.5)
+    assert [found["a", name].r_total for name in "123"] == near(0.25, 0.5, 1.0)
+    assert advantages(found, ("a", "1"), ("a", "2"), ("a", "3"), ("b", "1")) == near(
+        HALF / 4, HALF / 2, HALF, -HALF
+    )
+
+
+@pytest.mark.parametrize(("assignment", "paid"), [("first_call", "2"), ("last_call", "3")])
+def test_first_and_last_call(assignment: str, paid: str) -> None:
+    """The first or last that can be trained; the others carry nothing."""
+    own = [call("1", trainable=False), call("2"), call("3"), call("4", trainable=False)]
+    found = credited([episode("a", 1.0, calls=own), episode("b", 0.0)], assignment=assignment)
+    lines = {name: found["a", name] for name in "1234"}
+    assert lines[paid].advantage == pytest.approx(HALF, abs=1e-12)
+    assert [line.weight for line in lines.values()] == [
+        0.5 if name == paid else 0.0 for name in lines
+    ]
+    other = lines["3" if paid == "2" else "2"]
+    assert (other.reason, other.r_total, other.advantage) == (f"not_{assignment}", 0.0, 0.0)
+    assert lines["1"].reason == "not_trainable"
+
+
+def test_any_reward_of_a_single_call() -> None:
+    own = [call("1", feedback=[reward(0.0, 1), reward(1.0, 2)]), call("2")]
+    found = credited([episode("a", 0.0, calls=own), episode("b", 0.0)], assignment="call")
+    # Values 1 and 0 in a, 0 in b; means 0.5 and 0; s² = (0.75² + 0.25²)/2 + 0.25².
+    s = sqrt(0.375)
+    assert [found["a", name].r_final for name in "12"] == [1.0, 0.0]
+    assert advantages(found, ("a", "1"), ("a", "2"), ("b", "1")) == near(
+        0.75 / s, -0.25 / s, -0.25 / s
+    )
+
+
+def test_a_call_without_any_reward_is_not_trained() -> None:
+    own = [call("1", feedback=[reward(1.0)]), call("2")]
+    found = credited([episode("a", calls=own), episode("b", 0.0)], assignment="call")
+    assert (found["a", "2"].reason, found["a", "2"].r_total) == ("unscored", None)
+    assert [found[key].weight for key in (("a", "1"), ("b", "1"))] == [0.5, 0.5]
+
+
+# Baselines and normalisations
+
+
+def three() -> list[dict[str, Any]]:
+    return [episode("a", 1.0, calls=calls(4)), episode("b", 0.0), episode("c", 0.0)]
+
+
+KEYS = (("a", "1"), ("b", "1"), ("c", "1"))
+
+
+@pytest.mark.parametrize(
+    ("baseline", "normalisation", "expected"),
+    [
+        # GRPO: mean ⅓, s = √⅓.
+        ("group", "group", (2 / sqrt(3), -1 / sqrt(3), -1 / sqrt(3))),
+        # Dr. GRPO leaves the division out.
+        ("group", "none", (2 / 3, -1 / 3, -1 / 3)),
+        # RLOO: against 0, ½ and ½.
+        ("leave_one_out", "none", (1.0, -0.5, -0.5)),
+        ("leave_one_out", "group", (sqrt(3), -sqrt(3) / 2, -sqrt(3) / 2)),
+        ("none", "group", (1.0, 0.0, 0.0)),
+        ("none", "none", (1.0, 0.0, 0.0)),
+        # REINFORCE++ takes mean and spread over the update.
+        ("none", "batch", (2 / sqrt(3), -1 / sqrt(3), -1 / sqrt(3))),
+    ],
+)
+def test_baselines_and_normalisations(
+    baseline: str, normalisation: str, expected: tuple[float, ...]
+) -> None:
+    found = credited(three(), baseline=baseline, normalisation=normalisation)
+    assert advantages(found, *KEYS) == near(*expected)
+    assert {line.reason for line in found.values()} == {None}
+
+
+def test_without_a_baseline_what_is_alone_or_alike_is_trained() -> None:
+    lines = [episode("a", 1.0, task="t"), episode("b", 1.0, task="t"), episode("c", 0.5, task=None)]
+    found = credited(lines, baseline="none")
+    assert [(line.advantage, line.reason) for line in found.values()] == [
+        (1.0, None), (1.0, None), (0.5, None),
+    ]  # fmt: skip
+
+
+def test_batch_divides_by_the_updates_spread() -> None:
+    lines = [*three(), episode("d", 0.5, task="u"), episode("e", 0.5, task="u")]
+    lines += [episode("f", 0.0, task="v"), episode("g", 4.0, task="v"), episode("h", 9.0, task="w")]
+    found = credited(lines, normalisation="batch")
+    # Differences from the groups' means: ⅔, -⅓, -⅓, 0, 0, -2, 2; h has nobody.
+    s = sqrt((4 / 9 + 1 / 9 + 1 / 9 + 8) / 6)
+    assert advantages(found, *KEYS) == near(2 / 3 / s, -1 / 3 / s, -1 / 3 / s)
+    assert advantages(found, ("f", "1"), ("g", "1")) == near(-2 / s, 2 / s)
+    reasons = [found[name, "1"].reason for name in "deh"]
+    assert reasons == ["no_spread", "no_spread", "alone"]
+
+
+def test_without_a_baseline_nothing_is_without_signal() -> None:
+    """A learner with a value head learns from returns that are all alike, too."""
+    rule = {"baseline": "none", "normalisation": "batch"}
+    [only] = credited([episode("a", 1.0)], **rule).values()
+    assert (only.advantage, only.reason, only.weight) == (0.0, None, 1.0)
+    found = credited([episode("a", 1.0), episode("b", 1.0, task="u")], **rule)
+    assert {(line.advantage, line.reason) for line in found.values()} == {(0.0, None)}
+
+
+def test_no_small_spread_is_blown_up() -> None:
+    lines = [episode("a", 0.0), episode("b", 0.01)]
+    assert advantages(credited(lines), ("a", "1"), ("b", "1")) == near(-0.05, 0.05)
+    smaller = credited(lines, smallest_spread=0.001)
+    assert advantages(smaller, ("a", "1"), ("b", "1")) == near(-HALF, HALF)
+
+
+# Weights
+
+
+def test_equal_weight_of_calls_and_of_tokens() -> None:
+    own = [call("1", sampled_ids=[1] * 6), call("2", sampled_ids=[1] * 2)]
+    lines = [episode("a", 1.0, calls=own), episode("b", 0.0, calls=[call(sampled_ids=[1] * 4)])]
+
+    def shares(equal: str) -> list[float]:
+        return [line.weight for line in credited(lines, equal_weight=equal).values()]
+
+    assert shares("episode") == near(1 / 4, 1 / 4, 1 / 2)
+    assert shares("call") == near(1 / 3, 1 / 3, 1 / 3)
+    assert shares("token") == near(6 / 12, 2 / 12, 4 / 12)
+
+
+# AIR
+
+
+def test_air_by_step_pays_each_call_for_its_own_tools() -> None:
+    own = [call("1", tool_events=[event("ok")]), call("2")]
+    found = credited([episode("a", 1.0, calls=own), episode("b", 1.0)], air_assignment="step")
+    assert [found["a", name].r_air for name in "12"] == [0.2, 0.0]
+    # Values 1.2 and 1 in a, 1 in b; means 1.1 and 1, of both 1.05.
+    s = sqrt((0.15**2 + 0.05**2) / 2 + 0.05**2)
+    assert advantages(found, ("a", "1"), ("a", "2"), ("b", "1")) == near(
+        0.15 / s, -0.05 / s, -0.05 / s
+    )
+
+
+def test_air_scores_by_status_and_tool() -> None:
+    events = [event("ok", "search"), event("ok", "calc"), event("error", "search")]
+    line = episode("a", 0.0, calls=[call(tool_events=events)])
+    scores = {"ok": 0.8, "error": -0.1, "timeout": 0.0, "denied": 0.0, "malformed": -1.0}
+    found = credited([line], air_lambda=0.1, air_scores=scores, air_tools={"search": {"ok": 0.1}})
+    assert found["a", "1"].r_air == pytest.approx(0.1 * (0.1 + 0.8 - 0.1) / 3, abs=1e-12)

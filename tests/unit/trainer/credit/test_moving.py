@@ -1,0 +1,157 @@
+"""The moving baseline: order-free, by family and agent, and what is made of it."""
+
+import itertools
+from math import sqrt
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.records import Episode, Group
+from tests.support.stored import episode, transition
+from trainer.credit.assign import Credited, assign_credit
+from trainer.credit.moving import (
+    MAX_FAMILIES,
+    NO_MOVING_BASELINES,
+    MovingAverage,
+    MovingBaselines,
+    task_family,
+)
+from trainer.recipe_parts import CreditPart
+
+RULE = CreditPart(baseline="moving", baseline_rate=0.1)
+KNOWN = MovingBaselines(
+    families={"t": {"default": MovingAverage(mean=0.5, variance=0.25, count=100)}}
+)
+
+
+def credit(
+    *episodes: Episode, before: MovingBaselines = NO_MOVING_BASELINES, rule: CreditPart = RULE
+) -> Credited:
+    groups = [Group(task=one.task or "", episodes=(one,)) for one in episodes]
+    return assign_credit(groups, rule, policy="m", oldest_version=0, baselines=before)
+
+
+@pytest.mark.parametrize(
+    ("task", "family"),
+    [
+        ("refunds/17", "refunds"),
+        ("refunds:late/3", "refunds"),
+        ("refunds-17", "refunds"),
+        ("refunds", "refunds"),
+        ("gsm8k #12", "gsm8k"),
+        ("17", ""),
+        ("", ""),
+        (None, ""),
+        ("/x", ""),
+        ("prompt:0a1b", "prompt"),
+    ],
+)
+def test_families(task: str | None, family: str) -> None:
+    assert task_family(task) == family
+
+
+def test_a_group_of_one_is_compared_with_what_came_before() -> None:
+    found = credit(episode(1.0, task="t/1"), episode(0.5, task="t/2"), before=KNOWN)
+    # Both have the share 1 − 0.9² = 0.19, and 0.75 for a mean.
+    mean, share = 0.5 + 0.19 * 0.25, 0.19
+    variance = (1 - share) * (0.25 + 0.0475**2) + share * (0.25**2 + 0.2025**2)
+    assert [c.advantage for c in found.transitions] == pytest.approx(
+        [0.5 / sqrt(variance), 0.0], abs=1e-12
+    )
+    assert [c.weight for c in found.transitions] == [0.5, 0.5]
+    assert found.baselines.mean("t", "default") == pytest.approx(mean, abs=1e-12)
+    assert found.baselines.spread("t", "default") == pytest.approx(sqrt(variance), abs=1e-12)
+
+
+def test_a_family_first_seen_is_compared_with_its_own_mean() -> None:
+    found = credit(episode(1.0), episode(0.0), episode(0.0, task="alone/1"))
+    assert [c.advantage for c in found.transitions] == pytest.approx([1.0, -1.0, 0.0], abs=1e-12)
+    assert [c.reason for c in found.transitions] == [None, None, "alone"]
+    assert found.baselines.mean("t", "default") == 0.5
+    assert found.baselines.mean("alone", "default") == 0.0
+
+
+def test_what_equals_its_baseline_is_no_signal() -> None:
+    assert {c.reason for c in credit(episode(0.1), episode(0.1)).transitions} == {"no_spread"}
+    flat = MovingBaselines(
+        families={"t": {"default": MovingAverage(mean=0.1, variance=0.0, count=3)}}
+    )
+    after = credit(episode(0.1), before=flat)
+    assert after.transitions[0].reason == "no_spread"
+    assert after.baselines.mean("t", "default") == 0.1
+
+
+def test_each_agent_has_its_own() -> None:
+    both = MovingBaselines(
+        families={
+            "t": {
+                "writer": MovingAverage(mean=0.25, variance=0.01, count=50),
+                "checker": MovingAverage(mean=0.75, variance=0.01, count=50),
+            }
+        }
+    )
+    calls = (transition(agent="writer"), transition(agent="checker"), transition(agent="writer"))
+    made = msgspec.structs.replace(episode(1.0), calls=calls)
+    rule = RULE.model_copy(update={"normalisation": "none"})
+    found = credit(made, before=both, rule=rule)
+    assert [c.advantage for c in found.transitions] == [0.75, 0.25, 0.75]
+    assert found.baselines.mean("t", "writer") == pytest.approx(0.25 + 0.1 * 0.75, abs=1e-12)
+
+
+def test_unscored_episodes_move_nothing_and_other_baselines_none() -> None:
+    assert credit(episode(None)).baselines == NO_MOVING_BASELINES
+    assert credit(episode(1.0), rule=CreditPart()).baselines == NO_MOVING_BASELINES
+    assert credit(episode(1.0), before=KNOWN, rule=CreditPart()).baselines == KNOWN
+
+
+def test_earlier_members_are_not_counted_again() -> None:
+    group = Group(task="t", episodes=(episode(1.0),), earlier=(episode(0.0), episode(0.0)))
+    found = assign_credit([group], RULE, policy="m", oldest_version=0, baselines=KNOWN)
+    assert len(found.transitions) == 1
+    assert found.baselines.families["t"]["default"].count == 101
+
+
+def test_while_few_were_seen_it_is_the_plain_mean() -> None:
+    at = NO_MOVING_BASELINES
+    for value in (1.0, 0.0, 0.0, 1.0, 0.5):
+        at = at.updated({("t", "a"): [value]}, 0.05)
+    assert at.mean("t", "a") == pytest.approx(0.5, abs=1e-12)
+    assert at.spread("t", "a") == pytest.approx(sqrt(1 / 5), abs=1e-12)
+
+
+def test_a_batch_moves_it_as_its_returns_would_one_by_one_on_average() -> None:
+    values = [1.0, 0.0, 0.25]
+    one_by_one = []
+    for order in itertools.permutations(values):
+        mean = 0.5
+        for value in order:
+            mean += 0.1 * (value - mean)
+        one_by_one.append(mean)
+    found = KNOWN.updated({("t", "default"): values}, 0.1)
+    assert found.mean("t", "default") == pytest.approx(sum(one_by_one) / 6, abs=1e-12)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=9), st.randoms(use_true_random=False))
+def test_no_order_within_an_update_changes_a_bit(values: list[float], random: object) -> None:
+    shuffled = list(values)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    for before in (NO_MOVING_BASELINES, KNOWN):
+        first = before.updated({("t", "default"): values, ("u", "b"): values}, 0.05)
+        again = before.updated({("u", "b"): shuffled, ("t", "default"): shuffled}, 0.05)
+        assert msgspec.json.encode(first.pruned()) == msgspec.json.encode(again.pruned())
+
+
+def test_as_json_and_back() -> None:
+    assert msgspec.convert(msgspec.to_builtins(KNOWN), MovingBaselines) == KNOWN
+
+
+def test_names_that_never_come_again_are_forgotten_first() -> None:
+    """And the update in which they are still has what its episodes are compared with."""
+    often = credit(episode(1.0, task="often/1"), episode(0.0, task="often/2")).baselines
+    once = [episode(1.0, task=f"once{number}x") for number in range(MAX_FAMILIES)]
+    found = credit(*once, before=often)
+    assert len(found.baselines.families) == MAX_FAMILIES
+    assert found.baselines.mean("often", "default") == 0.5
+    assert {one.reason for one in found.transitions} == {"alone"}

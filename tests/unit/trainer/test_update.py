@@ -1,0 +1,75 @@
+"""An update's plan: rows, what becomes of each episode, and the figures told of it."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from store.ids import new_id
+from store.records import Episode, Group
+from store.updates.claims import Claim
+from tests.support.stored import episode, transition
+from trainer.recipe import Recipe
+from trainer.recipe_parts import CreditPart
+from trainer.update import Plan, plan_update
+
+
+def plan(*episodes: Episode, **credit: Any) -> Plan:
+    group = Group(task="t", episodes=episodes)
+    claim = Claim(update_id=new_id(), policy="m", parent_version=0, groups=(group,))
+    return plan_update(claim, Recipe(credit=CreditPart(**credit)))
+
+
+def failed() -> Episode:
+    broken = transition(status="truncated", trainable=False, reason="incomplete")
+    return msgspec.structs.replace(episode(None), calls=(transition(), broken))
+
+
+def test_each_episode_is_accounted_for_once() -> None:
+    greedy = transition(trainable=False, reason="greedy")
+    mixed = msgspec.structs.replace(episode(None), calls=(transition(), greedy))
+    untrainable = msgspec.structs.replace(episode(0.5), calls=(greedy,))
+    found = plan(episode(1.0), episode(0.0, 3), mixed, failed(), untrainable)
+    assert [(one.trained, one.reason) for one in found.outcomes] == [
+        (True, None),
+        (True, None),
+        (False, "unscored"),
+        (False, "failed"),
+        (False, "no_trainable_call"),
+    ]
+    assert len(found.rows) == 4
+    assert found.metrics["dropped"] == {"unscored": 1, "failed": 1, "no_trainable_call": 1}
+
+
+@pytest.mark.parametrize("assignment", ["identical", "discounted", "first_call", "last_call"])
+def test_means_are_over_episodes_whatever_the_assignment(assignment: str) -> None:
+    found = plan(episode(1.0, 5), episode(0.0, 1), assignment=assignment).metrics
+    assert (found["reward_mean"], found["total_mean"], found["air_mean"]) == (0.5, 0.5, 0.0)
+    assert found["trained_episodes"] == 2
+
+
+def test_the_one_call_that_is_paid_makes_the_episode_trained() -> None:
+    found = plan(episode(1.0, 3), episode(0.0), assignment="first_call")
+    assert [one.reason for one in found.outcomes] == [None, None]
+    assert [row.position for row in found.rows] == [0, 0]
+
+
+def test_what_another_policy_sampled_is_not_trained_and_makes_nobody_stale() -> None:
+    """A checker that stays on the base model, beside a writer that is trained."""
+    calls = (
+        transition(policy_version=5),
+        transition(policy="base", policy_version=0, agent="checker"),
+    )
+    made = msgspec.structs.replace(episode(1.0), calls=calls)
+    other = msgspec.structs.replace(episode(0.0), calls=(transition(policy_version=5),))
+    group = Group(task="t", episodes=(made, other))
+    claim = Claim(
+        update_id=new_id(), policy="m", parent_version=5, oldest_version=3, groups=(group,)
+    )
+    found = plan_update(claim, Recipe())
+    assert [(one.reason, one.weight) for one in found.credited] == [
+        (None, 0.5),
+        ("other_policy", 0.0),
+        (None, 0.5),
+    ]
+    assert [row.version for row in found.rows] == [5, 5]
