@@ -34,6 +34,14 @@ settings.register_profile("long", deadline=None, max_examples=50_000, print_blob
 settings.load_profile("pawl")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file together, and all that start a vLLM: it is up once for them."""
+    for item in items:
+        file = item.path.relative_to(ROOT).as_posix()
+        item.add_marker(pytest.mark.xdist_group("e2e" if file.startswith("tests/e2e") else file))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _clean_environment() -> None:
     """No setting of the developer's own machine reaches a test."""

@@ -1,5 +1,6 @@
 """The budget of bytes in flight: whatever is asked and given back, the sum is right."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from proxy.errors import BadRequest, Overloaded, TooLarge
 from proxy.intake.budget import SMALL, Budget, Claim
+from proxy.intake.intake import SWITCH_S, Intake
 from proxy.intake.shape import (
     COPIES,
     LONG_BYTES,
@@ -115,3 +117,14 @@ def test_what_may_be_parsed(body: bytes, refusal: Any) -> None:
 def test_only_what_is_long_is_read_beside_the_loop() -> None:
     for body, long in ((b"[]", False), (b"[" + b"{}," * 4000, True), (b" " * LONG_BYTES, False)):
         assert takes_long(body, check_shape(body)) is long
+
+
+async def test_work_beside_the_loop_gives_way_to_it_sooner_and_only_while_it_runs() -> None:
+    usual = sys.getswitchinterval()
+    intake = Intake(budget=LIMIT, max_body=LIMIT, max_feedback=LIMIT)
+    assert await intake.beside(sys.getswitchinterval) == pytest.approx(SWITCH_S)
+    assert sys.getswitchinterval() == usual
+    with pytest.raises(ZeroDivisionError):
+        await intake.beside(lambda: 1 / 0)
+    assert sys.getswitchinterval() == usual
+    intake.close()

@@ -61,7 +61,7 @@ def adjoin(found: list[Piece], data: bytes) -> None:
         assert piece.data == data[piece.begin : piece.end]
 
 
-@pytest.mark.parametrize("mark", [MARK, None])
+@pytest.mark.parametrize("mark", [MARK, None], ids=["marked", "unmarked"])
 @given(bits=st.sets(st.integers(0, 8 * len(SEGMENT) - 1), min_size=1, max_size=6))
 def test_flipped_bits_cost_the_records_they_are_in(mark: bytes | None, bits: set[int]) -> None:
     data = bytearray(SEGMENT)
