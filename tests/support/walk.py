@@ -129,7 +129,8 @@ async def main() -> None:
     files = [file for file in busy.order if any(file in pair for pair in pairs)]
     console = Console(width=200, highlight=False)
     for file in files:
-        console.print(
+        callers = ", ".join(a for a, b in pairs if b == file) or "(already there)"
+        console.print(f"{file:<40} from {callers}")
             f"{file:<40} from {', '.join(a for a, b in pairs if b == file) or '(already there)'}"
         )
     console.print(f"{len(files)} files, {len(pairs)} hand-overs")
