@@ -131,8 +131,6 @@ async def main() -> None:
     for file in files:
         callers = ", ".join(a for a, b in pairs if b == file) or "(already there)"
         console.print(f"{file:<40} from {callers}")
-            f"{file:<40} from {', '.join(a for a, b in pairs if b == file) or '(already there)'}"
-        )
     console.print(f"{len(files)} files, {len(pairs)} hand-overs")
 
 
