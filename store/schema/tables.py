@@ -6,7 +6,6 @@ would add a third to the cost of storing a row, and only `store.write.ingest` wr
 """
 
 from sqlalchemy import (
-    ARRAY,
     JSON,
     Boolean,
     CheckConstraint,
@@ -174,26 +173,26 @@ transitions = Table(
     postgresql_partition_by="RANGE (id)",
 )
 
-# Fingerprints of what later calls may repeat (`offers`) and of what calls repeat (`asks`): 16
-# bytes, stored as uuid, the smallest type of that size. `links` holds the matches, which are few.
-offers = Table(
-    "offers",
+# Fingerprints of what later calls may repeat, and of what calls repeat: 16 bytes, stored as uuid,
+# the smallest type of that size. `links` holds the matches, which are few.
+provided_fingerprints = Table(
+    "provided_fingerprints",
     metadata,
     Column("digest", Uuid, nullable=False),
     Column("episode_id", Uuid, nullable=False),
-    Index("ix_offers_digest", "digest"),
+    Index("ix_provided_fingerprints_digest", "digest"),
 )
 
-asks = Table(
-    "asks",
+needed_fingerprints = Table(
+    "needed_fingerprints",
     metadata,
     Column("digest", Uuid, nullable=False),
     Column("call_id", Uuid, nullable=False),
     Column("episode_id", Uuid, nullable=False),
     # 0 is the surest. Only the matches of a call's lowest level that has any count.
     Column("level", Integer, nullable=False),
-    Index("ix_asks_digest", "digest"),
-    Index("ix_asks_call_id", "call_id"),
+    Index("ix_needed_fingerprints_digest", "digest"),
+    Index("ix_needed_fingerprints_call_id", "call_id"),
 )
 
 links = Table(
@@ -201,12 +200,12 @@ links = Table(
     metadata,
     Column("call_id", Uuid, primary_key=True),
     Column("level", Integer, primary_key=True),
-    Column("offered_by", Uuid, primary_key=True),
-    Column("asked_by", Uuid, nullable=False),
-    # Too many episodes offer the digest: the link is not followed from one episode to another.
-    Column("worn", Boolean, nullable=False, server_default=text("false")),
-    Index("ix_links_offered_by", "offered_by"),
-    Index("ix_links_asked_by", "asked_by"),
+    Column("provided_by", Uuid, primary_key=True),
+    Column("needed_by", Uuid, nullable=False),
+    # Too many episodes provide the digest: the link is not followed from one episode to another.
+    Column("too_common", Boolean, nullable=False, server_default=text("false")),
+    Index("ix_links_provided_by", "provided_by"),
+    Index("ix_links_needed_by", "needed_by"),
 )
 
 tool_events = Table(
@@ -326,17 +325,6 @@ consumptions = Table(
     Column("at", When, nullable=False, server_default=text("now()")),
     CheckConstraint("trained OR reason IS NOT NULL", name="reason_given"),
     Index("ix_consumptions_update_id", "update_id"),
-)
-
-api_keys = Table(
-    "api_keys",
-    metadata,
-    Column("id", Uuid, primary_key=True),
-    Column("name", Text, nullable=False, unique=True),
-    Column("key_hash", LargeBinary, nullable=False, unique=True),
-    Column("scopes", ARRAY(Text), nullable=False),
-    Column("created_at", When, nullable=False, server_default=text("now()")),
-    Column("revoked_at", When),
 )
 
 # The results of asking judges about episodes. A judge is not asked again, or not before `due_at`.
