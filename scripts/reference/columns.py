@@ -1,6 +1,6 @@
 """The meaning of each table and column of the database.
 
-A column with `doc=` or `comment=` in `store.schema.tables` needs no entry here, and its own text
+A column with `doc=` or `comment=` in `store.schema` needs no entry here, and its own text
 counts.
 """
 

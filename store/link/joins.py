@@ -29,7 +29,7 @@ _JOINED_BY: tuple[tuple[str, Confidence], ...] = (("tool_call", "certain"), ("re
 _BY_PREFIX: tuple[str, Confidence] = ("prefix", "likely")
 
 
-class Part(Record, frozen=True, kw_only=True):
+class EpisodePart(Record, frozen=True, kw_only=True):
     """An episode made of the calls under its own key only, before joins.
 
     `held` is true if it was claimed, by itself or as a part of another.
@@ -68,7 +68,7 @@ class Joins(Record, frozen=True, kw_only=True):
     calls: Mapping[UUID, tuple[str, Confidence] | None]
 
 
-def resolve(parts: Sequence[Part], links: Iterable[Link]) -> Joins:
+def resolve(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
     """Join the parts that are one episode. Parts that are held get no place: they stay as is."""
     needs = _surest(links)
     roots = {part.id: part.id for part in parts}
@@ -84,12 +84,12 @@ def resolve(parts: Sequence[Part], links: Iterable[Link]) -> Joins:
         doubts.setdefault(needed_by, DOUBTFUL_NEED)
         for provided in () if too_common else provided_by:
             doubts.setdefault(provided, TOLD_MORE_THAN_ONE)
-    by_root: dict[UUID, list[Part]] = {}
+    by_root: dict[UUID, list[EpisodePart]] = {}
     for part in parts:
         by_root.setdefault(_root(roots, part.id), []).append(part)
     places: dict[UUID, Place] = {}
-    for members in by_root.values():
-        places |= _places(members, doubts)
+    for joined_parts in by_root.values():
+        places |= _places(joined_parts, doubts)
     late = {part for part, place in places.items() if place.quarantined_reason == TOO_LATE}
     held = {part.id for part in parts if part.held}
     for call_id, (_, needed_by, _) in needs.items():
@@ -134,20 +134,20 @@ def _root(roots: dict[UUID, UUID], part: UUID) -> UUID:
     return part
 
 
-def _places(members: list[Part], doubts: Mapping[UUID, str]) -> dict[UUID, Place]:
+def _places(parts: list[EpisodePart], doubts: Mapping[UUID, str]) -> dict[UUID, Place]:
     """Return the places of one episode's parts; the earliest part stands for the episode."""
-    if any(part.held for part in members):
-        return {part.id: Place(quarantined_reason=TOO_LATE) for part in members if not part.held}
-    ordered = sorted(members, key=lambda part: (part.first_call_id, part.id))
+    if any(part.held for part in parts):
+        return {part.id: Place(quarantined_reason=TOO_LATE) for part in parts if not part.held}
+    ordered = sorted(parts, key=lambda part: (part.first_call_id, part.id))
     first, *others = ordered
     reason = next((doubts[part.id] for part in ordered if part.id in doubts), None)
     places = {part.id: Place(root=first.id, quarantined_reason=reason) for part in others}
-    task = _task(members)
+    task = _task(parts)
     task = None if task == first.task else task
     return places | {first.id: Place(joined_task=task, quarantined_reason=reason)}
 
 
-def _task(members: list[Part]) -> str | None:
+def _task(parts: list[EpisodePart]) -> str | None:
     """Choose the task as within a part: named before derived, then the earliest."""
-    having = [(not part.task_named, part.task_from, part) for part in members if part.task_from]
+    having = [(not part.task_named, part.task_from, part) for part in parts if part.task_from]
     return min(having, key=lambda one: one[:2])[2].task if having else None

@@ -12,7 +12,7 @@ from uuid import UUID
 
 import msgspec
 
-from store.link.joins import MOST_PROVIDERS, Link, Part, resolve
+from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve
 from store.records import OWN_EPISODE, REWARD, CallRecord, FeedbackRecord
 from store.values.digests import as_uuid
 
@@ -258,7 +258,7 @@ _UPDATE_CALLS = """
 async def _join(driver: Any, linked: set[UUID]) -> None:
     """Update these episodes and their calls to the result of `store.link.joins.resolve`."""
     ids = list(linked)
-    parts = [Part(**dict(row)) for row in await driver.fetch(_PARTS, ids)]
+    parts = [EpisodePart(**dict(row)) for row in await driver.fetch(_PARTS, ids)]
     links = [Link(**dict(row)) for row in await driver.fetch(_LINKS, ids)]
     joins = resolve(parts, links)
     places = [(part, *msgspec.structs.astuple(place)) for part, place in joins.places.items()]

@@ -19,7 +19,8 @@ from store.errors import ClaimLost
 from store.ids import new_id
 from store.read.episodes import read_episodes
 from store.records import Episode, Group, Record, UpdateRow
-from store.schema.tables import consumptions, episodes, updates
+from store.schema.recorded import episodes
+from store.schema.trained import consumptions, updates
 from store.updates.expiry import oldest_version
 from store.updates.policies import add_version
 from store.updates.ready import EARLIER_MEMBERS, ClaimRule, find_ready

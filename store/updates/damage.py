@@ -14,7 +14,8 @@ from sqlalchemy import insert, or_, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import ClaimLost
-from store.schema.tables import consumptions, episodes, updates
+from store.schema.recorded import episodes
+from store.schema.trained import consumptions, updates
 
 DAMAGED: Final = "damaged"
 NON_FINITE: Final = "non_finite"

@@ -15,7 +15,8 @@ from sqlalchemy import insert, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at, new_id
-from store.schema.tables import FREE, consumptions, episodes, updates
+from store.schema.recorded import FREE, episodes
+from store.schema.trained import consumptions, updates
 from store.updates.ready import VERSION, ClaimRule, lock_free
 
 MOST: Final = 1000

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import UnknownPolicy
 from store.records import PolicyState, PolicyVersion, policy_name
-from store.schema.tables import policies
+from store.schema.trained import policies
 
 
 async def ensure_base(connection: AsyncConnection, name: str) -> None:

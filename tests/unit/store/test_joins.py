@@ -11,8 +11,8 @@ from store.link.joins import (
     MOST_PROVIDERS,
     TOLD_MORE_THAN_ONE,
     TOO_LATE,
+    EpisodePart,
     Link,
-    Part,
     resolve,
 )
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL, levels
@@ -22,7 +22,7 @@ def uid(number: int) -> UUID:
     return UUID(int=number)
 
 
-def part(number: int, **changes: object) -> Part:
+def part(number: int, **changes: object) -> EpisodePart:
     fields = {
         "id": uid(number),
         "first_call_id": uid(100 + number),
@@ -32,7 +32,7 @@ def part(number: int, **changes: object) -> Part:
         "doubtful": False,
         "held": False,
     }
-    return Part(**(fields | changes))  # type: ignore[arg-type]
+    return EpisodePart(**(fields | changes))  # type: ignore[arg-type]
 
 
 def link(needing: int, *providing: int, level: int = 2, call: int | None = None) -> list[Link]:
@@ -43,7 +43,7 @@ def link(needing: int, *providing: int, level: int = 2, call: int | None = None)
     ]
 
 
-def parts(*numbers: int) -> list[Part]:
+def parts(*numbers: int) -> list[EpisodePart]:
     return [part(number) for number in numbers]
 
 
