@@ -6,27 +6,18 @@ computed from all that is stored, so that neither the order of arrival nor a rep
 (docs/decisions/011-joins-in-the-store.md).
 """
 
-from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from uuid import UUID
 
 import msgspec
 
 from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve
+from store.link.targets import Target, stored_targets
 from store.records import OWN_EPISODE, REWARD, CallRecord, FeedbackRecord
 from store.values.digests import as_uuid
 
 # Key of the advisory lock that `settle` holds until its transaction ends.
 SETTLE_LOCK: Final = 0x5041574D
-
-
-class Target(NamedTuple):
-    """A name that feedback may use as its target, with the episode and call that it stands for."""
-
-    kind: str
-    name: str
-    episode_id: UUID
-    call_id: UUID | None
 
 
 class Written(msgspec.Struct):
@@ -114,7 +105,7 @@ async def _match(driver: Any, written: Written) -> set[UUID]:
     wanted = {
         (item.target_kind, item.target) for record in written.statements for item in record.items
     }
-    targets = {*written.targets(), *await _stored_targets(driver, wanted)}
+    targets = {*written.targets(), *await stored_targets(driver, wanted)}
     if not targets:
         return set()
     columns = [list(column) for column in zip(*sorted(targets, key=_in_order), strict=True)]
@@ -125,24 +116,6 @@ async def _match(driver: Any, written: Written) -> set[UUID]:
 
 def _in_order(target: Target) -> tuple[str, str, str]:
     return target.kind, target.name, str(target.call_id)
-
-
-_STORED = {
-    "episode": "SELECT key, id, NULL::uuid FROM episodes WHERE key = ANY($1)",
-    "response": "SELECT response_id, episode_id, id FROM transitions WHERE response_id = ANY($1)",
-    "call": "SELECT id::text, episode_id, id FROM transitions WHERE id = ANY($1::text[]::uuid[])",
-}
-
-
-async def _stored_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> list[Target]:
-    by_kind: dict[str, list[str]] = {}
-    for kind, name in wanted:
-        by_kind.setdefault(kind, []).append(name)
-    return [
-        Target(kind, name, episode_id, call_id)
-        for kind, names in by_kind.items()
-        for name, episode_id, call_id in await driver.fetch(_STORED[kind], names)
-    ]
 
 
 # An episode of method `own` has one call only, so feedback on the call is feedback on the episode.

@@ -17,13 +17,14 @@ from store.link.joins import (
     TOLD_MORE_THAN_ONE,
     TOO_LATE,
 )
+from store.link.targets import known_targets
 from store.read.episodes import episode_ids, read_episodes
 from store.records import CallRecord, Episode, SpoolRecord
 from store.updates import claims
 from store.updates.policies import ensure_base, pinned_episodes
 from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL
-from store.write.ingest import Ingester, known_targets
+from store.write.ingest import Ingester
 from tests.support.records import call, reward, statement, tokens, tool_event
 
 RULE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
