@@ -1,4 +1,4 @@
-"""Names of both sides of a join: what a call needs, and what it provides; `api_keys` goes."""
+"""Rename both sides of a join to what a call needs and provides, and drop `api_keys`."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""What all tables share: the metadata that they belong to, names of constraints, and types.
+"""Define what all tables share: their metadata, the names of constraints, and types.
 
 The schema is decided in docs/decisions/001-ledger.md and 010-storage.md.
 """

@@ -1,4 +1,4 @@
-"""Tables of calls, the episodes that they are in, and what joins them.
+"""Define the tables of calls, of the episodes that they are in, and of what joins them.
 
 `transitions` is partitioned by day through its UUIDv7 key, so that the primary key is `id` alone.
 No foreign key refers to it, so that a day can be dropped. It has no foreign keys itself: the check

@@ -1,4 +1,4 @@
-"""Tables of what is said about calls and episodes: tool events, feedback, and judgements."""
+"""Define the tables of what is said about calls and episodes: tool events, feedback, judgements."""
 
 from sqlalchemy import (
     Column,

@@ -1,4 +1,4 @@
-"""The whole schema: the metadata with the tables of all modules that define some."""
+"""Collect the tables of the whole schema in one metadata."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Tables of the trainer: policy versions, the updates that made them, and spent episodes."""
+"""Define the trainer's tables: policy versions, updates that made them, consumed episodes."""
 
 from sqlalchemy import (
     Boolean,

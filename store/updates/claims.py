@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.errors import ClaimLost
 from store.ids import new_id
 from store.read.episodes import read_episodes
+from store.read.pages import update_of
 from store.records import Episode, Group, Record, UpdateRow
 from store.schema.recorded import episodes
 from store.schema.trained import updates
@@ -240,19 +241,7 @@ async def list_updates(connection: AsyncConnection, policy: str | None = None) -
     query = select(updates).order_by(updates.c.claimed_at, updates.c.id)
     if policy is not None:
         query = query.where(updates.c.policy == policy)
-    return [
-        UpdateRow(
-            id=row.id,
-            policy=row.policy,
-            parent_version=row.parent_version,
-            version=row.version,
-            state=row.state,
-            claimed_at=row.claimed_at,
-            finished_at=row.finished_at,
-            metrics=row.metrics,
-        )
-        for row in await connection.execute(query)
-    ]
+    return [update_of(row) for row in await connection.execute(query)]
 
 
 async def hold_policy(connection: AsyncConnection, policy: str) -> bool:

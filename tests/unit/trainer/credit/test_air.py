@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from store.read.facts import MatchedEvent, matched_events
 from store.records import TOOL_STATUSES, ToolCall, ToolEvent
 from tests.support.records import tool_event
 from tests.support.stored import transition
-from trainer.credit.air import MatchedEvent, air_rewards, canonical, matched_events
+from trainer.credit.air import air_rewards, canonical
 from trainer.recipe_parts import CreditPart
 
 RULE = CreditPart()
