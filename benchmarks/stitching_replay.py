@@ -12,7 +12,7 @@ import msgspec
 from benchmarks.stitching_server import Exchange
 from proxy.door.routes import Kind, Route
 from proxy.formats.base import ReplySummary
-from proxy.identity.fingerprints import RESPONSE, offers_of
+from proxy.identity.fingerprints import RESPONSE, provided_fingerprints
 from proxy.identity.identify import Identity, identify, retry_count
 from proxy.identity.stitch import CallMemory
 from store.ids import new_id
@@ -26,7 +26,7 @@ class Seen(msgspec.Struct):
     id: UUID
     who: Identity
     seconds: float
-    offers: tuple[bytes, ...] = ()
+    provides: tuple[bytes, ...] = ()
 
 
 def replay(runs: list[list[Exchange]], proxies: int, seed: int) -> list[Seen]:
@@ -66,8 +66,8 @@ def _finish(call: Seen, exchange: Exchange, body: bytes, memory: CallMemory) -> 
     summary = summary_of(exchange.dialect, exchange.reply)
     before = perf_counter()
     said = call.who.conversation
-    call.offers = offers_of(exchange.dialect, exchange.body, summary, said)
-    memory.offer(call.offers, call.who.episode, call.who.follows)
+    call.provides = provided_fingerprints(exchange.dialect, exchange.body, summary, said)
+    memory.provide(call.provides, call.who.episode, call.who.follows)
     call.seconds += perf_counter() - before
     if exchange.status >= 400:
         memory.failed(body, call.who.episode, call.id)
@@ -107,15 +107,15 @@ def summary_of(dialect: str, reply: dict[str, Any]) -> ReplySummary:
 def join_in_ledger(seen: list[Seen]) -> list[tuple[str, bool]]:
     """Each call's episode, and whether it is in doubt, once the ledger knows all records.
 
-    Of what a call asks for, the surest sign that other episodes offered counts. If they are
+    Of what a call needs, the surest fingerprint that other episodes provided counts. If they are
     one episode, the call's is that one, too; if not, all of them are in doubt. Joins are made
     until there are no more to be made, as one may settle the doubt of another.
     """
-    offered: dict[bytes, set[str]] = defaultdict(set)
+    provided: dict[bytes, set[str]] = defaultdict(set)
     for call in seen:
-        for digest in call.offers:
-            offered[digest].add(call.who.episode)
-    answers = {call.id: _answer(call, offered) for call in seen if call.who.asks}
+        for digest in call.provides:
+            provided[digest].add(call.who.episode)
+    answers = {call.id: _answer(call, provided) for call in seen if call.who.needs}
     roots = {call.who.episode: call.who.episode for call in seen}
     changed = True
     while changed:
@@ -136,12 +136,12 @@ def join_in_ledger(seen: list[Seen]) -> list[tuple[str, bool]]:
     return [(key, key in roots_in_doubt) for key in ends]
 
 
-def _answer(call: Seen, offered: dict[bytes, set[str]]) -> set[str]:
-    """The other episodes that offered the surest sign asked for; all ids of a kind are one."""
+def _answer(call: Seen, provided: dict[bytes, set[str]]) -> set[str]:
+    """The other episodes that provided the surest fingerprint needed; all ids of a kind are one."""
     found: dict[int, set[str]] = defaultdict(set)
-    for place, digest in enumerate(call.who.asks):
+    for place, digest in enumerate(call.who.needs):
         level = digest[0] if digest[0] <= RESPONSE else RESPONSE + 1 + place
-        found[level] |= offered[digest] - {call.who.episode}
+        found[level] |= provided[digest] - {call.who.episode}
     return next((found[level] for level in sorted(found) if found[level]), set())
 
 

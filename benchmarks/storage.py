@@ -71,7 +71,7 @@ def record(
 ) -> CallRecord:
     """A complete call, as the proxy records it."""
     call_id = new_id()
-    offered = bytes([PREFIX]) + sha256(reply + call_id.bytes).digest()[:15]
+    provided = bytes([PREFIX]) + sha256(reply + call_id.bytes).digest()[:15]
     return CallRecord(
         id=call_id,
         episode=episode or str(call_id),
@@ -102,7 +102,7 @@ def record(
         first_chunk_ms=120.5,
         total_ms=800.25,
         retry=0,
-        offers=(offered,),
+        provides=(provided,),
     )
 
 
@@ -127,8 +127,8 @@ def single_call(dice: random.Random) -> bytes:
         request=_json({"model": "m", "messages": [{"role": "user", "content": prose(4000, dice)}]}),
         reply=wire.reply(20).encode(),
         deflated=False,
-        offers=(bytes((PREFIX,)) + dice.randbytes(15),),
-        asks=(),
+        provides=(bytes((PREFIX,)) + dice.randbytes(15),),
+        needs=(),
         retry_of=None,
         retry=0,
         tool_events=(),
@@ -261,7 +261,7 @@ _SIZES = text(
     """
     SELECT sum(pg_table_size(relid)) AS rows, sum(pg_indexes_size(relid)) AS indexes
     FROM (SELECT relid FROM pg_partition_tree('transitions') WHERE isleaf
-          UNION ALL SELECT unnest(ARRAY['episodes', 'offers']::regclass[])) tables
+          UNION ALL SELECT unnest(ARRAY['episodes', 'provided_fingerprints']::regclass[])) tables
     """
 )
 
@@ -269,7 +269,9 @@ _SIZES = text(
 async def size(engine: AsyncEngine, episodes: Sequence[list[CallRecord]]) -> dict[str, float]:
     """Store them in an empty ledger; what a call takes against its plain JSON."""
     async with engine.begin() as connection:
-        await connection.execute(text("TRUNCATE transitions, episodes, offers CASCADE"))
+        await connection.execute(
+            text("TRUNCATE transitions, episodes, provided_fingerprints CASCADE")
+        )
     ingester = Ingester()
     for calls in episodes:
         await ingester.store(engine, calls)

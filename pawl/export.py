@@ -1,32 +1,15 @@
 """`pawl export`: writes recorded episodes as JSON lines, one episode each, oldest first."""
 
-from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
-from typing import IO, Any
+from datetime import UTC, datetime
+from typing import IO
 from uuid import UUID
 
-import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.errors import Damaged
 from store.read.episodes import episode_ids, read_in_batches
-from store.records import (
-    REWARD,
-    Episode,
-    EpisodeState,
-    Feedback,
-    Record,
-    ToolEvent,
-    TransitionRow,
-    policy_name,
-)
-from store.values.documents import compact
-from store.values.tokens import unpack_ids, unpack_logprobs
-from trainer.credit.accounts import has_failed
-from trainer.credit.air import MatchedEvent, match_event, matched_events
-
-# An episode without a reward counts as finished this long after its last call.
-QUIET = timedelta(minutes=10)
+from store.read.lines import encoded_line
+from store.records import Record
 
 
 class Selection(Record, frozen=True, kw_only=True):
@@ -74,114 +57,3 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
         reasons = "\n".join(damaged.values())
         raise Damaged(f"{reasons}; the other {count} episodes are written", damaged)
     return count
-
-
-def episode_state(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> EpisodeState:
-    """Return whether an episode is scored, failed, still open, or finished without a score.
-
-    A failed episode counts as scored only if the episode itself has a reward. A reward for one
-    of its calls does not suffice: its other calls are still credited as those of a failure.
-
-    Args:
-        episode: the episode, with its calls and feedback.
-        now: the present time.
-        quiet: how long after its last call an episode counts as finished.
-    """
-    if _has_reward(episode.feedback):
-        return "scored"
-    if has_failed(episode):
-        return "failed"
-    if any(_has_reward(call.feedback) for call in episode.calls):
-        return "scored"
-    return "open" if now - episode.last_call_at < quiet else "unscored"
-
-
-def _has_reward(statements: Sequence[Feedback]) -> bool:
-    return any(statement.metric == REWARD for statement in statements)
-
-
-def encoded_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> bytes:
-    """Return an episode as one compact JSON document, without a newline at its end (pure).
-
-    Raises:
-        Damaged: a request or reply is not a JSON document, or is nested too deeply to be read.
-    """
-    return msgspec.json.encode(_episode_line(episode, now, quiet))
-
-
-def _episode_line(episode: Episode, now: datetime, quiet: timedelta) -> dict[str, Any]:
-    line: dict[str, Any] = {
-        "episode": episode.key,
-        "task": episode.task,
-        "state": episode_state(episode, now, quiet),
-        "feedback": _statements(episode.feedback),
-        "calls": [_call(episode, call) for call in episode.calls],
-    }
-    if stray := [*episode.stray_tool_events, *_unmatched_events(episode.calls)]:
-        # Tool events that belong to no tool call of the episode: shown, but without effect.
-        line["stray_tool_events"] = [_stray(event) for event in stray]
-    if episode.quarantined_reason is not None:
-        line["quarantined"] = episode.quarantined_reason
-    return line
-
-
-def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
-    request, reply = _document(episode, call, "request"), _document(episode, call, "reply")
-    return {
-        "call": str(call.id),
-        "agent": call.agent,
-        "policy": None
-        if call.policy is None
-        else policy_name(call.policy, call.policy_version or 0, call.policy),
-        "request": request,
-        "reply": reply,
-        "prompt_ids": unpack_ids(call.tokens.prompt_ids),
-        "sampled_ids": unpack_ids(call.tokens.sampled_ids),
-        "sampled_logprobs": unpack_logprobs(call.tokens.sampled_logprobs),
-        "trainable": call.trainable,
-        "reason": call.reason,
-        "tool_events": [_event(event) for event in matched_events(call)],
-        "feedback": _statements(call.feedback),
-    }
-
-
-def _document(episode: Episode, call: TransitionRow, part: str) -> msgspec.Raw | None:
-    """Return a recorded request or reply as compact JSON: a newline in it would end the line."""
-    text: bytes | None = getattr(call, part)
-    if text is None:
-        return None
-    try:
-        return msgspec.Raw(compact(text))
-    except ValueError as error:
-        raise Damaged(
-            f"episode {episode.key!r} cannot be read back: the {part} of call {call.id}: {error}"
-        ) from error
-
-
-def _event(event: MatchedEvent) -> dict[str, Any]:
-    return {
-        "id": event.id,
-        "name": event.tool,
-        "status": event.status,
-        "arguments": event.arguments,
-    }
-
-
-def _unmatched_events(calls: Sequence[TransitionRow]) -> list[ToolEvent]:
-    return [
-        event
-        for call in calls
-        for event in call.tool_events
-        if match_event(event, call.tool_calls) is None
-    ]
-
-
-def _stray(event: ToolEvent) -> dict[str, Any]:
-    return {"id": event.tool_id, "name": event.name, "status": event.status}
-
-
-def _statements(statements: Sequence[Feedback]) -> list[dict[str, Any]]:
-    return [
-        {"metric": statement.metric, "value": statement.value, "at": statement.at.isoformat()}
-        for statement in statements
-    ]

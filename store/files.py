@@ -1,5 +1,7 @@
 """Durable writing of files and folders."""
 
+# Not about the database. It is here because proxy and trainer need it and share `store` only.
+
 import os
 from pathlib import Path
 

@@ -119,8 +119,8 @@ class CallRecord(Record, frozen=True, kw_only=True, tag="call"):
     confidence: Confidence = "certain"
     # Fingerprints (16 bytes each) of what a later call may repeat of this one, and of what this one
     # repeats, the surest first. By these the store joins episodes that the proxy could not join.
-    offers: tuple[bytes, ...] = ()
-    asks: tuple[bytes, ...] = ()
+    provides: tuple[bytes, ...] = ()
+    needs: tuple[bytes, ...] = ()
     # The earlier attempt that this call repeats: sent by the same client, and without a reply.
     retry_of: UUID | None = None
 

@@ -9,6 +9,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from store.connection.engine import async_url
 
 
+# Addresses are here because proxy and trainer both listen on some, and share `store` only.
 def _host_and_port(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:

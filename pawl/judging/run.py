@@ -17,7 +17,7 @@ from uuid import UUID
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.export import Selection, encoded_line
+from pawl.export import Selection
 from pawl.judging.answers import Judge, Statement, idempotency_key
 from pawl.judging.desk import FeedbackDesk
 from pawl.judging.errors import Away, JudgeError, JudgeFailed
@@ -25,6 +25,7 @@ from store.connection.availability import is_unavailable
 from store.errors import Damaged
 from store.judge.judgements import Awaiting, Judgement, Outcome, awaiting, holding, is_scored, note
 from store.read.episodes import read_episodes
+from store.read.lines import encoded_line
 from store.records import Episode, Record
 
 log = structlog.get_logger()

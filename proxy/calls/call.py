@@ -23,7 +23,7 @@ from proxy.formats.registry import DIALECTS
 from proxy.http.client import Torn
 from proxy.http.exchange import ClientGone, Exchange
 from proxy.http.wire import Headers, for_client, for_upstream, lowered
-from proxy.identity.fingerprints import offers_of
+from proxy.identity.fingerprints import provided_fingerprints
 from proxy.identity.identify import DEFAULT_AGENT, Identity, identify
 from proxy.intake.budget import Claim
 from proxy.intake.reading import Read
@@ -303,14 +303,14 @@ class Call:
         if self._on_disk is not None:
             return
         try:
-            summary, offers = self._summary_and_offers()
-            self._record = self._captured(offers)
+            summary, provided = self._summary_and_provided()
+            self._record = self._captured(provided)
             self._on_disk = self._relay.recorder.take(self._record, self._name, summary.response_id)
         except Exception:
             log.exception("record_not_made", call=self._name)
             self._on_disk = self._relay.recorder.lose(self._identity.episode)
 
-    def _captured(self, offers: tuple[bytes, ...]) -> Captured:
+    def _captured(self, provided: tuple[bytes, ...]) -> Captured:
         reply, deflated = self._tape.take()
         identity, serving, request = self._identity, self._serving, self._asked
         return Captured(
@@ -331,8 +331,8 @@ class Call:
             request=request.body,
             reply=reply,
             deflated=deflated,
-            offers=offers,
-            asks=identity.asks,
+            provides=provided,
+            needs=identity.needs,
             retry_of=None if identity.retry_of is None else identity.retry_of.bytes,
             retry=identity.retry,
             tool_events=self._tool_events,
@@ -342,27 +342,29 @@ class Call:
             total_ms=(perf_counter() - self._arrived) * 1000,
         )
 
-    def _summary_and_offers(self) -> tuple[ReplySummary, tuple[bytes, ...]]:
+    def _summary_and_provided(self) -> tuple[ReplySummary, tuple[bytes, ...]]:
         """Return the reply's summary and the call's fingerprints, or empty ones if that fails."""
         try:
             summary = ReplySummary() if self._transcript is None else self._transcript.summary()
-            return summary, self._offer(summary)
+            return summary, self._provide(summary)
         except Exception:
             log.exception("offers_not_read", call=self._name)
             return ReplySummary(), ()
 
-    def _offer(self, summary: ReplySummary) -> tuple[bytes, ...]:
+    def _provide(self, summary: ReplySummary) -> tuple[bytes, ...]:
         """Register what a later call may repeat of this one, and return its fingerprints.
 
         This happens before the reply's end leaves: the client's next call may follow at once.
         """
         stitches, identity, request = self._relay.stitches, self._identity, self._asked
-        offers = offers_of(self._dialect.name, request.fields, summary, identity.conversation)
-        stitches.offer(offers, identity.episode, identity.follows)
+        provided = provided_fingerprints(
+            self._dialect.name, request.fields, summary, identity.conversation
+        )
+        stitches.provide(provided, identity.episode, identity.follows)
         answered = self._reply is not None and self._reply.status < ERRORS
         if not answered or self._status != "complete":
             stitches.failed(request.body, identity.episode, UUID(bytes=self._id))
-        return offers
+        return provided
 
     def _note(self) -> None:
         if self._record is not None:

@@ -21,8 +21,10 @@ class Captured(Record, frozen=True, kw_only=True, tag="captured", array_like=Tru
     """One call as its worker saw it.
 
     `id` is the bytes of a UUIDv7. `request` is the client's body; `reply` is the upstream's, token
-    ids included, deflated if `deflated` is set. `started_at` is Unix time in seconds. `offers` and
-    `asks` are the fingerprints that the call provides and needs (`proxy.identity.fingerprints`).
+    ids included, deflated if `deflated` is set. `started_at` is Unix time in seconds. `provides`
+    and `needs` are fingerprints (`proxy.identity.fingerprints`).
+
+    It is stored as an array: the order of the fields is what a spool's bytes depend on.
     """
 
     id: bytes
@@ -42,8 +44,8 @@ class Captured(Record, frozen=True, kw_only=True, tag="captured", array_like=Tru
     request: bytes
     reply: bytes
     deflated: bool
-    offers: tuple[bytes, ...]
-    asks: tuple[bytes, ...]
+    provides: tuple[bytes, ...]
+    needs: tuple[bytes, ...]
     retry_of: bytes | None
     retry: int
     tool_events: tuple[ToolEvent, ...]

@@ -21,9 +21,9 @@ from proxy.intake.intake import Intake
 from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS, metric_label
 from proxy.policies.lookup import Lookup
 from proxy.spool.recorder import Recorder
+from store.link.targets import known_targets
 from store.records import REWARD as REWARD_METRIC
 from store.records import FeedbackRecord
-from store.write import ingest
 
 log = structlog.get_logger()
 
@@ -97,7 +97,7 @@ class FeedbackDesk:
         missing = targets - known
         if missing:
             in_ledger = await self._lookup.ask(
-                lambda connection: ingest.known_targets(connection, missing), within_s=LOOK_UP_S
+                lambda connection: known_targets(connection, missing), within_s=LOOK_UP_S
             )
             known |= in_ledger or set[tuple[str, str]]()
         return known

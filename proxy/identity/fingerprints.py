@@ -1,8 +1,9 @@
 """Fingerprints that join calls without a name: 16-byte digests whose first byte is the kind.
 
-A call offers what a later call may repeat of it, and asks for what it repeats itself. The
-fingerprints go to the ledger with the record. The ledger knows the offers of all proxies, and joins
-what a single proxy must not join alone: other conversations may begin with the same words.
+A call provides fingerprints of what a later call may repeat of it, and needs those of what it
+repeats itself. They go to the ledger with the record. The ledger knows what the calls of all
+proxies provide, and joins what a single proxy must not join alone: other conversations may begin
+with the same words.
 """
 
 from hashlib import blake2b
@@ -20,17 +21,17 @@ UNIQUE_PREFIX: Final = 4
 PREFIXES: Final = (PREFIX, UNIQUE_PREFIX)
 METHODS: Final = {TOOL_CALL: "tool_call", RESPONSE: "response", UNIQUE_PREFIX: "prefix"}
 
-# How many replies before the newest are asked for: the client may have inserted one of its own.
+# How many replies before the newest are needed, too: the client may have inserted one of its own.
 EARLIER_REPLIES: Final = 3
 MAX_TOOL_IDS: Final = 8
 # With either of these the server keeps the conversation, and a request shows only what is new.
 _KEPT_BY_SERVER: Final = ("previous_response_id", "conversation")
 
 
-def asks_of(
+def needed_fingerprints(
     dialect: str, fields: dict[str, Any], conversation: Conversation | None = None
 ) -> tuple[bytes, ...]:
-    """Return the fingerprints that a request asks for, surest first.
+    """Return the fingerprints that a request needs, surest first.
 
     They are: the tool calls it brings results for; the response it continues; its prefix up to the
     newest reply that something follows; the prefixes up to the replies before it; and a reply at
@@ -38,31 +39,33 @@ def asks_of(
     the request's, if it was read already.
     """
     history = conversation or read_conversation(fields)
-    asks = [_sign(TOOL_CALL, name) for name in reversed(history.results) if is_unique(name)]
-    del asks[MAX_TOOL_IDS:]
+    needs = [_fingerprint(TOOL_CALL, name) for name in reversed(history.results) if is_unique(name)]
+    del needs[MAX_TOOL_IDS:]
     previous = fields.get("previous_response_id")
     if dialect == "responses" and isinstance(previous, str) and previous:
-        asks.append(_sign(RESPONSE, previous))
-    asks += [_prefix(reply) for reply in history.replies[: -2 - EARLIER_REPLIES : -1]]
+        needs.append(_fingerprint(RESPONSE, previous))
+    needs += [_prefix(reply) for reply in history.replies[: -2 - EARLIER_REPLIES : -1]]
     open_reply = history.open_reply()
     if open_reply is not None:
-        asks.append(_prefix(open_reply))
-    return tuple(dict.fromkeys(asks))
+        needs.append(_prefix(open_reply))
+    return tuple(dict.fromkeys(needs))
 
 
-def offers_of(
+def provided_fingerprints(
     dialect: str,
     fields: dict[str, Any],
     summary: ReplySummary,
     conversation: Conversation | None = None,
 ) -> tuple[bytes, ...]:
-    """Return the fingerprints that a call offers: its tool calls, its id, the whole conversation.
+    """Return the fingerprints that a call provides: its tool calls, its id, the whole conversation.
 
     `conversation` is the request's, if it was read already. The reply is added to it.
     """
-    offers = [_sign(TOOL_CALL, call.id) for call in summary.tool_calls if is_unique(call.id)]
+    provides = [
+        _fingerprint(TOOL_CALL, call.id) for call in summary.tool_calls if is_unique(call.id)
+    ]
     if dialect == "responses" and summary.response_id:
-        offers.append(_sign(RESPONSE, summary.response_id))
+        provides.append(_fingerprint(RESPONSE, summary.response_id))
     if (summary.text or summary.tool_calls) and not any(
         fields.get(name) for name in _KEPT_BY_SERVER
     ):
@@ -72,11 +75,11 @@ def offers_of(
             history.called(call.id, call.name, call.arguments)
         reply = history.open_reply()
         if reply is not None:
-            offers.append(_prefix(reply))
-    return tuple(dict.fromkeys(offers))
+            provides.append(_prefix(reply))
+    return tuple(dict.fromkeys(provides))
 
 
-def _sign(kind: int, name: str) -> bytes:
+def _fingerprint(kind: int, name: str) -> bytes:
     digest = blake2b(name.encode(errors="surrogatepass"), digest_size=SIZE).digest()
     return bytes((kind,)) + digest[1:]
 

@@ -7,8 +7,8 @@ or the trace it is part of. Otherwise it is an episode of its own. An unusable v
 call: it is ignored with a warning. `user` is never read: it names a person, not a run.
 
 Calls are joined here only by what can have a single source. All others go to the ledger as episodes
-of their own, with the fingerprints that they ask for (`Identity.asks`): only the ledger knows the
-offers of all proxies, and can see that nobody else made the same one.
+of their own, with the fingerprints that they need (`Identity.needs`): only the ledger knows what
+all proxies provided, and can see that nobody else provided the same.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ import msgspec
 from proxy.door.routes import Route
 from proxy.identity.baggage import trace_id
 from proxy.identity.conversation import Conversation, read_conversation
-from proxy.identity.fingerprints import asks_of
+from proxy.identity.fingerprints import needed_fingerprints
 from proxy.identity.names import Name, SessionHints, episode_names, read_hints, what_is_wrong
 from proxy.identity.stitch import CallMemory, Doubt, Joined
 from store.records import OWN_EPISODE, Confidence
@@ -35,10 +35,10 @@ _LONGEST_COUNT: Final = 3
 class Identity(msgspec.Struct, frozen=True):
     """Episode, agent and task of a call, the method that found the episode, and its confidence.
 
-    `asks` are the fingerprints that the ledger joins by. `follows` is the episode whose policy
+    `needs` are the fingerprints that the ledger joins by. `follows` is the episode whose policy
     version the call keeps: its own, or the one that this proxy believes it continues (a wrong guess
     costs nothing, for any live version may answer). `conversation` is the request's, if it was
-    read, for `offers_of`.
+    read, for `provided_fingerprints`.
     """
 
     episode: str
@@ -48,7 +48,7 @@ class Identity(msgspec.Struct, frozen=True):
     follows: str = ""
     warnings: tuple[str, ...] = ()
     confidence: Confidence = "certain"
-    asks: tuple[bytes, ...] = ()
+    needs: tuple[bytes, ...] = ()
     retry: int = 0
     retry_of: UUID | None = None
     conversation: Conversation | None = None
@@ -58,7 +58,7 @@ class _Episode(msgspec.Struct, frozen=True):
     key: str
     method: str
     confidence: Confidence = "certain"
-    asks: tuple[bytes, ...] = ()
+    needs: tuple[bytes, ...] = ()
     follows: str | None = None
     retry_of: UUID | None = None
 
@@ -92,8 +92,8 @@ def identify(
         episode = _named(name, body if retry else None, stitches)
     else:
         conversation = conversation or read_conversation(fields)
-        asks = asks_of(route.dialect or "", fields, conversation)
-        episode = _unnamed(headers, asks, body if retry else None, call, stitches)
+        needs = needed_fingerprints(route.dialect or "", fields, conversation)
+        episode = _unnamed(headers, needs, body if retry else None, call, stitches)
     agent = _role(headers, "agent", route.agent, hints, hints.agents(), warnings)
     return Identity(
         episode=episode.key,
@@ -103,7 +103,7 @@ def identify(
         follows=episode.follows or episode.key,
         warnings=tuple(warnings),
         confidence=episode.confidence,
-        asks=episode.asks,
+        needs=episode.needs,
         retry=retry,
         retry_of=episode.retry_of,
         conversation=conversation,
@@ -123,23 +123,23 @@ def _named(name: Name, repeated: bytes | None, stitches: CallMemory) -> _Episode
 
 def _unnamed(
     headers: Mapping[str, str],
-    asks: tuple[bytes, ...],
+    needs: tuple[bytes, ...],
     repeated: bytes | None,
     own: str,
     stitches: CallMemory,
 ) -> _Episode:
     """Return the episode of a call that names none, from what the call repeats."""
-    joined = stitches.find(asks)
-    follows = joined.follows if isinstance(joined, Joined) else stitches.followed(asks)
+    joined = stitches.find(needs)
+    follows = joined.follows if isinstance(joined, Joined) else stitches.followed(needs)
     attempt = None if repeated is None else stitches.retried(repeated)
     if attempt is not None:
         return _Episode(attempt.episode, "retry", "likely", (), follows, attempt.call_id)
     if isinstance(joined, Joined):
         return _Episode(joined.episode, joined.method, joined.confidence, (), follows)
     if isinstance(joined, Doubt):
-        return _Episode(own, OWN_EPISODE, "doubtful", asks)
-    if asks:
-        return _Episode(own, OWN_EPISODE, "likely", asks, follows)
+        return _Episode(own, OWN_EPISODE, "doubtful", needs)
+    if needs:
+        return _Episode(own, OWN_EPISODE, "likely", needs, follows)
     parent = headers.get("traceparent")
     trace = None if parent is None else trace_id(parent)
     if trace is not None:

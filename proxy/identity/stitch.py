@@ -1,7 +1,7 @@
 """Finds the episode of a call without a name, from what the call repeats (pure, bounded memory).
 
-The offers of each call are remembered with its episode. A call that asks for one joins that
-episode, if only one call can have made such an offer. If two episodes made it, the call is in doubt
+The fingerprints that each call provides are remembered with its episode. A call that needs one
+joins that episode, if only one call can have provided it. If two episodes did, the call is in doubt
 and joins none: a join is never guessed (docs/decisions/008-stitching.md). Mere words may occur in
 many conversations, also at other proxies: they join nothing here, and the ledger decides. A request
 that an SDK sends again after a failure joins the attempt that failed.
@@ -19,7 +19,7 @@ from proxy.identity.fingerprints import METHODS, PREFIX, PREFIXES
 from proxy.identity.generations import Generations
 from store.records import Confidence
 
-# Remembered offers, and as many failed attempts. An offer takes 170 bytes: 17 MB at most.
+# Remembered fingerprints, and as many failed attempts. Each takes 170 bytes: 17 MB at most.
 CAPACITY: Final = 50_000
 # Remembered failed attempts with the same body. An SDK sends again within seconds, and many
 # clients may send the same body at once.
@@ -49,48 +49,48 @@ class Attempt(msgspec.Struct, frozen=True):
     call_id: UUID
 
 
-class _Made(msgspec.Struct, frozen=True):
-    """The episode that made an offer."""
+class _Provider(msgspec.Struct, frozen=True):
+    """The episode that provided a fingerprint."""
 
     episode: str
     follows: str
 
 
-_SEVERAL: Final = _Made("", "")
+_SEVERAL: Final = _Provider("", "")
 
 
 class CallMemory:
-    """Memory of the offers that replies made, and of attempts that failed."""
+    """Memory of the fingerprints that calls provided, and of attempts that failed."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
-        """Begin empty, with room for at least `capacity` offers and as many failed attempts."""
-        self._offers: Generations[bytes, _Made] = Generations(capacity)
+        """Begin empty, with room for at least `capacity` fingerprints and as many attempts."""
+        self._provided: Generations[bytes, _Provider] = Generations(capacity)
         self._failed: Generations[bytes, deque[Attempt]] = Generations(capacity)
 
-    def offer(self, digests: Iterable[bytes], episode: str, follows: str | None = None) -> None:
-        """Remember the offers of a call of `episode`; `follows` is as in its `Identity`."""
-        made = _Made(episode, follows or episode)
+    def provide(self, digests: Iterable[bytes], episode: str, follows: str | None = None) -> None:
+        """Remember what a call of `episode` provides; `follows` is as in its `Identity`."""
+        provider = _Provider(episode, follows or episode)
         for digest in digests:
-            known = self._offers.get(digest)
+            known = self._provided.get(digest)
             if known is None:
-                self._offers.put(digest, made)
-            elif known.follows != made.follows:
-                self._offers.put(digest, _SEVERAL)
+                self._provided.put(digest, provider)
+            elif known.follows != provider.follows:
+                self._provided.put(digest, _SEVERAL)
 
-    def find(self, asks: Iterable[bytes]) -> Joined | Doubt | None:
-        """Return the episode whose offers are asked for, doubt if there are several, or None.
+    def find(self, needs: Iterable[bytes]) -> Joined | Doubt | None:
+        """Return the episode that provided what is needed, doubt if several did, or None.
 
         Fingerprints of one kind must agree, and a surer kind decides before the others. Of prefixes
         only the longest is looked up: if a shorter one is known here and the longest is not,
         another proxy knows more. The ledger, which knows all, then decides.
         """
         doubt = False
-        kind, candidates = 0, dict[str, _Made]()
-        for digest in asks:
+        kind, candidates = 0, dict[str, _Provider]()
+        for digest in needs:
             if digest[0] != kind and candidates:
                 break
             kind = digest[0]
-            known = None if kind == PREFIX else self._offers.get(digest)
+            known = None if kind == PREFIX else self._provided.get(digest)
             if known is _SEVERAL:
                 doubt = True
             elif known is not None:
@@ -98,16 +98,16 @@ class CallMemory:
             if kind in PREFIXES:
                 break
         if len(candidates) == 1:
-            made = next(iter(candidates.values()))
+            provider = next(iter(candidates.values()))
             confidence: Confidence = "likely" if kind in PREFIXES else "certain"
-            return Joined(made.episode, METHODS[kind], confidence, made.follows)
+            return Joined(provider.episode, METHODS[kind], confidence, provider.follows)
         return Doubt() if doubt or candidates else None
 
-    def followed(self, asks: Iterable[bytes]) -> str | None:
+    def followed(self, needs: Iterable[bytes]) -> str | None:
         """Return the episode that a call most likely continues by its words: a hint, not a join."""
-        for digest in asks:
+        for digest in needs:
             if digest[0] in PREFIXES:
-                known = self._offers.get(digest)
+                known = self._provided.get(digest)
                 return None if known is None or known is _SEVERAL else known.follows
         return None
 

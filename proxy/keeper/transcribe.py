@@ -90,8 +90,8 @@ def transcribe(
         first_chunk_ms=captured.first_chunk_ms,
         total_ms=captured.total_ms,
         retry=captured.retry,
-        offers=captured.offers,
-        asks=captured.asks,
+        provides=captured.provides,
+        needs=captured.needs,
         retry_of=None if captured.retry_of is None else UUID(bytes=captured.retry_of),
     )
 

@@ -1,6 +1,6 @@
 """The meaning of each table and column of the database.
 
-A column with `doc=` or `comment=` in `store.schema.tables` needs no entry here, and its own text
+A column with `doc=` or `comment=` in `store.schema` needs no entry here, and its own text
 counts.
 """
 
@@ -13,11 +13,12 @@ TABLES: Final = {
     "root; each keeps its own values, so that the join can be undone.",
     "transitions": "One row per call: request, reply, token ids, log-probabilities and timing. "
     "Partitioned by day through the time in its UUIDv7 id.",
-    "offers": "Fingerprints of what later calls may repeat of a call, such as the id of a tool "
-    "call that it handed out.",
-    "asks": "Fingerprints of what a call repeats of earlier calls, where its proxy could not join "
-    "it to an episode.",
-    "links": "Matches of asks and offers. Which episodes are one is computed from these rows.",
+    "provided_fingerprints": "Fingerprints of what later calls may repeat of a call, such as "
+    "the id of a tool call that it handed out.",
+    "needed_fingerprints": "Fingerprints of what a call repeats of earlier calls, where its "
+    "proxy could not join it to an episode.",
+    "links": "Matches of needed and provided fingerprints. Which episodes are one is computed "
+    "from these rows.",
     "tool_events": "How tool executions ended.",
     "feedback": "Statements about episodes and calls, append-only. The newest statement of a "
     "metric about a target counts.",
@@ -28,7 +29,6 @@ TABLES: Final = {
     "updates": "One row per training update. At most one per policy is running.",
     "consumptions": "Episodes that an update has spent, trained or not. An episode is spent at "
     "most once.",
-    "api_keys": "Access keys. Nothing reads this table yet.",
     "judgements": "What `pawl judge` has asked, and what came of it.",
 }
 REASONS: Final = ", ".join(f"`{reason}`" for reason in get_args(Reason))
@@ -92,18 +92,19 @@ TRANSITIONS: Final = {
     "retry": "How often the SDK said it had sent this request before.",
 }
 JOINS: Final = {
-    "offers.digest": "Fingerprint, 16 bytes.",
-    "offers.episode_id": "Episode that offers it.",
-    "asks.digest": "Fingerprint, 16 bytes.",
-    "asks.call_id": "Call that asks for it.",
-    "asks.episode_id": "Episode of that call.",
-    "asks.level": "How sure a sign it is, 0 the surest; of a call, only the lowest level with a "
-    "match counts.",
-    "links.call_id": "Call that asks.",
-    "links.level": "As in `asks`.",
-    "links.offered_by": "Episode that offers.",
-    "links.asked_by": "Episode of the call that asks.",
-    "links.worn": "Whether too many episodes offer it to tell them apart; it then joins nothing.",
+    "provided_fingerprints.digest": "Fingerprint, 16 bytes.",
+    "provided_fingerprints.episode_id": "Episode that provides it.",
+    "needed_fingerprints.digest": "Fingerprint, 16 bytes.",
+    "needed_fingerprints.call_id": "Call that needs it.",
+    "needed_fingerprints.episode_id": "Episode of that call.",
+    "needed_fingerprints.level": "How sure a fingerprint it is, 0 the surest; of a call, only "
+    "the lowest level with a match counts.",
+    "links.call_id": "Call that needs a fingerprint.",
+    "links.level": "As in `needed_fingerprints`.",
+    "links.provided_by": "Episode that provides the fingerprint.",
+    "links.needed_by": "Episode of the call that needs it.",
+    "links.too_common": "Whether too many episodes provide it to tell them apart; it then joins "
+    "nothing.",
 }
 FEEDBACK: Final = {
     "tool_events.id": "Id.",
@@ -162,12 +163,6 @@ TRAINING: Final = {
     "consumptions.reason": "Why it did not, such as `stale`, `aged`, `alone`, `damaged` or "
     "`non_finite`.",
     "consumptions.at": "Time.",
-    "api_keys.id": "Id.",
-    "api_keys.name": "Name.",
-    "api_keys.key_hash": "Hash of the key.",
-    "api_keys.scopes": "What the key allows.",
-    "api_keys.created_at": "Time it was made.",
-    "api_keys.revoked_at": "Time it was revoked; null: it is valid.",
     "judgements.episode_id": "Episode.",
     "judgements.judge": "Name of the judge.",
     "judgements.outcome": "What came of it; scores are in `feedback`.",

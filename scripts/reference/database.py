@@ -30,7 +30,7 @@ def database_page() -> str:
     return page(
         "Database",
         paragraph(INTRODUCTION.format(head=newest_migration())),
-        *(_section(one) for one in metadata.tables.values()),
+        *(_section(one) for _, one in sorted(metadata.tables.items())),
     )
 
 
@@ -44,7 +44,7 @@ def meaning_of_table(table: Table) -> str:
     """Return what a table holds.
 
     Raises:
-        KeyError: neither `store.schema.tables` nor `scripts.reference.columns` says it.
+        KeyError: neither `store.schema` nor `scripts.reference.columns` says it.
     """
     return table.comment or TABLES[table.name]
 
@@ -53,7 +53,7 @@ def meaning_of_column(column: Column[Any]) -> str:
     """Return what a column holds.
 
     Raises:
-        KeyError: neither `store.schema.tables` nor `scripts.reference.columns` says it.
+        KeyError: neither `store.schema` nor `scripts.reference.columns` says it.
     """
     return column.doc or column.comment or COLUMNS[f"{column.table.name}.{column.name}"]
 

@@ -18,7 +18,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.read.episodes import matching
 from store.records import Record
-from store.schema.tables import episodes, judgements
+from store.schema.recorded import episodes
+from store.schema.stated import judgements
 
 Outcome = Literal["judged", "cannot_tell", "failed"]
 

@@ -6,27 +6,18 @@ computed from all that is stored, so that neither the order of arrival nor a rep
 (docs/decisions/011-joins-in-the-store.md).
 """
 
-from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from uuid import UUID
 
 import msgspec
 
-from store.link.joins import MOST_OFFERING, Link, Part, resolve
+from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve
+from store.link.targets import Target, stored_targets
 from store.records import OWN_EPISODE, REWARD, CallRecord, FeedbackRecord
 from store.values.digests import as_uuid
 
 # Key of the advisory lock that `settle` holds until its transaction ends.
 SETTLE_LOCK: Final = 0x5041574D
-
-
-class Target(NamedTuple):
-    """A name that feedback may use as its target, with the episode and call that it stands for."""
-
-    kind: str
-    name: str
-    episode_id: UUID
-    call_id: UUID | None
 
 
 class Written(msgspec.Struct):
@@ -44,13 +35,13 @@ class Written(msgspec.Struct):
     # Feedback requests that have an idempotency key.
     keyed: list[UUID] = []
 
-    def offers(self) -> list[UUID]:
-        """Return the fingerprints that the batch's calls offer."""
-        return [as_uuid(digest) for call, _ in self.calls for digest in call.offers]
+    def provided(self) -> list[UUID]:
+        """Return the fingerprints that the batch's calls provide."""
+        return [as_uuid(digest) for call, _ in self.calls for digest in call.provides]
 
-    def asking(self) -> list[UUID]:
-        """Return the ids of the batch's calls that ask for fingerprints."""
-        return [call.id for call, _ in self.calls if call.asks]
+    def needing(self) -> list[UUID]:
+        """Return the ids of the batch's calls that need fingerprints."""
+        return [call.id for call, _ in self.calls if call.needs]
 
     def targets(self) -> list[Target]:
         """Return all targets of feedback that the batch contains."""
@@ -64,7 +55,7 @@ class Written(msgspec.Struct):
 
 
 _MEETS = """
-    SELECT EXISTS (SELECT FROM asks WHERE digest = ANY($1))
+    SELECT EXISTS (SELECT FROM needed_fingerprints WHERE digest = ANY($1))
         OR EXISTS (SELECT FROM feedback WHERE episode_id IS NULL)
         OR EXISTS (SELECT FROM tool_events WHERE episode_id IS NULL)
 """
@@ -72,9 +63,9 @@ _MEETS = """
 
 async def meets_others(driver: Any, written: Written) -> bool:
     """Return whether the batch may refer to stored records, or be referred to by them."""
-    if written.statements or written.linked or written.rescored or written.asking():
+    if written.statements or written.linked or written.rescored or written.needing():
         return True
-    return bool(written.calls) and bool(await driver.fetchval(_MEETS, written.offers()))
+    return bool(written.calls) and bool(await driver.fetchval(_MEETS, written.provided()))
 
 
 async def settle(driver: Any, written: Written) -> None:
@@ -114,7 +105,7 @@ async def _match(driver: Any, written: Written) -> set[UUID]:
     wanted = {
         (item.target_kind, item.target) for record in written.statements for item in record.items
     }
-    targets = {*written.targets(), *await _stored_targets(driver, wanted)}
+    targets = {*written.targets(), *await stored_targets(driver, wanted)}
     if not targets:
         return set()
     columns = [list(column) for column in zip(*sorted(targets, key=_in_order), strict=True)]
@@ -125,24 +116,6 @@ async def _match(driver: Any, written: Written) -> set[UUID]:
 
 def _in_order(target: Target) -> tuple[str, str, str]:
     return target.kind, target.name, str(target.call_id)
-
-
-_STORED = {
-    "episode": "SELECT key, id, NULL::uuid FROM episodes WHERE key = ANY($1)",
-    "response": "SELECT response_id, episode_id, id FROM transitions WHERE response_id = ANY($1)",
-    "call": "SELECT id::text, episode_id, id FROM transitions WHERE id = ANY($1::text[]::uuid[])",
-}
-
-
-async def _stored_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> list[Target]:
-    by_kind: dict[str, list[str]] = {}
-    for kind, name in wanted:
-        by_kind.setdefault(kind, []).append(name)
-    return [
-        Target(kind, name, episode_id, call_id)
-        for kind, names in by_kind.items()
-        for name, episode_id, call_id in await driver.fetch(_STORED[kind], names)
-    ]
 
 
 # An episode of method `own` has one call only, so feedback on the call is feedback on the episode.
@@ -172,47 +145,48 @@ _SCORE = f"""
 # Joins
 
 # Only the surest level of a call counts, so no others are linked. For a digest that more than
-# MOST_OFFERING episodes offer, one link above that number is made: enough to see that it is worn.
+# MOST_PROVIDERS episodes provide, one link above that number is made: enough to see that it is too
+# common.
 _LINK = f"""
-    INSERT INTO links (call_id, level, offered_by, asked_by)
-    SELECT DISTINCT call_id, level, offered_by, asked_by FROM (
-        SELECT a.call_id, a.level, o.episode_id AS offered_by, a.episode_id AS asked_by,
-            min(a.level) OVER (PARTITION BY a.call_id) AS surest
-        FROM asks a CROSS JOIN LATERAL (
+    INSERT INTO links (call_id, level, provided_by, needed_by)
+    SELECT DISTINCT call_id, level, provided_by, needed_by FROM (
+        SELECT n.call_id, n.level, p.episode_id AS provided_by, n.episode_id AS needed_by,
+            min(n.level) OVER (PARTITION BY n.call_id) AS surest
+        FROM needed_fingerprints n CROSS JOIN LATERAL (
             SELECT DISTINCT episode_id FROM (
-                SELECT episode_id FROM offers WHERE digest = a.digest
-                LIMIT {64 * MOST_OFFERING}) told
-            WHERE episode_id <> a.episode_id LIMIT {MOST_OFFERING + 1}) o
-        WHERE (a.digest = ANY($1) OR a.call_id = ANY($2))
-            AND NOT EXISTS (SELECT FROM links l WHERE l.call_id = a.call_id
-                            AND (l.level < a.level OR l.level = a.level AND l.worn))) found
+                SELECT episode_id FROM provided_fingerprints WHERE digest = n.digest
+                LIMIT {64 * MOST_PROVIDERS}) told
+            WHERE episode_id <> n.episode_id LIMIT {MOST_PROVIDERS + 1}) p
+        WHERE (n.digest = ANY($1) OR n.call_id = ANY($2))
+            AND NOT EXISTS (SELECT FROM links l WHERE l.call_id = n.call_id
+                            AND (l.level < n.level OR l.level = n.level AND l.too_common))) found
     WHERE level = surest
     ON CONFLICT DO NOTHING RETURNING call_id
 """
-_WEAR = f"""
-    UPDATE links SET worn = true WHERE (call_id, level) IN (
+_MARK_TOO_COMMON = f"""
+    UPDATE links SET too_common = true WHERE (call_id, level) IN (
         SELECT call_id, level FROM links WHERE call_id = ANY($1)
-        GROUP BY 1, 2 HAVING count(*) > {MOST_OFFERING})
+        GROUP BY 1, 2 HAVING count(*) > {MOST_PROVIDERS})
 """
-_ENDS = "SELECT DISTINCT unnest(ARRAY[asked_by, offered_by]) FROM links WHERE call_id = ANY($1)"
+_ENDS = "SELECT DISTINCT unnest(ARRAY[needed_by, provided_by]) FROM links WHERE call_id = ANY($1)"
 _REACHED = """
     WITH RECURSIVE reached (id) AS (
         SELECT unnest($1::uuid[])
         UNION
-        SELECT CASE WHEN l.asked_by = r.id THEN l.offered_by ELSE l.asked_by END
+        SELECT CASE WHEN l.needed_by = r.id THEN l.provided_by ELSE l.needed_by END
         FROM reached r JOIN links l
-            ON (l.asked_by = r.id OR l.offered_by = r.id) AND NOT l.worn)
+            ON (l.needed_by = r.id OR l.provided_by = r.id) AND NOT l.too_common)
     SELECT id FROM reached
 """
 
 
 async def _link(driver: Any, written: Written) -> set[UUID]:
-    """Store links for the asks that the batch makes or answers; return the affected episodes."""
-    rows = await driver.fetch(_LINK, written.offers(), written.asking())
+    """Store links for the needs that the batch has or meets; return the affected episodes."""
+    rows = await driver.fetch(_LINK, written.provided(), written.needing())
     calls = list({row[0] for row in rows})
     if not calls:
         return set(written.linked)
-    await driver.execute(_WEAR, calls)
+    await driver.execute(_MARK_TOO_COMMON, calls)
     return {*written.linked, *(row[0] for row in await driver.fetch(_ENDS, calls))}
 
 
@@ -238,7 +212,7 @@ _PARTS = """
         COALESCE(r.claimed_by, e.claimed_by) IS NOT NULL AS held
     FROM episodes e LEFT JOIN episodes r ON r.id = e.root WHERE e.id = ANY($1)
 """
-_LINKS = "SELECT call_id, level, asked_by, offered_by FROM links WHERE asked_by = ANY($1)"
+_LINKS = "SELECT call_id, level, needed_by, provided_by FROM links WHERE needed_by = ANY($1)"
 _PLACE = """
     UPDATE episodes e SET linked = true, root = p.root, joined_task = p.joined_task,
         quarantined_reason = p.quarantined_reason
@@ -257,7 +231,7 @@ _UPDATE_CALLS = """
 async def _join(driver: Any, linked: set[UUID]) -> None:
     """Update these episodes and their calls to the result of `store.link.joins.resolve`."""
     ids = list(linked)
-    parts = [Part(**dict(row)) for row in await driver.fetch(_PARTS, ids)]
+    parts = [EpisodePart(**dict(row)) for row in await driver.fetch(_PARTS, ids)]
     links = [Link(**dict(row)) for row in await driver.fetch(_LINKS, ids)]
     joins = resolve(parts, links)
     places = [(part, *msgspec.structs.astuple(place)) for part, place in joins.places.items()]

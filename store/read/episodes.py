@@ -11,7 +11,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.errors import Damaged
 from store.read.assembly import assemble, whole_texts
 from store.records import Episode
-from store.schema.tables import episodes, feedback, tool_events, transitions
+from store.schema.recorded import episodes, transitions
+from store.schema.stated import feedback, tool_events
 
 BATCH = 200
 # How many of the episodes that cannot be read back a message names.
@@ -105,18 +106,18 @@ async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
     items = await _rows(connection, _FEEDBACK.where(feedback.c.episode_id.in_(all_parts)))
     texts = whole_texts([*calls, *await _bases(connection, calls)])
     calls_of, events_of, items_of = (_grouped(rows, whole_of) for rows in (calls, events, items))
-    members: dict[UUID, list[Row[Any]]] = {}
+    parts_of: dict[UUID, list[Row[Any]]] = {}
     for part in parts:
-        members.setdefault(whole_of[part.id], []).append(part)
+        parts_of.setdefault(whole_of[part.id], []).append(part)
     reading = Reading([], {})
     for whole in wanted:
-        if whole not in members:
+        if whole not in parts_of:
             continue
         own, tools, statements = (of.get(whole, []) for of in (calls_of, events_of, items_of))
         try:
-            reading.episodes.append(assemble(members[whole], own, tools, statements, texts))
+            reading.episodes.append(assemble(parts_of[whole], own, tools, statements, texts))
         except Damaged as error:
-            key = members[whole][0].key
+            key = parts_of[whole][0].key
             reading.damaged[whole] = f"episode {key!r} cannot be read back: {error}"
     return reading
 

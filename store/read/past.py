@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.errors import UnknownUpdate
 from store.ids import time_of
 from store.records import Episode, Group, Record, TransitionRow
-from store.schema.tables import consumptions, updates
+from store.schema.trained import consumptions, updates
 from store.updates.claims import Claim, Outcome, load_claim
 
 

@@ -11,15 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import func, insert, null, select, text, update
+from sqlalchemy import func, null, select, text, update
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import ClaimLost
 from store.ids import new_id
 from store.read.episodes import read_episodes
+from store.read.pages import update_of
 from store.records import Episode, Group, Record, UpdateRow
-from store.schema.tables import consumptions, episodes, updates
+from store.schema.recorded import episodes
+from store.schema.trained import updates
+from store.updates.consuming import consume_episodes, end_update
 from store.updates.expiry import oldest_version
 from store.updates.policies import add_version
 from store.updates.ready import EARLIER_MEMBERS, ClaimRule, find_ready
@@ -180,13 +183,9 @@ async def release(connection: AsyncConnection, update_id: UUID, why: str) -> int
 
     If the update has ended meanwhile, its episodes stay consumed and the result is 0.
     """
-    ended = await connection.execute(
-        update(updates)
-        .where(updates.c.id == update_id, updates.c.state == "running")
-        .values(state="abandoned", finished_at=text("now()"), metrics={"abandoned": why})
-        .returning(updates.c.id)
-    )
-    if ended.first() is None:
+    try:
+        await end_update(connection, update_id, "abandoned", {"abandoned": why})
+    except ClaimLost:
         return 0
     freed = await connection.execute(
         update(episodes).where(episodes.c.claimed_by == update_id).values(claimed_by=None)
@@ -220,32 +219,10 @@ async def consume(
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
     """
-    ended = await connection.execute(
-        update(updates)
-        .where(updates.c.id == update_id, updates.c.state == "running")
-        .values(
-            state="done",
-            version=version,
-            metrics=dict(metrics),
-            baselines=null() if baselines is None else dict(baselines),
-            finished_at=text("now()"),
-        )
-        .returning(updates.c.id)
-    )
-    if ended.first() is None:
-        raise ClaimLost(f"update {update_id} is no longer running")
-    await connection.execute(
-        insert(consumptions),
-        [
-            {
-                "episode_id": outcome.episode_id,
-                "update_id": update_id,
-                "trained": outcome.trained,
-                "reason": outcome.reason,
-            }
-            for outcome in outcomes
-        ],
-    )
+    after = null() if baselines is None else dict(baselines)
+    await end_update(connection, update_id, "done", metrics, version=version, baselines=after)
+    consumed = [(one.episode_id, one.trained, one.reason) for one in outcomes]
+    await consume_episodes(connection, update_id, consumed)
     if version is not None and adapter_path is not None:
         await add_version(connection, policy, version, adapter_path, update_id)
 
@@ -264,19 +241,7 @@ async def list_updates(connection: AsyncConnection, policy: str | None = None) -
     query = select(updates).order_by(updates.c.claimed_at, updates.c.id)
     if policy is not None:
         query = query.where(updates.c.policy == policy)
-    return [
-        UpdateRow(
-            id=row.id,
-            policy=row.policy,
-            parent_version=row.parent_version,
-            version=row.version,
-            state=row.state,
-            claimed_at=row.claimed_at,
-            finished_at=row.finished_at,
-            metrics=row.metrics,
-        )
-        for row in await connection.execute(query)
-    ]
+    return [update_of(row) for row in await connection.execute(query)]
 
 
 async def hold_policy(connection: AsyncConnection, policy: str) -> bool:

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Final
 from uuid import UUID
 
-from sqlalchemy import insert, or_, select, text, update
+from sqlalchemy import or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.errors import ClaimLost
-from store.schema.tables import consumptions, episodes, updates
+from store.schema.recorded import episodes
+from store.updates.consuming import consume_episodes, end_update
 
 DAMAGED: Final = "damaged"
 NON_FINITE: Final = "non_finite"
@@ -42,28 +42,14 @@ async def set_aside(
         ClaimLost: the update is no longer running; nothing was written.
     """
     held = await _held(connection, update_id, damaged)
-    ended = await connection.execute(
-        update(updates)
-        .where(updates.c.id == update_id, updates.c.state == "running")
-        .values(
-            state="expired" if held else "abandoned",
-            finished_at=text("now()"),
-            metrics={
-                "episodes": len(held),
-                "trained_episodes": 0,
-                "dropped": {reason: len(held)} if held else {},
-                reason: {str(one): why for one, why in damaged.items()},
-            },
-        )
-        .returning(updates.c.id)
-    )
-    if ended.first() is None:
-        raise ClaimLost(f"update {update_id} is no longer running")
-    if held:
-        spent = {"update_id": update_id, "trained": False, "reason": reason}
-        await connection.execute(
-            insert(consumptions), [{"episode_id": one, **spent} for one in held]
-        )
+    metrics = {
+        "episodes": len(held),
+        "trained_episodes": 0,
+        "dropped": {reason: len(held)} if held else {},
+        reason: {str(one): why for one, why in damaged.items()},
+    }
+    await end_update(connection, update_id, "expired" if held else "abandoned", metrics)
+    await consume_episodes(connection, update_id, [(one, False, reason) for one in held])
     await connection.execute(
         update(episodes).where(episodes.c.id.in_(damaged)).values(quarantined_reason=WHY[reason])
     )

@@ -15,7 +15,9 @@ from sqlalchemy import insert, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at, new_id
-from store.schema.tables import FREE, consumptions, episodes, updates
+from store.schema.recorded import FREE, episodes
+from store.schema.trained import updates
+from store.updates.consuming import consume_episodes
 from store.updates.ready import VERSION, ClaimRule, lock_free
 
 MOST: Final = 1000
@@ -91,13 +93,8 @@ async def expire(
     await connection.execute(
         update(episodes).where(episodes.c.id.in_(reasons)).values(claimed_by=update_id)
     )
-    await connection.execute(
-        insert(consumptions),
-        [
-            {"episode_id": one, "update_id": update_id, "trained": False, "reason": reason}
-            for one, reason in reasons.items()
-        ],
-    )
+    consumed = [(one, False, reason) for one, reason in reasons.items()]
+    await consume_episodes(connection, update_id, consumed)
     return counted
 
 

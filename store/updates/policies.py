@@ -10,8 +10,9 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import UnknownPolicy
+from store.read.pages import version_of
 from store.records import PolicyState, PolicyVersion, policy_name
-from store.schema.tables import policies
+from store.schema.trained import policies
 
 
 async def ensure_base(connection: AsyncConnection, name: str) -> None:
@@ -30,17 +31,7 @@ async def list_versions(
     query = select(policies).order_by(policies.c.name, policies.c.version)
     if name is not None:
         query = query.where(policies.c.name == name)
-    return [
-        PolicyVersion(
-            name=row.name,
-            version=row.version,
-            state=row.state,
-            served_name=row.served_name,
-            adapter_path=row.adapter_path,
-            update_id=row.update_id,
-        )
-        for row in await connection.execute(query)
-    ]
+    return [version_of(row) for row in await connection.execute(query)]
 
 
 async def add_version(

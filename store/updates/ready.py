@@ -12,7 +12,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import Record
-from store.schema.tables import FREE
+from store.schema.recorded import FREE
 
 # How many of the last updates are searched for consumed members to compare a late member with.
 EARLIER_UPDATES = 32

@@ -1,4 +1,4 @@
-"""Fingerprints that calls offer and ask for: digests of 16 bytes, the first is the kind (pure).
+"""Fingerprints that calls provide and need: digests of 16 bytes, the first is the kind (pure).
 
 The proxy makes them (`proxy.identity.fingerprints`), the store matches them (`store.link.settle`).
 """
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from asyncpg.pgproto import pgproto
 
-# Kinds. All ids of one kind (tool calls, responses) that a call asks for count together. Of the
+# Kinds. All ids of one kind (tool calls, responses) that a call needs count together. Of the
 # prefixes of a conversation (any other kind) only the first one that is known counts.
 TOOL_CALL: Final = 1
 RESPONSE: Final = 2
@@ -25,10 +25,10 @@ def as_uuid(digest: bytes) -> Any:
     return pgproto.UUID(digest)
 
 
-def levels(asks: Sequence[bytes]) -> list[tuple[bytes, int]]:
+def levels(needs: Sequence[bytes]) -> list[tuple[bytes, int]]:
     """Pair each digest with its level: 0 is the surest evidence, higher ones are weaker."""
     least = len(_KINDS_OF_IDS)
     return [
         (digest, digest[0] - 1 if digest[0] in _KINDS_OF_IDS else least + place)
-        for place, digest in enumerate(asks)
+        for place, digest in enumerate(needs)
     ]

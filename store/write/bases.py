@@ -27,7 +27,7 @@ class Base(Record, frozen=True, kw_only=True):
     request: bytes
     prompt_ids: bytes
     sampled_ids: bytes
-    offers: tuple[bytes, ...] = ()
+    provides: tuple[bytes, ...] = ()
 
 
 class Stored(Record, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class Bases:
         self._capacity = capacity
         self._size = 0
         self._tips: OrderedDict[str, list[Base]] = OrderedDict()
-        self._offered_by: dict[bytes, str] = {}
+        self._provided_by: dict[bytes, str] = {}
 
     def batch(self) -> "Batch":
         """Open a view in which the calls of one batch can be bases of each other."""
@@ -63,12 +63,12 @@ class Bases:
         """Return the tips of an episode."""
         return self._tips.get(episode, [])
 
-    def asked_for(self, asks: Iterable[bytes]) -> list[Base]:
-        """Return the tips of the episode that offers the first known fingerprint of `asks`.
+    def provided_to(self, needs: Iterable[bytes]) -> list[Base]:
+        """Return the tips of the episode that provides the first known fingerprint of `needs`.
 
         A call that names no episode may have one of its own until the store joins it.
         """
-        keys = (self._offered_by.get(digest) for digest in asks)
+        keys = (self._provided_by.get(digest) for digest in needs)
         key = next((key for key in keys if key is not None), None)
         return [] if key is None else self.of(key)
 
@@ -77,7 +77,7 @@ class Bases:
         for episode, tips in episodes:
             self._forget(self._tips.pop(episode, ()))
             self._tips[episode] = tips
-            self._offered_by |= {digest: episode for tip in tips for digest in tip.offers}
+            self._provided_by |= {digest: episode for tip in tips for digest in tip.provides}
             self._size += sum(map(_size, tips))
         while self._size > self._capacity:
             _, tips = self._tips.popitem(last=False)
@@ -86,8 +86,8 @@ class Bases:
     def _forget(self, tips: Iterable[Base]) -> None:
         tips = list(tips)
         self._size -= sum(map(_size, tips))
-        for digest in (digest for tip in tips for digest in tip.offers):
-            self._offered_by.pop(digest, None)
+        for digest in (digest for tip in tips for digest in tip.provides):
+            self._provided_by.pop(digest, None)
 
 
 class Batch:
@@ -97,7 +97,7 @@ class Batch:
         """Store the cache that the batch reads now, and changes on `commit`."""
         self._bases = bases
         self._tips: dict[str, list[Base]] = {}
-        self._offered_by: dict[bytes, str] = {}
+        self._provided_by: dict[bytes, str] = {}
 
     def store(self, call: CallRecord) -> Stored:
         """Return the columns to store `call` with; later calls of the batch may add to it."""
@@ -108,7 +108,7 @@ class Batch:
         tips = self._tips.get(call.episode)
         if tips is None:
             tips = self._tips[call.episode] = list(self._bases.of(call.episode))
-        base = _nearest(tips or self._asked_for(call), call)
+        base = _nearest(tips or self._tips_provided_to(call), call)
         stored = whole if base is None else _added(base, request, prompt_ids)
         if base is not None and base in tips and _continues(stored, base):
             tips.remove(base)
@@ -118,18 +118,18 @@ class Batch:
                 request=request,
                 prompt_ids=prompt_ids,
                 sampled_ids=call.tokens.sampled_ids,
-                offers=call.offers,
+                provides=call.provides,
             )
         )
-        self._offered_by |= dict.fromkeys(call.offers, call.episode)
+        self._provided_by |= dict.fromkeys(call.provides, call.episode)
         del tips[:-TIPS]
         return stored
 
-    def _asked_for(self, call: CallRecord) -> list[Base]:
-        for digest in call.asks:
-            if digest in self._offered_by:
-                return self._tips[self._offered_by[digest]]
-        return self._bases.asked_for(call.asks)
+    def _tips_provided_to(self, call: CallRecord) -> list[Base]:
+        for digest in call.needs:
+            if digest in self._provided_by:
+                return self._tips[self._provided_by[digest]]
+        return self._bases.provided_to(call.needs)
 
     def commit(self) -> None:
         """Add the batch's tips to the cache. Call it once the batch's rows are committed."""

@@ -112,11 +112,11 @@ async def _write_calls(
     new = [(call, episode) for call, episode in written.calls if call.id not in known]
     # A generator, so that each row is in memory only until it is sent.
     rows = (transition_row(call, episode, batch.store(call)) for call, episode in new)
-    offers = [(as_uuid(digest), episode) for call, episode in new for digest in call.offers]
-    asks = [
+    provided = [(as_uuid(digest), episode) for call, episode in new for digest in call.provides]
+    needed = [
         (as_uuid(digest), call.id, episode, level)
         for call, episode in new
-        for digest, level in levels(call.asks)
+        for digest, level in levels(call.needs)
     ]
     events = [
         event_row(event, time_of(call.id), episode_id=episode)
@@ -125,8 +125,9 @@ async def _write_calls(
     ]
     if new:
         await driver.copy_records_to_table("transitions", columns=TRANSITION_COLUMNS, records=rows)
-    await _copy(driver, "offers", ("digest", "episode_id"), offers)
-    await _copy(driver, "asks", ("digest", "call_id", "episode_id", "level"), asks)
+    await _copy(driver, "provided_fingerprints", ("digest", "episode_id"), provided)
+    columns = ("digest", "call_id", "episode_id", "level")
+    await _copy(driver, "needed_fingerprints", columns, needed)
     await _copy(driver, "tool_events", EVENT_COLUMNS, events)
 
 

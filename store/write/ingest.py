@@ -10,7 +10,7 @@ drainers wrote. By then both sides of a reference are committed, so the later of
 sees them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from typing import Any
@@ -140,22 +140,3 @@ def _refusals() -> Iterator[None]:
 
 async def _driver_of(connection: AsyncConnection) -> Any:
     return (await connection.get_raw_connection()).driver_connection
-
-
-async def known_targets(
-    connection: AsyncConnection, targets: Iterable[tuple[str, str]]
-) -> set[tuple[str, str]]:
-    """Return those of the (kind, target) pairs that are stored already."""
-    known: set[tuple[str, str]] = set()
-    queries = {
-        "episode": "SELECT key FROM episodes WHERE key = ANY(:wanted)",
-        "response": "SELECT response_id FROM transitions WHERE response_id = ANY(:wanted)",
-        "call": "SELECT id::text FROM transitions WHERE id = ANY(CAST(:wanted AS uuid[]))",
-    }
-    by_kind: dict[str, list[str]] = {}
-    for kind, target in targets:
-        by_kind.setdefault(kind, []).append(target)
-    for kind, wanted in by_kind.items():
-        rows = await connection.execute(text(queries[kind]), {"wanted": wanted})
-        known.update((kind, row[0]) for row in rows)
-    return known

@@ -51,7 +51,7 @@ def _call(tape: Tape) -> Captured:
         "status": tape.pick(("complete", "truncated", "client_gone", "upstream_error")),
         "http_status": tape.pick((200, 400, None, 2**40)),
         "deflated": True,
-        "offers": tape.pick(((), (b"x" * 16,), (b"",), (b"\xff" * 3,))),
+        "provides": tape.pick(((), (b"x" * 16,), (b"",), (b"\xff" * 3,))),
         "retry": tape.pick((0, 1, -1, 2**40)),
         "default_temperature": tape.pick((1.0, float("nan"), float("inf"))),
         "started_at": tape.pick((0.0, -1e20, 1e20, float("nan"))),

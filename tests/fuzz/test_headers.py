@@ -8,7 +8,7 @@ from proxy.errors import NotAllowed
 from proxy.formats.base import ReplySummary, read_request
 from proxy.http.wire import for_client, for_upstream, lowered
 from proxy.identity.baggage import parse_baggage, trace_id
-from proxy.identity.fingerprints import offers_of
+from proxy.identity.fingerprints import provided_fingerprints
 from proxy.identity.identify import identify
 from proxy.identity.names import SESSION_HEADERS
 from proxy.identity.stitch import CallMemory
@@ -72,8 +72,8 @@ def test_any_headers_name_somebody_or_nobody(
         assert name.isprintable()
         assert name.encode()
     summary = ReplySummary(response_id="r", text=said)
-    offers = offers_of(route.dialect or "", fields, summary, found.conversation)
-    stitches.offer(offers, found.episode, found.follows)
+    provides = provided_fingerprints(route.dialect or "", fields, summary, found.conversation)
+    stitches.provide(provides, found.episode, found.follows)
     assert identify(lower, route, fields, body, "next", stitches).episode
     for_upstream(pairs, plain=True)
     for_client(pairs)

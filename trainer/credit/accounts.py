@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Final
 
+from store.read.facts import MatchedEvent, has_failed, matched_events
 from store.records import REWARD, Episode, Feedback, Record, TransitionRow
-from store.records import has_failed as call_has_failed
 from store.values.tokens import unpack_ids
-from trainer.credit.air import MatchedEvent, matched_events
 
 # Rewards are clipped to ± this value, so that their squares and sums stay finite.
 LARGEST_REWARD: Final = 1e100
@@ -60,14 +59,6 @@ def current_reward(feedback: Sequence[Feedback]) -> float | None:
     """Return the reward that counts, clipped to ±LARGEST_REWARD, or None if there is none."""
     value = newest(feedback, REWARD)
     return None if value is None else max(-LARGEST_REWARD, min(LARGEST_REWARD, value))
-
-
-def has_failed(episode: Episode) -> bool:
-    """Return True if the episode's last call ended without a proper reply."""
-    if not episode.calls:
-        return False
-    last = episode.calls[-1]
-    return call_has_failed(last.status, last.http_status)
 
 
 def account_of(

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from store.read.facts import MatchedEvent
 from store.records import REWARD, Feedback, Record, ToolStatus
 from trainer.credit.accounts import CallAccount, EpisodeAccount, current_reward
-from trainer.credit.air import MatchedEvent
 from trainer.credit.calls import CallCredit, credit_accounts
 from trainer.errors import CreditLineError
 from trainer.recipe_parts import CreditPart

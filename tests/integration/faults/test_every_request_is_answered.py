@@ -69,10 +69,10 @@ async def test_a_failure_in_a_stream_tears_it_after_the_event_that_says_so(
     assert call.status == "truncated"
 
 
-async def test_a_call_is_recorded_though_what_it_offers_cannot_be_read(
+async def test_a_call_is_recorded_though_what_it_provides_cannot_be_read(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "offers_of", fails)
+    monkeypatch.setattr(module, "provided_fingerprints", fails)
     head, _ = await ask(proxy, post(CHAT, BODY), kept=False)
     assert head.startswith(b"HTTP/1.1 200 ")
     assert (await proxy.only_call()).status == "complete"

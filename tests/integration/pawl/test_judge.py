@@ -300,8 +300,8 @@ async def test_an_episode_in_parts_is_judged_when_its_last_part_is_over(
     digest = b"\x01" + b"s" * 15
     await store(
         engine,
-        call("first", method="own", started_at=LONG_AGO, offers=(digest,)),
-        call("second", method="own", started_at=datetime.now(UTC), asks=(digest,)),
+        call("first", method="own", started_at=LONG_AGO, provides=(digest,)),
+        call("second", method="own", started_at=datetime.now(UTC), needs=(digest,)),
     )
     judge, plan = Opinion(), msgspec.structs.replace(PLAN, quiet=timedelta(minutes=10))
     await Judging(engine, judge, Desk(), plan).run(once=True)

@@ -148,9 +148,9 @@ async def test_a_reward_for_all_of_it_says_that_it_is_over(engine: AsyncEngine) 
 
 async def test_a_joined_one_is_over_when_all_of_its_parts_are(engine: AsyncEngine) -> None:
     digest = b"3" * 16
-    whole = made("whole", method="header", offers=(digest,))
+    whole = made("whole", method="header", provides=(digest,))
     await store(engine, whole, given(1.0, whole))
-    await store(engine, call("part", method="own", asks=(digest,), started_at=datetime.now(UTC)))
+    await store(engine, call("part", method="own", needs=(digest,), started_at=datetime.now(UTC)))
     assert await taken(engine, recipe()) == []
     async with engine.begin() as connection:
         await connection.execute(text("UPDATE episodes SET last_call_at = now() - interval '1 h'"))
@@ -162,8 +162,8 @@ async def test_a_joined_one_is_over_when_all_of_its_parts_are(engine: AsyncEngin
 
 async def test_it_does_not_matter_what_comes_first(engine: AsyncEngine) -> None:
     digest = b"3" * 16
-    whole = made("whole", offers=(digest,))
-    part = made("part", method="own", asks=(digest,))
+    whole = made("whole", provides=(digest,))
+    part = made("part", method="own", needs=(digest,))
     follows = made("part", method="prefix")
     records = [
         whole,
@@ -184,8 +184,8 @@ async def test_it_does_not_matter_what_comes_first(engine: AsyncEngine) -> None:
             found.append([tuple(row) for row in rows])
             await connection.execute(
                 text(
-                    "TRUNCATE episodes, transitions, feedback, feedback_requests, links, offers,"
-                    " asks, tool_events, consumptions CASCADE"
+                    "TRUNCATE episodes, transitions, feedback, feedback_requests, links,"
+                    " provided_fingerprints, needed_fingerprints, tool_events, consumptions CASCADE"
                 )
             )
     # Of the part, an episode of its own, what is said of a call is said of all of it.

@@ -269,8 +269,8 @@ async def test_of_a_joined_episode_the_last_part_tells_whether_it_failed(
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("a", {}, broken), ("b", broken, {})]
     for name, first, last in cases:
         digest = name.encode() * 16
-        await store(engine, call(f"{name}0", offers=(digest,), **made, **first))
-        await store(engine, call(f"{name}1", asks=(digest,), **made, **last))
+        await store(engine, call(f"{name}0", provides=(digest,), **made, **first))
+        await store(engine, call(f"{name}1", needs=(digest,), **made, **last))
     assert keys(await take(engine, FAILED)) == ["a0"]
 
 

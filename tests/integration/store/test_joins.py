@@ -11,19 +11,20 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.link.joins import (
-    DOUBTFUL_ASK,
     DOUBTFUL_CALL,
-    MOST_OFFERING,
+    DOUBTFUL_NEED,
+    MOST_PROVIDERS,
     TOLD_MORE_THAN_ONE,
     TOO_LATE,
 )
+from store.link.targets import known_targets
 from store.read.episodes import episode_ids, read_episodes
 from store.records import CallRecord, Episode, SpoolRecord
 from store.updates import claims
 from store.updates.policies import ensure_base, pinned_episodes
 from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL
-from store.write.ingest import Ingester, known_targets
+from store.write.ingest import Ingester
 from tests.support.records import call, reward, statement, tokens, tool_event
 
 RULE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
@@ -40,8 +41,8 @@ def own(name: str, **changes: Any) -> CallRecord:
     return call(
         name,
         method="own",
-        offers=tuple(digest(PREFIX, one) for one in told),
-        asks=tuple(digest(PREFIX, one) for one in repeats),
+        provides=tuple(digest(PREFIX, one) for one in told),
+        needs=tuple(digest(PREFIX, one) for one in repeats),
         **changes,
     )
 
@@ -60,7 +61,7 @@ async def empty(engine: AsyncEngine) -> None:
         await connection.execute(
             text(
                 "TRUNCATE episodes, transitions, tool_events, feedback, feedback_requests,"
-                " consumptions, offers, asks, links CASCADE"
+                " consumptions, provided_fingerprints, needed_fingerprints, links CASCADE"
             )
         )
 
@@ -84,9 +85,9 @@ async def test_a_call_joins_the_episode_whose_reply_it_repeats(
 
 @pytest.mark.parametrize(("kind", "method"), [(TOOL_CALL, "tool_call"), (RESPONSE, "response")])
 async def test_an_id_joins_for_certain(engine: AsyncEngine, kind: int, method: str) -> None:
-    sign = digest(kind, "id")
-    await store(engine, own("a", told=[]), call("b", method="own", asks=(sign,)))
-    await store(engine, call("a", offers=(sign,)))
+    fingerprint = digest(kind, "id")
+    await store(engine, own("a", told=[]), call("b", method="own", needs=(fingerprint,)))
+    await store(engine, call("a", provides=(fingerprint,)))
     [episode] = await episodes(engine)
     joined = [c for c in episode.calls if c.method == method]
     assert [c.confidence for c in joined] == ["certain"]
@@ -139,7 +140,7 @@ async def test_in_doubt_nothing_is_joined_and_nothing_trained(engine: AsyncEngin
     assert {key: e.quarantined_reason for key, e in found.items()} == {
         "a": TOLD_MORE_THAN_ONE,
         "b": TOLD_MORE_THAN_ONE,
-        "c": DOUBTFUL_ASK,
+        "c": DOUBTFUL_NEED,
     }
     assert [c.confidence for c in found["c"].calls] == ["doubtful"]
     async with engine.begin() as connection:
@@ -171,7 +172,7 @@ async def test_a_call_in_doubt_is_read_though_it_adds_to_another_episodes(
 @pytest.mark.parametrize("batch", [1, 4, 100])
 async def test_what_many_were_told_says_nothing_of_them(engine: AsyncEngine, batch: int) -> None:
     dice = random.Random(batch)
-    records = [own(f"a{number}", told=["hello"]) for number in range(MOST_OFFERING + 3)]
+    records = [own(f"a{number}", told=["hello"]) for number in range(MOST_PROVIDERS + 3)]
     records += [own(f"b{number}", repeats=["hello"]) for number in range(3)]
     dice.shuffle(records)
     for start in range(0, len(records), batch):
@@ -179,7 +180,7 @@ async def test_what_many_were_told_says_nothing_of_them(engine: AsyncEngine, bat
     found = await episodes(engine)
     assert len(found) == len(records)
     assert {e.key: e.quarantined_reason for e in found} == {
-        e.key: DOUBTFUL_ASK if e.key.startswith("b") else None for e in found
+        e.key: DOUBTFUL_NEED if e.key.startswith("b") else None for e in found
     }
 
 
@@ -215,9 +216,9 @@ async def test_an_attempt_and_its_repeat_are_one_call(engine: AsyncEngine) -> No
 
 
 def scenario(dice: random.Random) -> list[SpoolRecord]:
-    """Calls of a few keys that offer and ask for a few digests, and feedback."""
+    """Calls of a few keys that provide and need a few digests, and feedback."""
     keys = [f"k{number}" for number in range(6)]
-    signs = [digest(dice.choice([TOOL_CALL, RESPONSE, PREFIX, PREFIX]), str(n)) for n in range(7)]
+    digests = [digest(dice.choice([TOOL_CALL, RESPONSE, PREFIX, PREFIX]), str(n)) for n in range(7)]
     records: list[SpoolRecord] = []
     for number in range(12):
         key = dice.choice(keys)
@@ -231,8 +232,8 @@ def scenario(dice: random.Random) -> list[SpoolRecord]:
                 request=b'{"messages":["' + b"turn, " * 20 * number + b'"], "tools": "..."}',
                 tokens=tokens(list(range(1 + number * 3)), [7, number]),
                 response_id=f"r{number}",
-                offers=tuple(dice.sample(signs, dice.randrange(3))),
-                asks=tuple(dice.sample(signs, dice.randrange(1, 3))) if is_own else (),
+                provides=tuple(dice.sample(digests, dice.randrange(3))),
+                needs=tuple(dice.sample(digests, dice.randrange(1, 3))) if is_own else (),
                 confidence=dice.choice(["certain"] * 9 + ["doubtful"]),
                 tool_events=(tool_event("ok", f"t{number}"),),
             )

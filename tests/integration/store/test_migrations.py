@@ -29,7 +29,8 @@ async def test_up_and_down_and_up_again(empty_database_url: str) -> None:
     await upgrade(empty_database_url)
     made = await tables(empty_database_url)
     assert {"transitions", "episodes", "tool_events", "feedback", "policies"} <= made
-    assert {"updates", "consumptions", "api_keys"} <= made
+    assert {"updates", "consumptions", "links"} <= made
+    assert "api_keys" not in made
     await downgrade(empty_database_url, "base")
     assert await tables(empty_database_url) == {"alembic_version"}
     await upgrade(empty_database_url)
@@ -50,8 +51,8 @@ async def test_migrating_twice_changes_nothing(database_url: str) -> None:
 async def test_rewards_on_single_calls_are_found_again(empty_database_url: str) -> None:
     await upgrade(empty_database_url)
     engine = make_engine(empty_database_url)
-    whole = call("whole", offers=(b"3" * 16,))
-    part = call("part", method="own", asks=(b"3" * 16,))
+    whole = call("whole", provides=(b"3" * 16,))
+    part = call("part", method="own", needs=(b"3" * 16,))
     named = call("part", method="prefix")
     other = call("other")
     said = [reward(1.0, call=str(one.id), at=at) for at, one in enumerate([whole, whole, named])]
@@ -103,11 +104,11 @@ async def test_what_was_stored_survives_up_and_down(empty_database_url: str) -> 
             method="own",
             request=json.dumps({"messages": ["turn"] * 40 * turn}).encode(),
             tokens=tokens(list(range(turn)), [turn]),
-            offers=(b"3" * 16,),
+            provides=(b"3" * 16,),
         )
         for turn in range(1, 4)
     ]
-    joined = call("other", method="own", task="named", asks=(b"3" * 16,), request=ODD.encode())
+    joined = call("other", method="own", task="named", needs=(b"3" * 16,), request=ODD.encode())
     await Ingester().store(engine, [*thread, joined, reward(1.0, call=str(joined.id))])
     async with engine.connect() as connection:
         before = await read_episodes(connection, await episode_ids(connection))
@@ -167,3 +168,70 @@ async def test_two_bodies_under_one_key_survive_down_and_up(empty_database_url: 
     assert kept == [("old", "a"), *empty, ("k", "a"), (None, "b"), (None, "b")]
     await upgrade(empty_database_url)
     await check(empty_database_url)
+
+
+async def joins(url: str, query: str) -> list[tuple[object, ...]]:
+    engine = make_engine(url)
+    async with engine.connect() as connection:
+        rows = sorted(map(tuple, await connection.execute(text(query))), key=str)
+    await engine.dispose()
+    return rows
+
+
+async def test_both_sides_of_a_join_survive_their_new_names(empty_database_url: str) -> None:
+    url = empty_database_url
+    before = (
+        "SELECT digest, episode_id FROM offers",
+        "SELECT digest, call_id, episode_id, level FROM asks",
+        "SELECT call_id, level, offered_by, asked_by, worn FROM links",
+    )
+    after = (
+        "SELECT digest, episode_id FROM provided_fingerprints",
+        "SELECT digest, call_id, episode_id, level FROM needed_fingerprints",
+        "SELECT call_id, level, provided_by, needed_by, too_common FROM links",
+    )
+    alone, shared = b"3" * 16, b"4" * 16
+    await upgrade(url)
+    engine = make_engine(url)
+    await Ingester().store(
+        engine,
+        [
+            call("one", method="own", provides=(alone,)),
+            *(call(f"of-many-{n}", method="own", provides=(shared,)) for n in range(10)),
+            call("joins-one", method="own", needs=(alone,)),
+            call("joins-none", method="own", needs=(shared,)),
+        ],
+    )
+    await engine.dispose()
+    stored = [await joins(url, query) for query in after]
+    assert [len(rows) for rows in stored] == [11, 2, 10]
+    assert {row[-1] for row in stored[2]} == {False, True}
+
+    await downgrade(url, "0006")
+    assert [await joins(url, query) for query in before] == stored
+    assert {"asks", "offers", "api_keys"} <= await tables(url)
+    await upgrade(url)
+    assert [await joins(url, query) for query in after] == stored
+    await check(url)
+    # What is stored now finds what was stored under the old names.
+    engine = make_engine(url)
+    await Ingester().store(engine, [call("joins-one-late", method="own", needs=(alone,))])
+    async with engine.connect() as connection:
+        found = await read_episodes(connection, await episode_ids(connection))
+    await engine.dispose()
+    assert ("joins-one", "joins-one-late") in [episode.aliases for episode in found]
+
+
+async def test_indexes_have_the_names_that_their_tables_give_them(database_url: str) -> None:
+    query = (
+        "SELECT tablename, indexname FROM pg_indexes WHERE tablename IN"
+        " ('needed_fingerprints', 'provided_fingerprints', 'links')"
+    )
+    assert {(table, name) for table, name in await joins(database_url, query)} == {
+        ("needed_fingerprints", "ix_needed_fingerprints_digest"),
+        ("needed_fingerprints", "ix_needed_fingerprints_call_id"),
+        ("provided_fingerprints", "ix_provided_fingerprints_digest"),
+        ("links", "pk_links"),
+        ("links", "ix_links_needed_by"),
+        ("links", "ix_links_provided_by"),
+    }

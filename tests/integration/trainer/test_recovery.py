@@ -15,7 +15,8 @@ from store.connection.engine import make_engine
 from store.errors import ClaimLost
 from store.read.stats import totals
 from store.records import SpoolRecord
-from store.schema.tables import consumptions, episodes, updates
+from store.schema.recorded import episodes
+from store.schema.trained import consumptions, updates
 from store.updates import claims, policies
 from store.updates.policies import ensure_base, list_versions
 from store.write.ingest import ingest

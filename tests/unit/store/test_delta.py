@@ -103,7 +103,9 @@ def test_calls_without_a_name_add_to_what_they_ask_for(at_once: bool) -> None:
     """Each has an episode of its own until the store joins them."""
     said = [bytes([3]) + bytes([turn]) * 15 for turn in range(6)]
     calls = [
-        msgspec.structs.replace(c, episode=str(turn), offers=(said[turn],), asks=said[:turn][::-1])
+        msgspec.structs.replace(
+            c, episode=str(turn), provides=(said[turn],), needs=said[:turn][::-1]
+        )
         for turn, c in enumerate(thread(6))
     ]
     bases = Bases()

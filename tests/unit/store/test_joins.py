@@ -6,13 +6,13 @@ from uuid import UUID
 import pytest
 
 from store.link.joins import (
-    DOUBTFUL_ASK,
     DOUBTFUL_CALL,
-    MOST_OFFERING,
+    DOUBTFUL_NEED,
+    MOST_PROVIDERS,
     TOLD_MORE_THAN_ONE,
     TOO_LATE,
+    EpisodePart,
     Link,
-    Part,
     resolve,
 )
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL, levels
@@ -22,7 +22,7 @@ def uid(number: int) -> UUID:
     return UUID(int=number)
 
 
-def part(number: int, **changes: object) -> Part:
+def part(number: int, **changes: object) -> EpisodePart:
     fields = {
         "id": uid(number),
         "first_call_id": uid(100 + number),
@@ -32,18 +32,18 @@ def part(number: int, **changes: object) -> Part:
         "doubtful": False,
         "held": False,
     }
-    return Part(**(fields | changes))  # type: ignore[arg-type]
+    return EpisodePart(**(fields | changes))  # type: ignore[arg-type]
 
 
-def link(asking: int, *offering: int, level: int = 2, call: int | None = None) -> list[Link]:
-    call_id = uid(100 + asking if call is None else call)
+def link(needing: int, *providing: int, level: int = 2, call: int | None = None) -> list[Link]:
+    call_id = uid(100 + needing if call is None else call)
     return [
-        Link(call_id=call_id, level=level, asked_by=uid(asking), offered_by=uid(offered))
-        for offered in offering
+        Link(call_id=call_id, level=level, needed_by=uid(needing), provided_by=uid(provided))
+        for provided in providing
     ]
 
 
-def parts(*numbers: int) -> list[Part]:
+def parts(*numbers: int) -> list[EpisodePart]:
     return [part(number) for number in numbers]
 
 
@@ -62,7 +62,7 @@ def test_ids_are_certain(level: int, method: str) -> None:
 def test_an_ask_that_two_answer_joins_neither_and_all_are_kept_apart() -> None:
     joins = resolve(parts(1, 2, 3), link(3, 1, 2))
     assert {place.root for place in joins.places.values()} == {None}
-    assert joins.places[uid(3)].quarantined_reason == DOUBTFUL_ASK
+    assert joins.places[uid(3)].quarantined_reason == DOUBTFUL_NEED
     assert joins.places[uid(1)].quarantined_reason == TOLD_MORE_THAN_ONE
     assert joins.places[uid(2)].quarantined_reason == TOLD_MORE_THAN_ONE
     assert joins.calls == {uid(103): None}
@@ -82,12 +82,12 @@ def test_the_surest_sign_counts_alone() -> None:
 
 
 def test_what_too_many_were_told_is_the_askers_doubt_alone() -> None:
-    offering = range(1, MOST_OFFERING + 2)
-    some = link(50, *offering)
-    few = resolve(parts(*offering, 50), some[:-1])
+    providing = range(1, MOST_PROVIDERS + 2)
+    some = link(50, *providing)
+    few = resolve(parts(*providing, 50), some[:-1])
     assert few.places[uid(1)].quarantined_reason == TOLD_MORE_THAN_ONE
-    many = resolve(parts(*offering, 50), some)
-    assert many.places[uid(50)].quarantined_reason == DOUBTFUL_ASK
+    many = resolve(parts(*providing, 50), some)
+    assert many.places[uid(50)].quarantined_reason == DOUBTFUL_NEED
     assert many.places[uid(1)].quarantined_reason is None
 
 
@@ -117,9 +117,9 @@ def test_no_order_matters() -> None:
         some = parts(*range(1, 8))
         links = [
             found
-            for asking in range(2, 8)
+            for needing in range(2, 8)
             for found in link(
-                asking, *{dice.randrange(1, 8) for _ in range(dice.randrange(3))} - {asking}
+                needing, *{dice.randrange(1, 8) for _ in range(dice.randrange(3))} - {needing}
             )
         ]
         first = resolve(some, links)
@@ -134,5 +134,5 @@ def test_levels_put_ids_before_prefixes() -> None:
     def digest(kind: int, number: int) -> bytes:
         return bytes([kind]) + bytes([number]) * 15
 
-    asks = [digest(TOOL_CALL, 1), digest(TOOL_CALL, 2), digest(RESPONSE, 3), digest(PREFIX, 4)]
-    assert [level for _, level in levels([*asks, digest(PREFIX, 5)])] == [0, 0, 1, 5, 6]
+    needs = [digest(TOOL_CALL, 1), digest(TOOL_CALL, 2), digest(RESPONSE, 3), digest(PREFIX, 4)]
+    assert [level for _, level in levels([*needs, digest(PREFIX, 5)])] == [0, 0, 1, 5, 6]

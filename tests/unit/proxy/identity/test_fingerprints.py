@@ -16,8 +16,8 @@ from proxy.identity.fingerprints import (
     RESPONSE,
     TOOL_CALL,
     UNIQUE_PREFIX,
-    asks_of,
-    offers_of,
+    needed_fingerprints,
+    provided_fingerprints,
 )
 from store.records import ToolCall
 
@@ -53,8 +53,8 @@ def summary(
     return ReplySummary(response_id, text, told)
 
 
-def prefixes(signs: tuple[bytes, ...]) -> list[bytes]:
-    return [sign for sign in signs if sign[0] in PREFIXES]
+def prefixes(fingerprints: tuple[bytes, ...]) -> list[bytes]:
+    return [one for one in fingerprints if one[0] in PREFIXES]
 
 
 ADD = (ID, "add", '{"a": 1, "b": 2.0}')
@@ -80,34 +80,34 @@ REBUILT: dict[str, Callable[[tuple[str, str, str]], Message]] = {
 @pytest.mark.parametrize("call", [ADD, COUNTER], ids=["unique", "counter"])
 @pytest.mark.parametrize("form", REBUILT)
 def test_a_reply_is_the_same_however_it_is_sent_back(form: str, call: tuple[str, str, str]) -> None:
-    offers = offers_of("chat", chat(user("2 + 1?")), summary("Let me see.", call))
+    provides = provided_fingerprints("chat", chat(user("2 + 1?")), summary("Let me see.", call))
     again = chat(user("2 + 1?"), REBUILT[form](call), result(call[0], "3"))
-    assert prefixes(asks_of("chat", again)) == prefixes(offers)
+    assert prefixes(needed_fingerprints("chat", again)) == prefixes(provides)
 
 
 @pytest.mark.parametrize("content", [None, "", []])
 def test_a_call_without_words_is_the_same_with_null_or_nothing(content: Any) -> None:
-    offers = offers_of("chat", chat(user("q")), summary("", ADD))
+    provides = provided_fingerprints("chat", chat(user("q")), summary("", ADD))
     again = chat(user("q"), assistant(content, ADD), result(ID, "3"))
     missing = chat(
         user("q"), {"role": "assistant", "tool_calls": again["messages"][1]["tool_calls"]}
     )
-    assert prefixes(asks_of("chat", again)) == prefixes(offers)
-    assert prefixes(asks_of("chat", missing)) == prefixes(offers)
+    assert prefixes(needed_fingerprints("chat", again)) == prefixes(provides)
+    assert prefixes(needed_fingerprints("chat", missing)) == prefixes(provides)
 
 
 def test_a_system_prompt_is_no_part_of_a_conversation() -> None:
-    offers = offers_of(
+    provides = provided_fingerprints(
         "chat", chat({"role": "system", "content": "It is noon."}, user("q")), summary("a")
     )
     later = chat(
         {"role": "developer", "content": "It is one."}, user("q"), assistant("a"), user("r")
     )
-    assert prefixes(asks_of("chat", later)) == prefixes(offers)
+    assert prefixes(needed_fingerprints("chat", later)) == prefixes(provides)
 
 
 def test_a_response_echoed_as_items_is_the_reply() -> None:
-    offers = offers_of(
+    provides = provided_fingerprints(
         "responses",
         {"input": "q"},
         summary("Let me see.", ADD, (OTHER_ID, "look", "{}"), response_id="resp_1"),
@@ -128,19 +128,21 @@ def test_a_response_echoed_as_items_is_the_reply() -> None:
         },
     ]
     bare = [items[0], {"role": "assistant", "content": "Let me see."}, call, *items[4:]]
-    assert [sign[0] for sign in offers] == [TOOL_CALL, TOOL_CALL, RESPONSE, UNIQUE_PREFIX]
-    assert [sign[0] for sign in asks_of("responses", {"input": items})] == [
+    assert [one[0] for one in provides] == [TOOL_CALL, TOOL_CALL, RESPONSE, UNIQUE_PREFIX]
+    assert [one[0] for one in needed_fingerprints("responses", {"input": items})] == [
         TOOL_CALL,
         TOOL_CALL,
         UNIQUE_PREFIX,
     ]
-    assert set(asks_of("responses", {"input": items})) == set(offers) - {offers[2]}
-    assert asks_of("responses", {"input": bare}) == asks_of("responses", {"input": items})
+    assert set(needed_fingerprints("responses", {"input": items})) == set(provides) - {provides[2]}
+    assert needed_fingerprints("responses", {"input": bare}) == needed_fingerprints(
+        "responses", {"input": items}
+    )
 
 
 def test_anthropics_blocks_are_the_reply() -> None:
     marked = [{"type": "text", "text": "q", "cache_control": {"type": "ephemeral"}}]
-    offers = offers_of("messages", chat(user(marked)), summary("Let me see.", ADD))
+    provides = provided_fingerprints("messages", chat(user(marked)), summary("Let me see.", ADD))
     blocks = [
         {"type": "thinking", "thinking": "Hm.", "signature": "s"},
         {"type": "text", "text": "Let me see."},
@@ -148,47 +150,50 @@ def test_anthropics_blocks_are_the_reply() -> None:
     ]
     results = [{"type": "tool_result", "tool_use_id": ID, "content": "3"}]
     again = chat(user("q"), {"role": "assistant", "content": blocks}, user(results))
-    assert set(asks_of("messages", again)) == set(offers)
+    assert set(needed_fingerprints("messages", again)) == set(provides)
 
 
 def test_a_response_that_goes_on_from_another_asks_for_it() -> None:
-    offers = offers_of("responses", {"input": "q"}, summary("a", response_id="resp_1"))
+    provides = provided_fingerprints(
+        "responses", {"input": "q"}, summary("a", response_id="resp_1")
+    )
     fields = {"input": [user("r")], "previous_response_id": "resp_1"}
-    assert asks_of("responses", fields) == (offers[0],)
-    assert [sign[0] for sign in offers] == [RESPONSE, PREFIX]
+    assert needed_fingerprints("responses", fields) == (provides[0],)
+    assert [one[0] for one in provides] == [RESPONSE, PREFIX]
     # What it shows is not all that was said: it is no prefix of anything.
-    later = offers_of("responses", fields, summary("b", response_id="resp_2"))
-    assert [sign[0] for sign in later] == [RESPONSE]
+    later = provided_fingerprints("responses", fields, summary("b", response_id="resp_2"))
+    assert [one[0] for one in later] == [RESPONSE]
 
 
-def test_only_responses_offer_their_id() -> None:
+def test_only_responses_provide_their_id() -> None:
     assert [
-        sign[0] for sign in offers_of("chat", chat(user("q")), summary("a", response_id="x"))
+        one[0]
+        for one in provided_fingerprints("chat", chat(user("q")), summary("a", response_id="x"))
     ] == [PREFIX]
 
 
 def test_earlier_replies_are_asked_for_after_the_newest() -> None:
-    asks: list[bytes] = []
+    needs: list[bytes] = []
     messages: list[Message] = []
     for turn in range(7):
         messages.append(user(f"q{turn}"))
-        asks += offers_of("chat", chat(*messages), summary(f"a{turn}"))
+        needs += provided_fingerprints("chat", chat(*messages), summary(f"a{turn}"))
         messages.append(assistant(f"a{turn}"))
-    assert list(asks_of("chat", chat(*messages, user("now")))) == asks[:-5:-1]
+    assert list(needed_fingerprints("chat", chat(*messages, user("now")))) == needs[:-5:-1]
     # The last reply is to be continued: those that were answered come first.
-    assert list(asks_of("chat", chat(*messages))) == [*asks[-2:-6:-1], asks[-1]]
+    assert list(needed_fingerprints("chat", chat(*messages))) == [*needs[-2:-6:-1], needs[-1]]
 
 
 def test_a_continued_reply_is_one_reply() -> None:
     begun = chat(user("q"), assistant("Once upon"))
-    offers = offers_of("chat", begun, summary("a time."))
+    provides = provided_fingerprints("chat", begun, summary("a time."))
     whole = chat(user("q"), assistant("Once upon"), assistant("a time."), user("More!"))
-    assert prefixes(asks_of("chat", whole)) == prefixes(offers)
+    assert prefixes(needed_fingerprints("chat", whole)) == prefixes(provides)
 
 
-def test_a_reply_that_said_nothing_offers_nothing() -> None:
-    assert offers_of("chat", chat(user("q")), summary()) == ()
-    assert asks_of("chat", chat(user("q"), assistant(""), user("r"))) == ()
+def test_a_reply_that_said_nothing_provides_nothing() -> None:
+    assert provided_fingerprints("chat", chat(user("q")), summary()) == ()
+    assert needed_fingerprints("chat", chat(user("q"), assistant(""), user("r"))) == ()
 
 
 @pytest.mark.parametrize(
@@ -206,13 +211,15 @@ def test_a_reply_that_said_nothing_offers_nothing() -> None:
         ("", False),
     ],
 )
-def test_counters_are_no_sign(tool_id: str, unique: bool) -> None:
+def test_counters_are_no_fingerprint(tool_id: str, unique: bool) -> None:
     assert is_unique(tool_id) is unique
     call = (tool_id, "add", "{}")
-    offers = offers_of("chat", chat(user("q")), summary("", call))
-    asks = asks_of("chat", chat(user("q"), assistant(None, call), result(tool_id, "1")))
-    assert (TOOL_CALL in [sign[0] for sign in offers]) is unique
-    assert set(asks) == set(offers)
+    provides = provided_fingerprints("chat", chat(user("q")), summary("", call))
+    needs = needed_fingerprints(
+        "chat", chat(user("q"), assistant(None, call), result(tool_id, "1"))
+    )
+    assert (TOOL_CALL in [one[0] for one in provides]) is unique
+    assert set(needs) == set(provides)
 
 
 @pytest.mark.parametrize(
@@ -252,20 +259,24 @@ def test_counters_are_no_sign(tool_id: str, unique: bool) -> None:
     ids=["question", "answer", "split", "arguments", "result", "image", "roles"],
 )
 def test_other_conversations_are_others(one: Fields, other: Fields) -> None:
-    assert set(asks_of("chat", one)[:1]).isdisjoint(asks_of("chat", other)[:1])
+    assert set(needed_fingerprints("chat", one)[:1]).isdisjoint(
+        needed_fingerprints("chat", other)[:1]
+    )
 
 
 def test_a_conversation_is_unique_from_its_first_unique_id_on() -> None:
     talk = [user("q"), assistant("a"), user("r")]
     tools = [assistant("", ADD), result(ID, "3"), assistant("It is 3."), user("s")]
     counted = [assistant("", COUNTER), result("call_1", "3"), assistant("It is 3."), user("s")]
-    assert [sign[0] for sign in asks_of("chat", chat(*talk, *tools))] == [
+    assert [one[0] for one in needed_fingerprints("chat", chat(*talk, *tools))] == [
         UNIQUE_PREFIX,
         UNIQUE_PREFIX,
         PREFIX,
     ]
-    assert {sign[0] for sign in asks_of("chat", chat(*talk, *counted))} == {PREFIX}
-    assert {sign[0] for sign in asks_of("chat", chat(user("q"), *tools[1:]))} == {UNIQUE_PREFIX}
+    assert {one[0] for one in needed_fingerprints("chat", chat(*talk, *counted))} == {PREFIX}
+    assert {one[0] for one in needed_fingerprints("chat", chat(user("q"), *tools[1:]))} == {
+        UNIQUE_PREFIX
+    }
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
@@ -305,8 +316,8 @@ def test_every_conversation_survives_being_rebuilt(steps: list[tuple[str, Any]])
         lambda text: [{"type": "text", "text": text}],
         lambda value: json.dumps(dict(reversed(value.items())), ensure_ascii=False, indent=1),
     )
-    assert asks_of("chat", chat(*plain)) == asks_of("chat", chat(*parts))
-    assert offers_of("chat", chat(*plain), summary("a")) == offers_of(
+    assert needed_fingerprints("chat", chat(*plain)) == needed_fingerprints("chat", chat(*parts))
+    assert provided_fingerprints("chat", chat(*plain), summary("a")) == provided_fingerprints(
         "chat", chat(*parts), summary("a")
     )
 
@@ -315,11 +326,13 @@ def test_every_conversation_survives_being_rebuilt(steps: list[tuple[str, Any]])
 def test_different_conversations_differ(
     one: list[tuple[str, Any]], other: list[tuple[str, Any]]
 ) -> None:
-    signs = [
-        prefixes(offers_of("chat", chat(*as_sent(steps, str, json.dumps)), summary("a")))
+    fingerprints = [
+        prefixes(
+            provided_fingerprints("chat", chat(*as_sent(steps, str, json.dumps)), summary("a"))
+        )
         for steps in (one, other)
     ]
-    assert (signs[0] == signs[1]) == (told(one) == told(other))
+    assert (fingerprints[0] == fingerprints[1]) == (told(one) == told(other))
 
 
 def told(steps: list[tuple[str, Any]]) -> list[Any]:
@@ -346,19 +359,21 @@ def told(steps: list[tuple[str, Any]]) -> list[Any]:
 
 
 @given(st.lists(STEPS, max_size=8), SPOKEN)
-def test_what_a_call_offers_the_next_one_asks_for(steps: list[tuple[str, Any]], reply: str) -> None:
+def test_what_a_call_provides_the_next_one_needs(steps: list[tuple[str, Any]], reply: str) -> None:
     messages = as_sent([*steps, ("user", "q")], str, json.dumps)
-    offers = offers_of("chat", chat(*messages), summary(reply))
-    asks = asks_of("chat", chat(*messages, assistant(reply), user("next")))
-    assert prefixes(asks)[0] == offers[-1]
+    provides = provided_fingerprints("chat", chat(*messages), summary(reply))
+    needs = needed_fingerprints("chat", chat(*messages, assistant(reply), user("next")))
+    assert prefixes(needs)[0] == provides[-1]
 
 
 @given(st.lists(STEPS, max_size=8))
 def test_reading_once_for_both_is_reading_twice(steps: list[tuple[str, Any]]) -> None:
     fields = chat(*as_sent(steps, str, json.dumps))
     read = read_conversation(fields)
-    assert asks_of("chat", fields, read) == asks_of("chat", fields)
-    assert offers_of("chat", fields, summary("a"), read) == offers_of("chat", fields, summary("a"))
+    assert needed_fingerprints("chat", fields, read) == needed_fingerprints("chat", fields)
+    assert provided_fingerprints("chat", fields, summary("a"), read) == provided_fingerprints(
+        "chat", fields, summary("a")
+    )
 
 
 @pytest.mark.parametrize(
@@ -393,5 +408,7 @@ JSON = st.recursive(
 def test_any_request_can_be_read(messages: Any, given_input: Any, previous: Any) -> None:
     fields = {"messages": messages, "input": given_input, "previous_response_id": previous}
     for dialect in ("chat", "responses", "messages", "completions"):
-        signs = asks_of(dialect, fields) + offers_of(dialect, fields, summary("a", ADD))
-        assert all(len(sign) == 16 for sign in signs)
+        fingerprints = needed_fingerprints(dialect, fields) + provided_fingerprints(
+            dialect, fields, summary("a", ADD)
+        )
+        assert all(len(one) == 16 for one in fingerprints)

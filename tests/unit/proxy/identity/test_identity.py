@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from proxy.door.routes import Kind, Route
 from proxy.formats.base import ReplySummary
-from proxy.identity.fingerprints import offers_of
+from proxy.identity.fingerprints import provided_fingerprints
 from proxy.identity.identify import Identity, identify, retry_count
 from proxy.identity.stitch import CallMemory
 from store.records import ToolCall
@@ -47,14 +47,14 @@ def remembering(*episodes: str) -> CallMemory:
     """A memory in which each of these was asked FIRST, and replied "a"."""
     stitches = CallMemory()
     for episode in episodes:
-        stitches.offer(offers_of("chat", FIRST, ReplySummary(text="a")), episode)
+        stitches.provide(provided_fingerprints("chat", FIRST, ReplySummary(text="a")), episode)
     return stitches
 
 
-def test_without_any_sign_a_call_is_an_episode_of_its_own() -> None:
+def test_without_any_fingerprint_a_call_is_an_episode_of_its_own() -> None:
     found = who()
     assert (found.episode, found.method, found.agent) == (str(CALL), "own", "default")
-    assert (found.task, found.confidence, found.asks) == (None, "certain", ())
+    assert (found.task, found.confidence, found.needs) == (None, "certain", ())
 
 
 def test_headers_win_over_the_url_and_the_url_over_the_rest() -> None:
@@ -68,7 +68,7 @@ def test_headers_win_over_the_url_and_the_url_over_the_rest() -> None:
 
 def test_a_tools_session_wins_over_what_the_content_says() -> None:
     found = who({"x-session-id": "s"}, fields=NEXT, stitches=remembering("e1"))
-    assert (found.episode, found.method, found.asks) == ("session:s", "session", ())
+    assert (found.episode, found.method, found.needs) == ("session:s", "session", ())
 
 
 @pytest.mark.parametrize(
@@ -113,32 +113,36 @@ def test_the_task_by_metadata_and_baggage() -> None:
 def test_words_that_go_on_are_left_to_the_ledger_and_keep_their_version() -> None:
     found = who({"traceparent": TRACEPARENT}, fields=NEXT, stitches=remembering("e1"))
     assert (found.episode, found.method, found.confidence) == (str(CALL), "own", "likely")
-    assert found.asks == offers_of("chat", FIRST, ReplySummary(text="a"))
+    assert found.needs == provided_fingerprints("chat", FIRST, ReplySummary(text="a"))
     assert found.follows == "e1"
 
 
 @pytest.mark.parametrize("episodes", [(), ("e1", "e2")])
 def test_words_that_nobody_or_several_said_are_followed_by_nobody(episodes: tuple[str]) -> None:
     found = who(fields=NEXT, stitches=remembering(*episodes))
-    assert (found.method, found.confidence, len(found.asks)) == ("own", "likely", 1)
+    assert (found.method, found.confidence, len(found.needs)) == ("own", "likely", 1)
     assert found.follows == found.episode == str(CALL)
 
 
 def test_a_tool_call_that_is_answered_joins() -> None:
     stitches = CallMemory()
-    stitches.offer(offers_of("chat", FIRST, ReplySummary(tool_calls=(TOOL,))), "e1", "e0")
+    stitches.provide(
+        provided_fingerprints("chat", FIRST, ReplySummary(tool_calls=(TOOL,))), "e1", "e0"
+    )
     found = who({"traceparent": TRACEPARENT}, fields=ANSWER, stitches=stitches)
     assert (found.episode, found.method, found.confidence) == ("e1", "tool_call", "certain")
-    assert (found.follows, found.asks) == ("e0", ())
+    assert (found.follows, found.needs) == ("e0", ())
 
 
 def test_a_tool_call_that_two_episodes_were_given_is_in_doubt() -> None:
     stitches = CallMemory()
     for episode in ("e1", "e2"):
-        stitches.offer(offers_of("chat", FIRST, ReplySummary(tool_calls=(TOOL,))), episode)
+        stitches.provide(
+            provided_fingerprints("chat", FIRST, ReplySummary(tool_calls=(TOOL,))), episode
+        )
     found = who({"traceparent": TRACEPARENT}, fields=ANSWER, stitches=stitches)
     assert (found.episode, found.method, found.confidence) == (str(CALL), "own", "doubtful")
-    assert found.asks
+    assert found.needs
 
 
 def test_a_trace_joins_what_repeats_nothing() -> None:

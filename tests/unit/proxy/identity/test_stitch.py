@@ -1,4 +1,4 @@
-"""Joining calls without a name: what is offered, what is asked for, and when neither will do."""
+"""Joining calls without a name: what is provided, what is needed, and when neither will do."""
 
 from uuid import UUID
 
@@ -13,13 +13,13 @@ from proxy.identity.stitch import MOST_ATTEMPTS, Attempt, CallMemory, Doubt, Joi
 FIRST, SECOND = UUID(int=1), UUID(int=2)
 
 
-def sign(kind: int, number: int) -> bytes:
+def fingerprint(kind: int, number: int) -> bytes:
     return bytes((kind,)) + number.to_bytes(15)
 
 
-A, B = sign(TOOL_CALL, 1), sign(TOOL_CALL, 2)
-LONG, SHORT = sign(UNIQUE_PREFIX, 1), sign(UNIQUE_PREFIX, 2)
-WORDS, FEWER_WORDS = sign(PREFIX, 1), sign(PREFIX, 2)
+A, B = fingerprint(TOOL_CALL, 1), fingerprint(TOOL_CALL, 2)
+LONG, SHORT = fingerprint(UNIQUE_PREFIX, 1), fingerprint(UNIQUE_PREFIX, 2)
+WORDS, FEWER_WORDS = fingerprint(PREFIX, 1), fingerprint(PREFIX, 2)
 
 
 @pytest.mark.parametrize(
@@ -30,75 +30,75 @@ WORDS, FEWER_WORDS = sign(PREFIX, 1), sign(PREFIX, 2)
         (UNIQUE_PREFIX, "prefix", "likely"),
     ],
 )
-def test_an_offer_joins_who_asks_for_it(kind: int, method: str, confidence: str) -> None:
+def test_a_call_joins_who_provides_what_it_needs(kind: int, method: str, confidence: str) -> None:
     stitches = CallMemory()
-    assert stitches.find([sign(kind, 1)]) is None
-    stitches.offer([sign(kind, 1)], "e1")
-    found = stitches.find([sign(kind, 1)])
+    assert stitches.find([fingerprint(kind, 1)]) is None
+    stitches.provide([fingerprint(kind, 1)], "e1")
+    found = stitches.find([fingerprint(kind, 1)])
     assert isinstance(found, Joined)
     assert (found.episode, found.method, found.confidence) == ("e1", method, confidence)
 
 
-def test_what_two_episodes_offered_is_in_doubt() -> None:
+def test_what_two_episodes_provided_is_in_doubt() -> None:
     stitches = CallMemory()
-    stitches.offer([A], "e1")
-    stitches.offer([A], "e2")
-    stitches.offer([A], "e1")
+    stitches.provide([A], "e1")
+    stitches.provide([A], "e2")
+    stitches.provide([A], "e1")
     assert stitches.find([A]) == Doubt()
 
 
 def test_branches_of_one_episode_are_that_episode() -> None:
     stitches = CallMemory()
-    stitches.offer([LONG], "e1")
-    stitches.offer([LONG], "e1")
+    stitches.provide([LONG], "e1")
+    stitches.provide([LONG], "e1")
     assert stitches.find([LONG]) == Joined("e1", "prefix", "likely", "e1")
 
 
 def test_results_of_two_episodes_tools_are_in_doubt() -> None:
     stitches = CallMemory()
-    stitches.offer([A], "e1")
-    stitches.offer([B], "e2")
+    stitches.provide([A], "e1")
+    stitches.provide([B], "e2")
     assert stitches.find([A, B]) == Doubt()
 
 
-def test_a_surer_sign_decides_before_the_others() -> None:
+def test_a_surer_fingerprint_decides_before_the_others() -> None:
     stitches = CallMemory()
-    stitches.offer([A], "e1")
-    stitches.offer([LONG], "e2")
+    stitches.provide([A], "e1")
+    stitches.provide([LONG], "e2")
     assert stitches.find([A, LONG]) == Joined("e1", "tool_call", "certain", "e1")
 
 
-def test_a_sign_of_several_episodes_leaves_it_to_the_next() -> None:
+def test_a_fingerprint_of_several_episodes_leaves_it_to_the_next() -> None:
     stitches = CallMemory()
     for episode in ("e1", "e2"):
-        stitches.offer([A], episode)
-    stitches.offer([LONG], "e1")
+        stitches.provide([A], episode)
+    stitches.provide([LONG], "e1")
     assert stitches.find([A, LONG]) == Joined("e1", "prefix", "likely", "e1")
 
 
 def test_a_shorter_prefix_is_left_to_the_ledger() -> None:
     stitches = CallMemory()
-    stitches.offer([SHORT], "e1")
+    stitches.provide([SHORT], "e1")
     assert stitches.find([LONG, SHORT]) is None
 
 
 def test_words_join_nothing_here_but_say_what_is_most_likely_followed() -> None:
     stitches = CallMemory()
-    stitches.offer([WORDS], "e1")
+    stitches.provide([WORDS], "e1")
     assert stitches.find([WORDS]) is None
     assert stitches.followed([WORDS]) == "e1"
     assert stitches.followed([A]) is None
     assert stitches.followed([FEWER_WORDS, WORDS]) is None
-    stitches.offer([FEWER_WORDS], "e2", follows="e1")
+    stitches.provide([FEWER_WORDS], "e2", follows="e1")
     assert stitches.followed([FEWER_WORDS]) == "e1"
-    stitches.offer([WORDS], "e3")
+    stitches.provide([WORDS], "e3")
     assert stitches.followed([WORDS]) is None
     assert stitches.find([WORDS]) is None
 
 
 def test_what_is_followed_is_handed_on() -> None:
     stitches = CallMemory()
-    stitches.offer([A], "e2", follows="e1")
+    stitches.provide([A], "e2", follows="e1")
     assert stitches.find([A]) == Joined("e2", "tool_call", "certain", "e1")
 
 
@@ -135,20 +135,20 @@ def test_of_one_body_only_so_many_attempts_are_remembered() -> None:
     st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["e1", "e2"])), max_size=200),
     st.integers(0, 40),
 )
-def test_a_bounded_memory_names_only_who_made_the_offer(
-    offers: list[tuple[int, str]], asked: int
+def test_a_bounded_memory_names_only_who_provided_it(
+    calls: list[tuple[int, str]], needed: int
 ) -> None:
     """What was forgotten is not found, or found of one of two: the ledger looks again."""
     stitches = CallMemory(capacity=8)
-    offered: dict[int, set[str]] = {}
-    for number, episode in offers:
-        stitches.offer([sign(UNIQUE_PREFIX, number)], episode)
-        offered.setdefault(number, set()).add(episode)
-    found = stitches.find([sign(UNIQUE_PREFIX, asked)])
+    provided: dict[int, set[str]] = {}
+    for number, episode in calls:
+        stitches.provide([fingerprint(UNIQUE_PREFIX, number)], episode)
+        provided.setdefault(number, set()).add(episode)
+    found = stitches.find([fingerprint(UNIQUE_PREFIX, needed)])
     if isinstance(found, Joined):
-        assert found.episode in offered[asked]
+        assert found.episode in provided[needed]
     elif isinstance(found, Doubt):
-        assert len(offered[asked]) == 2
+        assert len(provided[needed]) == 2
 
 
 @given(st.lists(st.integers(0, 30), max_size=200), st.integers(1, 8))
@@ -161,7 +161,7 @@ def test_the_entries_touched_last_are_kept(keys: list[int], size: int) -> None:
     assert [memory.get(key) for key in reversed(latest)] == list(reversed(latest))
 
 
-def test_what_is_asked_for_stays() -> None:
+def test_what_is_needed_for_stays() -> None:
     memory: Generations[int, int] = Generations(2)
     memory.put(0, 0)
     for key in range(1, 20):

@@ -1,5 +1,6 @@
 """The spool's frames: whole or not there, at every offset a crash could leave."""
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,3 +47,24 @@ def test_reading_goes_on_from_an_offset() -> None:
 def test_ids_and_logprobs_are_exact(ids: list[int], logprobs: list[float]) -> None:
     assert unpack_ids(pack_ids(ids)) == ids
     assert unpack_logprobs(pack_logprobs(logprobs)) == logprobs
+
+
+# What a Pawl wrote whose fields were `offers` and `asks` (before `provides` and `needs`).
+WRITTEN_BEFORE = bytes.fromhex(
+    "dc001ba86361707475726564c41000000000000000000000000000000007a165a36f776ea66c696b656c79a161c0"
+    "a463686174a16d03a36d4033c3a8636f6d706c657465ccc8c2c4027b7dc4027b7dc291c410046f6f6f6f6f6f6f6f"
+    "6f6f6f6f6f6f6f92c41001747474747474747474747474747474c41003707070707070707070707070707070c001"
+    "9187a26964d92430303030303030302d303030302d303030302d303030302d303030303030303030303039a7746f"
+    "6f6c5f6964a174a46e616d65a16ea6737461747573a26f6ba664657461696cc0a26d73c0a6736f75726365a66865"
+    "61646572cb3fe0000000000000cb3ff8000000000000c0cb4000000000000000"
+)
+
+
+def test_fingerprints_of_a_spool_from_before_their_new_names_are_read() -> None:
+    record = decode_payload(WRITTEN_BEFORE)
+    assert isinstance(record, Captured)
+    assert record.provides == (b"\x04" + b"o" * 15,)
+    assert record.needs == (b"\x01" + b"t" * 15, b"\x03" + b"p" * 15)
+    assert (record.http_status, record.retry, record.total_ms) == (200, 1, 2.0)
+    assert [event.tool_id for event in record.tool_events] == ["t"]
+    assert msgspec.msgpack.encode(record) == WRITTEN_BEFORE

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.records import TOOL_STATUSES, ToolCall, ToolEvent
-from tests.support.records import tool_event
-from tests.support.stored import transition
-from trainer.credit.air import MatchedEvent, air_rewards, canonical, matched_events
+from store.read.facts import MatchedEvent
+from store.records import TOOL_STATUSES
+from trainer.credit.air import air_rewards, canonical
 from trainer.recipe_parts import CreditPart
 
 RULE = CreditPart()
@@ -103,37 +102,3 @@ def test_scores_of_a_tool_name_known_statuses() -> None:
 def test_scores_are_finite() -> None:
     with pytest.raises(ValueError, match="finite"):
         CreditPart(air_scores=dict(RULE.air_scores) | {"ok": float("nan")})
-
-
-# What was asked for
-
-CALC = ToolCall(id="t1", name="calc", arguments="{}")
-SEARCH = ToolCall(id="t2", name="search", arguments='{"q": 1}')
-
-
-def asked(event: ToolEvent, *calls: ToolCall) -> list[str | None]:
-    made = transition(tool_calls=calls, tool_events=(event,))
-    return [found.arguments for found in matched_events(made)]
-
-
-def test_an_event_that_no_call_asked_for_does_not_count() -> None:
-    assert asked(tool_event("ok", "t1"), CALC, SEARCH) == ["{}"]
-    assert asked(tool_event("ok", "t9"), CALC, SEARCH) == []
-    assert asked(tool_event("ok", "t1")) == []
-
-
-def test_a_reply_that_was_no_readable_call_is_malformed_itself() -> None:
-    unread = msgspec.structs.replace(tool_event("malformed", None), name="calc")
-    assert asked(unread) == [None]
-    assert asked(unread, SEARCH) == [None]
-    assert asked(msgspec.structs.replace(unread, status="error")) == []
-    assert asked(tool_event("malformed", "t9")) == []
-
-
-def test_an_event_without_an_id_counts_where_only_one_tool_can_be_meant() -> None:
-    nameless = msgspec.structs.replace(tool_event("ok", None), name=None)
-    named = msgspec.structs.replace(nameless, name="search")
-    assert asked(nameless, CALC) == ["{}"]
-    assert asked(nameless, CALC, SEARCH) == []
-    assert asked(named, CALC, SEARCH) == ['{"q": 1}']
-    assert asked(named, CALC) == []

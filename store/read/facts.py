@@ -1,0 +1,59 @@
+"""Derive facts from an episode as it was read: did it fail, whose is each tool event (pure)."""
+
+from collections.abc import Sequence
+
+from store.records import Episode, Record, ToolCall, ToolEvent, ToolStatus, TransitionRow
+from store.records import has_failed as call_has_failed
+
+
+def has_failed(episode: Episode) -> bool:
+    """Return True if the episode's last call ended without a proper reply."""
+    if not episode.calls:
+        return False
+    last = episode.calls[-1]
+    return call_has_failed(last.status, last.http_status)
+
+
+class MatchedEvent(Record, frozen=True, kw_only=True):
+    """Hold a tool event with the tool call that it belongs to.
+
+    `arguments` is None if the tool call is unknown (a malformed call has none).
+    """
+
+    id: str | None
+    tool: str | None
+    arguments: str | None
+    status: ToolStatus
+
+
+def matched_events(call: TransitionRow) -> tuple[MatchedEvent, ...]:
+    """Return a call's tool events that belong to one of its tool calls."""
+    matches = [match_event(event, call.tool_calls) for event in call.tool_events]
+    return tuple(event for event in matches if event is not None)
+
+
+def match_event(event: ToolEvent, tool_calls: Sequence[ToolCall]) -> MatchedEvent | None:
+    """Return an event with its tool call, or None if the call requested no such tool.
+
+    A reply that the server's parser could not read as a tool call has no tool call. A
+    `malformed` event without an id is about such a reply, and counts.
+    """
+    tool_call = find_tool_call(event, tool_calls)
+    if tool_call is not None:
+        return MatchedEvent(
+            id=tool_call.id,
+            tool=event.name or tool_call.name,
+            arguments=tool_call.arguments,
+            status=event.status,
+        )
+    if event.tool_id is None and event.status == "malformed":
+        return MatchedEvent(id=None, tool=event.name, arguments=None, status=event.status)
+    return None
+
+
+def find_tool_call(event: ToolEvent, tool_calls: Sequence[ToolCall]) -> ToolCall | None:
+    """Return the tool call that an event is about: the one with its id, or the only candidate."""
+    if event.tool_id is not None:
+        return next((call for call in tool_calls if call.id == event.tool_id), None)
+    candidates = [call for call in tool_calls if event.name in (None, call.name)]
+    return candidates[0] if len(candidates) == 1 else None

@@ -1,0 +1,182 @@
+"""Read what is stored page by page, oldest first, for lists that people and programs go through.
+
+A page begins after the last item of the page before, by a key that never changes, and not at a
+number of items to skip. So each item that was there when the first page was read comes exactly
+once, whatever is stored meanwhile. `msgspec.json.encode` makes JSON of a page.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any, Final, Generic, TypeVar
+from uuid import UUID
+
+from sqlalchemy import Row, Select, func, literal, select, tuple_
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.read.episodes import matching
+from store.records import PolicyVersion, Record, UpdateRow
+from store.schema.recorded import episodes
+from store.schema.trained import consumptions, policies, updates
+
+PAGE_SIZE: Final = 100
+Item = TypeVar("Item")
+
+
+class Page(Record, Generic[Item], frozen=True, kw_only=True):
+    """Hold items of a list; the next page begins after `next` (None: there is no next page)."""
+
+    items: tuple[Item, ...]
+    next: str | None = None
+
+
+class EpisodeSummary(Record, frozen=True, kw_only=True):
+    """Describe an episode without its calls; `store.read.lines` has the whole.
+
+    `scored_at` is the time of its first reward, or of its newest reward for a single call.
+    `update_id` is the update that claimed it, if one did. Once that update has consumed it,
+    `trained` says whether it was trained, and `reason` why not.
+    """
+
+    id: UUID
+    key: str
+    task: str | None
+    method: str
+    policy: str | None
+    policy_version: int | None
+    last_call_at: datetime
+    scored_at: datetime | None
+    quarantined_reason: str | None
+    update_id: UUID | None
+    trained: bool | None
+    reason: str | None
+
+
+_PART: Final = episodes.alias("part")
+_LAST_CALL_OF_PARTS: Final = (
+    select(func.max(_PART.c.last_call_at)).where(_PART.c.root == episodes.c.id).scalar_subquery()
+)
+_SUMMARY: Final = (
+    episodes.c.id,
+    episodes.c.key,
+    func.coalesce(episodes.c.joined_task, episodes.c.task).label("task"),
+    episodes.c.method,
+    episodes.c.policy,
+    episodes.c.policy_version,
+    func.greatest(episodes.c.last_call_at, _LAST_CALL_OF_PARTS).label("last_call_at"),
+    func.coalesce(episodes.c.scored_at, episodes.c.call_scored_at).label("scored_at"),
+    episodes.c.quarantined_reason,
+    episodes.c.claimed_by.label("update_id"),
+    consumptions.c.trained,
+    consumptions.c.reason,
+)
+
+
+async def episode_page(
+    connection: AsyncConnection,
+    *,
+    after: str | None = None,
+    limit: int = PAGE_SIZE,
+    since: datetime | None = None,
+    agent: str | None = None,
+    policy: str | None = None,
+) -> Page[EpisodeSummary]:
+    """Read a page of episodes by id; the filters are those of `store.read.episodes.matching`.
+
+    Args:
+        connection: an open connection.
+        after: `next` of the page before; None: the first page.
+        limit: how many episodes a page has at most.
+        since: only episodes with a call at or after this time.
+        agent: only episodes with a call by this agent.
+        policy: only episodes with a call to this policy.
+    """
+    query = (
+        matching(since=since, agent=agent, policy=policy)
+        .with_only_columns(*_SUMMARY)
+        .outerjoin(consumptions, consumptions.c.episode_id == episodes.c.id)
+        .order_by(None)
+        .order_by(episodes.c.id)
+    )
+    if after is not None:
+        query = query.where(episodes.c.id > UUID(after))
+    return await _page(connection, query, limit, _summary_of, lambda row: str(row.id))
+
+
+async def version_page(
+    connection: AsyncConnection,
+    *,
+    after: str | None = None,
+    limit: int = PAGE_SIZE,
+    policy: str | None = None,
+) -> Page[PolicyVersion]:
+    """Read a page of policy versions by name and number; `after` and `limit` as for episodes."""
+    query = select(policies).order_by(policies.c.name, policies.c.version)
+    if policy is not None:
+        query = query.where(policies.c.name == policy)
+    if after is not None:
+        name, _, version = after.rpartition("@")
+        last = tuple_(literal(name), literal(int(version)))
+        query = query.where(tuple_(policies.c.name, policies.c.version) > last)
+    return await _page(
+        connection, query, limit, version_of, lambda row: f"{row.name}@{row.version}"
+    )
+
+
+async def update_page(
+    connection: AsyncConnection,
+    *,
+    after: str | None = None,
+    limit: int = PAGE_SIZE,
+    policy: str | None = None,
+) -> Page[UpdateRow]:
+    """Read a page of updates by id; `after` and `limit` as for episodes."""
+    query = select(updates).order_by(updates.c.id)
+    if policy is not None:
+        query = query.where(updates.c.policy == policy)
+    if after is not None:
+        query = query.where(updates.c.id > UUID(after))
+    return await _page(connection, query, limit, update_of, lambda row: str(row.id))
+
+
+async def _page(
+    connection: AsyncConnection,
+    query: Select[Any],
+    limit: int,
+    item_of: Callable[[Row[Any]], Item],
+    key_of: Callable[[Row[Any]], str],
+) -> Page[Item]:
+    # One more than the page holds: it tells whether there is a next page.
+    rows: Sequence[Row[Any]] = (await connection.execute(query.limit(limit + 1))).all()
+    shown = rows[:limit]
+    more = key_of(shown[-1]) if len(rows) > limit else None
+    return Page(items=tuple(map(item_of, shown)), next=more)
+
+
+def _summary_of(row: Row[Any]) -> EpisodeSummary:
+    return EpisodeSummary(**row._mapping)
+
+
+def version_of(row: Row[Any]) -> PolicyVersion:
+    """Return a row of `policies` as a record."""
+    return PolicyVersion(
+        name=row.name,
+        version=row.version,
+        state=row.state,
+        served_name=row.served_name,
+        adapter_path=row.adapter_path,
+        update_id=row.update_id,
+    )
+
+
+def update_of(row: Row[Any]) -> UpdateRow:
+    """Return a row of `updates` as a record."""
+    return UpdateRow(
+        id=row.id,
+        policy=row.policy,
+        parent_version=row.parent_version,
+        version=row.version,
+        state=row.state,
+        claimed_at=row.claimed_at,
+        finished_at=row.finished_at,
+        metrics=row.metrics,
+    )

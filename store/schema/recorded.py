@@ -1,0 +1,180 @@
+"""Define the tables of calls, of the episodes that they are in, and of what joins them.
+
+`transitions` is partitioned by day through its UUIDv7 key, so that the primary key is `id` alone.
+No foreign key refers to it, so that a day can be dropped. It has no foreign keys itself: the check
+would add a third to the cost of storing a row, and only `store.write.ingest` writes there.
+"""
+
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    Table,
+    Text,
+    Uuid,
+    text,
+)
+
+from store.records import CALL_STATUSES, CONFIDENCES
+from store.schema.base import When, metadata, one_of
+
+# The condition for an episode that may be claimed. Parts of another episode are claimed and
+# consumed with it, and quarantined ones never.
+FREE = "claimed_by IS NULL AND root IS NULL AND quarantined_reason IS NULL"
+
+episodes = Table(
+    "episodes",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("key", Text, nullable=False, unique=True),
+    Column("method", Text, nullable=False),
+    Column("task", Text),
+    Column("task_named", Boolean, nullable=False),
+    # The call that the task comes from.
+    Column("task_from", Uuid),
+    Column("policy", Text),
+    Column("policy_version", Integer),
+    Column("first_call_id", Uuid, nullable=False),
+    Column("last_call_id", Uuid, nullable=False),
+    Column("last_call_at", When, nullable=False),
+    # The last call came to no proper reply (`store.records.has_failed`).
+    Column("failed", Boolean, nullable=False, server_default=text("false")),
+    # The time of its first reward, and of its newest reward for a single call.
+    Column("scored_at", When),
+    Column("call_scored_at", When),
+    Column("claimed_by", Uuid, ForeignKey("updates.id")),
+    # At least one of its calls belongs to it with confidence `doubtful`.
+    Column("doubtful", Boolean, nullable=False, server_default=text("false")),
+    # The result of `store.link.settle` (docs/decisions/011-joins-in-the-store.md). `root` is the
+    # episode that this one is a part of. A part keeps its own values in all other columns, so that
+    # the join can be undone. `joined_task` of a root is the task that one of its parts names.
+    Column("linked", Boolean, nullable=False, server_default=text("false")),
+    Column("root", Uuid),
+    Column("joined_task", Text),
+    Column("quarantined_reason", Text),
+    # Scored episodes that may be claimed, by task; then all that may be claimed once they are
+    # scored, by the version that sampled them.
+    Index(
+        "ix_episodes_ready",
+        "policy",
+        text("COALESCE(joined_task, task)"),
+        text("COALESCE(policy_version, 0)"),
+        "scored_at",
+        postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
+    ),
+    Index(
+        "ix_episodes_waiting",
+        "policy",
+        text("COALESCE(policy_version, 0)"),
+        "id",
+        postgresql_where=text(FREE),
+    ),
+    Index(
+        "ix_episodes_call_scored",
+        "policy",
+        text("COALESCE(joined_task, task)"),
+        text("COALESCE(policy_version, 0)"),
+        postgresql_where=text(f"call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE}"),
+    ),
+    Index(
+        "ix_episodes_failed",
+        "policy",
+        "linked",
+        text("COALESCE(joined_task, task)"),
+        postgresql_where=text("failed AND scored_at IS NULL AND claimed_by IS NULL"),
+    ),
+    Index("ix_episodes_claimed_by", "claimed_by", postgresql_where=text("claimed_by IS NOT NULL")),
+    Index("ix_episodes_root", "root", postgresql_where=text("root IS NOT NULL")),
+    # BRIN, because a later call then changes no index entry (a heap-only tuple update).
+    Index("ix_episodes_last_call_at", "last_call_at", postgresql_using="brin"),
+)
+
+transitions = Table(
+    "transitions",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("episode_id", Uuid, nullable=False),
+    Column("method", Text, nullable=False),
+    Column("confidence", Text, nullable=False),
+    Column("retry_of", Uuid),
+    Column("agent", Text, nullable=False),
+    Column("dialect", Text, nullable=False),
+    Column("policy", Text),
+    Column("policy_version", Integer),
+    Column("served_model", Text),
+    Column("status", Text, nullable=False),
+    Column("http_status", Integer),
+    Column("stream", Boolean, nullable=False),
+    # JSON bodies, byte for byte. If `parent_id` is set, `request` and `prompt_ids` hold only the
+    # bytes that they add to that call's (`store.values.delta`), and these columns count the shared
+    # bytes.
+    Column("parent_id", Uuid),
+    Column("request_prefix", Integer),
+    Column("request_suffix", Integer),
+    Column("prompt_prefix", Integer),
+    Column("request", LargeBinary),
+    Column("request_raw", LargeBinary),
+    Column("reply", LargeBinary),
+    Column("reply_raw", LargeBinary),
+    Column("response_id", Text),
+    Column("prompt_ids", LargeBinary, nullable=False),
+    Column("sampled_ids", LargeBinary, nullable=False),
+    Column("sampled_logprobs", LargeBinary, nullable=False),
+    Column("sampling", JSON, nullable=False),
+    Column("trainable", Boolean, nullable=False),
+    Column("reason", Text),
+    Column("tool_calls", JSON, nullable=False),
+    Column("usage", JSON(none_as_null=True)),
+    Column("finish", Text),
+    Column("started_at", When, nullable=False),
+    Column("first_chunk_ms", Double),
+    Column("total_ms", Double, nullable=False),
+    Column("retry", Integer, nullable=False),
+    one_of("status", CALL_STATUSES),
+    one_of("confidence", CONFIDENCES),
+    CheckConstraint("trainable OR reason IS NOT NULL", name="reason_given"),
+    Index("ix_transitions_episode_id", "episode_id"),
+    Index("ix_transitions_response_id", "response_id"),
+    postgresql_partition_by="RANGE (id)",
+)
+
+# Fingerprints of what later calls may repeat, and of what calls repeat: 16 bytes, stored as uuid,
+# the smallest type of that size. `links` holds the matches, which are few.
+provided_fingerprints = Table(
+    "provided_fingerprints",
+    metadata,
+    Column("digest", Uuid, nullable=False),
+    Column("episode_id", Uuid, nullable=False),
+    Index("ix_provided_fingerprints_digest", "digest"),
+)
+
+needed_fingerprints = Table(
+    "needed_fingerprints",
+    metadata,
+    Column("digest", Uuid, nullable=False),
+    Column("call_id", Uuid, nullable=False),
+    Column("episode_id", Uuid, nullable=False),
+    # 0 is the surest. Only the matches of a call's lowest level that has any count.
+    Column("level", Integer, nullable=False),
+    Index("ix_needed_fingerprints_digest", "digest"),
+    Index("ix_needed_fingerprints_call_id", "call_id"),
+)
+
+links = Table(
+    "links",
+    metadata,
+    Column("call_id", Uuid, primary_key=True),
+    Column("level", Integer, primary_key=True),
+    Column("provided_by", Uuid, primary_key=True),
+    Column("needed_by", Uuid, nullable=False),
+    # Too many episodes provide the digest: the link is not followed from one episode to another.
+    Column("too_common", Boolean, nullable=False, server_default=text("false")),
+    Index("ix_links_provided_by", "provided_by"),
+    Index("ix_links_needed_by", "needed_by"),
+)

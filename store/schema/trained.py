@@ -1,0 +1,70 @@
+"""Define the trainer's tables: policy versions, updates that made them, consumed episodes."""
+
+from sqlalchemy import (
+    Boolean,
+    CheckConstraint,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    Table,
+    Text,
+    UniqueConstraint,
+    Uuid,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+
+from store.records import POLICY_STATES, UPDATE_STATES
+from store.schema.base import When, metadata, one_of
+
+policies = Table(
+    "policies",
+    metadata,
+    Column("name", Text, primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("state", Text, nullable=False),
+    Column("served_name", Text, nullable=False, unique=True),
+    Column("adapter_path", Text),
+    Column("update_id", Uuid, ForeignKey("updates.id"), unique=True),
+    Column("created_at", When, nullable=False, server_default=text("now()")),
+    Column("changed_at", When, nullable=False, server_default=text("now()")),
+    one_of("state", POLICY_STATES),
+    CheckConstraint("(version = 0) = (update_id IS NULL)", name="base_or_trained"),
+    Index("uq_policies_serving", "name", unique=True, postgresql_where=text("state = 'serving'")),
+)
+
+updates = Table(
+    "updates",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("policy", Text, nullable=False),
+    Column("parent_version", Integer, nullable=False),
+    Column("version", Integer),
+    Column("state", Text, nullable=False),
+    Column("recipe", JSONB, nullable=False),
+    Column("metrics", JSONB, nullable=False, server_default=text("'{}'::jsonb")),
+    # The size up to which its groups are filled with members that were consumed before; the first
+    # version whose episodes it may train; and the state of the moving baselines after it.
+    Column("group_size", Integer, nullable=False, server_default=text("1")),
+    Column("oldest_version", Integer, nullable=False, server_default=text("0")),
+    Column("baselines", JSONB),
+    Column("claimed_at", When, nullable=False, server_default=text("now()")),
+    Column("finished_at", When),
+    one_of("state", UPDATE_STATES),
+    UniqueConstraint("policy", "version"),
+    Index("ix_updates_policy_claimed_at", "policy", "claimed_at"),
+    Index("uq_updates_running", "policy", unique=True, postgresql_where=text("state = 'running'")),
+)
+
+consumptions = Table(
+    "consumptions",
+    metadata,
+    Column("episode_id", Uuid, ForeignKey("episodes.id"), primary_key=True),
+    Column("update_id", Uuid, ForeignKey("updates.id"), nullable=False),
+    Column("trained", Boolean, nullable=False),
+    Column("reason", Text),
+    Column("at", When, nullable=False, server_default=text("now()")),
+    CheckConstraint("trained OR reason IS NOT NULL", name="reason_given"),
+    Index("ix_consumptions_update_id", "update_id"),
+)
