@@ -13,7 +13,7 @@ from uuid import UUID
 import structlog
 
 from proxy.calls.call_log import note_call
-from proxy.calls.capture import Captured, Tape
+from proxy.calls.capture import CapturedCall, Tape
 from proxy.door.refusal import UNEXPECTED, UPSTREAM_SAID, apologise, refuse
 from proxy.door.routes import Route
 from proxy.errors import ProxyError, ReplyTorn
@@ -38,7 +38,7 @@ from store.ids import new_name
 from store.records import OWN_EPISODE, CallStatus, ToolEvent
 
 if TYPE_CHECKING:
-    from proxy.calls.handler import Relay
+    from proxy.calls.handler import CallHandler
 
 log = structlog.get_logger()
 
@@ -59,7 +59,7 @@ class Call:
 
     def __init__(
         self,
-        relay: "Relay",
+        handler: "CallHandler",
         exchange: Exchange,
         route: Route,
         read: Read,
@@ -69,14 +69,14 @@ class Call:
         """Prepare a call whose request was read.
 
         Args:
-            relay: what all calls share.
+            handler: what all calls share.
             exchange: the client's request, and the way to answer it.
             route: the route that the request took.
             read: the parsed request.
             arrived: when the request arrived, by `time.perf_counter`.
             claim: the call's part of the memory budget.
         """
-        self._relay = relay
+        self._handler = handler
         self._claim = claim
         self._exchange = exchange
         self._route = route
@@ -96,7 +96,7 @@ class Call:
         self._tape = Tape(claim.add)
         self._status: CallStatus = "client_gone"
         self._first_chunk_ms: float | None = None
-        self._record: Captured | None = None
+        self._record: CapturedCall | None = None
         self._on_disk: asyncio.Future[bool] | None = None
 
     def _understand(self) -> None:
@@ -110,7 +110,7 @@ class Call:
             request.fields,
             request.body,
             self._name,
-            self._relay.stitches,
+            self._handler.stitches,
             self._read.conversation,
         )
         self._warnings = self._identity.warnings
@@ -152,15 +152,15 @@ class Call:
 
     async def _prepare(self) -> None:
         """Choose the policy version and its upstream, and rewrite the request for both."""
-        relay, model, follows = self._relay, self._asked.model, self._identity.follows
+        handler, model, follows = self._handler, self._asked.model, self._identity.follows
         if follows != self._name and model is not None:
-            await relay.learn_pin(model, follows)
-        self._serving = relay.versions.resolve(model, follows)
+            await handler.learn_pin(model, follows)
+        self._serving = handler.versions.resolve(model, follows)
         # A version is served where its policy is.
-        self._upstream = relay.upstreams.for_model(self._serving.policy or model)
+        self._upstream = handler.upstreams.for_model(self._serving.policy or model)
         want_ids = await self._upstream.gives_ids(self._serving.served_name)
         if self._read.takes_long:
-            await relay.intake.beside(self._rewrite, want_ids)
+            await handler.intake.beside(self._rewrite, want_ids)
         else:
             self._rewrite(want_ids)
 
@@ -251,8 +251,8 @@ class Call:
         length = reply.header(b"content-length")
         if length is not None and length.isdigit():
             # In memory as it comes, as it leaves and as it is recorded.
-            self._claim.add(REPLY_COPIES * min(int(length), self._relay.max_reply))
-        body = await take_whole(reply, self._relay.max_reply, self._tape, self._name)
+            self._claim.add(REPLY_COPIES * min(int(length), self._handler.max_reply))
+        body = await take_whole(reply, self._handler.max_reply, self._tape, self._name)
         follow, name = self._dialect.whole, self._serving.served_name
         transcript = self._transcript = follow(self._rewritten, name, status=reply.status)
         transcript.feed(body)
@@ -305,15 +305,17 @@ class Call:
         try:
             summary, offers = self._summary_and_offers()
             self._record = self._captured(offers)
-            self._on_disk = self._relay.recorder.take(self._record, self._name, summary.response_id)
+            self._on_disk = self._handler.recorder.take(
+                self._record, self._name, summary.response_id
+            )
         except Exception:
             log.exception("record_not_made", call=self._name)
-            self._on_disk = self._relay.recorder.lose(self._identity.episode)
+            self._on_disk = self._handler.recorder.lose(self._identity.episode)
 
-    def _captured(self, offers: tuple[bytes, ...]) -> Captured:
+    def _captured(self, offers: tuple[bytes, ...]) -> CapturedCall:
         reply, deflated = self._tape.take()
         identity, serving, request = self._identity, self._serving, self._asked
-        return Captured(
+        return CapturedCall(
             id=self._id,
             episode=identity.episode,
             method=identity.method,
@@ -336,7 +338,7 @@ class Call:
             retry_of=None if identity.retry_of is None else identity.retry_of.bytes,
             retry=identity.retry,
             tool_events=self._tool_events,
-            default_temperature=self._relay.default_temperature,
+            default_temperature=self._handler.default_temperature,
             started_at=self._started_at,
             first_chunk_ms=self._first_chunk_ms,
             total_ms=(perf_counter() - self._arrived) * 1000,
@@ -356,7 +358,7 @@ class Call:
 
         This happens before the reply's end leaves: the client's next call may follow at once.
         """
-        stitches, identity, request = self._relay.stitches, self._identity, self._asked
+        stitches, identity, request = self._handler.stitches, self._identity, self._asked
         offers = offers_of(self._dialect.name, request.fields, summary, identity.conversation)
         stitches.offer(offers, identity.episode, identity.follows)
         answered = self._reply is not None and self._reply.status < ERRORS

@@ -19,7 +19,7 @@ from store.updates.policies import pinned_version
 PIN_S: Final = 0.05
 
 
-class Relay:
+class CallHandler:
     """The parts that all calls of a worker share."""
 
     def __init__(

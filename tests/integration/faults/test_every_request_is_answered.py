@@ -83,7 +83,7 @@ async def test_a_call_whose_record_cannot_be_made_is_answered_and_counted_as_dro
 ) -> None:
     before = ledger()
     with monkeypatch.context() as inside:
-        inside.setattr(module, "Captured", fails)
+        inside.setattr(module, "CapturedCall", fails)
         assert (await proxy.chat(headers={"x-pawl-episode": "e"})).status == 200
     assert ledger()["pawl_records_dropped_total"] == before["pawl_records_dropped_total"] + 1
     # The next record that is durable tells the ledger of the gap.
