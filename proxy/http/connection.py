@@ -173,7 +173,7 @@ class Connection(asyncio.Protocol):
             self._begin(exchange)
             return
         self._waiting.append(exchange)
-        if len(self._waiting) >= MAX_PIPELINED:
+        if len(self._waiting) >= MAX_PIPELINED and not self._held:
             self._held = True
             self.brake.pause_reading()
 

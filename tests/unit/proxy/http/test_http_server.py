@@ -56,7 +56,8 @@ def test_an_offer_to_upgrade_is_ignored_and_its_body_read(pieces: list[bytes]) -
     assert sent == ANSWER * 2
 
 
-async def test_many_pipelined_requests_wait_in_the_socket() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_many_pipelined_requests_wait_in_the_socket(at_once: bool) -> None:
     go_on = asyncio.Event()
 
     async def slow(exchange: Exchange) -> None:
@@ -64,13 +65,14 @@ async def test_many_pipelined_requests_wait_in_the_socket() -> None:
         exchange.reply(200, b"OK", [], b"")
 
     connection, wire = client(slow)
-    await feed(connection, [SIZED] * (module.MAX_PIPELINED + 1))
+    requests = [SIZED] * (3 * module.MAX_PIPELINED)
+    await feed(connection, [b"".join(requests)] if at_once else requests)
     assert wire.paused
     go_on.set()
-    await settle()
-    await settle()
+    for _ in requests:
+        await settle()
     assert not wire.paused
-    assert wire.sent.count(b"HTTP/1.1 200") == module.MAX_PIPELINED + 1
+    assert wire.sent.count(b"HTTP/1.1 200") == len(requests)
 
 
 @pytest.mark.parametrize(
