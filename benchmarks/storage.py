@@ -27,7 +27,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.proxy import wire
-from proxy.calls.capture import Captured
+from proxy.calls.capture import CapturedCall
 from proxy.keeper.entries import record_of
 from proxy.spool.segments import encode_frame, read_frames
 from store.connection.engine import make_engine
@@ -109,7 +109,7 @@ def record(
 def single_call(dice: random.Random) -> bytes:
     """What a worker spools of one question of 4 KB (200 ids), a reply of 2.9 KB with 20 ids."""
     call_id = new_id()
-    captured = Captured(
+    captured = CapturedCall(
         id=call_id.bytes,
         episode=str(call_id),
         method="own",

@@ -7,7 +7,7 @@ from uuid import UUID
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls.capture import MOST_INFLATED, Captured, Gap
+from proxy.calls.capture import MOST_INFLATED, CapturedCall, Gap
 from proxy.keeper.entries import record_of
 from proxy.keeper.letters import FOLDER, LETTER, REASON
 from proxy.keeper.transcribe import NO_READERS
@@ -92,7 +92,7 @@ def _about(payload: bytes) -> str:
     except Exception:
         # A letter may hold any bytes; list it like the others.
         return "not a record"
-    if isinstance(record, Captured):
+    if isinstance(record, CapturedCall):
         return f"call {UUID(bytes=record.id)} of episode {record.episode}"
     if isinstance(record, Gap):
         return f"gap: the mark of {len(record.episodes)} episodes that miss a call"

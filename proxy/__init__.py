@@ -1,8 +1,10 @@
 """The proxy: forwards calls, records them, and takes feedback.
 
-A call passes these modules in this order: `routes` (the allow-list), `relay` and `intake` (its
-body is read), `call` (drives the rest), `identity` (its episode, agent and task), `versions` (its
-policy version), `dialects` (rewriting the request and following the reply, pure), `upstreams`,
-and `recorder` with `spool` (its record is durable). Off the request's path `keeping` moves records
-to PostgreSQL. A call never waits for the trainer, nor more than 50 ms for the database.
+A call passes these modules in this order: `door.routes` (the allow-list), `calls.handler` and
+`intake` (its body is read), then `calls.call`, which drives its steps: `calls.asking` with
+`identity` (its episode, agent and task), `calls.routing` with `policies.versions` (its policy
+version), `formats` (the rewritten request, pure) and `upstreams`, `calls.answering` (the reply goes
+back), and `calls.recording` with `spool.recorder` (its record is durable). Off the request's path
+`keeper` moves records to PostgreSQL. A call never waits for the trainer, nor more than 50 ms for
+the database.
 """

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from proxy.calls.handler import Relay
+from proxy.calls.handler import CallHandler
 from proxy.calls.recent import Recent
 from proxy.door.forward import forward
 from proxy.door.refusal import apologise, explain, refuse
@@ -44,7 +44,7 @@ PINS_S = 5.0
 COUNT_S = 0.5
 
 
-def data_handler(relay: Relay, desk: FeedbackDesk, *, may_delete_models: bool) -> Handler:
+def data_handler(calls: CallHandler, desk: FeedbackDesk, *, may_delete_models: bool) -> Handler:
     """Return the data port's handler.
 
     Every request goes through the allow-list (`proxy.door.routes`), which is the only router.
@@ -54,15 +54,15 @@ def data_handler(relay: Relay, desk: FeedbackDesk, *, may_delete_models: bool) -
         try:
             route = find_route(exchange.method, exchange.target.partition("?")[0])
             if route.kind is Kind.CALL:
-                await relay.handle(exchange, route)
+                await calls.handle(exchange, route)
             elif route.kind is Kind.FEEDBACK:
                 await desk.handle(exchange)
             else:
                 await forward(
                     exchange,
                     route,
-                    relay.upstreams,
-                    relay.intake,
+                    calls.upstreams,
+                    calls.intake,
                     may_delete_models=may_delete_models,
                 )
         except ProxyError as error:
@@ -113,7 +113,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         max_body=settings.max_body_mb * 2**20,
         max_feedback=settings.max_feedback_kb * 2**10,
     )
-    relay = Relay(
+    calls = CallHandler(
         upstreams,
         versions,
         recorder,
@@ -125,7 +125,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     keys = KeyDesk(KeyFiles(settings.spool_dir), recent, lookup)
     desk = FeedbackDesk(recorder, recent, lookup, intake, keys)
     server = Server(
-        data_handler(relay, desk, may_delete_models=settings.allow_model_delete),
+        data_handler(calls, desk, may_delete_models=settings.allow_model_delete),
         patience=ClientDeadlines(
             head_s=settings.head_s, body_s=settings.body_s, write_s=settings.write_s
         ),

@@ -6,7 +6,7 @@ its id from the start, so that storing a record twice has the same effect as sto
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 from uuid import UUID
 
 import msgspec
@@ -77,52 +77,84 @@ class Tokens(Record, frozen=True, kw_only=True):
     sampled_logprobs: bytes = b""
 
 
-class CallRecord(Record, frozen=True, kw_only=True, tag="call"):
+class Kept(NamedTuple):
+    """Marks a field of a call that is a column of its name in `transitions`.
+
+    `about` is the column's meaning, for docs/reference/database.md; if it is empty, that is said in
+    `scripts.reference.columns`. With `json` the value is stored as JSON: bytes that hold JSON as
+    they are, all else encoded.
+    """
+
+    about: str = ""
+    json: bool = False
+
+
+class CallFacts(Record, frozen=True, kw_only=True):
+    """What is said of a call both by its record and by its stored row, in equal words.
+
+    A field that is added here is stored and read back (docs/howto/add-a-field-of-a-call.md).
+    `policy_version` is the version that the upstream was asked for; it is the same for the whole
+    call. `reply` is JSON as text, so that numbers of any size are kept.
+    """
+
+    id: Annotated[UUID, Kept("Id of the call, as in `x-pawl-call`.")]
+    method: Annotated[
+        str,
+        Kept("How the call was assigned to its episode, such as `header`, `session` or `prefix`."),
+    ]
+    # A doubtful call excludes its episode from training.
+    confidence: Annotated[Confidence, Kept("How sure that assignment is.")] = "certain"
+    agent: Annotated[str, Kept("Agent that made the call.")]
+    policy: Annotated[str | None, Kept("Policy that served it; null: none.")]
+    policy_version: Annotated[int | None, Kept("Policy version that served it.")]
+    status: Annotated[CallStatus, Kept("How the call ended.")]
+    http_status: Annotated[
+        int | None, Kept("Status of the upstream's reply; null: there was none.")
+    ]
+    reply: Annotated[bytes | None, Kept("Reply (JSON); a stream's events put together.")]
+    trainable: Annotated[bool, Kept("Whether the call can carry loss.")]
+    reason: Annotated[str | None, Kept()]
+
+
+class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
     """One request to a model and its single outcome, as the proxy saw them.
 
     `request`, `reply`, `sampling` and `usage` are JSON as text, so that numbers of any size are
-    kept. A body that is not JSON is in `request_raw` or `reply_raw` instead. `policy_version` is
-    the version that the upstream was asked for; it is the same for the whole call.
+    kept. A body that is not JSON is in `request_raw` or `reply_raw` instead. What has no `Kept` is
+    in other tables, or shared with earlier calls (`store.write.bases.Stored`).
     """
 
-    id: UUID
     episode: str
-    method: str
-    agent: str
     task: str | None
-    dialect: str
-    policy: str | None
-    policy_version: int | None
-    served_model: str | None
-    status: CallStatus
-    http_status: int | None
-    stream: bool
+    dialect: Annotated[str, Kept("Wire format.")]
+    served_model: Annotated[str | None, Kept("Model name sent to the upstream.")]
+    stream: Annotated[bool, Kept("Whether the reply was streamed.")]
     request: bytes | None
-    request_raw: bytes | None
-    reply: bytes | None
-    reply_raw: bytes | None
-    response_id: str | None
+    request_raw: Annotated[bytes | None, Kept("Request body that is not JSON.")]
+    reply_raw: Annotated[bytes | None, Kept("Reply that is not JSON.")]
+    response_id: Annotated[
+        str | None, Kept("Id in the reply, for feedback that names a `response`.")
+    ]
     tokens: Tokens
-    sampling: bytes
-    trainable: bool
-    reason: str | None
-    tool_calls: tuple[ToolCall, ...]
+    sampling: Annotated[bytes, Kept("Sampling settings of the request.", json=True)]
+    tool_calls: Annotated[
+        tuple[ToolCall, ...], Kept("Tool executions that the reply asks for.", json=True)
+    ]
     tool_events: tuple[ToolEvent, ...]
-    usage: bytes | None
-    finish: str | None
-    started_at: datetime
-    first_chunk_ms: float | None
-    total_ms: float
-    retry: int
-    # How sure it is that the call belongs to `episode`. A doubtful call excludes its episode from
-    # training.
-    confidence: Confidence = "certain"
+    usage: Annotated[bytes | None, Kept("Token counts as the upstream reported them.", json=True)]
+    finish: Annotated[str | None, Kept("Finish reason as the upstream reported it.")]
+    started_at: Annotated[datetime, Kept("Time of the request's arrival.")]
+    first_chunk_ms: Annotated[
+        float | None, Kept("Milliseconds from arrival to the first byte passed on.")
+    ]
+    total_ms: Annotated[float, Kept("Milliseconds from arrival to the end of the reply.")]
+    retry: Annotated[int, Kept("How often the SDK said it had sent this request before.")]
     # Fingerprints (16 bytes each) of what a later call may repeat of this one, and of what this one
     # repeats, the surest first. By these the store joins episodes that the proxy could not join.
     provides: tuple[bytes, ...] = ()
     needs: tuple[bytes, ...] = ()
     # The earlier attempt that this call repeats: sent by the same client, and without a reply.
-    retry_of: UUID | None = None
+    retry_of: Annotated[UUID | None, Kept("Failed attempt that this call repeats.")] = None
 
 
 class FeedbackItem(Record, frozen=True, kw_only=True):
@@ -164,28 +196,18 @@ class Feedback(Record, frozen=True, kw_only=True):
     at: datetime
 
 
-class TransitionRow(Record, frozen=True, kw_only=True):
+class TransitionRow(CallFacts, frozen=True, kw_only=True):
     """A stored call, with the events of the tools that its reply asked for."""
 
-    id: UUID
     episode_id: UUID
-    agent: str
-    policy: str | None
-    policy_version: int | None
-    status: str
-    http_status: int | None
     request: bytes | None
-    reply: bytes | None
     tokens: Tokens
     sampling: dict[str, Any]
-    trainable: bool
-    reason: str | None
     tool_calls: tuple[ToolCall, ...]
     tool_events: tuple[ToolEvent, ...] = ()
     feedback: tuple[Feedback, ...] = ()
-    # How the call's episode was found, and with which confidence.
+    # How the call's episode was found.
     method: str = "header"
-    confidence: str = "certain"
 
 
 class Episode(Record, frozen=True, kw_only=True):

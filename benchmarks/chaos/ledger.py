@@ -8,7 +8,7 @@ from uuid import UUID
 
 import asyncpg
 
-from proxy.calls.capture import Captured
+from proxy.calls.capture import CapturedCall
 from proxy.spool.segments import decode_payload
 from store.write.gaps import LOST_CALL
 
@@ -83,7 +83,7 @@ def dead_calls(spool: Path) -> set[str]:
             frame = decode_payload(letter.read_bytes())
         except ValueError:
             continue
-        if isinstance(frame, Captured) and letter.with_suffix(".reason").exists():
+        if isinstance(frame, CapturedCall) and letter.with_suffix(".reason").exists():
             found.add(str(UUID(bytes=frame.id)))
     return found
 

@@ -15,7 +15,7 @@ from uuid import UUID
 from zlib import crc32
 
 from benchmarks.proxy import wire
-from proxy.calls.capture import Captured
+from proxy.calls.capture import CapturedCall
 from proxy.spool.segments import HEADER, encode_frame
 from store.ids import new_id
 
@@ -94,9 +94,9 @@ def _flipped(frame: bytes, dice: random.Random) -> bytes:
     return frame[:at] + bytes([frame[at] ^ 1 << dice.randrange(8)]) + frame[at + 1 :]
 
 
-def _call() -> Captured:
+def _call() -> CapturedCall:
     episode = f"laid-{new_id()}"
-    return Captured(
+    return CapturedCall(
         id=new_id().bytes,
         episode=episode,
         method="header",

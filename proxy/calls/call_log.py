@@ -5,13 +5,13 @@ The line never holds a prompt, a key or a body.
 
 import structlog
 
-from proxy.calls.capture import Captured
+from proxy.calls.capture import CapturedCall
 from proxy.metrics import CALL_SECONDS, CALLS, labelled
 
 log = structlog.get_logger()
 
 
-def note_call(record: Captured, call: str, model: str | None, warnings: int) -> None:
+def note_call(record: CapturedCall, call: str, model: str | None, warnings: int) -> None:
     """Count a call and log its line.
 
     Args:

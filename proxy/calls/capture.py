@@ -17,7 +17,7 @@ LEVEL: Final = 1
 MOST_INFLATED: Final = 256 * 2**20
 
 
-class Captured(Record, frozen=True, kw_only=True, tag="captured", array_like=True):
+class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like=True):
     """One call as its worker saw it.
 
     `id` is the bytes of a UUIDv7. `request` is the client's body; `reply` is the upstream's, token
@@ -62,7 +62,7 @@ class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):
     episodes: tuple[str, ...]
 
 
-Frame = Captured | FeedbackRecord | Gap
+Frame = CapturedCall | FeedbackRecord | Gap
 
 
 class Tape:

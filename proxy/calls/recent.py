@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from typing import Final, TypeVar
 
-from proxy.calls.capture import Captured
+from proxy.calls.capture import CapturedCall
 
 # Targets of about 7,000 calls; the database knows the older ones.
 CAPACITY: Final = 20_000
@@ -19,7 +19,7 @@ class Recent:
         self._targets: OrderedDict[tuple[str, str], tuple[str, str]] = OrderedDict()
         self._keys: OrderedDict[str, str] = OrderedDict()
 
-    def remember_call(self, record: Captured, call: str, response_id: str | None) -> None:
+    def remember_call(self, record: CapturedCall, call: str, response_id: str | None) -> None:
         """Remember a call, its reply's id and its episode as possible targets of feedback."""
         earner = (record.policy or "", str(record.policy_version or 0))
         _put(self._targets, ("call", call), earner)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 from uuid import UUID
 
-from proxy.calls.capture import MOST_INFLATED, Captured, Gap
+from proxy.calls.capture import MOST_INFLATED, CapturedCall, Gap
 from proxy.keeper.transcribe import NO_READERS, transcribe
 from proxy.spool.segments import Piece, decode_payload
 from proxy.tools.result_readers import ResultReaders
@@ -64,7 +64,7 @@ def record_of(
             content is a client's and a model's.
     """
     frame = decode_payload(payload)
-    if isinstance(frame, Captured):
+    if isinstance(frame, CapturedCall):
         return transcribe(frame, readers, most_reply)
     if isinstance(frame, Gap):
         return GapRecord(id=UUID(bytes=frame.id), episodes=frame.episodes)

@@ -6,7 +6,7 @@ from uuid import UUID
 
 import msgspec
 
-from proxy.calls.capture import MOST_INFLATED, Captured, inflate
+from proxy.calls.capture import MOST_INFLATED, CapturedCall, inflate
 from proxy.calls.trainable import NOTHING_SAMPLED, Reason, Sampled, why_not_trainable
 from proxy.formats.base import ModelRequest, ReplyFacts, Transcript, parse_object, read_request
 from proxy.formats.choices.chat_reply import read_reply
@@ -28,7 +28,7 @@ NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole=False)
 
 
 def transcribe(
-    captured: Captured, readers: ResultReaders = NO_READERS, most_reply: int = MOST_INFLATED
+    captured: CapturedCall, readers: ResultReaders = NO_READERS, most_reply: int = MOST_INFLATED
 ) -> CallRecord:
     """Return the ledger's record of a captured call; the request in it is the client's own.
 
@@ -108,7 +108,7 @@ def _nests_too_deep(facts: ReplyFacts) -> bool:
     )
 
 
-def _arguments_nest_too_deep(captured: Captured, raw: bytes) -> bool:
+def _arguments_nest_too_deep(captured: CapturedCall, raw: bytes) -> bool:
     """Return whether a chat's reply that became a message has arguments that nest too deep.
 
     A tool call's arguments are text in a chat, and a structure in a message.
@@ -129,7 +129,9 @@ def _unreadable(facts: ReplyFacts) -> ReplyFacts:
     return msgspec.structs.replace(NO_REPLY, response_id=facts.response_id, whole=facts.whole)
 
 
-def _facts(captured: Captured, request: ModelRequest, raw: bytes, *, reading: bool) -> ReplyFacts:
+def _facts(
+    captured: CapturedCall, request: ModelRequest, raw: bytes, *, reading: bool
+) -> ReplyFacts:
     """Return what is to be recorded of a reply.
 
     Without `reading` the reply is followed as the worker did it, and only its id is returned.
@@ -157,7 +159,7 @@ def _facts(captured: Captured, request: ModelRequest, raw: bytes, *, reading: bo
 
 
 def _results(
-    captured: Captured, request: ModelRequest, readers: ResultReaders
+    captured: CapturedCall, request: ModelRequest, readers: ResultReaders
 ) -> tuple[ToolEvent, ...]:
     """Return an event for each tool result in the request."""
     if captured.dialect != "messages" and not readers:

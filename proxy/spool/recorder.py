@@ -11,7 +11,7 @@ from typing import Final
 
 import structlog
 
-from proxy.calls.capture import Captured, Frame, Gap
+from proxy.calls.capture import CapturedCall, Frame, Gap
 from proxy.calls.recent import Recent
 from proxy.metrics import UNWRITTEN
 from proxy.spool.segments import encode_frame
@@ -46,7 +46,9 @@ class Recorder:
             root, segment_bytes=segment_bytes, on_commit=self._committed, note=self._gap_of
         )
 
-    def take(self, record: Captured, call: str, response_id: str | None) -> "asyncio.Future[bool]":
+    def take(
+        self, record: CapturedCall, call: str, response_id: str | None
+    ) -> "asyncio.Future[bool]":
         """Take a call's record; it is written whether or not the future is awaited."""
         self._recent.remember_call(record, call, response_id)
         return self._append(record, record.episode)

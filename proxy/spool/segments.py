@@ -21,7 +21,7 @@ from zlib import crc32
 
 import msgspec
 
-from proxy.calls.capture import Captured, Frame, Gap
+from proxy.calls.capture import CapturedCall, Frame, Gap
 from store.records import FeedbackRecord
 
 # Read as a length of the earlier format, this is longer than any frame ever was.
@@ -42,7 +42,9 @@ _SYNC: Final = MAGIC + MARK
 _numbers: Final = count()
 _encoder: Final = msgspec.msgpack.Encoder()
 # msgspec cannot decode a union of structs that are arrays and one that is a map.
-_captured: Final[msgspec.msgpack.Decoder[Captured | Gap]] = msgspec.msgpack.Decoder(Captured | Gap)
+_captured: Final[msgspec.msgpack.Decoder[CapturedCall | Gap]] = msgspec.msgpack.Decoder(
+    CapturedCall | Gap
+)
 _feedback: Final = msgspec.msgpack.Decoder(FeedbackRecord)
 # First bytes of MessagePack's arrays: fixarray, array 16 and array 32.
 ARRAYS: Final = range(0x90, 0xA0)

@@ -6,12 +6,14 @@ A call that a later call repeats as a retry (`retry_of`) is left out: the two co
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 from store.errors import Damaged
 from store.records import (
     OWN_EPISODE,
+    CallFacts,
     Episode,
     Feedback,
     Tokens,
@@ -32,6 +34,9 @@ _SURENESS: Final[Mapping[str, int]] = {
     "reader": 1,
     "assumed": 0,
 }
+# What a stored call says as its record did.
+_FACTS: Final = CallFacts.__struct_fields__
+_facts_of: Final = attrgetter(*_FACTS)
 Texts = tuple[bytes | None, bytes]
 _Settings = dict[str, Any]
 _ToolCalls = tuple[ToolCall, ...]
@@ -224,28 +229,18 @@ def _transition(
     row: Any, read: Readable, events: list[Any], statements: list[Any]
 ) -> TransitionRow:
     return TransitionRow(
-        id=row.id,
+        **dict(zip(_FACTS, _facts_of(row), strict=True)),
         episode_id=row.episode_id,
-        agent=row.agent,
-        policy=row.policy,
-        policy_version=row.policy_version,
-        status=row.status,
-        http_status=row.http_status,
         request=read.request,
-        reply=row.reply,
         tokens=Tokens(
             prompt_ids=read.prompt_ids,
             sampled_ids=row.sampled_ids,
             sampled_logprobs=row.sampled_logprobs,
         ),
         sampling=read.sampling,
-        trainable=row.trainable,
-        reason=row.reason,
         tool_calls=read.tool_calls,
         tool_events=tuple(_event(event) for event in events),
         feedback=tuple(_statement(statement) for statement in statements),
-        method=row.method,
-        confidence=row.confidence,
     )
 
 

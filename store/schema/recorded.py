@@ -6,11 +6,9 @@ would add a third to the cost of storing a row, and only `store.write.ingest` wr
 """
 
 from sqlalchemy import (
-    JSON,
     Boolean,
     CheckConstraint,
     Column,
-    Double,
     ForeignKey,
     Index,
     Integer,
@@ -21,8 +19,9 @@ from sqlalchemy import (
     text,
 )
 
-from store.records import CALL_STATUSES, CONFIDENCES
+from store.records import CALL_STATUSES, CONFIDENCES, CallRecord
 from store.schema.base import When, metadata, one_of
+from store.schema.call_columns import call_columns
 
 # The condition for an episode that may be claimed. Parts of another episode are claimed and
 # consumed with it, and quarantined ones never.
@@ -98,19 +97,8 @@ episodes = Table(
 transitions = Table(
     "transitions",
     metadata,
-    Column("id", Uuid, primary_key=True),
+    *call_columns(CallRecord),
     Column("episode_id", Uuid, nullable=False),
-    Column("method", Text, nullable=False),
-    Column("confidence", Text, nullable=False),
-    Column("retry_of", Uuid),
-    Column("agent", Text, nullable=False),
-    Column("dialect", Text, nullable=False),
-    Column("policy", Text),
-    Column("policy_version", Integer),
-    Column("served_model", Text),
-    Column("status", Text, nullable=False),
-    Column("http_status", Integer),
-    Column("stream", Boolean, nullable=False),
     # JSON bodies, byte for byte. If `parent_id` is set, `request` and `prompt_ids` hold only the
     # bytes that they add to that call's (`store.values.delta`), and these columns count the shared
     # bytes.
@@ -119,23 +107,9 @@ transitions = Table(
     Column("request_suffix", Integer),
     Column("prompt_prefix", Integer),
     Column("request", LargeBinary),
-    Column("request_raw", LargeBinary),
-    Column("reply", LargeBinary),
-    Column("reply_raw", LargeBinary),
-    Column("response_id", Text),
     Column("prompt_ids", LargeBinary, nullable=False),
     Column("sampled_ids", LargeBinary, nullable=False),
     Column("sampled_logprobs", LargeBinary, nullable=False),
-    Column("sampling", JSON, nullable=False),
-    Column("trainable", Boolean, nullable=False),
-    Column("reason", Text),
-    Column("tool_calls", JSON, nullable=False),
-    Column("usage", JSON(none_as_null=True)),
-    Column("finish", Text),
-    Column("started_at", When, nullable=False),
-    Column("first_chunk_ms", Double),
-    Column("total_ms", Double, nullable=False),
-    Column("retry", Integer, nullable=False),
     one_of("status", CALL_STATUSES),
     one_of("confidence", CONFIDENCES),
     CheckConstraint("trainable OR reason IS NOT NULL", name="reason_given"),

@@ -5,14 +5,22 @@ entry of more than 2,704 bytes. Such characters are replaced by their escapes. R
 kept as bytes, and so unchanged.
 """
 
+from operator import attrgetter
 from typing import Final
 
 import msgspec
 
 from store.records import CallRecord, ToolEvent
+from store.values.call_fields import kept_fields
 
 # A longer response id is not stored. No feedback can name it: /feedback does not accept it either.
 MAX_INDEXED_BYTES: Final = 2048
+# The texts of a call: those in columns of `transitions`, and those in other tables.
+_TEXTS: Final = (
+    *("episode", "task"),
+    *(field.name for field in kept_fields(CallRecord) if field.type is str),
+)
+_texts_of: Final = attrgetter(*_TEXTS)
 
 
 def storable_text(value: str) -> str:
@@ -27,18 +35,9 @@ def storable_call(call: CallRecord) -> CallRecord:
 
     A response id of more than `MAX_INDEXED_BYTES` bytes is replaced by None.
     """
-    fields: dict[str, str | None] = {
-        "episode": call.episode,
-        "agent": call.agent,
-        "task": call.task,
-        "policy": call.policy,
-        "served_model": call.served_model,
-        "response_id": call.response_id,
-        "finish": call.finish,
-    }
     changed: dict[str, object] = {
         name: storable_text(value)
-        for name, value in fields.items()
+        for name, value in zip(_TEXTS, _texts_of(call), strict=True)
         if value is not None and not _is_storable(value)
     }
     response_id = changed.get("response_id", call.response_id)

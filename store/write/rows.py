@@ -3,22 +3,32 @@
 from collections.abc import Sequence
 from datetime import datetime
 from hashlib import sha256
+from operator import attrgetter
 from typing import Any, Final
 from uuid import UUID
 
 from store.connection.engine import to_json
 from store.records import CallRecord, FeedbackItem, FeedbackRecord, ToolEvent, has_failed
+from store.values.call_fields import kept_fields
 from store.write.bases import Stored
 
 Row = tuple[Any, ...]
 
+# The columns that follow from the definition of a call's record, as they are and as JSON.
+_PLAIN: Final = [field.name for field in kept_fields(CallRecord) if not field.kept.json]
+_JSON: Final = [field.name for field in kept_fields(CallRecord) if field.kept.json]
+_plain_of: Final = attrgetter(*_PLAIN)
+_json_of: Final = attrgetter(*_JSON)
+# Its request and prompt, whole or as an addition to an earlier call's.
+_STORED: Final = Stored.__struct_fields__
+_stored_of: Final = attrgetter(*_STORED)
 TRANSITION_COLUMNS: Final = (
-    *("id", "episode_id", "method", "confidence", "retry_of", "agent", "dialect"),
-    *("policy", "policy_version", "served_model", "status", "http_status", "stream"),
-    *("parent_id", "request_prefix", "request_suffix", "prompt_prefix"),
-    *("request", "request_raw", "reply", "reply_raw", "response_id"),
-    *("prompt_ids", "sampled_ids", "sampled_logprobs", "sampling", "trainable", "reason"),
-    *("tool_calls", "usage", "finish", "started_at", "first_chunk_ms", "total_ms", "retry"),
+    *_PLAIN,
+    *_JSON,
+    "episode_id",
+    *_STORED,
+    "sampled_ids",
+    "sampled_logprobs",
 )
 EVENT_COLUMNS: Final = (
     *("id", "episode_id", "target_kind", "target", "tool_id", "name"),
@@ -29,44 +39,20 @@ FEEDBACK_COLUMNS: Final = ("id", "metric", "value", "target_kind", "target", "re
 
 def transition_row(call: CallRecord, episode_id: UUID, stored: Stored) -> Row:
     """Return the row of a call, in the order of `TRANSITION_COLUMNS`."""
-    tokens = call.tokens
     return (
-        call.id,
+        *_plain_of(call),
+        *map(_json_text, _json_of(call)),
         episode_id,
-        call.method,
-        call.confidence,
-        call.retry_of,
-        call.agent,
-        call.dialect,
-        call.policy,
-        call.policy_version,
-        call.served_model,
-        call.status,
-        call.http_status,
-        call.stream,
-        stored.parent_id,
-        stored.request_prefix,
-        stored.request_suffix,
-        stored.prompt_prefix,
-        stored.request,
-        call.request_raw,
-        call.reply,
-        call.reply_raw,
-        call.response_id,
-        stored.prompt_ids,
-        tokens.sampled_ids,
-        tokens.sampled_logprobs,
-        call.sampling.decode(),
-        call.trainable,
-        call.reason,
-        to_json(call.tool_calls) if call.tool_calls else "[]",
-        None if call.usage is None else call.usage.decode(),
-        call.finish,
-        call.started_at,
-        call.first_chunk_ms,
-        call.total_ms,
-        call.retry,
+        *_stored_of(stored),
+        call.tokens.sampled_ids,
+        call.tokens.sampled_logprobs,
     )
+
+
+def _json_text(value: object) -> str | None:
+    if value is None:
+        return None
+    return value.decode() if isinstance(value, bytes) else to_json(value)
 
 
 def event_row(

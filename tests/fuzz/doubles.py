@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.calls.capture import Captured, Frame
+from proxy.calls.capture import CapturedCall, Frame
 from proxy.errors import UpstreamBroke
 from proxy.http.client import Torn
 from proxy.http.wire import Headers
@@ -104,7 +104,9 @@ class Remembered:
     def __init__(self) -> None:
         self.frames: list[Frame] = []
 
-    def take(self, record: Captured, call: str, response_id: str | None) -> "asyncio.Future[bool]":
+    def take(
+        self, record: CapturedCall, call: str, response_id: str | None
+    ) -> "asyncio.Future[bool]":
         """See `Recorder`."""
         self._keep(record)
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

@@ -8,7 +8,7 @@ from uuid import UUID
 
 from hypothesis import given
 
-from proxy.calls.handler import Relay
+from proxy.calls.handler import CallHandler
 from proxy.calls.recent import Recent
 from proxy.feedback.endpoint import FeedbackDesk
 from proxy.http.server import Connection, Server
@@ -129,7 +129,7 @@ def _served(told: Told, kept: Remembered, intake: Intake, folder: Path) -> tuple
     server = SaidServer(lambda: _reply(told), gives=told.gives_ids)
     versions, recent, away = Versions(), Recent(), NoDatabase()
     versions.replace([PolicyVersion(**vars_of("m", 0)), PolicyVersion(**vars_of("m@1", 1))])
-    relay = Relay(
+    calls = CallHandler(
         Upstreams([Member("one", (), True, server)]),
         versions,
         kept,  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def _served(told: Told, kept: Remembered, intake: Intake, folder: Path) -> tuple
     )
     keys = KeyDesk(KeyFiles(folder), recent, away)  # type: ignore[arg-type]
     desk = FeedbackDesk(kept, recent, away, intake, keys)  # type: ignore[arg-type]
-    handler = data_handler(relay, desk, may_delete_models=False)
+    handler = data_handler(calls, desk, may_delete_models=False)
     connection, wire = Connection(Server(handler)), Wire()
     wire.protocol = connection
     connection.connection_made(wire)

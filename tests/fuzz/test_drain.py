@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls.capture import Captured
+from proxy.calls.capture import CapturedCall
 from proxy.keeper.drain import Drainer
 from proxy.spool.segments import HEADER, MARK, decode_payload, encode_frame, read_frames
 from store.connection.engine import make_engine
@@ -35,10 +35,10 @@ class Piece(NamedTuple):
     """A part of a segment: a whole record, or bytes that are none."""
 
     data: bytes
-    record: Captured | None
+    record: CapturedCall | None
 
 
-def _call(tape: Tape) -> Captured:
+def _call(tape: Tape) -> CapturedCall:
     """A call as a worker may have written it, or may not."""
     streamed = bool(tape.below(2))
     odd = {

@@ -47,7 +47,7 @@ async def _served(pieces: list[bytes]) -> None:
     await _arrive(connection, wire, pieces)
     if not (wire.is_closing() or wire.ended):
         # All that came whole was answered: what is left is a request on its way.
-        assert connection._current is connection._receiving
+        assert connection._current is connection._parser.receiving
     heads = wire.sent.count(b"HTTP/1.1 ") - wire.sent.count(b"HTTP/1.1 100 ")
     assert heads >= echo.answered
     # The client leaves: nothing of it is left.

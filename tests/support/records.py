@@ -6,7 +6,7 @@ from uuid import UUID
 
 import msgspec
 
-from proxy.calls.capture import Captured
+from proxy.calls.capture import CapturedCall
 from store.ids import new_id
 from store.records import CallRecord, FeedbackItem, FeedbackRecord, Tokens, ToolEvent
 from store.values.tokens import pack_ids, pack_logprobs
@@ -64,9 +64,9 @@ def call(episode: str = "e1", **changes: Any) -> CallRecord:
     return msgspec.structs.replace(record, **changes)
 
 
-def captured(episode: str = "e1", **changes: Any) -> Captured:
+def captured(episode: str = "e1", **changes: Any) -> CapturedCall:
     """A whole call as a worker writes it down."""
-    record = Captured(
+    record = CapturedCall(
         id=new_id().bytes,
         episode=episode,
         method="header",

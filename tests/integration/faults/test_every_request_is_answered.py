@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from proxy.calls import call as module
+from proxy.calls import answering, asking, recording, routing
+from proxy.calls import call as steps
 from proxy.intake import reading
 from proxy.metrics import UNFORESEEN
 from tests.integration.conftest import Proxy, eventually
@@ -37,13 +38,23 @@ async def ask(proxy: Proxy, request: bytes, *, kept: bool = True) -> tuple[bytes
     return head, body
 
 
-@pytest.mark.parametrize("step", ["identify", "read_request", "for_upstream", "lowered"])
+STEPS = {
+    "read_request": reading,
+    "lowered": steps,
+    "identify": asking,
+    "for_upstream": routing,
+    "_rewrite": routing,
+    "answer_of": steps,
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 async def test_a_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: str, path: str
 ) -> None:
     before = UNFORESEEN._value.get()
-    monkeypatch.setattr(reading if step == "read_request" else module, step, fails)
+    monkeypatch.setattr(STEPS[step], step, fails)
     head, body = await ask(proxy, post(path, BODY))
     assert head.startswith(b"HTTP/1.1 500 ")
     assert b"x-pawl-fault: proxy" in head
@@ -58,10 +69,23 @@ async def test_a_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
     assert str(call.id) in said["error"]["message"]
 
 
+@pytest.mark.parametrize("step", ["parse_tool_status", "_rewrite", "answer_of"])
+async def test_a_failing_step_leaves_what_the_steps_before_it_found(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr({**STEPS, "parse_tool_status": asking}[step], step, fails)
+    headers = {"x-pawl-episode": "named", "x-pawl-agent": "writer", "x-pawl-tool-status": "ok"}
+    assert (await proxy.chat(headers=headers)).status == 500
+    [episode] = await proxy.episodes(1)
+    [call] = episode.calls
+    assert (episode.key, call.agent) == ("named", "writer")
+    assert call.http_status == (200 if step == "answer_of" else None)
+
+
 async def test_a_failure_in_a_stream_tears_it_after_the_event_that_says_so(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module.Tape, "add", fails)
+    monkeypatch.setattr(answering.Tape, "add", fails)
     _, body = await ask(proxy, post(CHAT, BODY[:-1] + b',"stream":true}'))
     assert b'data: {"error":{"message":"The proxy failed' in body
     assert not body.endswith(b"0\r\n\r\n")
@@ -72,7 +96,7 @@ async def test_a_failure_in_a_stream_tears_it_after_the_event_that_says_so(
 async def test_a_call_is_recorded_though_what_it_provides_cannot_be_read(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "provided_fingerprints", fails)
+    monkeypatch.setattr(recording, "provided_fingerprints", fails)
     head, _ = await ask(proxy, post(CHAT, BODY), kept=False)
     assert head.startswith(b"HTTP/1.1 200 ")
     assert (await proxy.only_call()).status == "complete"
@@ -83,7 +107,7 @@ async def test_a_call_whose_record_cannot_be_made_is_answered_and_counted_as_dro
 ) -> None:
     before = ledger()
     with monkeypatch.context() as inside:
-        inside.setattr(module, "Captured", fails)
+        inside.setattr(recording, "CapturedCall", fails)
         assert (await proxy.chat(headers={"x-pawl-episode": "e"})).status == 200
     assert ledger()["pawl_records_dropped_total"] == before["pawl_records_dropped_total"] + 1
     # The next record that is durable tells the ledger of the gap.

@@ -117,10 +117,10 @@ async def test_one_that_leaves_while_it_waits_is_parsed_no_further() -> None:
     head = b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
     connection.data_received(head + b"2\r\nab\r\n" * 2**16)
     connection.connection_lost(None)
-    received = connection._receiving
+    received = connection._parser.receiving
     await asyncio.sleep(0.1)
     assert not connection._feeding.waiting
-    assert received is connection._receiving
+    assert received is connection._parser.receiving
 
 
 async def test_a_body_that_nobody_read_does_not_hold_up_the_next_request() -> None:

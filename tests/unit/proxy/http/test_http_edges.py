@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.http.connection import MAX_HEAD_BYTES
 from proxy.http.exchange import Exchange
 from proxy.http.flow import SMALL, BodyStream
+from proxy.http.parsing import MAX_HEAD_BYTES
 from tests.support.http_wires import Seen, Wire, client, cuts, feed, settle
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -126,7 +126,7 @@ async def test_trailers_cost_no_memory_while_they_are_few_enough() -> None:
     connection, _ = client(seen := Seen())
     trailers = b"a: b\r\n" * (MAX_HEAD_BYTES // 12)
     await feed(connection, [CHUNKED + b"2\r\nhi\r\n0\r\n" + trailers])
-    assert connection._headers == []
+    assert connection._parser._headers == []
     await feed(connection, [b"\r\n"])
     assert seen.requests[0][3] == b"hi"
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.calls.capture import Captured
+from proxy.calls.capture import CapturedCall
 from proxy.spool.segments import (
     HEAD_BYTES,
     HEADER,
@@ -180,7 +180,7 @@ def test_what_the_pawl_before_wrote_is_read() -> None:
 
 def test_a_record_reads_the_same_in_either_format() -> None:
     record = decode_payload(FRAMES[1][HEAD_BYTES:])
-    assert isinstance(record, Captured)
+    assert isinstance(record, CapturedCall)
     assert record.episode == "e1"
 
 
@@ -194,6 +194,6 @@ def test_a_whole_frame_is_found_where_one_that_was_cut_off_would_end(damaged_aft
     # The cut frame's length reaches exactly to the end of the whole one.
     found = pieces(cut[: len(cut) - len(kept)] + kept + after, mark=MARK)
     records = [decode_payload(data) for data in whole(found)]
-    episodes = [record.episode for record in records if isinstance(record, Captured)]
+    episodes = [record.episode for record in records if isinstance(record, CapturedCall)]
     assert episodes == (["kept"] if damaged_after else ["kept", "after"])
     assert [piece.records for piece in found] == [1, 1, 1]

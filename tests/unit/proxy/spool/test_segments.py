@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.calls.capture import Captured, Gap
+from proxy.calls.capture import CapturedCall, Gap
 from proxy.spool.segments import decode_payload, encode_frame, read_frames
 from store.values.tokens import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from tests.support.records import captured, reward
@@ -36,7 +36,7 @@ def test_reading_goes_on_from_an_offset() -> None:
     first, second = encode_frame(captured("a")), encode_frame(captured("b"))
     [(_, payload)] = list(read_frames(first + second, len(first)))
     record = decode_payload(payload)
-    assert isinstance(record, Captured)
+    assert isinstance(record, CapturedCall)
     assert record.episode == "b"
 
 

@@ -1,0 +1,232 @@
+"""The third step of a call: its reply, passed back as it comes, all but its end.
+
+An answer is received first (`receive`) and its end released later (`release`): between the two the
+call is recorded, so that the end leaves only once the record is durable. An answer changes while it
+is received, for a call can be broken off at any chunk, and its record says how far the reply came.
+"""
+
+from collections.abc import AsyncIterator
+from time import perf_counter
+from typing import Final, Protocol
+
+import structlog
+
+from proxy.calls.asking import Arrived, Asked
+from proxy.calls.capture import Tape
+from proxy.calls.routing import Routed
+from proxy.door.refusal import UPSTREAM_SAID
+from proxy.formats.base import StreamTranscript, Transcript
+from proxy.formats.errors import error_event
+from proxy.formats.registry import DIALECTS
+from proxy.http.client import Torn
+from proxy.http.wire import Headers, for_client
+from proxy.intake.budget import Claim
+from proxy.metrics import FIRST_CHUNK_SECONDS
+from proxy.upstreams.decoded import as_came
+from proxy.upstreams.model_server import Reply
+from proxy.upstreams.replies import comes_in_events, pass_rest, take_whole
+from store.records import CallStatus
+
+log = structlog.get_logger()
+
+ERRORS: Final = 400
+REPLY_COPIES: Final = 3
+
+
+class Answer(Protocol):
+    """A reply on its way to the client, and how far it has come.
+
+    `first_chunk_ms` is the time from the request's arrival to the first chunk of a stream.
+    """
+
+    tape: Tape
+    first_chunk_ms: float | None
+
+    @property
+    def transcript(self) -> Transcript | None:
+        """Return what follows the reply, or None before it is there."""
+
+    async def receive(self) -> CallStatus:
+        """Take the reply and pass it on, all but its end; return how the call ended.
+
+        Raises:
+            ProxyError: the reply cannot be passed on.
+        """
+
+    async def release(self) -> None:
+        """Let the reply's end leave, once the record is durable."""
+
+
+def answer_of(
+    reply: Reply, arrived: Arrived, routed: Routed, headers: Headers, claim: Claim, max_reply: int
+) -> Answer:
+    """Return the answer that passes a reply on: a stream as it comes, any other in one piece.
+
+    Args:
+        reply: the upstream's reply; its bytes are readable.
+        arrived: the call.
+        routed: the request that is answered.
+        headers: our own headers, which the reply gets.
+        claim: the call's part of the memory budget.
+        max_reply: longest reply in one piece, in bytes.
+    """
+    ours = [*headers, UPSTREAM_SAID] if reply.status >= ERRORS else headers
+    if comes_in_events(reply):
+        return StreamedAnswer(reply, arrived, routed, ours, claim)
+    return WholeAnswer(reply, arrived, routed, ours, claim, max_reply)
+
+
+def own_headers(arrived: Arrived, asked: Asked, routed: Routed) -> Headers:
+    """Return the headers that every reply to a call gets: its names, its version, its warnings."""
+    headers = [
+        (b"x-pawl-call", arrived.name.encode()),
+        (b"x-pawl-episode", asked.identity.episode.encode()),
+    ]
+    serving = routed.serving
+    if serving.policy is not None:
+        headers.append((b"x-pawl-policy", f"{serving.policy}@{serving.version}".encode()))
+    if asked.warnings:
+        text = "; ".join(asked.warnings).replace("\r", " ").replace("\n", " ")
+        headers.append((b"x-pawl-warning", text.encode(errors="replace")))
+    return headers
+
+
+class StreamedAnswer:
+    """A reply of server-sent events, which the client gets event by event."""
+
+    __slots__ = (
+        "_arrived",
+        "_headers",
+        "_held",
+        "_pieces",
+        "_reply",
+        "_routed",
+        "_why_torn",
+        "first_chunk_ms",
+        "tape",
+        "transcript",
+    )
+
+    _pieces: AsyncIterator[bytes]
+
+    def __init__(
+        self, reply: Reply, arrived: Arrived, routed: Routed, headers: Headers, claim: Claim
+    ) -> None:
+        """Begin an answer of which nothing has come; arguments are those of `answer_of`."""
+        self._reply = reply
+        self._arrived = arrived
+        self._routed = routed
+        self._headers = headers
+        self._held = b""
+        self._why_torn: str | None = None
+        self.tape = Tape(claim.add)
+        self.transcript: StreamTranscript | None = None
+        self.first_chunk_ms: float | None = None
+
+    async def receive(self) -> CallStatus:
+        """See `Answer`."""
+        arrived, reply, sent, tape = self._arrived, self._reply, self._routed, self.tape
+        exchange, follow = arrived.exchange, DIALECTS[arrived.dialect].streamed
+        transcript = self.transcript = follow(sent.request, sent.serving.served_name)
+        exchange.begin(reply.status, reply.reason, [*for_client(reply.headers), *self._headers])
+        pieces = self._pieces = reply.pieces()
+        try:
+            async for chunk in pieces:
+                if self.first_chunk_ms is None:
+                    self._note_first_chunk()
+                tape.add(chunk)
+                exchange.write(transcript.feed(chunk))
+                if transcript.at_end:
+                    break
+                await exchange.drained()
+        except Torn as error:
+            if not transcript.ended:
+                self._why_torn = str(error)
+                log.warning("stream_torn", call=arrived.name, reason=self._why_torn)
+                return "truncated"
+        self._held = b"" if transcript.at_end else transcript.finish()
+        return "complete" if transcript.ended else "truncated"
+
+    async def release(self) -> None:
+        """See `Answer`; a reply that broke off is torn, as a clean end would make it look whole."""
+        if self._why_torn is not None:
+            self._tear(self._why_torn)
+            return
+        exchange, transcript = self._arrived.exchange, self.transcript
+        if transcript is not None and transcript.at_end:
+            # The reply's end was seen. The upstream may send more before it closes.
+            if not self._reply.ended:
+                await pass_rest(exchange, self._pieces, transcript, self._arrived.name)
+            self._held = transcript.finish()
+        exchange.end(self._held)
+
+    def _tear(self, why: str) -> None:
+        """Break the stream off, with an error event of its API."""
+        exchange, message = self._arrived.exchange, f"The model server's reply broke off: {why}."
+        exchange.write(error_event(self._arrived.dialect, message, "upstream_error"))
+        exchange.tear()
+
+    def _note_first_chunk(self) -> None:
+        seconds = perf_counter() - self._arrived.at
+        self.first_chunk_ms = seconds * 1000
+        FIRST_CHUNK_SECONDS.observe(seconds)
+
+
+class WholeAnswer:
+    """A reply in one piece, which the client gets once it is recorded."""
+
+    __slots__ = (
+        "_arrived",
+        "_body",
+        "_claim",
+        "_headers",
+        "_max_reply",
+        "_out",
+        "_reply",
+        "_routed",
+        "first_chunk_ms",
+        "tape",
+        "transcript",
+    )
+
+    def __init__(
+        self,
+        reply: Reply,
+        arrived: Arrived,
+        routed: Routed,
+        headers: Headers,
+        claim: Claim,
+        max_reply: int,
+    ) -> None:
+        """Begin an answer of which nothing has come; arguments are those of `answer_of`."""
+        self._reply = reply
+        self._arrived = arrived
+        self._routed = routed
+        self._headers = headers
+        self._claim = claim
+        self._max_reply = max_reply
+        self._body = self._out = b""
+        self.tape = Tape(claim.add)
+        self.transcript: Transcript | None = None
+        self.first_chunk_ms: float | None = None
+
+    async def receive(self) -> CallStatus:
+        """See `Answer`; nothing of the reply is passed on before its record is durable."""
+        arrived, reply, sent = self._arrived, self._reply, self._routed
+        length = reply.header(b"content-length")
+        if length is not None and length.isdigit():
+            # In memory as it comes, as it leaves and as it is recorded.
+            self._claim.add(REPLY_COPIES * min(int(length), self._max_reply))
+        self._body = await take_whole(reply, self._max_reply, self.tape, arrived.name)
+        follow, name = DIALECTS[arrived.dialect].whole, sent.serving.served_name
+        transcript = self.transcript = follow(sent.request, name, status=reply.status)
+        transcript.feed(self._body)
+        self._out = transcript.finish()
+        return "complete"
+
+    async def release(self) -> None:
+        """See `Answer`."""
+        reply = self._reply
+        as_sent, out = as_came(reply, self._body, self._out)
+        headers = [*for_client(as_sent), *self._headers]
+        self._arrived.exchange.reply(reply.status, reply.reason, headers, out)

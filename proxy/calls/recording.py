@@ -1,0 +1,135 @@
+"""The last step of a call: its record, made exactly once, whatever the call came to."""
+
+import asyncio
+from typing import Final, NamedTuple
+from uuid import UUID
+
+import msgspec
+import structlog
+
+from proxy.calls.answering import Answer
+from proxy.calls.asking import Arrived, Asked
+from proxy.calls.capture import CapturedCall
+from proxy.calls.routing import Routed
+from proxy.formats.base import ReplySummary
+from proxy.identity.fingerprints import provided_fingerprints
+from proxy.identity.stitch import CallMemory
+from proxy.spool.recorder import Recorder
+from proxy.upstreams.model_server import Reply
+from proxy.upstreams.replies import comes_in_events
+from store.records import CallStatus
+
+log = structlog.get_logger()
+
+ERRORS: Final = 400
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """What a call came to: how it ended, and how far its reply had come by then."""
+
+    status: CallStatus
+    reply: Reply | None
+    answer: Answer | None
+
+
+class Recorded(NamedTuple):
+    """A call's capture, None if it could not be made; and the future of its being durable."""
+
+    capture: CapturedCall | None
+    on_disk: "asyncio.Future[bool]"
+
+
+class CallRecorder:
+    """Makes the records of one worker's calls, and remembers what later calls may repeat."""
+
+    def __init__(
+        self, recorder: Recorder, stitches: CallMemory, default_temperature: float
+    ) -> None:
+        """Store the way to the disk, the memory of calls, and what the upstream samples with."""
+        self._recorder = recorder
+        self._stitches = stitches
+        self._default_temperature = default_temperature
+
+    def record(
+        self, arrived: Arrived, asked: Asked, routed: Routed, answered: Answered
+    ) -> Recorded:
+        """Hand a call's record to the recorder; if it cannot be made, count it as lost."""
+        capture = None
+        try:
+            summary, provided = self._summary_and_provided(arrived, asked, answered)
+            capture = self._captured(arrived, asked, routed, answered, provided)
+            return Recorded(
+                capture, self._recorder.take(capture, arrived.name, summary.response_id)
+            )
+        except Exception:
+            log.exception("record_not_made", call=arrived.name)
+            return Recorded(capture, self._recorder.lose(asked.identity.episode))
+
+    def _captured(
+        self,
+        arrived: Arrived,
+        asked: Asked,
+        routed: Routed,
+        answered: Answered,
+        provided: tuple[bytes, ...],
+    ) -> CapturedCall:
+        from_upstream, answer = answered.reply, answered.answer
+        reply, deflated = (b"", False) if answer is None else answer.tape.take()
+        identity, serving = asked.identity, routed.serving
+        return CapturedCall(
+            id=arrived.id,
+            episode=identity.episode,
+            method=identity.method,
+            confidence=identity.confidence,
+            agent=identity.agent,
+            task=identity.task,
+            dialect=arrived.dialect,
+            policy=serving.policy,
+            policy_version=serving.version,
+            served_model=serving.served_name,
+            wanted_ids=bool(routed.request.injected),
+            status=answered.status,
+            http_status=None if from_upstream is None else from_upstream.status,
+            streamed=from_upstream is not None and comes_in_events(from_upstream),
+            request=arrived.request.body,
+            reply=reply,
+            deflated=deflated,
+            provides=provided,
+            needs=identity.needs,
+            retry_of=None if identity.retry_of is None else identity.retry_of.bytes,
+            retry=identity.retry,
+            tool_events=asked.tool_events,
+            default_temperature=self._default_temperature,
+            started_at=arrived.started_at,
+            first_chunk_ms=None if answer is None else answer.first_chunk_ms,
+            total_ms=arrived.ms(),
+        )
+
+    def _summary_and_provided(
+        self, arrived: Arrived, asked: Asked, answered: Answered
+    ) -> tuple[ReplySummary, tuple[bytes, ...]]:
+        """Return the reply's summary and the call's fingerprints, or empty ones if that fails."""
+        try:
+            transcript = None if answered.answer is None else answered.answer.transcript
+            summary = ReplySummary() if transcript is None else transcript.summary()
+            return summary, self._offer(arrived, asked, answered, summary)
+        except Exception:
+            log.exception("offers_not_read", call=arrived.name)
+            return ReplySummary(), ()
+
+    def _offer(
+        self, arrived: Arrived, asked: Asked, answered: Answered, summary: ReplySummary
+    ) -> tuple[bytes, ...]:
+        """Register what a later call may repeat of this one, and return its fingerprints.
+
+        This happens before the reply's end leaves: the client's next call may follow at once.
+        """
+        stitches, identity, request = self._stitches, asked.identity, arrived.request
+        provided = provided_fingerprints(
+            arrived.dialect, request.fields, summary, identity.conversation
+        )
+        stitches.provide(provided, identity.episode, identity.follows)
+        got_reply = answered.reply is not None and answered.reply.status < ERRORS
+        if not got_reply or answered.status != "complete":
+            stitches.failed(request.body, identity.episode, UUID(bytes=arrived.id))
+        return provided
