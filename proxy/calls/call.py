@@ -18,8 +18,6 @@ from proxy.door.refusal import UNEXPECTED, UPSTREAM_SAID, apologise, refuse
 from proxy.door.routes import Route
 from proxy.errors import ProxyError, ReplyTorn
 from proxy.formats.base import ReplySummary, Transcript
-from proxy.formats.errors import error_event
-from proxy.formats.registry import DIALECTS
 from proxy.http.client import Torn
 from proxy.http.exchange import ClientGone, Exchange
 from proxy.http.wire import Headers, for_client, for_upstream, lowered
@@ -84,7 +82,7 @@ class Call:
         self._started_at = time()
         self._id, self._name = new_name()
         exchange.call = self._name
-        self._dialect = DIALECTS[route.dialect or ""]
+        self._format = route.speaks
         self._read = read
         self._asked = self._rewritten = read.asked
         self._identity = Identity(self._name, OWN_EPISODE, DEFAULT_AGENT, route.task)
@@ -166,7 +164,7 @@ class Call:
 
     def _rewrite(self, want_ids: bool) -> None:
         name = self._serving.served_name
-        self._rewritten = self._dialect.rewrite(self._asked, name, want_ids=want_ids)
+        self._rewritten = self._format.rewrite(self._asked, name, want_ids=want_ids)
 
     async def _send(self) -> Reply:
         """Send the request; if it is refused as malformed, send it again as the client wrote it.
@@ -197,7 +195,7 @@ class Call:
 
     async def _stream(self, reply: Reply) -> None:
         exchange, name = self._exchange, self._serving.served_name
-        transcript = self._transcript = self._dialect.streamed(self._rewritten, name)
+        transcript = self._transcript = self._format.streamed(self._rewritten, name)
         exchange.begin(reply.status, reply.reason, self._reply_headers(reply.status, reply.headers))
         pieces = reply.pieces()
         try:
@@ -232,7 +230,7 @@ class Call:
         self._status = "truncated"
         await self._durable()
         message = f"The model server's reply broke off: {why}."
-        self._exchange.write(error_event(self._dialect.name, message, "upstream_error"))
+        self._exchange.write(self._format.errors.event(message, "upstream_error"))
         self._exchange.tear()
 
     async def _fail(self) -> None:
@@ -244,8 +242,8 @@ class Call:
             self._status = "truncated" if exchange.started else "upstream_error"
         await self._durable()
         if exchange.started and exchange.open:
-            exchange.write(error_event(self._dialect.name, f"{UNEXPECTED} (call {self._name})."))
-        apologise(exchange, dialect=self._dialect.name, headers=self._own_headers())
+            exchange.write(self._format.errors.event(f"{UNEXPECTED} (call {self._name})."))
+        apologise(exchange, errors=self._format.errors, headers=self._own_headers())
 
     async def _whole(self, reply: Reply) -> None:
         length = reply.header(b"content-length")
@@ -253,7 +251,7 @@ class Call:
             # In memory as it comes, as it leaves and as it is recorded.
             self._claim.add(REPLY_COPIES * min(int(length), self._relay.max_reply))
         body = await take_whole(reply, self._relay.max_reply, self._tape, self._name)
-        follow, name = self._dialect.whole, self._serving.served_name
+        follow, name = self._format.whole, self._serving.served_name
         transcript = self._transcript = follow(self._rewritten, name, status=reply.status)
         transcript.feed(body)
         out = transcript.finish()
@@ -266,7 +264,7 @@ class Call:
     async def _refuse(self, error: ProxyError) -> None:
         self._status = "truncated" if isinstance(error, ReplyTorn) else "upstream_error"
         await self._durable()
-        refuse(self._exchange, error, dialect=self._dialect.name, headers=self._own_headers())
+        refuse(self._exchange, error, errors=self._format.errors, headers=self._own_headers())
 
     async def _durable(self) -> None:
         """Record the call, and wait until the record is durable: only then may the end leave."""
@@ -320,7 +318,7 @@ class Call:
             confidence=identity.confidence,
             agent=identity.agent,
             task=identity.task,
-            dialect=self._dialect.name,
+            dialect=self._format.name,
             policy=serving.policy,
             policy_version=serving.version,
             served_model=serving.served_name,
@@ -357,7 +355,7 @@ class Call:
         This happens before the reply's end leaves: the client's next call may follow at once.
         """
         stitches, identity, request = self._relay.stitches, self._identity, self._asked
-        offers = offers_of(self._dialect.name, request.fields, summary, identity.conversation)
+        offers = offers_of(self._format.turns, request.fields, summary, identity.conversation)
         stitches.offer(offers, identity.episode, identity.follows)
         answered = self._reply is not None and self._reply.status < ERRORS
         if not answered or self._status != "complete":

@@ -61,7 +61,7 @@ class Relay:
         """
         arrived = perf_counter()
         with self.intake.budget.claim() as claim:
-            read = await take_request(self.intake, exchange, claim)
+            read = await take_request(self.intake, exchange, claim, route.speaks.turns)
             await Call(self, exchange, route, read, arrived, claim).run()
 
     async def learn_pin(self, model: str, episode: str) -> None:

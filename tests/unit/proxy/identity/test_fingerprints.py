@@ -9,21 +9,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.formats.base import ReplySummary
-from proxy.identity.conversation import canonical_arguments, is_unique, read_conversation
+from proxy.formats.conversation import Conversation, canonical_arguments, is_unique
+from proxy.formats.registry import FORMATS
+from proxy.identity import fingerprints
 from proxy.identity.fingerprints import (
     PREFIX,
     PREFIXES,
     RESPONSE,
     TOOL_CALL,
     UNIQUE_PREFIX,
-    asks_of,
-    offers_of,
 )
 from store.records import ToolCall
 
 ID, OTHER_ID = "chatcmpl-tool-0123456789abcdef", "toolu_01A09q90qw90lq917835"
 Fields = dict[str, Any]
 Message = dict[str, Any]
+
+
+def asks_of(name: str, fields: Fields, read: Conversation | None = None) -> tuple[bytes, ...]:
+    return fingerprints.asks_of(FORMATS[name].turns, fields, read)
+
+
+def offers_of(
+    name: str, fields: Fields, told: ReplySummary, read: Conversation | None = None
+) -> tuple[bytes, ...]:
+    return fingerprints.offers_of(FORMATS[name].turns, fields, told, read)
 
 
 def chat(*messages: Message) -> Fields:
@@ -356,7 +366,7 @@ def test_what_a_call_offers_the_next_one_asks_for(steps: list[tuple[str, Any]], 
 @given(st.lists(STEPS, max_size=8))
 def test_reading_once_for_both_is_reading_twice(steps: list[tuple[str, Any]]) -> None:
     fields = chat(*as_sent(steps, str, json.dumps))
-    read = read_conversation(fields)
+    read = FORMATS["chat"].turns.read(fields)
     assert asks_of("chat", fields, read) == asks_of("chat", fields)
     assert offers_of("chat", fields, summary("a"), read) == offers_of("chat", fields, summary("a"))
 
@@ -392,6 +402,6 @@ JSON = st.recursive(
 @given(JSON, JSON, JSON)
 def test_any_request_can_be_read(messages: Any, given_input: Any, previous: Any) -> None:
     fields = {"messages": messages, "input": given_input, "previous_response_id": previous}
-    for dialect in ("chat", "responses", "messages", "completions"):
-        signs = asks_of(dialect, fields) + offers_of(dialect, fields, summary("a", ADD))
+    for name in FORMATS:
+        signs = asks_of(name, fields) + offers_of(name, fields, summary("a", ADD))
         assert all(len(sign) == 16 for sign in signs)
