@@ -11,12 +11,12 @@ import msgspec
 
 from benchmarks.stitching_server import Exchange
 from proxy.door.routes import Kind, Route
-from proxy.formats.base import ReplySummary
+from proxy.formats.base import ModelRequest, ReplySummary, WireFormat
+from proxy.formats.registry import FORMATS
 from proxy.identity.fingerprints import RESPONSE, provided_fingerprints
 from proxy.identity.identify import Identity, identify, retry_count
 from proxy.identity.stitch import CallMemory
 from store.ids import new_id
-from store.records import ToolCall
 
 
 class Seen(msgspec.Struct):
@@ -53,7 +53,7 @@ def replay(runs: list[list[Exchange]], proxies: int, seed: int) -> list[Seen]:
             connected[run] = random.choice(memories)
         memory = connected[run]
         body = json.dumps(exchange.body).encode()
-        route = Route(kind=Kind.CALL, path="", dialect=exchange.dialect)
+        route = Route(kind=Kind.CALL, path="", wire_format=FORMATS[exchange.dialect])
         call = new_id()
         before = perf_counter()
         who = identify(exchange.headers, route, exchange.body, body, str(call), memory)
@@ -63,45 +63,25 @@ def replay(runs: list[list[Exchange]], proxies: int, seed: int) -> list[Seen]:
 
 
 def _finish(call: Seen, exchange: Exchange, body: bytes, memory: CallMemory) -> None:
-    summary = summary_of(exchange.dialect, exchange.reply)
+    wire_format = FORMATS[exchange.dialect]
+    summary = summary_of(wire_format, exchange.reply)
     before = perf_counter()
     said = call.who.conversation
-    call.provides = provided_fingerprints(exchange.dialect, exchange.body, summary, said)
+    call.provides = provided_fingerprints(wire_format.turns, exchange.body, summary, said)
     memory.provide(call.provides, call.who.episode, call.who.follows)
     call.seconds += perf_counter() - before
     if exchange.status >= 400:
         memory.failed(body, call.who.episode, call.id)
 
 
-def summary_of(dialect: str, reply: dict[str, Any]) -> ReplySummary:
+def summary_of(wire_format: WireFormat, reply: dict[str, Any]) -> ReplySummary:
     """What a whole reply said."""
     if "error" in reply:
         return ReplySummary()
-    if dialect == "chat":
-        message = reply["choices"][0]["message"]
-        calls = [
-            (call["id"], call["function"]["name"], call["function"]["arguments"])
-            for call in message["tool_calls"]
-        ]
-        text = message["content"] or ""
-    elif dialect == "responses":
-        items = reply["output"]
-        parts = [part for item in items if item["type"] == "message" for part in item["content"]]
-        text = "".join(part["text"] for part in parts)
-        calls = [
-            (item["call_id"], item["name"], item["arguments"])
-            for item in items
-            if item["type"] == "function_call"
-        ]
-    else:
-        text = "".join(block["text"] for block in reply["content"] if block["type"] == "text")
-        calls = [
-            (block["id"], block["name"], json.dumps(block["input"]))
-            for block in reply["content"]
-            if block["type"] == "tool_use"
-        ]
-    told = tuple(ToolCall(id=id_, name=name, arguments=text_) for id_, name, text_ in calls)
-    return ReplySummary(reply["id"], text, told)
+    transcript = wire_format.whole(ModelRequest(body=b""), None)
+    transcript.feed(json.dumps(reply).encode())
+    transcript.finish()
+    return transcript.summary()
 
 
 def join_in_ledger(seen: list[Seen]) -> list[tuple[str, bool]]:

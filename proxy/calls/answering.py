@@ -16,8 +16,6 @@ from proxy.calls.capture import Tape
 from proxy.calls.routing import Routed
 from proxy.door.refusal import UPSTREAM_SAID
 from proxy.formats.base import StreamTranscript, Transcript
-from proxy.formats.errors import error_event
-from proxy.formats.registry import DIALECTS
 from proxy.http.client import Torn
 from proxy.http.wire import Headers, for_client
 from proxy.intake.budget import Claim
@@ -126,7 +124,7 @@ class StreamedAnswer:
     async def receive(self) -> CallStatus:
         """See `Answer`."""
         arrived, reply, sent, tape = self._arrived, self._reply, self._routed, self.tape
-        exchange, follow = arrived.exchange, DIALECTS[arrived.dialect].streamed
+        exchange, follow = arrived.exchange, arrived.format.streamed
         transcript = self.transcript = follow(sent.request, sent.serving.served_name)
         exchange.begin(reply.status, reply.reason, [*for_client(reply.headers), *self._headers])
         pieces = self._pieces = reply.pieces()
@@ -163,7 +161,7 @@ class StreamedAnswer:
     def _tear(self, why: str) -> None:
         """Break the stream off, with an error event of its API."""
         exchange, message = self._arrived.exchange, f"The model server's reply broke off: {why}."
-        exchange.write(error_event(self._arrived.dialect, message, "upstream_error"))
+        exchange.write(self._arrived.format.errors.event(message, "upstream_error"))
         exchange.tear()
 
     def _note_first_chunk(self) -> None:
@@ -218,7 +216,7 @@ class WholeAnswer:
             # In memory as it comes, as it leaves and as it is recorded.
             self._claim.add(REPLY_COPIES * min(int(length), self._max_reply))
         self._body = await take_whole(reply, self._max_reply, self.tape, arrived.name)
-        follow, name = DIALECTS[arrived.dialect].whole, sent.serving.served_name
+        follow, name = arrived.format.whole, sent.serving.served_name
         transcript = self.transcript = follow(sent.request, name, status=reply.status)
         transcript.feed(self._body)
         self._out = transcript.finish()

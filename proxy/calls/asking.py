@@ -8,7 +8,7 @@ from time import perf_counter, time
 import msgspec
 
 from proxy.door.routes import Route
-from proxy.formats.base import ModelRequest
+from proxy.formats.base import ModelRequest, WireFormat
 from proxy.http.exchange import Exchange
 from proxy.identity.identify import DEFAULT_AGENT, Identity, identify
 from proxy.identity.stitch import CallMemory
@@ -31,7 +31,7 @@ class Arrived(msgspec.Struct, frozen=True):
     started_at: float
     exchange: Exchange
     route: Route
-    dialect: str
+    format: WireFormat
     read: Read
     request: ModelRequest
 
@@ -66,7 +66,7 @@ def arrive(exchange: Exchange, route: Route, read: Read, at: float) -> Arrived:
         started_at=time(),
         exchange=exchange,
         route=route,
-        dialect=route.dialect or "",
+        format=route.speaks,
         read=read,
         request=read.asked,
     )

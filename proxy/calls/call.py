@@ -19,7 +19,6 @@ from proxy.calls.recording import Answered, CallRecorder, Recorded
 from proxy.calls.routing import CallRouter, Routed, is_changed, send, unrouted, without_ids
 from proxy.door.refusal import UNEXPECTED, apologise, refuse
 from proxy.errors import ProxyError, ReplyTorn
-from proxy.formats.errors import error_event
 from proxy.http.exchange import ClientGone
 from proxy.http.wire import Headers, lowered
 from proxy.identity.stitch import CallMemory
@@ -163,18 +162,19 @@ class Call:
     async def _refuse(self, error: ProxyError) -> None:
         """Answer an error that was foreseen."""
         await self._durable("truncated" if isinstance(error, ReplyTorn) else "upstream_error")
-        exchange, dialect = self._arrived.exchange, self._arrived.dialect
-        refuse(exchange, error, dialect=dialect, headers=self._headers())
+        exchange, errors = self._arrived.exchange, self._arrived.format.errors
+        refuse(exchange, error, errors=errors, headers=self._headers())
 
     async def _fail(self) -> None:
         """Answer an unexpected error: status 500, or an error event if the reply has begun."""
-        exchange, name, dialect = self._arrived.exchange, self._arrived.name, self._arrived.dialect
+        exchange, name = self._arrived.exchange, self._arrived.name
+        errors = self._arrived.format.errors
         log.exception("call_failed", call=name)
         UNFORESEEN.inc()
         await self._durable("truncated" if exchange.started else "upstream_error")
         if exchange.started and exchange.open:
-            exchange.write(error_event(dialect, f"{UNEXPECTED} (call {name})."))
-        apologise(exchange, dialect=dialect, headers=self._headers())
+            exchange.write(errors.event(f"{UNEXPECTED} (call {name})."))
+        apologise(exchange, errors=errors, headers=self._headers())
 
     def _headers(self) -> Headers:
         return own_headers(self._arrived, self._asked, self._routed)

@@ -1,6 +1,6 @@
 """The capture of a call: its bytes as they were, and what only the worker could know.
 
-A worker parses only what serving needs. The keeper reads the bytes again through the same dialect
+A worker parses only what serving needs. The keeper reads the bytes again through the same format
 and makes the ledger's record of them (`proxy.keeper.transcribe`).
 """
 

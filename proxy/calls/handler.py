@@ -60,5 +60,5 @@ class CallHandler:
         """
         at = perf_counter()
         with self.intake.budget.claim() as claim:
-            read = await take_request(self.intake, exchange, claim)
+            read = await take_request(self.intake, exchange, claim, route.speaks.turns)
             await Call(self._shared, arrive(exchange, route, read, at), claim).run()

@@ -83,7 +83,7 @@ class CallRecorder:
             confidence=identity.confidence,
             agent=identity.agent,
             task=identity.task,
-            dialect=arrived.dialect,
+            dialect=arrived.format.name,
             policy=serving.policy,
             policy_version=serving.version,
             served_model=serving.served_name,
@@ -126,7 +126,7 @@ class CallRecorder:
         """
         stitches, identity, request = self._stitches, asked.identity, arrived.request
         provided = provided_fingerprints(
-            arrived.dialect, request.fields, summary, identity.conversation
+            arrived.format.turns, request.fields, summary, identity.conversation
         )
         stitches.provide(provided, identity.episode, identity.follows)
         got_reply = answered.reply is not None and answered.reply.status < ERRORS

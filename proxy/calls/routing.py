@@ -6,7 +6,6 @@ import msgspec
 
 from proxy.calls.asking import Arrived
 from proxy.formats.base import ModelRequest
-from proxy.formats.registry import DIALECTS
 from proxy.http.wire import for_upstream
 from proxy.identity.identify import Identity
 from proxy.intake.intake import Intake
@@ -93,8 +92,8 @@ def without_ids(arrived: Arrived, routed: Routed) -> Routed:
 
 
 def _rewrite(arrived: Arrived, serving: Serving, want_ids: bool) -> Routed:
-    dialect = DIALECTS[arrived.dialect]
-    return Routed(serving, dialect.rewrite(arrived.request, serving.served_name, want_ids=want_ids))
+    rewritten = arrived.format.rewrite(arrived.request, serving.served_name, want_ids=want_ids)
+    return Routed(serving, rewritten)
 
 
 def is_changed(arrived: Arrived, routed: Routed) -> bool:

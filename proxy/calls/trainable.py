@@ -7,8 +7,7 @@ distribution that the trainer can compute again: full softmax at a known tempera
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-import msgspec
-
+from proxy.formats.base import Sampled, SamplingRules
 from store.records import CallStatus
 from store.values.tokens import may_be_sampled
 
@@ -57,26 +56,9 @@ GRAMMARS: Final = (
     "guided_choice",
     "guided_grammar",
 )
-# The forms of `tool_choice`, in all APIs, that constrain nothing.
-FREE_CHOICES: Final = (None, "auto", "none", {"type": "auto"}, {"type": "none"})
 # Marks that `proxy.keeper.sampling` adds to the settings.
 STRICT_TOOLS: Final = "strict_tools"
 UNREADABLE: Final = "unreadable"
-
-
-class Sampled(msgspec.Struct, frozen=True):
-    """The token ids of one reply, their log-probabilities, and the counts to check them against."""
-
-    prompt_ids: tuple[int, ...] | None
-    sampled_ids: tuple[int, ...] | None
-    sampled_logprobs: tuple[float, ...] | None
-    choices: int
-    completion_tokens: int | None
-
-
-NOTHING_SAMPLED: Final = Sampled(
-    prompt_ids=None, sampled_ids=None, sampled_logprobs=None, choices=1, completion_tokens=None
-)
 
 
 def why_not_trainable(
@@ -85,15 +67,19 @@ def why_not_trainable(
     policy_version: int | None,
     sampling: Mapping[str, Any],
     sampled: Sampled,
+    rules: SamplingRules,
 ) -> Reason | None:
-    """Return the first reason why a call cannot be trained on, or None if it can."""
+    """Return the first reason why a call cannot be trained on, or None if it can.
+
+    `rules` are those of the call's format, by which its settings are judged.
+    """
     if status != "complete":
         return "incomplete"
     if http_status is None or http_status >= 400:
         return "error_reply"
     if sampled.choices > 1:
         return "several_choices"
-    reason = _tokens(sampled) or _distribution(sampling)
+    reason = _tokens(sampled) or _distribution(sampling, rules)
     if reason is None and policy_version is None:
         return "unknown_policy"
     return reason
@@ -122,7 +108,7 @@ def _counts(
     return None if may_be_sampled(logprobs) else "impossible_logprobs"
 
 
-def _distribution(sampling: Mapping[str, Any]) -> Reason | None:
+def _distribution(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | None:
     if UNREADABLE in sampling:
         return "unreadable_sampling"
     if sampling["temperature"] == 0:
@@ -130,27 +116,9 @@ def _distribution(sampling: Mapping[str, Any]) -> Reason | None:
     for name, value in sampling.items():
         if name in NEUTRAL and value not in NEUTRAL[name]:
             return "reshaped_distribution"
-    thinking = sampling.get("thinking")
-    if isinstance(thinking, dict) and thinking.get("budget_tokens") is not None:
+    if rules.reshapes(sampling):
         return "reshaped_distribution"
-    if STRICT_TOOLS in sampling or _constrained(sampling):
+    imposed = STRICT_TOOLS in sampling or any(name in sampling for name in GRAMMARS)
+    if imposed or rules.constrains(sampling):
         return "constrained_sampling"
     return None
-
-
-def _constrained(sampling: Mapping[str, Any]) -> bool:
-    choice = sampling.get("tool_choice")
-    if isinstance(choice, dict):
-        # The limit on calls in a reply is applied after sampling, and constrains no token.
-        choice = {n: v for n, v in choice.items() if n != "disable_parallel_tool_use"}
-    free_tools = choice in FREE_CHOICES
-    return not (free_tools and _free_format(sampling)) or any(name in sampling for name in GRAMMARS)
-
-
-def _free_format(sampling: Mapping[str, Any]) -> bool:
-    holders = (sampling.get("text"), sampling.get("output_config"))
-    inner = (holder.get("format") for holder in holders if isinstance(holder, dict))
-    return all(
-        form is None or (isinstance(form, dict) and form.get("type") == "text")
-        for form in (sampling.get("response_format"), *inner)
-    )

@@ -11,7 +11,7 @@ import structlog
 from proxy.door.refusal import UPSTREAM_SAID, refuse
 from proxy.door.routes import Route
 from proxy.errors import Forbidden, NotAllowed, ProxyError, ReplyTorn, UpstreamBroke
-from proxy.formats.base import read_request
+from proxy.formats.requests import read_request
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers, for_client, for_upstream

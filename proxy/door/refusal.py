@@ -3,7 +3,9 @@
 from typing import Final
 
 from proxy.errors import ProxyError, Unexpected
-from proxy.formats.errors import error_body
+from proxy.formats.base import ErrorShape
+from proxy.formats.errors import OPENAI
+from proxy.formats.registry import FORMATS
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers
 
@@ -12,35 +14,33 @@ UPSTREAM_SAID: Final = (b"x-pawl-fault", b"upstream")
 UNEXPECTED: Final = "The proxy failed unexpectedly; its log has the details"
 
 
-def spoken_at(target: str) -> str:
-    """Return the dialect whose errors a client of this path understands."""
-    return "messages" if "/v1/messages" in target else "chat"
+def errors_at(target: str) -> ErrorShape:
+    """Return the form of errors that a client of this path understands."""
+    return next((one.errors for one in FORMATS.values() if one.path in target), OPENAI)
 
 
 def explain(target: str, status: int, why: str) -> bytes:
     """Return the error body for bytes that could not be read as a request."""
     kind = "server_error" if status == 500 else "invalid_request_error"
-    return error_body(spoken_at(target), f"The request was not read: {why}.", kind, status=status)
+    return errors_at(target).body(f"The request was not read: {why}.", kind, status=status)
 
 
 def refuse(
     exchange: Exchange,
     error: ProxyError,
     *,
-    dialect: str | None = None,
+    errors: ErrorShape | None = None,
     headers: Headers | None = None,
 ) -> None:
-    """Answer with an error, in the format of `dialect` or, if that is None, of the path.
+    """Answer with an error, in the form `errors` or, if that is None, that of the path.
 
     If the reply has begun already, its connection is closed before the reply's end instead.
     """
     if exchange.started:
         exchange.tear()
         return
-    spoken = dialect or spoken_at(exchange.target)
-    body = error_body(
-        spoken, error.message, error.kind, error.param, error.code, status=error.status
-    )
+    shape = errors or errors_at(exchange.target)
+    body = shape.body(error.message, error.kind, error.param, error.code, status=error.status)
     reply_headers: Headers = [JSON, (b"x-pawl-fault", error.fault.encode()), *(headers or [])]
     if error.retry_after_s is not None:
         reply_headers.append((b"Retry-After", b"%d" % error.retry_after_s))
@@ -48,7 +48,7 @@ def refuse(
 
 
 def apologise(
-    exchange: Exchange, *, dialect: str | None = None, headers: Headers | None = None
+    exchange: Exchange, *, errors: ErrorShape | None = None, headers: Headers | None = None
 ) -> None:
     """Answer 500 for an unforeseen failure and close; a reply that has begun is cut off instead."""
     if not exchange.open:
@@ -58,4 +58,4 @@ def apologise(
         return
     exchange.keep_alive = False
     call = f" (call {exchange.call})" if exchange.call else ""
-    refuse(exchange, Unexpected(f"{UNEXPECTED}{call}."), dialect=dialect, headers=headers)
+    refuse(exchange, Unexpected(f"{UNEXPECTED}{call}."), errors=errors, headers=headers)

@@ -1,10 +1,13 @@
 """Routes of the requests that are let through, decided on method and path alone (pure).
 
+The routes of recorded calls are those of the wire formats (`proxy.formats.registry`).
+
 This is an allow-list, never a prefix rule: vLLM serves its adapter and admin endpoints under the
 same `/v1`. A path that is not exactly one of these, in any spelling, is refused.
 """
 
 import re
+from collections.abc import Collection
 from enum import Enum
 from typing import Final
 from urllib.parse import unquote
@@ -13,6 +16,10 @@ import msgspec
 
 from proxy.door.openai_paths import openai_rule
 from proxy.errors import NotAllowed
+from proxy.formats.base import WireFormat
+from proxy.formats.registry import FORMATS
+
+FEEDBACK: Final = "/feedback"
 
 
 class Kind(Enum):
@@ -28,7 +35,8 @@ class Route(msgspec.Struct, frozen=True):
 
     kind: Kind
     path: str
-    dialect: str | None = None
+    # The format that a recorded call speaks.
+    wire_format: WireFormat | None = None
     task: str | None = None
     episode: str | None = None
     agent: str | None = None
@@ -37,29 +45,35 @@ class Route(msgspec.Struct, frozen=True):
     # Manages the account at the provider: forwarded only with the client's own key.
     administers: bool = False
 
+    @property
+    def speaks(self) -> WireFormat:
+        """Return the format of a recorded call; other routes have none."""
+        assert self.wire_format is not None
+        return self.wire_format
 
-_EXACT: Final = {
-    ("POST", "/v1/chat/completions"): Kind.CALL,
-    ("POST", "/v1/completions"): Kind.CALL,
-    ("POST", "/v1/responses"): Kind.CALL,
-    ("POST", "/v1/messages"): Kind.CALL,
-    ("POST", "/v1/messages/count_tokens"): Kind.FORWARD,
-    ("POST", "/v1/embeddings"): Kind.FORWARD,
-    ("GET", "/v1/models"): Kind.FORWARD,
-    ("POST", "/tokenize"): Kind.FORWARD,
-    ("POST", "/detokenize"): Kind.FORWARD,
-    ("POST", "/feedback"): Kind.FEEDBACK,
-}
-DIALECT_OF: Final = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-}
-_PLAIN: Final = {
-    (method, path): Route(kind=kind, path=path, dialect=DIALECT_OF.get(path), label=path)
-    for (method, path), kind in _EXACT.items()
-}
+
+_FORWARDED: Final = (
+    ("POST", "/v1/embeddings"),
+    ("GET", "/v1/models"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+)
+
+
+def exact_routes(formats: Collection[WireFormat]) -> dict[tuple[str, str], Route]:
+    """Return the routes whose paths are exact, by method and path."""
+    calls = [
+        Route(kind=Kind.CALL, path=one.path, wire_format=one, label=one.path) for one in formats
+    ]
+    beside = [("POST", path) for one in formats for path in one.forwarded]
+    routes = {("POST", route.path): route for route in calls}
+    for method, path in (*beside, *_FORWARDED):
+        routes[method, path] = Route(kind=Kind.FORWARD, path=path, label=path)
+    routes["POST", FEEDBACK] = Route(kind=Kind.FEEDBACK, path=FEEDBACK, label=FEEDBACK)
+    return routes
+
+
+_EXACT: Final = exact_routes(FORMATS.values())
 # A model's name may contain slashes and an adapter's version, but no `..`.
 _MODEL: Final = re.compile(
     r"/v1/models/(?!.*\.\.)[A-Za-z0-9][\w.@:+-]*(?:/[\w.@:+-]+)*\Z", re.ASCII
@@ -76,7 +90,7 @@ def find_route(method: str, raw_path: str) -> Route:
     Raises:
         NotAllowed: the proxy does not serve this method and path.
     """
-    plain = _PLAIN.get((method, raw_path))
+    plain = _EXACT.get((method, raw_path))
     if plain is not None:
         return plain
     match = _PREFIX.match(raw_path)
@@ -90,7 +104,7 @@ def find_route(method: str, raw_path: str) -> Route:
 def _route(method: str, path: str) -> Route:
     # HEAD is allowed wherever GET is (RFC 9110 §9.3.2).
     reading = "GET" if method == "HEAD" else method
-    plain = _PLAIN.get((reading, path))
+    plain = _EXACT.get((reading, path))
     if plain is not None:
         return plain
     if reading == "GET" and _MODEL.match(path):

@@ -1,18 +1,17 @@
-"""The interface of a dialect, and functions that all dialects share."""
+"""The contract of a wire format: what its room offers, and the values that pass through it (pure).
 
-from typing import Any, Final, Protocol
+Adding a format is a room that keeps `WireFormat`, and a line in `proxy.formats.registry`. Nothing
+outside this package knows any format by its name.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import msgspec
 
-from proxy.calls.trainable import Sampled
-from store.records import ToolCall
-from store.values.json_limits import nests_too_deep
-
-Object = dict[str, msgspec.Raw]
-# Errors of a parser for bytes that are not JSON, not UTF-8, or nested too deep.
-UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-
-_objects: Final = msgspec.json.Decoder(Object)
+from proxy.formats.conversation import Conversation
+from proxy.formats.json_parts import Object
+from store.records import Record, ToolCall
 
 
 class ModelRequest(msgspec.Struct, frozen=True):
@@ -33,6 +32,21 @@ class ModelRequest(msgspec.Struct, frozen=True):
     path: str | None = None
 
 
+class Sampled(msgspec.Struct, frozen=True):
+    """The token ids of one reply, their log-probabilities, and the counts to check them against."""
+
+    prompt_ids: tuple[int, ...] | None
+    sampled_ids: tuple[int, ...] | None
+    sampled_logprobs: tuple[float, ...] | None
+    choices: int
+    completion_tokens: int | None
+
+
+NOTHING_SAMPLED = Sampled(
+    prompt_ids=None, sampled_ids=None, sampled_logprobs=None, choices=1, completion_tokens=None
+)
+
+
 class ReplySummary(msgspec.Struct, frozen=True):
     """The parts of a reply that a later call may repeat: its id, and its first choice's content."""
 
@@ -45,7 +59,8 @@ class ReplyFacts(msgspec.Struct, frozen=True):
     """The facts of a reply that are stored, whether it is whole or broke off.
 
     `reply` is JSON as the client saw it, with a stream's events merged into one object, or None if
-    it was not JSON. `whole` says whether the reply came to its proper end.
+    it was not JSON. `whole` says whether the reply came to its proper end. `too_deep` says that a
+    text of the upstream's became a structure which nests too deep to be read.
     """
 
     reply: bytes | None
@@ -55,14 +70,20 @@ class ReplyFacts(msgspec.Struct, frozen=True):
     tool_calls: tuple[ToolCall, ...]
     sampled: Sampled
     whole: bool
+    too_deep: bool = False
+
+
+class ToolResult(Record, frozen=True, kw_only=True):
+    """The result of one tool call; `is_error` is None if the client did not state it."""
+
+    tool_id: str
+    name: str | None
+    text: str
+    is_error: bool | None = None
 
 
 class Transcript(Protocol):
-    """Follows one reply: passes on what the client is to see, and gathers what it says.
-
-    A worker follows a reply as far as serving needs. The keeper later feeds the same bytes to a
-    transcript made for `reading`, which also gives the facts.
-    """
+    """Follows one reply in a worker: passes on what the client is to see, and what it says."""
 
     @property
     def ended(self) -> bool:
@@ -77,9 +98,6 @@ class Transcript(Protocol):
     def summary(self) -> ReplySummary:
         """Return what a later call may repeat of the reply."""
 
-    def facts(self) -> ReplyFacts:
-        """Return the reply's facts, whole or not; only on a transcript made for `reading`."""
-
 
 class StreamTranscript(Transcript, Protocol):
     """Follows a reply of server-sent events, whose sender may keep it open after the last event."""
@@ -92,12 +110,132 @@ class StreamTranscript(Transcript, Protocol):
         """Return what was held back, once the record is durable; later bytes leave as they come."""
 
 
-class Dialect(Protocol):
-    """One wire format: rewrites a request and follows its reply."""
+class ReplyReader(Transcript, Protocol):
+    """Follows one recorded reply in the keeper, as the worker did, for all that is stored of it."""
+
+    def read(self, raw: bytes) -> None:
+        """Take all bytes that the upstream sent, for their facts only."""
+
+    def facts(self) -> ReplyFacts:
+        """Return the reply's facts, whole or not."""
+
+
+class ErrorShape(Protocol):
+    """The form in which an API states an error."""
+
+    @property
+    def api(self) -> str:
+        """Return whose form it is, as the reference names it: `OpenAI` or `Anthropic`."""
+
+    def body(
+        self,
+        message: str,
+        kind: str = "server_error",
+        param: str | None = None,
+        code: str | None = None,
+        *,
+        status: int | None = None,
+    ) -> bytes:
+        """Return the body of an error reply, to be sent with `status`."""
+
+    def event(
+        self,
+        message: str,
+        kind: str = "server_error",
+        *,
+        sequence_number: int = 0,
+        status: int | None = None,
+    ) -> bytes:
+        """Return the event that ends a stream with an error.
+
+        `sequence_number` counts a response's events; no other API has one. `status` is what the
+        error would have had before the stream began, where that is known.
+        """
+
+
+class Turns(Protocol):
+    """How the requests of a format hold a conversation; `proxy.formats.turns` has most of it."""
+
+    @property
+    def states_errors(self) -> bool:
+        """Return whether a tool result without a mark of failure states that the tool succeeded."""
+
+    @property
+    def continued_by_id(self) -> bool:
+        """Return whether a later request may name this reply by its id, and go on from it."""
+
+    def continues(self, fields: Mapping[str, Any]) -> str | None:
+        """Return the id of the reply that a request goes on from, if it names one."""
+
+    def shows_all(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether a request shows its conversation from the beginning."""
+
+    def read(self, fields: Mapping[str, Any]) -> Conversation:
+        """Return the conversation that a request shows."""
+
+    def results(self, parsed: Object | None) -> list[ToolResult]:
+        """Return the tool results that answer the assistant's last turn, one for each tool call."""
+
+
+class SamplingRules(Protocol):
+    """The request fields of a format that tell how it was sampled, and those that do not.
+
+    What a model server understands in every format is known to `proxy.keeper.sampling`.
+    """
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """Return the format's own names of settings, which are recorded."""
+
+    @property
+    def objects(self) -> tuple[str, ...]:
+        """Return those of the settings that must be objects to be understood."""
+
+    @property
+    def harmless(self) -> frozenset[str]:
+        """Return the fields that change no distribution; any other makes a call untrainable."""
+
+    def reshapes(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a setting of this format's changes the distribution."""
+
+    def constrains(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a setting of this format's lets some tokens never be sampled."""
+
+
+class WireFormat(Protocol):
+    """One API that clients speak: its routes, and how its requests and replies are read."""
 
     @property
     def name(self) -> str:
         """Return the format's name, as the ledger stores it."""
+
+    @property
+    def title(self) -> str:
+        """Return the format's name for readers of the reference."""
+
+    @property
+    def path(self) -> str:
+        """Return the path to which calls are posted, from `/v1` on."""
+
+    @property
+    def forwarded(self) -> tuple[str, ...]:
+        """Return the paths to which requests are posted that are passed on unrecorded."""
+
+    @property
+    def errors(self) -> ErrorShape:
+        """Return the form of this API's errors."""
+
+    @property
+    def turns(self) -> Turns:
+        """Return how its requests hold a conversation."""
+
+    @property
+    def sampling(self) -> SamplingRules:
+        """Return which of its fields tell how a call was sampled."""
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Return the request's large fields, without which the keeper can read the reply."""
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
@@ -109,111 +247,17 @@ class Dialect(Protocol):
         """
 
     def whole(
-        self,
-        request: ModelRequest,
-        served_name: str | None,
-        *,
-        reading: bool = False,
-        status: int | None = None,
+        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
     ) -> Transcript:
         """Return a transcript for a reply in one piece, which comes with this HTTP `status`."""
 
-    def streamed(
-        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
-    ) -> StreamTranscript:
+    def streamed(self, request: ModelRequest, served_name: str | None) -> StreamTranscript:
         """Return a transcript for a reply of server-sent events."""
 
+    def whole_reader(
+        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
+    ) -> ReplyReader:
+        """Return a reader for a recorded reply in one piece, which came with this HTTP `status`."""
 
-def read_request(
-    body: bytes, *, without: tuple[str, ...] = (), checked: bool = False
-) -> ModelRequest:
-    """Parse a request as the client sent it.
-
-    A body that is not a JSON object is kept as it is: the upstream says what is wrong with it. So
-    is one that nests too deep to be parsed.
-
-    Args:
-        body: the request's body.
-        without: names of fields to leave out.
-        checked: the body is known not to nest too deep.
-    """
-    parsed = parse_object(body) if checked or not nests_too_deep(body) else None
-    if parsed is None:
-        return ModelRequest(body=body)
-    for name in without:
-        parsed.pop(name, None)
-    fields = {name: readable_value(raw) for name, raw in parsed.items()}
-    model = fields.get("model")
-    return ModelRequest(
-        body=body,
-        parsed=parsed,
-        fields=fields,
-        model=model if isinstance(model, str) else None,
-        stream=fields.get("stream") is True,
-    )
-
-
-def with_changes(request: ModelRequest, served_name: str | None, added: Object) -> ModelRequest:
-    """Return `request` under the version's name and with `added` fields, all else byte for byte."""
-    if request.parsed is None:
-        return request
-    changes: Object = {}
-    if served_name is not None and served_name != request.model:
-        changes["model"] = msgspec.Raw(msgspec.json.encode(served_name))
-    changes |= added
-    if not changes:
-        return request
-    body = msgspec.json.encode(request.parsed | changes)
-    return msgspec.structs.replace(request, body=body, injected=frozenset(added))
-
-
-def own_name(request: ModelRequest, served_name: str | None) -> msgspec.Raw | None:
-    """Return the model's name to put back into a reply, or None if it was not changed."""
-    if served_name is None or request.model is None or served_name == request.model:
-        return None
-    return msgspec.Raw(msgspec.json.encode(request.model))
-
-
-def parse_object(body: bytes) -> Object | None:
-    """Return a JSON object's top level with values unparsed, or None if it cannot be read as one.
-
-    Keys keep their order and values their exact bytes, so that what is not touched leaves as it
-    came.
-    """
-    try:
-        if not body.isascii():
-            body.decode()
-        return _objects.decode(body)
-    except UNREADABLE:
-        return None
-
-
-def value_of(raw: msgspec.Raw | None) -> Any:
-    """Return the parsed value of a field, or None if the field is absent."""
-    return None if raw is None else msgspec.json.decode(raw)
-
-
-def readable_value(raw: msgspec.Raw) -> Any:
-    """Return the parsed value, or its JSON text if Python cannot represent it (such as 1e400)."""
-    try:
-        return msgspec.json.decode(raw)
-    except UNREADABLE:
-        return bytes(raw).decode()
-
-
-def decoded_object(payload: bytes | msgspec.Raw) -> dict[str, Any] | None:
-    """Return a JSON object with all its values, or None if Python cannot represent or nest it.
-
-    `parse_object` accepts more: it leaves values unparsed, so that a lone surrogate or 1e400 passes
-    through. Reading for the ledger must not fail a reply that was passed on.
-    """
-    if nests_too_deep(bytes(payload)):
-        # The object is walked and encoded again later, which is recursive too.
-        return None
-    try:
-        return msgspec.json.decode(payload, type=dict[str, Any])
-    except UNREADABLE:
-        return None
-
-
-NULL = msgspec.Raw(b"null")
+    def stream_reader(self, request: ModelRequest, served_name: str | None) -> ReplyReader:
+        """Return a reader for a recorded reply of server-sent events."""

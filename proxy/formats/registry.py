@@ -1,13 +1,17 @@
-"""All dialects by name."""
+"""All wire formats by name."""
 
-from collections.abc import Mapping
 from typing import Final
 
-from proxy.formats.base import Dialect
-from proxy.formats.choices.choices import CHAT, COMPLETIONS
+from proxy.formats.base import WireFormat
+from proxy.formats.chat.chat import CHAT
+from proxy.formats.completions.completions import COMPLETIONS
 from proxy.formats.messages.messages import MESSAGES
 from proxy.formats.responses.responses import RESPONSES
 
-DIALECTS: Final[Mapping[str, Dialect]] = {
-    dialect.name: dialect for dialect in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
-}
+_ALL: Final[tuple[WireFormat, ...]] = (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    MESSAGES,
+)
+FORMATS: Final[dict[str, WireFormat]] = {one.name: one for one in _ALL}

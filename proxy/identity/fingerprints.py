@@ -9,8 +9,8 @@ with the same words.
 from hashlib import blake2b
 from typing import Any, Final
 
-from proxy.formats.base import ReplySummary
-from proxy.identity.conversation import SIZE, Conversation, is_unique, read_conversation
+from proxy.formats.base import ReplySummary, Turns
+from proxy.formats.conversation import SIZE, Conversation, is_unique
 
 TOOL_CALL: Final = 1
 RESPONSE: Final = 2
@@ -24,12 +24,10 @@ METHODS: Final = {TOOL_CALL: "tool_call", RESPONSE: "response", UNIQUE_PREFIX: "
 # How many replies before the newest are needed, too: the client may have inserted one of its own.
 EARLIER_REPLIES: Final = 3
 MAX_TOOL_IDS: Final = 8
-# With either of these the server keeps the conversation, and a request shows only what is new.
-_KEPT_BY_SERVER: Final = ("previous_response_id", "conversation")
 
 
 def needed_fingerprints(
-    dialect: str, fields: dict[str, Any], conversation: Conversation | None = None
+    turns: Turns, fields: dict[str, Any], conversation: Conversation | None = None
 ) -> tuple[bytes, ...]:
     """Return the fingerprints that a request needs, surest first.
 
@@ -38,11 +36,11 @@ def needed_fingerprints(
     its very end (one to be continued, or words put into the assistant's mouth). `conversation` is
     the request's, if it was read already.
     """
-    history = conversation or read_conversation(fields)
+    history = conversation or turns.read(fields)
     needs = [_fingerprint(TOOL_CALL, name) for name in reversed(history.results) if is_unique(name)]
     del needs[MAX_TOOL_IDS:]
-    previous = fields.get("previous_response_id")
-    if dialect == "responses" and isinstance(previous, str) and previous:
+    previous = turns.continues(fields)
+    if previous is not None:
         needs.append(_fingerprint(RESPONSE, previous))
     needs += [_prefix(reply) for reply in history.replies[: -2 - EARLIER_REPLIES : -1]]
     open_reply = history.open_reply()
@@ -52,7 +50,7 @@ def needed_fingerprints(
 
 
 def provided_fingerprints(
-    dialect: str,
+    turns: Turns,
     fields: dict[str, Any],
     summary: ReplySummary,
     conversation: Conversation | None = None,
@@ -64,12 +62,10 @@ def provided_fingerprints(
     provides = [
         _fingerprint(TOOL_CALL, call.id) for call in summary.tool_calls if is_unique(call.id)
     ]
-    if dialect == "responses" and summary.response_id:
+    if turns.continued_by_id and summary.response_id:
         provides.append(_fingerprint(RESPONSE, summary.response_id))
-    if (summary.text or summary.tool_calls) and not any(
-        fields.get(name) for name in _KEPT_BY_SERVER
-    ):
-        history = conversation or read_conversation(fields)
+    if (summary.text or summary.tool_calls) and turns.shows_all(fields):
+        history = conversation or turns.read(fields)
         history.said(summary.text)
         for call in summary.tool_calls:
             history.called(call.id, call.name, call.arguments)

@@ -19,8 +19,8 @@ from uuid import UUID
 import msgspec
 
 from proxy.door.routes import Route
+from proxy.formats.conversation import Conversation
 from proxy.identity.baggage import trace_id
-from proxy.identity.conversation import Conversation, read_conversation
 from proxy.identity.fingerprints import needed_fingerprints
 from proxy.identity.names import Name, SessionHints, episode_names, read_hints, what_is_wrong
 from proxy.identity.stitch import CallMemory, Doubt, Joined
@@ -91,8 +91,9 @@ def identify(
     if name is not None:
         episode = _named(name, body if retry else None, stitches)
     else:
-        conversation = conversation or read_conversation(fields)
-        needs = needed_fingerprints(route.dialect or "", fields, conversation)
+        turns = route.speaks.turns
+        conversation = conversation or turns.read(fields)
+        needs = needed_fingerprints(turns, fields, conversation)
         episode = _unnamed(headers, needs, body if retry else None, call, stitches)
     agent = _role(headers, "agent", route.agent, hints, hints.agents(), warnings)
     return Identity(

@@ -2,9 +2,10 @@
 
 from typing import NamedTuple
 
-from proxy.formats.base import ModelRequest, read_request
+from proxy.formats.base import ModelRequest, Turns
+from proxy.formats.conversation import Conversation
+from proxy.formats.requests import read_request
 from proxy.http.exchange import Exchange
-from proxy.identity.conversation import Conversation, read_conversation
 from proxy.intake.budget import Claim
 from proxy.intake.intake import Intake
 
@@ -23,8 +24,8 @@ class Read(NamedTuple):
         return self.conversation is not None
 
 
-async def take_request(intake: Intake, exchange: Exchange, claim: Claim) -> Read:
-    """Read and parse the request of a call.
+async def take_request(intake: Intake, exchange: Exchange, claim: Claim, turns: Turns) -> Read:
+    """Read and parse the request of a call, whose format has such `turns`.
 
     Raises:
         TooLarge, BadRequest, Overloaded, ClientGone: as `Intake.read` does.
@@ -32,12 +33,12 @@ async def take_request(intake: Intake, exchange: Exchange, claim: Claim) -> Read
     body, long = await intake.read(exchange, claim)
     try:
         if long:
-            return await intake.beside(_read_all, body)
+            return await intake.beside(_read_all, body, turns)
         return Read(read_request(body, checked=True))
     except Exception as failure:
         return Read(ModelRequest(body=body), failure=failure)
 
 
-def _read_all(body: bytes) -> Read:
+def _read_all(body: bytes, turns: Turns) -> Read:
     request = read_request(body, checked=True)
-    return Read(request, read_conversation(request.fields))
+    return Read(request, turns.read(request.fields))

@@ -2,28 +2,20 @@
 
 vLLM's request classes accept more than they document: a number in a string, true for 1. It also
 never samples at a temperature between 0 and 0.01. The value that it used is recorded. A setting
-whose meaning is unclear is recorded as it was sent, and named in `unreadable`.
+whose meaning is unclear is recorded as it was sent, and named in `unreadable`. So is a field that
+nobody knows: a server may take it for a constraint.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from proxy.calls.trainable import GRAMMARS, NEUTRAL, STRICT_TOOLS, UNREADABLE
+from proxy.formats.base import SamplingRules
 from store.values.sampling import number_of, used_temperature
 
-RECORDED: Final = (
-    "temperature",
-    "max_tokens",
-    "max_completion_tokens",
-    "stop",
-    "seed",
-    "n",
-    "tool_choice",
-    "response_format",
-    # The names of the same settings in the Responses and the Messages API.
-    *("max_output_tokens", "stop_sequences", "text", "output_config", "thinking"),
-    *NEUTRAL,
-    *GRAMMARS,
+# What a model server understands in every format; the formats have more names of their own.
+COMMON: Final = frozenset(
+    {*("temperature", "max_tokens", "stop", "seed", "n", "tool_choice"), *NEUTRAL, *GRAMMARS}
 )
 NUMBERS: Final = frozenset(
     {
@@ -31,28 +23,30 @@ NUMBERS: Final = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     }
 )
-# Settings that must be of one type to be understood. A value that none of our parsers takes
-# (one that holds 1e400, for example) arrives here as its text.
-KINDS: Final[Mapping[str, type]] = {"text": dict, "output_config": dict, "thinking": dict}
+# How many unknown fields are named.
+MOST_UNKNOWN: Final = 8
 
 
 def sampling_settings(
-    request: Mapping[str, Any] | None, default_temperature: float
+    request: Mapping[str, Any] | None, default_temperature: float, rules: SamplingRules
 ) -> dict[str, Any]:
     """Return a request's sampling settings; the temperature is always among them.
 
     Args:
         request: the parsed body, or None if it could not be parsed: no setting is known then.
         default_temperature: what the server uses if the request names none.
+        rules: what the request's format says about its fields.
     """
     if request is None:
         return {UNREADABLE: ["request"]}
-    settings = {
-        name: value for name, value in request.items() if value is not None and name in RECORDED
-    }
+    recorded = COMMON | rules.settings
+    given = {name: value for name, value in request.items() if value is not None}
+    settings = {name: value for name, value in given.items() if name in recorded}
     settings.setdefault("temperature", default_temperature)
     unreadable = list(_read_numbers(settings))
-    unreadable += [n for n, kind in KINDS.items() if not isinstance(settings.get(n, kind()), kind)]
+    # A value that none of our parsers takes (one that holds 1e400, for example) is a text here.
+    unreadable += [n for n in rules.objects if not isinstance(settings.get(n, {}), dict)]
+    unreadable += [n for n in given if n not in recorded and n not in rules.harmless][:MOST_UNKNOWN]
     tools = request.get("tools")
     if not isinstance(tools, list | None):
         unreadable.append("tools")

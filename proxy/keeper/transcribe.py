@@ -1,4 +1,4 @@
-"""Turns a worker's capture into the ledger's record (pure), by reading it again in its dialect."""
+"""Turns a worker's capture into the ledger's record (pure), by reading it again in its format."""
 
 from datetime import UTC, datetime
 from typing import Final
@@ -7,21 +7,27 @@ from uuid import UUID
 import msgspec
 
 from proxy.calls.capture import MOST_INFLATED, CapturedCall, inflate
-from proxy.calls.trainable import NOTHING_SAMPLED, Reason, Sampled, why_not_trainable
-from proxy.formats.base import ModelRequest, ReplyFacts, Transcript, parse_object, read_request
-from proxy.formats.choices.chat_reply import read_reply
-from proxy.formats.choices.replies import StreamedReply
-from proxy.formats.registry import DIALECTS
+from proxy.calls.trainable import Reason, why_not_trainable
+from proxy.formats.base import (
+    NOTHING_SAMPLED,
+    ModelRequest,
+    ReplyFacts,
+    ReplyReader,
+    ReplySummary,
+    Sampled,
+    Transcript,
+    WireFormat,
+)
+from proxy.formats.json_parts import parse_object
+from proxy.formats.registry import FORMATS
+from proxy.formats.requests import read_request
 from proxy.keeper.sampling import sampling_settings
 from proxy.tools.result_readers import ResultReaders
 from proxy.tools.tool_results import result_events
 from store.records import CallRecord, Tokens, ToolEvent
-from store.values.json_limits import MAX_DEPTH, most_of, nests_too_deep
+from store.values.json_limits import nests_too_deep
 from store.values.tokens import pack_ids, pack_logprobs
 
-# Parts of a request that are not parsed: the request is stored as bytes, and in these dialects
-# the reply can be read without them.
-UNREAD = {"chat": ("messages",), "completions": ("prompt",)}
 TOO_DEEP: Final = "nested_too_deep"
 NO_READERS = ResultReaders()
 NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole=False)
@@ -41,15 +47,17 @@ def transcribe(
         zlib.error: the reply was deflated and is damaged.
         ReplyTooLong: the reply is longer than `most_reply` bytes.
     """
-    request = read_request(captured.request, without=UNREAD.get(captured.dialect, ()))
+    wire_format = FORMATS[captured.dialect]
+    # The request is stored as bytes, and its reply can be read without these parts of it.
+    request = read_request(captured.request, without=wire_format.unread)
     raw = inflate(captured.reply, captured.deflated, most_reply)
     deep = _reply_nests_too_deep(raw, captured.streamed)
     facts = _facts(captured, request, raw, reading=not deep)
-    if deep or _nests_too_deep(facts) or _arguments_nest_too_deep(captured, raw):
+    if deep or facts.too_deep or _nests_too_deep(facts):
         facts, deep = _unreadable(facts), True
     deep |= request.parsed is None and nests_too_deep(request.body)
     fields = None if request.parsed is None else request.fields
-    sampling = sampling_settings(fields, captured.default_temperature)
+    sampling = sampling_settings(fields, captured.default_temperature, wire_format.sampling)
     reason: Reason | None = TOO_DEEP
     if not deep:
         reason = why_not_trainable(
@@ -58,6 +66,7 @@ def transcribe(
             captured.policy_version,
             sampling,
             facts.sampled,
+            wire_format.sampling,
         )
     return CallRecord(
         id=UUID(bytes=captured.id),
@@ -108,22 +117,6 @@ def _nests_too_deep(facts: ReplyFacts) -> bool:
     )
 
 
-def _arguments_nest_too_deep(captured: CapturedCall, raw: bytes) -> bool:
-    """Return whether a chat's reply that became a message has arguments that nest too deep.
-
-    A tool call's arguments are text in a chat, and a structure in a message.
-    """
-    if captured.dialect != "messages" or captured.streamed or most_of(raw).containers <= MAX_DEPTH:
-        return False
-    reply = read_reply(raw)
-    messages = [choice.message for choice in (reply.choices or ())] if reply is not None else []
-    calls = [call for message in messages if message for call in message.tool_calls or ()]
-    return any(
-        nests_too_deep((call.function.arguments or "").encode(errors="surrogatepass"))
-        for call in calls
-    )
-
-
 def _unreadable(facts: ReplyFacts) -> ReplyFacts:
     """Return the facts of a reply that is kept as raw bytes: its id, which feedback may name."""
     return msgspec.structs.replace(NO_REPLY, response_id=facts.response_id, whole=facts.whole)
@@ -139,35 +132,54 @@ def _facts(
     if captured.http_status is None:
         # The upstream gave no reply.
         return NO_REPLY
-    dialect = DIALECTS[captured.dialect]
-    rewritten = dialect.rewrite(request, captured.served_model, want_ids=captured.wanted_ids)
+    wire_format, name = FORMATS[captured.dialect], captured.served_model
+    rewritten = wire_format.rewrite(request, name, want_ids=captured.wanted_ids)
+    if not reading:
+        return msgspec.structs.replace(
+            NO_REPLY, response_id=_followed(captured, wire_format, rewritten, raw).response_id
+        )
+    reader: ReplyReader = (
+        wire_format.stream_reader(rewritten, name)
+        if captured.streamed
+        else wire_format.whole_reader(rewritten, name, status=captured.http_status)
+    )
+    reader.read(raw)
+    if _came_to_an_end(captured):
+        reader.finish()
+    return reader.facts()
+
+
+def _followed(
+    captured: CapturedCall, wire_format: WireFormat, rewritten: ModelRequest, raw: bytes
+) -> ReplySummary:
+    """Return the summary of a reply that is followed as the worker did it."""
     name = captured.served_model
     transcript: Transcript = (
-        dialect.streamed(rewritten, name, reading=reading)
+        wire_format.streamed(rewritten, name)
         if captured.streamed
-        else dialect.whole(rewritten, name, reading=reading, status=captured.http_status)
+        else wire_format.whole(rewritten, name, status=captured.http_status)
     )
-    if reading and isinstance(transcript, StreamedReply):
-        transcript.reread(raw)
-    else:
-        transcript.feed(raw)
-    if captured.streamed or captured.status == "complete":
+    transcript.feed(raw)
+    if _came_to_an_end(captured):
         transcript.finish()
-    if not reading:
-        return msgspec.structs.replace(NO_REPLY, response_id=transcript.summary().response_id)
-    return transcript.facts()
+    return transcript.summary()
+
+
+def _came_to_an_end(captured: CapturedCall) -> bool:
+    """Return whether the worker took the reply's end, or what there was of a stream as its end."""
+    return captured.streamed or captured.status == "complete"
 
 
 def _results(
     captured: CapturedCall, request: ModelRequest, readers: ResultReaders
 ) -> tuple[ToolEvent, ...]:
     """Return an event for each tool result in the request."""
-    if captured.dialect != "messages" and not readers:
-        # Only Anthropic's API states how a tool ended. In the others it takes a configured reader.
+    wire_format = FORMATS[captured.dialect]
+    if not (wire_format.turns.states_errors or readers):
+        # The API does not state how a tool ended: that takes a configured reader.
         return ()
-    unread = captured.dialect in UNREAD
-    parsed = parse_object(captured.request) if unread else request.parsed
-    return result_events(UUID(bytes=captured.id), captured.dialect, parsed, readers)
+    parsed = parse_object(captured.request) if wire_format.unread else request.parsed
+    return result_events(UUID(bytes=captured.id), wire_format.turns, parsed, readers)
 
 
 def _tokens(sampled: Sampled) -> Tokens:

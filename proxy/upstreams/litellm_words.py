@@ -10,8 +10,8 @@ from typing import Any, Final
 import msgspec
 
 from proxy.errors import BadRequest
-from proxy.formats.base import read_request
-from proxy.formats.errors import error_body
+from proxy.formats.errors import OPENAI
+from proxy.formats.requests import read_request
 
 CHAT: Final = "/v1/chat/completions"
 EMBEDDINGS: Final = "/v1/embeddings"
@@ -147,7 +147,7 @@ def refusal(error: Exception) -> bytes:
     )
     # litellm appends its own traceback, with this machine's paths, to unexpected errors.
     message = str(message).partition("\nTraceback ")[0]
-    return error_body("chat", message, kind or "upstream_error", param, code)
+    return OPENAI.body(message, kind or "upstream_error", param, code)
 
 
 def retry_headers(error: object) -> list[tuple[bytes, bytes]]:

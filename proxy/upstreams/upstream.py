@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from proxy.errors import NoModels, ProxyError, UpstreamBroke, UpstreamSilent, UpstreamUnreachable
-from proxy.formats.base import UNREADABLE
+from proxy.formats.json_parts import UNREADABLE
 from proxy.http.asking import ask_bodyless, ask_streaming, ask_whole
 from proxy.http.client import NoReply, NotSent, Pool, Reply, Silent, Torn
 from proxy.http.flow import BodyStream

@@ -1,9 +1,8 @@
 """The page of the HTTP API: routes, headers, feedback and errors."""
 
 from collections.abc import Sequence
-from typing import Final
 
-from proxy.formats.errors import ANTHROPIC_BY_STATUS
+from proxy.formats.messages.errors import ANTHROPIC_BY_STATUS
 
 from .errors import NOT_READ, error_classes
 from .headers import (
@@ -35,13 +34,6 @@ from .markdown import code, page, paragraph, table, table_with_notes
 from .routes import BELOW_MARK, Forwarded, forwarded_routes, recorded_paths
 from .schemas import admin_paths, feedback_fields
 
-FORMATS: Final = {
-    "chat": "OpenAI chat completions",
-    "completions": "OpenAI completions",
-    "responses": "OpenAI responses",
-    "messages": "Anthropic messages",
-}
-
 
 def http_page() -> str:
     """Return `http.md`."""
@@ -66,7 +58,7 @@ def http_page() -> str:
 
 
 def _recorded() -> list[str]:
-    rows = [(code(f"POST {path}"), FORMATS[name]) for path, name in recorded_paths().items()]
+    rows = [(code(f"POST {path}"), one.title) for path, one in recorded_paths().items()]
     return [paragraph(RECORDED), table(("route", "format"), rows)]
 
 

@@ -4,6 +4,7 @@ import json
 from typing import Any, Final
 
 from proxy.feedback.statements import MAX_ITEMS
+from proxy.formats.base import WireFormat
 from proxy.settings import ProxySettings
 
 from .errors import CALL, FEEDBACK, NOT_READ, ErrorClass, error_classes
@@ -36,7 +37,7 @@ def openapi_text() -> str:
 
 def openapi() -> Schema:
     """Return the document."""
-    calls = {path: {"post": _call(path, name)} for path, name in recorded_paths().items()}
+    calls = {path: {"post": _call(one)} for path, one in recorded_paths().items()}
     admin = {path: _admin(path, meaning) for path, meaning in admin_paths().items()}
     return {
         "openapi": "3.1.0",
@@ -64,8 +65,7 @@ def _variable(field: str, name: str) -> Schema:
     return {"default": ProxySettings.model_fields[field].default, "description": name}
 
 
-def _call(path: str, name: str) -> Schema:
-    error = "AnthropicError" if name == "messages" else "OpenAIError"
+def _call(wire_format: WireFormat) -> Schema:
     body: Schema = {
         "description": "The upstream's request body. The proxy reads `model`, which selects a "
         "policy, `stream`, and the fields that name an episode or set the sampling.",
@@ -74,7 +74,7 @@ def _call(path: str, name: str) -> Schema:
     }
     passed = {JSON: {"schema": ANY}, "text/event-stream": {"schema": ANY}}
     return {
-        "operationId": f"create_{name}",
+        "operationId": f"create_{wire_format.name}",
         "summary": "Call a model; recorded.",
         "description": _text(RECORDED),
         "parameters": [_parameter(header) for header in REQUEST],
@@ -85,7 +85,7 @@ def _call(path: str, name: str) -> Schema:
                 "headers": _headers((*REPLY, FAULT)),
                 "content": passed,
             },
-            **_errors(CALL, error),
+            **_errors(CALL, f"{wire_format.errors.api}Error"),
         },
     }
 

@@ -5,6 +5,8 @@ from typing import Final, NamedTuple
 
 from proxy.door import openai_paths, routes
 from proxy.door.routes import Kind
+from proxy.formats.base import WireFormat
+from proxy.formats.registry import FORMATS
 
 ID: Final = "<id>"
 # How the page marks segments that may follow a path; their largest number comes after it.
@@ -24,12 +26,12 @@ class Forwarded(NamedTuple):
 
 def exact_routes() -> dict[tuple[str, str], Kind]:
     """Return what is done with each exact method and path."""
-    return dict(routes._EXACT)
+    return {where: route.kind for where, route in routes._EXACT.items()}
 
 
-def recorded_paths() -> dict[str, str]:
+def recorded_paths() -> dict[str, WireFormat]:
     """Return the wire format of each recorded path."""
-    return dict(routes.DIALECT_OF)
+    return {one.path: one for one in FORMATS.values()}
 
 
 def prefix_parts() -> tuple[str, ...]:

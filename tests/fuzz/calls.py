@@ -5,7 +5,7 @@ from typing import Final
 from tests.fuzz.tape import Grammar, Tape
 from tests.fuzz.texts import anything, damaged, deep, either, listed, one_of, quoted, shaped
 
-DIALECTS: Final = ("chat", "completions", "messages", "responses")
+FORMATS: Final = ("chat", "completions", "messages", "responses")
 WORDS: Final = one_of(b'"hi"', b'""', b"null", b'"\\ud83d"', b'"\\u0000"')
 COUNTS: Final = one_of(b"0", b"1", b"2", b"-1", b"null", b"1.0", b"true", b"99999999999999999999")
 IDS: Final = one_of(b"[1,2]", b"[3]", b"[]", b"null", b"[-1]", b"[1.5]", b"[4294967296]", b'["1"]')

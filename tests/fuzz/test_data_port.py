@@ -8,25 +8,15 @@ from uuid import UUID
 
 from hypothesis import given
 
-from proxy.calls.handler import CallHandler
-from proxy.calls.recent import Recent
-from proxy.feedback.endpoint import FeedbackDesk
-from proxy.http.server import Connection, Server
-from proxy.idempotency.desk import KeyDesk
-from proxy.idempotency.key_files import KeyFiles
 from proxy.intake.intake import Intake
 from proxy.keeper.transcribe import transcribe
-from proxy.policies.versions import Versions
-from proxy.upstreams.members import Member, Upstreams
-from proxy.worker import data_handler
-from store.records import PolicyVersion
 from tests.fuzz import calls
-from tests.fuzz.doubles import NoDatabase, Remembered, SaidReply, SaidServer
 from tests.fuzz.loops import run
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made_of
 from tests.fuzz.test_feedback import one_statement
 from tests.fuzz.texts import anything, cut
+from tests.support.doubles import MOST, Remembered, SaidReply, SaidServer, data_port
 from tests.support.http_wires import Wire, settle
 
 CALLS = (
@@ -41,7 +31,6 @@ HEADERS = (
 KINDS = (b"application/json", b"text/event-stream", b"text/event-stream; charset=utf-8", b"\xff")
 STATUSES = (200, 200, 200, 400, 422, 429, 204, 304, 503)
 NOBODY = UUID(int=0)
-MOST = 2**20
 PATIENCE_S = 10.0
 
 
@@ -97,7 +86,8 @@ async def _asked(told: Told) -> None:
 
 async def _asked_with(told: Told, intake: Intake, folder: Path) -> None:
     kept = Remembered()
-    connection, wire = _served(told, kept, intake, folder)
+    server = SaidServer(lambda: _reply(told), gives=told.gives_ids)
+    connection, wire = data_port(server, kept, intake, folder)
     connection.data_received(told.request)
     await settle()
     if connection.task is not None:
@@ -122,41 +112,6 @@ def _check(frames: list[Any], told: Told, wire: Wire) -> None:
     [frame] = frames
     assert frame.request == told.body
     assert transcribe(frame).episode
-
-
-def _served(told: Told, kept: Remembered, intake: Intake, folder: Path) -> tuple[Connection, Wire]:
-    """A client's connection to a worker's whole data port."""
-    server = SaidServer(lambda: _reply(told), gives=told.gives_ids)
-    versions, recent, away = Versions(), Recent(), NoDatabase()
-    versions.replace([PolicyVersion(**vars_of("m", 0)), PolicyVersion(**vars_of("m@1", 1))])
-    calls = CallHandler(
-        Upstreams([Member("one", (), True, server)]),
-        versions,
-        kept,  # type: ignore[arg-type]
-        away,  # type: ignore[arg-type]
-        intake=intake,
-        max_reply=MOST,
-        default_temperature=1.0,
-    )
-    keys = KeyDesk(KeyFiles(folder), recent, away)  # type: ignore[arg-type]
-    desk = FeedbackDesk(kept, recent, away, intake, keys)  # type: ignore[arg-type]
-    handler = data_handler(calls, desk, may_delete_models=False)
-    connection, wire = Connection(Server(handler)), Wire()
-    wire.protocol = connection
-    connection.connection_made(wire)
-    return connection, wire
-
-
-def vars_of(served_name: str, version: int) -> dict[str, Any]:
-    """A version of the policy `m`; the newest serves."""
-    return {
-        "name": "m",
-        "version": version,
-        "state": "serving" if version else "retired",
-        "served_name": served_name,
-        "adapter_path": None,
-        "update_id": None,
-    }
 
 
 def _reply(told: Told) -> SaidReply | None:

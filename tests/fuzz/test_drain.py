@@ -47,7 +47,7 @@ def _call(tape: Tape) -> CapturedCall:
         "task": tape.pick((None, *NAMES)),
         "policy": tape.pick(("m", None, *NAMES)),
         "policy_version": tape.pick((0, None, -1, 2**40)),
-        "dialect": tape.pick((*calls.DIALECTS, "none")),
+        "dialect": tape.pick((*calls.FORMATS, "none")),
         "status": tape.pick(("complete", "truncated", "client_gone", "upstream_error")),
         "http_status": tape.pick((200, 400, None, 2**40)),
         "deflated": True,
@@ -61,7 +61,7 @@ def _call(tape: Tape) -> CapturedCall:
     strange = {name: value for name, value in odd.items() if tape.rarely() and tape.rarely()}
     told = {
         "episode": str(new_id()),
-        "dialect": tape.pick(calls.DIALECTS),
+        "dialect": tape.pick(calls.FORMATS),
         "streamed": streamed,
         "request": calls.requests(tape) if tape.below(4) else anything(tape),
         "reply": calls.streams(tape) if streamed else calls.wholes(tape),

@@ -31,7 +31,7 @@ def _call(tape: Tape) -> dict[str, Any]:
         # Blanks between two fields are JSON; a line that looks like one of ours is none.
         body = body.replace(b",", b"," + tape.pick((*BLANKS, FORGED)), 1)
     return {
-        "dialect": tape.pick(calls.DIALECTS),
+        "dialect": tape.pick(calls.FORMATS),
         "streamed": streamed,
         "request": body,
         "reply": calls.streams(tape) if streamed else calls.wholes(tape),

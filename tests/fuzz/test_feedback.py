@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from proxy.errors import BadRequest
 from proxy.feedback.statements import parse_feedback
-from proxy.formats.errors import error_body
+from proxy.formats.errors import OPENAI
 from proxy.spool.segments import decode_payload, encode_frame, read_frames
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import made
@@ -61,4 +61,4 @@ def test_any_body_states_something_or_is_refused(body: bytes, key: str | None) -
 
 def _check_told(refusal: BadRequest) -> None:
     assert refusal.message
-    assert error_body("chat", refusal.message, refusal.kind, refusal.param, refusal.code)
+    assert OPENAI.body(refusal.message, refusal.kind, refusal.param, refusal.code)

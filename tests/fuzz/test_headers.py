@@ -1,11 +1,13 @@
 """Any header through all that reads headers: names and events, or nothing and a warning."""
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.door.routes import Route, find_route
 from proxy.errors import NotAllowed
-from proxy.formats.base import ReplySummary, read_request
+from proxy.formats.base import ReplySummary
+from proxy.formats.requests import read_request
 from proxy.http.wire import for_client, for_upstream, lowered
 from proxy.identity.baggage import parse_baggage, trace_id
 from proxy.identity.fingerprints import provided_fingerprints
@@ -52,10 +54,13 @@ paths = st.sampled_from(
 
 
 def _route(path: str) -> Route:
+    chat = find_route("POST", "/v1/chat/completions")
     try:
-        return find_route("POST", path)
+        route = find_route("POST", path)
     except NotAllowed:
-        return find_route("POST", "/v1/chat/completions")
+        return chat
+    # Only calls are identified.
+    return msgspec.structs.replace(route, wire_format=route.wire_format or chat.wire_format)
 
 
 @fuzzing(500)
@@ -72,7 +77,7 @@ def test_any_headers_name_somebody_or_nobody(
         assert name.isprintable()
         assert name.encode()
     summary = ReplySummary(response_id="r", text=said)
-    provides = provided_fingerprints(route.dialect or "", fields, summary, found.conversation)
+    provides = provided_fingerprints(route.speaks.turns, fields, summary, found.conversation)
     stitches.provide(provides, found.episode, found.follows)
     assert identify(lower, route, fields, body, "next", stitches).episode
     for_upstream(pairs, plain=True)

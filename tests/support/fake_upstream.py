@@ -1,4 +1,4 @@
-"""A scripted model server: for faults and load only. Speaks just enough of vLLM's dialect."""
+"""A scripted model server: for faults and load only. Speaks just enough of vLLM's API."""
 
 import asyncio
 import json

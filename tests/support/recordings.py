@@ -7,8 +7,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from proxy.formats.base import ModelRequest, ReplyFacts, read_request
-from proxy.formats.registry import DIALECTS
+from proxy.formats.base import ModelRequest, ReplyFacts
+from proxy.formats.registry import FORMATS
+from proxy.formats.requests import read_request
 
 FOLDER = Path(__file__).parent / "recorded"
 SERVED = "calculator"
@@ -39,7 +40,7 @@ def renamed(text: str) -> str:
 def asked(api: str, recording: dict[str, str]) -> ModelRequest:
     """The rewritten request of a client that asks for `agent`, served as `calculator`."""
     request = read_request(renamed(recording["request"]).encode())
-    return DIALECTS[api].rewrite(request, SERVED, want_ids=True)
+    return FORMATS[api].rewrite(request, SERVED, want_ids=True)
 
 
 def cut(data: bytes, at: Iterable[int]) -> list[bytes]:
@@ -50,7 +51,8 @@ def cut(data: bytes, at: Iterable[int]) -> list[bytes]:
 
 def follow(api: str, request: ModelRequest, pieces: list[bytes]) -> tuple[bytes, ReplyFacts, Any]:
     """What the client sees of a reply in pieces, its facts and its summary."""
-    dialect = DIALECTS[api]
-    transcript: Any = (dialect.streamed if request.stream else dialect.whole)(request, SERVED)
+    spoken = FORMATS[api]
+    reader = spoken.stream_reader if request.stream else spoken.whole_reader
+    transcript: Any = reader(request, SERVED)
     out = b"".join(transcript.feed(piece) for piece in pieces) + transcript.finish()
     return out, transcript.facts(), transcript.summary()

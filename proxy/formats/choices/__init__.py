@@ -1,1 +1,1 @@
-"""The formats that answer in `choices`: chat completions and completions."""
+"""What chat completions and text completions share: both answer in `choices`."""

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from proxy.calls.trainable import Sampled
-from proxy.formats.base import UNREADABLE
+from proxy.formats.base import Sampled
+from proxy.formats.json_parts import UNREADABLE
 
 # An escape in a string; the group is a surrogate without its other half.
 ESCAPE: Final = re.compile(

@@ -1,4 +1,4 @@
-"""The dialects that answer in `choices`: `/v1/chat/completions` and `/v1/completions`.
+"""The rewriting of chat completions and text completions, and the replies to both (pure).
 
 `return_token_ids`, `logprobs` and the version's name as `model` are added to a request. In the
 reply the resulting values are set to `null` again, as vLLM sends them to clients that did not ask,
@@ -6,22 +6,27 @@ the model's name is put back, and the extra chunks that carry nothing but ids ar
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from proxy.formats.base import (
+    ErrorShape,
     ModelRequest,
-    Object,
+    ReplyReader,
+    SamplingRules,
     StreamTranscript,
     Transcript,
-    with_changes,
+    Turns,
 )
+from proxy.formats.choices.readers import StreamReader, WholeReader
 from proxy.formats.choices.replies import StreamedReply, WholeReply
-from proxy.formats.choices.reply_filter import IDS, LOGPROBS
+from proxy.formats.errors import OPENAI
+from proxy.formats.json_parts import Object
+from proxy.formats.requests import with_changes
 
 
-class ChoicesDialect(msgspec.Struct, frozen=True):
+class ChoicesFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Chat completions or text completions.
 
     `wanted` are the fields that make vLLM send ids and log-probabilities. `asked` returns whether a
@@ -30,10 +35,17 @@ class ChoicesDialect(msgspec.Struct, frozen=True):
     """
 
     name: str
+    title: str
+    path: str
     reply_object: str
+    turns: Turns
+    sampling: SamplingRules
+    unread: tuple[str, ...]
     wanted: Mapping[str, msgspec.Raw]
     asked: Callable[[str, Any], bool]
     spoilt: Callable[[Mapping[str, Any]], bool]
+    errors: ErrorShape = OPENAI
+    forwarded: tuple[str, ...] = ()
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
@@ -49,40 +61,21 @@ class ChoicesDialect(msgspec.Struct, frozen=True):
         return with_changes(request, served_name, added)
 
     def whole(
-        self,
-        request: ModelRequest,
-        served_name: str | None,
-        *,
-        reading: bool = False,
-        status: int | None = None,
+        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
     ) -> Transcript:
         """Return a transcript of a whole completion."""
-        return WholeReply(request, served_name, reading=reading)
+        return WholeReply(request, served_name)
 
-    def streamed(
-        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
-    ) -> StreamTranscript:
+    def streamed(self, request: ModelRequest, served_name: str | None) -> StreamTranscript:
         """Return a transcript of a completion's chunks."""
-        return StreamedReply(request, served_name, self.reply_object, reading=reading)
+        return StreamedReply(request, served_name)
 
+    def whole_reader(
+        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
+    ) -> ReplyReader:
+        """Return a reader of a whole completion."""
+        return WholeReader(request, served_name)
 
-CHAT: Final = ChoicesDialect(
-    name="chat",
-    reply_object="chat.completion",
-    wanted={LOGPROBS: msgspec.Raw(b"true"), IDS: msgspec.Raw(b"true")},
-    asked=lambda _field, value: value is not None and value is not False,
-    # vLLM refuses these two without the client's own `logprobs`.
-    spoilt=lambda fields: (
-        not fields.get(LOGPROBS)
-        and bool(fields.get("top_logprobs") or fields.get("logprob_token_ids"))
-    ),
-)
-COMPLETIONS: Final = ChoicesDialect(
-    name="completions",
-    reply_object="text_completion",
-    # Here `logprobs` is a number: how many alternatives beside the sampled token.
-    wanted={LOGPROBS: msgspec.Raw(b"0"), IDS: msgspec.Raw(b"true")},
-    asked=lambda field, value: value is not None and (field == LOGPROBS or value is not False),
-    # With ids asked for, the prompt's text is left out of the echo.
-    spoilt=lambda fields: bool(fields.get("echo")),
-)
+    def stream_reader(self, request: ModelRequest, served_name: str | None) -> ReplyReader:
+        """Return a reader of a completion's chunks."""
+        return StreamReader(request, served_name, self.reply_object)

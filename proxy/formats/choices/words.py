@@ -4,7 +4,8 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.formats.base import Object, ReplySummary, value_of
+from proxy.formats.base import ReplySummary
+from proxy.formats.json_parts import Object, value_of
 from store.records import ToolCall
 
 ZERO: Final = msgspec.Raw(b"0")

@@ -1,4 +1,4 @@
-"""`/v1/messages`, answered through chat completions where vLLM serves the model.
+"""`/v1/messages`, answered through chat completions where vLLM serves the model (pure).
 
 vLLM gives ids with its chat completions and none with its messages, which it makes of chat
 completions anyway. So the request is sent there, and the reply is turned into a message. A request
@@ -6,40 +6,50 @@ that chat completions cannot express, and one to any other server, is forwarded 
 that chat completions refuses as malformed: the refusal is then the API's own.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from proxy.formats.base import (
+    ErrorShape,
     ModelRequest,
-    ReplyFacts,
-    ReplySummary,
+    ReplyReader,
+    SamplingRules,
     StreamTranscript,
     Transcript,
-    decoded_object,
-    own_name,
-    value_of,
+    Turns,
 )
-from proxy.formats.choices.chat_reply import Reply, Tokens, read_repaired, read_reply
-from proxy.formats.choices.replies import DONE
-from proxy.formats.choices.reply_filter import ReplyFilter
-from proxy.formats.errors import ERRORS, error_body, error_event
-from proxy.formats.merge import merge_message_event
+from proxy.formats.chat.chat import CHAT
 from proxy.formats.messages.as_chat import chat_request
-from proxy.formats.messages.message_events import Event, MessageEvents, encode_event, whole_message
-from proxy.formats.messages.plain import MESSAGES as FORWARDED
-from proxy.formats.messages.plain import message_facts, message_summary
-from proxy.formats.sse import BOM, Lines, is_done
+from proxy.formats.messages.errors import ANTHROPIC
+from proxy.formats.messages.from_chat import StreamedMessage, WholeMessage
+from proxy.formats.messages.plain import (
+    PlainReader,
+    PlainReply,
+    PlainStream,
+    PlainStreamReader,
+    Renaming,
+)
+from proxy.formats.messages.readers import StreamedMessageReader, WholeMessageReader
+from proxy.formats.messages.sampling import MessagesSampling
+from proxy.formats.messages.turns import MessagesTurns
+from proxy.formats.requests import with_changes
 
-CHAT_PATH: Final = "/v1/chat/completions"
+CHAT_PATH: Final = CHAT.path
 ASKED_FOR: Final = {"logprobs": True, "return_token_ids": True}
-UNREADABLE: Final = "The model server sent data that is not a chunk of a chat completion."
 
 
-class MessagesDialect(msgspec.Struct, frozen=True):
+class MessagesFormat(msgspec.Struct, frozen=True):
     """Anthropic's API, through chat completions if token ids are wanted."""
 
     name: str = "messages"
+    title: str = "Anthropic messages"
+    path: str = "/v1/messages"
+    forwarded: tuple[str, ...] = ("/v1/messages/count_tokens",)
+    errors: ErrorShape = ANTHROPIC
+    turns: Turns = MessagesTurns()
+    sampling: SamplingRules = MessagesSampling()
+    unread: tuple[str, ...] = ()
 
     def rewrite(
         self, request: ModelRequest, served_name: str | None, *, want_ids: bool
@@ -47,7 +57,7 @@ class MessagesDialect(msgspec.Struct, frozen=True):
         """Return the request in chat completions' form if ids are wanted and it has such a form."""
         chat = chat_request(request.fields) if want_ids else None
         if chat is None:
-            return FORWARDED.rewrite(request, served_name, want_ids=False)
+            return with_changes(request, served_name, {})
         if served_name is not None:
             chat["model"] = served_name
         return msgspec.structs.replace(
@@ -58,204 +68,32 @@ class MessagesDialect(msgspec.Struct, frozen=True):
         )
 
     def whole(
-        self,
-        request: ModelRequest,
-        served_name: str | None,
-        *,
-        reading: bool = False,
-        status: int | None = None,
+        self, request: ModelRequest, served_name: str | None, *, status: int | None = None
     ) -> Transcript:
         """Return a transcript that translates the reply, or passes it on if the request was."""
         if request.path is None:
-            return FORWARDED.whole(request, served_name)
+            return PlainReply(Renaming(request, served_name))
         return WholeMessage(request, served_name, status=status)
 
-    def streamed(
-        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
-    ) -> StreamTranscript:
+    def streamed(self, request: ModelRequest, served_name: str | None) -> StreamTranscript:
         """Return a transcript that translates the events, or forwards them with the request."""
         if request.path is None:
-            return FORWARDED.streamed(request, served_name)
+            return PlainStream(Renaming(request, served_name))
         return StreamedMessage(request, served_name)
 
-
-MESSAGES: Final = MessagesDialect()
-
-
-class WholeMessage:
-    """A message made of a chat completion in one piece, or of the error in its place."""
-
-    def __init__(
+    def whole_reader(
         self, request: ModelRequest, served_name: str | None, *, status: int | None = None
-    ) -> None:
-        """Begin the reply to `request`, which comes with this HTTP `status`."""
-        self._model = _asked_model(request, served_name)
-        self._filter = ReplyFilter(request, served_name, reading=False)
-        self._status = status
-        self._pieces: list[bytes] = []
-        self._tokens = Tokens()
-        self._message: dict[str, Any] | None = None
-        self._whole = False
+    ) -> ReplyReader:
+        """Return a reader of a reply that was translated, or passed on if the request was."""
+        if request.path is None:
+            return PlainReader(Renaming(request, served_name))
+        return WholeMessageReader(request, served_name, status=status)
 
-    def feed(self, chunk: bytes) -> bytes:
-        """Keep the bytes until the reply's end, and return none."""
-        self._pieces.append(chunk)
-        return b""
-
-    def finish(self) -> bytes:
-        """Return the message, or the error in Anthropic's format.
-
-        A reply that is neither is returned as it came, without ids.
-        """
-        body = b"".join(self._pieces)
-        reply = read_reply(body)
-        out = _translated(reply, self._model) or _translated_error(body, self._status)
-        if reply is not None:
-            self._tokens.take(reply)
-        if out is None:
-            out = _translated(read_repaired(body), self._model) or self._filter.hide(body)
-        self._message, self._whole = decoded_object(out), True
-        return out
-
-    @property
-    def ended(self) -> bool:
-        """Return whether the reply's end has come."""
-        return self._whole
-
-    def facts(self) -> ReplyFacts:
-        """Return the message's facts, with the completion's token data."""
-        return message_facts(self._message, self._tokens.sampled(), whole=self._whole)
-
-    def summary(self) -> ReplySummary:
-        """Return the message's text and tool calls."""
-        return message_summary(self._message or {})
+    def stream_reader(self, request: ModelRequest, served_name: str | None) -> ReplyReader:
+        """Return a reader of events that were translated, or forwarded with the request."""
+        if request.path is None:
+            return PlainStreamReader(Renaming(request, served_name))
+        return StreamedMessageReader(request, served_name)
 
 
-class StreamedMessage:
-    """A message's events, made of a chat completion's chunks as they come."""
-
-    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
-        """Begin the reply to `request`."""
-        self._events = MessageEvents(_asked_model(request, served_name))
-        self._tokens = Tokens()
-        self._message: dict[str, Any] = {}
-        self._lines = Lines()
-        # Data that is not a chunk by itself; it may be the first line of several.
-        self._parts: list[bytes] = []
-        self._held = b""
-        self._ended = False
-        self._failed = False
-
-    def feed(self, chunk: bytes) -> bytes:
-        """Return the events of the lines that `chunk` completes."""
-        return b"".join([self._line(line) for line in self._lines.feed(chunk)])
-
-    @property
-    def at_end(self) -> bool:
-        """Return whether `[DONE]` has come."""
-        return self._ended
-
-    def release(self) -> bytes:
-        """Return the last events, which were held back."""
-        held, self._held = self._held, b""
-        return held
-
-    def finish(self) -> bytes:
-        """Return the last events; an unfinished line is ignored unless it is `[DONE]`."""
-        rest = self._lines.rest()
-        if is_done(rest):
-            self._line(rest)
-        return self.release()
-
-    def _line(self, line: bytes) -> bytes:
-        line = line.removeprefix(BOM)
-        if line.startswith(b":"):
-            return line.rstrip(b"\r\n") + b"\n\n"
-        if self._ended or self._failed:
-            return b""
-        if not line.startswith(b"data:"):
-            return self._rest_of_event() if self._parts and not line.strip() else b""
-        payload = line[5:].strip()
-        if payload == DONE:
-            self._ended = True
-            self._held = self._say(self._events.stop())
-            return b""
-        chunk = None if self._parts else read_reply(payload)
-        if chunk is None:
-            self._parts.append(payload)
-            return b""
-        return self._chunk(chunk, payload)
-
-    def _rest_of_event(self) -> bytes:
-        payload, self._parts = b"\n".join(self._parts), []
-        return self._chunk(read_reply(payload), payload)
-
-    def _chunk(self, chunk: Reply | None, payload: bytes) -> bytes:
-        if chunk is None or chunk.choices is None:
-            self._failed = True
-            return _error_event(decoded_object(payload) or {})
-        self._tokens.take(chunk)
-        return self._say(self._events.take(chunk))
-
-    def _say(self, events: list[Event]) -> bytes:
-        for event in events:
-            merge_message_event(self._message, event)
-        return b"".join(encode_event(event) for event in events)
-
-    @property
-    def ended(self) -> bool:
-        """Return whether `[DONE]` came."""
-        return self._ended
-
-    def facts(self) -> ReplyFacts:
-        """Return the facts of the message that the events make, with the chunks' token data."""
-        sampled = self._tokens.sampled()
-        return message_facts(self._message or None, sampled, whole=self._ended)
-
-    def summary(self) -> ReplySummary:
-        """Return the message's text and tool calls so far."""
-        return message_summary(self._message)
-
-
-def _translated(reply: Reply | None, model: str | None) -> bytes | None:
-    if reply is None or not reply.choices or reply.choices[0].message is None:
-        return None
-    return msgspec.json.encode(whole_message(reply, reply.choices[0], model or reply.model))
-
-
-def _asked_model(request: ModelRequest, served_name: str | None) -> str | None:
-    name = value_of(own_name(request, served_name))
-    return name if isinstance(name, str) else None
-
-
-def _translated_error(body: bytes, status: int | None) -> bytes | None:
-    """Return vLLM's error in Anthropic's format, with the type of its status there."""
-    error = _error_of(decoded_object(body) or {})
-    if error is None:
-        return None
-    if status not in ERRORS:
-        status = error.status
-    return error_body(FORWARDED.name, error.message, error.kind, status=status)
-
-
-def _error_event(payload: dict[str, Any]) -> bytes:
-    error = _error_of(payload) or _Error(UNREADABLE, "", None)
-    return error_event(FORWARDED.name, error.message, error.kind, status=error.status)
-
-
-class _Error(msgspec.Struct, frozen=True):
-    message: str
-    kind: str
-    status: int | None
-
-
-def _error_of(payload: dict[str, Any]) -> _Error | None:
-    """Return the error in a reply, in OpenAI's format or in that of vLLM before 0.10."""
-    error = payload.get("error")
-    if not isinstance(error, dict):
-        error = payload if payload.get("object") == "error" else {}
-    message, kind, code = error.get("message"), error.get("type"), error.get("code")
-    if not isinstance(message, str):
-        return None
-    # vLLM's code is the HTTP status, OpenAI's is a word.
-    return _Error(message, str(kind), code if type(code) is int else None)
+MESSAGES: Final = MessagesFormat()

@@ -8,21 +8,17 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.calls.trainable import NOTHING_SAMPLED, Sampled
 from proxy.formats.base import (
+    NOTHING_SAMPLED,
     ModelRequest,
-    Object,
     ReplyFacts,
     ReplySummary,
-    StreamTranscript,
-    Transcript,
-    decoded_object,
-    own_name,
-    parse_object,
-    with_changes,
+    Sampled,
 )
 from proxy.formats.blind import Member, without
-from proxy.formats.merge import PARTIAL_INPUT, merge_message_event
+from proxy.formats.json_parts import Object, decoded_object, parse_object
+from proxy.formats.messages.merge import PARTIAL_INPUT, merge_message_event
+from proxy.formats.requests import own_name
 from proxy.formats.sse import EventStream, Unread
 from store.records import ToolCall
 
@@ -31,42 +27,12 @@ LAST_EVENT: Final = b"message_stop"
 Message = dict[str, Any]
 
 
-class PlainDialect(msgspec.Struct, frozen=True):
-    """Anthropic's API at a server that gives no token ids."""
-
-    name: str = "messages"
-
-    def rewrite(
-        self, request: ModelRequest, served_name: str | None, *, want_ids: bool
-    ) -> ModelRequest:
-        """Return the request under the version's name; `want_ids` has no effect."""
-        return with_changes(request, served_name, {})
-
-    def whole(
-        self,
-        request: ModelRequest,
-        served_name: str | None,
-        *,
-        reading: bool = False,
-        status: int | None = None,
-    ) -> Transcript:
-        """Return a transcript of a message in one piece."""
-        return PlainReply(Renaming(request, served_name))
-
-    def streamed(
-        self, request: ModelRequest, served_name: str | None, *, reading: bool = False
-    ) -> StreamTranscript:
-        """Return a transcript of a message's events."""
-        return PlainStream(Renaming(request, served_name))
-
-
-MESSAGES: Final = PlainDialect()
-
-
-def message_facts(message: Message | None, sampled: Sampled, *, whole: bool) -> ReplyFacts:
+def message_facts(
+    message: Message | None, sampled: Sampled, *, whole: bool, too_deep: bool = False
+) -> ReplyFacts:
     """Return the facts of a message, which is None if the reply could not be read as one."""
     if message is None:
-        return ReplyFacts(None, None, None, None, (), sampled, whole)
+        return ReplyFacts(None, None, None, None, (), sampled, whole, too_deep)
     usage = message.get("usage")
     return ReplyFacts(
         reply=msgspec.json.encode(message),
@@ -76,6 +42,7 @@ def message_facts(message: Message | None, sampled: Sampled, *, whole: bool) -> 
         tool_calls=_tool_calls(message),
         sampled=sampled,
         whole=whole,
+        too_deep=too_deep,
     )
 
 
@@ -173,13 +140,21 @@ class PlainReply:
         """Return whether the reply's end has come."""
         return self._whole
 
-    def facts(self) -> ReplyFacts:
-        """Return the message's facts, without token ids."""
-        return message_facts(self._message, NOTHING_SAMPLED, whole=self._whole)
-
     def summary(self) -> ReplySummary:
         """Return the message's text and tool calls."""
         return message_summary(self._message or {})
+
+
+class PlainReader(PlainReply):
+    """Reads a recorded message in one piece."""
+
+    def read(self, raw: bytes) -> None:
+        """Take the reply's bytes."""
+        self.feed(raw)
+
+    def facts(self) -> ReplyFacts:
+        """Return the message's facts, without token ids."""
+        return message_facts(self._message, NOTHING_SAMPLED, whole=self._whole)
 
 
 class PlainStream:
@@ -213,10 +188,6 @@ class PlainStream:
         """Return whether `message_stop` came."""
         return self._events.ended
 
-    def facts(self) -> ReplyFacts:
-        """Return the facts of the message that the events make, without token ids."""
-        return message_facts(self._message or None, NOTHING_SAMPLED, whole=self._events.ended)
-
     def summary(self) -> ReplySummary:
         """Return the message's text and tool calls so far."""
         return message_summary(self._message)
@@ -228,6 +199,18 @@ class PlainStream:
             raise Unread
         merge_message_event(self._message, event)
         return out
+
+
+class PlainStreamReader(PlainStream):
+    """Reads the recorded events of a message."""
+
+    def read(self, raw: bytes) -> None:
+        """Take the reply's bytes."""
+        self.feed(raw)
+
+    def facts(self) -> ReplyFacts:
+        """Return the facts of the message that the events make, without token ids."""
+        return message_facts(self._message or None, NOTHING_SAMPLED, whole=self._events.ended)
 
 
 def _is_end(line: bytes) -> bool:

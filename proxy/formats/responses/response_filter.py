@@ -4,9 +4,10 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from proxy.calls.trainable import Sampled
-from proxy.formats.base import NULL, UNREADABLE, ModelRequest, Object, own_name, value_of
+from proxy.formats.base import ModelRequest, Sampled
 from proxy.formats.blind import NUMBER, Member, without
+from proxy.formats.json_parts import NULL, UNREADABLE, Object, value_of
+from proxy.formats.requests import own_name
 
 IDS: Final = "enable_response_messages"
 INCLUDE: Final = "include"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.formats.base import read_request
-from proxy.formats.registry import DIALECTS
+from proxy.formats.registry import FORMATS
+from proxy.formats.requests import read_request
 from proxy.keeper.transcribe import transcribe
 from proxy.spool.segments import decode_payload, encode_frame, read_frames
 from store.records import CallRecord
@@ -36,7 +36,7 @@ def fields(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
 
 @settings(max_examples=300)
 @given(
-    st.sampled_from(sorted(DIALECTS)),
+    st.sampled_from(sorted(FORMATS)),
     fields(REQUEST_FIELDS),
     fields(REPLY_FIELDS),
     st.booleans(),
@@ -68,14 +68,14 @@ UNHOLDABLE = (
 
 
 @pytest.mark.parametrize("body", UNHOLDABLE)
-@pytest.mark.parametrize("name", sorted(DIALECTS))
+@pytest.mark.parametrize("name", sorted(FORMATS))
 def test_values_that_python_cannot_hold_reach_the_client(name: str, body: bytes) -> None:
     """Halves of an emoji in a stream, numbers past any float: for the client, not for us."""
-    dialect = DIALECTS[name]
-    request = dialect.rewrite(read_request(b'{"model":"m"}'), "m@1", want_ids=True)
-    whole = dialect.whole(request, "m@1", reading=True)
+    spoken = FORMATS[name]
+    request = spoken.rewrite(read_request(b'{"model":"m"}'), "m@1", want_ids=True)
+    whole: Any = spoken.whole_reader(request, "m@1")
     whole.feed(body)
-    streamed = dialect.streamed(request, "m@1", reading=True)
+    streamed: Any = spoken.stream_reader(request, "m@1")
     passed = streamed.feed(b"data: " + body + b"\n\n") + streamed.finish()
     for seen in (whole.finish(), passed):
         assert all(part in seen for part in re.findall(rb"1e\d+|\\\\ud[0-9a-f]+", body))

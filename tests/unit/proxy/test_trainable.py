@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
-from proxy.calls.trainable import Sampled, why_not_trainable
+from proxy.calls.trainable import why_not_trainable
+from proxy.formats.base import Sampled
+from proxy.formats.registry import FORMATS
 from proxy.keeper.sampling import sampling_settings
 
 WHOLE = Sampled(
@@ -16,9 +18,11 @@ WHOLE = Sampled(
 )
 
 
-def why(request: dict[str, Any] | None = None, **changes: Any) -> str | None:
+def why(request: dict[str, Any] | None = None, api: str = "chat", **changes: Any) -> str | None:
+    rules = FORMATS[api].sampling
     sampled = Sampled(**{**{f: getattr(WHOLE, f) for f in WHOLE.__struct_fields__}, **changes})
-    return why_not_trainable("complete", 200, 3, sampling_settings(request or {}, 1.0), sampled)
+    found = sampling_settings(request or {}, 1.0, rules)
+    return why_not_trainable("complete", 200, 3, found, sampled, rules)
 
 
 def test_a_whole_call_is_trainable() -> None:
@@ -43,55 +47,103 @@ def test_tokens_that_do_not_add_up(changes: dict[str, Any], reason: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("request_", "reason"),
+    ("api", "request_", "reason"),
     [
-        ({"temperature": 0}, "greedy"),
-        ({"top_p": 0.9}, "reshaped_distribution"),
-        ({"top_k": 20}, "reshaped_distribution"),
-        ({"min_p": 0.1}, "reshaped_distribution"),
-        ({"presence_penalty": 0.5}, "reshaped_distribution"),
-        ({"logit_bias": {"5": 1}}, "reshaped_distribution"),
-        ({"response_format": {"type": "json_object"}}, "constrained_sampling"),
-        ({"tool_choice": "required"}, "constrained_sampling"),
-        ({"guided_regex": "a+"}, "constrained_sampling"),
-        ({"tool_choice": {"type": "any"}}, "constrained_sampling"),
-        ({"tool_choice": {"type": "tool", "name": "x"}}, "constrained_sampling"),
-        ({"tool_choice": {"type": "function", "name": "x"}}, "constrained_sampling"),
-        ({"tool_choice": {}}, "constrained_sampling"),
-        ({"tools": [{"name": "x", "strict": True}]}, "constrained_sampling"),
-        ({"text": {"format": {"type": "json_schema"}}}, "constrained_sampling"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "constrained_sampling"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, "reshaped_distribution"),
-        ({"thinking_token_budget": 100}, "reshaped_distribution"),
+        ("chat", {"temperature": 0}, "greedy"),
+        ("chat", {"top_p": 0.9}, "reshaped_distribution"),
+        ("chat", {"top_k": 20}, "reshaped_distribution"),
+        ("chat", {"min_p": 0.1}, "reshaped_distribution"),
+        ("chat", {"presence_penalty": 0.5}, "reshaped_distribution"),
+        ("chat", {"logit_bias": {"5": 1}}, "reshaped_distribution"),
+        ("chat", {"response_format": {"type": "json_object"}}, "constrained_sampling"),
+        ("chat", {"tool_choice": "required"}, "constrained_sampling"),
+        ("chat", {"guided_regex": "a+"}, "constrained_sampling"),
+        ("messages", {"tool_choice": {"type": "any"}}, "constrained_sampling"),
+        ("messages", {"tool_choice": {"type": "tool", "name": "x"}}, "constrained_sampling"),
+        ("responses", {"tool_choice": {"type": "function", "name": "x"}}, "constrained_sampling"),
+        ("chat", {"tool_choice": {}}, "constrained_sampling"),
+        ("chat", {"tools": [{"name": "x", "strict": True}]}, "constrained_sampling"),
+        ("responses", {"text": {"format": {"type": "json_schema"}}}, "constrained_sampling"),
+        (
+            "messages",
+            {"output_config": {"format": {"type": "json_schema"}}},
+            "constrained_sampling",
+        ),
+        (
+            "messages",
+            {"thinking": {"type": "enabled", "budget_tokens": 2048}},
+            "reshaped_distribution",
+        ),
+        ("chat", {"thinking_token_budget": 100}, "reshaped_distribution"),
     ],
 )
-def test_distributions_that_cannot_be_computed_again(request_: dict[str, Any], reason: str) -> None:
-    assert why(request_) == reason
+def test_distributions_that_cannot_be_computed_again(
+    api: str, request_: dict[str, Any], reason: str
+) -> None:
+    assert why(request_, api) == reason
 
 
 @pytest.mark.parametrize(
-    "request_",
+    ("api", "request_"),
     [
-        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-        {"tool_choice": {"type": "none"}},
-        {"tools": [{"name": "x", "strict": False}, "odd"], "text": {"format": {"type": "text"}}},
-        {"text": {"verbosity": "low"}, "output_config": {"effort": "low"}},
-        {"thinking": {"type": "adaptive"}, "stop_sequences": ["x"], "max_output_tokens": 5},
+        ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+        ("messages", {"tool_choice": {"type": "none"}}),
+        ("responses", {"tools": [{"name": "x", "strict": False}, "odd"]}),
+        ("responses", {"text": {"format": {"type": "text"}}}),
+        ("responses", {"text": {"verbosity": "low"}, "max_output_tokens": 5}),
+        ("messages", {"output_config": {"effort": "low"}}),
+        ("messages", {"thinking": {"type": "adaptive"}, "stop_sequences": ["x"]}),
     ],
 )
-def test_the_other_apis_words_for_plain_sampling(request_: dict[str, Any]) -> None:
-    assert why(request_) is None
+def test_the_other_apis_words_for_plain_sampling(api: str, request_: dict[str, Any]) -> None:
+    assert why(request_, api) is None
+
+
+@pytest.mark.parametrize("api", FORMATS)
+def test_a_field_that_nobody_knows_may_constrain_the_sampling(api: str) -> None:
+    assert why({"mirostat": 2, "temperature": 1}, api) == "unreadable_sampling"
+    assert why({"mirostat": None}, api) is None
+    found = sampling_settings({"mirostat": {"tau": 5}}, 1.0, FORMATS[api].sampling)
+    assert found == {"temperature": 1.0, "unreadable": ["mirostat"]}
+
+
+def test_of_many_unknown_fields_only_some_are_named() -> None:
+    found = sampling_settings({f"x{n}": 1 for n in range(50)}, 1.0, FORMATS["chat"].sampling)
+    assert len(found["unreadable"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("api", "request_"),
+    [
+        ("chat", {"messages": [], "model": "m", "user": "u", "metadata": {}, "store": True}),
+        ("chat", {"stream": True, "stream_options": {}, "tools": [], "prompt_cache_key": "k"}),
+        ("chat", {"reasoning_effort": "low", "chat_template_kwargs": {}, "session_id": "s"}),
+        ("completions", {"prompt": "q", "echo": True, "suffix": "", "logprobs": 0}),
+        ("responses", {"input": "q", "instructions": "i", "include": [], "reasoning": {}}),
+        ("responses", {"previous_response_id": "r", "store": False, "truncation": "auto"}),
+        ("messages", {"messages": [], "system": "s", "metadata": {}, "service_tier": "auto"}),
+    ],
+)
+def test_known_fields_that_sample_nothing_do_no_harm(api: str, request_: dict[str, Any]) -> None:
+    assert why(request_, api) is None
+
+
+def test_a_field_is_known_to_its_own_api_only() -> None:
+    assert why({"prompt": "q"}, "completions") is None
+    assert why({"prompt": "q"}, "messages") == "unreadable_sampling"
 
 
 def test_incomplete_failed_and_unknown() -> None:
-    settings = sampling_settings({}, 1.0)
-    assert why_not_trainable("truncated", 200, 1, settings, WHOLE) == "incomplete"
-    assert why_not_trainable("complete", 400, 1, settings, WHOLE) == "error_reply"
-    assert why_not_trainable("complete", 200, None, settings, WHOLE) == "unknown_policy"
+    rules = FORMATS["chat"].sampling
+    settings = sampling_settings({}, 1.0, rules)
+    assert why_not_trainable("truncated", 200, 1, settings, WHOLE, rules) == "incomplete"
+    assert why_not_trainable("complete", 400, 1, settings, WHOLE, rules) == "error_reply"
+    assert why_not_trainable("complete", 200, None, settings, WHOLE, rules) == "unknown_policy"
     strict = {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}
     assert why(strict) == "constrained_sampling"
 
 
 def test_the_servers_temperature_is_recorded_where_none_is_named() -> None:
-    assert sampling_settings({}, 0.6) == {"temperature": 0.6}
-    assert sampling_settings({"temperature": 0.2}, 0.6)["temperature"] == 0.2
+    rules = FORMATS["chat"].sampling
+    assert sampling_settings({}, 0.6, rules) == {"temperature": 0.6}
+    assert sampling_settings({"temperature": 0.2}, 0.6, rules)["temperature"] == 0.2

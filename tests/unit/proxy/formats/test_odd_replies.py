@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import Dialect, ModelRequest, read_request
-from proxy.formats.choices.choices import CHAT, COMPLETIONS
+from proxy.formats.base import ModelRequest, WireFormat
+from proxy.formats.chat.chat import CHAT
+from proxy.formats.completions.completions import COMPLETIONS
 from proxy.formats.messages.messages import MESSAGES
+from proxy.formats.requests import read_request
 from proxy.formats.responses.responses import RESPONSES
 
 ID = b"987654321"
@@ -23,29 +25,31 @@ ASKED = {
 }
 
 
-def rewritten(dialect: Dialect, **fields: Any) -> ModelRequest:
-    body = json.dumps(json.loads(ASKED[dialect.name]) | fields).encode()
-    return dialect.rewrite(read_request(body), "agent@3", want_ids=True)
+def rewritten(wire_format: WireFormat, **fields: Any) -> ModelRequest:
+    body = json.dumps(json.loads(ASKED[wire_format.name]) | fields).encode()
+    return wire_format.rewrite(read_request(body), "agent@3", want_ids=True)
 
 
-def whole(dialect: Dialect, body: bytes, **fields: Any) -> bytes:
+def whole(wire_format: WireFormat, body: bytes, **fields: Any) -> bytes:
     """What leaves; the keeper's reading of it is the same, and none that can be trained on."""
-    request = rewritten(dialect, **fields)
-    replies = [dialect.whole(request, "agent@3", reading=reading) for reading in (False, True)]
+    request = rewritten(wire_format, **fields)
+    reader = wire_format.whole_reader(request, "agent@3")
+    replies = [wire_format.whole(request, "agent@3"), reader]
     for reply in replies:
         reply.feed(body)
     seen, read = (reply.finish() for reply in replies)
     assert seen == read
-    replies[1].facts()
+    reader.facts()
     return seen
 
 
-def streamed(dialect: Dialect, pieces: list[bytes], **fields: Any) -> bytes:
-    request = rewritten(dialect, **fields)
-    replies = [dialect.streamed(request, "agent@3", reading=reading) for reading in (False, True)]
+def streamed(wire_format: WireFormat, pieces: list[bytes], **fields: Any) -> bytes:
+    request = rewritten(wire_format, **fields)
+    reader = wire_format.stream_reader(request, "agent@3")
+    replies = [wire_format.streamed(request, "agent@3"), reader]
     seen, read = (b"".join([*map(r.feed, pieces), r.finish()]) for r in replies)
     assert seen == read
-    replies[1].facts()
+    reader.facts()
     return seen
 
 
@@ -72,18 +76,20 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("dialect", [CHAT, COMPLETIONS], ids=["chat", "completions"])
+@pytest.mark.parametrize("wire_format", [CHAT, COMPLETIONS], ids=["chat", "completions"])
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_reply_loses_what_was_added_and_nothing_else(name: str, dialect: Dialect) -> None:
+def test_an_odd_reply_loses_what_was_added_and_nothing_else(
+    name: str, wire_format: WireFormat
+) -> None:
     body, wanted = ODD[name].replace(b"X", TAKEN), ODD[name].replace(b"X", LEFT)
-    assert whole(dialect, body) == wanted
+    assert whole(wire_format, body) == wanted
     event = b"data: %b\n\n"
-    assert streamed(dialect, [event % body]) == event % wanted
+    assert streamed(wire_format, [event % body]) == event % wanted
     # Who asks for it has it.
-    asked = {"logprobs": True if dialect is CHAT else 1, "return_token_ids": True}
+    asked = {"logprobs": True if wire_format is CHAT else 1, "return_token_ids": True}
     body = ODD[name].replace(b"X", TAKEN)
-    assert whole(dialect, body, **asked) == body
-    assert streamed(dialect, [event % body], **asked) == event % body
+    assert whole(wire_format, body, **asked) == body
+    assert streamed(wire_format, [event % body], **asked) == event % body
 
 
 def test_what_is_not_of_their_kind_is_not_ours() -> None:
@@ -174,7 +180,7 @@ def test_an_event_on_several_lines_is_one() -> None:
     assert streamed(CHAT, [lines + b"id: 7\n\n"]).replace(b"\ndata: ", b"") == (
         (wanted + b"id: 7\n\n").replace(b"\ndata: ", b"")
     )
-    reply = CHAT.streamed(rewritten(CHAT), "agent@3", reading=True)
+    reply = CHAT.stream_reader(rewritten(CHAT), "agent@3")
     event = b'data: {"id":"c","choices":[{"index":0,\ndata: "delta":{"content":"h"},X}\ndata\n'
     event += b"data:]}\n\ndata: [DONE]\n\n"
     seen = reply.feed(event.replace(b"X", TAKEN)) + reply.finish()
@@ -189,15 +195,15 @@ def test_an_event_on_several_lines_is_one() -> None:
     assert json.loads(facts.reply or b"")["choices"][0]["message"] == {"content": "h"}
 
 
-@pytest.mark.parametrize("dialect", [CHAT, RESPONSES])
-def test_what_is_no_event_of_ours_goes_through_as_it_came(dialect: Dialect) -> None:
+@pytest.mark.parametrize("wire_format", [CHAT, RESPONSES])
+def test_what_is_no_event_of_ours_goes_through_as_it_came(wire_format: WireFormat) -> None:
     stream = (
         b"data: one\ndata:two\n: c\nid: 7\n\ndata\n\ndata:\n\nretry: 1\n\ndata: [1,\ndata: 2]\n\n"
     )
     for end in (b"\n", b"\r\n", b"\r"):
         data = stream.replace(b"\n", end)
-        assert streamed(dialect, [data]) == data
-        assert streamed(dialect, [data[i : i + 1] for i in range(len(data))]) == data
+        assert streamed(wire_format, [data]) == data
+        assert streamed(wire_format, [data[i : i + 1] for i in range(len(data))]) == data
 
 
 CHUNK = b'{"id":"c","model":"agent@3","choices":[{"index":0,"delta":{"content":"h"},X}]}'
@@ -261,7 +267,7 @@ def test_a_client_sees_the_chunks_that_it_would_have_seen(
 
 
 @pytest.mark.parametrize(
-    ("dialect", "fields"),
+    ("wire_format", "fields"),
     [
         (COMPLETIONS, {"echo": True}),
         (COMPLETIONS, {"echo": True, "logprobs": 2}),
@@ -272,9 +278,9 @@ def test_a_client_sees_the_chunks_that_it_would_have_seen(
     ],
 )
 def test_nothing_is_added_that_would_change_the_answer(
-    dialect: Dialect, fields: dict[str, Any]
+    wire_format: WireFormat, fields: dict[str, Any]
 ) -> None:
-    request = rewritten(dialect, **fields)
+    request = rewritten(wire_format, **fields)
     assert request.injected == frozenset()
     assert json.loads(request.body).items() >= fields.items()
 
@@ -282,7 +288,7 @@ def test_nothing_is_added_that_would_change_the_answer(
 def test_ids_that_are_none_are_taken_out_and_not_believed() -> None:
     body = b'{"choices":[{"index":0,"text":"a","token_ids":[-1,1.5,"x"]}],"prompt_token_ids":[1]}'
     request = rewritten(COMPLETIONS)
-    reply = COMPLETIONS.whole(request, "agent@3", reading=True)
+    reply = COMPLETIONS.whole_reader(request, "agent@3")
     reply.feed(body)
     assert json.loads(reply.finish()) == {
         "choices": [{"index": 0, "text": "a", "token_ids": None}],

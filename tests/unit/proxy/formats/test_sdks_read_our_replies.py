@@ -1,4 +1,4 @@
-"""The vendors' own parsers on what our dialects send."""
+"""The vendors' own parsers on what our formats send."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import httpx2
 import openai
 import pytest
 
-from proxy.formats.errors import error_body, error_event
+from proxy.formats.registry import FORMATS
 from tests.support.recordings import asked, follow, recordings
 
 HI: Any = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "model": "agent"}
@@ -97,10 +97,10 @@ def test_openais_sdk_reads_responses(name: str, kind: str) -> None:
 
 
 def test_anthropics_sdk_raises_our_errors() -> None:
-    body = error_body("messages", "no such model", "not_found_error")
+    body = FORMATS["messages"].errors.body("no such model", "not_found_error")
     with pytest.raises(anthropic.NotFoundError, match="no such model"):
         claude(body, 404).messages.create(**HI)
-    torn = error_event("messages", "the upstream broke off")
+    torn = FORMATS["messages"].errors.event("the upstream broke off")
     start = answer("messages", "text_streamed").partition(b"event: content_block_stop")[0]
     with (
         pytest.raises(anthropic.APIStatusError, match="broke off") as raised,
@@ -115,11 +115,13 @@ def test_anthropics_sdk_raises_our_errors() -> None:
 
 def test_openais_sdk_raises_our_errors() -> None:
     for api in ("chat", "completions", "responses"):
-        body = error_body(api, "no such model", "invalid_request_error", "model", "not_found")
+        body = FORMATS[api].errors.body(
+            "no such model", "invalid_request_error", "model", "not_found"
+        )
         with pytest.raises(openai.NotFoundError, match="no such model") as refused:
             gpt(body, 404).models.list()
         assert (refused.value.param, refused.value.code) == ("model", "not_found")
-    torn = error_event("chat", "the upstream broke off")
+    torn = FORMATS["chat"].errors.event("the upstream broke off")
     with pytest.raises(openai.APIError, match="broke off") as raised:
         list(
             gpt(torn, stream=True).chat.completions.create(
@@ -130,7 +132,7 @@ def test_openais_sdk_raises_our_errors() -> None:
 
 
 def test_openais_sdk_reads_a_responses_error_event() -> None:
-    torn = error_event("responses", "the upstream broke off", sequence_number=7)
+    torn = FORMATS["responses"].errors.event("the upstream broke off", sequence_number=7)
     [event] = gpt(torn, stream=True).responses.create(model="agent", input="x", stream=True)
     assert isinstance(event, openai.types.responses.ResponseErrorEvent)
     assert (event.message, event.code, event.sequence_number) == (

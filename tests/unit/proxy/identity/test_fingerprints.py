@@ -1,4 +1,4 @@
-"""Signs: every way in which a client sends a conversation back is the same, another is not."""
+"""Fingerprints: each way in which a client sends a conversation back is one, another is not."""
 
 import json
 from collections.abc import Callable
@@ -9,21 +9,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.formats.base import ReplySummary
-from proxy.identity.conversation import canonical_arguments, is_unique, read_conversation
+from proxy.formats.conversation import Conversation, canonical_arguments, is_unique
+from proxy.formats.registry import FORMATS
+from proxy.identity import fingerprints
 from proxy.identity.fingerprints import (
     PREFIX,
     PREFIXES,
     RESPONSE,
     TOOL_CALL,
     UNIQUE_PREFIX,
-    needed_fingerprints,
-    provided_fingerprints,
 )
 from store.records import ToolCall
 
 ID, OTHER_ID = "chatcmpl-tool-0123456789abcdef", "toolu_01A09q90qw90lq917835"
 Fields = dict[str, Any]
 Message = dict[str, Any]
+
+
+def needed_fingerprints(
+    name: str, fields: Fields, read: Conversation | None = None
+) -> tuple[bytes, ...]:
+    return fingerprints.needed_fingerprints(FORMATS[name].turns, fields, read)
+
+
+def provided_fingerprints(
+    name: str, fields: Fields, told: ReplySummary, read: Conversation | None = None
+) -> tuple[bytes, ...]:
+    return fingerprints.provided_fingerprints(FORMATS[name].turns, fields, told, read)
 
 
 def chat(*messages: Message) -> Fields:
@@ -369,7 +381,7 @@ def test_what_a_call_provides_the_next_one_needs(steps: list[tuple[str, Any]], r
 @given(st.lists(STEPS, max_size=8))
 def test_reading_once_for_both_is_reading_twice(steps: list[tuple[str, Any]]) -> None:
     fields = chat(*as_sent(steps, str, json.dumps))
-    read = read_conversation(fields)
+    read = FORMATS["chat"].turns.read(fields)
     assert needed_fingerprints("chat", fields, read) == needed_fingerprints("chat", fields)
     assert provided_fingerprints("chat", fields, summary("a"), read) == provided_fingerprints(
         "chat", fields, summary("a")
@@ -407,8 +419,8 @@ JSON = st.recursive(
 @given(JSON, JSON, JSON)
 def test_any_request_can_be_read(messages: Any, given_input: Any, previous: Any) -> None:
     fields = {"messages": messages, "input": given_input, "previous_response_id": previous}
-    for dialect in ("chat", "responses", "messages", "completions"):
-        fingerprints = needed_fingerprints(dialect, fields) + provided_fingerprints(
-            dialect, fields, summary("a", ADD)
+    for name in FORMATS:
+        signs = needed_fingerprints(name, fields) + provided_fingerprints(
+            name, fields, summary("a", ADD)
         )
-        assert all(len(one) == 16 for one in fingerprints)
+        assert all(len(sign) == 16 for sign in signs)

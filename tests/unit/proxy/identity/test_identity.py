@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from proxy.door.routes import Kind, Route
 from proxy.formats.base import ReplySummary
+from proxy.formats.chat.chat import CHAT
 from proxy.identity.fingerprints import provided_fingerprints
 from proxy.identity.identify import Identity, identify, retry_count
 from proxy.identity.stitch import CallMemory
 from store.records import ToolCall
 
 CALL, EARLIER = UUID("01a1f80b-8bb3-758b-b889-c07dbbff7a56"), UUID(int=1)
-PLAIN = Route(kind=Kind.CALL, path="/v1/chat/completions", dialect="chat")
+PLAIN = Route(kind=Kind.CALL, path="/v1/chat/completions", wire_format=CHAT)
 NAMED = Route(kind=Kind.CALL, path="/v1/chat/completions", task="t", episode="u", agent="a")
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 FIRST: dict[str, Any] = {"messages": [{"role": "user", "content": "q"}]}
@@ -47,7 +48,7 @@ def remembering(*episodes: str) -> CallMemory:
     """A memory in which each of these was asked FIRST, and replied "a"."""
     stitches = CallMemory()
     for episode in episodes:
-        stitches.provide(provided_fingerprints("chat", FIRST, ReplySummary(text="a")), episode)
+        stitches.provide(provided_fingerprints(CHAT.turns, FIRST, ReplySummary(text="a")), episode)
     return stitches
 
 
@@ -113,7 +114,7 @@ def test_the_task_by_metadata_and_baggage() -> None:
 def test_words_that_go_on_are_left_to_the_ledger_and_keep_their_version() -> None:
     found = who({"traceparent": TRACEPARENT}, fields=NEXT, stitches=remembering("e1"))
     assert (found.episode, found.method, found.confidence) == (str(CALL), "own", "likely")
-    assert found.needs == provided_fingerprints("chat", FIRST, ReplySummary(text="a"))
+    assert found.needs == provided_fingerprints(CHAT.turns, FIRST, ReplySummary(text="a"))
     assert found.follows == "e1"
 
 
@@ -127,7 +128,7 @@ def test_words_that_nobody_or_several_said_are_followed_by_nobody(episodes: tupl
 def test_a_tool_call_that_is_answered_joins() -> None:
     stitches = CallMemory()
     stitches.provide(
-        provided_fingerprints("chat", FIRST, ReplySummary(tool_calls=(TOOL,))), "e1", "e0"
+        provided_fingerprints(CHAT.turns, FIRST, ReplySummary(tool_calls=(TOOL,))), "e1", "e0"
     )
     found = who({"traceparent": TRACEPARENT}, fields=ANSWER, stitches=stitches)
     assert (found.episode, found.method, found.confidence) == ("e1", "tool_call", "certain")
@@ -138,7 +139,7 @@ def test_a_tool_call_that_two_episodes_were_given_is_in_doubt() -> None:
     stitches = CallMemory()
     for episode in ("e1", "e2"):
         stitches.provide(
-            provided_fingerprints("chat", FIRST, ReplySummary(tool_calls=(TOOL,))), episode
+            provided_fingerprints(CHAT.turns, FIRST, ReplySummary(tool_calls=(TOOL,))), episode
         )
     found = who({"traceparent": TRACEPARENT}, fields=ANSWER, stitches=stitches)
     assert (found.episode, found.method, found.confidence) == (str(CALL), "own", "doubtful")

@@ -62,7 +62,7 @@ WRITTEN_BEFORE = bytes.fromhex(
 
 def test_fingerprints_of_a_spool_from_before_their_new_names_are_read() -> None:
     record = decode_payload(WRITTEN_BEFORE)
-    assert isinstance(record, Captured)
+    assert isinstance(record, CapturedCall)
     assert record.provides == (b"\x04" + b"o" * 15,)
     assert record.needs == (b"\x01" + b"t" * 15, b"\x03" + b"p" * 15)
     assert (record.http_status, record.retry, record.total_ms) == (200, 1, 2.0)

@@ -1,18 +1,19 @@
-"""Results of tools in the next call's request, in every dialect: read once, and only theirs."""
+"""Results of tools in the next call's request, in every api: read once, and only theirs."""
 
 import json
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import parse_object
-from proxy.formats.registry import DIALECTS
+from proxy.formats.base import ToolResult
+from proxy.formats.json_parts import parse_object
+from proxy.formats.registry import FORMATS
 from proxy.keeper.transcribe import transcribe
-from proxy.tools.result_readers import parse_readers
-from proxy.tools.tool_results import ToolResult, result_events, results_of
+from proxy.tools import tool_results
+from proxy.tools.result_readers import ResultReaders, parse_readers
 from store.records import ToolEvent
 from tests.support.records import captured, tool_event
 
@@ -67,19 +68,25 @@ def messages(turns: list[Turn], *after: Said, **stated: bool) -> Said:
 
 
 WRITERS = {"chat": chat, "responses": responses, "messages": messages}
-every_dialect = pytest.mark.parametrize("dialect", list(WRITERS))
+every_format = pytest.mark.parametrize("api", list(WRITERS))
 
 
 def parsed(request: Any) -> Any:
     return parse_object(json.dumps(request).encode())
 
 
-def results(dialect: str, request: Any) -> list[ToolResult]:
-    return results_of(dialect, parsed(request))
+def results(api: str, request: Any) -> list[ToolResult]:
+    return FORMATS[api].turns.results(parsed(request))
 
 
-def events(dialect: str, request: Any, rules: str = "") -> list[tuple[str, str, str, str | None]]:
-    found = result_events(CALL, dialect, parsed(request), parse_readers(rules))
+def result_events(
+    call: UUID, api: str, request: Any, readers: ResultReaders
+) -> tuple[ToolEvent, ...]:
+    return tool_results.result_events(call, FORMATS[api].turns, request, readers)
+
+
+def events(api: str, request: Any, rules: str = "") -> list[tuple[str, str, str, str | None]]:
+    found = result_events(CALL, api, parsed(request), parse_readers(rules))
     return [(e.tool_id or "", e.status, e.source, e.name) for e in found]
 
 
@@ -87,61 +94,61 @@ FIRST: Turn = [("a", "search", '{"error": "x"}'), ("b", "shell", "Exit code 2")]
 SECOND: Turn = [("c", "search", "{}")]
 
 
-@every_dialect
-def test_results_are_read_with_their_tools_names(dialect: str) -> None:
-    assert results(dialect, WRITERS[dialect]([FIRST])) == [
+@every_format
+def test_results_are_read_with_their_tools_names(api: str) -> None:
+    assert results(api, WRITERS[api]([FIRST])) == [
         ToolResult(tool_id="a", name="search", text='{"error": "x"}'),
         ToolResult(tool_id="b", name="shell", text="Exit code 2"),
     ]
 
 
-@every_dialect
-def test_only_what_answers_the_last_turn_is_read(dialect: str) -> None:
-    request = WRITERS[dialect]([FIRST, SECOND])
-    assert [result.tool_id for result in results(dialect, request)] == ["c"]
+@every_format
+def test_only_what_answers_the_last_turn_is_read(api: str) -> None:
+    request = WRITERS[api]([FIRST, SECOND])
+    assert [result.tool_id for result in results(api, request)] == ["c"]
 
 
-@every_dialect
-def test_what_a_user_adds_changes_nothing(dialect: str) -> None:
-    request = WRITERS[dialect]([FIRST, SECOND], {"role": "user", "content": "go on"})
-    assert [result.tool_id for result in results(dialect, request)] == ["c"]
+@every_format
+def test_what_a_user_adds_changes_nothing(api: str) -> None:
+    request = WRITERS[api]([FIRST, SECOND], {"role": "user", "content": "go on"})
+    assert [result.tool_id for result in results(api, request)] == ["c"]
 
 
-@every_dialect
-def test_words_put_into_the_assistants_mouth_change_nothing(dialect: str) -> None:
-    request = WRITERS[dialect]([FIRST, SECOND], {"role": "assistant", "content": "So"})
-    assert [result.tool_id for result in results(dialect, request)] == ["c"]
+@every_format
+def test_words_put_into_the_assistants_mouth_change_nothing(api: str) -> None:
+    request = WRITERS[api]([FIRST, SECOND], {"role": "assistant", "content": "So"})
+    assert [result.tool_id for result in results(api, request)] == ["c"]
 
 
-@every_dialect
-def test_a_turn_that_was_answered_by_words_leaves_no_result(dialect: str) -> None:
+@every_format
+def test_a_turn_that_was_answered_by_words_leaves_no_result(api: str) -> None:
     later = ({"role": "assistant", "content": "done"}, {"role": "user", "content": "thanks"})
-    assert results(dialect, WRITERS[dialect]([FIRST], *later)) == []
+    assert results(api, WRITERS[api]([FIRST], *later)) == []
 
 
-@every_dialect
-def test_a_call_that_came_to_no_result_is_no_event(dialect: str) -> None:
-    request = WRITERS[dialect]([FIRST])
+@every_format
+def test_a_call_that_came_to_no_result_is_no_event(api: str) -> None:
+    request = WRITERS[api]([FIRST])
     [kind] = request
-    if dialect == "messages":
+    if api == "messages":
         request[kind][-1]["content"].pop()
     else:
         request[kind].pop()
-    assert [result.tool_id for result in results(dialect, request)] == ["a"]
+    assert [result.tool_id for result in results(api, request)] == ["a"]
 
 
-@every_dialect
-def test_readers_read_tool_by_tool(dialect: str) -> None:
-    assert events(dialect, WRITERS[dialect]([FIRST]), "search=json_error,shell=exit_code") == [
+@every_format
+def test_readers_read_tool_by_tool(api: str) -> None:
+    assert events(api, WRITERS[api]([FIRST]), "search=json_error,shell=exit_code") == [
         ("a", "error", "reader", "search"),
         ("b", "error", "reader", "shell"),
     ]
 
 
-@pytest.mark.parametrize("dialect", ["chat", "responses"])
-def test_nobody_reads_results_unless_told_to(dialect: str) -> None:
-    assert events(dialect, WRITERS[dialect]([FIRST])) == []
-    assert events(dialect, WRITERS[dialect]([FIRST]), "shell=exit_code") == [
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_nobody_reads_results_unless_told_to(api: str) -> None:
+    assert events(api, WRITERS[api]([FIRST])) == []
+    assert events(api, WRITERS[api]([FIRST]), "shell=exit_code") == [
         ("b", "error", "reader", "shell")
     ]
 
@@ -187,16 +194,16 @@ def test_custom_tools_are_read_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dialect", "content"),
+    ("api", "content"),
     [
         ("chat", [{"type": "text", "text": '{"error"'}, {"type": "text", "text": ":1}"}]),
         ("messages", [{"type": "text", "text": '{"error"'}, {"type": "text", "text": ":1}"}]),
         ("responses", [{"type": "input_text", "text": '{"error":1}'}, {"type": "input_image"}]),
     ],
 )
-def test_content_in_parts_is_put_together(dialect: str, content: Any) -> None:
-    request = WRITERS[dialect]([[("a", "t", content)]])
-    assert [e[1] for e in events(dialect, request, "t=json_error")] == ["error"]
+def test_content_in_parts_is_put_together(api: str, content: Any) -> None:
+    request = WRITERS[api]([[("a", "t", content)]])
+    assert [e[1] for e in events(api, request, "t=json_error")] == ["error"]
 
 
 def test_the_last_result_of_a_call_counts() -> None:
@@ -210,10 +217,10 @@ def test_a_result_of_nobody_knows_what_is_no_event(tool_id: Any) -> None:
     assert events("chat", request, "*=json_error") == []
 
 
-@pytest.mark.parametrize("dialect", list(DIALECTS))
+@pytest.mark.parametrize("api", list(FORMATS))
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"messages": 3}', b'{"input": "q"}'])
-def test_what_holds_no_results_gives_none(dialect: str, body: bytes) -> None:
-    assert result_events(CALL, dialect, parse_object(body), ON) == ()
+def test_what_holds_no_results_gives_none(api: str, body: bytes) -> None:
+    assert result_events(CALL, api, parse_object(body), ON) == ()
 
 
 def test_completions_have_no_tools() -> None:
@@ -236,14 +243,14 @@ def test_the_same_call_gives_the_same_ids_and_another_call_others() -> None:
 # Through the keeper
 
 
-def transcribed(dialect: str, request: Any, rules: str = "", **changes: Any) -> list[ToolEvent]:
-    seen = captured(dialect=dialect, request=json.dumps(request).encode(), **changes)
+def transcribed(api: str, request: Any, rules: str = "", **changes: Any) -> list[ToolEvent]:
+    seen = captured(dialect=api, request=json.dumps(request).encode(), **changes)
     return list(transcribe(seen, parse_readers(rules)).tool_events)
 
 
-@every_dialect
-def test_the_keeper_reads_them(dialect: str) -> None:
-    found = transcribed(dialect, WRITERS[dialect]([FIRST]), "*=json_error+exit_code")
+@every_format
+def test_the_keeper_reads_them(api: str) -> None:
+    found = transcribed(api, WRITERS[api]([FIRST]), "*=json_error+exit_code")
     assert [(e.tool_id, e.status, e.source) for e in found] == [
         ("a", "error", "reader"),
         ("b", "error", "reader"),
@@ -280,11 +287,11 @@ TURNS = st.lists(
 
 
 @given(st.sampled_from(list(WRITERS)), TURNS)
-def test_a_thread_tells_of_each_result_once(dialect: str, turns: list[Turn]) -> None:
+def test_a_thread_tells_of_each_result_once(api: str, turns: list[Turn]) -> None:
     told = [
         result
         for length in range(len(turns) + 1)
-        for result in results(dialect, WRITERS[dialect](turns[:length]))
+        for result in results(api, WRITERS[api](turns[:length]))
     ]
     assert [(r.tool_id, r.name, r.text) for r in told] == [r for turn in turns for r in turn]
 
@@ -308,11 +315,11 @@ FIELDS = {
 
 
 @given(
-    st.sampled_from(list(DIALECTS)),
+    st.sampled_from(list(FORMATS)),
     st.lists(st.fixed_dictionaries({}, optional=FIELDS) | JSON, max_size=6),
 )
-def test_any_request_is_read(dialect: str, members: list[Any]) -> None:
+def test_any_request_is_read(api: str, members: list[Any]) -> None:
     request = parsed({"messages": members, "input": members})
-    for event in result_events(CALL, dialect, request, parse_readers("*=json_error+exit_code")):
+    for event in result_events(CALL, api, request, parse_readers("*=json_error+exit_code")):
         assert event.tool_id
         assert "\x00" not in event.tool_id + (event.name or "") + (event.detail or "")

@@ -1,12 +1,13 @@
-"""Any request and any reply through each dialect: no exception, and nothing altered unasked."""
+"""Any request and any reply through each wire_format: no exception, and nothing altered unasked."""
 
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import ModelRequest, Transcript, read_request
-from proxy.formats.registry import DIALECTS
+from proxy.formats.base import ModelRequest, Transcript
+from proxy.formats.registry import FORMATS
+from proxy.formats.requests import read_request
 from proxy.keeper.transcribe import transcribe
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing
@@ -14,7 +15,7 @@ from tests.fuzz.tape import Tape, made, made_of
 from tests.fuzz.texts import anything, cut
 from tests.support.records import captured
 
-names = st.sampled_from(calls.DIALECTS)
+names = st.sampled_from(calls.FORMATS)
 served = st.sampled_from((None, "m", "m@1"))
 requests = made(calls.requests) | made(anything) | st.binary(max_size=20)
 ENDS: tuple[dict[str, Any], ...] = (
@@ -25,8 +26,8 @@ ENDS: tuple[dict[str, Any], ...] = (
 )
 
 
-def test_every_dialect_is_tried() -> None:
-    assert set(calls.DIALECTS) == set(DIALECTS)
+def test_every_format_is_tried() -> None:
+    assert set(calls.FORMATS) == set(FORMATS)
 
 
 @fuzzing(500)
@@ -35,7 +36,7 @@ def test_any_request_can_be_rewritten(
     name: str, body: bytes, served_name: str | None, want_ids: bool
 ) -> None:
     request = read_request(body)
-    asked = DIALECTS[name].rewrite(request, served_name, want_ids=want_ids)
+    asked = FORMATS[name].rewrite(request, served_name, want_ids=want_ids)
     if not asked.injected and served_name in (None, request.model):
         assert asked.body == body
 
@@ -45,11 +46,13 @@ def test_any_request_can_be_rewritten(
 def test_any_whole_reply_can_be_followed(
     name: str, body: bytes, reply: bytes, served_name: str | None, want_ids: bool
 ) -> None:
-    dialect = DIALECTS[name]
-    asked = dialect.rewrite(read_request(body), served_name, want_ids=want_ids)
-    for reading in (False, True):
-        transcript = dialect.whole(asked, served_name, reading=reading)
-        _follow(transcript, [reply], _unchanged(asked, served_name, reply), reading=reading)
+    wire_format = FORMATS[name]
+    asked = wire_format.rewrite(read_request(body), served_name, want_ids=want_ids)
+    expected = _unchanged(asked, served_name, reply)
+    reader = wire_format.whole_reader(asked, served_name)
+    for transcript in (wire_format.whole(asked, served_name), reader):
+        _follow(transcript, [reply], expected)
+    reader.facts()
 
 
 def _pieces(tape: Tape) -> tuple[bytes, list[bytes]]:
@@ -66,17 +69,17 @@ def test_any_stream_can_be_followed(
     served_name: str | None,
     want_ids: bool,
 ) -> None:
-    dialect = DIALECTS[name]
-    asked = dialect.rewrite(read_request(body), served_name, want_ids=want_ids)
+    wire_format = FORMATS[name]
+    asked = wire_format.rewrite(read_request(body), served_name, want_ids=want_ids)
     reply, chunks = stream
-    for reading in (False, True):
-        transcript = dialect.streamed(asked, served_name, reading=reading)
-        _follow(transcript, chunks, _unchanged(asked, served_name, reply), reading=reading)
+    expected = _unchanged(asked, served_name, reply)
+    reader = wire_format.stream_reader(asked, served_name)
+    for transcript in (wire_format.streamed(asked, served_name), reader):
+        _follow(transcript, chunks, expected)
+    reader.facts()
 
 
-def _follow(
-    transcript: Transcript, chunks: list[bytes], expected: bytes | None, *, reading: bool
-) -> None:
+def _follow(transcript: Transcript, chunks: list[bytes], expected: bytes | None) -> None:
     """Follow it to its end, and look at it before that too: it may break off anywhere."""
     passed = b"".join([transcript.feed(chunk) for chunk in chunks])
     transcript.summary()
@@ -84,8 +87,6 @@ def _follow(
     transcript.summary()
     assert transcript.ended in (True, False)
     assert expected is None or passed == expected
-    if reading:
-        transcript.facts()
 
 
 def _unchanged(asked: ModelRequest, served_name: str | None, reply: bytes) -> bytes | None:

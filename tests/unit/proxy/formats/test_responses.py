@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import ModelRequest, read_request
+from proxy.formats.base import ModelRequest
+from proxy.formats.requests import read_request
 from proxy.formats.responses.responses import IDS, INCLUDE, LOGPROBS, RESPONSES
 
 LOGPROB = {"token": "t", "logprob": -0.5, "top_logprobs": []}
@@ -31,7 +32,7 @@ def rewritten(want_ids: bool = True, **fields: Any) -> ModelRequest:
 
 
 def answered(request: ModelRequest, body: Any) -> tuple[dict[str, Any], Any]:
-    reply = RESPONSES.whole(request, "agent@3")
+    reply = RESPONSES.whole_reader(request, "agent@3")
     reply.feed(json.dumps(body).encode())
     return json.loads(reply.finish()), reply.facts()
 
@@ -108,13 +109,13 @@ def test_tool_calls_alone_have_no_log_probabilities() -> None:
 
 
 def test_an_error_passes_byte_for_byte() -> None:
-    reply = RESPONSES.whole(rewritten(), "agent@3")
+    reply = RESPONSES.whole_reader(rewritten(), "agent@3")
     reply.feed(b'{"error": {"message":  "no"}}')
     assert reply.finish() == b'{"error": {"message":  "no"}}'
 
 
 def test_a_torn_streams_summary_is_the_text_so_far() -> None:
-    reply: Any = RESPONSES.streamed(rewritten(stream=True), "agent@3")
+    reply: Any = RESPONSES.stream_reader(rewritten(stream=True), "agent@3")
     for event in (
         {"type": "response.created", "response": {"id": "resp_1", "output": []}},
         {"type": "response.output_text.delta", "delta": "h\u00e9", "logprobs": [LOGPROB]},
@@ -149,7 +150,7 @@ EVENTS = ["response.output_text.delta", "response.content_part.done", "response.
 def test_no_shape_of_a_reply_breaks_the_call(reply: Any, kind: str, event: Any) -> None:
     seen, _ = answered(rewritten(), RESPONSE | reply)
     assert seen.keys() == RESPONSE.keys()
-    streamed: Any = RESPONSES.streamed(rewritten(), "agent@3")
+    streamed: Any = RESPONSES.stream_reader(rewritten(), "agent@3")
     data = b"data: " + json.dumps(event | {"type": kind}).encode() + b"\n\n"
     out = streamed.feed(data) + streamed.finish()
     assert json.loads(out[6:]).keys() == event.keys() | {"type"}

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.formats.choices.reply_filter import ODD_SHAPE, Id, Logprobs, ReplyFilter
+from proxy.formats.choices.reply_filter import ODD_SHAPE
+from proxy.formats.choices.token_reader import Id, Logprobs, TokenReader
 from proxy.formats.choices.words import Said
 from store.values.json_limits import nests_too_deep
 
@@ -32,7 +33,7 @@ _event: Final = msgspec.json.Decoder(dict[str, Any])
 _typed: Final = msgspec.json.Decoder(_Event)
 
 
-def reread(payload: bytes, filtered: ReplyFilter) -> dict[str, Any] | None:
+def reread(payload: bytes, filtered: TokenReader) -> dict[str, Any] | None:
     """Return the event as the client saw it, and add what is removed from it to `filtered`.
 
     Return None for an event that is not of the usual shape; then nothing is added.
@@ -62,14 +63,14 @@ def _is_usual(choice: dict[str, Any]) -> bool:
     return bool(says) and "message" not in choice and type(choice.get("index", 0)) is int
 
 
-def _take_prompt(holder: dict[str, Any], ids: list[int] | None, filtered: ReplyFilter) -> None:
+def _take_prompt(holder: dict[str, Any], ids: list[int] | None, filtered: TokenReader) -> None:
     if ids is not None:
         filtered.prompt_ids = ids
         if filtered.hide_ids:
             holder["prompt_token_ids"] = None
 
 
-def _take_choice(choice: dict[str, Any], read: _Choice, filtered: ReplyFilter) -> None:
+def _take_choice(choice: dict[str, Any], read: _Choice, filtered: TokenReader) -> None:
     filtered.indices.add(read.index)
     _take_prompt(choice, read.prompt_token_ids, filtered)
     if read.token_ids is not None:

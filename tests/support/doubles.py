@@ -2,15 +2,31 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from proxy.calls.capture import CapturedCall, Frame
+from proxy.calls.handler import CallHandler
+from proxy.calls.recent import Recent
 from proxy.errors import UpstreamBroke
+from proxy.feedback.endpoint import FeedbackDesk
 from proxy.http.client import Torn
+from proxy.http.server import Connection, Server
 from proxy.http.wire import Headers
+from proxy.idempotency.desk import KeyDesk
+from proxy.idempotency.key_files import KeyFiles
+from proxy.intake.intake import Intake
+from proxy.policies.versions import Versions
 from proxy.spool.segments import encode_frame
+from proxy.upstreams.members import Member, Upstreams
+from proxy.worker import data_handler
+from store.records import PolicyVersion
+from tests.support.http_wires import Wire
+
+# Longest reply of a data port, in bytes.
+MOST = 2**20
 
 
 class SaidReply:
@@ -128,3 +144,39 @@ class NoDatabase:
 
     async def ask(self, question: object, *, within_s: float) -> None:
         """See `Lookup`."""
+
+
+def data_port(
+    server: SaidServer, kept: Remembered, intake: Intake, folder: Path
+) -> tuple[Connection, Wire]:
+    """A client's connection to a worker's whole data port."""
+    versions, recent, away = Versions(), Recent(), NoDatabase()
+    versions.replace([PolicyVersion(**vars_of("m", 0)), PolicyVersion(**vars_of("m@1", 1))])
+    relay = CallHandler(
+        Upstreams([Member("one", (), True, server)]),
+        versions,
+        kept,  # type: ignore[arg-type]
+        away,  # type: ignore[arg-type]
+        intake=intake,
+        max_reply=MOST,
+        default_temperature=1.0,
+    )
+    keys = KeyDesk(KeyFiles(folder), recent, away)  # type: ignore[arg-type]
+    desk = FeedbackDesk(kept, recent, away, intake, keys)  # type: ignore[arg-type]
+    handler = data_handler(relay, desk, may_delete_models=False)
+    connection, wire = Connection(Server(handler)), Wire()
+    wire.protocol = connection
+    connection.connection_made(wire)
+    return connection, wire
+
+
+def vars_of(served_name: str, version: int) -> dict[str, Any]:
+    """A version of the policy `m`; the newest serves."""
+    return {
+        "name": "m",
+        "version": version,
+        "state": "serving" if version else "retired",
+        "served_name": served_name,
+        "adapter_path": None,
+        "update_id": None,
+    }

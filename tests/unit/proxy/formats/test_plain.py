@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import Dialect, read_request
+from proxy.formats.base import WireFormat
 from proxy.formats.messages.messages import MESSAGES
+from proxy.formats.requests import read_request
 from proxy.formats.responses.responses import RESPONSES
 
 
@@ -57,35 +58,35 @@ RESPONSE_EVENTS: list[dict[str, Any]] = [
     {"type": "response.output_text.delta", "delta": "h\u00e9"},
     {"type": "response.completed", "response": RESPONSE},
 ]
-STREAMS: dict[str, tuple[Dialect, list[dict[str, Any]]]] = {
+STREAMS: dict[str, tuple[WireFormat, list[dict[str, Any]]]] = {
     "messages": (MESSAGES, MESSAGE_EVENTS),
     "responses": (RESPONSES, RESPONSE_EVENTS),
 }
 
 
-def follow(dialect: Dialect, served: str | None, pieces: list[bytes]) -> tuple[bytes, Any]:
-    request = dialect.rewrite(read_request(b'{"model":"m"}'), served, want_ids=False)
-    reply = dialect.streamed(request, served)
+def follow(wire_format: WireFormat, served: str | None, pieces: list[bytes]) -> tuple[bytes, Any]:
+    request = wire_format.rewrite(read_request(b'{"model":"m"}'), served, want_ids=False)
+    reply = wire_format.stream_reader(request, served)
     out = b"".join(reply.feed(piece) for piece in pieces)
     return out + reply.finish(), reply.facts()
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_without_a_swap_every_byte_is_the_upstreams(name: str) -> None:
-    dialect, events = STREAMS[name]
+    wire_format, events = STREAMS[name]
     request = read_request(b'{"model": "m",  "x": 1}')
-    assert dialect.rewrite(request, "m", want_ids=False) is request
+    assert wire_format.rewrite(request, "m", want_ids=False) is request
     stream = sse(*events)
-    assert follow(dialect, "m", [stream])[0] == stream
+    assert follow(wire_format, "m", [stream])[0] == stream
 
 
 @pytest.mark.parametrize("name", STREAMS)
 @given(cuts=st.lists(st.integers(0, 2000), max_size=10))
 def test_the_name_is_put_back_however_the_stream_is_cut(name: str, cuts: list[int]) -> None:
-    dialect, events = STREAMS[name]
+    wire_format, events = STREAMS[name]
     stream = sse(*events)
     points = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
-    seen, facts = follow(dialect, "m@2", [stream[a:b] for a, b in pairwise(points)])
+    seen, facts = follow(wire_format, "m@2", [stream[a:b] for a, b in pairwise(points)])
     assert b"m@2" not in seen
     assert facts.whole
     assert facts.sampled.prompt_ids is None
@@ -111,23 +112,23 @@ def test_a_streamed_response_is_its_last_state() -> None:
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_the_last_event_is_held_back(name: str) -> None:
-    dialect, events = STREAMS[name]
-    reply = dialect.streamed(read_request(b'{"model":"m"}'), None)
+    wire_format, events = STREAMS[name]
+    reply = wire_format.streamed(read_request(b'{"model":"m"}'), None)
     assert reply.feed(sse(*events)) == sse(*events[:-1])
     assert reply.finish() == sse(events[-1])
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_torn_stream_is_not_whole(name: str) -> None:
-    dialect, events = STREAMS[name]
-    _, facts = follow(dialect, None, [sse(*events[:-1])])
+    wire_format, events = STREAMS[name]
+    _, facts = follow(wire_format, None, [sse(*events[:-1])])
     assert not facts.whole
 
 
 def test_a_whole_reply_gets_its_name_back() -> None:
     request = MESSAGES.rewrite(read_request(b'{"model":"m","z":1e400}'), "m@2", want_ids=False)
     assert request.body == b'{"model":"m@2","z":1e400}'
-    reply = MESSAGES.whole(request, "m@2")
+    reply = MESSAGES.whole_reader(request, "m@2")
     reply.feed(json.dumps(MESSAGE).encode())
     assert json.loads(reply.finish())["model"] == "m"
     assert reply.facts().response_id == "msg_1"
@@ -135,7 +136,7 @@ def test_a_whole_reply_gets_its_name_back() -> None:
 
 @pytest.mark.parametrize("body", [b"<html>", b"", b"[1]", b'{"error": {"type": "x"}}', b"\xff"])
 def test_odd_replies_pass_byte_for_byte(body: bytes) -> None:
-    reply = RESPONSES.whole(read_request(b'{"model":"m"}'), "m@2")
+    reply = RESPONSES.whole_reader(read_request(b'{"model":"m"}'), "m@2")
     reply.feed(body)
     assert reply.finish() == body
     reply.facts()
@@ -159,6 +160,6 @@ FIELDS = ("message", "response", "index", "delta", "content_block", "usage")
     )
 )
 def test_no_shape_of_an_event_breaks_the_call(events: list[dict[str, Any]]) -> None:
-    for dialect, _ in STREAMS.values():
+    for wire_format, _ in STREAMS.values():
         stream = sse(*events)
-        assert follow(dialect, None, [stream])[0] == stream
+        assert follow(wire_format, None, [stream])[0] == stream

@@ -1,47 +1,21 @@
-"""Merges the pieces of a streamed reply into one object (pure)."""
+"""Merges the events of Anthropic's stream into one message (pure)."""
 
 from typing import Any, Final
 
 import msgspec
 
-from proxy.formats.base import UNREADABLE
+from proxy.formats.json_parts import UNREADABLE
 from store.values.json_limits import nests_too_deep
 
-# These strings come whole; all others come in pieces.
-WHOLE_STRINGS: Final = frozenset({"role", "id", "type", "name"})
-
-
-def merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
-    """Add one delta to `message`, in place.
-
-    Strings are appended, lists whose members have an `index` are merged by it, and anything else is
-    replaced.
-    """
-    for name, value in delta.items():
-        known = message.get(name)
-        if value is None:
-            message.setdefault(name, None)
-        elif isinstance(value, str) and isinstance(known, str) and name not in WHOLE_STRINGS:
-            message[name] = known + value
-        elif isinstance(value, dict) and isinstance(known, dict):
-            merge_delta(known, value)
-        elif isinstance(value, list) and all(_indexed(member) for member in value):
-            message[name] = _merge_indexed(known or [], value)
-        else:
-            message[name] = value
-
-
-def _indexed(member: object) -> bool:
-    return isinstance(member, dict) and isinstance(member.get("index"), int)
-
-
-def _merge_indexed(
-    known: list[dict[str, Any]], pieces: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    by_index = {member["index"]: member for member in known}
-    for piece in pieces:
-        merge_delta(by_index.setdefault(piece["index"], {}), piece)
-    return [by_index[index] for index in sorted(by_index)]
+# The field of a block where a tool's input is gathered until the block ends.
+PARTIAL_INPUT: Final = "_input"
+# By a delta's type: its field, and the block's field that it is appended to.
+_BLOCK_DELTAS: Final = {
+    "text_delta": ("text", "text"),
+    "thinking_delta": ("thinking", "thinking"),
+    "signature_delta": ("signature", "signature"),
+    "input_json_delta": ("partial_json", PARTIAL_INPUT),
+}
 
 
 def merge_message_event(message: dict[str, Any], event: dict[str, Any]) -> None:
@@ -61,17 +35,6 @@ def merge_message_event(message: dict[str, Any], event: dict[str, Any]) -> None:
         content = message.get("content", [])
         if isinstance(index, int) and 0 <= index < len(content):
             _merge_block(content[index], event.get("delta"), stop=kind == "content_block_stop")
-
-
-# The field of a block where a tool's input is gathered until the block ends.
-PARTIAL_INPUT: Final = "_input"
-# By a delta's type: its field, and the block's field that it is appended to.
-_BLOCK_DELTAS: Final = {
-    "text_delta": ("text", "text"),
-    "thinking_delta": ("thinking", "thinking"),
-    "signature_delta": ("signature", "signature"),
-    "input_json_delta": ("partial_json", PARTIAL_INPUT),
-}
 
 
 def _input_of(text: str) -> Any:

@@ -14,14 +14,12 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.tools.contents import is_text, objects, texts
+from proxy.formats.contents import is_text, texts
 
 SIZE: Final = 16
 # From 2048 bytes on hashlib releases the GIL: other threads would run, and this one would wait
 # to get it back. So longer data is hashed in smaller pieces.
 _PIECE: Final = 2000
-_UNHEARD_ROLES: Final = ("system", "developer")
-_TOOL_ROLES: Final = ("tool", "function")
 # `call_1` and `functions.add:0` are counters, which servers give to every client alike.
 _RANDOM_TAIL: Final = re.compile(r"(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{8,}\Z", re.ASCII)
 _NOT_ALNUM: Final = re.compile(r"[^A-Za-z0-9]")
@@ -52,6 +50,12 @@ class Conversation:
         self._unique = False
         self._texts: list[str] = []
         self._calls: list[bytes] = []
+
+    def asked(self, content: Any) -> None:
+        """Add what a user said: text, or a list of parts; nothing if it is empty."""
+        piece = heard_bytes(content)
+        if piece:
+            self.heard(b"u" + piece)
 
     def heard(self, piece: bytes) -> None:
         """Add `piece`, said by somebody other than the assistant."""
@@ -105,62 +109,6 @@ class Conversation:
             self.replies.append(reply)
             self.results = []
             self._texts, self._calls = [], []
-
-
-def read_conversation(fields: dict[str, Any]) -> Conversation:
-    """Return the conversation of a request in any of the APIs: its `messages` or its `input`."""
-    conversation = Conversation()
-    response_input = fields.get("input")
-    if isinstance(response_input, str):
-        conversation.heard(b"u" + _encoded(response_input))
-    for members in (fields.get("messages"), response_input):
-        for member in members if isinstance(members, list) else ():
-            if isinstance(member, dict):
-                _read_member(conversation, member)
-    return conversation
-
-
-def _read_member(conversation: Conversation, member: dict[str, Any]) -> None:
-    """Add one message, or one item of a response's input."""
-    kind, role = member.get("type"), member.get("role")
-    if role == "assistant":
-        conversation.said(member.get("content"))
-        _read_calls(conversation, member)
-    elif role in _TOOL_ROLES:
-        conversation.result(member.get("tool_call_id"), member.get("content"))
-    elif isinstance(role, str):
-        if role not in _UNHEARD_ROLES:
-            _read_heard(conversation, member.get("content"))
-    elif kind == "function_call":
-        conversation.called(member.get("call_id"), member.get("name"), member.get("arguments"))
-    elif isinstance(kind, str) and kind.endswith("_output"):
-        conversation.result(member.get("call_id"), member.get("output"))
-
-
-def _read_calls(conversation: Conversation, message: dict[str, Any]) -> None:
-    """Add the tool calls of an assistant's message, in the form of chat or of Anthropic's API."""
-    for call in objects(message.get("tool_calls")):
-        function = call.get("function")
-        function = function if isinstance(function, dict) else {}
-        conversation.called(call.get("id"), function.get("name"), function.get("arguments"))
-    for block in objects(message.get("content")):
-        if block.get("type") == "tool_use":
-            conversation.called(block.get("id"), block.get("name"), block.get("input"))
-
-
-def _read_heard(conversation: Conversation, content: Any) -> None:
-    """Add a user's message; in Anthropic's API tool results stand among its blocks."""
-    others = content
-    if isinstance(content, list):
-        others = []
-        for part in content:
-            if isinstance(part, dict) and part.get("type") == "tool_result":
-                conversation.result(part.get("tool_use_id"), part.get("content"))
-            else:
-                others.append(part)
-    piece = heard_bytes(others)
-    if piece:
-        conversation.heard(b"u" + piece)
 
 
 def heard_bytes(content: Any) -> bytes:

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import ModelRequest, read_request
+from proxy.formats.base import ModelRequest
 from proxy.formats.messages.as_chat import chat_request
-from proxy.formats.messages.messages import CHAT_PATH, MESSAGES, StreamedMessage, WholeMessage
+from proxy.formats.messages.messages import CHAT_PATH, MESSAGES
+from proxy.formats.messages.readers import StreamedMessageReader, WholeMessageReader
+from proxy.formats.requests import read_request
 
 HI: dict[str, Any] = {
     "model": "agent",
@@ -271,8 +273,8 @@ def sse(*chunks: dict[str, Any]) -> bytes:
     return b"".join(b"data: " + json.dumps(c).encode() + b"\n\n" for c in chunks)
 
 
-def streamed(data: bytes) -> tuple[list[dict[str, Any]], StreamedMessage]:
-    reply = StreamedMessage(rewritten({"stream": True}), "agent@3")
+def streamed(data: bytes) -> tuple[list[dict[str, Any]], StreamedMessageReader]:
+    reply = StreamedMessageReader(rewritten({"stream": True}), "agent@3")
     out = reply.feed(data) + reply.finish()
     blocks = [block.split(b"\n") for block in out.split(b"\n\n")[:-1]]
     events = [json.loads(lines[1][6:]) for lines in blocks if not lines[0].startswith(b":")]
@@ -340,7 +342,7 @@ def test_stop_reasons(finish: str, stop: Any, arguments: str | None, reason: Any
 
 
 def test_the_last_event_is_held_back_and_comments_pass() -> None:
-    reply = StreamedMessage(rewritten({}), "agent@3")
+    reply = StreamedMessageReader(rewritten({}), "agent@3")
     sent = reply.feed(sse(HEAD, USAGE) + b": still here\r\n\r\ndata: [DONE]\n\n")
     assert b"message_delta" in sent
     assert sent.endswith(b": still here\n\n")
@@ -389,7 +391,7 @@ def test_an_error_in_a_stream_is_anthropics_and_ends_it(data: bytes, message: st
     ],
 )
 def test_errors_take_anthropics_shape(body: Any, kind: str, message: str) -> None:
-    reply = WholeMessage(rewritten({}), "agent@3")
+    reply = WholeMessageReader(rewritten({}), "agent@3")
     reply.feed(json.dumps(body).encode())
     wanted = {"type": "error", "error": {"type": kind, "message": message}}
     assert json.loads(reply.finish()) == wanted
@@ -419,7 +421,7 @@ def test_errors_take_anthropics_shape(body: Any, kind: str, message: str) -> Non
 def test_an_errors_type_is_that_of_its_status(status: int, kind: str) -> None:
     """Whole, by the reply's own status; in a stream, where there is none, by vLLM's code."""
     said = {"message": "no", "type": "SomeError", "param": None, "code": status}
-    whole = MESSAGES.whole(rewritten({}), "agent@3", status=status)
+    whole = MESSAGES.whole_reader(rewritten({}), "agent@3", status=status)
     whole.feed(json.dumps({"error": said | {"code": "word"}}).encode())
     wanted = {"type": "error", "error": {"type": kind, "message": "no"}}
     assert json.loads(whole.finish()) == wanted
@@ -436,7 +438,7 @@ def test_an_error_in_a_stream_without_a_code_has_the_type_of_vllms_class() -> No
     "body", [b"<html>502</html>", b"", b"\xff", b"[1]", b'{"a": 1}', b'{"choices": [7]}']
 )
 def test_what_is_no_chat_completion_passes_byte_for_byte(body: bytes) -> None:
-    reply = WholeMessage(rewritten({}), "agent@3")
+    reply = WholeMessageReader(rewritten({}), "agent@3")
     reply.feed(body)
     assert reply.finish() == body
     reply.facts()
@@ -464,14 +466,14 @@ def test_arguments_reach_the_client_as_vllm_writes_them(arguments: str, seen: st
         "model": "agent@3",
         "choices": [{"message": message, "finish_reason": "stop"}],
     }
-    reply = WholeMessage(rewritten({}), "agent@3")
+    reply = WholeMessageReader(rewritten({}), "agent@3")
     reply.feed(json.dumps(body).encode())
     assert f'"input":{seen}'.encode() in reply.finish()
 
 
 @given(st.binary(max_size=300))
 def test_any_bytes_become_events_or_nothing(data: bytes) -> None:
-    reply = StreamedMessage(rewritten({"stream": True}), "agent@3")
+    reply = StreamedMessageReader(rewritten({"stream": True}), "agent@3")
     out = reply.feed(data) + reply.finish()
     assert out == b"" or out.endswith(b"\n\n")
     reply.facts()

@@ -1,4 +1,4 @@
-"""The chat dialect: what is added is taken out again, whatever way the stream is cut."""
+"""The chat wire_format: what is added is taken out again, whatever way the stream is cut."""
 
 import json
 from itertools import pairwise
@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.formats.base import read_request
-from proxy.formats.choices.choices import CHAT, COMPLETIONS
+from proxy.formats.chat.chat import CHAT
+from proxy.formats.choices.readers import StreamReader, WholeReader
 from proxy.formats.choices.replies import StreamedReply, WholeReply
+from proxy.formats.completions.completions import COMPLETIONS
+from proxy.formats.requests import read_request
 
 ASKED = (
     b'{"model":"agent","messages":[{"role":"user","content":"h\xc3\xa9"}],'
@@ -68,8 +70,8 @@ SEEN = (
 )
 
 
-def run(pieces: list[bytes]) -> tuple[bytes, StreamedReply]:
-    reply = StreamedReply(asked(), "agent@3", "chat.completion", reading=True)
+def run(pieces: list[bytes]) -> tuple[bytes, StreamReader]:
+    reply = StreamReader(asked(), "agent@3", "chat.completion")
     out = b"".join(reply.feed(piece) for piece in pieces)
     return out + reply.finish(), reply
 
@@ -114,13 +116,13 @@ def test_byte_by_byte_and_with_carriage_returns() -> None:
 
 
 def test_the_end_is_held_back_until_it_is_asked_for() -> None:
-    reply = StreamedReply(asked(), "agent@3", "chat.completion", reading=True)
+    reply = StreamReader(asked(), "agent@3", "chat.completion")
     assert b"[DONE]" not in reply.feed(STREAM)
     assert reply.finish() == b"data: [DONE]\n\n"
 
 
 def test_chunks_leave_as_soon_as_their_line_is_whole() -> None:
-    reply = StreamedReply(asked(), "agent@3", "chat.completion", reading=True)
+    reply = StreamReader(asked(), "agent@3", "chat.completion")
     assert reply.feed(event(HEAD) + b"\n").startswith(b"data: ")
 
 
@@ -130,9 +132,7 @@ def test_a_torn_stream_is_not_whole() -> None:
 
 
 def test_what_the_client_asked_for_itself_stays() -> None:
-    reply = StreamedReply(
-        asked(return_token_ids=True, logprobs=True), "agent@3", "chat.completion", reading=True
-    )
+    reply = StreamReader(asked(return_token_ids=True, logprobs=True), "agent@3", "chat.completion")
     seen = reply.feed(event(chunk({"content": "x"}, [4], [-0.5])) + b"\n\n")
     assert b'"token_ids":[4]' in seen
     assert b'"logprob":-0.5' in seen
@@ -178,7 +178,7 @@ WHOLE = {
 
 
 def test_a_whole_reply_is_restored_and_recorded() -> None:
-    reply = WholeReply(asked(), "agent@3", reading=True)
+    reply = WholeReader(asked(), "agent@3")
     assert reply.feed(json.dumps(WHOLE).encode()) == b""
     seen = json.loads(reply.finish())
     choice = WHOLE["choices"][0] | {"logprobs": None, "token_ids": None}  # type: ignore[index]
@@ -202,16 +202,17 @@ def test_a_whole_reply_is_restored_and_recorded() -> None:
 )
 def test_odd_replies_reach_the_client_byte_for_byte(body: bytes, reading: bool) -> None:
     asked = CHAT.rewrite(read_request(b'{"a":1}'), None, want_ids=True)
-    reply = WholeReply(asked, None, reading=reading)
+    reader = WholeReader(asked, None)
+    reply = reader if reading else WholeReply(asked, None)
     reply.feed(body)
     out = reply.finish()
     assert out == body or json.loads(out) == json.loads(body)
-    reply.facts()
+    reader.facts()
 
 
 @given(st.binary(max_size=300))
 def test_any_bytes_pass_through_a_stream(data: bytes) -> None:
-    reply = StreamedReply(asked(), "agent@3", "chat.completion", reading=True)
+    reply = StreamReader(asked(), "agent@3", "chat.completion")
     out = reply.feed(data) + reply.finish()
     assert out == data or b"data:" in data
     reply.facts()
@@ -251,13 +252,13 @@ JSON = st.recursive(
 @given(st.lists(JSON, max_size=3), JSON, JSON)
 def test_no_shape_of_a_reply_breaks_the_call(choices: Any, prompt_ids: Any, usage: Any) -> None:
     body = json.dumps({"choices": choices, "prompt_token_ids": prompt_ids, "usage": usage}).encode()
-    for dialect in (CHAT, COMPLETIONS):
-        request = dialect.rewrite(read_request(b'{"model":"m"}'), "m@1", want_ids=True)
-        whole = dialect.whole(request, "m@1")
+    for wire_format in (CHAT, COMPLETIONS):
+        request = wire_format.rewrite(read_request(b'{"model":"m"}'), "m@1", want_ids=True)
+        whole = wire_format.whole_reader(request, "m@1")
         whole.feed(body)
         assert isinstance(json.loads(whole.finish()), dict)
         whole.facts()
-        streamed = dialect.streamed(request, "m@1")
+        streamed = wire_format.stream_reader(request, "m@1")
         out = streamed.feed(b"data: " + body + b"\n\n") + streamed.finish()
         assert out.endswith(b"\n\n") or out == b""
         streamed.facts()
@@ -303,11 +304,9 @@ def test_read_again_at_once_a_stream_says_the_same(
 ) -> None:
     raw = b"".join(event(said) + b"\n\n" for said in events) + end
     request = asked() if injected else asked(return_token_ids=True, logprobs=True)
-    fed, reread = (
-        StreamedReply(request, "agent@3", "chat.completion", reading=True) for _ in range(2)
-    )
+    fed, reread = (StreamReader(request, "agent@3", "chat.completion") for _ in range(2))
     fed.feed(raw)
-    reread.reread(raw)
+    reread.read(raw)
     assert (fed.finish() is None, fed.facts()) == (reread.finish() is None, reread.facts())
     assert fed.ended == reread.ended
 
@@ -322,7 +321,7 @@ def test_a_text_completion_is_captured() -> None:
         "token_ids": [4, 5],
         "prompt_token_ids": [1, 2],
     }
-    whole = COMPLETIONS.whole(request, None, reading=True)
+    whole = COMPLETIONS.whole_reader(request, None)
     whole.feed(json.dumps({"id": "c", "choices": [choice]}).encode())
     seen = json.loads(whole.finish())["choices"][0]
     assert (seen["token_ids"], seen["prompt_token_ids"], seen["logprobs"]) == (None, None, None)
@@ -333,7 +332,7 @@ def test_a_text_completion_is_captured() -> None:
 
 def test_a_streamed_text_completion_is_put_together() -> None:
     request = COMPLETIONS.rewrite(read_request(b'{"model":"m"}'), None, want_ids=True)
-    reply = COMPLETIONS.streamed(request, None, reading=True)
+    reply = COMPLETIONS.stream_reader(request, None)
     for text, token in (("h", 4), ("i", 5)):
         choice = {"index": 0, "text": text, "token_ids": [token]}
         reply.feed(event({"id": "c", "choices": [choice]}) + b"\n\n")
@@ -349,8 +348,8 @@ def test_a_streamed_text_completion_is_put_together() -> None:
 def test_a_worker_passes_on_what_the_keeper_reads(cuts: list[int], stream: bytes) -> None:
     """Followed for serving alone, a reply leaves as the same bytes, and its summary is the same."""
     followers = [
-        StreamedReply(asked(), "agent@3", "chat.completion", reading=reading)
-        for reading in (False, True)
+        StreamedReply(asked(), "agent@3"),
+        StreamReader(asked(), "agent@3", "chat.completion"),
     ]
     edges = [0, *sorted(set(cuts)), len(stream)]
     for reply in followers:

@@ -1,0 +1,32 @@
+"""The fields of a chat completion's request that tell how it was sampled (pure).
+
+Sources: https://platform.openai.com/docs/api-reference/chat/create, and vLLM's
+`entrypoints/openai/chat_completion/protocol.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from proxy.formats.sampling import EVERYWHERE, BaseSamplingRules, free_form, limits_thinking
+
+
+class ChatSampling(BaseSamplingRules):
+    """The settings of chat completions; `thinking` is what litellm passes on to Anthropic."""
+
+    settings = frozenset({"max_completion_tokens", "response_format", "thinking"})
+    objects = ("thinking",)
+    harmless = EVERYWHERE | {
+        *("messages", "logprobs", "top_logprobs", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "moderation"),
+        *("reasoning_effort", "reasoning", "verbosity", "modalities", "audio", "prediction"),
+        *("web_search_options", "add_generation_prompt", "continue_final_message", "echo"),
+        *("return_prompt_text", "functions"),
+    }
+
+    def reshapes(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a budget ends the thinking."""
+        return limits_thinking(settings)
+
+    def constrains(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a tool or a form of the reply is imposed."""
+        return super().constrains(settings) or not free_form(settings.get("response_format"))

@@ -1,0 +1,40 @@
+"""The turns of a chat: messages with roles, tool calls beside their content (pure)."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from proxy.formats.base import ToolResult
+from proxy.formats.contents import objects
+from proxy.formats.conversation import Conversation
+from proxy.formats.turns import UNHEARD_ROLES, BaseTurns, Named, tool_result
+
+TOOL_ROLES: Final = ("tool", "function")
+
+
+class ChatTurns(BaseTurns):
+    """The messages of a chat."""
+
+    field = "messages"
+
+    def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
+        role = member.get("role")
+        if role == "assistant":
+            conversation.said(member.get("content"))
+            for call in objects(member.get("tool_calls")):
+                function = call.get("function")
+                function = function if isinstance(function, dict) else {}
+                conversation.called(call.get("id"), function.get("name"), function.get("arguments"))
+        elif role in TOOL_ROLES:
+            conversation.result(member.get("tool_call_id"), member.get("content"))
+        elif isinstance(role, str) and role not in UNHEARD_ROLES:
+            conversation.asked(member.get("content"))
+
+    def _called(self, member: dict[str, Any]) -> Iterable[Named]:
+        for call in objects(member.get("tool_calls")):
+            of_kind = call.get("custom") if call.get("type") == "custom" else call.get("function")
+            yield call.get("id"), of_kind.get("name") if isinstance(of_kind, dict) else None
+
+    def _results_in(self, member: dict[str, Any], names: Mapping[str, str]) -> Iterable[ToolResult]:
+        if member.get("role") != "tool":
+            return ()
+        return tool_result(member.get("tool_call_id"), member.get("content"), names)

@@ -1,0 +1,21 @@
+"""The fields of a text completion's request that tell how it was sampled (pure).
+
+Sources: https://platform.openai.com/docs/api-reference/completions/create, and vLLM's
+`entrypoints/openai/completion/protocol.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from proxy.formats.sampling import EVERYWHERE, BaseSamplingRules, free_form
+
+
+class CompletionsSampling(BaseSamplingRules):
+    """The settings of text completions."""
+
+    settings = frozenset({"response_format"})
+    harmless = EVERYWHERE | {"prompt", "prompt_embeds", "logprobs", "echo", "suffix"}
+
+    def constrains(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a form of the reply is imposed."""
+        return super().constrains(settings) or not free_form(settings.get("response_format"))

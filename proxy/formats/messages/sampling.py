@@ -1,0 +1,35 @@
+"""The fields of a request for a message that tell how it was sampled (pure).
+
+Sources: https://docs.anthropic.com/en/api/messages, its beta fields, and vLLM's
+`entrypoints/anthropic/protocol.py`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from proxy.formats.sampling import (
+    EVERYWHERE,
+    BaseSamplingRules,
+    free_form_within,
+    limits_thinking,
+)
+
+
+class MessagesSampling(BaseSamplingRules):
+    """The settings of messages."""
+
+    settings = frozenset({"stop_sequences", "output_config", "thinking"})
+    objects = ("output_config", "thinking")
+    harmless = EVERYWHERE | {
+        *("messages", "system", "service_tier", "inference_geo", "cache_control", "container"),
+        *("context_management", "compaction", "mcp_servers", "betas", "diagnostics"),
+        *("user_profile_id", "workspace_id", "speed", "billing_policy", "thread"),
+    }
+
+    def reshapes(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a budget ends the thinking."""
+        return limits_thinking(settings)
+
+    def constrains(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a tool or a form of the reply is imposed."""
+        return super().constrains(settings) or not free_form_within(settings.get("output_config"))

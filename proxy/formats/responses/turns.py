@@ -1,0 +1,70 @@
+"""The turns of a response's input: messages and items of other types, side by side (pure)."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from proxy.formats.base import ToolResult
+from proxy.formats.conversation import Conversation
+from proxy.formats.turns import UNHEARD_ROLES, BaseTurns, Named, tool_result
+
+PREVIOUS: Final = "previous_response_id"
+# With either of these the server keeps the conversation, and a request shows only what is new.
+KEPT_BY_SERVER: Final = (PREVIOUS, "conversation")
+RESULT_TYPES: Final = ("function_call_output", "custom_tool_call_output")
+# The type of an item that the client adds, beside messages, ends so.
+HEARD_SUFFIXES: Final = ("_output", "_response")
+
+
+class ResponsesTurns(BaseTurns):
+    """The input of a response, which may go on from an earlier one that the server keeps."""
+
+    field = "input"
+    continued_by_id = True
+
+    def continues(self, fields: Mapping[str, Any]) -> str | None:
+        """Return the id of the response that a request goes on from, if it names one."""
+        previous = fields.get(PREVIOUS)
+        return previous if isinstance(previous, str) and previous else None
+
+    def shows_all(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether a request shows its conversation from the beginning."""
+        return not any(fields.get(name) for name in KEPT_BY_SERVER)
+
+    def read(self, fields: Mapping[str, Any]) -> Conversation:
+        """Return the conversation that a request shows; its input may be one text."""
+        given = fields.get(self.field)
+        if not isinstance(given, str):
+            return super().read(fields)
+        conversation = Conversation()
+        conversation.heard(b"u" + given.encode(errors="surrogatepass"))
+        return conversation
+
+    def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
+        kind, role = member.get("type"), member.get("role")
+        if role == "assistant":
+            conversation.said(member.get("content"))
+        elif isinstance(role, str):
+            if role not in UNHEARD_ROLES:
+                conversation.asked(member.get("content"))
+        elif kind == "function_call":
+            conversation.called(member.get("call_id"), member.get("name"), member.get("arguments"))
+        elif isinstance(kind, str) and kind.endswith("_output"):
+            conversation.result(member.get("call_id"), member.get("output"))
+
+    def _is_assistants(self, member: dict[str, Any]) -> bool:
+        """Return whether a member is the model's: a message of its role, or an item of another.
+
+        Items of the model's have no role, and the client's own end in one of `HEARD_SUFFIXES`.
+        """
+        role, kind = member.get("role"), member.get("type")
+        if isinstance(role, str):
+            return role == "assistant"
+        return isinstance(kind, str) and not kind.endswith(HEARD_SUFFIXES)
+
+    def _called(self, member: dict[str, Any]) -> Iterable[Named]:
+        return ((member.get("call_id"), member.get("name")),)
+
+    def _results_in(self, member: dict[str, Any], names: Mapping[str, str]) -> Iterable[ToolResult]:
+        if member.get("type") not in RESULT_TYPES:
+            return ()
+        return tool_result(member.get("call_id"), member.get("output"), names)

@@ -1,0 +1,133 @@
+"""The turns of a conversation in a request, as far as all formats have them alike (pure).
+
+A format's own class says where its messages lie and how they are written. Only tool results that
+answer the assistant's last turn are read: every later request of the thread repeats them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import msgspec
+
+from proxy.formats.base import ToolResult
+from proxy.formats.contents import objects, texts
+from proxy.formats.conversation import Conversation
+from proxy.formats.json_parts import UNREADABLE, Object
+
+MAX_TEXT: Final = 1024
+UNHEARD_ROLES: Final = ("system", "developer")
+
+_members: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_member: Final = msgspec.json.Decoder(dict[str, Any])
+# A tool call's id, and the tool's name, as they were sent.
+Named = tuple[Any, Any]
+
+
+class BaseTurns:
+    """Turns of a format whose requests repeat the conversation in a list of members.
+
+    As it stands it is for a format without turns: it finds nothing in any request.
+    """
+
+    # The request's field that holds the conversation.
+    field: str = ""
+    states_errors: bool = False
+    continued_by_id: bool = False
+
+    def continues(self, fields: Mapping[str, Any]) -> str | None:
+        """Return the id of the reply that a request goes on from: none."""
+        return None
+
+    def shows_all(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether a request shows its conversation from the beginning: always."""
+        return True
+
+    def read(self, fields: Mapping[str, Any]) -> Conversation:
+        """Return the conversation that a request shows."""
+        conversation = Conversation()
+        for member in objects(fields.get(self.field)):
+            self._add(conversation, member)
+        return conversation
+
+    def results(self, parsed: Object | None) -> list[ToolResult]:
+        """Return the tool results that answer the assistant's last turn, one for each tool call."""
+        raw = (parsed or {}).get(self.field)
+        if raw is None:
+            return []
+        try:
+            members = _members.decode(raw)
+        except UNREADABLE:
+            # It is not a list, but a question without any earlier turn.
+            return []
+        after_turn, names = self._last_turn(members)
+        by_tool_id: dict[str, ToolResult] = {}
+        for member in reversed(after_turn):
+            for result in self._results_in(member, names):
+                by_tool_id[result.tool_id] = result
+        return list(by_tool_id.values())
+
+    def _last_turn(self, members: list[msgspec.Raw]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Return what follows the assistant's last turn, newest first, and the tools it names."""
+        after_turn: list[dict[str, Any]] = []
+        names: dict[str, str] = {}
+        answering = False
+        for member in _backwards(members):
+            spoken = self._is_assistants(member)
+            if spoken and after_turn:
+                names |= _storable_names(self._called(member))
+                answering = True
+            elif answering:
+                break
+            elif not spoken:
+                after_turn.append(member)
+        return after_turn, names
+
+    def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
+        """Add one member of the conversation to `conversation`."""
+
+    def _is_assistants(self, member: dict[str, Any]) -> bool:
+        """Return whether a member is the model's."""
+        return member.get("role") == "assistant"
+
+    def _called(self, member: dict[str, Any]) -> Iterable[Named]:
+        """Return the tool calls that a member of the model's makes."""
+        return ()
+
+    def _results_in(self, member: dict[str, Any], names: Mapping[str, str]) -> Iterable[ToolResult]:
+        """Return the tool results in a member; `names` are the tools' names by their calls' ids."""
+        return ()
+
+
+def tool_result(
+    tool_id: Any, content: Any, names: Mapping[str, str], is_error: bool | None = None
+) -> Iterable[ToolResult]:
+    """Return the result if it names its tool call; without an id it cannot be matched to any."""
+    if not isinstance(tool_id, str) or not tool_id or not _storable(tool_id):
+        return ()
+    name = names.get(tool_id)
+    return (
+        ToolResult(tool_id=tool_id, name=name, text="\n".join(texts(content)), is_error=is_error),
+    )
+
+
+def _backwards(members: list[msgspec.Raw]) -> Iterator[dict[str, Any]]:
+    """Yield the members from last to first, each parsed only when it is reached."""
+    for raw in reversed(members):
+        try:
+            yield _member.decode(raw)
+        except UNREADABLE:
+            # It is not an object, or Python cannot represent one of its values.
+            continue
+
+
+def _storable_names(calls: Iterable[Named]) -> dict[str, str]:
+    return {
+        tool_id: name
+        for tool_id, name in calls
+        if isinstance(tool_id, str) and isinstance(name, str) and _storable(name)
+    }
+
+
+def _storable(text: str) -> bool:
+    """Return whether a text keeps the limits that feedback has: its length, and no U+0000."""
+    return len(text) <= MAX_TEXT and "\x00" not in text

@@ -1,0 +1,138 @@
+"""Replies of the toy API; `tokens` are `[prompt ids, sampled ids, log-probabilities]`."""
+
+from typing import Any
+
+import msgspec
+
+from proxy.formats.base import ModelRequest, ReplyFacts, ReplySummary, Sampled
+from proxy.formats.json_parts import Object, parse_object, value_of
+from proxy.formats.requests import own_name
+from proxy.formats.sse import EventStream, Unread, is_done
+
+
+class Restoring:
+    """Puts the client's name back, and takes the tokens out."""
+
+    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        self._model = own_name(request, served_name)
+        self._hides = "tokens" in request.injected
+        self._id: str | None = None
+        self._words: list[str] = []
+
+    def restore(self, payload: bytes) -> bytes:
+        """What the client may see."""
+        parsed = parse_object(payload)
+        if parsed is None:
+            raise Unread
+        self._take(parsed)
+        if self._model is not None and "model" in parsed:
+            parsed["model"] = self._model
+        if self._hides:
+            parsed.pop("tokens", None)
+        return msgspec.json.encode(parsed)
+
+    def _take(self, parsed: Object) -> None:
+        self._id = value_of(parsed.get("id")) or self._id
+        self._words.append(value_of(parsed.get("words")) or "")
+
+    def summary(self) -> ReplySummary:
+        """See `Transcript`."""
+        return ReplySummary(response_id=self._id, text="".join(self._words))
+
+
+class ToyReply(Restoring):
+    """In one piece."""
+
+    ended = False
+    _body = b""
+
+    def feed(self, chunk: bytes) -> bytes:
+        """See `Transcript`."""
+        self._body += chunk
+        return b""
+
+    def finish(self) -> bytes:
+        """See `Transcript`."""
+        self.ended = True
+        try:
+            return self.restore(self._body)
+        except Unread:
+            return self._body
+
+
+class ToyStream(Restoring):
+    """In events, of which `[DONE]` is the last."""
+
+    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        super().__init__(request, served_name)
+        self._events = EventStream(self._data, lambda payload: payload, is_done)
+
+    def _data(self, payload: bytes) -> bytes:
+        return payload if payload == b"[DONE]" else self.restore(payload)
+
+    def feed(self, chunk: bytes) -> bytes:
+        """See `Transcript`."""
+        return self._events.feed(chunk)
+
+    @property
+    def at_end(self) -> bool:
+        """See `StreamTranscript`."""
+        return self._events.at_end
+
+    @property
+    def ended(self) -> bool:
+        """See `Transcript`."""
+        return self._events.ended
+
+    def release(self) -> bytes:
+        """See `StreamTranscript`."""
+        return self._events.release()
+
+    def finish(self) -> bytes:
+        """See `Transcript`."""
+        return self._events.finish()
+
+
+class _Tokens(Restoring):
+    """Keeps what `Restoring` takes out."""
+
+    def __init__(self, request: ModelRequest, served_name: str | None) -> None:
+        super().__init__(request, served_name)
+        self._tokens: list[Any] = [None, None, None]
+
+    def _take(self, parsed: Object) -> None:
+        super()._take(parsed)
+        prompt, ids, logprobs = value_of(parsed.get("tokens")) or (None, None, None)
+        if ids is not None:
+            known = self._tokens
+            self._tokens = [prompt, (known[1] or []) + ids, (known[2] or []) + logprobs]
+
+    def _facts_of(self, *, whole: bool) -> ReplyFacts:
+        prompt, ids, logprobs = (None if part is None else tuple(part) for part in self._tokens)
+        reply = msgspec.json.encode({"id": self._id, "words": "".join(self._words)})
+        sampled = Sampled(prompt, ids, logprobs, choices=1, completion_tokens=None)
+        return ReplyFacts(reply, self._id, None, None, (), sampled, whole)
+
+
+class ToyReader(_Tokens, ToyReply):
+    """Reads a recorded reply in one piece."""
+
+    def read(self, raw: bytes) -> None:
+        """See `ReplyReader`."""
+        self.feed(raw)
+
+    def facts(self) -> ReplyFacts:
+        """See `ReplyReader`."""
+        return self._facts_of(whole=self.ended)
+
+
+class ToyStreamReader(_Tokens, ToyStream):
+    """Reads recorded events."""
+
+    def read(self, raw: bytes) -> None:
+        """See `ReplyReader`."""
+        self.feed(raw)
+
+    def facts(self) -> ReplyFacts:
+        """See `ReplyReader`."""
+        return self._facts_of(whole=self.ended)

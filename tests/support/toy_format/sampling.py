@@ -1,0 +1,17 @@
+"""Settings of the toy API: `only` names the words that may be sampled."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from proxy.formats.sampling import EVERYWHERE, BaseSamplingRules
+
+
+class ToySampling(BaseSamplingRules):
+    """Anything but a list of words leaves the model free."""
+
+    settings = frozenset({"only"})
+    harmless = EVERYWHERE | {"said", "colour"}
+
+    def constrains(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether the words are given."""
+        return "only" in settings

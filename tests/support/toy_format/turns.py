@@ -1,0 +1,36 @@
+"""Turns of the toy API: who said what, and what a tool gave back."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from proxy.formats.base import ToolResult
+from proxy.formats.conversation import Conversation
+from proxy.formats.turns import BaseTurns, Named, tool_result
+
+
+class ToyTurns(BaseTurns):
+    """`said` is a list of `{"by": "me" | "toy" | "tool", "words": …}`."""
+
+    field = "said"
+    states_errors = True
+
+    def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
+        match member.get("by"):
+            case "toy":
+                conversation.said(member.get("words"))
+                if "tool" in member:
+                    conversation.called(member.get("call"), member["tool"], None)
+            case "tool":
+                conversation.result(member.get("call"), member.get("words"))
+            case _:
+                conversation.asked(member.get("words"))
+
+    def _is_assistants(self, member: dict[str, Any]) -> bool:
+        return member.get("by") == "toy"
+
+    def _called(self, member: dict[str, Any]) -> Iterable[Named]:
+        return ((member.get("call"), member.get("tool")),)
+
+    def _results_in(self, member: dict[str, Any], names: Mapping[str, str]) -> Iterable[ToolResult]:
+        failed = True if member.get("failed") is True else None
+        return tool_result(member.get("call"), member.get("words"), names, failed)

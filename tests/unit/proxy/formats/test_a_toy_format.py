@@ -1,0 +1,141 @@
+"""A wire format is a room and a line in the registry: with these two, a new API is served whole."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from proxy.calls.capture import CapturedCall
+from proxy.door import routes
+from proxy.door.refusal import explain
+from proxy.door.routes import Kind, find_route
+from proxy.formats.base import ReplySummary
+from proxy.formats.registry import FORMATS
+from proxy.identity.fingerprints import needed_fingerprints, provided_fingerprints
+from proxy.intake.intake import Intake
+from proxy.keeper.transcribe import transcribe
+from store.records import CallRecord
+from store.values.tokens import unpack_ids
+from tests.support.doubles import MOST, Remembered, SaidReply, SaidServer, data_port
+from tests.support.http_wires import settle
+from tests.support.toy_format.toy import TOY
+
+ASKED = {"model": "m", "said": [{"by": "me", "words": "Hello?"}], "temperature": 1}
+ANSWER = {"id": "toy-1", "model": "m@1", "words": "Hi.", "tokens": [[1, 2], [3, 4], [-0.5, -1.0]]}
+JSON = [(b"Content-Type", b"application/json")]
+EVENTS = [(b"Content-Type", b"text/event-stream")]
+
+
+class Seen(NamedTuple):
+    """What the server was asked, the client was answered, and the keeper makes of the record."""
+
+    asked: dict[str, Any]
+    head: bytes
+    answer: bytes
+    record: CallRecord
+
+
+@pytest.fixture(autouse=True)
+def spoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line in the registry, and the table of routes that is made of it at the start."""
+    monkeypatch.setitem(FORMATS, TOY.name, TOY)
+    monkeypatch.setattr(routes, "_EXACT", routes.exact_routes(FORMATS.values()))
+
+
+@pytest.fixture
+def intake() -> Iterator[Intake]:
+    taken = Intake(budget=MOST, max_body=MOST, max_feedback=MOST)
+    yield taken
+    taken.close()
+
+
+async def call(
+    intake: Intake, folder: Path, reply: SaidReply | None, fields: dict[str, Any] | None = None
+) -> Seen:
+    """Post to the toy API's path, through a whole data port."""
+    body = json.dumps(ASKED | (fields or {})).encode()
+    server, kept = SaidServer(lambda: reply, gives=True), Remembered()
+    connection, wire = data_port(server, kept, intake, folder)
+    lines = (b"POST /episode/e1/v1/toys HTTP/1.1", b"Host: a", b"Content-Length: %d" % len(body))
+    connection.data_received(b"\r\n".join([*lines, b"", b""]) + body)
+    await settle()
+    if connection.task is not None:
+        await asyncio.wait({connection.task}, timeout=10)
+    [captured] = kept.frames
+    assert isinstance(captured, CapturedCall)
+    head, _, answer = wire.sent.partition(b"\r\n\r\n")
+    return Seen(json.loads(server.asked[0]), head, answer, transcribe(captured))
+
+
+def test_its_paths_are_routes() -> None:
+    found = find_route("POST", "/task/t/v1/toys")
+    assert (found.kind, found.path, found.task) == (Kind.CALL, "/v1/toys", "t")
+    assert found.speaks is TOY
+    assert find_route("POST", "/v1/toys/count").kind is Kind.FORWARD
+
+
+async def test_a_call_is_rewritten_filtered_and_recorded(intake: Intake, tmp_path: Path) -> None:
+    body = json.dumps(ANSWER).encode()
+    seen = await call(intake, tmp_path, SaidReply(200, JSON, [body], torn=False))
+    assert seen.asked == ASKED | {"model": "m@1", "tokens": True}
+    assert json.loads(seen.answer) == {"id": "toy-1", "model": "m", "words": "Hi."}
+    record = seen.record
+    assert (record.dialect, record.episode, record.response_id) == ("toy", "e1", "toy-1")
+    assert json.loads(record.request or b"") == ASKED
+    assert json.loads(record.reply or b"")["words"] == "Hi."
+    assert list(unpack_ids(record.tokens.sampled_ids)) == [3, 4]
+    assert (record.trainable, record.reason) == (True, None)
+
+
+async def test_a_stream_is_filtered_event_by_event(intake: Intake, tmp_path: Path) -> None:
+    events = [ANSWER | {"words": "Hi", "tokens": [[1], [3], [-0.5]]}]
+    events += [ANSWER | {"words": ".", "tokens": [[1], [4], [-1.0]]}]
+    pieces = [b"data: %b\n\n" % json.dumps(event).encode() for event in events]
+    reply = SaidReply(200, EVENTS, [*pieces, b"data: [DONE]\n\n"], torn=False)
+    seen = await call(intake, tmp_path, reply, {"stream": True})
+    assert b"tokens" not in seen.answer
+    assert seen.answer.count(b'"model":"m"') == 2
+    assert b"data: [DONE]\n\n" in seen.answer
+    assert json.loads(seen.record.reply or b"")["words"] == "Hi."
+    assert list(unpack_ids(seen.record.tokens.sampled_ids)) == [3, 4]
+    assert seen.record.trainable
+
+
+async def test_its_errors_have_its_own_form(intake: Intake, tmp_path: Path) -> None:
+    seen = await call(intake, tmp_path, None)
+    assert json.loads(seen.answer).keys() == {"oops"}
+    torn = await call(intake, tmp_path, SaidReply(200, EVENTS, [b"data: {}\n\n"], torn=True))
+    assert b'data: {"oops":' in torn.answer
+    assert json.loads(explain("/v1/toys", 400, "no head")).keys() == {"oops"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"colour": "red"}, None),
+        ({"only": ["yes", "no"]}, "constrained_sampling"),
+        ({"taste": "sour"}, "unreadable_sampling"),
+    ],
+)
+async def test_its_own_fields_say_how_it_was_sampled(
+    intake: Intake, tmp_path: Path, fields: dict[str, Any], reason: str | None
+) -> None:
+    reply = SaidReply(200, JSON, [json.dumps(ANSWER).encode()], torn=False)
+    assert (await call(intake, tmp_path, reply, fields)).record.reason == reason
+
+
+async def test_its_tool_results_are_events(intake: Intake, tmp_path: Path) -> None:
+    reply = SaidReply(200, JSON, [json.dumps(ANSWER).encode()], torn=False)
+    turns = [*ASKED["said"], {"by": "toy", "words": "Hm.", "tool": "add", "call": "c1"}]
+    turns += [{"by": "tool", "call": "c1", "words": "no", "failed": True}]
+    [event] = (await call(intake, tmp_path, reply, {"said": turns})).record.tool_events
+    assert (event.tool_id, event.name, event.status) == ("c1", "add", "error")
+
+
+def test_what_it_says_is_asked_for_by_the_next_call() -> None:
+    said = [*ASKED["said"], {"by": "toy", "words": "Hi."}, {"by": "me", "words": "Bye."}]
+    offered = provided_fingerprints(TOY.turns, ASKED, ReplySummary(text="Hi."))
+    assert needed_fingerprints(TOY.turns, ASKED | {"said": said}) == offered
