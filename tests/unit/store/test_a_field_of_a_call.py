@@ -10,7 +10,7 @@ import pytest
 
 from store.records import CallFacts, CallRecord, Kept, Record
 from store.schema.call_columns import call_columns
-from store.schema.tables import transitions
+from store.schema.recorded import transitions
 from store.values.call_fields import kept_fields
 from store.write.rows import TRANSITION_COLUMNS
 
@@ -34,7 +34,7 @@ from types import SimpleNamespace
 
 from proxy.keeper.transcribe import transcribe
 from store.read.assembly import assemble, whole_texts
-from store.schema.tables import transitions
+from store.schema.recorded import transitions
 from store.values.storable import storable_call
 from store.write.bases import Bases
 from store.write.rows import TRANSITION_COLUMNS, transition_row
