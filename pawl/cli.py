@@ -109,7 +109,7 @@ def trainer(
     episodes are free again. Status 2: recipe, model or policy cannot be used.
     """
     from trainer.errors import TrainerError
-    from trainer.recipe import load_recipe
+    from trainer.recipes.recipe import load_recipe
     from trainer.settings import TrainerSettings
 
     settings = read_settings(TrainerSettings)
@@ -394,7 +394,7 @@ def credit(
     """
     from pawl.credit import explain_file, write
     from trainer.errors import TrainerError
-    from trainer.recipe import load_recipe
+    from trainer.recipes.recipe import load_recipe
 
     if (file is None) == (update is None):
         _fail("name a file of episodes, - for standard input, or --update: exactly one of them")

@@ -13,7 +13,7 @@ from rich.text import Text
 from trainer.credit.air import STEP_WARNING
 from trainer.credit.lines import CreditLine, credit_lines, read_lines
 from trainer.errors import CreditLineError
-from trainer.recipe import Recipe
+from trainer.recipes.recipe import Recipe
 
 
 class Explained(msgspec.Struct, frozen=True):

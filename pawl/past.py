@@ -11,8 +11,8 @@ from store.read.past import PastUpdate, past_update
 from store.updates.claims import Outcome
 from trainer.credit.lines import credit_line
 from trainer.errors import RecipeError
-from trainer.recipe import Recipe
-from trainer.update import Plan, plan_update
+from trainer.recipes.recipe import Recipe
+from trainer.updates.plan import Plan, plan_update
 
 
 async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | None) -> Explained:

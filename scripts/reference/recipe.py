@@ -6,8 +6,8 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from trainer.recipe import Recipe, parse_recipe
-from trainer.recipe_parts import RecipePart
+from trainer.recipes.options import RecipeOptions
+from trainer.recipes.recipe import Recipe, parse_recipe
 
 from .fields import as_toml, default_of, meaning_of, type_of
 from .markdown import code, page, paragraph, sentence, table, table_with_notes
@@ -59,13 +59,13 @@ def recipe_page() -> str:
 
 
 def _is_table(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, RecipePart)
+    return isinstance(field.annotation, type) and issubclass(field.annotation, RecipeOptions)
 
 
 def _section(name: str, field: FieldInfo) -> str:
     part = field.annotation
     assert isinstance(part, type)
-    assert issubclass(part, RecipePart)
+    assert issubclass(part, RecipeOptions)
     summary = (part.__doc__ or "").strip().split("\n\n")[0].partition(": ")[2]
     return "\n\n".join([f"## `[{name}]`", paragraph(sentence(summary)), _keys(part.model_fields)])
 
@@ -117,7 +117,7 @@ def _flat(recipe: BaseModel) -> dict[str, Any]:
     """Return a recipe's values by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in recipe:
-        if isinstance(value, RecipePart):
+        if isinstance(value, RecipeOptions):
             flat |= {f"{name}.{key}": one for key, one in value}
         else:
             flat[name] = value

@@ -32,7 +32,7 @@ from trainer.credit.baselines import (
 from trainer.credit.means import mean_of
 from trainer.credit.moving import MovingBaselines, task_family
 from trainer.credit.returns import CallReturn
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
 
 class EpisodeReturns(Record, frozen=True, kw_only=True):
@@ -73,7 +73,7 @@ class ScoredCalls(Record, frozen=True, kw_only=True):
 
 
 def advantages(
-    episodes: Sequence[EpisodeReturns], rule: CreditPart, before: MovingBaselines
+    episodes: Sequence[EpisodeReturns], rule: CreditOptions, before: MovingBaselines
 ) -> tuple[list[list[Advantage]], MovingBaselines]:
     """Return the advantages of an update's calls, and the moving baselines after the update.
 
@@ -97,7 +97,7 @@ def advantages(
     return result, after.pruned()
 
 
-def _scored_calls(index: int, episode: EpisodeReturns, rule: CreditPart) -> list[ScoredCalls]:
+def _scored_calls(index: int, episode: EpisodeReturns, rule: CreditOptions) -> list[ScoredCalls]:
     if episode.account.earlier and rule.baseline in ("moving", "none"):
         # Only a group's own statistics have a use for an episode that is consumed already.
         return []
@@ -121,7 +121,7 @@ def _scored_calls(index: int, episode: EpisodeReturns, rule: CreditPart) -> list
 
 
 def _updated_moving(
-    units: Sequence[ScoredCalls], rule: CreditPart, before: MovingBaselines
+    units: Sequence[ScoredCalls], rule: CreditOptions, before: MovingBaselines
 ) -> MovingBaselines:
     if rule.baseline != "moving":
         return before
@@ -133,7 +133,7 @@ def _updated_moving(
 
 def _baselines(
     units: Sequence[ScoredCalls],
-    rule: CreditPart,
+    rule: CreditOptions,
     before: MovingBaselines,
     after: MovingBaselines,
 ) -> list[Baseline]:
@@ -163,7 +163,7 @@ Normalised = list[tuple[float, NoSignal | None]]
 
 
 def _normalised(
-    units: Sequence[ScoredCalls], baselines: Sequence[Baseline], rule: CreditPart
+    units: Sequence[ScoredCalls], baselines: Sequence[Baseline], rule: CreditOptions
 ) -> list[Normalised]:
     """Return each return's difference from its baseline, divided as the recipe says."""
     differences = [

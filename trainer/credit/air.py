@@ -20,7 +20,7 @@ from typing import Final
 
 from store.records import Record, ToolCall, ToolEvent, ToolStatus, TransitionRow
 from trainer.credit.means import mean_of
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
 STEP_WARNING: Final = (
     'air_assignment = "step" rewards each call for its own tools, whatever the task came to:'
@@ -74,7 +74,7 @@ def find_tool_call(event: ToolEvent, tool_calls: Sequence[ToolCall]) -> ToolCall
     return candidates[0] if len(candidates) == 1 else None
 
 
-def air_rewards(calls: Sequence[Sequence[MatchedEvent]], rule: CreditPart) -> list[float]:
+def air_rewards(calls: Sequence[Sequence[MatchedEvent]], rule: CreditOptions) -> list[float]:
     """Return r_air of each of an episode's calls, from each call's events; 0 if there are none."""
     scores = counted_scores(calls, rule)
     if rule.air_assignment == "step":
@@ -83,7 +83,9 @@ def air_rewards(calls: Sequence[Sequence[MatchedEvent]], rule: CreditPart) -> li
     return [whole] * len(calls)
 
 
-def counted_scores(calls: Sequence[Sequence[MatchedEvent]], rule: CreditPart) -> list[list[float]]:
+def counted_scores(
+    calls: Sequence[Sequence[MatchedEvent]], rule: CreditOptions
+) -> list[list[float]]:
     """Return the scores that count, by call.
 
     Of several outcomes of the same tool with the same arguments the worst counts, and of
@@ -102,7 +104,7 @@ def counted_scores(calls: Sequence[Sequence[MatchedEvent]], rule: CreditPart) ->
     return by_call
 
 
-def _score(event: MatchedEvent, rule: CreditPart) -> float:
+def _score(event: MatchedEvent, rule: CreditOptions) -> float:
     own = rule.air_tools.get(event.tool or "", {})
     return own.get(event.status, rule.air_scores[event.status])
 

@@ -10,7 +10,7 @@ from trainer.credit.accounts import EpisodeAccount, account_of
 from trainer.credit.calls import CallCredit, credit_accounts
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.credit.returns import MeanReturn
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
 
 class TransitionCredit(CallCredit, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class Credited(Record, frozen=True, kw_only=True):
 
 def assign_credit(
     groups: Sequence[Group],
-    rule: CreditPart,
+    rule: CreditOptions,
     *,
     policy: str,
     oldest_version: int,

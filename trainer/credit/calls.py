@@ -8,7 +8,7 @@ from trainer.credit.advantages import Advantage, EpisodeReturns, advantages
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.credit.returns import CallReturn, MeanReturn, call_returns, mean_return
 from trainer.credit.weights import loss_weights
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
 
 class CallCredit(Record, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class CreditedAccounts(Record, frozen=True, kw_only=True):
 
 def credit_accounts(
     groups: Sequence[Sequence[EpisodeAccount]],
-    rule: CreditPart,
+    rule: CreditOptions,
     baselines: MovingBaselines = NO_MOVING_BASELINES,
 ) -> CreditedAccounts:
     """Return the credit of every call, ordered by group, episode and call."""
@@ -86,7 +86,7 @@ def _call_credit(
 
 
 def _reason(
-    episode: EpisodeReturns, position: int, advantage: Advantage, rule: CreditPart
+    episode: EpisodeReturns, position: int, advantage: Advantage, rule: CreditOptions
 ) -> str | None:
     """Return why a call is not trained, or None; reasons of the whole episode come first."""
     account, call = episode.account, episode.returns[position]
@@ -101,7 +101,7 @@ def _reason(
     return account.withheld or _call_reason(account.calls[position], call, rule)
 
 
-def _call_reason(account: CallAccount, call: CallReturn, rule: CreditPart) -> str | None:
+def _call_reason(account: CallAccount, call: CallReturn, rule: CreditOptions) -> str | None:
     if not account.trainable:
         return account.reason or "not_trainable"
     if rule.assignment in ("first_call", "last_call") and call.share == 0:

@@ -15,7 +15,7 @@ from trainer.credit.accounts import CallAccount, EpisodeAccount, current_reward
 from trainer.credit.air import MatchedEvent
 from trainer.credit.calls import CallCredit, credit_accounts
 from trainer.errors import CreditLineError
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
 # Seconds since 1970, up to the end of the year 9999.
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
@@ -113,7 +113,7 @@ def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:
     return episodes
 
 
-def credit_lines(episodes: Sequence[EpisodeLine], rule: CreditPart) -> list[CreditLine]:
+def credit_lines(episodes: Sequence[EpisodeLine], rule: CreditOptions) -> list[CreditLine]:
     """Return the credit of each call, in the order of episodes and calls.
 
     Episodes of one task form a group; an episode without a task is a group of its own.

@@ -26,8 +26,8 @@ from trainer.errors import LearnerError
 from trainer.learners.kl import ByRow, KlToBase, by_row, with_kl_rewards
 from trainer.learners.off_policy import RowComparison, compare, keeps_loss
 from trainer.learners.scoring import Scored, score_rows
-from trainer.recipe import Recipe
-from trainer.recipe_parts import OffPolicyPart
+from trainer.recipes.recipe import Recipe
+from trainer.recipes.training import OffPolicyOptions
 
 AnyTrainer = TypeVar("AnyTrainer", bound="StoredGrpoTrainer")
 
@@ -60,7 +60,7 @@ class StoredGrpoTrainer(GRPOTrainer):
     """
 
     merge: bool
-    off_policy: OffPolicyPart
+    off_policy: OffPolicyOptions
     _compared: list[RowComparison]
 
     # Set by `build_trainer`.

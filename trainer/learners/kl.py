@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.batches.rows import Row, RowKey
-from trainer.recipe_parts import KlPart
+from trainer.recipes.training import KlOptions
 
 # One value for each sampled token, (S,), by row.
 ByRow = dict[RowKey, list[float]]
@@ -54,7 +54,7 @@ def k3(policy: Tensor, reference: Tensor) -> Tensor:
 class KlToBase:
     """The KL penalty of one update, in the loss or in the reward, as the recipe says."""
 
-    def __init__(self, rule: KlPart) -> None:
+    def __init__(self, rule: KlOptions) -> None:
         """Store the recipe's `[kl]` rule."""
         self.rule = rule
         self.is_wanted = rule.coefficient > 0

@@ -29,7 +29,7 @@ from trainer.learners.passes import Step
 from trainer.learners.ppo import make_ppo_trainer
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_state
-from trainer.recipe import Recipe
+from trainer.recipes.recipe import Recipe
 
 log = structlog.get_logger()
 
@@ -43,7 +43,7 @@ IN_BETWEEN = "trained on, and not saved as a version"
 
 
 class Learner:
-    """Holds one policy's model between updates; implements `trainer.learning.LearnerProtocol`."""
+    """Hold one policy's model between updates, as `LearnerProtocol` asks for."""
 
     def __init__(self, model: str, recipe: Recipe, seed: int, scratch: Path) -> None:
         """Load the base model, which takes seconds to minutes.

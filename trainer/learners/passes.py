@@ -12,7 +12,7 @@ from trainer.batches.rows import Row
 from trainer.batches.schedule import rate_share
 from trainer.errors import Interrupted, Unusable
 from trainer.learners.distributed.processes import Processes
-from trainer.recipe_parts import OptimizerPart
+from trainer.recipes.training import OptimizerOptions
 
 Seen = TypeVar("Seen")
 
@@ -23,7 +23,7 @@ class Step:
     def __init__(
         self,
         trainer: Any,
-        rule: OptimizerPart,
+        rule: OptimizerOptions,
         interrupted: threading.Event,
         processes: Processes,
     ) -> None:

@@ -25,7 +25,7 @@ from trainer.learners.gae import explained_variance, normalised, row_advantages
 from trainer.learners.grpo import StoredGrpoTrainer, View, build_trainer, pad_rows
 from trainer.learners.kl import ByRow, by_row, concatenated, token_weights
 from trainer.learners.value_head import NAME, add_value_head, values_of
-from trainer.recipe import Recipe
+from trainer.recipes.recipe import Recipe
 
 
 class Targets(NamedTuple):

@@ -24,7 +24,7 @@ def is_follower() -> bool:
 class LeadingLearner:
     """The learner in rank 0: it runs each command in all processes at once.
 
-    It implements `trainer.learning.LearnerProtocol`; results are those of rank 0.
+    It implements `trainer.learners.protocol.LearnerProtocol`; results are those of rank 0.
     """
 
     def __init__(self, learner: Learner) -> None:

@@ -8,34 +8,33 @@ from typing import Any, Literal
 from pydantic import ValidationError, model_validator
 
 from trainer.errors import RecipeError
-from trainer.recipe_parts import (
-    BatchPart,
-    ClaimPart,
-    CreditPart,
-    KlPart,
-    LoraPart,
-    OffPolicyPart,
-    OptimizerPart,
-    PpoPart,
-    PublishPart,
-    RecipePart,
+from trainer.recipes.adapter import LoraOptions, PublishOptions
+from trainer.recipes.claim import ClaimOptions
+from trainer.recipes.credit import CreditOptions
+from trainer.recipes.options import RecipeOptions
+from trainer.recipes.training import (
+    BatchOptions,
+    KlOptions,
+    OffPolicyOptions,
+    OptimizerOptions,
+    PpoOptions,
 )
 
 
-class Recipe(RecipePart):
+class Recipe(RecipeOptions):
     """A complete recipe; keys that a file leaves out have their defaults."""
 
     learner: Literal["grpo", "ppo"] = "grpo"
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    claim: ClaimPart = ClaimPart()
-    credit: CreditPart = CreditPart()
-    optimizer: OptimizerPart = OptimizerPart()
-    batch: BatchPart = BatchPart()
-    off_policy: OffPolicyPart = OffPolicyPart()
-    kl: KlPart = KlPart()
-    ppo: PpoPart = PpoPart()
-    lora: LoraPart = LoraPart()
-    publish: PublishPart = PublishPart()
+    claim: ClaimOptions = ClaimOptions()
+    credit: CreditOptions = CreditOptions()
+    optimizer: OptimizerOptions = OptimizerOptions()
+    batch: BatchOptions = BatchOptions()
+    off_policy: OffPolicyOptions = OffPolicyOptions()
+    kl: KlOptions = KlOptions()
+    ppo: PpoOptions = PpoOptions()
+    lora: LoraOptions = LoraOptions()
+    publish: PublishOptions = PublishOptions()
 
     @model_validator(mode="after")
     def _groups_are_compared(self) -> "Recipe":

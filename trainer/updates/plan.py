@@ -12,7 +12,7 @@ from store.updates.ready import ClaimRule
 from trainer.batches.rows import Row, training_rows
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
-from trainer.recipe import Recipe
+from trainer.recipes.recipe import Recipe
 
 
 class Plan(Record, frozen=True, kw_only=True):
