@@ -6,6 +6,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from trainer.credit.baselines.registry import baselines
 from trainer.recipes.options import RecipeOptions
 from trainer.recipes.recipe import Recipe, parse_recipe
 
@@ -30,8 +31,8 @@ TOP: Final = {
 }
 RULES: Final = """
 Some keys are checked together. `claim.smallest_group` must not exceed `claim.group_size`, and
-`claim.max_episode_age_s` must exceed `claim.max_age_s`. A group baseline (`group`, `leave_one_out`)
-needs groups of two or more. `learner = "ppo"` needs `credit.baseline = "none"` and a
+`claim.max_episode_age_s` must exceed `claim.max_age_s`. A baseline that compares within a group
+({grouped}) needs groups of two or more. `learner = "ppo"` needs `credit.baseline = "none"` and a
 `credit.normalisation` other than `group`, and allows one discount only: `credit.assignment =
 "discounted"` or `ppo.gamma` below 1. With a decaying `optimizer.schedule`, `warmup_steps` must be
 smaller than `total_steps`. `off_policy.sequence_min` to `sequence_max` must contain 1. A malformed
@@ -51,11 +52,15 @@ def recipe_page() -> str:
         _keys(top),
         *(_section(name, field) for name, field in tables),
         "## Checks across keys",
-        paragraph(RULES),
+        paragraph(RULES.format(grouped=_grouped_baselines())),
         "## Packaged recipes",
         paragraph(PACKAGED),
         _packaged(),
     )
+
+
+def _grouped_baselines() -> str:
+    return ", ".join(code(name) for name, one in baselines().items() if one.needs_group)
 
 
 def _is_table(field: FieldInfo) -> bool:

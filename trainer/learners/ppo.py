@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from trainer.batches.rows import Row
+from trainer.credit.normalisations.registry import normalisations
 from trainer.learners.gae import explained_variance, normalised, row_advantages
 from trainer.learners.grpo import StoredGrpoTrainer, View, build_trainer, pad_rows
 from trainer.learners.kl import ByRow, by_row, concatenated, token_weights
@@ -78,7 +79,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         ]
         self._explained = explained_variance(values, returns, weights)
         credit = self.recipe.credit
-        if credit.normalisation == "batch":
+        if normalisations()[credit.normalisation].spread_over == "update":
             advantages = normalised(advantages, weights, credit.smallest_spread)
         self._targets = Targets(
             old=view.policy,

@@ -5,11 +5,13 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from store.records import TOOL_STATUSES
-from trainer.recipes.options import Finite, Positive, RecipeOptions
+from trainer.credit.baselines.registry import baseline_names
+from trainer.credit.normalisations.registry import normalisation_names
+from trainer.recipes.options import Finite, NameFrom, Positive, RecipeOptions
 
 Assignment = Literal["identical", "per_agent", "discounted", "first_call", "last_call", "call"]
-BaselineName = Literal["group", "leave_one_out", "moving", "none"]
-Normalisation = Literal["group", "batch", "none"]
+BaselineName = Annotated[str, NameFrom(baseline_names)]
+NormalisationName = Annotated[str, NameFrom(normalisation_names)]
 EqualWeight = Literal["episode", "call", "token"]
 
 
@@ -28,7 +30,7 @@ class CreditOptions(RecipeOptions):
         default="group",
         description="Value that a return is compared with (`trainer.credit.baselines`).",
     )
-    normalisation: Normalisation = Field(
+    normalisation: NormalisationName = Field(
         default="group",
         description="What the difference from the baseline is divided by: the spread that belongs "
         'to the baseline ("group"), that of the update ("batch"), or nothing ("none").',

@@ -1,4 +1,4 @@
-"""Recipes: which learner to use, and its numbers; TOML with known keys and checked ranges."""
+"""Read recipes: which learner to use, and its numbers, as TOML with known keys and ranges."""
 
 import tomllib
 from importlib.resources import files
@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
+from trainer.credit.baselines.registry import baselines
+from trainer.credit.normalisations.registry import normalisations
 from trainer.errors import RecipeError
 from trainer.recipes.adapter import LoraOptions, PublishOptions
 from trainer.recipes.claim import ClaimOptions
@@ -39,13 +41,13 @@ class Recipe(RecipeOptions):
     @model_validator(mode="after")
     def _groups_are_compared(self) -> "Recipe":
         """Refuse groups of one with a baseline that compares an episode with its group."""
-        compared = self.credit.baseline in ("group", "leave_one_out")
-        if compared and self.claim.smallest_group == 1:
+        if baselines()[self.credit.baseline].needs_group and self.claim.smallest_group == 1:
+            others = [f'"{name}"' for name, one in baselines().items() if not one.needs_group]
             key = "group_size" if self.claim.group_size == 1 else "smallest_group"
             raise ValueError(
                 f"claim.{key} = 1 cannot work with credit.baseline = {self.credit.baseline!r}: "
                 "an episode that is alone has no group to be compared with; set "
-                'credit.baseline to "moving" or "none", or the size to 2 or more'
+                f"credit.baseline to {' or '.join(others)}, or the size to 2 or more"
             )
         return self
 
@@ -55,7 +57,8 @@ class Recipe(RecipeOptions):
         if self.learner != "ppo":
             return self
         credit = self.credit
-        if credit.baseline != "none" or credit.normalisation == "group":
+        has_another = not baselines()[credit.baseline].is_zero
+        if has_another or normalisations()[credit.normalisation].spread_over == "baseline":
             raise ValueError(
                 'learner "ppo" has its critic as the baseline: set credit.baseline = "none" and '
                 'credit.normalisation = "batch" (or "none")'

@@ -11,6 +11,7 @@ from store.updates.claims import Claim, Outcome
 from store.updates.ready import ClaimRule
 from trainer.batches.rows import Row, training_rows
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
+from trainer.credit.baselines.registry import baselines
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.recipes.recipe import Recipe
 
@@ -62,6 +63,7 @@ def plan_update(claim: Claim, recipe: Recipe) -> Plan:
         oldest_version=claim.oldest_version,
         baselines=before,
     )
+    is_carried = baselines()[recipe.credit.baseline].needs_moving_averages
     rows = training_rows(credited.transitions)
     outcomes = _outcomes(claim, credited.transitions)
     return Plan(
@@ -69,7 +71,7 @@ def plan_update(claim: Claim, recipe: Recipe) -> Plan:
         rows=tuple(rows),
         outcomes=outcomes,
         metrics=_metrics(claim, credited, rows, outcomes),
-        baselines=to_builtins(credited.baselines) if recipe.credit.baseline == "moving" else None,
+        baselines=to_builtins(credited.baselines) if is_carried else None,
     )
 
 
