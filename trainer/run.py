@@ -1,4 +1,4 @@
-"""The trainer process: start-up, and waiting while the database or a model server is away."""
+"""Run the trainer process: start it, and wait while the database or a model server is away."""
 
 import asyncio
 import signal

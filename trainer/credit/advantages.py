@@ -21,7 +21,7 @@ from trainer.recipes.credit import CreditOptions
 
 
 class EpisodeReturns(Record, frozen=True, kw_only=True):
-    """An episode with the return of each of its calls, and the number of its group."""
+    """Hold an episode with the return of each of its calls, and the number of its group."""
 
     group: int
     account: EpisodeAccount
@@ -29,7 +29,7 @@ class EpisodeReturns(Record, frozen=True, kw_only=True):
 
 
 class Advantage(Record, frozen=True, kw_only=True):
-    """A call's advantage.
+    """Hold a call's advantage.
 
     `value` is None if nobody scored the call, and 0 if the comparison gives no signal; `reason`
     says why it gives none.
@@ -43,7 +43,7 @@ UNSCORED: Final = Advantage(value=None, reason=None)
 
 
 class ScoredCalls(Record, frozen=True, kw_only=True):
-    """The scored calls that are compared as one: those of an episode, or of one of its agents.
+    """Hold the scored calls that are compared as one: an episode's, or those of one of its agents.
 
     `episode` is the episode's index in the update, `positions` are those of the calls in the
     episode, and `returns` are the calls' returns, in the order of `positions`.

@@ -1,4 +1,4 @@
-"""AIR: automatic intermediate rewards from how an episode's tool executions ended (pure).
+"""Compute AIR: automatic intermediate rewards from how tool executions ended (pure).
 
 Agent Lightning (arXiv:2508.03680 §3.4.2) proposes rewards from monitored system signals such
 as the return status of a tool, and gives no formula. Pawl's is
@@ -30,7 +30,7 @@ STEP_WARNING: Final = (
 
 
 class MatchedEvent(Record, frozen=True, kw_only=True):
-    """A tool event with the tool call that it belongs to.
+    """Hold a tool event with the tool call that it belongs to.
 
     `arguments` is None if the tool call is unknown (a malformed call has none).
     """

@@ -1,4 +1,4 @@
-"""The credit of every call of an update: returns, advantages and loss weights (pure)."""
+"""Credit every call of an update: returns, advantages and loss weights (pure)."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from trainer.recipes.credit import CreditOptions
 
 
 class CallCredit(Record, frozen=True, kw_only=True):
-    """One call's rewards, advantage and share of the update's loss.
+    """Hold one call's rewards, advantage and share of the update's loss.
 
     `r_final`, `r_total` and `advantage` are None if nobody scored the call. `reason` says why
     the call is not trained; it is None for calls that are.
@@ -27,7 +27,7 @@ class CallCredit(Record, frozen=True, kw_only=True):
 
 
 class CreditedAccounts(Record, frozen=True, kw_only=True):
-    """The credit of calls and the mean returns, by episode, and the next moving baselines."""
+    """Hold credit and mean returns by episode, and the next moving baselines."""
 
     calls: tuple[tuple[CallCredit, ...], ...]
     returns: tuple[MeanReturn, ...]

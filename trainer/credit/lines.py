@@ -1,4 +1,4 @@
-"""The JSON lines of `pawl credit`: one episode a line in, one call a line out (pure).
+"""Read and write the JSON lines of `pawl credit`: an episode in, its calls out (pure).
 
 Input lines are those that `pawl export` writes. Only the fields that count for credit are
 read; others are ignored.
@@ -22,7 +22,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
 
 
 class FeedbackLine(Record, frozen=True, kw_only=True):
-    """One feedback item; `at` is RFC 3339 (UTC if it names no zone) or seconds since 1970."""
+    """Hold one feedback item; `at` is RFC 3339 (UTC if it names no zone) or seconds since 1970."""
 
     metric: str
     value: float
@@ -37,7 +37,7 @@ class FeedbackLine(Record, frozen=True, kw_only=True):
 
 
 class EventLine(Record, frozen=True, kw_only=True):
-    """One tool event: how a tool that the call requested ended.
+    """Hold one tool event: how a tool that the call requested ended.
 
     `arguments` is the text that the model wrote.
     """
@@ -49,7 +49,7 @@ class EventLine(Record, frozen=True, kw_only=True):
 
 
 class CallLine(Record, frozen=True, kw_only=True):
-    """One call of an episode."""
+    """Hold one call of an episode."""
 
     call: str
     trainable: bool
@@ -61,7 +61,7 @@ class CallLine(Record, frozen=True, kw_only=True):
 
 
 class EpisodeLine(Record, frozen=True, kw_only=True):
-    """One episode.
+    """Hold one episode.
 
     Its feedback decides whether it is scored; of `state` only `failed` is used.
     """
@@ -75,7 +75,7 @@ class EpisodeLine(Record, frozen=True, kw_only=True):
 
 
 class CreditLine(Record, frozen=True, kw_only=True):
-    """One call's credit; the fields are in the order in which they are written."""
+    """Hold one call's credit, with the fields in the order in which they are written."""
 
     episode: str
     call: str

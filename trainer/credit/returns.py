@@ -1,4 +1,4 @@
-"""The return of each call of an episode, by the recipe's `assignment` (pure).
+"""Compute the return of each call of an episode, by the recipe's `assignment` (pure).
 
 - `identical`: each call gets the episode's return (Agent Lightning, arXiv:2508.03680 §3.3.2).
 - `per_agent`: each call gets its agent's return: the mean of the rewards given to single calls
@@ -21,7 +21,7 @@ from trainer.recipes.credit import CreditOptions
 
 
 class CallReturn(Record, frozen=True, kw_only=True):
-    """The return that a call's episode is compared by, and the call's share of it.
+    """Hold the return that a call's episode is compared by, and the call's share of it.
 
     Episodes are compared by `value`. The call gets `share` of it (0 to 1), and the same share
     of the advantage. Comparing what is left after sharing would put the first calls of every
@@ -54,7 +54,7 @@ class CallReturn(Record, frozen=True, kw_only=True):
 
 
 class MeanReturn(Record, frozen=True, kw_only=True):
-    """An episode's return: the mean over its calls, before it is shared out among them."""
+    """Hold an episode's return: the mean over its calls, before it is shared out among them."""
 
     r_final: float | None
     r_air: float

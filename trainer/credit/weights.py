@@ -1,4 +1,4 @@
-"""Loss weights: each call's share of the update's loss; shares sum to 1 (pure).
+"""Weigh calls: give each its share of the update's loss, 1 in sum (pure).
 
 The recipe's `equal_weight` says what has the same weight:
 

@@ -1,4 +1,4 @@
-"""KL to the base model: the same weights with the adapter switched off.
+"""Compute the KL to the base model: the same weights with the adapter switched off.
 
 In the loss it is the k3 estimator (Schulman, "Approximating KL divergence", 2020; GRPO,
 arXiv:2402.03300 §4.1.1), weighted like the rest of the loss, which TRL's own `beta` is not.
@@ -52,7 +52,7 @@ def k3(policy: Tensor, reference: Tensor) -> Tensor:
 
 
 class KlToBase:
-    """The KL penalty of one update, in the loss or in the reward, as the recipe says."""
+    """Compute the KL penalty of one update, in the loss or in the reward, as the recipe says."""
 
     def __init__(self, rule: KlOptions) -> None:
         """Store the recipe's `[kl]` rule."""

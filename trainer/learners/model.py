@@ -1,4 +1,4 @@
-"""The model in training: a frozen base and one LoRA adapter, in the recipe's precision."""
+"""Load the model in training: a frozen base and one LoRA adapter, in the recipe's precision."""
 
 import os
 from pathlib import Path

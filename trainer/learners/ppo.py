@@ -1,4 +1,4 @@
-"""PPO on stored transitions: TRL's clipped surrogate, with Pawl's critic and GAE.
+"""Train stored transitions with PPO: TRL's clipped surrogate, Pawl's critic and GAE.
 
 PPO is arXiv:1707.06347 §3. Before an update's first step, one pass without gradient gives
 the trainer's own log-probabilities, which are the old ones of the ratio, and the critic's
@@ -30,7 +30,7 @@ from trainer.recipes.recipe import Recipe
 
 
 class Targets(NamedTuple):
-    """The values that an update keeps fixed for each sampled token, by row."""
+    """Hold the values that an update keeps fixed for each sampled token, by row."""
 
     old: ByRow
     values: ByRow
@@ -40,14 +40,14 @@ class Targets(NamedTuple):
 
 
 class StoredPpoTrainer(StoredGrpoTrainer):
-    """The trainer of stored rows with a critic; it does not use the rows' own advantages."""
+    """Train stored rows with a critic; the rows' own advantages are not used."""
 
     needs_hidden = True
     # Set by `make_ppo_trainer`.
     critic: torch.nn.Linear
 
     @property
-    def needs_look(self) -> bool:
+    def needs_view(self) -> bool:
         """Return True: old log-probabilities and values are always needed."""
         return True
 
@@ -56,7 +56,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         """Return how often an update goes through its rows."""
         return self.recipe.ppo.epochs
 
-    def look(self, rows: Sequence[Row]) -> View:
+    def view(self, rows: Sequence[Row]) -> View:
         """Return a micro-batch as policy, critic and base see it before the update's first step."""
         with torch.no_grad():
             scored = self.score(rows, hidden=True)
@@ -152,7 +152,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         self._critic_weight += float(weights.sum())
         return loss
 
-    def parts(self) -> dict[str, torch.nn.Module]:
+    def added_modules(self) -> dict[str, torch.nn.Module]:
         """Return the critic, to be saved and resumed."""
         return {NAME: self.critic}
 

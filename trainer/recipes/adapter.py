@@ -6,7 +6,7 @@ from trainer.recipes.options import Count, Positive, RecipeOptions
 
 
 class LoraOptions(RecipeOptions):
-    """`[lora]`: the adapter's shape."""
+    """Set `[lora]`: the adapter's shape."""
 
     rank: Count = Field(
         default=16, description="LoRA rank; not above the model server's --max-lora-rank."
@@ -18,7 +18,7 @@ class LoraOptions(RecipeOptions):
 
 
 class PublishOptions(RecipeOptions):
-    """`[publish]`: when a version passes the probe, and when an idle one is retired."""
+    """Set `[publish]`: when a version passes the probe, and when an idle one is retired."""
 
     tolerance: Positive = Field(
         default=0.15,

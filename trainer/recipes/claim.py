@@ -8,7 +8,7 @@ from trainer.recipes.options import Count, Positive, RecipeOptions
 
 
 class ClaimOptions(RecipeOptions):
-    """`[claim]`: the episodes that make an update (`store.updates.ready.ClaimRule`)."""
+    """Set `[claim]`: the episodes that make an update (`store.updates.ready.ClaimRule`)."""
 
     group_size: Count = Field(
         default=8,

@@ -16,7 +16,7 @@ EqualWeight = Literal["episode", "call", "token"]
 
 
 class CreditOptions(RecipeOptions):
-    """`[credit]`: from rewards to advantages and loss weights (`trainer.credit`)."""
+    """Set `[credit]`: from rewards to advantages and loss weights (`trainer.credit`)."""
 
     assignment: Assignment = Field(
         default="identical",

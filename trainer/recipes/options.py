@@ -34,6 +34,6 @@ class NameFrom:
 
 
 class RecipeOptions(BaseModel):
-    """A table of the recipe: unknown keys are refused, and values never change."""
+    """Refuse unknown keys in a table of the recipe, and changes of its values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -24,7 +24,7 @@ from trainer.recipes.training import (
 
 
 class Recipe(RecipeOptions):
-    """A complete recipe; keys that a file leaves out have their defaults."""
+    """Hold a complete recipe; keys that a file leaves out have their defaults."""
 
     learner: Literal["grpo", "ppo"] = "grpo"
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"

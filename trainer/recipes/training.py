@@ -8,7 +8,7 @@ from trainer.recipes.options import Count, NotNegative, Positive, RecipeOptions,
 
 
 class OptimizerOptions(RecipeOptions):
-    """`[optimizer]`: AdamW; the rate rises over `warmup_steps` and then follows `schedule`."""
+    """Set `[optimizer]`: AdamW; the rate rises over `warmup_steps` and then follows `schedule`."""
 
     learning_rate: Positive = Field(default=2e-4, description="Full learning rate.")
     weight_decay: NotNegative = Field(default=0.0, description="AdamW's weight decay.")
@@ -35,7 +35,7 @@ class OptimizerOptions(RecipeOptions):
 
 
 class BatchOptions(RecipeOptions):
-    """`[batch]`: how an update is computed; only `steps` changes the result."""
+    """Set `[batch]`: how an update is computed; only `steps` changes the result."""
 
     steps: Count = Field(default=1, description="Optimiser steps in an update.")
     micro_batch_tokens: Annotated[int, Field(ge=64)] = Field(
@@ -51,7 +51,7 @@ class BatchOptions(RecipeOptions):
 
 
 class OffPolicyOptions(RecipeOptions):
-    """`[off_policy]`: limits for samples of another policy than the one in training."""
+    """Set `[off_policy]`: limits for samples of another policy than the one in training."""
 
     ratio_cap: Positive = Field(
         default=2.0, description="Upper limit of a token's ratio policy/sampled in the loss."
@@ -78,7 +78,7 @@ class OffPolicyOptions(RecipeOptions):
 
 
 class KlOptions(RecipeOptions):
-    """`[kl]`: a penalty on leaving the base model (`trainer.learners.kl`)."""
+    """Set `[kl]`: a penalty on leaving the base model (`trainer.learners.kl`)."""
 
     coefficient: NotNegative = Field(default=0.0, description="Factor of the KL; 0 is without.")
     place: Literal["loss", "reward"] = Field(
@@ -87,7 +87,7 @@ class KlOptions(RecipeOptions):
 
 
 class PpoOptions(RecipeOptions):
-    """`[ppo]`: PPO's own numbers (arXiv:1707.06347); the learner "grpo" ignores them."""
+    """Set `[ppo]`: PPO's own numbers (arXiv:1707.06347); the learner "grpo" ignores them."""
 
     clip: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.2, description="Ratios to the old policy are clipped to 1 ± clip."

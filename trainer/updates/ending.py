@@ -4,8 +4,8 @@ from pathlib import Path
 
 import structlog
 
-from trainer.batches.schedule import has_ended
 from trainer.publishing.progress import read_progress
+from trainer.recipes.schedule import has_ended
 from trainer.recipes.training import OptimizerOptions
 
 log = structlog.get_logger()

@@ -1,4 +1,4 @@
-"""The plan of an update: from a claim to its rows, outcomes and metrics (pure)."""
+"""Plan an update: from a claim to its rows, outcomes and metrics (pure)."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -17,7 +17,7 @@ from trainer.recipes.recipe import Recipe
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """The plan of an update: credited transitions, training rows, and each episode's outcome.
+    """Hold an update's credited transitions, its training rows, and each episode's outcome.
 
     `baselines` are the moving baselines that this update leaves to the next, as JSON, or None
     if the recipe uses none.

@@ -44,7 +44,7 @@ def stir(made: Learner) -> None:
 def begin(made: Learner, batch: list[Row]) -> list[Row]:
     made._model.train()
     parts = [part for part in (batch[:5], batch[5:]) if part]
-    return made._trainer.prepare(batch, View.of(map(made._trainer.look, parts)))
+    return made._trainer.prepare(batch, View.of(map(made._trainer.view, parts)))
 
 
 def plain_values(model: Any, row: Row) -> torch.Tensor:

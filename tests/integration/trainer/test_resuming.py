@@ -13,12 +13,12 @@ from structlog.testing import capture_logs
 
 from tests.support.training import recipe, rows
 from trainer.batches.rows import Row
-from trainer.batches.schedule import rate_share
 from trainer.errors import AdapterError, Interrupted, LearnerError
 from trainer.learners.learner import Learner
 from trainer.publishing import adapters
 from trainer.publishing.progress import read_progress
 from trainer.recipes.recipe import Recipe
+from trainer.recipes.schedule import rate_share
 from trainer.recipes.training import OptimizerOptions
 
 SCHEDULE = OptimizerOptions(learning_rate=1e-2, schedule="cosine", warmup_steps=3, total_steps=20)

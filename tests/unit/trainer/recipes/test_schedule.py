@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trainer.batches.schedule import has_ended, rate_share
+from trainer.recipes.schedule import has_ended, rate_share
 from trainer.recipes.training import OptimizerOptions
 
 

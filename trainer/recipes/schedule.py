@@ -1,4 +1,4 @@
-"""The learning rate's schedule as a function of the optimiser steps taken so far (pure)."""
+"""Compute the learning rate from the optimiser steps taken so far (pure)."""
 
 from math import cos, pi
 
