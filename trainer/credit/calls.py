@@ -50,16 +50,7 @@ def credit_accounts(
         [_reason(episode, position, own, rule) for position, own in enumerate(call_advantages)]
         for episode, call_advantages in zip(episodes, by_episode, strict=True)
     ]
-    weights = loss_weights(
-        [
-            [
-                call.sampled if reason is None else None
-                for call, reason in zip(episode.account.calls, own, strict=True)
-            ]
-            for episode, own in zip(episodes, reasons, strict=True)
-        ],
-        rule,
-    )
+    weights = loss_weights(list(map(_trained_tokens, episodes, reasons)), rule)
     return CreditedAccounts(
         calls=tuple(
             tuple(map(_call_credit, episode.returns, own, weight, reason))
@@ -70,6 +61,14 @@ def credit_accounts(
         returns=tuple(mean_return(episode.returns) for episode in episodes),
         baselines=after,
     )
+
+
+def _trained_tokens(episode: EpisodeReturns, reasons: Sequence[str | None]) -> list[int | None]:
+    """Return each call's number of sampled tokens, or None if there is a reason not to train it."""
+    return [
+        call.sampled if reason is None else None
+        for call, reason in zip(episode.account.calls, reasons, strict=True)
+    ]
 
 
 def _call_credit(

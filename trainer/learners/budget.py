@@ -33,7 +33,7 @@ class Budget:
         self._merge = merge
         self._alone = alone
 
-    def plan(self, rows: Sequence[Row]) -> MicroBatches:
+    def cut(self, rows: Sequence[Row]) -> MicroBatches:
         """Cut `rows` into micro-batches."""
         return plan_micro_batches(rows, self.tokens, merge=self._merge)
 
@@ -49,9 +49,9 @@ class Budget:
                 ran out of memory, while the others wait for it in the middle of `run`.
         """
         while True:
-            plan = self.plan(rows)
+            micro_batches = self.cut(rows)
             try:
-                return run(plan), plan
+                return run(micro_batches), micro_batches
             except torch.OutOfMemoryError as error:
                 undo()
                 self._shrink(error)

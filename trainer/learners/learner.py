@@ -194,13 +194,13 @@ class Learner:
         if not self._trainer.needs_view:
             return View.of([])
         seen, _ = self._budget.fit(
-            rows, lambda plan: self._step.survey(plan, self._trainer.view), self._forget
+            rows, lambda cut: self._step.survey(cut, self._trainer.view), self._forget
         )
         return View.of(seen)
 
     def _take(self, rows: Sequence[Row], check_drift: Callable[[], None]) -> TrainedStep:
         (loss, norm), micro_batches = self._budget.fit(
-            rows, lambda plan: self._step.take(plan, check_drift), self._forget
+            rows, lambda cut: self._step.take(cut, check_drift), self._forget
         )
         return TrainedStep(loss, norm, micro_batches)
 

@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
+from pawl.crediting.past import explain_update
 from pawl.export import Selection, export
-from pawl.past import explain_update
 from store.connection.engine import make_engine
 from store.errors import UnknownUpdate
 from store.ids import new_id

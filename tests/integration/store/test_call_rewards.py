@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.crediting.past import explain_update
 from pawl.export import Selection, export
-from pawl.past import explain_update
 from store.records import CallRecord, FeedbackRecord
 from tests.integration.store.test_groups import LONG_AGO, PATIENT, keys, reasons, store, take
 from tests.support.records import START, call, reward

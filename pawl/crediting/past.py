@@ -1,4 +1,4 @@
-"""`pawl credit --update`: shows the credit of an update that ran, as of the time of its claim."""
+"""Explain the credit of an update that ran, as of the time of its claim."""
 
 from collections.abc import Iterable
 from uuid import UUID
@@ -6,7 +6,7 @@ from uuid import UUID
 from pydantic import ValidationError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.credit import Explained, warnings
+from pawl.crediting.explain import Explained, warnings
 from store.read.past import PastUpdate, past_update
 from store.updates.claims import Outcome
 from trainer.credit.lines import credit_line
