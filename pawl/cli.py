@@ -18,7 +18,7 @@ from pawl.settings import StackSettings, UnreadSettings, read_settings, refuse_u
 from store.errors import StoreError
 
 if TYPE_CHECKING:
-    from pawl.credit import Explained
+    from pawl.crediting.explain import Explained
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -109,7 +109,7 @@ def trainer(
     episodes are free again. Status 2: recipe, model or policy cannot be used.
     """
     from trainer.errors import TrainerError
-    from trainer.recipe import load_recipe
+    from trainer.recipes.recipe import load_recipe
     from trainer.settings import TrainerSettings
 
     settings = read_settings(TrainerSettings)
@@ -392,9 +392,10 @@ def credit(
 
     Status 2: the file, the recipe or the update cannot be used; nothing is printed then.
     """
-    from pawl.credit import explain_file, write
+    from pawl.crediting.explain import explain_file
+    from pawl.crediting.show import write
     from trainer.errors import TrainerError
-    from trainer.recipe import load_recipe
+    from trainer.recipes.recipe import load_recipe
 
     if (file is None) == (update is None):
         _fail("name a file of episodes, - for standard input, or --update: exactly one of them")
@@ -422,7 +423,7 @@ def _version_or_id(text: str) -> int | UUID:
 async def _explain_update(
     settings: StackSettings, which: int | UUID, policy: str | None
 ) -> "Explained":
-    from pawl.past import explain_update
+    from pawl.crediting.past import explain_update
     from pawl.stack.database import open_engine
 
     async with open_engine(settings) as engine:

@@ -1,7 +1,7 @@
-"""The training process: it polls the store, assigns credit, trains and publishes.
+"""Train policies: poll the store, assign credit, train, and publish new versions.
 
-One update passes through these modules in this order: `store.updates.claims` (whole groups),
-`credit` and `air` (pure), `rows` and `batching` (pure), `learners` (TRL), `adapters` (files),
-`store.updates.claims.consume`, `publish` (into vLLM), `store.updates.policies.promote`. `loop`
-shows all of it on one page.
+One update passes through these modules in this order, as `loop` shows on one page:
+`updates.claiming` (whole groups), `credit` and `batches` (pure, by `updates.plan`), `learners`
+(TRL, by `updates.training`), `publishing.adapters` (files), `updates.recording` (episodes are
+consumed), `publishing.publish` (into the model server, then promoted).
 """

@@ -1,4 +1,4 @@
-"""The trainer's exceptions, under one root; each message names the remedy for the operator."""
+"""Define the trainer's exceptions, under one root; each message names the remedy."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,31 +6,31 @@ from uuid import UUID
 
 
 class TrainerError(Exception):
-    """Root of the trainer's errors."""
+    """Be the root of the trainer's errors."""
 
 
 class RecipeError(TrainerError):
-    """The recipe cannot be read; the message names the key and the remedy."""
+    """Report that the recipe cannot be read; the message names the key and the remedy."""
 
 
 class CreditLineError(TrainerError):
-    """A line is not an episode as `pawl export` writes it; the message names line and field."""
+    """Report a line that is no episode as `pawl export` writes it, with line and field."""
 
 
 class AdapterError(TrainerError):
-    """A version's files differ from its manifest, or a version would be written a second time."""
+    """Report that files differ from their manifest, or that a version exists already."""
 
 
 class PublishError(TrainerError):
-    """A version could not be loaded, or the model server does not serve it correctly."""
+    """Report that a version could not be loaded, or that it is not served correctly."""
 
 
 class UpstreamAway(TrainerError):
-    """The model server does not answer; the trainer keeps asking."""
+    """Report that the model server does not answer; the trainer keeps asking."""
 
 
 class LearnerError(TrainerError):
-    """The learner cannot train this model, or an update failed.
+    """Report that the learner cannot train this model, or that an update failed.
 
     The update's episodes are consumed with `reason`; `metrics` is what is known of the update.
     """
@@ -44,13 +44,13 @@ class LearnerError(TrainerError):
 
 
 class DriftOutOfBounds(LearnerError):
-    """Model server and trainer compute different log-probabilities for the newest version."""
+    """Report that server and trainer compute different log-probabilities for the newest version."""
 
     reason = "drift"
 
 
 class Unusable(LearnerError):
-    """An update cannot be computed for some of its episodes; nothing of it may be spent for that.
+    """Report that some episodes make an update impossible; nothing may be spent for that.
 
     `episodes` says why, by the id of each episode that is to blame, which is spent with `reason`;
     it is empty where it cannot be told.
@@ -69,4 +69,4 @@ class Unusable(LearnerError):
 
 
 class Interrupted(TrainerError):
-    """An update was stopped from outside before it was complete."""
+    """Report that an update was stopped from outside before it was complete."""

@@ -1,4 +1,4 @@
-"""The trainer's Prometheus metrics, served at `/metrics`."""
+"""Define the trainer's Prometheus metrics, served at `/metrics`."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""The trainer process: start-up, and waiting while the database or a model server is away."""
+"""Run the trainer process: start it, and wait while the database or a model server is away."""
 
 import asyncio
 import signal
@@ -22,11 +22,11 @@ from trainer.errors import TrainerError, UpstreamAway
 from trainer.learners.distributed.several import LeadingLearner, follow, is_follower
 from trainer.learners.kernels.memory import keep_freed_memory
 from trainer.learners.learner import Learner
-from trainer.learning import LearnerProtocol
+from trainer.learners.protocol import LearnerProtocol
 from trainer.loop import Loop
 from trainer.publishing.publish import Publisher
 from trainer.publishing.replicas import Replicas
-from trainer.recipe import Recipe, load_recipe
+from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 
 log = structlog.get_logger()

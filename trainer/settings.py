@@ -1,4 +1,4 @@
-"""The trainer's settings: one frozen object, read once at start-up."""
+"""Define the trainer's settings: one frozen object, read once at start-up."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(_separated)]
 
 
 class TrainerSettings(StoreSettings):
-    """The settings that `pawl trainer` reads from `PAWL_*`."""
+    """Hold the settings that `pawl trainer` reads from `PAWL_*`."""
 
     model_config = SettingsConfigDict(
         env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True

@@ -16,8 +16,11 @@ from store.records import Group
 from trainer.batches.rows import Row, training_rows
 from trainer.credit.assign import TransitionCredit, assign_credit
 from trainer.learners.learner import Learner
-from trainer.recipe import Recipe
-from trainer.recipe_parts import BatchPart, ClaimPart, CreditPart, LoraPart, OptimizerPart
+from trainer.recipes.adapter import LoraOptions
+from trainer.recipes.claim import ClaimOptions
+from trainer.recipes.credit import CreditOptions
+from trainer.recipes.recipe import Recipe
+from trainer.recipes.training import BatchOptions, OptimizerOptions
 
 GROUP_SIZE: Final = 8
 # The policy is looked at before every second wave, on so many tasks that it never trains on.
@@ -61,11 +64,11 @@ def recipe_of(world: World, arm: Arm) -> Recipe:
     """Credit as the default recipe has it; the rest is of a size that suits a tiny model."""
     return Recipe(
         dtype="float32",
-        claim=ClaimPart(group_size=GROUP_SIZE, groups=world.groups),
-        credit=CreditPart(air_lambda=0.0 if arm.unbounded else arm.air_lambda),
-        optimizer=OptimizerPart(learning_rate=3e-3),
-        batch=BatchPart(micro_batch_tokens=512),
-        lora=LoraPart(rank=8, alpha=16.0),
+        claim=ClaimOptions(group_size=GROUP_SIZE, groups=world.groups),
+        credit=CreditOptions(air_lambda=0.0 if arm.unbounded else arm.air_lambda),
+        optimizer=OptimizerOptions(learning_rate=3e-3),
+        batch=BatchOptions(micro_batch_tokens=512),
+        lora=LoraOptions(rank=8, alpha=16.0),
     )
 
 
@@ -74,7 +77,7 @@ def new_tasks(world: World, count: int, draw: random.Random) -> list[Task]:
     return [new_task(str(number), world.tools, world.turns, draw) for number in range(count)]
 
 
-def credited_rows(played: Sequence[Played], arm: Arm, rule: CreditPart) -> list[Row]:
+def credited_rows(played: Sequence[Played], arm: Arm, rule: CreditOptions) -> list[Row]:
     """What the trainer makes of a wave."""
     rewards = [episode.state.reward for episode in played]
     if arm.unbounded:
@@ -85,11 +88,11 @@ def credited_rows(played: Sequence[Played], arm: Arm, rule: CreditPart) -> list[
     return training_rows(_credit(as_groups(played, rewards), rule))
 
 
-def _credit(groups: Sequence[Group], rule: CreditPart) -> Sequence[TransitionCredit]:
+def _credit(groups: Sequence[Group], rule: CreditOptions) -> Sequence[TransitionCredit]:
     return assign_credit(groups, rule, policy=POLICY, oldest_version=0).transitions
 
 
-def sum_of_scores(episode: Played, rule: CreditPart) -> float:
+def sum_of_scores(episode: Played, rule: CreditOptions) -> float:
     """The counter-example: every tool event counts, however often and however cheap."""
     return sum(rule.air_scores[turn.outcome.status] for turn in episode.turns)
 

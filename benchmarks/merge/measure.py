@@ -11,7 +11,7 @@ from benchmarks.merge.episodes import Size, groups, random_tree, random_words, t
 from benchmarks.merge.models import TINY, make_model
 from benchmarks.merge.updates import gradient, largest_difference, plan, train, trl_update
 from benchmarks.merge.work import needed_flops, peaks, seconds
-from trainer.batches.batching import computed_tokens
+from trainer.batches.micro_batches import computed_tokens
 from trainer.batches.rows import Row
 
 Say = Callable[[str], None]

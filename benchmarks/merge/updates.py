@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.batches.batching import plan_micro_batches
+from trainer.batches.micro_batches import plan_micro_batches
 from trainer.batches.rows import Row
 from trainer.learners.scoring import score_rows
 

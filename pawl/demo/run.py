@@ -34,7 +34,7 @@ from store.connection.engine import make_engine
 from store.read.stats import stored_responses, totals
 from store.updates.claims import list_updates
 from store.updates.policies import list_versions
-from trainer.recipe import Recipe, load_recipe
+from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 
 POLICY: Final = "calculator"

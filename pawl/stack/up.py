@@ -10,7 +10,7 @@ from pawl.stack.model import unpacked_model
 from pawl.stack.stack import Stack, StackPlan, running_stack
 from pawl.stack.vllm import VllmOptions
 from proxy.settings import ProxySettings
-from trainer.recipe import load_recipe
+from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
 
 DEFAULT_POLICY = "smollm2"

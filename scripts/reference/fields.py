@@ -9,6 +9,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import HttpUrl, SecretStr
 from pydantic.fields import FieldInfo
 
+from trainer.recipes.options import NameFrom
+
 NAMES: Final[dict[object, str]] = {
     int: "integer",
     float: "number",
@@ -23,6 +25,10 @@ NAMES: Final[dict[object, str]] = {
 def type_of(field: FieldInfo) -> str:
     """Return the type of a field with its limits, as a reader would write it."""
     return _with_limits(_type(field.annotation), field.metadata)
+
+
+def _alternatives(names: Iterable[object]) -> str:
+    return ", ".join(f"`{one}`" for one in names)
 
 
 def default_of(field: FieldInfo) -> str:
@@ -63,7 +69,7 @@ def _type(annotation: Any) -> str:
     if origin is Annotated:
         return _with_limits(_type(arguments[0]), arguments[1:])
     if origin is Literal:
-        return ", ".join(f"`{one}`" for one in arguments)
+        return _alternatives(arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(_type(one) for one in arguments if one is not types.NoneType)
     if origin is dict:
@@ -74,6 +80,10 @@ def _type(annotation: Any) -> str:
 
 
 def _with_limits(name: str, metadata: Iterable[object]) -> str:
+    metadata = list(metadata)
+    for one in metadata:
+        if isinstance(one, NameFrom):
+            return _alternatives(one.names())
     limits = ", ".join(limit for one in metadata for limit in _limits(one))
     return f"{name}, {limits}" if limits else name
 

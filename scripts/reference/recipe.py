@@ -6,8 +6,9 @@ from typing import Any, Final
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from trainer.recipe import Recipe, parse_recipe
-from trainer.recipe_parts import RecipePart
+from trainer.credit.baselines.registry import baselines
+from trainer.recipes.options import RecipeOptions
+from trainer.recipes.recipe import Recipe, parse_recipe
 
 from .fields import as_toml, default_of, meaning_of, type_of
 from .markdown import code, page, paragraph, sentence, table, table_with_notes
@@ -30,8 +31,8 @@ TOP: Final = {
 }
 RULES: Final = """
 Some keys are checked together. `claim.smallest_group` must not exceed `claim.group_size`, and
-`claim.max_episode_age_s` must exceed `claim.max_age_s`. A group baseline (`group`, `leave_one_out`)
-needs groups of two or more. `learner = "ppo"` needs `credit.baseline = "none"` and a
+`claim.max_episode_age_s` must exceed `claim.max_age_s`. A baseline that compares within a group
+({grouped}) needs groups of two or more. `learner = "ppo"` needs `credit.baseline = "none"` and a
 `credit.normalisation` other than `group`, and allows one discount only: `credit.assignment =
 "discounted"` or `ppo.gamma` below 1. With a decaying `optimizer.schedule`, `warmup_steps` must be
 smaller than `total_steps`. `off_policy.sequence_min` to `sequence_max` must contain 1. A malformed
@@ -51,21 +52,25 @@ def recipe_page() -> str:
         _keys(top),
         *(_section(name, field) for name, field in tables),
         "## Checks across keys",
-        paragraph(RULES),
+        paragraph(RULES.format(grouped=_grouped_baselines())),
         "## Packaged recipes",
         paragraph(PACKAGED),
         _packaged(),
     )
 
 
+def _grouped_baselines() -> str:
+    return ", ".join(code(name) for name, one in baselines().items() if one.needs_group)
+
+
 def _is_table(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, RecipePart)
+    return isinstance(field.annotation, type) and issubclass(field.annotation, RecipeOptions)
 
 
 def _section(name: str, field: FieldInfo) -> str:
     part = field.annotation
     assert isinstance(part, type)
-    assert issubclass(part, RecipePart)
+    assert issubclass(part, RecipeOptions)
     summary = (part.__doc__ or "").strip().split("\n\n")[0].partition(": ")[2]
     return "\n\n".join([f"## `[{name}]`", paragraph(sentence(summary)), _keys(part.model_fields)])
 
@@ -117,7 +122,7 @@ def _flat(recipe: BaseModel) -> dict[str, Any]:
     """Return a recipe's values by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in recipe:
-        if isinstance(value, RecipePart):
+        if isinstance(value, RecipeOptions):
             flat |= {f"{name}.{key}": one for key, one in value}
         else:
             flat[name] = value

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.credit.lines import CreditLine, credit_lines, read_lines
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
 
 def reward(value: float, at: int = 0, metric: str = "reward") -> dict[str, Any]:
@@ -52,5 +52,5 @@ def episode(name: str, *feedback: Any, **changes: Any) -> dict[str, Any]:
 def credited(lines: Sequence[dict[str, Any]], **rule: Any) -> dict[tuple[str, str], CreditLine]:
     """What each call is worth, by episode and call."""
     read = read_lines([json.dumps(line).encode() for line in lines], "test")
-    found = credit_lines(read, CreditPart(**rule))
+    found = credit_lines(read, CreditOptions(**rule))
     return {(line.episode, line.call): line for line in found}

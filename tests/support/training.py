@@ -8,15 +8,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trainer.batches.rows import Row
-from trainer.recipe import Recipe
-from trainer.recipe_parts import (
-    BatchPart,
-    CreditPart,
-    KlPart,
-    LoraPart,
-    OffPolicyPart,
-    OptimizerPart,
-    PpoPart,
+from trainer.recipes.adapter import LoraOptions
+from trainer.recipes.credit import CreditOptions
+from trainer.recipes.recipe import Recipe
+from trainer.recipes.training import (
+    BatchOptions,
+    KlOptions,
+    OffPolicyOptions,
+    OptimizerOptions,
+    PpoOptions,
 )
 
 
@@ -45,22 +45,22 @@ def recipe(**batch: Any) -> Recipe:
     """A recipe for the tiny model."""
     return Recipe(
         dtype="float32",
-        lora=LoraPart(rank=4, alpha=8),
-        optimizer=OptimizerPart(learning_rate=1e-2),
-        batch=BatchPart(**({"micro_batch_tokens": 64} | batch)),
+        lora=LoraOptions(rank=4, alpha=8),
+        optimizer=OptimizerOptions(learning_rate=1e-2),
+        batch=BatchOptions(**({"micro_batch_tokens": 64} | batch)),
         # The log-probabilities of `rows` are invented: nobody sampled them.
-        off_policy=OffPolicyPart(sequence_min=0.0, sequence_max=1e9, max_drift=1e9),
+        off_policy=OffPolicyOptions(sequence_min=0.0, sequence_max=1e9, max_drift=1e9),
     )
 
 
-def ppo_recipe(*, steps: int = 1, kl: KlPart | None = None, **ppo: Any) -> Recipe:
+def ppo_recipe(*, steps: int = 1, kl: KlOptions | None = None, **ppo: Any) -> Recipe:
     """The same with PPO."""
     return recipe(steps=steps).model_copy(
         update={
             "learner": "ppo",
-            "credit": CreditPart(baseline="none", normalisation="batch"),
-            "ppo": PpoPart(**({"epochs": 1, "value_learning_rate": 1e-2} | ppo)),
-            "kl": kl or KlPart(),
+            "credit": CreditOptions(baseline="none", normalisation="batch"),
+            "ppo": PpoOptions(**({"epochs": 1, "value_learning_rate": 1e-2} | ppo)),
+            "kl": kl or KlOptions(),
         }
     )
 

@@ -4,7 +4,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.updates import claims
 from store.updates.claims import Claim
-from trainer.update import Plan
+from trainer.updates.plan import Plan
 
 
 async def record_update(engine: AsyncEngine, claim: Claim, plan: Plan, version: int = 1) -> None:

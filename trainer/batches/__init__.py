@@ -1,1 +1,1 @@
-"""Batches: from credited transitions to the rows and micro-batches of an update (pure)."""
+"""Turn credited transitions into the rows and micro-batches of an update (pure)."""

@@ -1,4 +1,4 @@
-"""Training rows: the recorded tokens of one transition with its credit (pure).
+"""Give a transition its training form: the recorded tokens with their credit (pure).
 
 Nothing is tokenised again: token ids and log-probabilities are the recorded ones.
 """
@@ -16,7 +16,7 @@ RowKey = tuple[UUID, int]
 
 
 class Row(Record, frozen=True, kw_only=True):
-    """One transition in training form.
+    """Hold one transition in training form.
 
     Shapes: `prompt_ids` (P,), `sampled_ids` and `sampled_logprobs` (S,) in nats, S ≥ 1. `position`
     is the call's index among its episode's calls, `version` the policy version that sampled it.

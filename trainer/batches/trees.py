@@ -1,4 +1,4 @@
-"""Prefix trees: rows that share a beginning compute it once (pure).
+"""Build prefix trees, so that rows that share a beginning compute it once (pure).
 
 Rows are inserted in lexicographic order, so nodes are in depth-first pre-order and "kv is q
 or an ancestor of q" is an interval test: kv ≤ q < end[kv].
@@ -10,7 +10,7 @@ from store.records import Record
 
 
 class Tree(Record, frozen=True, kw_only=True):
-    """A packed prefix tree of N nodes, one token each.
+    """Hold a packed prefix tree of N nodes, one token each.
 
     Shapes: `tokens`, `depth` and `end` are (N,); `end[i]` is one past the last descendant of i.
     `paths[r]` are the nodes of row r, root first.

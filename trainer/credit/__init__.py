@@ -1,11 +1,11 @@
-"""Credit assignment: what each transition of an update is worth (pure, float64).
+"""Assign credit: say what each transition of an update is worth (pure, float64).
 
 The steps, in the order in which they run:
 
 1. `accounts`: what of an episode counts for credit.
 2. `returns`: r_final, r_air and r_total of each call, by the recipe's `assignment`.
 3. `baselines`: what a return is compared with; `moving` carries one from update to update.
-4. `advantages`: differences from the baseline, normalised.
+4. `advantages`: differences from the baseline, scaled by the recipe's `normalisations`.
 5. `weights`: each call's share of the loss.
 6. `calls`: all of the above for the episodes of an update.
 

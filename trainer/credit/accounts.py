@@ -1,4 +1,4 @@
-"""Episode accounts: the only facts about an episode that can change its credit (pure)."""
+"""Extract the only facts about an episode that can change its credit (pure)."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -12,7 +12,7 @@ LARGEST_REWARD: Final = 1e100
 
 
 class CallAccount(Record, frozen=True, kw_only=True):
-    """The facts about one call that count for credit.
+    """Hold the facts about one call that count for credit.
 
     `reason` says why it is not trainable (None if it is). `sampled` is the number of its
     sampled tokens. `reward` is the reward given to this call alone, None if there is none.
@@ -27,7 +27,7 @@ class CallAccount(Record, frozen=True, kw_only=True):
 
 
 class EpisodeAccount(Record, frozen=True, kw_only=True):
-    """The facts about one episode that count for credit.
+    """Hold the facts about one episode that count for credit.
 
     `reward` is the reward given to the whole episode, None if there is none. `withheld` says
     why the episode is not trained although the others of its group are compared with it

@@ -1,4 +1,4 @@
-"""AIR: automatic intermediate rewards from how an episode's tool executions ended (pure).
+"""Compute AIR: automatic intermediate rewards from how tool executions ended (pure).
 
 Agent Lightning (arXiv:2508.03680 §3.4.2) proposes rewards from monitored system signals such
 as the return status of a tool, and gives no formula. Pawl's is
@@ -20,7 +20,7 @@ from typing import Final
 
 from store.read.facts import MatchedEvent
 from trainer.credit.means import mean_of
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
 STEP_WARNING: Final = (
     'air_assignment = "step" rewards each call for its own tools, whatever the task came to:'
@@ -29,7 +29,7 @@ STEP_WARNING: Final = (
 )
 
 
-def air_rewards(calls: Sequence[Sequence[MatchedEvent]], rule: CreditPart) -> list[float]:
+def air_rewards(calls: Sequence[Sequence[MatchedEvent]], rule: CreditOptions) -> list[float]:
     """Return r_air of each of an episode's calls, from each call's events; 0 if there are none."""
     scores = counted_scores(calls, rule)
     if rule.air_assignment == "step":
@@ -38,7 +38,9 @@ def air_rewards(calls: Sequence[Sequence[MatchedEvent]], rule: CreditPart) -> li
     return [whole] * len(calls)
 
 
-def counted_scores(calls: Sequence[Sequence[MatchedEvent]], rule: CreditPart) -> list[list[float]]:
+def counted_scores(
+    calls: Sequence[Sequence[MatchedEvent]], rule: CreditOptions
+) -> list[list[float]]:
     """Return the scores that count, by call.
 
     Of several outcomes of the same tool with the same arguments the worst counts, and of
@@ -57,7 +59,7 @@ def counted_scores(calls: Sequence[Sequence[MatchedEvent]], rule: CreditPart) ->
     return by_call
 
 
-def _score(event: MatchedEvent, rule: CreditPart) -> float:
+def _score(event: MatchedEvent, rule: CreditOptions) -> float:
     own = rule.air_tools.get(event.tool or "", {})
     return own.get(event.status, rule.air_scores[event.status])
 

@@ -1,4 +1,4 @@
-"""Credit assignment for the trainer: groups of episodes in, credited transitions out (pure)."""
+"""Assign credit for the trainer: groups of episodes in, credited transitions out (pure)."""
 
 from collections.abc import Mapping, Sequence
 from uuid import UUID
@@ -10,11 +10,11 @@ from trainer.credit.accounts import EpisodeAccount, account_of
 from trainer.credit.calls import CallCredit, credit_accounts
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.credit.returns import MeanReturn
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
 
 class TransitionCredit(CallCredit, frozen=True, kw_only=True):
-    """A call's credit with the recorded call; `position` is the call's index in its episode."""
+    """Hold a call's credit and the recorded call; `position` is its index in the episode."""
 
     episode_id: UUID
     episode: str
@@ -23,7 +23,7 @@ class TransitionCredit(CallCredit, frozen=True, kw_only=True):
 
 
 class Credited(Record, frozen=True, kw_only=True):
-    """An update's credit by transition, each episode's mean return, and the next baselines."""
+    """Hold an update's credit by transition, each episode's mean return, and the next baselines."""
 
     transitions: tuple[TransitionCredit, ...]
     returns: Mapping[UUID, MeanReturn]
@@ -32,7 +32,7 @@ class Credited(Record, frozen=True, kw_only=True):
 
 def assign_credit(
     groups: Sequence[Group],
-    rule: CreditPart,
+    rule: CreditOptions,
     *,
     policy: str,
     oldest_version: int,
@@ -49,7 +49,7 @@ def assign_credit(
     `baselines` are the moving baselines that the last update left; only the recipe's
     `baseline = "moving"` uses them.
     """
-    accounted = [part for group in groups for part in _account(group, policy, oldest_version)]
+    accounted = [one for group in groups for one in _account(group, policy, oldest_version)]
     accounts = [[account for _, account in group] for group in accounted]
     credited = credit_accounts(accounts, rule, baselines)
     flat = [pair for group in accounted for pair in group]

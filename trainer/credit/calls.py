@@ -1,4 +1,4 @@
-"""The credit of every call of an update: returns, advantages and loss weights (pure)."""
+"""Credit every call of an update: returns, advantages and loss weights (pure)."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from trainer.credit.advantages import Advantage, EpisodeReturns, advantages
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.credit.returns import CallReturn, MeanReturn, call_returns, mean_return
 from trainer.credit.weights import loss_weights
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
 
 class CallCredit(Record, frozen=True, kw_only=True):
-    """One call's rewards, advantage and share of the update's loss.
+    """Hold one call's rewards, advantage and share of the update's loss.
 
     `r_final`, `r_total` and `advantage` are None if nobody scored the call. `reason` says why
     the call is not trained; it is None for calls that are.
@@ -27,7 +27,7 @@ class CallCredit(Record, frozen=True, kw_only=True):
 
 
 class CreditedAccounts(Record, frozen=True, kw_only=True):
-    """The credit of calls and the mean returns, by episode, and the next moving baselines."""
+    """Hold credit and mean returns by episode, and the next moving baselines."""
 
     calls: tuple[tuple[CallCredit, ...], ...]
     returns: tuple[MeanReturn, ...]
@@ -36,7 +36,7 @@ class CreditedAccounts(Record, frozen=True, kw_only=True):
 
 def credit_accounts(
     groups: Sequence[Sequence[EpisodeAccount]],
-    rule: CreditPart,
+    rule: CreditOptions,
     baselines: MovingBaselines = NO_MOVING_BASELINES,
 ) -> CreditedAccounts:
     """Return the credit of every call, ordered by group, episode and call."""
@@ -50,16 +50,7 @@ def credit_accounts(
         [_reason(episode, position, own, rule) for position, own in enumerate(call_advantages)]
         for episode, call_advantages in zip(episodes, by_episode, strict=True)
     ]
-    weights = loss_weights(
-        [
-            [
-                call.sampled if reason is None else None
-                for call, reason in zip(episode.account.calls, own, strict=True)
-            ]
-            for episode, own in zip(episodes, reasons, strict=True)
-        ],
-        rule,
-    )
+    weights = loss_weights(list(map(_trained_tokens, episodes, reasons)), rule)
     return CreditedAccounts(
         calls=tuple(
             tuple(map(_call_credit, episode.returns, own, weight, reason))
@@ -70,6 +61,14 @@ def credit_accounts(
         returns=tuple(mean_return(episode.returns) for episode in episodes),
         baselines=after,
     )
+
+
+def _trained_tokens(episode: EpisodeReturns, reasons: Sequence[str | None]) -> list[int | None]:
+    """Return each call's number of sampled tokens, or None if there is a reason not to train it."""
+    return [
+        call.sampled if reason is None else None
+        for call, reason in zip(episode.account.calls, reasons, strict=True)
+    ]
 
 
 def _call_credit(
@@ -86,7 +85,7 @@ def _call_credit(
 
 
 def _reason(
-    episode: EpisodeReturns, position: int, advantage: Advantage, rule: CreditPart
+    episode: EpisodeReturns, position: int, advantage: Advantage, rule: CreditOptions
 ) -> str | None:
     """Return why a call is not trained, or None; reasons of the whole episode come first."""
     account, call = episode.account, episode.returns[position]
@@ -101,7 +100,7 @@ def _reason(
     return account.withheld or _call_reason(account.calls[position], call, rule)
 
 
-def _call_reason(account: CallAccount, call: CallReturn, rule: CreditPart) -> str | None:
+def _call_reason(account: CallAccount, call: CallReturn, rule: CreditOptions) -> str | None:
     if not account.trainable:
         return account.reason or "not_trainable"
     if rule.assignment in ("first_call", "last_call") and call.share == 0:

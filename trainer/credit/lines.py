@@ -1,4 +1,4 @@
-"""The JSON lines of `pawl credit`: one episode a line in, one call a line out (pure).
+"""Read and write the JSON lines of `pawl credit`: an episode in, its calls out (pure).
 
 Input lines are those that `pawl export` writes. Only the fields that count for credit are
 read; others are ignored.
@@ -15,14 +15,14 @@ from store.records import REWARD, Feedback, Record, ToolStatus
 from trainer.credit.accounts import CallAccount, EpisodeAccount, current_reward
 from trainer.credit.calls import CallCredit, credit_accounts
 from trainer.errors import CreditLineError
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
 # Seconds since 1970, up to the end of the year 9999.
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
 
 
 class FeedbackLine(Record, frozen=True, kw_only=True):
-    """One feedback item; `at` is RFC 3339 (UTC if it names no zone) or seconds since 1970."""
+    """Hold one feedback item; `at` is RFC 3339 (UTC if it names no zone) or seconds since 1970."""
 
     metric: str
     value: float
@@ -37,7 +37,7 @@ class FeedbackLine(Record, frozen=True, kw_only=True):
 
 
 class EventLine(Record, frozen=True, kw_only=True):
-    """One tool event: how a tool that the call requested ended.
+    """Hold one tool event: how a tool that the call requested ended.
 
     `arguments` is the text that the model wrote.
     """
@@ -49,7 +49,7 @@ class EventLine(Record, frozen=True, kw_only=True):
 
 
 class CallLine(Record, frozen=True, kw_only=True):
-    """One call of an episode."""
+    """Hold one call of an episode."""
 
     call: str
     trainable: bool
@@ -61,7 +61,7 @@ class CallLine(Record, frozen=True, kw_only=True):
 
 
 class EpisodeLine(Record, frozen=True, kw_only=True):
-    """One episode.
+    """Hold one episode.
 
     Its feedback decides whether it is scored; of `state` only `failed` is used.
     """
@@ -75,7 +75,7 @@ class EpisodeLine(Record, frozen=True, kw_only=True):
 
 
 class CreditLine(Record, frozen=True, kw_only=True):
-    """One call's credit; the fields are in the order in which they are written."""
+    """Hold one call's credit, with the fields in the order in which they are written."""
 
     episode: str
     call: str
@@ -113,7 +113,7 @@ def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:
     return episodes
 
 
-def credit_lines(episodes: Sequence[EpisodeLine], rule: CreditPart) -> list[CreditLine]:
+def credit_lines(episodes: Sequence[EpisodeLine], rule: CreditOptions) -> list[CreditLine]:
     """Return the credit of each call, in the order of episodes and calls.
 
     Episodes of one task form a group; an episode without a task is a group of its own.

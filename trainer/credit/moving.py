@@ -1,8 +1,7 @@
-"""Moving baselines: a running average of what a task family's episodes earn an agent (pure).
+"""Keep a running average of what the episodes of each task family earn each agent (pure).
 
-For tasks that come only once, as in production: with no group to compare an episode with,
-an exponential moving average of earlier returns is the baseline of REINFORCE with baseline
-(Sutton & Barto, 2nd ed., §13.4).
+They are for tasks that come only once, as in production: with no group to compare an episode
+with, the average of earlier returns is its baseline (`baselines.moving`).
 
 The n returns of one update have no order among each other, so all have the same weight in the
 average. Together they weigh what n single steps would, 1 − (1 − rate)ⁿ; the result is the
@@ -41,7 +40,7 @@ def task_family(task: str | None) -> str:
 
 
 class MovingAverage(Record, frozen=True, kw_only=True):
-    """Mean and variance of a family's returns for one agent, and how many were seen."""
+    """Hold mean and variance of a family's returns for one agent, and how many were seen."""
 
     mean: float
     variance: float
@@ -49,7 +48,7 @@ class MovingAverage(Record, frozen=True, kw_only=True):
 
 
 class MovingBaselines(Record, frozen=True, kw_only=True):
-    """A policy's moving averages by family and agent, before or after an update."""
+    """Hold a policy's moving averages by family and agent, before or after an update."""
 
     families: Mapping[str, Mapping[str, MovingAverage]] = {}
 

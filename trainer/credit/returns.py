@@ -1,4 +1,4 @@
-"""The return of each call of an episode, by the recipe's `assignment` (pure).
+"""Compute the return of each call of an episode, by the recipe's `assignment` (pure).
 
 - `identical`: each call gets the episode's return (Agent Lightning, arXiv:2508.03680 §3.3.2).
 - `per_agent`: each call gets its agent's return: the mean of the rewards given to single calls
@@ -17,11 +17,11 @@ from store.records import Record
 from trainer.credit.accounts import EpisodeAccount
 from trainer.credit.air import air_rewards
 from trainer.credit.means import mean_of
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
 
 class CallReturn(Record, frozen=True, kw_only=True):
-    """The return that a call's episode is compared by, and the call's share of it.
+    """Hold the return that a call's episode is compared by, and the call's share of it.
 
     Episodes are compared by `value`. The call gets `share` of it (0 to 1), and the same share
     of the advantage. Comparing what is left after sharing would put the first calls of every
@@ -54,7 +54,7 @@ class CallReturn(Record, frozen=True, kw_only=True):
 
 
 class MeanReturn(Record, frozen=True, kw_only=True):
-    """An episode's return: the mean over its calls, before it is shared out among them."""
+    """Hold an episode's return: the mean over its calls, before it is shared out among them."""
 
     r_final: float | None
     r_air: float
@@ -65,7 +65,7 @@ class MeanReturn(Record, frozen=True, kw_only=True):
         return None if self.r_final is None else self.r_final + self.r_air
 
 
-def call_returns(episode: EpisodeAccount, rule: CreditPart) -> list[CallReturn]:
+def call_returns(episode: EpisodeAccount, rule: CreditOptions) -> list[CallReturn]:
     """Return the return of each call of an episode, in the order of calls."""
     shares = _shares(episode, rule)
     return [
@@ -89,7 +89,7 @@ def _shared(share: float, whole: float) -> float:
     return share * whole if share else 0.0
 
 
-def _final_rewards(episode: EpisodeAccount, rule: CreditPart) -> list[float | None]:
+def _final_rewards(episode: EpisodeAccount, rule: CreditOptions) -> list[float | None]:
     """Return each call's final reward; a failed, unscored episode takes `failed_reward`."""
     whole = episode.reward
     if whole is None and episode.failed:
@@ -112,7 +112,7 @@ def _agent_reward(episode: EpisodeAccount, agent: str) -> float | None:
     return mean_of(rewards) if rewards else None
 
 
-def _air_rewards(episode: EpisodeAccount, rule: CreditPart) -> list[float]:
+def _air_rewards(episode: EpisodeAccount, rule: CreditOptions) -> list[float]:
     if rule.assignment != "per_agent":
         return air_rewards([call.events for call in episode.calls], rule)
     by_position = [0.0] * len(episode.calls)
@@ -124,7 +124,7 @@ def _air_rewards(episode: EpisodeAccount, rule: CreditPart) -> list[float]:
     return by_position
 
 
-def _shares(episode: EpisodeAccount, rule: CreditPart) -> list[float]:
+def _shares(episode: EpisodeAccount, rule: CreditOptions) -> list[float]:
     count = len(episode.calls)
     if rule.assignment == "discounted":
         return [rule.discount ** (count - 1 - position) for position in range(count)]

@@ -1,4 +1,4 @@
-"""Loss weights: each call's share of the update's loss; shares sum to 1 (pure).
+"""Weigh calls: give each its share of the update's loss, 1 in sum (pure).
 
 The recipe's `equal_weight` says what has the same weight:
 
@@ -10,10 +10,10 @@ The recipe's `equal_weight` says what has the same weight:
 
 from collections.abc import Sequence
 
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
 
-def loss_weights(sampled: Sequence[Sequence[int | None]], rule: CreditPart) -> list[list[float]]:
+def loss_weights(sampled: Sequence[Sequence[int | None]], rule: CreditOptions) -> list[list[float]]:
     """Return each call's loss weight, by episode.
 
     `sampled` holds each call's number of sampled tokens, or None for a call that is not
@@ -31,7 +31,7 @@ def loss_weights(sampled: Sequence[Sequence[int | None]], rule: CreditPart) -> l
     return [[size / total if size else 0.0 for size in own] for own in sizes]
 
 
-def _size(sampled: int | None, rule: CreditPart) -> int:
+def _size(sampled: int | None, rule: CreditOptions) -> int:
     if sampled is None:
         return 0
     return max(sampled, 1) if rule.equal_weight == "token" else 1

@@ -1,4 +1,4 @@
-"""Learners: they turn rows into a better adapter; the only folder that needs torch, TRL, PEFT."""
+"""Turn rows into a better adapter; no other folder needs torch, TRL and PEFT."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Which rows are to blame where a step's loss or gradient is not finite.
+"""Find the rows that are to blame where a step's loss or gradient is not finite.
 
 Looked for only then: each row is computed by itself. A row is to blame if that is not finite,
 either, unless no row can be computed at all: then it is the model's doing, or the machine's,
@@ -48,7 +48,7 @@ def check_view(rows: Sequence[Row], view: View) -> None:
     odd = [
         row
         for row in rows
-        if any(not all(map(math.isfinite, part.get(row.key, ()))) for part in view)
+        if any(not all(map(math.isfinite, values.get(row.key, ()))) for values in view)
     ]
     if odd:
         blamed = {} if len(odd) == len(rows) else {row.episode_id: NOT_FINITE for row in odd}

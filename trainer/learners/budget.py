@@ -1,4 +1,4 @@
-"""The size of micro-batches: the recipe's, or smaller if the GPU runs out of memory.
+"""Choose the size of micro-batches: the recipe's, or smaller if the GPU runs out of memory.
 
 On a GPU shared with a model server the free memory is not known beforehand. A computation
 that runs out of it is undone and repeated with micro-batches half as large; the smaller size
@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 import structlog
 import torch
 
-from trainer.batches.batching import plan_micro_batches
+from trainer.batches.micro_batches import plan_micro_batches
 from trainer.batches.rows import Row
 from trainer.errors import LearnerError
 
@@ -25,7 +25,7 @@ SMALLEST_BUDGET: Final = 64
 
 
 class Budget:
-    """The micro-batches of a learner, each of at most `tokens` computed tokens."""
+    """Cut rows into micro-batches of at most `tokens` computed tokens each."""
 
     def __init__(self, tokens: int, *, merge: bool, alone: bool) -> None:
         """Start with `tokens` tokens; `alone` says that no other process computes in step."""
@@ -33,7 +33,7 @@ class Budget:
         self._merge = merge
         self._alone = alone
 
-    def plan(self, rows: Sequence[Row]) -> MicroBatches:
+    def cut(self, rows: Sequence[Row]) -> MicroBatches:
         """Cut `rows` into micro-batches."""
         return plan_micro_batches(rows, self.tokens, merge=self._merge)
 
@@ -49,9 +49,9 @@ class Budget:
                 ran out of memory, while the others wait for it in the middle of `run`.
         """
         while True:
-            plan = self.plan(rows)
+            micro_batches = self.cut(rows)
             try:
-                return run(plan), plan
+                return run(micro_batches), micro_batches
             except torch.OutOfMemoryError as error:
                 undo()
                 self._shrink(error)

@@ -1,4 +1,4 @@
-"""Generalised advantage estimation (GAE) over an episode's calls (pure, float64).
+"""Estimate advantages over an episode's calls by GAE (pure, float64).
 
 GAE (arXiv:1506.02438 §3) on one chain of tokens: the trained calls of an episode by position.
 The state after a call's last token is the next trained call's prompt; calls between them that
@@ -26,7 +26,7 @@ from trainer.batches.rows import Row
 
 
 class ValuedCall(NamedTuple):
-    """One trained call of S sampled tokens, with its return and the critic's values.
+    """Hold one trained call of S sampled tokens, with its return and the critic's values.
 
     `r_total` is the call's return from credit assignment. Shapes: `values` (S,), V before each
     token; `rewards` (S,), each token's own reward (the KL penalty, or zeros).

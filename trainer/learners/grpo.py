@@ -1,4 +1,4 @@
-"""GRPO on stored transitions: TRL's loss, with Pawl's batches and Pawl's forward pass.
+"""Train stored transitions with GRPO: TRL's loss, Pawl's micro-batches and forward pass.
 
 The loss is TRL's `cispo` (MiniMax-M1, arXiv:2506.13585 §3.1) with the *sampled*
 log-probabilities as the old ones:
@@ -26,14 +26,14 @@ from trainer.errors import LearnerError
 from trainer.learners.kl import ByRow, KlToBase, by_row, with_kl_rewards
 from trainer.learners.off_policy import RowComparison, compare, keeps_loss
 from trainer.learners.scoring import Scored, score_rows
-from trainer.recipe import Recipe
-from trainer.recipe_parts import OffPolicyPart
+from trainer.recipes.recipe import Recipe
+from trainer.recipes.training import OffPolicyOptions
 
 AnyTrainer = TypeVar("AnyTrainer", bound="StoredGrpoTrainer")
 
 
 class View(NamedTuple):
-    """An update's rows as seen before its first step: log-probabilities, and the critic's values.
+    """Hold what is known of an update's rows before its first step.
 
     `policy` are the trainer's own log-probabilities, `base` those of the base model. Each is
     empty if the recipe has no use for it.
@@ -44,23 +44,23 @@ class View(NamedTuple):
     values: ByRow
 
     @classmethod
-    def of(cls, parts: Iterable["View"]) -> "View":
+    def of(cls, views: Iterable["View"]) -> "View":
         """Merge the views of all micro-batches into one."""
         whole = cls({}, {}, {})
-        for part in parts:
-            for all_of_it, some in zip(whole, part, strict=True):
+        for view in views:
+            for all_of_it, some in zip(whole, view, strict=True):
                 all_of_it.update(some)
         return whole
 
 
 class StoredGrpoTrainer(GRPOTrainer):
-    """TRL's GRPO trainer, fed with recorded rows: nothing is generated, nothing tokenised.
+    """Feed TRL's GRPO trainer with recorded rows: nothing is generated, nothing tokenised.
 
     `merge` says whether shared prefixes are computed once; `off_policy` is the recipe's rule.
     """
 
     merge: bool
-    off_policy: OffPolicyPart
+    off_policy: OffPolicyOptions
     _compared: list[RowComparison]
 
     # Set by `build_trainer`.
@@ -76,11 +76,11 @@ class StoredGrpoTrainer(GRPOTrainer):
         return 1
 
     @property
-    def needs_look(self) -> bool:
-        """Return True if an update must `look` at its rows before its first step."""
+    def needs_view(self) -> bool:
+        """Return True if an update needs the `view` of its rows before its first step."""
         return self.kl.is_wanted
 
-    def look(self, rows: Sequence[Row]) -> View:
+    def view(self, rows: Sequence[Row]) -> View:
         """Return a micro-batch as policy and base see it before the update's first step."""
         policy: ByRow = {}
         if self.kl.in_reward:
@@ -108,7 +108,7 @@ class StoredGrpoTrainer(GRPOTrainer):
             rows, {row.key: sum(self.kl.rewards(row, view.policy[row.key])) for row in rows}
         )
 
-    def parts(self) -> dict[str, torch.nn.Module]:
+    def added_modules(self) -> dict[str, torch.nn.Module]:
         """Return the modules that are trained beside the adapter, by the names of their files."""
         return {}
 

@@ -1,4 +1,4 @@
-"""KL to the base model: the same weights with the adapter switched off.
+"""Compute the KL to the base model: the same weights with the adapter switched off.
 
 In the loss it is the k3 estimator (Schulman, "Approximating KL divergence", 2020; GRPO,
 arXiv:2402.03300 §4.1.1), weighted like the rest of the loss, which TRL's own `beta` is not.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.batches.rows import Row, RowKey
-from trainer.recipe_parts import KlPart
+from trainer.recipes.training import KlOptions
 
 # One value for each sampled token, (S,), by row.
 ByRow = dict[RowKey, list[float]]
@@ -52,9 +52,9 @@ def k3(policy: Tensor, reference: Tensor) -> Tensor:
 
 
 class KlToBase:
-    """The KL penalty of one update, in the loss or in the reward, as the recipe says."""
+    """Compute the KL penalty of one update, in the loss or in the reward, as the recipe says."""
 
-    def __init__(self, rule: KlPart) -> None:
+    def __init__(self, rule: KlOptions) -> None:
         """Store the recipe's `[kl]` rule."""
         self.rule = rule
         self.is_wanted = rule.coefficient > 0

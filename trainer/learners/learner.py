@@ -1,11 +1,11 @@
-"""The learner of one policy: it loads a version, trains on an update's rows, and saves."""
+"""Load a version of one policy, train it on an update's rows, and save it."""
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import structlog
@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
 
-from trainer.batches.batching import computed_tokens, split_steps
+from trainer.batches.micro_batches import computed_tokens, split_steps
 from trainer.batches.rows import Row
 from trainer.errors import DriftOutOfBounds, Unusable
 from trainer.learners.blame import can_be_summed, check_ids, check_view, to_blame
@@ -29,7 +29,7 @@ from trainer.learners.passes import Step
 from trainer.learners.ppo import make_ppo_trainer
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_state
-from trainer.recipe import Recipe
+from trainer.recipes.recipe import Recipe
 
 log = structlog.get_logger()
 
@@ -42,8 +42,16 @@ FIGURES = {
 IN_BETWEEN = "trained on, and not saved as a version"
 
 
+class TrainedStep(NamedTuple):
+    """Hold what one optimiser step came to: its loss, its gradient's norm, its micro-batches."""
+
+    loss: float
+    norm: float
+    micro_batches: MicroBatches
+
+
 class Learner:
-    """Holds one policy's model between updates; implements `trainer.learning.LearnerProtocol`."""
+    """Hold one policy's model between updates, as `LearnerProtocol` asks for."""
 
     def __init__(self, model: str, recipe: Recipe, seed: int, scratch: Path) -> None:
         """Load the base model, which takes seconds to minutes.
@@ -105,12 +113,12 @@ class Learner:
         self._stands_at = IN_BETWEEN
         self._start(self._model.unload(), adapter)
         if adapter is not None:
-            self._step.taken = load_state(self._parts(), adapter)
+            self._step.taken = load_state(self._resumed(), adapter)
         self._stands_at = adapter
 
-    def _parts(self) -> dict[str, Any]:
+    def _resumed(self) -> dict[str, Any]:
         """Return the objects that are saved and resumed beside the adapter, by name."""
-        return {OPTIMIZER: self._trainer.optimizer} | self._trainer.parts()
+        return {OPTIMIZER: self._trainer.optimizer} | self._trainer.added_modules()
 
     def update(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Train on `rows`, whose weights sum to one, and return the update's metrics.
@@ -127,59 +135,77 @@ class Learner:
         newest = self._version()
         self._stands_at = IN_BETWEEN
         started = time.perf_counter()
-        view = self._look(rows)
+        view = self._view(rows)
         check_view(rows, view)
         rows = self._trainer.prepare(rows, view)
+        trained, off_policy = self._take_steps(rows, newest)
+        give_freed_memory_back()
+        return {
+            **self._figures(rows, trained),
+            **off_policy,
+            "train_seconds": time.perf_counter() - started,
+            **self._take_metrics(),
+        }
+
+    def _take_steps(
+        self, rows: Sequence[Row], newest: int | None
+    ) -> tuple[list[TrainedStep], dict[str, Any]]:
+        """Take an update's optimiser steps; return what they came to, and the off-policy metrics.
+
+        Raises:
+            Unusable: the loss or the gradient is not finite; it says which episodes are to blame.
+        """
         off_policy: dict[str, Any] = {}
 
-        def judge() -> None:
+        def check_drift() -> None:
             # Only before the first step is the policy the newest version, and drift measurable.
             if not off_policy:
-                off_policy.update(self._judge_drift(newest))
+                off_policy.update(self._check_drift(newest))
 
         steps = split_steps(rows, self._recipe.batch.steps) * self._trainer.epochs
         try:
-            taken, plans = zip(*[self._take(step, judge) for step in steps], strict=True)
+            return [self._take(step, check_drift) for step in steps], off_policy
         except Unusable as error:
             self._forget()
             # Of all rows: who is to blame may have been compared with who is in this step.
             blamed = to_blame(self._trainer, rows, self._step.stop_if_asked)
             raise Unusable(str(error), blamed) from error
-        give_freed_memory_back()
+
+    def _figures(self, rows: Sequence[Row], trained: Sequence[TrainedStep]) -> dict[str, Any]:
+        """Return the update's sizes, and the means over its steps."""
+        first_epoch = trained[: len(trained) // self._trainer.epochs]
         return {
-            "loss": _mean([loss for loss, _ in taken]),
-            "grad_norm": _mean([norm for _, norm in taken]),
-            "optimizer_steps": len(taken),
+            "loss": _mean([step.loss for step in trained]),
+            "grad_norm": _mean([step.norm for step in trained]),
+            "optimizer_steps": len(trained),
             "learning_rate": self._trainer.optimizer.param_groups[0]["lr"],
             "rows": len(rows),
             "sampled_tokens": sum(len(row.sampled_ids) for row in rows),
             "row_tokens": sum(len(row.ids) for row in rows),
             "computed_tokens": sum(
                 computed_tokens(micro_batch, merge=bool(self._merge))
-                for plan in plans[: len(plans) // self._trainer.epochs]
-                for micro_batch in plan
+                for step in first_epoch
+                for micro_batch in step.micro_batches
             ),
-            **off_policy,
-            "train_seconds": time.perf_counter() - started,
-            **self._take_metrics(),
         }
 
-    def _look(self, rows: Sequence[Row]) -> View:
+    def _view(self, rows: Sequence[Row]) -> View:
         """Return the rows as the trainer sees them before the first step, if it needs that."""
-        if not self._trainer.needs_look:
+        if not self._trainer.needs_view:
             return View.of([])
         seen, _ = self._budget.fit(
-            rows, lambda plan: self._step.survey(plan, self._trainer.look), self._forget
+            rows, lambda cut: self._step.survey(cut, self._trainer.view), self._forget
         )
         return View.of(seen)
 
-    def _take(
-        self, rows: Sequence[Row], judge: Callable[[], None]
-    ) -> tuple[tuple[float, float], MicroBatches]:
-        return self._budget.fit(rows, lambda plan: self._step.take(plan, judge), self._forget)
+    def _take(self, rows: Sequence[Row], check_drift: Callable[[], None]) -> TrainedStep:
+        (loss, norm), micro_batches = self._budget.fit(
+            rows, lambda cut: self._step.take(cut, check_drift), self._forget
+        )
+        return TrainedStep(loss, norm, micro_batches)
 
     def _forget(self) -> None:
-        """ReplyFilter half a step: clear its gradients and figures."""
+        """Undo half a step: clear its gradients and figures."""
         self._trainer.optimizer.zero_grad()
         self._trainer.take_compared()
         self._trainer._metrics["train"].clear()
@@ -190,7 +216,7 @@ class Learner:
             return int(self._stands_at.name)
         return 0 if self._stands_at is None else None
 
-    def _judge_drift(self, newest: int | None) -> dict[str, Any]:
+    def _check_drift(self, newest: int | None) -> dict[str, Any]:
         seen = self.processes.gather(self._trainer.take_compared())
         compared = [row for rows in seen for row in rows]
         if not can_be_summed(compared):
@@ -240,7 +266,7 @@ class Learner:
         except SafetensorError as error:
             raise OSError(f"the adapter was not written: {error}") from error
         (folder / "README.md").unlink(missing_ok=True)
-        save_state(self._parts(), self._step.taken, folder)
+        save_state(self._resumed(), self._step.taken, folder)
 
     def saved_as(self, adapter: Path) -> None:
         """Note that the trained state is `adapter` now, so that `restore` need not read it back."""

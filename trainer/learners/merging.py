@@ -1,4 +1,4 @@
-"""The check whether a model can be trained on merged prefixes: by its configuration, then tried."""
+"""Check whether a model can be trained on merged prefixes: by its configuration, then tried."""
 
 from typing import Any, Final
 from uuid import UUID

@@ -1,4 +1,4 @@
-"""The model in training: a frozen base and one LoRA adapter, in the recipe's precision."""
+"""Load the model in training: a frozen base and one LoRA adapter, in the recipe's precision."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.errors import LearnerError
 from trainer.learners.kernels.lean import make_adapter_lean, make_base_lean
-from trainer.recipe import Recipe
+from trainer.recipes.recipe import Recipe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -1,4 +1,4 @@
-"""The distance of the policy in training from those that sampled its rows.
+"""Measure the distance of the policy in training from those that sampled its rows.
 
 With d = log policy − log sampled, per token. A sequence whose geometric mean ratio exp(mean d)
 (the sequence ratio of GSPO, arXiv:2507.18071 §4) is out of bounds carries no loss. The
@@ -23,7 +23,7 @@ from store.records import Record
 
 
 class RowComparison(Record, frozen=True, kw_only=True):
-    """Sums over the sampled tokens of one row, with d = log policy − log sampled.
+    """Hold sums over the sampled tokens of one row, with d = log policy − log sampled.
 
     `divergence` sums exp(d) − 1 − d, `distance` |d|, `ratios` exp(d) and `squared_ratios` its
     square. `cut` counts the tokens whose ratio is truncated; `masked` says that the row carries

@@ -1,4 +1,4 @@
-"""One optimiser step: micro-batches forward and backward, then the clipped step."""
+"""Take one optimiser step: micro-batches forward and backward, then the clipped step."""
 
 import math
 import threading
@@ -7,27 +7,27 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainer.batches.batching import share_out
+from trainer.batches.micro_batches import share_out
 from trainer.batches.rows import Row
-from trainer.batches.schedule import rate_share
 from trainer.errors import Interrupted, Unusable
 from trainer.learners.distributed.processes import Processes
-from trainer.recipe_parts import OptimizerPart
+from trainer.recipes.schedule import rate_share
+from trainer.recipes.training import OptimizerOptions
 
 Seen = TypeVar("Seen")
 
 
 class Step:
-    """Takes optimiser steps with one TRL trainer; `taken` counts them from the base model on."""
+    """Take optimiser steps with one TRL trainer; `taken` counts them from the base model on."""
 
     def __init__(
         self,
         trainer: Any,
-        rule: OptimizerPart,
+        rule: OptimizerOptions,
         interrupted: threading.Event,
         processes: Processes,
     ) -> None:
-        """Store the parts; the optimiser's present learning rates are the full ones."""
+        """Store what a step needs; the optimiser's present learning rates are the full ones."""
         self._processes = processes
         self._trainer = trainer
         self._rule = rule
@@ -36,14 +36,14 @@ class Step:
         self.taken = 0
 
     def survey(
-        self, micro_batches: Sequence[Sequence[Row]], look: Callable[[Sequence[Row]], Seen]
+        self, micro_batches: Sequence[Sequence[Row]], view: Callable[[Sequence[Row]], Seen]
     ) -> list[Seen]:
-        """Apply `look` to all micro-batches, each process to its own, and return all results.
+        """Apply `view` to all micro-batches, each process to its own, and return all results.
 
         Raises:
             Interrupted: the update was stopped; the learner must be restored.
         """
-        found = [look(rows) for rows in self._share(micro_batches)]
+        found = [view(rows) for rows in self._share(micro_batches)]
         return [one for share in self._processes.gather(found) for one in share]
 
     def _share(self, micro_batches: Sequence[Sequence[Row]]) -> Iterator[Sequence[Row]]:
@@ -54,12 +54,12 @@ class Step:
     def take(
         self,
         micro_batches: Sequence[Sequence[Row]],
-        judge: Callable[[], None],
+        check_drift: Callable[[], None],
     ) -> tuple[float, float]:
         """Take one step on all of `micro_batches`, each process on its own; return loss and norm.
 
-        The norm is that of the policy's gradient before clipping. `judge` is called before anything
-        is applied; what it raises passes on.
+        The norm is that of the policy's gradient before clipping. `check_drift` is called before
+        anything is applied; what it raises passes on.
 
         Raises:
             Unusable: the loss or the gradient is not finite; nothing was applied.
@@ -69,10 +69,10 @@ class Step:
         loss = 0.0
         self._trainer.model.train()
         for rows in self._share(micro_batches):
-            part = self._trainer.loss_of(rows) / share
-            self._trainer.accelerator.backward(part)
-            loss += float(part.detach())
-        judge()
+            own = self._trainer.loss_of(rows) / share
+            self._trainer.accelerator.backward(own)
+            loss += float(own.detach())
+        check_drift()
         whole = sum(self._processes.gather(loss))
         if not math.isfinite(whole):
             raise Unusable(f"the loss is {whole}: the update was not applied")

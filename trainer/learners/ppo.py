@@ -1,4 +1,4 @@
-"""PPO on stored transitions: TRL's clipped surrogate, with Pawl's critic and GAE.
+"""Train stored transitions with PPO: TRL's clipped surrogate, Pawl's critic and GAE.
 
 PPO is arXiv:1707.06347 §3. Before an update's first step, one pass without gradient gives
 the trainer's own log-probabilities, which are the old ones of the ratio, and the critic's
@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 
 from trainer.batches.rows import Row
+from trainer.credit.normalisations.registry import normalisations
 from trainer.learners.gae import explained_variance, normalised, row_advantages
 from trainer.learners.grpo import StoredGrpoTrainer, View, build_trainer, pad_rows
 from trainer.learners.kl import ByRow, by_row, concatenated, token_weights
 from trainer.learners.value_head import NAME, add_value_head, values_of
-from trainer.recipe import Recipe
+from trainer.recipes.recipe import Recipe
 
 
 class Targets(NamedTuple):
-    """The values that an update keeps fixed for each sampled token, by row."""
+    """Hold the values that an update keeps fixed for each sampled token, by row."""
 
     old: ByRow
     values: ByRow
@@ -39,14 +40,14 @@ class Targets(NamedTuple):
 
 
 class StoredPpoTrainer(StoredGrpoTrainer):
-    """The trainer of stored rows with a critic; it does not use the rows' own advantages."""
+    """Train stored rows with a critic; the rows' own advantages are not used."""
 
     needs_hidden = True
     # Set by `make_ppo_trainer`.
     critic: torch.nn.Linear
 
     @property
-    def needs_look(self) -> bool:
+    def needs_view(self) -> bool:
         """Return True: old log-probabilities and values are always needed."""
         return True
 
@@ -55,7 +56,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         """Return how often an update goes through its rows."""
         return self.recipe.ppo.epochs
 
-    def look(self, rows: Sequence[Row]) -> View:
+    def view(self, rows: Sequence[Row]) -> View:
         """Return a micro-batch as policy, critic and base see it before the update's first step."""
         with torch.no_grad():
             scored = self.score(rows, hidden=True)
@@ -78,7 +79,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         ]
         self._explained = explained_variance(values, returns, weights)
         credit = self.recipe.credit
-        if credit.normalisation == "batch":
+        if normalisations()[credit.normalisation].spread_over == "update":
             advantages = normalised(advantages, weights, credit.smallest_spread)
         self._targets = Targets(
             old=view.policy,
@@ -151,7 +152,7 @@ class StoredPpoTrainer(StoredGrpoTrainer):
         self._critic_weight += float(weights.sum())
         return loss
 
-    def parts(self) -> dict[str, torch.nn.Module]:
+    def added_modules(self) -> dict[str, torch.nn.Module]:
         """Return the critic, to be saved and resumed."""
         return {NAME: self.critic}
 

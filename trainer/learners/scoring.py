@@ -1,4 +1,4 @@
-"""Log-probabilities of recorded tokens under the current policy.
+"""Compute log-probabilities of recorded tokens under the current policy.
 
 *Merged*: one packed forward pass over the prefix tree of the rows. A token attends to its
 ancestors only, positions are depths in the tree, and the LM head sees only the nodes that a
@@ -25,7 +25,7 @@ SIZES = {"cpu": 1, "cuda": 256}
 
 
 class Scored(NamedTuple):
-    """The sampled tokens of some rows, M = Σ S, row after row.
+    """Hold the scores of the sampled tokens of some rows, M = Σ S, row after row.
 
     Shapes: `logprobs` (M,) in nats, in float32 at least, at each row's own temperature, with
     gradient if the model has one; `entropies` (M,) of the distributions they were drawn from
@@ -106,8 +106,8 @@ def _score_separately(model: Any, rows: Sequence[Row]) -> Scored:
         by_index |= zip(
             indices, _score_equal_lengths(model, [rows[i] for i in indices]), strict=True
         )
-    parts = [by_index[index] for index in range(len(rows))]
-    logprobs, entropies, hidden = (torch.cat(some) for some in zip(*parts, strict=True))
+    in_order = [by_index[index] for index in range(len(rows))]
+    logprobs, entropies, hidden = (torch.cat(some) for some in zip(*in_order, strict=True))
     return Scored(logprobs, entropies, hidden)
 
 
@@ -127,8 +127,8 @@ def _score_equal_lengths(model: Any, rows: Sequence[Row]) -> list[Scored]:
     finally:
         hook.remove()
     return [
-        _scored(row, part[-len(row.sampled_ids) :], states[-len(row.sampled_ids) :])
-        for row, part, states in zip(rows, logits, seen[0], strict=True)
+        _scored(row, own[-len(row.sampled_ids) :], states[-len(row.sampled_ids) :])
+        for row, own, states in zip(rows, logits, seen[0], strict=True)
     ]
 
 

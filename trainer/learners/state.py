@@ -1,4 +1,4 @@
-"""The state that resuming needs beside the adapter, written and read with a version.
+"""Write and read the state that resuming needs beside the adapter, with each version.
 
     <version>/progress.json          optimiser steps taken since the base; kept for good
     <version>/trainer/optimizer.pt   moments; kept for the newest versions (`adapters.sweep`)
@@ -25,38 +25,38 @@ log = structlog.get_logger()
 OPTIMIZER: Final = "optimizer"
 
 
-def save_state(parts: Mapping[str, Any], steps_taken: int, version_folder: Path) -> None:
-    """Write the state of `parts` (objects with `state_dict`, by name) into a version's folder.
+def save_state(objects: Mapping[str, Any], steps_taken: int, version_folder: Path) -> None:
+    """Write the state of `objects` (with `state_dict`, by name) into a version's folder.
 
     Raises:
         OSError: the disk refused a write.
     """
     folder = version_folder / STATE
     folder.mkdir(exist_ok=True)
-    for name, part in parts.items():
+    for name, one in objects.items():
         # Serialised in memory: torch's own file writer hides the reason of a failed write.
         written = io.BytesIO()
-        torch.save(part.state_dict(), written)
+        torch.save(one.state_dict(), written)
         (folder / f"{name}.pt").write_bytes(written.getvalue())
     write_progress(version_folder, steps_taken)
 
 
-def load_state(parts: Mapping[str, Any], version_folder: Path) -> int:
-    """Restore `parts` from a version's folder; return the optimiser steps taken until then.
+def load_state(objects: Mapping[str, Any], version_folder: Path) -> int:
+    """Restore `objects` from a version's folder; return the optimiser steps taken until then.
 
-    A part whose file was swept starts anew, with a warning in the log: a roll-back may go
+    One whose file was swept starts anew, with a warning in the log: a roll-back may go
     further back than states are kept.
 
     Raises:
         AdapterError: a file cannot be read; the message names it and the remedy.
     """
-    for name, part in parts.items():
+    for name, one in objects.items():
         path = version_folder / STATE / f"{name}.pt"
         if not path.exists():
             log.warning("state_starts_anew", part=name, version=version_folder.name)
             continue
         try:
-            part.load_state_dict(_with_recipe_settings(part, torch.load(path, weights_only=True)))
+            one.load_state_dict(_with_recipe_settings(one, torch.load(path, weights_only=True)))
         except Exception as error:
             raise AdapterError(
                 f"{path} cannot be read ({type(error).__name__}): remove it to start anew there"
@@ -64,8 +64,8 @@ def load_state(parts: Mapping[str, Any], version_folder: Path) -> int:
     return read_progress(version_folder)
 
 
-def _with_recipe_settings(part: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return `state` with the recipe's current rates and decay, if `part` is an optimiser."""
-    if isinstance(part, torch.optim.Optimizer):
-        return state | {"param_groups": part.state_dict()["param_groups"]}
+def _with_recipe_settings(restored: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return `state` with the recipe's current rates and decay, if `restored` is an optimiser."""
+    if isinstance(restored, torch.optim.Optimizer):
+        return state | {"param_groups": restored.state_dict()["param_groups"]}
     return state

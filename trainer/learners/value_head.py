@@ -1,4 +1,4 @@
-"""The critic: one linear layer on the LM head's inputs, kept beside the adapter.
+"""Keep the critic beside the adapter: one linear layer on the LM head's inputs.
 
 It is a child of the PEFT wrapper, not of the base model: `unload` leaves it behind, LoRA's
 "all-linear" does not adapt it, and PEFT's adapter file, which the model server reads, does

@@ -1,1 +1,1 @@
-"""Publishing: a version's files, its probe, and the model servers that load it."""
+"""Publish versions: their files, their probe, and the model servers that load them."""

@@ -1,4 +1,4 @@
-"""The files of a policy version: written beside their place, synced, then renamed into it.
+"""Write and read the files of a policy version: beside its place, synced, renamed into it.
 
     <adapter_dir>/<policy>/<version>/
         adapter_config.json  adapter_model.safetensors     what the model server reads
@@ -30,11 +30,27 @@ STATE: Final = "trainer"
 STATES_KEPT: Final = 3
 
 
-class Manifest(Record, frozen=True, kw_only=True):
-    """The content of `manifest.json`: a version's origin, hashes, outcomes and probe rows.
+class NewVersion(Record, frozen=True, kw_only=True):
+    """Describe a version that an update is about to write.
 
-    `sha256` maps the name of each served file to its hash. `outcomes` are those of the update's
-    episodes, and `baselines` the moving baselines that it leaves to the next update, if any.
+    `outcomes` are those of the update's episodes, `metrics` its figures, JSON-ready, and
+    `baselines` the moving baselines that it leaves to the next update, if any.
+    """
+
+    policy: str
+    version: int
+    update_id: UUID
+    parent_version: int
+    outcomes: tuple[Outcome, ...]
+    metrics: Mapping[str, Any]
+    probe: tuple[ProbeRow, ...]
+    baselines: Mapping[str, Any] | None = None
+
+
+class Manifest(Record, frozen=True, kw_only=True):
+    """Hold the content of `manifest.json`: what `NewVersion` says, in this order, with the hashes.
+
+    `sha256` maps the name of each served file to its hash.
     """
 
     policy: str
@@ -53,48 +69,25 @@ def version_folder(root: Path, policy: str, version: int) -> Path:
     return root.resolve() / policy.replace("/", "--") / str(version)
 
 
-def write_version(
-    root: Path,
-    policy: str,
-    version: int,
-    save: Callable[[Path], None],
-    *,
-    update_id: UUID,
-    parent_version: int,
-    outcomes: tuple[Outcome, ...],
-    metrics: Mapping[str, Any],
-    probe: tuple[ProbeRow, ...],
-    baselines: Mapping[str, Any] | None = None,
-) -> Path:
+def write_version(root: Path, new: NewVersion, save: Callable[[Path], None]) -> Path:
     """Let `save` write the files into a temporary folder, then rename it: the version exists.
 
     Raises:
         AdapterError: the version exists already; its files are not touched.
         OSError: the disk refused a write; nothing is left of the attempt, and it can be repeated.
     """
-    place = version_folder(root, policy, version)
+    place = version_folder(root, new.policy, new.version)
     if place.exists():
         raise AdapterError(
             f"{place} exists already, and a version's files never change: another trainer wrote"
             " it; stop one of the two and start this one again"
         )
-    partial = place.with_name(f".{version}-{update_id}")
+    partial = place.with_name(f".{new.version}-{new.update_id}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
         save(partial)
-        manifest = Manifest(
-            policy=policy,
-            version=version,
-            update_id=update_id,
-            parent_version=parent_version,
-            sha256={name: _sha256(partial / name) for name in SERVED},
-            outcomes=outcomes,
-            metrics=metrics,
-            probe=probe,
-            baselines=baselines,
-        )
-        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+        _write_manifest(partial, new)
         for path in [*partial.rglob("*"), partial]:
             sync(path)
         partial.rename(place)
@@ -103,6 +96,14 @@ def write_version(
         raise
     sync(place.parent)
     return place
+
+
+def _write_manifest(folder: Path, new: NewVersion) -> None:
+    """Write the manifest beside the served files, with their hashes."""
+    manifest = Manifest(
+        sha256={name: _sha256(folder / name) for name in SERVED}, **msgspec.structs.asdict(new)
+    )
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
 
 
 def read_manifest(folder: Path) -> Manifest | None:

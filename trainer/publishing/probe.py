@@ -1,4 +1,4 @@
-"""The probe of a new version: served log-probabilities against the trainer's (pure)."""
+"""Compare served log-probabilities of a new version with the trainer's (pure)."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from store.records import Record
 
 
 class ProbeRow(Record, frozen=True, kw_only=True):
-    """A fixed token sequence, and the trainer's log-probabilities of its last tokens.
+    """Hold a token sequence, and the trainer's log-probabilities of its last tokens.
 
     Shapes: `ids` (P + S,), `logprobs` (S,) in nats, at temperature one.
     """
@@ -16,7 +16,7 @@ class ProbeRow(Record, frozen=True, kw_only=True):
 
 
 class ProbeResult(Record, frozen=True, kw_only=True):
-    """Differences between log-probabilities over all probe tokens, in nats per token.
+    """Hold differences between log-probabilities over all probe tokens, in nats per token.
 
     `mean_difference` and `largest_difference` are |served − trainer|; `moved` is the largest
     |served now − served by the version before|.

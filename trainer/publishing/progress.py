@@ -1,4 +1,4 @@
-"""The number of optimiser steps taken up to a version, kept beside its adapter for good."""
+"""Keep the number of optimiser steps taken up to a version beside its adapter, for good."""
 
 from pathlib import Path
 from typing import Final
@@ -12,7 +12,7 @@ PROGRESS: Final = "progress.json"
 
 
 class Progress(Record, frozen=True, kw_only=True):
-    """The content of `progress.json`: optimiser steps taken between the base and a version."""
+    """Hold the content of `progress.json`: optimiser steps between the base and a version."""
 
     steps_taken: int
 

@@ -1,4 +1,4 @@
-"""Publishing: load a written version, probe it, and promote it to serve the traffic.
+"""Load a written version, probe it, and promote it to serve the traffic.
 
 A version that does not load or fails the probe is rejected, and the one before keeps the
 traffic. Adapters that a restarted server lost are loaded again.
@@ -14,10 +14,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.records import PolicyState, PolicyVersion
 from store.updates import policies
 from trainer.errors import PublishError
+from trainer.metrics import UPDATE, UPDATES, VERSION
 from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
 from trainer.publishing.replicas import Replicas
 from trainer.publishing.server import ModelServer
-from trainer.recipe_parts import PublishPart
+from trainer.recipes.adapter import PublishOptions
 
 log = structlog.get_logger()
 
@@ -26,10 +27,10 @@ PROXY_REFRESH_S: Final = 10.0
 
 
 class Publisher:
-    """Publishes and retires the versions of one policy."""
+    """Publish and retire the versions of one policy."""
 
     def __init__(
-        self, engine: AsyncEngine, servers: Replicas, policy: str, rule: PublishPart
+        self, engine: AsyncEngine, servers: Replicas, policy: str, rule: PublishOptions
     ) -> None:
         """Store the model servers, the policy's name and the recipe's `[publish]` rule."""
         self._engine = engine
@@ -64,6 +65,32 @@ class Publisher:
             await policies.promote(connection, self._policy, version.version)
         log.info("version_promoted", version=version.served_name)
         return probe
+
+    async def try_to_publish(
+        self, version: PolicyVersion, before: str, rows: Sequence[ProbeRow]
+    ) -> None:
+        """Publish `version` if it is served correctly; else the one before keeps the traffic.
+
+        The result is counted and logged. The arguments are those of `publish`.
+
+        Raises:
+            UpstreamAway: a server does not answer; the version stays `written`.
+        """
+        try:
+            probe = await self.publish(version, before, rows)
+        except PublishError:
+            UPDATES.labels(self._policy, "rejected").inc()
+            return
+        VERSION.labels(self._policy).set(version.version)
+        UPDATE["probe_difference"].labels(self._policy).set(probe.mean_difference)
+        log.info(
+            "version_probed",
+            version=version.served_name,
+            mean_difference=round(probe.mean_difference, 5),
+            largest_difference=round(probe.largest_difference, 5),
+            moved=round(probe.moved, 5),
+            tokens=probe.tokens,
+        )
 
     async def _probe(self, name: str, before: str, rows: Sequence[ProbeRow]) -> ProbeResult:
         """Probe every replica and return the worst result."""

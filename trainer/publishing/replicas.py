@@ -1,4 +1,4 @@
-"""Several model servers that serve the same models: an adapter is loaded on all or on none.
+"""Treat several model servers as one: an adapter is loaded on all or on none.
 
 While one of them is away nothing is published: requests that reach a server that does not
 know the new version would fail.
@@ -14,7 +14,7 @@ from trainer.publishing.server import ModelServer
 
 
 class Replicas:
-    """The replicas of the model server; each operation goes to one after the other."""
+    """Pass each operation to all replicas of the model server, one after the other."""
 
     def __init__(self, base_urls: Sequence[str]) -> None:
         """Create a client for each base URL; `async with` opens them."""

@@ -1,4 +1,4 @@
-"""Client of vLLM's administrative endpoints: models, LoRA adapters, prompt log-probabilities.
+"""Call vLLM's administrative endpoints: models, LoRA adapters, prompt log-probabilities.
 
 The server needs `VLLM_ALLOW_RUNTIME_LORA_UPDATING`. The proxy refuses these endpoints to
 its clients.
@@ -17,7 +17,7 @@ TIMEOUT_S: Final = 120.0
 
 
 class ModelServer:
-    """Client of one vLLM server."""
+    """Call one vLLM server."""
 
     def __init__(self, base_url: str) -> None:
         """Store the base URL, with its `/v1`; `async with` opens the connection pool."""

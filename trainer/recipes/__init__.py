@@ -1,1 +1,1 @@
-"""The packaged recipes, as TOML files."""
+"""Read and check recipes; the packaged ones are the TOML files of this folder."""

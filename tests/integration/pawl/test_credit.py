@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
 
 from pawl.cli import app
+from pawl.crediting.past import explain_update
 from pawl.export import Selection, export
-from pawl.past import explain_update
 from store.connection.engine import make_engine
 from store.errors import UnknownUpdate
 from store.ids import new_id
@@ -29,9 +29,9 @@ from tests.support.updates import record_update
 from trainer.credit.assign import TransitionCredit, assign_credit
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
 from trainer.errors import RecipeError
-from trainer.recipe import Recipe
-from trainer.recipe_parts import CreditPart
-from trainer.update import Plan, claim_rule, plan_update
+from trainer.recipes.credit import CreditOptions
+from trainer.recipes.recipe import Recipe
+from trainer.updates.plan import Plan, claim_rule, plan_update
 
 RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
 RECIPE = Recipe.model_validate(
@@ -103,7 +103,7 @@ async def test_of_an_export_what_the_trainer_computes(
     out = io.BytesIO()
     await export(engine, Selection(), out)
     read = read_lines(io.BytesIO(out.getvalue()), "export")
-    found = credit_lines(read, CreditPart(**rule))
+    found = credit_lines(read, CreditOptions(**rule))
 
     async with engine.connect() as connection:
         episodes = await read_episodes(connection, await episode_ids(connection))
@@ -112,7 +112,9 @@ async def test_of_an_export_what_the_trainer_computes(
         Group(task=task, episodes=tuple(one for one in episodes if one.task == task))
         for task in tasks
     ]
-    credited = assign_credit(groups, CreditPart(**rule), policy="m", oldest_version=0).transitions
+    credited = assign_credit(
+        groups, CreditOptions(**rule), policy="m", oldest_version=0
+    ).transitions
     assert sorted(found, key=lambda line: (line.episode, line.call)) == lines_of(credited)
     assert any(line.reason is None for line in found)
 

@@ -9,15 +9,15 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.crediting.past import explain_update
 from pawl.export import Selection, export
-from pawl.past import explain_update
 from store.records import CallRecord, FeedbackRecord
 from tests.integration.store.test_groups import LONG_AGO, PATIENT, keys, reasons, store, take
 from tests.support.records import START, call, reward
 from tests.support.updates import record_update
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
-from trainer.recipe import Recipe
-from trainer.update import Plan, claim_rule, plan_update
+from trainer.recipes.recipe import Recipe
+from trainer.updates.plan import Plan, claim_rule, plan_update
 
 PAID = ("call", "per_agent")
 FAILED: dict[str, Any] = {"status": "truncated", "trainable": False, "reason": "incomplete"}

@@ -25,8 +25,8 @@ from tests.integration.store.test_groups import SHORT, consume, keys, reasons, s
 from tests.integration.trainer.test_recovery import Bench, run_once
 from tests.support.fake_server import fake_model_server
 from tests.support.records import call, reward, tokens
-from trainer.claiming import Claiming
 from trainer.metrics import EPISODES
+from trainer.updates.claiming import Claiming
 
 # What may become of a row, and what is told of it.
 DAMAGES = {
@@ -166,7 +166,7 @@ async def test_one_that_is_killed_before_it_is_set_aside_finds_it_again(
         await set_aside(*args)
         raise Killed
 
-    monkeypatch.setattr("trainer.claiming.set_aside", killed)
+    monkeypatch.setattr("trainer.updates.claiming.set_aside", killed)
     with pytest.raises(Killed):
         await run_once(bench)
     monkeypatch.undo()

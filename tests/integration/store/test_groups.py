@@ -16,9 +16,10 @@ from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.write.ingest import ingest
 from tests.support.records import call, reward
-from trainer.recipe import Recipe
-from trainer.recipe_parts import ClaimPart, CreditPart
-from trainer.update import Plan, claim_rule, plan_update
+from trainer.recipes.claim import ClaimOptions
+from trainer.recipes.credit import CreditOptions
+from trainer.recipes.recipe import Recipe
+from trainer.updates.plan import Plan, claim_rule, plan_update
 
 # Rewards in these tests were stated long ago; what must not have waited says so.
 PATIENT = 1e9
@@ -191,7 +192,7 @@ async def test_a_late_members_advantage_is_over_all_that_are_known(engine: Async
     await episode(engine, "late", 1.0, task="t")
     claim = await take(engine, SHORT)
     assert claim is not None
-    plan = plan_update(claim, Recipe(credit=CreditPart(air_lambda=0.0)))
+    plan = plan_update(claim, Recipe(credit=CreditOptions(air_lambda=0.0)))
     [credit] = plan.credited
     # Four returns 0, 0, 0, 1: mean 1/4, sample variance 1/4.
     assert credit.advantage == pytest.approx((1 - 0.25) / 0.5, abs=1e-12)
@@ -217,7 +218,7 @@ async def test_what_an_update_held_can_be_read_again(engine: AsyncEngine) -> Non
 
 def plan_of(claim: Claim | None, **credit: Any) -> Plan:
     assert claim is not None
-    return plan_update(claim, Recipe(credit=CreditPart.model_validate(credit)))
+    return plan_update(claim, Recipe(credit=CreditOptions.model_validate(credit)))
 
 
 async def test_a_group_in_which_all_are_equal_is_counted_and_not_trained(
@@ -275,9 +276,9 @@ async def test_of_a_joined_episode_the_last_part_tells_whether_it_failed(
 
 
 async def test_without_a_reward_for_failures_none_is_taken(engine: AsyncEngine) -> None:
-    part = ClaimPart(group_size=1, groups=1)
-    none = Recipe(claim=part, credit=CreditPart(baseline="none"))
-    some = Recipe(claim=part, credit=CreditPart(baseline="none", failed_reward=0.0))
+    part = ClaimOptions(group_size=1, groups=1)
+    none = Recipe(claim=part, credit=CreditOptions(baseline="none"))
+    some = Recipe(claim=part, credit=CreditOptions(baseline="none", failed_reward=0.0))
     assert claim_rule(none, "m").failed_after_s is None
     assert claim_rule(some, "m").failed_after_s == part.failed_after_s
 
@@ -369,8 +370,8 @@ async def test_an_update_starts_from_what_the_last_one_left(engine: AsyncEngine)
 
 async def test_moving_baselines_go_from_update_to_update(engine: AsyncEngine) -> None:
     recipe = Recipe(
-        claim=ClaimPart(group_size=1, groups=3),
-        credit=CreditPart(baseline="moving", normalisation="none", air_lambda=0.0),
+        claim=ClaimOptions(group_size=1, groups=3),
+        credit=CreditOptions(baseline="moving", normalisation="none", air_lambda=0.0),
     )
     advantages = []
     for number, values in enumerate([(0.0, 0.5, 1.0), (1.0, 1.0, 1.0)]):

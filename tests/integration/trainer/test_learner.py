@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from tests.support.training import recipe, rows
-from trainer.batches.batching import computed_tokens
+from trainer.batches.micro_batches import computed_tokens
 from trainer.batches.rows import Row
 from trainer.errors import LearnerError
 from trainer.learners.grpo import collate

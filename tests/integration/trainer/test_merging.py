@@ -25,7 +25,7 @@ from trainer.learners.kernels.tree_attention import batch_blocks, block_mask, bl
 from trainer.learners.learner import Learner
 from trainer.learners.merging import why_separate
 from trainer.learners.scoring import score_rows
-from trainer.recipe_parts import OffPolicyPart
+from trainer.recipes.training import OffPolicyOptions
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -185,7 +185,7 @@ def test_an_update_is_the_same_merged_and_not(tiny_model: str, tmp_path: Path) -
 
 
 def test_drift_out_of_bounds_changes_nothing_and_says_so(tiny_model: str, tmp_path: Path) -> None:
-    narrow = recipe().model_copy(update={"off_policy": OffPolicyPart(max_drift=1e-5)})
+    narrow = recipe().model_copy(update={"off_policy": OffPolicyOptions(max_drift=1e-5)})
     made = Learner(tiny_model, narrow, seed=0, scratch=tmp_path)
     before = [p.detach().clone() for p in made._model.parameters()]
     with pytest.raises(DriftOutOfBounds, match="max_drift is 1e-05") as raised:
@@ -197,7 +197,7 @@ def test_drift_out_of_bounds_changes_nothing_and_says_so(tiny_model: str, tmp_pa
 
 
 def test_rows_of_an_older_version_are_not_judged_for_drift(tiny_model: str, tmp_path: Path) -> None:
-    narrow = recipe().model_copy(update={"off_policy": OffPolicyPart(max_drift=1e-9)})
+    narrow = recipe().model_copy(update={"off_policy": OffPolicyOptions(max_drift=1e-9)})
     made = Learner(tiny_model, narrow, seed=0, scratch=tmp_path)
     older = [msgspec.structs.replace(row, version=-1) for row in rows()]
     found = made.update(older)
@@ -207,7 +207,7 @@ def test_rows_of_an_older_version_are_not_judged_for_drift(tiny_model: str, tmp_
 
 
 def test_a_sequence_too_far_off_the_policy_carries_no_loss(tiny_model: str, tmp_path: Path) -> None:
-    masking = recipe().model_copy(update={"off_policy": OffPolicyPart(max_drift=1e9)})
+    masking = recipe().model_copy(update={"off_policy": OffPolicyOptions(max_drift=1e9)})
     made = Learner(tiny_model, masking, seed=0, scratch=tmp_path)
     near, *_ = rows()
     own = tuple(made.logprobs([near])[0])

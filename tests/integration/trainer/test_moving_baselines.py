@@ -16,13 +16,14 @@ from trainer.errors import LearnerError
 from trainer.loop import Loop
 from trainer.publishing.publish import Publisher
 from trainer.publishing.replicas import Replicas
-from trainer.recipe import Recipe
-from trainer.recipe_parts import ClaimPart, CreditPart
+from trainer.recipes.claim import ClaimOptions
+from trainer.recipes.credit import CreditOptions
+from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
 
 RECIPE = Recipe(
-    claim=ClaimPart(group_size=1, groups=4, max_age_s=1e9),
-    credit=CreditPart(baseline="moving", normalisation="batch", air_lambda=0.0),
+    claim=ClaimOptions(group_size=1, groups=4, max_age_s=1e9),
+    credit=CreditOptions(baseline="moving", normalisation="batch", air_lambda=0.0),
 )
 
 

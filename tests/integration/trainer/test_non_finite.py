@@ -25,8 +25,10 @@ from trainer.learners.learner import Learner
 from trainer.loop import Loop
 from trainer.publishing.publish import Publisher
 from trainer.publishing.replicas import Replicas
-from trainer.recipe import Recipe
-from trainer.recipe_parts import ClaimPart, CreditPart, PublishPart
+from trainer.recipes.adapter import PublishOptions
+from trainer.recipes.claim import ClaimOptions
+from trainer.recipes.credit import CreditOptions
+from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
 
 GROUPS = 3
@@ -41,8 +43,8 @@ class RealBench(Bench):
         super().__init__(engine, server, folder)
         self.rule = rule.model_copy(
             update={
-                "claim": ClaimPart(group_size=2, groups=GROUPS - 1, max_age_s=1e9),
-                "publish": PublishPart(retire_after_s=1e9),
+                "claim": ClaimOptions(group_size=2, groups=GROUPS - 1, max_age_s=1e9),
+                "publish": PublishOptions(retire_after_s=1e9),
             }
         )
         self.real = Learner(model, self.rule, 0, folder / ".scratch")
@@ -92,7 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "a prompt of another vocabulary": ({"odd": tokens([5, 2**31 - 1], [20])}, "damaged"),
 }
 # Rewards are not divided by their spread: then a large one stays large.
-PLAIN = CreditPart(normalisation="none")
+PLAIN = CreditOptions(normalisation="none")
 
 
 def rule_of(learner: str, steps: int) -> Recipe:

@@ -16,8 +16,8 @@ from trainer.batches.rows import Row
 from trainer.learners.grpo import View
 from trainer.learners.learner import Learner
 from trainer.learners.value_head import values_of
-from trainer.recipe import Recipe
-from trainer.recipe_parts import KlPart, OptimizerPart
+from trainer.recipes.recipe import Recipe
+from trainer.recipes.training import KlOptions, OptimizerOptions
 
 
 def learner(model: str, folder: Path, chosen: Recipe) -> Learner:
@@ -44,7 +44,7 @@ def stir(made: Learner) -> None:
 def begin(made: Learner, batch: list[Row]) -> list[Row]:
     made._model.train()
     parts = [part for part in (batch[:5], batch[5:]) if part]
-    return made._trainer.prepare(batch, View.of(map(made._trainer.look, parts)))
+    return made._trainer.prepare(batch, View.of(map(made._trainer.view, parts)))
 
 
 def plain_values(model: Any, row: Row) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_loss_and_gradient_equal_a_plain_loop(tiny_model: str, tmp_path: Path) -
 
 
 def test_micro_batches_do_not_change_the_gradient(tiny_model: str, tmp_path: Path) -> None:
-    made = learner(tiny_model, tmp_path, ppo_recipe(kl=KlPart(coefficient=0.1)))
+    made = learner(tiny_model, tmp_path, ppo_recipe(kl=KlOptions(coefficient=0.1)))
     stir(made)
     batch = begin(made, two_calls_an_episode(rows()))
     made._trainer.loss_of(batch).backward()
@@ -167,7 +167,7 @@ def test_what_is_rewarded_becomes_likelier(tiny_model: str, tmp_path: Path) -> N
 
 def test_the_critic_learns_what_to_expect(tiny_model: str, tmp_path: Path) -> None:
     chosen = ppo_recipe(epochs=2, gae_lambda=1.0)
-    still = chosen.model_copy(update={"optimizer": OptimizerPart(learning_rate=1e-6)})
+    still = chosen.model_copy(update={"optimizer": OptimizerOptions(learning_rate=1e-6)})
     made = learner(tiny_model, tmp_path, still)
     figures = [made.update(rows(members=2)) for _ in range(15)]
     assert figures[0]["explained_variance"] == 0.0
@@ -222,7 +222,7 @@ def test_going_back_to_the_base_forgets_the_critic(tiny_model: str, tmp_path: Pa
 
 
 def test_the_reference_is_the_base_model(tiny_model: str, tmp_path: Path) -> None:
-    made = learner(tiny_model, tmp_path, ppo_recipe(kl=KlPart(coefficient=0.1)))
+    made = learner(tiny_model, tmp_path, ppo_recipe(kl=KlOptions(coefficient=0.1)))
     batch = rows()
     base = made.logprobs([msgspec.structs.replace(row, temperature=1.0) for row in batch])
     stir(made)
@@ -238,7 +238,7 @@ def test_the_reference_is_the_base_model(tiny_model: str, tmp_path: Path) -> Non
 def test_kl_in_the_loss_is_k3_by_the_rows_weights(
     tiny_model: str, tmp_path: Path, name: str
 ) -> None:
-    rule = KlPart(coefficient=0.5)
+    rule = KlOptions(coefficient=0.5)
     chosen = {"grpo": recipe().model_copy(update={"kl": rule}), "ppo": ppo_recipe(kl=rule)}[name]
     made = learner(tiny_model, tmp_path, chosen)
     shake(made)
@@ -255,7 +255,7 @@ def test_kl_in_the_loss_is_k3_by_the_rows_weights(
     (0.5 * total).backward()
     wanted = gradients(made)
     assert float((got - wanted).abs().max()) < 1e-5 * float(wanted.abs().max())
-    made._trainer.kl.rule = KlPart()
+    made._trainer.kl.rule = KlOptions()
     surrogate = float(made._trainer.loss_of(batch).detach())
     assert whole - surrogate == pytest.approx(float(0.5 * total.detach()), abs=1e-5)
     weight = sum(row.weight for row in batch)
@@ -265,7 +265,7 @@ def test_kl_in_the_loss_is_k3_by_the_rows_weights(
 
 
 def test_grpo_pays_for_kl_in_its_advantages(tiny_model: str, tmp_path: Path) -> None:
-    rule = KlPart(coefficient=0.3, place="reward")
+    rule = KlOptions(coefficient=0.3, place="reward")
     made = learner(tiny_model, tmp_path, recipe().model_copy(update={"kl": rule}))
     shake(made)
     batch = rows()
@@ -284,7 +284,7 @@ def test_grpo_pays_for_kl_in_its_advantages(tiny_model: str, tmp_path: Path) -> 
 
 
 def test_ppo_pays_for_kl_token_by_token(tiny_model: str, tmp_path: Path) -> None:
-    rule = KlPart(coefficient=0.3, place="reward")
+    rule = KlOptions(coefficient=0.3, place="reward")
     chosen = ppo_recipe(kl=rule, gae_lambda=1.0)
     made = learner(tiny_model, tmp_path, chosen)
     shake(made)

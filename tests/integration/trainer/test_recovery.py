@@ -25,12 +25,15 @@ from tests.support.records import call, reward, tokens
 from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
 from trainer.loop import Loop
 from trainer.publishing import adapters
+from trainer.publishing.adapters import NewVersion
 from trainer.publishing.progress import write_progress
 from trainer.publishing.publish import Publisher
 from trainer.publishing.replicas import Replicas
 from trainer.publishing.server import ModelServer
-from trainer.recipe import Recipe
-from trainer.recipe_parts import ClaimPart, OptimizerPart, PublishPart
+from trainer.recipes.adapter import PublishOptions
+from trainer.recipes.claim import ClaimOptions
+from trainer.recipes.recipe import Recipe
+from trainer.recipes.training import OptimizerOptions
 from trainer.settings import TrainerSettings
 
 
@@ -99,7 +102,7 @@ class Bench:
         self.fake = server
         self.folder = folder
         self.learner = FakeLearner(server, folder.resolve())
-        self.optimizer = OptimizerPart()
+        self.optimizer = OptimizerOptions()
 
     async def fill(self, name: str = "t") -> None:
         records: list[SpoolRecord] = []
@@ -115,8 +118,8 @@ class Bench:
 
     def loop(self, server: Replicas) -> Loop:
         recipe = Recipe(
-            claim=ClaimPart(group_size=2, groups=2, max_age_s=1e9),
-            publish=PublishPart(retire_after_s=1e9),
+            claim=ClaimOptions(group_size=2, groups=2, max_age_s=1e9),
+            publish=PublishOptions(retire_after_s=1e9),
             optimizer=self.optimizer,
         )
         publisher = Publisher(self.engine, server, "m", recipe.publish)
@@ -346,7 +349,7 @@ async def test_one_that_is_stopped_gives_its_episodes_back_at_once(bench: Bench)
 async def test_a_full_disk_is_waited_for_and_nothing_is_trained_again(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.loop.WRITE_AGAIN_S", 0.01)
+    monkeypatch.setattr("trainer.updates.training.WRITE_AGAIN_S", 0.01)
     bench.learner.full_disk = 3
     assert await run_once(bench)
     assert bench.learner.updates == 1
@@ -370,17 +373,17 @@ async def test_one_whose_claim_another_took_over_writes_nothing_down(
     """Its connection was gone for a while: the other freed the claim, then it wrote its version."""
     real = adapters.write_version
 
-    def too_late(*args: Any, **kwargs: Any) -> Path:
+    def too_late(root: Path, new: NewVersion, save: Callable[[Path], None]) -> Path:
         monkeypatch.undo()
 
         async def release() -> None:
             own = make_engine(bench.engine.url.render_as_string(hide_password=False))
             async with own.begin() as connection:
-                await claims.release(connection, kwargs["update_id"], "taken over")
+                await claims.release(connection, new.update_id, "taken over")
             await own.dispose()
 
         asyncio.run(release())
-        return real(*args, **kwargs)
+        return real(root, new, save)
 
     monkeypatch.setattr(adapters, "write_version", too_late)
     with pytest.raises(ClaimLost):
@@ -394,7 +397,7 @@ async def test_one_whose_claim_another_took_over_writes_nothing_down(
 
 
 async def test_a_schedule_that_has_ended_claims_nothing_more(bench: Bench) -> None:
-    bench.optimizer = OptimizerPart(schedule="linear", total_steps=2)
+    bench.optimizer = OptimizerOptions(schedule="linear", total_steps=2)
     assert await run_once(bench)
     await bench.fill("u")
     assert await run_once(bench)

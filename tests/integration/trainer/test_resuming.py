@@ -13,15 +13,15 @@ from structlog.testing import capture_logs
 
 from tests.support.training import recipe, rows
 from trainer.batches.rows import Row
-from trainer.batches.schedule import rate_share
 from trainer.errors import AdapterError, Interrupted, LearnerError
 from trainer.learners.learner import Learner
 from trainer.publishing import adapters
 from trainer.publishing.progress import read_progress
-from trainer.recipe import Recipe
-from trainer.recipe_parts import OptimizerPart
+from trainer.recipes.recipe import Recipe
+from trainer.recipes.schedule import rate_share
+from trainer.recipes.training import OptimizerOptions
 
-SCHEDULE = OptimizerPart(learning_rate=1e-2, schedule="cosine", warmup_steps=3, total_steps=20)
+SCHEDULE = OptimizerOptions(learning_rate=1e-2, schedule="cosine", warmup_steps=3, total_steps=20)
 
 
 def learner(model: str, folder: Path, **optimizer: Any) -> Learner:
@@ -29,7 +29,7 @@ def learner(model: str, folder: Path, **optimizer: Any) -> Learner:
     return Learner(model, scheduled(rule), seed=0, scratch=folder)
 
 
-def scheduled(rule: OptimizerPart) -> Recipe:
+def scheduled(rule: OptimizerOptions) -> Recipe:
     return recipe(steps=2).model_copy(update={"optimizer": rule})
 
 

@@ -19,7 +19,7 @@ from pawl.settings import known_variables, refuse_unread
 from pawl.stack.vllm import VllmOptions, vllm_command
 from proxy.settings import ProxySettings
 from store.settings import address
-from trainer.recipe import load_recipe
+from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
 
 ROOT: Final = Path(__file__).parents[3]

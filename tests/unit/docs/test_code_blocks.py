@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.support.documents import Block, split_blocks
 from tests.support.shell_lines import NoSuchCommand, check_script, commands
 from tests.unit.docs.test_docs import OTHER_PAGES, PAGES
-from trainer.recipe import Recipe
+from trainer.recipes.recipe import Recipe
 
 LANGUAGES = {"", "json", "python", "sh", "sql", "toml"}
 # Only what is a whole command: `make` alone, or a part of one, is prose.

@@ -1,1 +1,1 @@
-"""One learner in several processes."""
+"""Run one learner in several processes."""

@@ -1,4 +1,4 @@
-"""The processes of one learner: `accelerate launch` starts them, and rank 0 leads.
+"""Connect the processes of one learner, which `accelerate launch` starts; rank 0 leads.
 
 The frozen base is sharded over them, one decoder layer at a time (`fully_shard`, the second
 version of PyTorch FSDP, arXiv:2304.11277); the adapter, which is small, is whole in each.
@@ -22,7 +22,7 @@ COMMAND_TIMEOUT = timedelta(days=3650)
 
 
 class Processes:
-    """Communication between the processes of one learner; a single process communicates nothing."""
+    """Communicate between the processes of one learner; a single one communicates nothing."""
 
     def __init__(self) -> None:
         """Read rank and number of processes from torch's process group, if there is one."""

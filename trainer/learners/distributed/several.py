@@ -1,4 +1,4 @@
-"""A learner of several processes: rank 0 receives the commands and passes them on."""
+"""Lead a learner of several processes: rank 0 receives the commands and passes them on."""
 
 import os
 import threading
@@ -22,9 +22,9 @@ def is_follower() -> bool:
 
 
 class LeadingLearner:
-    """The learner in rank 0: it runs each command in all processes at once.
+    """Run each command of the learner in rank 0 in all processes at once.
 
-    It implements `trainer.learning.LearnerProtocol`; results are those of rank 0.
+    It implements `trainer.learners.protocol.LearnerProtocol`; results are those of rank 0.
     """
 
     def __init__(self, learner: Learner) -> None:

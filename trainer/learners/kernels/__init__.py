@@ -1,1 +1,1 @@
-"""Forward and backward passes that make training on a CPU fast and the same each time."""
+"""Compute forward and backward passes fast on a CPU, and the same each time."""

@@ -1,4 +1,4 @@
-"""Determinism: the same rows give the same bits.
+"""Make torch deterministic: the same rows give the same bits.
 
 On a CPU a scatter of float32 gradients uses atomic additions when several threads work, in
 whatever order they come; on a GPU so do cuBLAS and scatters. torch's deterministic kernels

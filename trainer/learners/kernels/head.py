@@ -1,4 +1,4 @@
-"""Log-probabilities from hidden states, without holding all logits at once.
+"""Compute log-probabilities from hidden states, without holding all logits at once.
 
 The LM head runs over chunks of rows. A chunk's logits z become probabilities p and at once
 p·W, the expected output embedding. With W[token], the token's output embedding, this gives
@@ -26,7 +26,7 @@ CHUNK: Final = {"cpu": 2**24, "cuda": 2**27}
 
 
 class HeadLogprobs(Function):
-    """Log-probabilities and entropies of tokens after hidden states, under a frozen head.
+    """Compute log-probabilities and entropies of tokens after hidden states, under a frozen head.
 
     Shapes: `hidden` (R, H), `head` (V, H), `temperatures` (R,), `rows` and `labels` (M,):
     token m is `labels[m]` after `hidden[rows[m]]`. Both results are (M,), in nats; entropies

@@ -1,4 +1,4 @@
-"""Lighter forward passes for modules of the model in training, installed on the modules.
+"""Install lighter forward passes on modules of the model in training.
 
 They replace what `trainer.learners.kernels.products` can compute identically: PEFT's linear layers
 with one plain adapter, root-mean-square norms, and gated units. A module that is not as

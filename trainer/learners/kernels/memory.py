@@ -1,4 +1,4 @@
-"""Control over how glibc handles memory that torch frees on a CPU.
+"""Control how glibc handles memory that torch frees on a CPU.
 
 Tensors above a threshold are mapped anew each time, and their pages come one fault after the
 other: a tenth of an update's time. So freed memory is kept during an update and given back

@@ -1,4 +1,4 @@
-"""Matrix products for frozen weights with an adapter, each with its own backward pass.
+"""Multiply by frozen weights with an adapter, each product with its own backward pass.
 
 PEFT computes base and adapter as five operations and keeps what autograd needs of each. Here
 they are one, with no gradient of a frozen weight, no copy of an input, and the adapter in
@@ -21,7 +21,7 @@ _MATMUL: Any = getattr(torch.backends.mkldnn, "matmul", None)
 
 
 class OneDnnProducts:
-    """Context in which float32 products on a CPU use oneDNN, wherever that is exact.
+    """Compute float32 products on a CPU with oneDNN within a context, wherever that is exact.
 
     torch gives oneDNN a float32 product only if it allows operands to be rounded to bfloat16.
     oneDNN rounds them only on processors with matrix tiles (AMX); there MKL is kept.
@@ -75,7 +75,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class LoraProduct(Function):
-    """A linear layer with a LoRA adapter (arXiv:2106.09685 §4.1): x·Wᵀ + b + scale·(x·Aᵀ)·Bᵀ.
+    """Compute a layer with LoRA (arXiv:2106.09685 §4.1): x·Wᵀ + b + scale·(x·Aᵀ)·Bᵀ.
 
     Shapes: x (N, K), W (M, K), b (M,), A (r, K), B (M, r). W and b are frozen.
     """
@@ -110,7 +110,7 @@ class LoraProduct(Function):
 
 
 class RmsNorm(Function):
-    """w · x / sqrt(mean(x²) + eps) over the last dimension (arXiv:1910.07467); w is frozen."""
+    """Compute w·x / sqrt(mean(x²) + eps) over the last dimension, w frozen (arXiv:1910.07467)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -136,7 +136,7 @@ class RmsNorm(Function):
 
 
 class SwiGlu(Function):
-    """silu(gate) · up (SwiGLU, arXiv:2002.05202)."""
+    """Compute silu(gate) · up (SwiGLU, arXiv:2002.05202)."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention within a prefix tree, block by block; what no token may see is not computed.
+"""Attend within a prefix tree, block by block, without what no token may see.
 
 Nodes are in depth-first pre-order, so a block of consecutive queries [s, e) sees only the
 ancestors of s and the block itself: an ancestor of any of its nodes that comes before s has s
@@ -35,7 +35,7 @@ FLEX_BLOCK: Final = 128
 
 
 class Block(NamedTuple):
-    """Queries [start, stop), and the nodes that at least one of them sees, in runs [from, to).
+    """Hold queries [start, stop), and the nodes that at least one sees, in runs [from, to).
 
     Shapes: `mask` (stop − start, K), 0 or −inf, is added to scores; K is the nodes of all runs.
     """
@@ -47,7 +47,7 @@ class Block(NamedTuple):
 
 
 class BlockBatch(NamedTuple):
-    """Blocks that are computed together: equally many queries, and about equally many keys.
+    """Hold blocks to compute together: equally many queries, about equally many keys.
 
     Shapes: `queries` (Z, B) and `keys` (Z, K) are nodes, `mask` is (Z, B, K). Blocks with fewer
     keys are padded with node 0, which the mask hides. `runs` are (z, from, to, offset): in block
@@ -115,7 +115,7 @@ def _pad_to_batch(blocks: Sequence[Block]) -> BlockBatch:
 
 
 class TreeAttention(Function):
-    """softmax(scale·q·kᵀ + mask)·v for q (N, H, D), k and v (N, G, D), where G divides H."""
+    """Compute softmax(scale·q·kᵀ + mask)·v for q (N, H, D), k and v (N, G, D); G divides H."""
 
     @staticmethod
     def forward(

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from store.read.facts import MatchedEvent
 from store.records import TOOL_STATUSES
 from trainer.credit.air import air_rewards, canonical
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
-RULE = CreditPart()
+RULE = CreditOptions()
 
 
 def ended(status: str, arguments: str | None = "{}", tool: str = "calc") -> MatchedEvent:
@@ -73,7 +73,7 @@ def test_arguments_that_are_not_json_stand_as_they_are(text: str) -> None:
 def test_a_malformed_call_scores_below_one_that_failed_cleanly(
     status: str, tools: dict[str, dict[str, float]]
 ) -> None:
-    rule = CreditPart(air_tools=tools)
+    rule = CreditOptions(air_tools=tools)
     malformed = air_rewards([[ended("malformed")]], rule)[0]
     for tool in ("calc", "search"):
         clean = air_rewards([[ended(status, tool=tool)]], rule)[0]
@@ -91,14 +91,14 @@ def test_a_malformed_call_scores_below_one_that_failed_cleanly(
 )
 def test_no_scores_make_it_otherwise(table: dict[str, dict[str, dict[str, float]]]) -> None:
     with pytest.raises(ValueError, match="malformed must score below"):
-        CreditPart.model_validate(table)
+        CreditOptions.model_validate(table)
 
 
 def test_scores_of_a_tool_name_known_statuses() -> None:
     with pytest.raises(ValueError, match=r"air_tools\.search: 'okay' is not a tool status"):
-        CreditPart(air_tools={"search": {"okay": 1.0}})
+        CreditOptions(air_tools={"search": {"okay": 1.0}})
 
 
 def test_scores_are_finite() -> None:
     with pytest.raises(ValueError, match="finite"):
-        CreditPart(air_scores=dict(RULE.air_scores) | {"ok": float("nan")})
+        CreditOptions(air_scores=dict(RULE.air_scores) | {"ok": float("nan")})

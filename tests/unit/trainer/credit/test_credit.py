@@ -14,12 +14,12 @@ from tests.support.stored import episode, said, transition
 from trainer.batches.rows import training_rows
 from trainer.credit.accounts import newest
 from trainer.credit.assign import assign_credit
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
-RULE = CreditPart()
+RULE = CreditOptions()
 
 
-def credit(*episodes: Episode, oldest: int = 0, rule: CreditPart = RULE) -> Any:
+def credit(*episodes: Episode, oldest: int = 0, rule: CreditOptions = RULE) -> Any:
     group = Group(task="t", episodes=episodes)
     return assign_credit([group], rule, policy="m", oldest_version=oldest).transitions
 

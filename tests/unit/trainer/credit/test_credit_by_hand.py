@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.lines import call, calls, credited, episode, event, reward
+from trainer.credit.baselines.registry import baseline_names
+from trainer.credit.normalisations.registry import normalisation_names
 
 LATE_AND_CORRECTED = (reward(0.5, 40), reward(0.2, 10), reward(9.0, 50, "latency"))
 
@@ -151,8 +153,8 @@ RULES = st.fixed_dictionaries(
         "assignment": st.sampled_from(
             ["identical", "per_agent", "discounted", "first_call", "last_call", "call"]
         ),
-        "baseline": st.sampled_from(["group", "leave_one_out", "moving", "none"]),
-        "normalisation": st.sampled_from(["group", "batch", "none"]),
+        "baseline": st.sampled_from(baseline_names()),
+        "normalisation": st.sampled_from(normalisation_names()),
         "equal_weight": st.sampled_from(["episode", "call", "token"]),
         "failed_reward": st.sampled_from([None, -1.0]),
         "air_assignment": st.sampled_from(["episode", "step"]),

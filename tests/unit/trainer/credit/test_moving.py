@@ -18,16 +18,16 @@ from trainer.credit.moving import (
     MovingBaselines,
     task_family,
 )
-from trainer.recipe_parts import CreditPart
+from trainer.recipes.credit import CreditOptions
 
-RULE = CreditPart(baseline="moving", baseline_rate=0.1)
+RULE = CreditOptions(baseline="moving", baseline_rate=0.1)
 KNOWN = MovingBaselines(
     families={"t": {"default": MovingAverage(mean=0.5, variance=0.25, count=100)}}
 )
 
 
 def credit(
-    *episodes: Episode, before: MovingBaselines = NO_MOVING_BASELINES, rule: CreditPart = RULE
+    *episodes: Episode, before: MovingBaselines = NO_MOVING_BASELINES, rule: CreditOptions = RULE
 ) -> Credited:
     groups = [Group(task=one.task or "", episodes=(one,)) for one in episodes]
     return assign_credit(groups, rule, policy="m", oldest_version=0, baselines=before)
@@ -102,8 +102,8 @@ def test_each_agent_has_its_own() -> None:
 
 def test_unscored_episodes_move_nothing_and_other_baselines_none() -> None:
     assert credit(episode(None)).baselines == NO_MOVING_BASELINES
-    assert credit(episode(1.0), rule=CreditPart()).baselines == NO_MOVING_BASELINES
-    assert credit(episode(1.0), before=KNOWN, rule=CreditPart()).baselines == KNOWN
+    assert credit(episode(1.0), rule=CreditOptions()).baselines == NO_MOVING_BASELINES
+    assert credit(episode(1.0), before=KNOWN, rule=CreditOptions()).baselines == KNOWN
 
 
 def test_earlier_members_are_not_counted_again() -> None:

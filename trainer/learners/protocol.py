@@ -1,4 +1,4 @@
-"""The interface between the update loop and a learner; `trainer.learners` implements it.
+"""Define what the update loop needs of a learner; `trainer.learners.learner` implements it.
 
 It is a module of its own because the implementation needs torch and the loop does not.
 """
@@ -11,7 +11,7 @@ from trainer.batches.rows import Row
 
 
 class LearnerProtocol(Protocol):
-    """A learner: it holds one policy's model between updates."""
+    """Hold one policy's model between updates, and train it."""
 
     def restore(self, adapter: Path | None) -> None:
         """Continue from a version's folder, or from the base model if `adapter` is None."""

@@ -5,7 +5,7 @@ from uuid import UUID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.batches.batching import plan_micro_batches, share_out, split_steps
+from trainer.batches.micro_batches import plan_micro_batches, share_out, split_steps
 from trainer.batches.rows import Row
 from trainer.batches.trees import build_tree, shared_prefix
 

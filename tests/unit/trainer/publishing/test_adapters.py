@@ -1,6 +1,7 @@
 """A version's files: whole or not there, and never changed."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,7 @@ from store.ids import new_id
 from store.updates.claims import Outcome
 from trainer.errors import AdapterError
 from trainer.publishing.adapters import (
+    NewVersion,
     find_update,
     read_manifest,
     sweep,
@@ -24,7 +26,7 @@ def save(folder: Path) -> None:
     (folder / "trainer" / "optimizer.pt").write_bytes(b"state")
 
 
-def write(root: Path, version: int = 1, **changes: object) -> Path:
+def new_version(policy: str = "org/m", version: int = 1, **changes: Any) -> NewVersion:
     values = {
         "update_id": new_id(),
         "parent_version": 0,
@@ -32,7 +34,11 @@ def write(root: Path, version: int = 1, **changes: object) -> Path:
         "metrics": {"loss": 0.5},
         "probe": (ProbeRow(ids=(1, 2), logprobs=(-0.5,)),),
     } | changes
-    return write_version(root, "org/m", version, save, **values)  # type: ignore[arg-type]
+    return NewVersion(policy=policy, version=version, **values)
+
+
+def write(root: Path, version: int = 1, **changes: Any) -> Path:
+    return write_version(root, new_version(version=version, **changes), save)
 
 
 def test_what_is_written_is_found_by_its_update(tmp_path: Path) -> None:
@@ -65,17 +71,7 @@ def test_a_save_that_breaks_off_leaves_no_version(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        write_version(
-            tmp_path,
-            "m",
-            1,
-            broken,
-            update_id=new_id(),
-            parent_version=0,
-            outcomes=(),
-            metrics={},
-            probe=(),
-        )
+        write_version(tmp_path, new_version("m"), broken)
     assert read_manifest(version_folder(tmp_path, "m", 1)) is None
     sweep(tmp_path, "m")
     assert list((tmp_path / "m").iterdir()) == []

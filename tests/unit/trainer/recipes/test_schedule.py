@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trainer.batches.schedule import has_ended, rate_share
-from trainer.recipe_parts import OptimizerPart
+from trainer.recipes.schedule import has_ended, rate_share
+from trainer.recipes.training import OptimizerOptions
 
 
 def shares(count: int, **rule: object) -> list[float]:
-    part = OptimizerPart.model_validate(rule)
+    part = OptimizerOptions.model_validate(rule)
     return [rate_share(part, taken) for taken in range(count)]
 
 
@@ -44,7 +44,7 @@ def test_it_falls_along_a_cosine_to_zero() -> None:
 def test_it_is_a_share_and_ends_where_it_is_zero(
     schedule: str, warmup: int, total: int, taken: int
 ) -> None:
-    rule = OptimizerPart.model_validate(
+    rule = OptimizerOptions.model_validate(
         {"schedule": schedule, "warmup_steps": warmup, "total_steps": total}
     )
     share = rate_share(rule, taken)
@@ -56,4 +56,4 @@ def test_it_is_a_share_and_ends_where_it_is_zero(
 
 def test_it_cannot_end_before_it_is_warm() -> None:
     with pytest.raises(ValidationError, match="warmup_steps must be smaller than total_steps"):
-        OptimizerPart(schedule="linear", warmup_steps=5, total_steps=5)
+        OptimizerOptions(schedule="linear", warmup_steps=5, total_steps=5)

@@ -1,4 +1,4 @@
-"""Consumes episodes that can never be trained any more, and reports them as expired."""
+"""Consume episodes that can never be trained any more, and report them as expired."""
 
 from time import perf_counter
 from typing import Any, Final
@@ -6,7 +6,7 @@ from typing import Any, Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.updates.expiry import MOST, expire
+from store.updates import expiry
 from store.updates.ready import ClaimRule
 from trainer.metrics import EPISODES
 
@@ -17,31 +17,31 @@ EXPIRE_S: Final = 60.0
 
 
 class Expiring:
-    """Consumes expired episodes for each new version, and once every `EXPIRE_S` seconds."""
+    """Consume expired episodes for each new version, and once every `EXPIRE_S` seconds."""
 
     def __init__(self, engine: AsyncEngine, rule: ClaimRule, recipe: dict[str, Any]) -> None:
         """Store the claim rule, and the recipe (as JSON) that sweeps are recorded with."""
         self._engine = engine
         self._rule = rule
         self._recipe = recipe
-        self._looked: tuple[int, float] | None = None
+        self._last_look: tuple[int, float] | None = None
 
-    async def look(self, parent: int) -> None:
+    async def expire(self, parent: int) -> None:
         """Consume the episodes that are past the rule's limits for an update of version `parent`.
 
         Nothing is done within `EXPIRE_S` seconds of the last time, unless `parent` has changed.
         """
-        if self._looked is not None:
-            version, at = self._looked
+        if self._last_look is not None:
+            version, at = self._last_look
             if version == parent and perf_counter() < at + EXPIRE_S:
                 return
-        while await self._spend(parent) == MOST:
+        while await self._spend(parent) == expiry.MOST:
             pass
-        self._looked = parent, perf_counter()
+        self._last_look = parent, perf_counter()
 
     async def _spend(self, parent: int) -> int:
         async with self._engine.begin() as connection:
-            spent = await expire(connection, self._rule, parent, self._recipe)
+            spent = await expiry.expire(connection, self._rule, parent, self._recipe)
         for reason, count in spent.items():
             EPISODES.labels(self._rule.policy, reason).inc(count)
         if spent:

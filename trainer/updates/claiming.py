@@ -1,4 +1,4 @@
-"""Claims the episodes of an update, and sets aside those that cannot be used."""
+"""Claim the episodes of an update, and set aside those that cannot be used."""
 
 from collections.abc import Mapping
 from time import monotonic
@@ -29,7 +29,7 @@ REMEDY: Final = (
 
 
 class Claiming:
-    """Claims the episodes of one update after the other."""
+    """Claim the episodes of one update after the other."""
 
     def __init__(self, engine: AsyncEngine, rule: ClaimRule, recipe: dict[str, Any]) -> None:
         """Store the claim rule, and the recipe (as JSON) that each update is recorded with."""
@@ -44,7 +44,7 @@ class Claiming:
 
         If some of a claim cannot be read back, they are set aside and the claim is made anew: a
         group that lost a member is then as short as any other short group, and waits. Return None,
-        too, for a while after `give_back`.
+        too, for a while after an update that nobody could be blamed for (`undo`).
 
         Raises:
             ClaimLost: another update of the policy is running.
@@ -61,7 +61,7 @@ class Claiming:
                 await self._set_aside(update_id, error.episodes, DAMAGED, str(error))
         return None
 
-    async def put_right(self, update_id: UUID, why: Unusable) -> None:
+    async def undo(self, update_id: UUID, why: Unusable) -> None:
         """End an update that cannot be computed: who is to blame is spent, all others are free.
 
         Raises:
@@ -73,7 +73,7 @@ class Claiming:
         else:
             await self._give_back(update_id, str(why))
 
-    def went_well(self) -> None:
+    def forget_failures(self) -> None:
         """Forget earlier updates that were given back: the next pause is the shortest again."""
         self._given_back = 0
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import RecipeError
-from trainer.recipe import load_recipe, parse_recipe
+from trainer.recipes.recipe import load_recipe, parse_recipe
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`pawl credit --update`: shows the credit of an update that ran, as of the time of its claim."""
+"""Explain the credit of an update that ran, as of the time of its claim."""
 
 from collections.abc import Iterable
 from uuid import UUID
@@ -6,13 +6,13 @@ from uuid import UUID
 from pydantic import ValidationError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.credit import Explained, warnings
+from pawl.crediting.explain import Explained, warnings
 from store.read.past import PastUpdate, past_update
 from store.updates.claims import Outcome
 from trainer.credit.lines import credit_line
 from trainer.errors import RecipeError
-from trainer.recipe import Recipe
-from trainer.update import Plan, plan_update
+from trainer.recipes.recipe import Recipe
+from trainer.updates.plan import Plan, plan_update
 
 
 async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | None) -> Explained:

@@ -1,11 +1,11 @@
-"""The learning rate's schedule as a function of the optimiser steps taken so far (pure)."""
+"""Compute the learning rate from the optimiser steps taken so far (pure)."""
 
 from math import cos, pi
 
-from trainer.recipe_parts import OptimizerPart
+from trainer.recipes.training import OptimizerOptions
 
 
-def rate_share(rule: OptimizerPart, taken: int) -> float:
+def rate_share(rule: OptimizerOptions, taken: int) -> float:
     """Return the factor (0 to 1) of the learning rate for the step after `taken` others.
 
     It rises linearly over `warmup_steps`, the last of which has the full rate, and then falls
@@ -21,6 +21,6 @@ def rate_share(rule: OptimizerPart, taken: int) -> float:
     return 1.0 - progress if rule.schedule == "linear" else (1.0 + cos(pi * progress)) / 2.0
 
 
-def has_ended(rule: OptimizerPart, taken: int) -> bool:
+def has_ended(rule: OptimizerOptions, taken: int) -> bool:
     """Return True if a step after `taken` others would change nothing."""
     return rate_share(rule, taken) == 0.0

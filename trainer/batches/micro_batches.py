@@ -1,4 +1,4 @@
-"""Batching of training rows: into optimiser steps, then into micro-batches (pure).
+"""Divide training rows into optimiser steps, and these into micro-batches (pure).
 
 Rows are kept in lexicographic order of their token ids, so that rows that share a prefix fall
 into one micro-batch and the prefix is computed once.
@@ -31,19 +31,19 @@ def plan_micro_batches(rows: Sequence[Row], budget: int, *, merge: bool = True) 
     all input tokens, and rows of equal length come together. A row larger than `budget` gets a
     micro-batch of its own.
     """
-    batches: list[list[Row]] = []
+    cut: list[list[Row]] = []
     tokens = 0
     for row in sorted(rows, key=_by_prefix if merge else _by_length):
         added = len(row.inputs)
-        if batches and merge:
-            added -= shared_prefix(batches[-1][-1].inputs, row.inputs)
-        if not batches or tokens + added > budget:
-            batches.append([row])
+        if cut and merge:
+            added -= shared_prefix(cut[-1][-1].inputs, row.inputs)
+        if not cut or tokens + added > budget:
+            cut.append([row])
             tokens = len(row.inputs)
         else:
-            batches[-1].append(row)
+            cut[-1].append(row)
             tokens += added
-    return batches
+    return cut
 
 
 def _by_prefix(row: Row) -> tuple[int, ...]:
@@ -63,15 +63,15 @@ def computed_tokens(rows: Sequence[Row], *, merge: bool = True) -> int:
     return sum(len(row.inputs) for row in rows)
 
 
-def share_out(batches: Sequence[Sequence[Row]], processes: int) -> list[list[Sequence[Row]]]:
+def share_out(micro_batches: Sequence[Sequence[Row]], processes: int) -> list[list[Sequence[Row]]]:
     """Divide micro-batches among processes: equally many for each, with about equally many tokens.
 
     All processes gather the sharded layers together, so each must compute as often as the others.
     Where a micro-batch is missing, the smallest one is computed again with weight 0.
     """
     if processes == 1:
-        return [list(batches)]
-    by_size = sorted(batches, key=lambda rows: -sum(len(row.ids) for row in rows))
+        return [list(micro_batches)]
+    by_size = sorted(micro_batches, key=lambda rows: -sum(len(row.ids) for row in rows))
     idle = [msgspec.structs.replace(row, weight=0.0) for row in by_size[-1]]
     by_size += [idle] * (-len(by_size) % processes)
     shares: list[list[Sequence[Row]]] = [[] for _ in range(processes)]

@@ -1,4 +1,4 @@
-"""Recipes: which learner to use, and its numbers; TOML with known keys and checked ranges."""
+"""Read recipes: which learner to use, and its numbers, as TOML with known keys and ranges."""
 
 import tomllib
 from importlib.resources import files
@@ -7,46 +7,47 @@ from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
+from trainer.credit.baselines.registry import baselines
+from trainer.credit.normalisations.registry import normalisations
 from trainer.errors import RecipeError
-from trainer.recipe_parts import (
-    BatchPart,
-    ClaimPart,
-    CreditPart,
-    KlPart,
-    LoraPart,
-    OffPolicyPart,
-    OptimizerPart,
-    PpoPart,
-    PublishPart,
-    RecipePart,
+from trainer.recipes.adapter import LoraOptions, PublishOptions
+from trainer.recipes.claim import ClaimOptions
+from trainer.recipes.credit import CreditOptions
+from trainer.recipes.options import RecipeOptions
+from trainer.recipes.training import (
+    BatchOptions,
+    KlOptions,
+    OffPolicyOptions,
+    OptimizerOptions,
+    PpoOptions,
 )
 
 
-class Recipe(RecipePart):
-    """A complete recipe; keys that a file leaves out have their defaults."""
+class Recipe(RecipeOptions):
+    """Hold a complete recipe; keys that a file leaves out have their defaults."""
 
     learner: Literal["grpo", "ppo"] = "grpo"
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
-    claim: ClaimPart = ClaimPart()
-    credit: CreditPart = CreditPart()
-    optimizer: OptimizerPart = OptimizerPart()
-    batch: BatchPart = BatchPart()
-    off_policy: OffPolicyPart = OffPolicyPart()
-    kl: KlPart = KlPart()
-    ppo: PpoPart = PpoPart()
-    lora: LoraPart = LoraPart()
-    publish: PublishPart = PublishPart()
+    claim: ClaimOptions = ClaimOptions()
+    credit: CreditOptions = CreditOptions()
+    optimizer: OptimizerOptions = OptimizerOptions()
+    batch: BatchOptions = BatchOptions()
+    off_policy: OffPolicyOptions = OffPolicyOptions()
+    kl: KlOptions = KlOptions()
+    ppo: PpoOptions = PpoOptions()
+    lora: LoraOptions = LoraOptions()
+    publish: PublishOptions = PublishOptions()
 
     @model_validator(mode="after")
     def _groups_are_compared(self) -> "Recipe":
         """Refuse groups of one with a baseline that compares an episode with its group."""
-        compared = self.credit.baseline in ("group", "leave_one_out")
-        if compared and self.claim.smallest_group == 1:
+        if baselines()[self.credit.baseline].needs_group and self.claim.smallest_group == 1:
+            others = [f'"{name}"' for name, one in baselines().items() if not one.needs_group]
             key = "group_size" if self.claim.group_size == 1 else "smallest_group"
             raise ValueError(
                 f"claim.{key} = 1 cannot work with credit.baseline = {self.credit.baseline!r}: "
                 "an episode that is alone has no group to be compared with; set "
-                'credit.baseline to "moving" or "none", or the size to 2 or more'
+                f"credit.baseline to {' or '.join(others)}, or the size to 2 or more"
             )
         return self
 
@@ -56,7 +57,8 @@ class Recipe(RecipePart):
         if self.learner != "ppo":
             return self
         credit = self.credit
-        if credit.baseline != "none" or credit.normalisation == "group":
+        has_another = not baselines()[credit.baseline].is_zero
+        if has_another or normalisations()[credit.normalisation].spread_over == "baseline":
             raise ValueError(
                 'learner "ppo" has its critic as the baseline: set credit.baseline = "none" and '
                 'credit.normalisation = "batch" (or "none")'

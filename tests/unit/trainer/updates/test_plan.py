@@ -9,15 +9,15 @@ from store.ids import new_id
 from store.records import Episode, Group
 from store.updates.claims import Claim
 from tests.support.stored import episode, transition
-from trainer.recipe import Recipe
-from trainer.recipe_parts import CreditPart
-from trainer.update import Plan, plan_update
+from trainer.recipes.credit import CreditOptions
+from trainer.recipes.recipe import Recipe
+from trainer.updates.plan import Plan, plan_update
 
 
 def plan(*episodes: Episode, **credit: Any) -> Plan:
     group = Group(task="t", episodes=episodes)
     claim = Claim(update_id=new_id(), policy="m", parent_version=0, groups=(group,))
-    return plan_update(claim, Recipe(credit=CreditPart(**credit)))
+    return plan_update(claim, Recipe(credit=CreditOptions(**credit)))
 
 
 def failed() -> Episode:

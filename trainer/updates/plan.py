@@ -1,4 +1,4 @@
-"""The plan of an update: from a claim to its rows, outcomes and metrics (pure)."""
+"""Plan an update: from a claim to its rows, outcomes and metrics (pure)."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -11,12 +11,13 @@ from store.updates.claims import Claim, Outcome
 from store.updates.ready import ClaimRule
 from trainer.batches.rows import Row, training_rows
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
+from trainer.credit.baselines.registry import baselines
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
-from trainer.recipe import Recipe
+from trainer.recipes.recipe import Recipe
 
 
 class Plan(Record, frozen=True, kw_only=True):
-    """The plan of an update: credited transitions, training rows, and each episode's outcome.
+    """Hold an update's credited transitions, its training rows, and each episode's outcome.
 
     `baselines` are the moving baselines that this update leaves to the next, as JSON, or None
     if the recipe uses none.
@@ -62,6 +63,7 @@ def plan_update(claim: Claim, recipe: Recipe) -> Plan:
         oldest_version=claim.oldest_version,
         baselines=before,
     )
+    is_carried = baselines()[recipe.credit.baseline].needs_moving_averages
     rows = training_rows(credited.transitions)
     outcomes = _outcomes(claim, credited.transitions)
     return Plan(
@@ -69,7 +71,7 @@ def plan_update(claim: Claim, recipe: Recipe) -> Plan:
         rows=tuple(rows),
         outcomes=outcomes,
         metrics=_metrics(claim, credited, rows, outcomes),
-        baselines=to_builtins(credited.baselines) if recipe.credit.baseline == "moving" else None,
+        baselines=to_builtins(credited.baselines) if is_carried else None,
     )
 
 

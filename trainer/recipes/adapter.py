@@ -1,0 +1,32 @@
+"""Define `[lora]` and `[publish]`: an adapter's shape, and when a version of it may serve."""
+
+from pydantic import Field
+
+from trainer.recipes.options import Count, Positive, RecipeOptions
+
+
+class LoraOptions(RecipeOptions):
+    """Set `[lora]`: the adapter's shape."""
+
+    rank: Count = Field(
+        default=16, description="LoRA rank; not above the model server's --max-lora-rank."
+    )
+    alpha: Positive = Field(default=32.0, description="LoRA scale: updates count alpha / rank.")
+    target_modules: str | list[str] = Field(
+        default="all-linear", description="Layers with an adapter, as PEFT names them."
+    )
+
+
+class PublishOptions(RecipeOptions):
+    """Set `[publish]`: when a version passes the probe, and when an idle one is retired."""
+
+    tolerance: Positive = Field(
+        default=0.15,
+        description="Largest mean |served − trainer| log-probability of the probe's tokens, in "
+        "nats. It is about 0.001 between float32 and float32, 0.05 if the server computes in bf16.",
+    )
+    probe_rows: Count = Field(default=4, description="Rows of the update that the probe uses.")
+    retire_after_s: Positive = Field(
+        default=900.0,
+        description="A version that lost the traffic is retired after this long without a call.",
+    )

@@ -1,0 +1,52 @@
+"""Look up the versions of the policy in training: in the store, and in the adapter folder."""
+
+from pathlib import Path
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.records import PolicyVersion
+from store.updates import claims, policies
+from trainer.publishing import adapters
+
+
+class Versions:
+    """Look up and number the versions of one policy."""
+
+    def __init__(self, engine: AsyncEngine, adapter_dir: Path, policy: str) -> None:
+        """Store the database, the folder of all versions' files, and the policy's name."""
+        self._engine = engine
+        self._adapter_dir = adapter_dir
+        self._policy = policy
+
+    async def serving(self) -> PolicyVersion:
+        """Return the version that has the traffic."""
+        return next(v for v in await self._all() if v.state == "serving")
+
+    async def written(self) -> list[PolicyVersion]:
+        """Return the versions that no server has loaded yet, oldest first."""
+        return [v for v in await self._all() if v.state == "written"]
+
+    async def numbered(self, number: int) -> PolicyVersion:
+        """Return the recorded version with this number."""
+        return next(v for v in await self._all() if v.version == number)
+
+    async def next_number(self) -> int:
+        """Return a number that neither a recorded version has nor a folder."""
+        async with self._engine.connect() as connection:
+            free = await claims.next_version(connection, self._policy)
+        return max(free, adapters.highest_version(self._adapter_dir, self._policy) + 1)
+
+    async def reject(self, version: PolicyVersion) -> None:
+        """Set the state of a version to `rejected`."""
+        async with self._engine.begin() as connection:
+            await policies.set_state(connection, self._policy, version.version, "rejected")
+
+    def folder(self, version: PolicyVersion) -> Path | None:
+        """Return the folder of a version's files, or None for version 0, the base model."""
+        if not version.version:
+            return None
+        return adapters.version_folder(self._adapter_dir, self._policy, version.version)
+
+    async def _all(self) -> list[PolicyVersion]:
+        async with self._engine.connect() as connection:
+            return await policies.list_versions(connection, self._policy)
