@@ -92,10 +92,11 @@ def test_every_option_of_every_command_has_a_row() -> None:
 
 
 def test_every_exit_status_of_the_commands_is_described() -> None:
-    tree = ast.parse((ROOT / "pawl" / "cli.py").read_text())
+    sources = [ROOT / "pawl" / "cli.py", *(ROOT / "pawl" / "commands").glob("*.py")]
     raised = {
         node.args[0].value
-        for node in ast.walk(tree)
+        for source in sources
+        for node in ast.walk(ast.parse(source.read_text()))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "SystemExit"
