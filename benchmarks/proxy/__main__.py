@@ -25,7 +25,7 @@ from benchmarks.proxy.figures import STREAMS, Bar, Peer, bars
 from benchmarks.proxy.machine import LOAD_CORE, MEASURED_CORE, busy_share
 from benchmarks.proxy.measure import Lengths, measured
 from benchmarks.proxy.page import PAGE, PICTURE, with_figures
-from benchmarks.proxy.peers import CONTENDERS
+from benchmarks.proxy.peers.contenders import CONTENDERS
 from benchmarks.proxy.picture import draw
 from benchmarks.proxy.tables import bars_table, calls_table, streams_table
 from benchmarks.wheel import NotBuilt, installed_wheel

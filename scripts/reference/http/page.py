@@ -5,6 +5,7 @@ from typing import Final
 
 from proxy.formats.errors import ANTHROPIC_BY_STATUS
 
+from ..markdown import code, page, paragraph, table, table_with_notes
 from .errors import NOT_READ, error_classes
 from .headers import (
     FAULT,
@@ -15,7 +16,9 @@ from .headers import (
     Header,
     episode_sources,
 )
-from .http_texts import (
+from .routes import BELOW_MARK, Forwarded, forwarded_routes, recorded_paths
+from .schemas import admin_paths, feedback_fields
+from .texts import (
     ADMIN,
     AGENT,
     EPISODE,
@@ -31,9 +34,6 @@ from .http_texts import (
     RECORDED,
     TRAINER,
 )
-from .markdown import code, page, paragraph, table, table_with_notes
-from .routes import BELOW_MARK, Forwarded, forwarded_routes, recorded_paths
-from .schemas import admin_paths, feedback_fields
 
 FORMATS: Final = {
     "chat": "OpenAI chat completions",

@@ -14,16 +14,16 @@ from pathlib import Path
 from urllib.error import URLError
 
 from benchmarks.proxy import wire
-from benchmarks.proxy.install import (
+from benchmarks.proxy.ledger import Ledger
+from benchmarks.proxy.machine import MEASURED_CORE, on_core, running, wait_for
+from benchmarks.proxy.peers.install import (
     AGENT_LIGHTNING,
     AGENT_LIGHTNING_VERSION,
     LITELLM,
     LITELLM_VERSION,
     Environment,
 )
-from benchmarks.proxy.ledger import Ledger
-from benchmarks.proxy.machine import MEASURED_CORE, on_core, running, wait_for
-from benchmarks.proxy.nginx import nginx, passing_on
+from benchmarks.proxy.peers.nginx import nginx, passing_on
 from benchmarks.proxy.probe import answers, fetched
 from benchmarks.vllm_server import free_port
 from benchmarks.wheel import environment_of, installed_wheel

@@ -9,7 +9,7 @@ from uuid import UUID
 
 import msgspec
 
-from benchmarks.stitching_server import Exchange
+from benchmarks.stitching.server import Exchange
 from proxy.door.routes import Kind, Route
 from proxy.formats.base import ReplySummary
 from proxy.identity.fingerprints import RESPONSE, offers_of
