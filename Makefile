@@ -1,4 +1,3 @@
-PYTHON ?= python3
 BIN := .venv/bin
 CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests hatch_build.py
 
@@ -8,10 +7,8 @@ CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-install:  ## make .venv with everything in it
-	@command -v $(PYTHON) >/dev/null || \
-	  { echo "pawl: no $(PYTHON) here: install Python 3.11, or say make $@ PYTHON=/path/to/it" >&2; exit 1; }
-	@$(PYTHON) scripts/install.py
+install:  ## make .venv with everything in it (PYTHON=python3.12: with this Python)
+	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && "$$python" scripts/install.py
 
 demo: install  ## an agent gets better while it works, on this machine (ARGS="--seed 1")
 	@$(BIN)/pawl demo $(ARGS)
@@ -30,12 +27,12 @@ format: install  ## format the code
 	@$(BIN)/ruff format $(CODE)
 	@$(BIN)/ruff check --fix $(CODE)
 
-docs: install  ## generate docs/reference/ from the code
+docs: install  ## generate docs/reference/ and the dashboard from the code
 	@$(BIN)/python -m scripts.reference
+	@$(BIN)/python -m scripts.dashboard
 
 lock: install  ## lock all roles to exact versions again
 	@scripts/lock.sh
 
 clean:  ## remove .venv and everything that ran here
-	@find proxy -name '*.so' -delete; rm -f proxy/compiled.json
-	@rm -rf .venv .venv-clients .cython tests/clients/node/node_modules var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-clients tests/clients/node/node_modules var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,58 +1,62 @@
-"""Compiles the proxy when Pawl is built or installed; hatchling calls this hook.
+"""Compiles the proxy when a wheel of Pawl is built; hatchling calls this hook.
 
 Cython translates each module into a C extension of the same behaviour; a call then takes about
-a tenth less time (docs/decisions/028-compiled.md). Without a C compiler or Python's headers
-nothing is compiled, and the proxy runs from its sources.
+a tenth less time (docs/decisions/028-compiled.md). A checkout always runs its sources: an
+editable installation compiles nothing, and no extension is ever put beside a source
+(docs/decisions/037-compiled-in-wheels-only.md). Without a C compiler or Python's headers the
+wheel holds the sources alone.
 """
 
-import json
 import os
 import shlex
 import shutil
-import sys
 import sysconfig
+import tempfile
+from contextlib import chdir
 from pathlib import Path
 from typing import Any, Final
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from proxy.outdated import NOTED, hashes, outdated
-
 PACKAGE: Final = "proxy"
-# These stay Python: pydantic must see the settings' class as Python defines it, and the check
-# for outdated extensions must not itself be one.
-LEFT_AS_THEY_ARE: Final = ("__init__.py", "settings.py", "outdated.py")
-# Folder of the generated C, kept so that only changed sources are translated again.
-WORK: Final = ".cython"
+# These stay Python: pydantic must see the settings' class as Python defines it.
+LEFT_AS_THEY_ARE: Final = ("__init__.py", "settings.py")
 OPTIONS: Final = ["-O2", "-g0", "-Wno-array-bounds", "-Wno-unused-function"]
 
 
 class Compiled(BuildHookInterface[Any]):  # type: ignore[misc]
-    """The build hook; it puts extensions beside their sources, where editable installs use them."""
+    """The build hook; it adds extensions to a wheel, each beside its source."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile changed sources, and add the extensions to the wheel.
+        """Compile the sources in a folder of their own, and add the extensions to the wheel.
 
         Args:
-            version: `standard` or `editable`; both are compiled alike.
+            version: `standard` or `editable`; only the former is compiled.
             build_data: hatchling's description of the wheel, which is completed.
         """
-        package = Path(self.root, PACKAGE)
+        if version != "standard":
+            return
         missing = _missing()
         if missing:
-            _forget(package)
             self.app.display_warning(
                 f"the proxy is not compiled, and about a tenth slower: there is no {missing}"
             )
             return
-        _compile(package)
+        self._work = tempfile.TemporaryDirectory(prefix="pawl-build-")
+        built = Path(self._work.name)
+        _compile(Path(self.root), built)
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
-        build_data["artifacts"] += [f"{PACKAGE}/**/*{_suffix()}", f"{PACKAGE}/{NOTED}"]
+        build_data["force_include"] |= {
+            str(path): path.relative_to(built).as_posix() for path in built.rglob(f"*{_suffix()}")
+        }
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Delete the folder of the extensions: the wheel is complete."""
+        if hasattr(self, "_work"):
+            self._work.cleanup()
 
 
 def _suffix() -> str:
@@ -69,49 +73,30 @@ def _missing() -> str:
     return ""
 
 
-def _forget(package: Path) -> None:
-    """Delete extensions of an earlier build: they may be outdated, and nothing can rebuild them."""
-    (package / NOTED).unlink(missing_ok=True)
-    for extension in package.rglob(f"*{_suffix()}"):
-        extension.unlink()
-
-
-def _compile(package: Path) -> None:
+def _compile(root: Path, built: Path) -> None:
+    """Compile the package of the checkout `root`; the extensions come to lie in `built`/proxy."""
     from Cython.Build import cythonize
     from setuptools import Distribution, Extension
     from setuptools.command.build_ext import build_ext
 
-    os.chdir(package.parent)
-    for changed in outdated(package):
-        if changed.exists():
-            # Cython goes by modification times, and a file from elsewhere may look old.
-            changed.touch()
-        else:
-            changed.with_suffix(_suffix()).unlink(missing_ok=True)
-    # Deleted first and written last: a build that breaks off must not count as complete.
-    noted = package / NOTED
-    noted.unlink(missing_ok=True)
-    sources = [
-        path.relative_to(package.parent)
-        for path in sorted(package.rglob("*.py"))
-        if path.name not in LEFT_AS_THEY_ARE
-    ]
-    modules = [
-        Extension(".".join(path.with_suffix("").parts), [str(path)], extra_compile_args=OPTIONS)
-        for path in sources
-    ]
+    work = tempfile.mkdtemp(dir=built)
+    cores = os.cpu_count() or 1
     # Otherwise Cython would enforce annotations as types, and limit ints to those of C.
     directives = {"language_level": "3", "annotation_typing": False}
-    cores = os.cpu_count() or 1
-    extensions = cythonize(
-        modules, nthreads=cores, compiler_directives=directives, build_dir=WORK, quiet=True
-    )
-    command = build_ext(Distribution({"name": PACKAGE, "ext_modules": extensions}))
-    command.inplace = True
-    command.build_temp = WORK
-    command.parallel = cores
-    command.ensure_finalized()
-    command.run()
-    written = noted.with_suffix(".new")
-    written.write_text(json.dumps(hashes(package)))
-    written.replace(noted)
+    # Paths are relative to the root: they are what tracebacks show.
+    with chdir(root):
+        modules = [
+            Extension(".".join(path.with_suffix("").parts), [str(path)], extra_compile_args=OPTIONS)
+            for path in sorted(Path(PACKAGE).rglob("*.py"))
+            if path.name not in LEFT_AS_THEY_ARE
+        ]
+        extensions = cythonize(
+            modules, nthreads=cores, compiler_directives=directives, build_dir=work, quiet=True
+        )
+        command = build_ext(Distribution({"name": PACKAGE, "ext_modules": extensions}))
+        command.build_lib = str(built)
+        command.build_temp = work
+        command.parallel = cores
+        command.ensure_finalized()
+        command.run()
+    shutil.rmtree(work)

@@ -1,4 +1,4 @@
-"""`make install`: creates `.venv` with all packages and the compiled proxy.
+"""`make install`: creates `.venv` with all packages, and with Pawl as this checkout has it.
 
 Uses the standard library only, and syntax that any Python 3 reads, so that an unfit Python gets
 a clear message. The machine is checked before anything is changed. A second run with nothing
@@ -25,7 +25,6 @@ INPUTS = (
     "requirements/cpu.txt",
     "requirements/gpu.txt",
     "scripts/install.py",
-    "hatch_build.py",
 )
 
 
@@ -72,12 +71,16 @@ def is_current(wanted: str) -> bool:
         return file.read() == wanted
 
 
-def is_outdated() -> bool:
-    """Return whether sources of the proxy were changed after they were compiled."""
-    sys.path.insert(0, ROOT)
-    from proxy.outdated import outdated
+def delete_compiled(package: str) -> None:
+    """Delete the extensions that an earlier version of Pawl compiled beside the sources.
 
-    return bool(outdated())
+    Python prefers an extension to the source of the same name, so that an old one would hide
+    every later change.
+    """
+    for folder, _, names in os.walk(package):
+        for name in names:
+            if name.endswith(".so") or name == "compiled.json":
+                os.remove(os.path.join(folder, name))
 
 
 def run(step: str, *command: str, env: "dict[str, str] | None" = None) -> None:
@@ -126,9 +129,9 @@ def install_packages(uv: str, gpu: bool) -> None:
 
 
 def install_pawl(uv: str, gpu: bool) -> None:
-    """Install Pawl itself in editable form; this compiles its proxy (hatch_build.py)."""
+    """Install Pawl itself in editable form: what runs is the sources of this checkout."""
     run(
-        "installing Pawl and compiling its proxy",
+        "installing Pawl",
         *(uv, "pip", "install", "--no-deps", "--quiet", "-e", "."),
         *([] if gpu else ["-e", "plugins/cpu_lora"]),
         env=dict(os.environ) | {"VIRTUAL_ENV": VENV},
@@ -136,25 +139,18 @@ def install_pawl(uv: str, gpu: bool) -> None:
 
 
 def main() -> None:
-    """Check the machine, and install what is missing or outdated."""
+    """Check the machine, and install what is missing."""
     check_machine()
+    delete_compiled(os.path.join(ROOT, "proxy"))
+    wanted = fingerprint()
+    if is_current(wanted):
+        return
     gpu = shutil.which("nvidia-smi") is not None
     uv = os.path.join(VENV, "bin", "uv")
-    wanted = fingerprint()
-    current = is_current(wanted)
-    if current and not is_outdated():
-        return
-    if not current:
-        if os.path.exists(STAMP):
-            os.remove(STAMP)
-        install_packages(uv, gpu)
+    if os.path.exists(STAMP):
+        os.remove(STAMP)
+    install_packages(uv, gpu)
     install_pawl(uv, gpu)
-    if not os.path.exists(os.path.join(ROOT, "proxy", "compiled.json")):
-        print(
-            "pawl: the proxy is not compiled, and about a tenth slower: there is no C compiler, or"
-            " there are no Python headers. To compile it, install them, delete"
-            " .venv/.pawl-installed and run `make install`"
-        )
     with open(STAMP, "w") as file:
         file.write(wanted)
     print("pawl: installed; the command is .venv/bin/pawl", flush=True)

@@ -11,18 +11,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.outdated import outdated
 from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.schema.migrate import upgrade
 
 ROOT = Path(__file__).parents[1]
-
-
-def pytest_sessionstart() -> None:
-    """What is tested is what the sources say."""
-    if changed := outdated():
-        pytest.exit(f"changed after it was compiled: {changed[0]}; `make install` compiles it", 2)
 
 
 # A machine busy with something else is no reason for a test to fail.

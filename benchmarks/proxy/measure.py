@@ -14,10 +14,10 @@ from rich.console import Console
 
 from benchmarks.proxy import probe, wrk
 from benchmarks.proxy.figures import ALONE, MANY, STREAMS, Calls, Peer, Streams, combined
-from benchmarks.proxy.install import CannotInstall
 from benchmarks.proxy.machine import LOAD_CORE, NotUp, Watch, on_core, running, wait_for
-from benchmarks.proxy.nginx import LARGE_TOKENS, TOKENS, model_server, nginx
-from benchmarks.proxy.peers import Contender, Running
+from benchmarks.proxy.peers.contenders import Contender, Running
+from benchmarks.proxy.peers.install import CannotInstall
+from benchmarks.proxy.peers.nginx import LARGE_TOKENS, TOKENS, model_server, nginx
 from benchmarks.proxy.stream_client import Plan, as_argument
 from benchmarks.proxy.wire import PROMPT_CHARS
 from benchmarks.vllm_server import free_port

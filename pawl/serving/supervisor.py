@@ -17,8 +17,7 @@ import structlog
 from pawl.serving.process import Child, NotReplaced
 from proxy.counting.board import Board
 from proxy.counting.memory import make_block
-from proxy.errors import BadUpstreams, DoesNotStart
-from proxy.outdated import outdated
+from proxy.errors import BadUpstreams
 from proxy.settings import ProxySettings
 from proxy.upstreams.members import check_upstreams
 from store.settings import address
@@ -74,9 +73,9 @@ async def serve(settings: ProxySettings) -> None:
     Raises:
         OSError: a port is taken.
         BadUpstreams: the file of upstreams cannot be used.
-        DoesNotStart: a process never came up, or sources were changed after compilation.
+        DoesNotStart: a process never came up.
     """
-    _check(settings)
+    check_upstreams(settings)
     stop, replace = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -190,24 +189,11 @@ async def _replace_each_time(settings: ProxySettings, fleet: Fleet, replace: asy
         await replace.wait()
         replace.clear()
         try:
-            _check(settings)
+            check_upstreams(settings)
             await fleet.replace()
-        except (BadUpstreams, DoesNotStart, NotReplaced) as error:
+        except (BadUpstreams, NotReplaced) as error:
             log.error("workers_not_replaced", reason=error.message)
         except Exception:
             log.exception("workers_not_replaced")
         else:
             log.info("workers_replaced", workers=len(fleet.workers))
-
-
-def _check(settings: ProxySettings) -> None:
-    """Check that processes that are started now could work, and would run their sources.
-
-    Raises:
-        BadUpstreams: the file of upstreams cannot be used.
-        DoesNotStart: sources were changed after they were compiled.
-    """
-    check_upstreams(settings)
-    if changed := outdated():
-        names = ", ".join(path.name for path in changed)
-        raise DoesNotStart(f"changed after it was compiled: {names}. `make install` compiles it")

@@ -5,9 +5,9 @@ from typing import Final
 
 from .cli import cli_page
 from .database import database_page
-from .http import http_page
+from .http.openapi import openapi_text
+from .http.page import http_page
 from .metrics import metrics_page
-from .openapi import openapi_text
 from .recipe import recipe_page
 from .settings import settings_page
 

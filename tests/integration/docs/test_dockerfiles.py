@@ -29,7 +29,7 @@ STOP_S: Final = 15.0
 # They would lend the image what this environment has.
 OUR_PYTHON: Final = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 # As .dockerignore has it.
-NOT_SENT: Final = ("__pycache__", "*.so", "compiled.json")
+NOT_SENT: Final = ("__pycache__", "*.so")
 # What the wheel must have beside its modules.
 DATA: Final = (
     "migrations/script.py.mako",
@@ -120,7 +120,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 
 # The packages are fetched and installed once, for whichever test comes first.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def test_the_command_explains_itself(image: Stage) -> None:

@@ -1,11 +1,8 @@
 """The proxy as a process of its own: small, without torch, and quick to pass a chunk on."""
 
 import asyncio
-import json
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -15,8 +12,10 @@ import aiohttp
 import psutil
 import pytest
 from aiohttp import web
+from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.outdated import NOTED, hashes
+from benchmarks.wheel import installed_wheel
+from store.read.episodes import episode_ids, read_episodes
 from tests.conftest import ROOT
 from tests.integration.conftest import eventually, free_port
 from tests.support.fake_upstream import FakeUpstream
@@ -24,18 +23,14 @@ from tests.support.fake_upstream import FakeUpstream
 MIB = 2**20
 
 
-@pytest.fixture(params=["as it is installed", "from its sources"])
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Where Pawl's packages are: compiled ones, or as they run without a C compiler."""
-    return ROOT if request.param == "as it is installed" else uncompiled(tmp_path / "src")
+# The wheel is built for whichever test comes first.
+pytestmark = pytest.mark.timeout(1200)
 
 
-def uncompiled(folder: Path) -> Path:
-    """What `pawl proxy` is made of, without what was compiled."""
-    ignored = shutil.ignore_patterns("*.so", NOTED, "__pycache__")
-    for package in ("migrations", "pawl", "proxy", "store"):
-        shutil.copytree(ROOT / package, folder / package, ignore=ignored)
-    return folder
+@pytest.fixture(params=["sources", "wheel"])
+def root(request: pytest.FixtureRequest) -> Path:
+    """Where Pawl's packages are: those of the checkout, or those of the wheel that it builds."""
+    return ROOT if request.param == "sources" else installed_wheel()
 
 
 @pytest.fixture
@@ -90,16 +85,34 @@ async def test_memory_stays_small_and_torch_stays_out(
     assert "numpy" not in maps
 
 
-def test_it_does_not_start_where_its_sources_say_something_else(tmp_path: Path) -> None:
-    root = uncompiled(tmp_path)
-    (root / "proxy" / NOTED).write_text(json.dumps(hashes(root / "proxy")))
-    with (root / "proxy" / "calls" / "handler.py").open("a") as source:
-        source.write("# changed\n")
-    command = [sys.executable, "-m", "pawl.cli", "proxy"]
-    done = subprocess.run(command, cwd=root, env={}, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    what = "changed after it was compiled: calls/handler.py. `make install` compiles it"
-    assert what in done.stderr
+async def test_a_checkout_runs_its_sources_and_a_wheel_its_extensions(
+    process: tuple[psutil.Process, str], root: Path
+) -> None:
+    proxy, _ = process
+    mapped = {mapped.path for each in (proxy, *proxy.children()) for mapped in each.memory_maps()}
+    extensions = {path for path in mapped if Path(path).is_relative_to(root / "proxy")}
+    assert bool(extensions) == (root != ROOT)
+    assert not list((ROOT / "proxy").rglob("*.so"))
+
+
+async def test_a_call_is_answered_and_recorded(
+    process: tuple[psutil.Process, str], upstream: FakeUpstream, engine: AsyncEngine
+) -> None:
+    _, url = process
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+            reply = await response.json()
+        rated = {"metric": "reward", "value": 1.0, "response": reply["id"]}
+        async with session.post(f"{url}/feedback", json=rated) as response:
+            assert response.status == 200
+
+    async def scored() -> bool:
+        async with engine.connect() as connection:
+            episodes = await read_episodes(connection, await episode_ids(connection))
+        return [len(episode.calls) for episode in episodes if episode.feedback] == [1]
+
+    await eventually(scored)
 
 
 async def test_a_first_chunk_is_passed_on_at_once(

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.stitching import RECORDING, exchanges_of
-from benchmarks.stitching_plans import CLIENTS, KINDS, make_plan, make_plans
-from benchmarks.stitching_replay import join_in_ledger, replay, score
-from benchmarks.stitching_server import Exchange
+from benchmarks.stitching.command import RECORDING, exchanges_of
+from benchmarks.stitching.plans import CLIENTS, KINDS, make_plan, make_plans
+from benchmarks.stitching.replay import join_in_ledger, replay, score
+from benchmarks.stitching.server import Exchange
 
 
 def recorded(episodes: int, seed: int) -> tuple[list[list[Exchange]], int]:

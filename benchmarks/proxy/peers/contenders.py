@@ -1,11 +1,12 @@
 """Who is measured, and how each is started: as a fair user would, one worker, one core.
 
-LiteLLM is set up by its own advice for production (log level, no cost map from the network).
+Pawl's own proxy is measured as it is deployed: compiled, from the wheel that is built of this
+checkout. LiteLLM is set up by its own advice for production (log level, no cost map from the
+network).
 Agent Lightning gets one rollout, made beforehand, whose id stands in the URL.
 """
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,18 +14,19 @@ from pathlib import Path
 from urllib.error import URLError
 
 from benchmarks.proxy import wire
-from benchmarks.proxy.install import (
+from benchmarks.proxy.ledger import Ledger
+from benchmarks.proxy.machine import MEASURED_CORE, on_core, running, wait_for
+from benchmarks.proxy.peers.install import (
     AGENT_LIGHTNING,
     AGENT_LIGHTNING_VERSION,
     LITELLM,
     LITELLM_VERSION,
     Environment,
 )
-from benchmarks.proxy.ledger import Ledger
-from benchmarks.proxy.machine import MEASURED_CORE, on_core, running, wait_for
-from benchmarks.proxy.nginx import nginx, passing_on
+from benchmarks.proxy.peers.nginx import nginx, passing_on
 from benchmarks.proxy.probe import answers, fetched
 from benchmarks.vllm_server import free_port
+from benchmarks.wheel import environment_of, installed_wheel
 from store.embedded.server import EmbeddedPostgres
 
 PATH = "/v1/chat/completions"
@@ -83,14 +85,16 @@ def pawl(folder: Path, upstream: int) -> Iterator[Running]:
         with on_core(MEASURED_CORE):
             url = postgres.ensure_running()
         stack.callback(postgres.stop)
+        wheel = installed_wheel()
         environment = {
+            **environment_of(wheel),
             "DATABASE_URL": url,
             "PAWL_UPSTREAM_URL": f"http://127.0.0.1:{upstream}/v1",
             "PAWL_LISTEN": f"127.0.0.1:{port}",
             "PAWL_ADMIN_LISTEN": f"127.0.0.1:{admin}",
             "PAWL_SPOOL_DIR": str(folder / "spool"),
         }
-        command = [sys.executable, "-m", "pawl.cli", "proxy"]
+        command = [str(wheel / "bin" / "pawl"), "proxy"]
         process = stack.enter_context(running(command, MEASURED_CORE, log, environment))
         wait_for(lambda: _has_database(f"http://127.0.0.1:{admin}/readyz"), process, log)
         assert postgres.pid is not None

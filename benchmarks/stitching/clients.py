@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from importlib import metadata
 from typing import Any, Final
 
-from benchmarks.stitching_plans import Plan
+from benchmarks.stitching.plans import Plan
 
 MODEL: Final = "policy"
 SYSTEM: Final = "You are a careful calculator."

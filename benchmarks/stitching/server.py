@@ -13,7 +13,7 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
-from benchmarks.stitching_plans import Plan, Reply
+from benchmarks.stitching.plans import Plan, Reply
 
 
 class Exchange(msgspec.Struct, frozen=True):

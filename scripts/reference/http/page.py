@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from proxy.formats.messages.errors import ANTHROPIC_BY_STATUS
 
+from ..markdown import code, page, paragraph, table, table_with_notes
 from .errors import NOT_READ, error_classes
 from .headers import (
     FAULT,
@@ -14,7 +15,9 @@ from .headers import (
     Header,
     episode_sources,
 )
-from .http_texts import (
+from .routes import BELOW_MARK, Forwarded, forwarded_routes, recorded_paths
+from .schemas import admin_paths, feedback_fields
+from .texts import (
     ADMIN,
     AGENT,
     EPISODE,
@@ -30,9 +33,6 @@ from .http_texts import (
     RECORDED,
     TRAINER,
 )
-from .markdown import code, page, paragraph, table, table_with_notes
-from .routes import BELOW_MARK, Forwarded, forwarded_routes, recorded_paths
-from .schemas import admin_paths, feedback_fields
 
 
 def http_page() -> str:

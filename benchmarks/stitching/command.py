@@ -21,18 +21,18 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.stitching_clients import RUNNERS, versions
-from benchmarks.stitching_plans import CLIENTS, KINDS, Plan, make_plan, make_plans
-from benchmarks.stitching_replay import (
+from benchmarks.stitching.clients import RUNNERS, versions
+from benchmarks.stitching.plans import CLIENTS, KINDS, Plan, make_plan, make_plans
+from benchmarks.stitching.replay import (
     Score,
     Seen,
     join_in_ledger,
     replay,
     score,
 )
-from benchmarks.stitching_server import Exchange, Server, serving
+from benchmarks.stitching.server import Exchange, Server, serving
 
-RECORDING: Final = Path(__file__).parent / "recordings" / "stitching.json"
+RECORDING: Final = Path(__file__).parents[1] / "recordings" / "stitching.json"
 # A number that nothing else in a recording holds: it gives way to the episode's own.
 RECORDED_NUMBER: Final = 271828
 _IDS: Final = re.compile(r"(?:chatcmpl-tool-|chatcmpl-|resp_|msg_|rs_|fc_)[0-9a-f]{32}")
@@ -146,7 +146,9 @@ def show(figures: dict[str, Any]) -> None:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.stitching", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recorded", action="store_true", help="replay every client's recording")
@@ -162,7 +164,3 @@ def main() -> None:
     show(figures)
     if options.json:
         print(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main()

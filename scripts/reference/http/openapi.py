@@ -9,8 +9,6 @@ from proxy.settings import ProxySettings
 
 from .errors import CALL, FEEDBACK, NOT_READ, ErrorClass, error_classes
 from .headers import FAULT, IDEMPOTENCY, REPLY, REQUEST, RETRY_AFTER, Header
-from .http_texts import FEEDBACK as FEEDBACK_TEXT
-from .http_texts import FORWARDED, INTRODUCTION, PREFIX, RECORDED
 from .routes import (
     BELOW_MARK,
     forwarded_routes,
@@ -24,6 +22,8 @@ from .schemas import (
     error_schemas,
     feedback_schemas,
 )
+from .texts import FEEDBACK as FEEDBACK_TEXT
+from .texts import FORWARDED, INTRODUCTION, PREFIX, RECORDED
 
 JSON: Final = "application/json"
 ANY: Final[Schema] = {"description": "As the upstream's API has it; passed through."}

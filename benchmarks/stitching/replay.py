@@ -9,7 +9,7 @@ from uuid import UUID
 
 import msgspec
 
-from benchmarks.stitching_server import Exchange
+from benchmarks.stitching.server import Exchange
 from proxy.door.routes import Kind, Route
 from proxy.formats.base import ModelRequest, ReplySummary, WireFormat
 from proxy.formats.registry import FORMATS

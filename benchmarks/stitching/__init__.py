@@ -1,0 +1,1 @@
+"""`python -m benchmarks.stitching`: are calls without a name joined into their episodes?"""

@@ -1,0 +1,87 @@
+"""Build Pawl's wheel, whose proxy is compiled, and install it into a folder of its own.
+
+A checkout runs its sources (docs/decisions/037-compiled-in-wheels-only.md); what measures or
+tests the compiled proxy takes it from here. A folder is made once for each state of the sources.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+WHEELS: Final = ROOT / "var" / "wheels"
+PACKAGES: Final = ("migrations", "pawl", "proxy", "store", "trainer")
+FILES: Final = ("hatch_build.py", "pyproject.toml")
+# Older folders are deleted; a few stay, as a run that uses one may still go on.
+KEPT: Final = 3
+
+
+class NotBuilt(Exception):
+    """The wheel could not be built or its proxy is not compiled; the message says why."""
+
+
+def installed_wheel() -> Path:
+    """Return the folder with the wheel of the sources as they are; build it if it is missing.
+
+    Raises:
+        NotBuilt: pip failed, or there is no C compiler.
+    """
+    folder = WHEELS / _fingerprint()
+    if not folder.exists():
+        WHEELS.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=WHEELS, prefix="part-") as name:
+            _build(Path(name))
+            # Complete or not there: whoever finds the folder can use it.
+            (Path(name) / "site").rename(folder)
+        for old in sorted(_folders(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+    return folder
+
+
+def environment_of(folder: Path) -> Mapping[str, str]:
+    """Return the environment in which this Python imports Pawl from `folder`.
+
+    `python -m` looks in the working directory first: call `FOLDER/bin/pawl`, or start elsewhere.
+    """
+    return dict(os.environ) | {"PYTHONPATH": str(folder)}
+
+
+def _folders() -> Iterator[Path]:
+    return (path for path in WHEELS.iterdir() if not path.name.startswith("part-"))
+
+
+def _fingerprint() -> str:
+    """Return a hash of the interpreter and of every file that the wheel is made of."""
+    digest = hashlib.sha256(sys.version.encode())
+    within = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*")))
+    for path in [*(ROOT / name for name in FILES), *within]:
+        if path.is_file() and "__pycache__" not in path.parts:
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(ROOT)} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:20]
+
+
+def _build(work: Path) -> None:
+    """Build the wheel and install it into `work`/site, without its dependencies."""
+    _pip("wheel", "--no-deps", "--wheel-dir", str(work), str(ROOT))
+    [wheel] = work.glob("*.whl")
+    site = work / "site"
+    _pip("install", "--no-deps", "--target", str(site), str(wheel))
+    if next((site / "proxy").rglob(f"*{sysconfig.get_config_var('EXT_SUFFIX')}"), None) is None:
+        raise NotBuilt(
+            "the wheel's proxy is not compiled: install a C compiler and Python's headers"
+        )
+
+
+def _pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NotBuilt(f"pip {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")

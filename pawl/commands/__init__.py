@@ -1,0 +1,1 @@
+"""The commands of `pawl`, one module for each group of them."""

@@ -1,0 +1,25 @@
+"""What several commands share: the options that select episodes, and the end with status 2."""
+
+import sys
+from datetime import datetime
+from typing import Annotated, NoReturn
+
+import typer
+
+Since = Annotated[
+    datetime | None,
+    typer.Option(help="Only episodes with a call at or after this time."),
+]
+OfAgent = Annotated[str | None, typer.Option(help="Only episodes with calls of this agent.")]
+OfPolicy = Annotated[str | None, typer.Option(help="Only episodes with calls of this policy.")]
+
+
+def fail(message: str) -> NoReturn:
+    """End with status 2, after one line on standard error."""
+    print(f"pawl: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def with_zone(moment: datetime | None) -> datetime | None:
+    """Return the time with a zone; a time without one is read in the machine's zone."""
+    return moment.astimezone() if moment is not None and moment.tzinfo is None else moment

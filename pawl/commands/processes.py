@@ -1,0 +1,85 @@
+"""`pawl proxy` and `pawl trainer`: the two roles, each as one process of this machine."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
+
+import typer
+
+from pawl.commands.common import fail
+from pawl.settings import read_settings
+
+
+def proxy(
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=64, help="Number of processes that take calls; default: PAWL_WORKERS, or 1."
+        ),
+    ] = None,
+) -> None:
+    """Serve agents: forward their calls to the model server, record them, and take feedback.
+
+    Needs a model server (PAWL_UPSTREAM_URL, or several in PAWL_UPSTREAMS). Records go to
+    PostgreSQL (DATABASE_URL); without that setting, to an embedded server in PAWL_DATA_DIR.
+
+    SIGTERM or Ctrl-C ends it with status 0, calls in progress first; SIGHUP replaces the
+    workers without a failed request. Status 2: a port is taken, a setting cannot be used, or a
+    process ends again and again as soon as it is started.
+    """
+    from pawl.serving.supervisor import serve
+    from proxy.settings import ProxySettings
+
+    settings = read_settings(ProxySettings)
+    if workers is not None:
+        settings = settings.model_copy(update={"workers": workers})
+    try:
+        asyncio.run(serve(settings))
+    except OSError as error:
+        fail(
+            f"the proxy cannot start: {error.strerror or error}. If a port is taken, stop the "
+            "program that listens on it, or set PAWL_LISTEN and PAWL_ADMIN_LISTEN"
+        )
+
+
+def trainer(
+    once: Annotated[
+        bool, typer.Option("--once", help="Wait until one update is done, and end.")
+    ] = False,
+) -> None:
+    """Train a policy on scored episodes, and publish each new version to the model server.
+
+    Each update claims finished episodes, assigns credit to their calls, trains the adapter,
+    and loads it into the model server. Needs the database that the proxy records to, and a
+    model server that loads adapters at run time.
+
+    SIGTERM or Ctrl-C ends it with status 0; an update in progress is abandoned and its
+    episodes are free again. Status 2: recipe, model or policy cannot be used.
+    """
+    from trainer.errors import TrainerError
+    from trainer.recipes.recipe import load_recipe
+    from trainer.settings import TrainerSettings
+
+    settings = read_settings(TrainerSettings)
+    try:
+        # Importing torch takes seconds: report a mistyped key of the recipe before that.
+        load_recipe(settings.recipe)
+        asyncio.run(_imported_train()(settings, once=once))
+    except TrainerError as error:
+        fail(str(error))
+
+
+def _imported_train() -> Callable[..., Coroutine[Any, Any, None]]:
+    """Return the trainer's entry; end with one line if torch cannot be imported.
+
+    Other errors of an import are faults of the code, and keep their traceback.
+    """
+    from pawl.stack.torch_build import unusable
+
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:
+        fail(unusable(f"{type(error).__name__}: {error}"))
+    from trainer.run import train
+
+    return train

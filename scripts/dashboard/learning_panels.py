@@ -1,0 +1,167 @@
+"""The panels of what the trainer does: reward and learning, and versions."""
+
+from typing import Final
+
+from .kinds import Band, Query, Row, lines, newest, rate, rate_of_policy, stack, stairs
+
+LEARNING: Final = Row(
+    "Reward and learning",
+    Band(
+        8,
+        lines(
+            "Mean reward, by version",
+            "Of the rewards stated on /feedback in the interval, by the version that earned them.",
+            "short",
+            Query(
+                'sum by (policy, version) (delta(pawl_reward_stated_sum{policy=~"$policy"}[$__rate_interval])) / (sum by (policy, version) (increase(pawl_reward_count{policy=~"$policy"}[$__rate_interval])) > 0)',
+                "{{policy}}@{{version}}",
+            ),
+            joined=True,
+            min=None,
+        ),
+        lines(
+            "Median reward, by version",
+            "Interpolated within the histogram's buckets.",
+            "none",
+            Query(
+                'histogram_quantile(0.5, sum by (policy, version, le) (rate(pawl_reward_bucket{policy=~"$policy"}[$__rate_interval])))',
+                "{{policy}}@{{version}}",
+            ),
+            joined=True,
+            min=None,
+        ),
+        stairs(
+            "Reward of the updates",
+            "Means over the episodes of the last update: final, total, and what automatic credit (AIR) adds.",
+            "none",
+            newest("pawl_update_reward_mean", "{{policy}} final"),
+            newest("pawl_update_total_mean", "{{policy}} total"),
+            newest("pawl_update_air_mean", "{{policy}} AIR"),
+            min=None,
+        ),
+    ),
+    Band(
+        7,
+        stairs(
+            "Staleness",
+            "Mean of the last update's rows: versions between the one that sampled and the one being trained.",
+            "suffix:versions",
+            newest("pawl_update_staleness_mean"),
+        ),
+        stairs(
+            "Entropy",
+            "Of the last update. A fall to 0 is a policy that has stopped trying.",
+            "suffix:nats/token",
+            newest("pawl_update_entropy"),
+        ),
+        stairs(
+            "Truncated ratios",
+            "Share of the last update's tokens whose importance ratio was cut; PPO: whose ratio was clipped.",
+            "percentunit",
+            newest("pawl_update_ratio_cut_share"),
+            newest("pawl_update_clip_share", "{{policy}}, clipped by PPO"),
+        ),
+        stairs(
+            "Probe difference",
+            "Mean |served − trainer| log-probability of the last version: is it served as it was trained?",
+            "suffix:nats",
+            newest("pawl_update_probe_difference"),
+        ),
+    ),
+    Band(
+        7,
+        stairs("Gradient norm", "Of the last update.", "none", newest("pawl_update_grad_norm")),
+        stack(
+            "Tool events",
+            "Tool executions by how they ended.",
+            "suffix:events/s",
+            rate("pawl_tool_events_total", "status"),
+        ),
+        lines(
+            "Feedback",
+            "Statements taken; pending ones wait for their target.",
+            "suffix:statements/s",
+            rate("pawl_feedback_total", "metric", "result"),
+        ),
+        lines(
+            "Tokens trained",
+            "Sampled tokens that carried loss.",
+            "suffix:tokens/s",
+            rate_of_policy("pawl_trained_tokens_total", "policy"),
+        ),
+    ),
+    Band(
+        7,
+        stairs(
+            "Drift and staleness",
+            "Divergence of the policy in training from the one that sampled, nats a token: about one version it is arithmetic alone; older versions add to it.",
+            "suffix:nats",
+            newest("pawl_update_drift_kl", "{{policy}}: drift"),
+            newest("pawl_update_staleness_kl", "{{policy}}: staleness"),
+            min=None,
+        ),
+        stairs(
+            "Drift, mean difference",
+            "Mean |trainer − server| log-probability of tokens that the newest version sampled.",
+            "suffix:nats",
+            newest("pawl_update_drift_logp_mean_abs"),
+        ),
+        stairs(
+            "Effective sample size",
+            "What the last update's tokens are worth, as a share of as many from the policy itself.",
+            "percentunit",
+            newest("pawl_update_effective_sample_size"),
+            max=1,
+        ),
+        stairs(
+            "Masked calls",
+            "Share of the last update's calls too far off the policy to carry loss.",
+            "percentunit",
+            newest("pawl_update_masked_share"),
+        ),
+    ),
+)
+
+VERSIONS: Final = Row(
+    "Versions",
+    Band(
+        8,
+        stairs(
+            "Serving and trained",
+            "The version that new episodes get, and the newest that was promoted. Apart after a roll-back.",
+            "none",
+            newest("pawl_serving_version", "{{policy}} serving"),
+            newest("pawl_trained_version", "{{policy}} trained"),
+            decimals=0,
+        ),
+        stairs(
+            "Updates, by outcome",
+            "Counted since the trainer's start.",
+            "none",
+            Query(
+                'sum by (policy, outcome) (pawl_updates_total{policy=~"$policy"})',
+                "{{policy}} {{outcome}}",
+            ),
+            decimals=0,
+        ),
+        lines(
+            "Duration of an update",
+            "Mean over the last hour: from a claim to the new version's promotion.",
+            "s",
+            Query(
+                'sum by (policy) (increase(pawl_update_seconds_sum{policy=~"$policy"}[1h])) / (sum by (policy) (increase(pawl_update_seconds_count{policy=~"$policy"}[1h])) > 0)',
+                "{{policy}}",
+            ),
+        ),
+        stairs(
+            "Episodes spent",
+            "Trained, or why not; counted since the trainer's start.",
+            "none",
+            Query(
+                'sum by (policy, reason) (pawl_episodes_consumed_total{policy=~"$policy"})',
+                "{{policy}} {{reason}}",
+            ),
+            decimals=0,
+        ),
+    ),
+)

@@ -1,0 +1,1 @@
+"""The pages of the HTTP API: `http.md` for people, and `openapi.json` for programs."""

@@ -1,0 +1,116 @@
+"""`make install`: what it finds, and what it deletes."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.conftest import ROOT
+
+FIND = ROOT / "scripts" / "find_python.sh"
+FITS = "#!/bin/sh\nexit 0\n"
+UNFIT = "#!/bin/sh\nexit 1\n"
+
+
+def install_module() -> ModuleType:
+    """`scripts/install.py`, which is a program and in no package."""
+    spec = importlib.util.spec_from_file_location("install", ROOT / "scripts" / "install.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def programs(folder: Path, **contents: str) -> Path:
+    """A folder to stand on PATH, with these programs; `_` in a name is a dot."""
+    folder.mkdir(parents=True)
+    for name, content in contents.items():
+        path = folder / name.replace("_", ".")
+        path.write_text(content)
+        path.chmod(0o755)
+    return folder
+
+
+def found(path: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """What the search says with nothing but `path` on PATH."""
+    return subprocess.run(
+        ["/bin/sh", str(FIND)],
+        env={"PATH": str(path)} | more,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_extensions_of_an_earlier_version_are_deleted(tmp_path: Path) -> None:
+    (tmp_path / "calls").mkdir()
+    stale = [
+        tmp_path / "calls" / "call.cpython-311-x86_64-linux-gnu.so",
+        tmp_path / "compiled.json",
+    ]
+    kept = [tmp_path / "calls" / "call.py", tmp_path / "worker.py"]
+    for path in (*stale, *kept):
+        path.touch()
+    install_module().delete_compiled(str(tmp_path))
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == kept
+
+
+def test_python3_is_taken_where_it_fits(tmp_path: Path) -> None:
+    path = programs(tmp_path / "bin", python3=FITS, python3_11=FITS)
+    assert found(path).stdout.strip() == str(path / "python3")
+
+
+def test_otherwise_the_first_that_runs_and_fits(tmp_path: Path) -> None:
+    path = programs(tmp_path / "bin", python3=UNFIT, python3_11=UNFIT, python3_12=FITS)
+    assert found(path).stdout.strip() == str(path / "python3.12")
+
+
+def test_then_what_pyenv_has(tmp_path: Path) -> None:
+    version = programs(tmp_path / "pyenv" / "versions" / "3.12.1" / "bin", python=FITS)
+    path = programs(tmp_path / "bin", pyenv=f"#!/bin/sh\necho {tmp_path / 'pyenv'}\n")
+    assert found(path).stdout.strip() == str(version / "python")
+
+
+def test_then_what_uv_knows(tmp_path: Path) -> None:
+    other = programs(tmp_path / "uv", python=FITS) / "python"
+    path = programs(tmp_path / "bin", uv=f"#!/bin/sh\necho {other}\n")
+    assert found(path).stdout.strip() == str(other)
+
+
+def test_what_the_user_names_goes_first(tmp_path: Path) -> None:
+    path = programs(tmp_path / "bin", python3=FITS, mine=UNFIT)
+    assert found(path, PYTHON="mine").stdout.strip() == str(path / "mine")
+    done = found(path, PYTHON="missing")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no missing here" in done.stderr
+
+
+def test_where_none_fits_it_says_what_to_do(tmp_path: Path) -> None:
+    done = found(programs(tmp_path / "bin", python3=UNFIT))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "make install PYTHON=" in done.stderr
+
+
+@pytest.mark.parametrize("target", ["install", "demo", "check"])
+def test_make_runs_the_installation_with_what_was_found(tmp_path: Path, target: str) -> None:
+    path = programs(tmp_path / "bin", python3=UNFIT)
+    (path / "python3.11").symlink_to(sys.executable)
+    (path / "make").symlink_to(str(shutil.which("make")))
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(FIND, tmp_path / "scripts")
+    (tmp_path / "scripts" / "install.py").write_text("raise SystemExit('it was run')\n")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    done = subprocess.run(
+        ["make", target],
+        cwd=tmp_path,
+        env={"PATH": str(path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "it was run" in done.stderr
