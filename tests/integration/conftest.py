@@ -21,7 +21,7 @@ from proxy.worker import serving
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode, TransitionRow
 from store.updates.policies import ensure_base
-from tests.support.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 
 DEADLINE_S = 20.0
 

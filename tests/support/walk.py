@@ -23,7 +23,7 @@ from store.embedded.server import EmbeddedPostgres
 from store.schema.migrate import upgrade
 from store.updates.policies import ensure_base
 from tests.integration.conftest import Proxy, running, settings_for
-from tests.support.fake_upstream import fake_upstream
+from tests.support.servers.fake_upstream import fake_upstream
 
 ROOT: Final = Path(__file__).parents[2]
 PACKAGES: Final = ("store", "proxy", "pawl")

@@ -13,7 +13,7 @@ from benchmarks.proxy import wire
 from benchmarks.proxy.framing import HEAD_END
 from benchmarks.proxy.stream_client import Load, Plan
 from benchmarks.proxy.stream_server import STREAM_HEAD, Connection
-from tests.support.listening import listening
+from tests.support.servers.listening import listening
 
 DONE = wire.framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]

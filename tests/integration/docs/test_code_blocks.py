@@ -14,8 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.feedback.statements import parse_feedback
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
-from tests.support.documents import split_blocks
-from tests.support.shell_lines import commands
+from tests.support.docs.documents import split_blocks
+from tests.support.docs.shell_lines import commands
 
 HOWTO = ROOT / "docs/howto"
 DEFAULT_LISTEN = "127.0.0.1:8100"

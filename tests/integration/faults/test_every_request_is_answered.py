@@ -12,8 +12,8 @@ from proxy.intake import reading
 from proxy.metrics import UNFORESEEN
 from tests.integration.conftest import Proxy, eventually
 from tests.integration.faults.test_durability import ledger
-from tests.support.fake_upstream import FakeUpstream
-from tests.support.raw_upstream import post, raw_ask
+from tests.support.servers.fake_upstream import FakeUpstream
+from tests.support.servers.raw_upstream import post, raw_ask
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"m","messages":[{"role":"user","content":"q"}]}'

@@ -28,9 +28,9 @@ from proxy.spool.spool import Spool
 from store.read.episodes import episode_ids, read_episodes
 from tests.integration.conftest import eventually
 from tests.integration.faults.test_durability import assert_adds_up, ledger
-from tests.support.fake_upstream import FakeUpstream
-from tests.support.raw_upstream import post, raw_ask
 from tests.support.records import captured
+from tests.support.servers.fake_upstream import FakeUpstream
+from tests.support.servers.raw_upstream import post, raw_ask
 
 DROPPED_TOTAL = "pawl_records_dropped_total"
 EIO = OSError(errno.EIO, "Input/output error")

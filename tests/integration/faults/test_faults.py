@@ -21,7 +21,7 @@ from proxy.http.wire import HOP_BY_HOP
 from proxy.metrics import RECORDED
 from store.updates.policies import ensure_base
 from tests.integration.conftest import Proxy, eventually, running, settings_for
-from tests.support.raw_upstream import RawUpstream, post, raw_ask, raw_upstream, says
+from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream, says
 
 CHAT = "/v1/chat/completions"
 APIS = {

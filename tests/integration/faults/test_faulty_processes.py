@@ -22,8 +22,8 @@ from benchmarks.chaos.load import Load
 from benchmarks.chaos.scrape import Scrapes, drained
 from benchmarks.chaos.stand import Stand, standing
 from tests.integration.conftest import eventually
-from tests.support.fake_upstream import FakeUpstream, fake_upstream
-from tests.support.raw_upstream import RawUpstream, post, raw_ask, raw_upstream
+from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"q"}],"stream":true}'
 CHAT = post("/v1/chat/completions", BODY)

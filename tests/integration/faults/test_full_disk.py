@@ -17,8 +17,8 @@ from benchmarks.chaos.load import fetch
 from benchmarks.chaos.scrape import Scrapes, scrape
 from benchmarks.chaos.stand import Stand
 from tests.integration.conftest import eventually
-from tests.support.fake_upstream import FakeUpstream, fake_upstream
-from tests.support.raw_upstream import post, raw_ask
+from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.servers.raw_upstream import post, raw_ask
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"q"}]}'
 CHAT = post("/v1/chat/completions", BODY)

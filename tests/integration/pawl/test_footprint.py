@@ -18,7 +18,7 @@ from benchmarks.wheel import installed_wheel
 from store.read.episodes import episode_ids, read_episodes
 from tests.conftest import ROOT
 from tests.integration.conftest import eventually, free_port
-from tests.support.fake_upstream import FakeUpstream
+from tests.support.servers.fake_upstream import FakeUpstream
 
 MIB = 2**20
 

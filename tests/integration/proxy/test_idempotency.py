@@ -25,8 +25,8 @@ from store.records import FeedbackRecord
 from store.write.feedback_keys import KeyState, forget_keys, give_key_back, take_key
 from store.write.ingest import Ingester
 from tests.integration.conftest import Proxy, eventually, settings_for
-from tests.support.fake_upstream import FakeUpstream
 from tests.support.records import statement
+from tests.support.servers.fake_upstream import FakeUpstream
 
 
 @dataclass

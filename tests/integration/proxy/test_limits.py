@@ -14,7 +14,7 @@ from benchmarks.chaos.stand import standing
 from benchmarks.hostile import KINDS, MOST_MB, measure
 from store.values.json_limits import MAX_DEPTH
 from tests.integration.conftest import Proxy, eventually
-from tests.support.fake_upstream import FakeUpstream, whole_reply
+from tests.support.servers.fake_upstream import FakeUpstream, whole_reply
 
 APIS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 CHAT = APIS[0]

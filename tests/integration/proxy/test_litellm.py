@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.updates.policies import ensure_base
 from tests.integration.conftest import Proxy, Reply, running, settings_for
-from tests.support.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 
 pytest.importorskip("litellm", reason="litellm is not installed: requirements/litellm.txt")
 # pydantic's and asyncio's warnings about litellm's own affairs.

@@ -9,7 +9,7 @@ from proxy.upstreams import upstream as module
 from proxy.upstreams.members import Member, Upstreams
 from proxy.upstreams.upstream import Upstream
 from tests.integration.conftest import Proxy, eventually
-from tests.support.fake_upstream import FakeUpstream
+from tests.support.servers.fake_upstream import FakeUpstream
 
 
 async def test_twenty_unknown_names_cost_one_look(upstream: FakeUpstream) -> None:

@@ -15,8 +15,8 @@ from proxy.errors import SpoolInUse
 from store.updates.policies import promote
 from store.values.tokens import unpack_ids, unpack_logprobs
 from tests.integration.conftest import Proxy, eventually, running, settings_for
-from tests.support.fake_upstream import FakeUpstream, Handler
-from tests.support.raw_upstream import post, raw_ask
+from tests.support.servers.fake_upstream import FakeUpstream, Handler
+from tests.support.servers.raw_upstream import post, raw_ask
 
 
 async def test_a_call_is_captured_token_exact(proxy: Proxy, upstream: FakeUpstream) -> None:

@@ -10,7 +10,7 @@ from aiohttp import web
 from proxy.errors import UpstreamBroke, UpstreamUnreachable
 from proxy.upstreams.upstream import Upstream
 from tests.integration.conftest import eventually, free_port
-from tests.support.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 
 BODY = b'{"model":"m","messages":[]}'
 CHAT = "/v1/chat/completions"

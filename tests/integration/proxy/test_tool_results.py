@@ -21,8 +21,8 @@ from store.schema.migrate import downgrade, upgrade
 from store.updates.policies import ensure_base
 from store.write.ingest import ingest
 from tests.integration.conftest import Proxy, running, settings_for
-from tests.support.fake_upstream import FakeUpstream
 from tests.support.records import START, call, tool_event
+from tests.support.servers.fake_upstream import FakeUpstream
 
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
 ANTHROPIC_TOOLS = [{"name": "calc", "input_schema": {"type": "object"}}]

@@ -27,8 +27,15 @@ from tests.integration.faults.test_faults import (
     port_of,
     sized,
 )
-from tests.support.listening import listening
-from tests.support.raw_upstream import RawUpstream, Script, post, raw_ask, raw_upstream, says
+from tests.support.servers.listening import listening
+from tests.support.servers.raw_upstream import (
+    RawUpstream,
+    Script,
+    post,
+    raw_ask,
+    raw_upstream,
+    says,
+)
 
 MESSAGES = "/v1/messages"
 

@@ -21,7 +21,7 @@ from proxy.upstreams.members import check_upstreams, open_upstreams
 from store.updates.policies import ensure_base, promote
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy, eventually, running, settings_for
-from tests.support.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 
 FILE = """
 [[upstream]]

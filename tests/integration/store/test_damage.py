@@ -23,8 +23,8 @@ from store.updates.policies import ensure_base
 from store.write.ingest import Ingester
 from tests.integration.store.test_groups import SHORT, consume, keys, reasons, store, take
 from tests.integration.trainer.test_recovery import Bench, run_once
-from tests.support.fake_server import fake_model_server
 from tests.support.records import call, reward, tokens
+from tests.support.servers.fake_server import fake_model_server
 from trainer.metrics import EPISODES
 from trainer.updates.claiming import Claiming
 

@@ -32,8 +32,8 @@ from tests.integration.pawl.test_judge import Desk, Opinion, outcomes
 from tests.integration.store.test_damage import Threads, damage
 from tests.integration.store.test_groups import reasons, store
 from tests.integration.trainer.test_recovery import run_once
-from tests.support.fake_server import fake_model_server
 from tests.support.records import call, reward, tokens
+from tests.support.servers.fake_server import fake_model_server
 from trainer.credit.lines import read_lines
 
 PLAN = JudgingPlan(quiet=timedelta(0), poll_s=0.05)

@@ -10,8 +10,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.write.ingest import ingest
 from tests.integration.trainer.test_recovery import STEPS, Bench, FakeLearner, Killed, run_once
-from tests.support.fake_server import fake_model_server
 from tests.support.records import call, reward, tokens
+from tests.support.servers.fake_server import fake_model_server
 from trainer.errors import LearnerError
 from trainer.loop import Loop
 from trainer.publishing.publish import Publisher

@@ -20,8 +20,8 @@ from store.schema.trained import consumptions, updates
 from store.updates import claims, policies
 from store.updates.policies import ensure_base, list_versions
 from store.write.ingest import ingest
-from tests.support.fake_server import FakeModelServer, fake_model_server
 from tests.support.records import call, reward, tokens
+from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
 from trainer.loop import Loop
 from trainer.publishing import adapters

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.citations import ROOT, is_module_or_name, missing_citations
+from tests.support.docs.citations import ROOT, is_module_or_name, missing_citations
 
 CODE = ("benchmarks", "examples", "migrations", "plugins", "scripts", "tests")
 PRODUCT = ("pawl", "proxy", "store", "trainer")
@@ -22,7 +22,7 @@ NO_CITATIONS = {
     "pawl.task",
 }
 # These cite what does not exist, to find it.
-ABOUT_CITATIONS = {Path(__file__), ROOT / "tests/support/citations.py"}
+ABOUT_CITATIONS = {Path(__file__), ROOT / "tests/support/docs/citations.py"}
 
 
 def texts_of(place: Path) -> Iterator[Path]:

@@ -16,8 +16,8 @@ import pytest
 from proxy.feedback.statements import parse_feedback
 from proxy.upstreams.file import parse_upstreams
 from tests.conftest import ROOT
-from tests.support.documents import Block, split_blocks
-from tests.support.shell_lines import NoSuchCommand, check_script, commands
+from tests.support.docs.documents import Block, split_blocks
+from tests.support.docs.shell_lines import NoSuchCommand, check_script, commands
 from tests.unit.docs.test_docs import OTHER_PAGES, PAGES
 from trainer.recipes.recipe import Recipe
 

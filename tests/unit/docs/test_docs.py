@@ -8,7 +8,7 @@ import pytest
 
 from pawl.settings import known_variables
 from tests.conftest import ROOT
-from tests.support.documents import anchors, links, slug
+from tests.support.docs.documents import anchors, links, slug
 
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
 README = (ROOT / "README.md").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.conftest import ROOT
-from tests.support.documents import anchors
+from tests.support.docs.documents import anchors
 
 FOLDERS: Final = (
     "benchmarks|dashboards|docs|examples|migrations|pawl|plugins|proxy|requirements|scripts"

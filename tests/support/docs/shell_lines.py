@@ -15,7 +15,7 @@ from pawl.cli import app
 from pawl.settings import known_variables
 from proxy.feedback.statements import parse_feedback
 from tests.conftest import ROOT
-from tests.support.citations import is_module_or_name
+from tests.support.docs.citations import is_module_or_name
 
 # Programs of the system, or of the reader, whose options are not ours to check.
 OTHERS: Final = frozenset({"claude", "docker", "nginx", "pip", "uv"})

@@ -5,7 +5,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 
-from tests.support.listening import listening
+from tests.support.servers.listening import listening
 
 Script = Callable[["RawUpstream", asyncio.StreamWriter], Awaitable[None]]
 
