@@ -15,7 +15,7 @@ demo: install  ## an agent gets better while it works, on this machine (ARGS="--
 
 test: install  ## all tests: real PostgreSQL, vLLM and clients (ARGS="-k name")
 	@$(BIN)/python scripts/install_clients.py
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(ARGS)
 
 check: install  ## ruff, mypy --strict, import-linter
 	@$(BIN)/ruff format --check $(CODE)

@@ -5,11 +5,13 @@ import os
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 from hypothesis import HealthCheck, settings
 from sqlalchemy.ext.asyncio import AsyncEngine
+from xdist.scheduler import LoadScopeScheduling
 
 from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
@@ -27,12 +29,18 @@ settings.register_profile("long", deadline=None, max_examples=50_000, print_blob
 settings.load_profile("pawl")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file together, and all that start a vLLM: it is up once for them."""
-    for item in items:
-        file = item.path.relative_to(ROOT).as_posix()
-        item.add_marker(pytest.mark.xdist_group("e2e" if file.startswith("tests/e2e") else file))
+class ByFile(LoadScopeScheduling):
+    """The tests of a file stay together, and so do all that need a vLLM: it is up once for them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    """Hand out files, the first first: those that start a vLLM take longest."""
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
