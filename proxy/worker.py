@@ -108,11 +108,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     )
     upstreams = open_upstreams(settings)
     lookup = Lookup(settings)
-    intake = Intake(
-        budget=settings.in_flight_mb * 2**20,
-        max_body=settings.max_body_mb * 2**20,
-        max_feedback=settings.max_feedback_kb * 2**10,
-    )
+    intake = _intake(settings)
     calls = CallHandler(
         upstreams,
         versions,
@@ -126,9 +122,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     desk = FeedbackDesk(recorder, recent, lookup, intake, keys)
     server = Server(
         data_handler(calls, desk, may_delete_models=settings.allow_model_delete),
-        patience=ClientDeadlines(
-            head_s=settings.head_s, body_s=settings.body_s, write_s=settings.write_s
-        ),
+        patience=_deadlines(settings),
         explain=explain,
         on_late=_note_too_slow,
     )
@@ -150,13 +144,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     try:
         yield server
     finally:
-        # Accept connections that are queued already: closing the socket would reset them.
-        await asyncio.sleep(QUEUE_S)
-        server.stop_accepting()
-        if not server.ending:
-            server.finish_within(settings.calls_end_s)
-        await server.finished()
-        await server.close()
+        await _let_finish(server, settings.calls_end_s)
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
@@ -165,6 +153,29 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         await lookup.close()
         intake.close()
         log.info("worker_down")
+
+
+def _intake(settings: ProxySettings) -> Intake:
+    return Intake(
+        budget=settings.in_flight_mb * 2**20,
+        max_body=settings.max_body_mb * 2**20,
+        max_feedback=settings.max_feedback_kb * 2**10,
+    )
+
+
+def _deadlines(settings: ProxySettings) -> ClientDeadlines:
+    return ClientDeadlines(head_s=settings.head_s, body_s=settings.body_s, write_s=settings.write_s)
+
+
+async def _let_finish(server: Server, within_s: float) -> None:
+    """Take no more connections, and give calls under way `within_s` seconds to finish."""
+    # Accept connections that are queued already: closing the socket would reset them.
+    await asyncio.sleep(QUEUE_S)
+    server.stop_accepting()
+    if not server.ending:
+        server.finish_within(within_s)
+    await server.finished()
+    await server.close()
 
 
 async def _load_pins(lookup: Lookup, versions: Versions) -> None:

@@ -64,6 +64,14 @@ def is_shared() -> bool:
     return _Shared.blocks is not None
 
 
+def _check_mode(metric: str, mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(
+            f"metric {metric}: multiprocess_mode {mode!r} is not supported; "
+            f"use one of {', '.join(filter(None, MODES))}"
+        )
+
+
 def _value_class(block: Block) -> type:
     """Return the class that prometheus_client is to make its values of.
 
@@ -87,11 +95,7 @@ def _value_class(block: Block) -> type:
             **_: Any,
         ) -> None:
             """Find the number in the block by its metric, labels and mode, or create it."""
-            if multiprocess_mode not in MODES:
-                raise ValueError(
-                    f"metric {name}: multiprocess_mode {multiprocess_mode!r} is not supported; "
-                    f"use one of {', '.join(filter(None, MODES))}"
-                )
+            _check_mode(name, multiprocess_mode)
             labels = dict(zip(labelnames, labelvalues, strict=True))
             key = [typ, multiprocess_mode, metric_name, name, sorted(labels.items()), help_text]
             with _Shared.lock:

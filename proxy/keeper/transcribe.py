@@ -1,7 +1,8 @@
 """Turns a worker's capture into the ledger's record (pure), by reading it again in its format."""
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 import msgspec
@@ -28,7 +29,7 @@ from store.records import CallRecord, Tokens, ToolEvent
 from store.values.json_limits import nests_too_deep
 from store.values.tokens import pack_ids, pack_logprobs
 
-TOO_DEEP: Final = "nested_too_deep"
+TOO_DEEP: Final[Reason] = "nested_too_deep"
 NO_READERS = ResultReaders()
 NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole=False)
 
@@ -51,23 +52,10 @@ def transcribe(
     # The request is stored as bytes, and its reply can be read without these parts of it.
     request = read_request(captured.request, without=wire_format.unread)
     raw = inflate(captured.reply, captured.deflated, most_reply)
-    deep = _reply_nests_too_deep(raw, captured.streamed)
-    facts = _facts(captured, request, raw, reading=not deep)
-    if deep or facts.too_deep or _nests_too_deep(facts):
-        facts, deep = _unreadable(facts), True
-    deep |= request.parsed is None and nests_too_deep(request.body)
+    facts, deep = _reply_facts(captured, request, raw)
     fields = None if request.parsed is None else request.fields
     sampling = sampling_settings(fields, captured.default_temperature, wire_format.sampling)
-    reason: Reason | None = TOO_DEEP
-    if not deep:
-        reason = why_not_trainable(
-            captured.status,
-            captured.http_status,
-            captured.policy_version,
-            sampling,
-            facts.sampled,
-            wire_format.sampling,
-        )
+    reason = TOO_DEEP if deep else _reason(captured, facts, sampling)
     return CallRecord(
         id=UUID(bytes=captured.id),
         episode=captured.episode,
@@ -102,6 +90,31 @@ def transcribe(
         provides=captured.provides,
         needs=captured.needs,
         retry_of=None if captured.retry_of is None else UUID(bytes=captured.retry_of),
+    )
+
+
+def _reply_facts(
+    captured: CapturedCall, request: ModelRequest, raw: bytes
+) -> tuple[ReplyFacts, bool]:
+    """Return the reply's facts, and whether it or the request nests too deep to be read."""
+    deep = _reply_nests_too_deep(raw, captured.streamed)
+    facts = _facts(captured, request, raw, reading=not deep)
+    if deep or facts.too_deep or _nests_too_deep(facts):
+        return _unreadable(facts), True
+    return facts, request.parsed is None and nests_too_deep(request.body)
+
+
+def _reason(
+    captured: CapturedCall, facts: ReplyFacts, sampling: Mapping[str, Any]
+) -> Reason | None:
+    """Return why the call cannot be trained on, or None if it can."""
+    return why_not_trainable(
+        captured.status,
+        captured.http_status,
+        captured.policy_version,
+        sampling,
+        facts.sampled,
+        FORMATS[captured.dialect].sampling,
     )
 
 
