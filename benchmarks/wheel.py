@@ -15,12 +15,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from store.embedded.sharing import Wait, take_turn
+
 ROOT: Final = Path(__file__).resolve().parents[1]
 WHEELS: Final = ROOT / "var" / "wheels"
 PACKAGES: Final = ("migrations", "pawl", "proxy", "store", "trainer")
 FILES: Final = ("hatch_build.py", "pyproject.toml")
 # Older folders are deleted; a few stay, as a run that uses one may still go on.
 KEPT: Final = 3
+LOCK: Final = "lock"
+BUILT_S: Final = 900.0
 
 
 class NotBuilt(Exception):
@@ -34,15 +38,24 @@ def installed_wheel() -> Path:
         NotBuilt: pip failed, or there is no C compiler.
     """
     folder = WHEELS / _fingerprint()
+    WHEELS.mkdir(parents=True, exist_ok=True)
+    # Compiling takes minutes: whoever comes second waits, and finds it made.
+    turn = take_turn(WHEELS / LOCK, Wait(BUILT_S, lambda: False), "the wheel that another builds")
+    try:
+        _make(folder)
+    finally:
+        turn.release()
+    return folder
+
+
+def _make(folder: Path) -> None:
     if not folder.exists():
-        WHEELS.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=WHEELS, prefix="part-") as name:
             _build(Path(name))
             # Complete or not there: whoever finds the folder can use it.
             (Path(name) / "site").rename(folder)
         for old in sorted(_folders(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
-    return folder
 
 
 def environment_of(folder: Path) -> Mapping[str, str]:
@@ -54,7 +67,9 @@ def environment_of(folder: Path) -> Mapping[str, str]:
 
 
 def _folders() -> Iterator[Path]:
-    return (path for path in WHEELS.iterdir() if not path.name.startswith("part-"))
+    return (
+        path for path in WHEELS.iterdir() if path.is_dir() and not path.name.startswith("part-")
+    )
 
 
 def _fingerprint() -> str:
