@@ -5,11 +5,16 @@ a tenth less time (docs/decisions/028-compiled.md). A checkout always runs its s
 editable installation compiles nothing, and no extension is ever put beside a source
 (docs/decisions/037-compiled-in-wheels-only.md). Without a C compiler or Python's headers the
 wheel holds the sources alone.
+
+Compiling takes minutes. Where `PAWL_COMPILED_CACHE` names a folder, each module's extension is kept
+there under a hash of all that it follows from, and only what changed is compiled again.
 """
 
+import hashlib
 import os
 import shlex
 import shutil
+import sys
 import sysconfig
 import tempfile
 from contextlib import chdir
@@ -21,7 +26,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 PACKAGE: Final = "proxy"
 # These stay Python: pydantic must see the settings' class as Python defines it.
 LEFT_AS_THEY_ARE: Final = ("__init__.py", "settings.py")
+CACHE: Final = "PAWL_COMPILED_CACHE"
 OPTIONS: Final = ["-O2", "-g0", "-Wno-array-bounds", "-Wno-unused-function"]
+# Otherwise Cython would enforce annotations as types, and limit ints to those of C.
+DIRECTIVES: Final = {"language_level": "3", "annotation_typing": False}
 
 
 class Compiled(BuildHookInterface[Any]):  # type: ignore[misc]
@@ -75,28 +83,71 @@ def _missing() -> str:
 
 def _compile(root: Path, built: Path) -> None:
     """Compile the package of the checkout `root`; the extensions come to lie in `built`/proxy."""
+    # Paths are relative to the root: they are what tracebacks show.
+    with chdir(root):
+        sources = [
+            path
+            for path in sorted(Path(PACKAGE).rglob("*.py"))
+            if path.name not in LEFT_AS_THEY_ARE
+        ]
+        kept = {path: _kept(path) for path in sources}
+        _compile_all([path for path in sources if not _restored(kept[path], path, built)], built)
+        for path, cached in kept.items():
+            _keep(built / path.with_suffix(_suffix()), cached)
+
+
+def _kept(source: Path) -> Path | None:
+    """Return where the cache has a module's extension, or None without a cache."""
+    folder = os.environ.get(CACHE)
+    if not folder:
+        return None
+    from Cython import __version__ as cython
+
+    digest = hashlib.sha256(f"{source} {sys.version} {cython} {OPTIONS} {DIRECTIVES} ".encode())
+    digest.update(source.read_bytes())
+    return Path(folder, digest.hexdigest()).absolute()
+
+
+def _restored(cached: Path | None, source: Path, built: Path) -> bool:
+    """Copy a module's extension from the cache, and return whether it is there."""
+    if cached is None or not cached.exists():
+        return False
+    target = built / source.with_suffix(_suffix())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(cached, target)
+    return True
+
+
+def _keep(extension: Path, cached: Path | None) -> None:
+    """Copy an extension to the cache, where it is whole or not there."""
+    if cached is not None and not cached.exists():
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
+            file.write(extension.read_bytes())
+        Path(file.name).replace(cached)
+
+
+def _compile_all(sources: list[Path], built: Path) -> None:
+    """Compile these modules; their paths are relative to the working directory."""
+    if not sources:
+        return
     from Cython.Build import cythonize
     from setuptools import Distribution, Extension
     from setuptools.command.build_ext import build_ext
 
     work = tempfile.mkdtemp(dir=built)
     cores = os.cpu_count() or 1
-    # Otherwise Cython would enforce annotations as types, and limit ints to those of C.
-    directives = {"language_level": "3", "annotation_typing": False}
-    # Paths are relative to the root: they are what tracebacks show.
-    with chdir(root):
-        modules = [
-            Extension(".".join(path.with_suffix("").parts), [str(path)], extra_compile_args=OPTIONS)
-            for path in sorted(Path(PACKAGE).rglob("*.py"))
-            if path.name not in LEFT_AS_THEY_ARE
-        ]
-        extensions = cythonize(
-            modules, nthreads=cores, compiler_directives=directives, build_dir=work, quiet=True
-        )
-        command = build_ext(Distribution({"name": PACKAGE, "ext_modules": extensions}))
-        command.build_lib = str(built)
-        command.build_temp = work
-        command.parallel = cores
-        command.ensure_finalized()
-        command.run()
+    modules = [
+        Extension(".".join(path.with_suffix("").parts), [str(path)], extra_compile_args=OPTIONS)
+        for path in sources
+    ]
+    extensions = cythonize(
+        modules, nthreads=cores, compiler_directives=DIRECTIVES, build_dir=work, quiet=True
+    )
+    command = build_ext(Distribution({"name": PACKAGE, "ext_modules": extensions}))
+    command.build_lib = str(built)
+    command.build_temp = work
+    command.parallel = cores
+    command.ensure_finalized()
+    command.run()
     shutil.rmtree(work)

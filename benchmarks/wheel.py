@@ -25,6 +25,8 @@ FILES: Final = ("hatch_build.py", "pyproject.toml")
 KEPT: Final = 3
 LOCK: Final = "lock"
 BUILT_S: Final = 900.0
+# As hatch_build.py has it: a module that did not change is not compiled again.
+CACHE: Final = {"PAWL_COMPILED_CACHE": str(ROOT / "var" / "compiled")}
 
 
 class NotBuilt(Exception):
@@ -97,6 +99,8 @@ def _build(work: Path) -> None:
 
 def _pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=os.environ | CACHE, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise NotBuilt(f"pip {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")

@@ -8,12 +8,13 @@ down_revision = "0006"
 branch_labels = None
 depends_on = None
 
-TABLES = {"asks": "needed_fingerprints", "offers": "provided_fingerprints"}
+# In the order in which a keeper that still runs locks them: `offers` first.
+TABLES = {"offers": "provided_fingerprints", "asks": "needed_fingerprints"}
 COLUMNS = {"asked_by": "needed_by", "offered_by": "provided_by", "worn": "too_common"}
 INDEXES = {
+    "ix_offers_digest": "ix_provided_fingerprints_digest",
     "ix_asks_digest": "ix_needed_fingerprints_digest",
     "ix_asks_call_id": "ix_needed_fingerprints_call_id",
-    "ix_offers_digest": "ix_provided_fingerprints_digest",
     "ix_links_asked_by": "ix_links_needed_by",
     "ix_links_offered_by": "ix_links_provided_by",
 }
@@ -49,9 +50,9 @@ def downgrade() -> None:
         sa.UniqueConstraint("key_hash", name=op.f("uq_api_keys_key_hash")),
         sa.UniqueConstraint("name", name=op.f("uq_api_keys_name")),
     )
-    for old, new in INDEXES.items():
-        op.execute(f"ALTER INDEX {new} RENAME TO {old}")
-    for old, new in COLUMNS.items():
-        op.alter_column("links", new, new_column_name=old)
     for old, new in TABLES.items():
         op.rename_table(new, old)
+    for old, new in COLUMNS.items():
+        op.alter_column("links", new, new_column_name=old)
+    for old, new in INDEXES.items():
+        op.execute(f"ALTER INDEX {new} RENAME TO {old}")

@@ -44,7 +44,9 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "min_tokens": (0,),
     # Past the budget the end of the thinking is forced, and so not sampled.
     "thinking_token_budget": (),
-    # A beam search does not sample; the other two change the distribution.
+    # The best of several replies is shown; a beam search does not sample; the others change the
+    # distribution.
+    "best_of": (1,),
     "use_beam_search": (False,),
     "watermarking": (False,),
     "vllm_xargs": ({},),

@@ -21,7 +21,9 @@ SERVERS_OWN: Final = frozenset(
     }
 )
 # Names that agent tools put beside an API's own fields (`proxy.identity.names`), and litellm's.
-TOOLS_OWN: Final = frozenset({"metadata", "litellm_session_id", "litellm_trace_id"})
+TOOLS_OWN: Final = frozenset(
+    {"metadata", "conversation", "client_metadata", "litellm_session_id", "litellm_trace_id"}
+)
 EVERYWHERE: Final = SERVERS_OWN | TOOLS_OWN | {"tools", "stream_options", "parallel_tool_calls"}
 
 

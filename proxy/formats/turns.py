@@ -16,6 +16,7 @@ from proxy.formats.json_parts import UNREADABLE, Object
 
 MAX_TEXT: Final = 1024
 UNHEARD_ROLES: Final = ("system", "developer")
+TOOL_ROLES: Final = ("tool", "function")
 
 _members: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _member: Final = msgspec.json.Decoder(dict[str, Any])

@@ -18,6 +18,7 @@ LONG_TO_COUNT: Final = 2**20
 # Seconds after which a thread gives up the GIL to another that waits (Python's default is 5 ms).
 # The event loop waits for it several times a call.
 SWITCH_S: Final = 0.0005
+USUAL_S: Final = sys.getswitchinterval()
 
 
 class Intake:
@@ -100,9 +101,8 @@ class Intake:
 
 def _yielding(work: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
     """Do the work in this thread, and meanwhile let the event loop have the GIL sooner."""
-    usual = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
         return work(*arguments)
     finally:
-        sys.setswitchinterval(usual)
+        sys.setswitchinterval(USUAL_S)

@@ -2,7 +2,8 @@
 
 A page begins after the last item of the page before, by a key that never changes, and not at a
 number of items to skip. So each item that was there when the first page was read comes exactly
-once, whatever is stored meanwhile. `msgspec.json.encode` makes JSON of a page.
+once, whatever is stored meanwhile; only an episode that a join makes part of another in between
+may be missed or have come already. `msgspec.json.encode` makes JSON of a page.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,13 +7,19 @@ Sources: https://platform.openai.com/docs/api-reference/chat/create, and vLLM's
 from collections.abc import Mapping
 from typing import Any
 
-from proxy.formats.sampling import EVERYWHERE, BaseSamplingRules, free_form, limits_thinking
+from proxy.formats.sampling import (
+    EVERYWHERE,
+    BaseSamplingRules,
+    free_choice,
+    free_form,
+    limits_thinking,
+)
 
 
 class ChatSampling(BaseSamplingRules):
     """The settings of chat completions; `thinking` is what litellm passes on to Anthropic."""
 
-    settings = frozenset({"max_completion_tokens", "response_format", "thinking"})
+    settings = frozenset({"max_completion_tokens", "response_format", "thinking", "function_call"})
     objects = ("thinking",)
     harmless = EVERYWHERE | {
         *("messages", "logprobs", "top_logprobs", "store", "service_tier", "safety_identifier"),
@@ -29,4 +35,6 @@ class ChatSampling(BaseSamplingRules):
 
     def constrains(self, settings: Mapping[str, Any]) -> bool:
         """Return whether a tool or a form of the reply is imposed."""
+        if not free_choice(settings.get("function_call")):
+            return True
         return super().constrains(settings) or not free_form(settings.get("response_format"))

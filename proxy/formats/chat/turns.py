@@ -1,14 +1,13 @@
 """The turns of a chat: messages with roles, tool calls beside their content (pure)."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from proxy.formats.base import ToolResult
+from proxy.formats.blocks import add_tool_calls, add_user_turn
 from proxy.formats.contents import objects
 from proxy.formats.conversation import Conversation
-from proxy.formats.turns import UNHEARD_ROLES, BaseTurns, Named, tool_result
-
-TOOL_ROLES: Final = ("tool", "function")
+from proxy.formats.turns import TOOL_ROLES, UNHEARD_ROLES, BaseTurns, Named, tool_result
 
 
 class ChatTurns(BaseTurns):
@@ -24,10 +23,11 @@ class ChatTurns(BaseTurns):
                 function = call.get("function")
                 function = function if isinstance(function, dict) else {}
                 conversation.called(call.get("id"), function.get("name"), function.get("arguments"))
+            add_tool_calls(conversation, member.get("content"))
         elif role in TOOL_ROLES:
             conversation.result(member.get("tool_call_id"), member.get("content"))
         elif isinstance(role, str) and role not in UNHEARD_ROLES:
-            conversation.asked(member.get("content"))
+            add_user_turn(conversation, member.get("content"))
 
     def _called(self, member: dict[str, Any]) -> Iterable[Named]:
         for call in objects(member.get("tool_calls")):

@@ -3,11 +3,11 @@
 `is_error` of a result is a statement. Where it is left out the API means false.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from proxy.formats.base import ToolResult
-from proxy.formats.contents import objects
+from proxy.formats.blocks import add_tool_calls, add_user_turn, blocks_of
 from proxy.formats.conversation import Conversation
 from proxy.formats.turns import UNHEARD_ROLES, BaseTurns, Named, tool_result
 
@@ -22,17 +22,16 @@ class MessagesTurns(BaseTurns):
         role, content = member.get("role"), member.get("content")
         if role == "assistant":
             conversation.said(content)
-            for block in _of_type(content, "tool_use"):
-                conversation.called(block.get("id"), block.get("name"), block.get("input"))
+            add_tool_calls(conversation, content)
         elif isinstance(role, str) and role not in UNHEARD_ROLES:
-            conversation.asked(_without_results(conversation, content))
+            add_user_turn(conversation, content)
 
     def _called(self, member: dict[str, Any]) -> Iterable[Named]:
-        for block in _of_type(member.get("content"), "tool_use"):
+        for block in blocks_of(member.get("content"), "tool_use"):
             yield block.get("id"), block.get("name")
 
     def _results_in(self, member: dict[str, Any], names: Mapping[str, str]) -> Iterable[ToolResult]:
-        for block in _of_type(member.get("content"), "tool_result"):
+        for block in blocks_of(member.get("content"), "tool_result"):
             stated = block.get("is_error")
             yield from tool_result(
                 block.get("tool_use_id"),
@@ -40,20 +39,3 @@ class MessagesTurns(BaseTurns):
                 names,
                 stated if isinstance(stated, bool) else None,
             )
-
-
-def _of_type(content: Any, kind: str) -> Iterator[dict[str, Any]]:
-    return (block for block in objects(content) if block.get("type") == kind)
-
-
-def _without_results(conversation: Conversation, content: Any) -> Any:
-    """Add a user's tool results to the conversation, and return the rest of what was said."""
-    if not isinstance(content, list):
-        return content
-    others = []
-    for part in content:
-        if isinstance(part, dict) and part.get("type") == "tool_result":
-            conversation.result(part.get("tool_use_id"), part.get("content"))
-        else:
-            others.append(part)
-    return others

@@ -20,7 +20,7 @@ class ResponsesSampling(BaseSamplingRules):
         *("background", "include", "max_tool_calls", "reasoning", "service_tier", "truncation"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "moderation"),
         *("safety_identifier", "top_logprobs", "context_management", "access_programs"),
-        *("enable_response_messages", "previous_input_messages"),
+        *("enable_response_messages", "previous_input_messages", "image"),
     }
 
     def constrains(self, settings: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from proxy.formats.base import ToolResult
 from proxy.formats.conversation import Conversation
-from proxy.formats.turns import UNHEARD_ROLES, BaseTurns, Named, tool_result
+from proxy.formats.turns import TOOL_ROLES, UNHEARD_ROLES, BaseTurns, Named, tool_result
 
 PREVIOUS: Final = "previous_response_id"
 # With either of these the server keeps the conversation, and a request shows only what is new.
@@ -43,6 +43,8 @@ class ResponsesTurns(BaseTurns):
         kind, role = member.get("type"), member.get("role")
         if role == "assistant":
             conversation.said(member.get("content"))
+        elif role in TOOL_ROLES:
+            conversation.result(member.get("tool_call_id"), member.get("content"))
         elif isinstance(role, str):
             if role not in UNHEARD_ROLES:
                 conversation.asked(member.get("content"))

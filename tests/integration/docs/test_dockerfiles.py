@@ -18,6 +18,7 @@ from typing import Final
 
 import pytest
 
+from benchmarks.wheel import CACHE, installed_wheel
 from tests.integration.conftest import free_port
 from tests.unit.deploy.test_compose import image_environment, instructions, last_stage
 
@@ -111,7 +112,10 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Stage:
+    # It compiles the proxy, unless a test before it did, and keeps what it compiled.
+    installed_wheel()
     stage = Stage(tmp_path_factory.mktemp("image"))
+    stage.environment |= CACHE
     stage.run(DOCKERFILE)
     # What is installed has to do; the source is not in the image.
     shutil.rmtree(stage.source)

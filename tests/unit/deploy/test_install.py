@@ -60,6 +60,16 @@ def test_extensions_of_an_earlier_version_are_deleted(tmp_path: Path) -> None:
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == kept
 
 
+def test_nothing_starts_beside_extensions_of_an_earlier_version(tmp_path: Path) -> None:
+    (tmp_path / "proxy").mkdir()
+    shutil.copy(ROOT / "proxy" / "__init__.py", tmp_path / "proxy")
+    (tmp_path / "proxy" / "compiled.json").touch()
+    command = [sys.executable, "-c", "import proxy"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "`make install` deletes them" in done.stderr
+
+
 def test_python3_is_taken_where_it_fits(tmp_path: Path) -> None:
     path = programs(tmp_path / "bin", python3=FITS, python3_11=FITS)
     assert found(path).stdout.strip() == str(path / "python3")

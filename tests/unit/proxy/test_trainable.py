@@ -31,6 +31,21 @@ def test_a_whole_call_is_trainable() -> None:
 
 
 @pytest.mark.parametrize(
+    ("api", "request_"),
+    [
+        ("chat", {"conversation": "c1"}),
+        ("chat", {"functions": [], "function_call": "auto"}),
+        ("completions", {"best_of": 1}),
+        ("responses", {"client_metadata": {"a": "b"}}),
+    ],
+)
+def test_what_clients_send_beside_their_settings_is_harmless(
+    api: str, request_: dict[str, Any]
+) -> None:
+    assert why(request_, api) is None
+
+
+@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"prompt_ids": None}, "no_token_ids"),
@@ -75,6 +90,8 @@ def test_tokens_that_do_not_add_up(changes: dict[str, Any], reason: str) -> None
             "reshaped_distribution",
         ),
         ("chat", {"thinking_token_budget": 100}, "reshaped_distribution"),
+        ("completions", {"best_of": 3}, "reshaped_distribution"),
+        ("chat", {"function_call": {"name": "x"}}, "constrained_sampling"),
     ],
 )
 def test_distributions_that_cannot_be_computed_again(

@@ -152,9 +152,11 @@ def test_a_response_echoed_as_items_is_the_reply() -> None:
     )
 
 
-def test_anthropics_blocks_are_the_reply() -> None:
+@pytest.mark.parametrize("api", ["messages", "chat"])
+def test_anthropics_blocks_are_the_reply(api: str) -> None:
+    """Some clients send them in a chat, too."""
     marked = [{"type": "text", "text": "q", "cache_control": {"type": "ephemeral"}}]
-    provides = provided_fingerprints("messages", chat(user(marked)), summary("Let me see.", ADD))
+    provides = provided_fingerprints(api, chat(user(marked)), summary("Let me see.", ADD))
     blocks = [
         {"type": "thinking", "thinking": "Hm.", "signature": "s"},
         {"type": "text", "text": "Let me see."},
@@ -162,7 +164,14 @@ def test_anthropics_blocks_are_the_reply() -> None:
     ]
     results = [{"type": "tool_result", "tool_use_id": ID, "content": "3"}]
     again = chat(user("q"), {"role": "assistant", "content": blocks}, user(results))
-    assert set(needed_fingerprints("messages", again)) == set(provides)
+    assert set(needed_fingerprints(api, again)) == set(provides)
+
+
+def test_a_tools_message_in_a_response_is_its_result() -> None:
+    told = {"role": "tool", "tool_call_id": ID, "content": "3"}
+    calls = {"type": "function_call", "call_id": ID, "name": "add", "arguments": "{}"}
+    needed = needed_fingerprints("responses", {"input": [user("q"), calls, told]})
+    assert TOOL_CALL in [one[0] for one in needed]
 
 
 def test_a_response_that_goes_on_from_another_asks_for_it() -> None:
