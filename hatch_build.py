@@ -6,7 +6,7 @@ editable installation compiles nothing, and no extension is ever put beside a so
 (docs/decisions/037-compiled-in-wheels-only.md). Without a C compiler or Python's headers the
 wheel holds the sources alone.
 
-Compiling takes minutes. Where `PAWL_COMPILED_CACHE` names a folder, each module's extension is kept
+Compiling takes minutes. Where `COMPILED_PROXY_CACHE` names a folder, each module's extension is kept
 there under a hash of all that it follows from, and only what changed is compiled again.
 """
 
@@ -26,7 +26,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 PACKAGE: Final = "proxy"
 # These stay Python: pydantic must see the settings' class as Python defines it.
 LEFT_AS_THEY_ARE: Final = ("__init__.py", "settings.py")
-CACHE: Final = "PAWL_COMPILED_CACHE"
+CACHE: Final = "COMPILED_PROXY_CACHE"
 OPTIONS: Final = ["-O2", "-g0", "-Wno-array-bounds", "-Wno-unused-function"]
 # Otherwise Cython would enforce annotations as types, and limit ints to those of C.
 DIRECTIVES: Final = {"language_level": "3", "annotation_typing": False}

@@ -26,7 +26,7 @@ KEPT: Final = 3
 LOCK: Final = "lock"
 BUILT_S: Final = 900.0
 # As hatch_build.py has it: a module that did not change is not compiled again.
-CACHE: Final = {"PAWL_COMPILED_CACHE": str(ROOT / "var" / "compiled")}
+CACHE: Final = {"COMPILED_PROXY_CACHE": str(ROOT / "var" / "compiled")}
 
 
 class NotBuilt(Exception):
