@@ -6,8 +6,8 @@ editable installation compiles nothing, and no extension is ever put beside a so
 (docs/decisions/037-compiled-in-wheels-only.md). Without a C compiler or Python's headers the
 wheel holds the sources alone.
 
-Compiling takes minutes. Where `COMPILED_PROXY_CACHE` names a folder, each module's extension is kept
-there under a hash of all that it follows from, and only what changed is compiled again.
+Compiling takes minutes. Where `COMPILED_PROXY_CACHE` names a folder, each module's extension is
+kept there under a hash of all that it follows from, and only what changed is compiled again.
 """
 
 import hashlib

@@ -24,7 +24,7 @@ FILES: Final = ("hatch_build.py", "pyproject.toml")
 # Older folders are deleted; a few stay, as a run that uses one may still go on.
 KEPT: Final = 3
 LOCK: Final = "lock"
-BUILT_S: Final = 900.0
+BUILT_S: Final = 1500.0
 # As hatch_build.py has it: a module that did not change is not compiled again.
 CACHE: Final = {"COMPILED_PROXY_CACHE": str(ROOT / "var" / "compiled")}
 

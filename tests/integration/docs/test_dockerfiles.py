@@ -124,7 +124,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Stage:
 
 
 # The packages are fetched and installed once, for whichever test comes first.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def test_the_command_explains_itself(image: Stage) -> None:

@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 # The wheel is built for whichever test comes first.
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(params=["sources", "wheel"])
