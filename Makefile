@@ -35,4 +35,4 @@ lock: install  ## lock all roles to exact versions again
 	@scripts/lock.sh
 
 clean:  ## remove .venv and everything that ran here
-	@rm -rf .venv .venv-clients tests/clients/node/node_modules var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .cython build .venv-clients tests/clients/node/node_modules var .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
