@@ -32,6 +32,7 @@ from store.updates.ready import ClaimRule, find_ready
 from store.write.ingest import Ingester
 from tests.support.records import call
 
+TABLES = "episodes, episode_policies, updates, consumptions"
 HISTORY = 300_000
 PER_UPDATE = 128
 VERSIONS = 40
@@ -77,6 +78,18 @@ EPISODES = """
         CASE WHEN :state = 'call scored' THEN now() - interval '61 s' END
     FROM (SELECT n, uuidv7() AS id FROM generate_series(1, CAST(:count AS integer)) n) made
 """
+CLAIMABLE = """
+    INSERT INTO episode_policies (episode_id, policy, own_version, version, task, scored_at,
+        call_scored_at, failed, last_call_at, claimable)
+    SELECT id, policy, policy_version, policy_version, task, scored_at, call_scored_at, failed,
+        last_call_at, true
+    FROM episodes WHERE key LIKE CAST(:tag AS text) || '%'
+"""
+EMPTY = (
+    "DELETE FROM episode_policies WHERE claimed_by IS NULL",
+    "DELETE FROM episodes e WHERE NOT EXISTS"
+    " (SELECT FROM episode_policies p WHERE p.episode_id = e.id)",
+)
 UPDATES = """
     INSERT INTO updates (id, policy, parent_version, version, state, recipe, claimed_at)
     SELECT uuidv7(), 'm', 0, CASE WHEN n <= :versions THEN n END, 'done', '{}',
@@ -90,9 +103,10 @@ VERSIONS_OF_M = """
     FROM updates WHERE version IS NOT NULL
 """
 SPEND = f"""
-    UPDATE episodes e SET claimed_by = u.id
-    FROM (SELECT id, row_number() OVER (ORDER BY claimed_at) - 1 AS n FROM updates) u
-    WHERE e.key LIKE 'h%' AND u.n = CAST(substr(e.key, 2) AS integer) / {PER_UPDATE}
+    UPDATE episode_policies p SET claimed_by = u.id
+    FROM (SELECT id, row_number() OVER (ORDER BY claimed_at) - 1 AS n FROM updates) u, episodes e
+    WHERE e.id = p.episode_id AND e.key LIKE 'h%'
+        AND u.n = CAST(substr(e.key, 2) AS integer) / {PER_UPDATE}
 """
 
 
@@ -107,8 +121,9 @@ async def fill_history(connection: AsyncConnection) -> None:
     await connection.execute(text(SPEND))
     await connection.execute(
         text(
-            "INSERT INTO consumptions (episode_id, update_id, trained)"
-            " SELECT id, claimed_by, true FROM episodes WHERE claimed_by IS NOT NULL"
+            "INSERT INTO consumptions (episode_id, policy, update_id, trained)"
+            " SELECT episode_id, policy, claimed_by, true FROM episode_policies"
+            " WHERE claimed_by IS NOT NULL"
         )
     )
 
@@ -119,13 +134,14 @@ async def fill(
     """Episodes of the newest four versions."""
     values = {"tag": tag, "count": count, "per_task": per_task or count + 1, "state": state}
     await connection.execute(text(EPISODES), values | {"version": VERSIONS - 3})
+    await connection.execute(text(CLAIMABLE), {"tag": tag})
 
 
 async def settled(engine: AsyncEngine) -> None:
     """What autovacuum would have done by now."""
     async with engine.connect() as connection:
         await connection.execution_options(isolation_level="AUTOCOMMIT")
-        await connection.execute(text("VACUUM ANALYZE episodes, updates, consumptions"))
+        await connection.execute(text(f"VACUUM ANALYZE {TABLES}"))
 
 
 Work = Callable[[AsyncConnection], Awaitable[Any]]
@@ -148,7 +164,8 @@ async def measure_shape(engine: AsyncEngine, shape: str, waiting: int) -> dict[s
     """One line of the table."""
     rule, per_task, state = SHAPES[shape]
     async with engine.begin() as connection:
-        await connection.execute(text("DELETE FROM episodes WHERE claimed_by IS NULL"))
+        for statement in EMPTY:
+            await connection.execute(text(statement))
         await fill(connection, "w", waiting, per_task, state)
     await settled(engine)
     async with engine.connect() as connection:

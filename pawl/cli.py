@@ -11,6 +11,7 @@ from pawl.commands.common import fail
 from pawl.commands.episodes import credit, export
 from pawl.commands.judging import judge
 from pawl.commands.local import demo, up
+from pawl.commands.policies import app as policies
 from pawl.commands.processes import proxy, trainer
 from pawl.commands.records import migrate, spool
 from pawl.logs import configure_logging
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 for command in COMMANDS:
     app.command()(command)
+app.add_typer(policies, name="policies")
 
 
 def main() -> None:

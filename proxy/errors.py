@@ -85,6 +85,12 @@ class NoUpstream(BadRequest):
     status = 404
 
 
+class NotServed(BadRequest):
+    """The request names a version of a policy that the model server does not have."""
+
+    status = 404
+
+
 class UpstreamUnreachable(ProxyError):
     """No connection to the upstream could be made."""
 

@@ -53,6 +53,10 @@ CALLS = Counter(
 NOT_TRAINABLE = Counter(
     "pawl_calls_not_trainable_total", "Calls that cannot be trained, by reason.", ["reason"]
 )
+WITHOUT_LOGPROBS = Counter(
+    "pawl_calls_without_logprobs_total",
+    "Trainable calls whose log-probabilities are left to the version that sampled them.",
+)
 CALL_SECONDS = Histogram(
     "pawl_call_seconds", "From a request's arrival to its reply's end.", ["stream"], buckets=SECONDS
 )
@@ -144,6 +148,18 @@ REWARD_SUM = Gauge(
     "Sum of the rewards as stated, by the policy version that earned them.",
     ["policy", "version"],
     multiprocess_mode="sum",
+)
+EVAL_EPISODES = Gauge(
+    "pawl_eval_episodes",
+    "Episodes of evaluation, by the policy version that worked on them.",
+    ["policy", "version"],
+    multiprocess_mode="livemostrecent",
+)
+EVAL_REWARD = Gauge(
+    "pawl_eval_reward",
+    "Mean reward of the episodes of evaluation, and the limits of its 95 % interval.",
+    ["policy", "version", "figure"],
+    multiprocess_mode="livemostrecent",
 )
 TOOL_STATUS = Counter("pawl_tool_events_total", "Tool executions by how they ended.", ["status"])
 WARNINGS = Counter(

@@ -6,12 +6,24 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, HttpUrl, InstanceOf
 from pydantic_settings import NoDecode, SettingsConfigDict
 
+from proxy.identity.splits import EVAL_TASKS
 from proxy.tools.result_readers import ResultReaders, parse_readers
-from store.settings import Listen, StoreSettings
+from store.settings import Listen, PoliciesFile, StoreSettings
+from store.values.distribution import parse_defaults
 
 
 def _readers(value: object) -> object:
     return parse_readers(value) if isinstance(value, str) else value
+
+
+def _defaults(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    pairs = [pair.partition("=") for pair in value.split(",")]
+    named = {name.strip(): number.strip() for name, _, number in pairs}
+    if "temperature" in named:
+        raise ValueError("temperature has a variable of its own: PAWL_DEFAULT_TEMPERATURE")
+    return parse_defaults(named)
 
 
 class ProxySettings(StoreSettings):
@@ -30,6 +42,7 @@ class ProxySettings(StoreSettings):
         description="TOML file that names several upstreams and their models; unset: upstream_url "
         "is the only one",
     )
+    policies: PoliciesFile = None
     listen: Listen = Field(default="127.0.0.1:8100", description="data port: calls and feedback")
     admin_listen: Listen = Field(default="127.0.0.1:8101", description="health and metrics")
     spool_dir: Path = Field(
@@ -39,6 +52,18 @@ class ProxySettings(StoreSettings):
         default=1.0,
         ge=0,
         description="temperature that the upstream samples with if a request names none",
+    )
+    default_sampling: Annotated[dict[str, int | float], NoDecode, BeforeValidator(_defaults)] = (
+        Field(
+            default={},
+            description="other settings that the upstream samples with if a request does not name "
+            "them, such as top_p=0.95,top_k=20",
+        )
+    )
+    eval_tasks: str = Field(
+        default=EVAL_TASKS,
+        description="how the names of tasks begin whose episodes are evaluation: they are never "
+        "trained on",
     )
     allow_model_delete: bool = Field(
         default=False,
@@ -95,6 +120,11 @@ class ProxySettings(StoreSettings):
         description="how each tool's results are read, such as search=json_error,shell=exit_code",
     )
     drain_batch: int = Field(default=256, ge=1, description="records stored in one transaction")
+
+    @property
+    def sampling_defaults(self) -> dict[str, int | float]:
+        """Return what the upstream samples with if a request names nothing, by setting."""
+        return {"temperature": self.default_temperature, **self.default_sampling}
 
     @property
     def calls_end_s(self) -> float:

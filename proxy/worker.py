@@ -34,6 +34,7 @@ from proxy.policies.versions import MAX_PINS, Versions
 from proxy.settings import ProxySettings
 from proxy.spool.recorder import Recorder
 from proxy.upstreams.members import open_upstreams
+from store.policy_table import open_policies
 from store.records import PolicyVersion
 from store.updates.policies import pinned_episodes
 
@@ -101,7 +102,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     When the context is left, no new connection is taken, and calls under way have a part of
     `PAWL_STOP_GRACE_S` to finish, unless `finish_within` was called on the server before.
     """
-    versions = Versions()
+    versions = Versions(table=open_policies(settings.policies))
     recent = Recent()
     recorder = Recorder(
         settings.spool_dir, segment_bytes=settings.segment_mb * 2**20, recent=recent
@@ -116,7 +117,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         lookup,
         intake=intake,
         max_reply=settings.max_reply_mb * 2**20,
-        default_temperature=settings.default_temperature,
+        eval_tasks=settings.eval_tasks,
     )
     keys = KeyDesk(KeyFiles(settings.spool_dir), recent, lookup)
     desk = FeedbackDesk(recorder, recent, lookup, intake, keys)

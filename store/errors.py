@@ -28,6 +28,17 @@ class ClaimLost(StoreError):
     """An update does not hold its episodes: it has ended, or another of its policy is running."""
 
 
+class TurnedEvaluation(StoreError):
+    """An episode that an update holds turned out to be evaluation: the update cannot be recorded.
+
+    The update still runs. Once it is released, that episode is not claimed again.
+    """
+
+
+class BadPolicies(StoreError):
+    """The file that `PAWL_POLICIES` names cannot be used."""
+
+
 class UnknownPolicy(StoreError):
     """No policy has that name, or the policy has no such version."""
 

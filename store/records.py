@@ -21,16 +21,20 @@ TargetKind = Literal["episode", "call", "response"]
 PolicyState = Literal["written", "published", "serving", "retired", "rejected"]
 EpisodeState = Literal["scored", "unscored", "failed", "open"]
 Confidence = Literal["certain", "likely", "doubtful"]
+Split = Literal["train", "eval"]
 
 CALL_STATUSES: Final = ("complete", "client_gone", "upstream_error", "truncated")
 TOOL_STATUSES: Final = ("ok", "error", "timeout", "malformed", "denied")
 TOOL_SOURCES: Final = ("header", "feedback", "is_error", "reader", "assumed")
 CONFIDENCES: Final = ("certain", "likely", "doubtful")
+SPLITS: Final = ("train", "eval")
 TARGET_KINDS: Final = ("episode", "call", "response")
 POLICY_STATES: Final = ("written", "published", "serving", "retired", "rejected")
 # `expired`: the update trained nothing; it consumed episodes that can never be trained any more.
 UPDATE_STATES: Final = ("running", "done", "abandoned", "expired")
 REWARD: Final = "reward"
+TRAIN: Final = "train"
+EVAL: Final = "eval"
 # The method of a call that named no episode and got an episode of its own.
 OWN_EPISODE: Final = "own"
 
@@ -69,7 +73,9 @@ class Tokens(Record, frozen=True, kw_only=True):
     """The token ids of a prompt and of its sampled reply, with log-probabilities.
 
     Shapes: `prompt_ids` (P,), `sampled_ids` (S,), `sampled_logprobs` (S,) in nats. They are the
-    little-endian int32 and float32 arrays that the store keeps (`store.values.tokens`).
+    little-endian int32 and float32 arrays that the store keeps (`store.values.tokens`). A server
+    may give all ids and not all log-probabilities: then there are none, and the trainer computes
+    them with the version that sampled the ids.
     """
 
     prompt_ids: bytes = b""
@@ -155,6 +161,8 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
     needs: tuple[bytes, ...] = ()
     # The earlier attempt that this call repeats: sent by the same client, and without a reply.
     retry_of: Annotated[UUID | None, Kept("Failed attempt that this call repeats.")] = None
+    # An episode of which any call says `eval` is evaluation: it is never trained on.
+    split: Annotated[Split, Kept("`train`, or `eval` for a call of an evaluation.")] = TRAIN
 
 
 class FeedbackItem(Record, frozen=True, kw_only=True):
@@ -225,6 +233,8 @@ class Episode(Record, frozen=True, kw_only=True):
     aliases: tuple[str, ...] = ()
     # Why the episode is never claimed; None if it may be.
     quarantined_reason: str | None = None
+    # `eval` if any of its calls said so: it is evaluation, and never claimed either.
+    split: Split = TRAIN
 
 
 class Group(Record, frozen=True, kw_only=True):

@@ -17,6 +17,14 @@ def _host_and_port(value: str) -> str:
     return value
 
 
+# Here for the same reason: the file that both read.
+PoliciesFile = Annotated[
+    Path | None,
+    Field(
+        description="TOML file that names the policies: what each answers, its base model, and "
+        "whether it is trained; unset: every model is one"
+    ),
+]
 Listen = Annotated[str, AfterValidator(_host_and_port)]
 
 

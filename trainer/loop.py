@@ -15,6 +15,7 @@ from time import perf_counter
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.errors import TurnedEvaluation
 from store.records import PolicyVersion
 from store.updates.claims import Claim
 from trainer.errors import LearnerError, Unusable
@@ -58,8 +59,8 @@ class Loop:
         self._claiming = Claiming(engine, rule, recorded_recipe)
         self._expiring = Expiring(engine, rule, recorded_recipe)
         self._ending = Ending(recipe.optimizer)
-        self._training = Training(learner, self._folder)
         self._versions = Versions(engine, self._folder, policy)
+        self._training = Training(learner, self._folder, self._versions)
         self._recording = Recording(engine, policy)
         self._recovery = Recovery(engine, self._folder, policy, self._versions, self._recording)
 
@@ -86,7 +87,7 @@ class Loop:
         started = perf_counter()
         parent = await self._versions.serving()
         await self._expiring.expire(parent.version)
-        if self._ending.has_come(self._versions.folder(parent)):
+        if self._ending.has_come(self._versions.folder(parent.version)):
             return False
         try:
             if not await self._update_from(parent):
@@ -104,6 +105,8 @@ class Loop:
                 await self._run(claim, parent)
             except Unusable as error:
                 await self._claiming.undo(claim.update_id, error)
+            except TurnedEvaluation as error:
+                await self._recovery.give_up(claim.update_id, str(error))
             else:
                 self._claiming.forget_failures()
                 return True
@@ -116,7 +119,8 @@ class Loop:
             Unusable: some of its episodes cannot be trained on; the claim still runs.
         """
         number = await self._versions.next_number()
-        plan = plan_update(claim, self._recipe)
+        lost = await self._training.lost_versions(claim)
+        plan = plan_update(claim, self._recipe, lost)
         log.info("update_begun", update=str(claim.update_id), version=number, **plan.metrics)
         if not plan.rows:
             await self._recording.without_version(claim, plan)
@@ -132,7 +136,7 @@ class Loop:
         self, claim: Claim, plan: Plan, parent: PolicyVersion, number: int
     ) -> None:
         """Train, write, record and publish version `number`."""
-        trained = await self._training.train(self._versions.folder(parent), plan.rows)
+        trained = await self._training.train(parent.version, plan.rows)
         probe = await self._training.probe_rows(plan.rows[: self._recipe.publish.probe_rows])
         metrics = plan.metrics | trained
         new = NewVersion(

@@ -30,6 +30,7 @@ UPDATE: Final = {
         "ratio_cut_share": "Share of tokens whose ratio was truncated",
         "masked_share": "Share of calls that are too far off the policy to carry loss",
         "effective_sample_size": "Effective sample size, as a share of the tokens",
+        "recomputed_rows": "Calls whose log-probabilities the version that sampled them computed",
         "drift_kl": "Divergence of server and trainer about one version, nats per token",
         "drift_logp_mean_abs": "Mean |trainer − server| log-probability about one version",
         "staleness_kl": "Divergence that older versions add to the drift, nats per token",

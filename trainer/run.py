@@ -2,8 +2,9 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from time import perf_counter
 
 import structlog
@@ -14,9 +15,11 @@ from store.connection.availability import is_unavailable
 from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.errors import ClaimLost
+from store.policy_table import open_policies
 from store.schema.migrate import upgrade
 from store.settings import address
 from store.updates import claims, policies
+from trainer.chosen import Chosen, chosen_policy
 from trainer.credit.air import STEP_WARNING
 from trainer.errors import TrainerError, UpstreamAway
 from trainer.learners.distributed.several import LeadingLearner, follow, is_follower
@@ -48,16 +51,17 @@ async def train(settings: TrainerSettings, *, once: bool = False) -> None:
     """
     # Must come before a second thread starts: only the first arena may be used.
     keep_freed_memory()
-    recipe = load_recipe(settings.recipe)
+    chosen = chosen_policy(settings, open_policies(settings.policies))
+    recipe = load_recipe(chosen.recipe)
     if is_follower():
         for name in (signal.SIGTERM, signal.SIGINT):
             signal.signal(name, signal.SIG_IGN)
-        await _follow(settings, recipe)
+        await _follow(settings, chosen, recipe)
         return
     stop = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
-    work = asyncio.create_task(_work(settings, recipe, once=once))
+    work = asyncio.create_task(_work(settings, chosen, recipe, once=once))
     stopped = asyncio.create_task(stop.wait())
     await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -69,23 +73,24 @@ async def train(settings: TrainerSettings, *, once: bool = False) -> None:
         work.result()
 
 
-async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> None:
+async def _work(settings: TrainerSettings, chosen: Chosen, recipe: Recipe, *, once: bool) -> None:
     async with AsyncExitStack() as stack:
         urls = [str(url) for url in (settings.upstream_url, *settings.replica_urls)]
         server = await stack.enter_async_context(Replicas(urls))
-        policy, model = await _policy_and_model(settings, server)
+        policy, model = await _policy_and_model(settings, chosen, server)
         learner = LeadingLearner(await _learner(settings, recipe, model))
         stack.callback(learner.stop)
         host, port = address(settings.trainer_listen)
         httpd, _ = start_http_server(port, host)
         stack.callback(httpd.shutdown)
-        log.info("trainer_up", policy=policy, recipe=settings.recipe)
+        log.info("trainer_up", policy=policy, recipe=chosen.recipe)
         if recipe.credit.air_assignment == "step":
             log.warning("air_by_step", why=STEP_WARNING)
         stack.callback(learner.interrupt)
         while True:
             try:
-                if await _session(settings, recipe, server, learner, policy, once=once):
+                begin = partial(_begin, settings, recipe, server, learner, policy, chosen.base)
+                if await _session(settings, begin, policy, once=once):
                     return
             except Exception as error:
                 if not (is_unavailable(error) or isinstance(error, UpstreamAway | ClaimLost)):
@@ -94,9 +99,9 @@ async def _work(settings: TrainerSettings, recipe: Recipe, *, once: bool) -> Non
             await asyncio.sleep(RETRY_S)
 
 
-async def _follow(settings: TrainerSettings, recipe: Recipe) -> None:
+async def _follow(settings: TrainerSettings, chosen: Chosen, recipe: Recipe) -> None:
     async with Replicas([str(settings.upstream_url)]) as server:
-        _, model = await _policy_and_model(settings, server)
+        _, model = await _policy_and_model(settings, chosen, server)
     follow(await _learner(settings, recipe, model))
 
 
@@ -105,10 +110,12 @@ async def _learner(settings: TrainerSettings, recipe: Recipe, model: str) -> Lea
     return await asyncio.to_thread(Learner, model, recipe, settings.seed, scratch)
 
 
-async def _policy_and_model(settings: TrainerSettings, server: Replicas) -> tuple[str, str]:
+async def _policy_and_model(
+    settings: TrainerSettings, chosen: Chosen, server: Replicas
+) -> tuple[str, str]:
     """Return the policy's name and its base model, from the settings or from the model server."""
-    if settings.policy and settings.model:
-        return settings.policy, settings.model
+    if chosen.policy and settings.model:
+        return chosen.policy, settings.model
     while True:
         try:
             listed = await server.models()
@@ -117,61 +124,78 @@ async def _policy_and_model(settings: TrainerSettings, server: Replicas) -> tupl
             log.warning("trainer_waits", reason=str(error))
             await asyncio.sleep(RETRY_S)
     bases = [name for name, model in listed.items() if model.get("parent") is None]
-    policy = settings.policy or bases[0]
-    if policy not in listed:
-        raise TrainerError(
-            f"PAWL_POLICY is {policy!r}, but the model server serves {', '.join(sorted(listed))}:"
-            " set it to one of these, or unset it to train the base model"
+    policy = chosen.policy or bases[0]
+    base = chosen.base or policy
+    if base not in listed:
+        where, remedy = (
+            ("PAWL_POLICY", "or unset it to train the base model")
+            if chosen.base is None
+            else (f"{settings.policies}: policy {policy!r}: base", "or serve that model")
         )
-    return policy, settings.model or str(listed[policy]["root"])
+        raise TrainerError(
+            f"{where} is {base!r}, but the model server serves {', '.join(sorted(listed))}:"
+            f" set it to one of these, {remedy}"
+        )
+    return policy, settings.model or str(listed[base]["root"])
 
 
-async def _session(
-    settings: TrainerSettings,
-    recipe: Recipe,
-    server: Replicas,
-    learner: LearnerProtocol,
-    policy: str,
-    *,
-    once: bool,
-) -> bool:
+Begin = Callable[[AsyncEngine], Awaitable[Loop]]
+
+
+async def _session(settings: TrainerSettings, begin: Begin, policy: str, *, once: bool) -> bool:
     """Work for as long as one database connection lives; return True when `once` is done."""
     async with _database(settings) as url:
         await upgrade(url)
-        return await _session_on(url, settings, recipe, server, learner, policy, once=once)
+        engine = make_engine(url)
+        try:
+            async with engine.connect() as guard:
+                await _hold_policy(guard, policy)
+                loop = await begin(engine)
+                await _keep_updating(guard, loop, settings.poll_s, once=once)
+                return True
+        finally:
+            await engine.dispose()
 
 
-async def _session_on(
-    url: str,
+async def _begin(
     settings: TrainerSettings,
     recipe: Recipe,
     server: Replicas,
     learner: LearnerProtocol,
     policy: str,
-    *,
-    once: bool,
-) -> bool:
-    """Do what `_session` does, on the database at `url`."""
-    engine = make_engine(url)
-    try:
-        async with engine.connect() as guard:
-            await _hold_policy(guard, policy)
-            publisher = Publisher(engine, server, policy, recipe.publish)
-            loop = Loop(settings, recipe, engine, publisher, learner, policy)
-            await _ensure_base(engine, policy)
-            await loop.recover()
-            while True:
-                await claims.still_connected(guard)
-                await loop.sync_adapters()
-                started = perf_counter()
-                updated = await loop.update_once()
-                if updated and once:
-                    return True
-                if not updated:
-                    check_s = perf_counter() - started
-                    await asyncio.sleep(max(settings.poll_s, PAUSE_PER_CHECK * check_s))
-    finally:
-        await engine.dispose()
+    base: str | None,
+    engine: AsyncEngine,
+) -> Loop:
+    """Return the policy's loop, once its base is known and what a killed trainer left is ended.
+
+    Raises:
+        TrainerError: the policy began with another base model.
+    """
+    async with engine.begin() as connection:
+        began = await policies.ensure_base(connection, policy, base)
+    if base is not None and began != base:
+        raise TrainerError(
+            f"{settings.policies}: policy {policy!r}: base: it is {base!r}, but the policy's"
+            f" versions are adapters of {began!r}: write that, or give the policy another name"
+        )
+    publisher = Publisher(engine, server, policy, recipe.publish)
+    loop = Loop(settings, recipe, engine, publisher, learner, policy)
+    await loop.recover()
+    return loop
+
+
+async def _keep_updating(guard: AsyncConnection, loop: Loop, poll_s: float, *, once: bool) -> None:
+    """Run one update after the other; return after the first with `once`."""
+    while True:
+        await claims.still_connected(guard)
+        await loop.sync_adapters()
+        started = perf_counter()
+        updated = await loop.update_once()
+        if updated and once:
+            return
+        if not updated:
+            check_s = perf_counter() - started
+            await asyncio.sleep(max(poll_s, PAUSE_PER_CHECK * check_s))
 
 
 @asynccontextmanager
@@ -195,8 +219,3 @@ async def _hold_policy(guard: AsyncConnection, policy: str) -> None:
             log.warning("trainer_waits", reason=f"another trainer works on policy {policy}")
         waited = True
         await asyncio.sleep(RETRY_S)
-
-
-async def _ensure_base(engine: AsyncEngine, policy: str) -> None:
-    async with engine.begin() as connection:
-        await policies.ensure_base(connection, policy)

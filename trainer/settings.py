@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, HttpUrl
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from store.settings import Listen, StoreSettings
+from store.settings import Listen, PoliciesFile, StoreSettings
 
 
 def _separated(value: object) -> object:
@@ -38,9 +38,11 @@ class TrainerSettings(StoreSettings):
     recipe: str = Field(
         default="default", description="path of a TOML file, or the name of a packaged recipe"
     )
+    policies: PoliciesFile = None
     policy: str | None = Field(
         default=None,
-        description="name of the policy to train; unset: the model server's base model",
+        description="name of the policy to train; unset: the one trained policy of PAWL_POLICIES, "
+        "or without that file the model server's base model",
     )
     model: str | None = Field(
         default=None,

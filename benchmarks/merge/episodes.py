@@ -7,6 +7,7 @@ from uuid import UUID
 
 from msgspec.structs import replace
 
+from store.values.distribution import Distribution
 from trainer.batches.rows import Row
 
 
@@ -21,6 +22,8 @@ class Size(NamedTuple):
     turn: int
 
 
+PLAIN = Distribution(temperature=1.0)
+COOL = Distribution(temperature=0.7)
 FULL = Size(groups=16, members=8, prompt=130, sampled=22, turns=20, turn=50)
 QUICK = Size(groups=2, members=4, prompt=24, sampled=6, turns=4, turn=12)
 
@@ -59,7 +62,7 @@ def random_tree(seed: int, vocabulary: int) -> list[Row]:
         stem = dice.choice(known)
         prompt = stem[: dice.randint(0, len(stem))] + _ids(dice, words, dice.randint(1, 8))
         sampled = _ids(dice, words, dice.randint(1, 8))
-        rows.append(_row(dice, prompt, sampled, dice.choice([0.7, 1.0])))
+        rows.append(_row(dice, prompt, sampled, dice.choice([COOL, PLAIN])))
         known.append(prompt + sampled)
     return _weighted(rows)
 
@@ -80,7 +83,7 @@ def _row(
     dice: random.Random,
     prompt: tuple[int, ...],
     sampled: tuple[int, ...],
-    temperature: float = 1.0,
+    distribution: Distribution = PLAIN,
 ) -> Row:
     return Row(
         episode_id=UUID(int=dice.getrandbits(128)),
@@ -89,7 +92,7 @@ def _row(
         prompt_ids=prompt,
         sampled_ids=sampled,
         sampled_logprobs=tuple(dice.uniform(-8, -1) for _ in sampled),
-        temperature=temperature,
+        distribution=distribution,
         r_total=0.0,
         advantage=dice.choice([-1.0, 1.0]) * dice.uniform(0.2, 2),
         weight=1.0,

@@ -18,15 +18,18 @@ def up() -> None:
     set, no vLLM where PAWL_UPSTREAM_URL is set. A judge is started where PAWL_JUDGE_COMMAND is
     set. Each process has a log file in PAWL_LOG_DIR.
 
-    Ctrl-C or SIGTERM stops all of it, with status 0. Status 2: a port is taken, or memory or
-    disk do not suffice; nothing was started then.
+    Ctrl-C or SIGTERM stops all of it, with status 0. Status 2: a port is taken, memory or disk
+    do not suffice, or the recipe cannot be used (nothing was started then); or a process ends
+    again and again, and everything is stopped.
     """
     from pawl.stack.preflight import NotReady
+    from pawl.stack.process import ProcessFailed
     from pawl.stack.up import run_stack
+    from trainer.errors import RecipeError
 
     try:
         asyncio.run(run_stack(read_settings(StackSettings)))
-    except NotReady as error:
+    except (NotReady, ProcessFailed, RecipeError) as error:
         fail(str(error))
 
 

@@ -56,6 +56,8 @@ def trainer(
     SIGTERM or Ctrl-C ends it with status 0; an update in progress is abandoned and its
     episodes are free again. Status 2: recipe, model or policy cannot be used.
     """
+    from store.policy_table import open_policies
+    from trainer.chosen import chosen_policy
     from trainer.errors import TrainerError
     from trainer.recipes.recipe import load_recipe
     from trainer.settings import TrainerSettings
@@ -63,7 +65,7 @@ def trainer(
     settings = read_settings(TrainerSettings)
     try:
         # Importing torch takes seconds: report a mistyped key of the recipe before that.
-        load_recipe(settings.recipe)
+        load_recipe(chosen_policy(settings, open_policies(settings.policies)).recipe)
         asyncio.run(_imported_train()(settings, once=once))
     except TrainerError as error:
         fail(str(error))

@@ -12,7 +12,7 @@ from store.updates.claims import Outcome
 from trainer.credit.lines import credit_line
 from trainer.errors import RecipeError
 from trainer.recipes.recipe import Recipe
-from trainer.updates.plan import Plan, plan_update
+from trainer.updates.plan import Plan, lost_in, plan_update
 
 
 async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | None) -> Explained:
@@ -31,7 +31,7 @@ async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | N
     async with engine.connect() as connection:
         past = await past_update(connection, which, policy)
     recipe = _recipe(past)
-    plan = plan_update(past.claim, recipe)
+    plan = plan_update(past.claim, recipe, lost_in(past.metrics))
     lines = [
         credit_line(credit.episode, str(credit.call.id), credit.call.agent, credit)
         for credit in plan.credited

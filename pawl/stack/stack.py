@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Final
 
 import aiohttp
 
+from pawl.interpreter import run_module
 from pawl.stack.database import kept_postgres
 from pawl.stack.preflight import check_disk, check_memory, check_ports
 from pawl.stack.process import Process, ProcessFailed
@@ -41,6 +41,7 @@ class StackPlan(Record, frozen=True, kw_only=True):
         log_dir: folder of logs.
         recipe: name of a packaged recipe, or path of a TOML file.
         policy: the policy to train; None: the model server's base model.
+        policies: the file of policies; None: there is none.
         model: the base model; None: as the model server reports it.
         seed: random seed of the first adapter.
         judge: whether to start a judge (`PAWL_JUDGE_COMMAND` is set).
@@ -59,6 +60,7 @@ class StackPlan(Record, frozen=True, kw_only=True):
     recipe: str
     policy: str | None
     model: str | None
+    policies: Path | None = None
     seed: int = 0
     judge: bool = False
 
@@ -84,6 +86,16 @@ class Stack:
     def base_url(self) -> str:
         """Return the proxy's address, as an agent sets it in `OPENAI_BASE_URL`."""
         return f"http://{self.plan.listen}/v1"
+
+    @property
+    def eval_url(self) -> str:
+        """Return the same for an agent that is evaluated: nothing that it does is trained on."""
+        return f"http://{self.plan.listen}/split/eval/v1"
+
+    @property
+    def feedback_url(self) -> str:
+        """Return the address that rewards are posted to."""
+        return f"http://{self.plan.listen}/feedback"
 
     def check(self) -> None:
         """Check that all processes could be kept running.
@@ -149,7 +161,7 @@ def _processes(plan: StackPlan, database_url: str) -> list[Process]:
     """Return the processes of a plan, those that take longest to come up first."""
     upstream = plan.upstream_url or f"http://127.0.0.1:{plan.vllm.port}/v1"
     environment = _environment(plan, database_url, upstream)
-    pawl = [sys.executable, "-m", "pawl.cli"]
+    pawl = run_module("pawl.cli")
     processes = []
     if plan.upstream_url is None:
         cores = sorted(os.sched_getaffinity(0))
@@ -178,6 +190,7 @@ def _environment(plan: StackPlan, database_url: str, upstream: str) -> dict[str,
         "PAWL_RECIPE": plan.recipe,
         "PAWL_SEED": str(plan.seed),
         "PAWL_POLICY": plan.policy or "",
+        "PAWL_POLICIES": "" if plan.policies is None else str(plan.policies),
         "PAWL_MODEL": plan.model or "",
         "PYTHONWARNINGS": "ignore",
     }

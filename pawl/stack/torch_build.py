@@ -7,6 +7,7 @@ this Python) fails at its import.
 import subprocess
 import sys
 
+from pawl.interpreter import run_code
 from pawl.stack.preflight import NotReady
 
 
@@ -25,9 +26,7 @@ def check_torch() -> None:
     Raises:
         NotReady: it cannot be imported; the message ends with the remedy.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch"], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(run_code("import torch"), capture_output=True, text=True, check=False)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise NotReady(unusable(lines[-1]))

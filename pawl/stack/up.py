@@ -10,6 +10,8 @@ from pawl.stack.model import unpacked_model
 from pawl.stack.stack import Stack, StackPlan, running_stack
 from pawl.stack.vllm import VllmOptions
 from proxy.settings import ProxySettings
+from store.policy_table import open_policies
+from trainer.chosen import chosen_policy
 from trainer.recipes.recipe import load_recipe
 from trainer.settings import TrainerSettings
 
@@ -54,15 +56,17 @@ def _plan(settings: StackSettings) -> StackPlan:
     model = settings.model
     if model is None and not outside:
         model = str(unpacked_model(settings.data_dir / "models"))
-    policy = trainer.policy or (None if outside else settings.model or DEFAULT_POLICY)
+    chosen = chosen_policy(trainer, open_policies(trainer.policies))
+    policy = chosen.policy or (None if outside else settings.model or DEFAULT_POLICY)
     return StackPlan(
         vllm=VllmOptions(
             model=model or "",
-            served_name=policy or "",
+            served_name=chosen.base or policy or "",
             port=settings.vllm_port,
             dtype=settings.vllm_dtype,
             max_model_len=settings.max_model_len,
-            max_lora_rank=load_recipe(trainer.recipe).lora.rank,
+            max_lora_rank=load_recipe(chosen.recipe).lora.rank,
+            sampling_defaults=proxy.sampling_defaults,
         ),
         database_url=settings.database_url.get_secret_value() if settings.database_url else None,
         upstream_url=str(proxy.upstream_url) if outside else None,
@@ -75,6 +79,7 @@ def _plan(settings: StackSettings) -> StackPlan:
         log_dir=settings.log_dir,
         recipe=trainer.recipe,
         policy=policy,
+        policies=trainer.policies,
         model=model,
         seed=trainer.seed,
         judge=read_settings(JudgeSettings).judge_command is not None,

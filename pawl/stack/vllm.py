@@ -1,11 +1,12 @@
 """Builds vLLM's command line and environment: the CPU build with our LoRA plugin, or a GPU."""
 
+import json
 import os
 import shutil
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pawl.interpreter import run_module
 from store.records import Record
 
 
@@ -21,6 +22,8 @@ class VllmOptions(Record, frozen=True, kw_only=True):
         max_lora_rank: highest rank of an adapter.
         tool_parser: vLLM's parser of tool calls for this model.
         chat_template: chat template file; None: the model's own.
+        sampling_defaults: what it samples with if a request does not say, by setting; where one is
+            missing, vLLM's own.
     """
 
     model: str
@@ -31,6 +34,7 @@ class VllmOptions(Record, frozen=True, kw_only=True):
     max_lora_rank: int
     tool_parser: str = "hermes"
     chat_template: Path | None = None
+    sampling_defaults: Mapping[str, float] = {}
 
 
 def has_gpu() -> bool:
@@ -42,7 +46,7 @@ def vllm_command(options: VllmOptions) -> list[str]:
     """Return the server's command line."""
     dtype = options.dtype or ("bfloat16" if has_gpu() else "float32")
     command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *run_module("vllm.entrypoints.openai.api_server"),
         *("--model", options.model),
         *("--served-model-name", options.served_name),
         *("--host", "127.0.0.1", "--port", str(options.port)),
@@ -51,11 +55,13 @@ def vllm_command(options: VllmOptions) -> list[str]:
         *("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16"),
         *("--max-lora-rank", str(options.max_lora_rank)),
         # Log-probabilities are of the distribution that was sampled from, and sampling defaults
-        # are vLLM's own, as the proxy assumes them.
+        # are those that the proxy knows, not the model's own.
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
         *("--enable-auto-tool-choice", "--tool-call-parser", options.tool_parser),
         *("--max-num-seqs", "64"),
     ]
+    if options.sampling_defaults:
+        command += ["--override-generation-config", json.dumps(options.sampling_defaults)]
     if options.chat_template is not None:
         command += ["--chat-template", str(options.chat_template)]
     if not has_gpu():

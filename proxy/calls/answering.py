@@ -82,7 +82,8 @@ def own_headers(arrived: Arrived, asked: Asked, routed: Routed) -> Headers:
     ]
     serving = routed.serving
     if serving.policy is not None:
-        headers.append((b"x-pawl-policy", f"{serving.policy}@{serving.version}".encode()))
+        version = "" if serving.version is None else f"@{serving.version}"
+        headers.append((b"x-pawl-policy", f"{serving.policy}{version}".encode()))
     if asked.warnings:
         text = "; ".join(asked.warnings).replace("\r", " ").replace("\n", " ")
         headers.append((b"x-pawl-warning", text.encode(errors="replace")))

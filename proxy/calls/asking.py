@@ -10,7 +10,7 @@ import msgspec
 from proxy.door.routes import Route
 from proxy.formats.base import ModelRequest, WireFormat
 from proxy.http.exchange import Exchange
-from proxy.identity.identify import DEFAULT_AGENT, Identity, identify
+from proxy.identity.identify import DEFAULT_AGENT, Identity, identify, split_outside
 from proxy.identity.stitch import CallMemory
 from proxy.intake.reading import Read
 from proxy.tools.tool_status import ToolStatusError, parse_tool_status
@@ -77,13 +77,22 @@ def alone(arrived: Arrived) -> Asked:
     return Asked(Identity(arrived.name, OWN_EPISODE, DEFAULT_AGENT, arrived.route.task))
 
 
-def who_asks(arrived: Arrived, headers: dict[str, str], stitches: CallMemory) -> Asked:
+def unread(arrived: Arrived, headers: dict[str, str], eval_tasks: str) -> Asked:
+    """Return what is known of a call whose body cannot be read; arguments as for `who_asks`."""
+    split = split_outside(headers, arrived.route, eval_tasks)
+    return Asked(msgspec.structs.replace(alone(arrived).identity, split=split))
+
+
+def who_asks(
+    arrived: Arrived, headers: dict[str, str], stitches: CallMemory, eval_tasks: str
+) -> Asked:
     """Find a call's identity.
 
     Args:
         arrived: the call.
         headers: the request's, by lower-case name.
         stitches: what this worker remembers of earlier calls.
+        eval_tasks: how the names of tasks begin whose episodes are evaluation.
     """
     identity = identify(
         headers,
@@ -93,6 +102,7 @@ def who_asks(arrived: Arrived, headers: dict[str, str], stitches: CallMemory) ->
         arrived.name,
         stitches,
         arrived.read.conversation,
+        eval_tasks,
     )
     return Asked(identity, (), identity.warnings)
 

@@ -13,7 +13,7 @@ import msgspec
 import structlog
 
 from proxy.calls.answering import Answer, answer_of, own_headers
-from proxy.calls.asking import Arrived, alone, who_asks, with_tool_events
+from proxy.calls.asking import Arrived, alone, unread, who_asks, with_tool_events
 from proxy.calls.call_log import note_call
 from proxy.calls.recording import Answered, CallRecorder, Recorded
 from proxy.calls.routing import CallRouter, Routed, is_changed, send, unrouted, without_ids
@@ -35,12 +35,16 @@ REFUSED_AS_MALFORMED: Final = (400, 422)
 
 
 class Shared(msgspec.Struct, frozen=True):
-    """The parts that all calls of a worker share; `max_reply` is in bytes."""
+    """The parts that all calls of a worker share.
+
+    `max_reply` is in bytes; `eval_tasks` is how the names of tasks begin that are evaluation.
+    """
 
     stitches: CallMemory
     router: CallRouter
     recorder: CallRecorder
     max_reply: int
+    eval_tasks: str
 
 
 class Call:
@@ -103,11 +107,12 @@ class Call:
 
     def _ask(self) -> None:
         """Find the call's identity, and the tool events that its headers state."""
-        arrived = self._arrived
-        if arrived.read.failure is not None:
-            raise arrived.read.failure
+        arrived, shared = self._arrived, self._shared
         headers = lowered(arrived.exchange.headers)
-        self._asked = who_asks(arrived, headers, self._shared.stitches)
+        if arrived.read.failure is not None:
+            self._asked = unread(arrived, headers, shared.eval_tasks)
+            raise arrived.read.failure
+        self._asked = who_asks(arrived, headers, shared.stitches, shared.eval_tasks)
         stated = headers.get(TOOL_STATUS_HEADER)
         if stated is not None:
             self._asked = with_tool_events(self._asked, stated)
@@ -137,6 +142,7 @@ class Call:
             self._routed = without_ids(arrived, self._routed)
             reply = await send(upstream, arrived, self._routed)
         self._reply = reply
+        self._shared.router.check_served(arrived, reply)
         if is_changed(arrived, self._routed):
             reply = self._reply = readable(reply)
         return reply

@@ -5,10 +5,18 @@ and makes the ledger's record of them (`proxy.keeper.transcribe`).
 """
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
-from store.records import CallStatus, Confidence, FeedbackRecord, Record, ToolEvent
+from store.records import (
+    TRAIN,
+    CallStatus,
+    Confidence,
+    FeedbackRecord,
+    Record,
+    Split,
+    ToolEvent,
+)
 
 # A reply's bytes wait in memory until its end; beyond this size they are deflated.
 DEFLATE_FROM: Final = 64 * 1024
@@ -53,6 +61,9 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     started_at: float
     first_chunk_ms: float | None
     total_ms: float
+    # What the upstream samples with besides, where the request does not say.
+    sampling_defaults: Mapping[str, float] = {}
+    split: Split = TRAIN
 
 
 class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):

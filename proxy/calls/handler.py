@@ -29,7 +29,7 @@ class CallHandler:
         *,
         intake: Intake,
         max_reply: int,
-        default_temperature: float,
+        eval_tasks: str,
     ) -> None:
         """Store the parts.
 
@@ -40,7 +40,7 @@ class CallHandler:
             lookup: questions to the database.
             intake: reads requests within their limits.
             max_reply: longest reply in one piece, in bytes.
-            default_temperature: what the upstream samples with if a request names none.
+            eval_tasks: how the names of tasks begin whose episodes are evaluation.
         """
         self.upstreams = upstreams
         self.intake = intake
@@ -48,8 +48,9 @@ class CallHandler:
         self._shared = Shared(
             stitches,
             CallRouter(upstreams, versions, lookup, intake),
-            CallRecorder(recorder, stitches, default_temperature),
+            CallRecorder(recorder, stitches, upstreams),
             max_reply,
+            eval_tasks,
         )
 
     async def handle(self, exchange: Exchange, route: Route) -> None:

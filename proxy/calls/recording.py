@@ -15,6 +15,7 @@ from proxy.formats.base import ReplySummary
 from proxy.identity.fingerprints import provided_fingerprints
 from proxy.identity.stitch import CallMemory
 from proxy.spool.recorder import Recorder
+from proxy.upstreams.members import Upstreams
 from proxy.upstreams.model_server import Reply
 from proxy.upstreams.replies import comes_in_events
 from store.records import CallStatus
@@ -22,6 +23,7 @@ from store.records import CallStatus
 log = structlog.get_logger()
 
 ERRORS: Final = 400
+TEMPERATURE: Final = "temperature"
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -42,13 +44,11 @@ class Recorded(NamedTuple):
 class CallRecorder:
     """Makes the records of one worker's calls, and remembers what later calls may repeat."""
 
-    def __init__(
-        self, recorder: Recorder, stitches: CallMemory, default_temperature: float
-    ) -> None:
-        """Store the way to the disk, the memory of calls, and what the upstream samples with."""
+    def __init__(self, recorder: Recorder, stitches: CallMemory, upstreams: Upstreams) -> None:
+        """Store the way to the disk, the memory of calls, and what upstreams sample with."""
         self._recorder = recorder
         self._stitches = stitches
-        self._default_temperature = default_temperature
+        self._upstreams = upstreams
 
     def record(
         self, arrived: Arrived, asked: Asked, routed: Routed, answered: Answered
@@ -76,6 +76,7 @@ class CallRecorder:
         from_upstream, answer = answered.reply, answered.answer
         reply, deflated = (b"", False) if answer is None else answer.tape.take()
         identity, serving = asked.identity, routed.serving
+        defaults = self._upstreams.sampling_defaults(serving.policy or arrived.request.model)
         return CapturedCall(
             id=arrived.id,
             episode=identity.episode,
@@ -99,10 +100,12 @@ class CallRecorder:
             retry_of=None if identity.retry_of is None else identity.retry_of.bytes,
             retry=identity.retry,
             tool_events=asked.tool_events,
-            default_temperature=self._default_temperature,
+            default_temperature=defaults[TEMPERATURE],
             started_at=arrived.started_at,
             first_chunk_ms=None if answer is None else answer.first_chunk_ms,
             total_ms=arrived.ms(),
+            sampling_defaults={n: v for n, v in defaults.items() if n != TEMPERATURE},
+            split=identity.split,
         )
 
     def _summary_and_provided(
@@ -131,5 +134,5 @@ class CallRecorder:
         stitches.provide(provided, identity.episode, identity.follows)
         got_reply = answered.reply is not None and answered.reply.status < ERRORS
         if not got_reply or answered.status != "complete":
-            stitches.failed(request.body, identity.episode, UUID(bytes=arrived.id))
+            stitches.failed(request.body, identity.episode, UUID(bytes=arrived.id), identity.split)
         return provided

@@ -5,6 +5,7 @@ from typing import Final
 import msgspec
 
 from proxy.calls.asking import Arrived
+from proxy.errors import NotServed
 from proxy.formats.base import ModelRequest
 from proxy.http.wire import for_upstream
 from proxy.identity.identify import Identity
@@ -18,6 +19,8 @@ from store.updates.policies import pinned_version
 # Longest wait for the database to name an episode's version; a local one answers in 1 ms.
 PIN_S: Final = 0.05
 NOBODY: Final = Serving(None, None, None)
+# The status by which a model server says that it has no such model.
+UNKNOWN_MODEL: Final = 404
 
 
 class Routed(msgspec.Struct, frozen=True):
@@ -48,31 +51,49 @@ class CallRouter:
 
     async def version_of(self, arrived: Arrived, identity: Identity) -> Serving:
         """Choose the policy version that serves a call."""
-        model, follows = arrived.request.model, identity.follows
+        model, follows, agent = arrived.request.model, identity.follows, identity.agent
         if follows != arrived.name and model is not None:
-            await self._learn_pin(model, follows)
-        return self._versions.resolve(model, follows)
+            policy = self._versions.trained_policy(model, agent)
+            if policy is not None:
+                await self._learn_pin(policy, follows)
+        return self._versions.resolve(model, follows, agent)
 
-    async def _learn_pin(self, model: str, episode: str) -> None:
+    async def _learn_pin(self, policy: str, episode: str) -> None:
         """Ask the database for the version of an episode that may have begun at another proxy.
 
         It is asked only while a policy has several servable versions, and for at most `PIN_S`.
         """
-        if self._versions.knows(model, episode):
+        if self._versions.knows(policy, episode):
             return
         version = await self._lookup.ask(
-            lambda connection: pinned_version(connection, model, episode), within_s=PIN_S
+            lambda connection: pinned_version(connection, policy, episode), within_s=PIN_S
         )
         if version is not None:
-            self._versions.pin(model, episode, version)
+            self._versions.pin(policy, episode, version)
+
+    def check_served(self, arrived: Arrived, reply: Reply) -> None:
+        """Check that a version which the request names is served.
+
+        Raises:
+            NotServed: the upstream does not have it.
+        """
+        if reply.status != UNKNOWN_MODEL:
+            return
+        why = self._versions.why_not_served(arrived.request.model)
+        if why is not None:
+            reply.discard()
+            raise NotServed(why, param="model", code="model_not_found")
 
     def upstream_of(self, arrived: Arrived, serving: Serving) -> ModelServer:
-        """Return the upstream of a call: a version is served where its policy is.
+        """Return the upstream of a call: a policy is served where its base model is.
 
         Raises:
             ProxyError: no upstream serves the model.
         """
-        return self._upstreams.for_model(serving.policy or arrived.request.model)
+        policy, versions = serving.policy, self._versions
+        return self._upstreams.for_model(
+            arrived.request.model if policy is None else versions.base_of(policy)
+        )
 
     async def rewritten(self, arrived: Arrived, serving: Serving, *, want_ids: bool) -> Routed:
         """Return the call with its request rewritten, beside the event loop if it takes long."""

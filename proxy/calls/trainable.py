@@ -1,7 +1,8 @@
 """Decides whether a call can carry loss, and gives the reason if it cannot (pure).
 
-A trainable call has ids that the policy sampled, with the log-probabilities they had then, under a
-distribution that the trainer can compute again: full softmax at a known temperature.
+A trainable call has ids that the policy sampled under a distribution that the trainer can compute
+again (`store.values.distribution`). The log-probabilities that they had are recorded, or left to
+the trainer, which computes them with the version that sampled the ids.
 """
 
 from collections.abc import Mapping
@@ -9,13 +10,14 @@ from typing import Any, Final, Literal
 
 from proxy.formats.base import Sampled, SamplingRules
 from store.records import CallStatus
+from store.values.distribution import distribution_of
 from store.values.tokens import may_be_sampled
 
 Reason = Literal[
     "incomplete",
     "error_reply",
+    "not_text",
     "no_token_ids",
-    "no_logprobs",
     "length_mismatch",
     "impossible_logprobs",
     "usage_mismatch",
@@ -26,22 +28,13 @@ Reason = Literal[
     "reshaped_distribution",
     "constrained_sampling",
     "unknown_policy",
+    "fixed_policy",
     "nested_too_deep",
 ]
 
-# For each setting the values that leave the distribution unchanged.
+# For each setting that the trainer cannot replay, the values that leave the distribution unchanged.
 NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
-    "top_p": (1,),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "logits_processors": (),
-    "min_tokens": (0,),
     # Past the budget the end of the thinking is forced, and so not sampled.
     "thinking_token_budget": (),
     # The best of several replies is shown; a beam search does not sample; the others change the
@@ -70,15 +63,20 @@ def why_not_trainable(
     sampling: Mapping[str, Any],
     sampled: Sampled,
     rules: SamplingRules,
+    *,
+    only_text: bool,
 ) -> Reason | None:
     """Return the first reason why a call cannot be trained on, or None if it can.
 
-    `rules` are those of the call's format, by which its settings are judged.
+    `rules` are those of the call's format, by which its settings are judged. `only_text` says
+    whether it neither shows nor asks for anything else.
     """
     if status != "complete":
         return "incomplete"
     if http_status is None or http_status >= 400:
         return "error_reply"
+    if not only_text:
+        return "not_text"
     if sampled.choices > 1:
         return "several_choices"
     reason = _tokens(sampled) or _distribution(sampling, rules)
@@ -90,8 +88,6 @@ def why_not_trainable(
 def _tokens(sampled: Sampled) -> Reason | None:
     if sampled.prompt_ids is None or sampled.sampled_ids is None:
         return "no_token_ids"
-    if sampled.sampled_logprobs is None:
-        return "no_logprobs"
     return _counts(sampled, sampled.prompt_ids, sampled.sampled_ids, sampled.sampled_logprobs)
 
 
@@ -99,15 +95,15 @@ def _counts(
     sampled: Sampled,
     prompt_ids: tuple[int, ...],
     sampled_ids: tuple[int, ...],
-    logprobs: tuple[float, ...],
+    logprobs: tuple[float, ...] | None,
 ) -> Reason | None:
-    if len(sampled_ids) != len(logprobs):
+    if logprobs is not None and len(sampled_ids) != len(logprobs):
         return "length_mismatch"
     if not prompt_ids or not sampled_ids:
         return "empty"
     if sampled.completion_tokens not in (None, len(sampled_ids)):
         return "usage_mismatch"
-    return None if may_be_sampled(logprobs) else "impossible_logprobs"
+    return None if may_be_sampled(logprobs or ()) else "impossible_logprobs"
 
 
 def _distribution(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | None:
@@ -115,12 +111,23 @@ def _distribution(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason |
         return "unreadable_sampling"
     if sampling["temperature"] == 0:
         return "greedy"
-    for name, value in sampling.items():
-        if name in NEUTRAL and value not in NEUTRAL[name]:
-            return "reshaped_distribution"
-    if rules.reshapes(sampling):
-        return "reshaped_distribution"
+    reshaped = _reshaped(sampling, rules)
+    if reshaped is not None:
+        return reshaped
     imposed = STRICT_TOOLS in sampling or any(name in sampling for name in GRAMMARS)
     if imposed or rules.constrains(sampling):
         return "constrained_sampling"
+    return None
+
+
+def _reshaped(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | None:
+    """Return why the trainer cannot replay the settings, or None if it can."""
+    if any(value not in NEUTRAL.get(name, (value,)) for name, value in sampling.items()):
+        return "reshaped_distribution"
+    if rules.reshapes(sampling):
+        return "reshaped_distribution"
+    try:
+        distribution_of(sampling)
+    except ValueError:
+        return "unreadable_sampling"
     return None

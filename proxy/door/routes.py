@@ -40,6 +40,7 @@ class Route(msgspec.Struct, frozen=True):
     task: str | None = None
     episode: str | None = None
     agent: str | None = None
+    split: str | None = None
     # The path in metrics, which never contains an id.
     label: str = ""
     # Manages the account at the provider: forwarded only with the client's own key.
@@ -80,8 +81,9 @@ _MODEL: Final = re.compile(
 )
 _PREFIX: Final = re.compile(
     r"(?:/task/(?P<task>[^/]+))?(?:/episode/(?P<episode>[^/]+))?(?:/agent/(?P<agent>[^/]+))?"
-    r"(?P<rest>/.*)\Z"
+    r"(?:/split/(?P<split>[^/]+))?(?P<rest>/.*)\Z"
 )
+PREFIX_NAMES: Final = tuple(name for name in _PREFIX.groupindex if name != "rest")
 
 
 def find_route(method: str, raw_path: str) -> Route:
@@ -97,7 +99,7 @@ def find_route(method: str, raw_path: str) -> Route:
     if match is None:
         raise NotAllowed(_message(method, raw_path), code="unknown_url")
     rest = match["rest"]
-    named = {name: unquote(match[name]) for name in ("task", "episode", "agent") if match[name]}
+    named = {name: unquote(match[name]) for name in PREFIX_NAMES if match[name]}
     return msgspec.structs.replace(_route(method, rest), **named)
 
 

@@ -33,7 +33,10 @@ class ModelRequest(msgspec.Struct, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """The token ids of one reply, their log-probabilities, and the counts to check them against."""
+    """The token ids of one reply, their log-probabilities, and the counts to check them against.
+
+    Log-probabilities that the server gives for some of the ids only are None.
+    """
 
     prompt_ids: tuple[int, ...] | None
     sampled_ids: tuple[int, ...] | None
@@ -172,6 +175,9 @@ class Turns(Protocol):
 
     def read(self, fields: Mapping[str, Any]) -> Conversation:
         """Return the conversation that a request shows."""
+
+    def only_text(self, parsed: Object) -> bool:
+        """Return whether all that a request shows and asks for is text: no image, sound or file."""
 
     def results(self, parsed: Object | None) -> list[ToolResult]:
         """Return the tool results that answer the assistant's last turn, one for each tool call."""

@@ -10,7 +10,7 @@ FREE_CHOICES: Final = (None, "auto", "none", {"type": "auto"}, {"type": "none"})
 SERVERS_OWN: Final = frozenset(
     {
         *("model", "stream", "user", "session_id", "request_id", "priority", "cache_salt"),
-        *("ignore_eos", "stop_token_ids", "include_stop_str_in_output", "repetition_detection"),
+        *("ignore_eos", "include_stop_str_in_output", "repetition_detection"),
         *("skip_special_tokens", "spaces_between_special_tokens", "stream_interval"),
         *("kv_transfer_params", "ec_transfer_params", "mm_payload", "return_mm_kwargs"),
         *("return_token_ids", "return_tokens_as_token_ids", "return_token_offsets"),

@@ -13,6 +13,7 @@ from proxy.formats.base import ToolResult
 from proxy.formats.contents import objects, texts
 from proxy.formats.conversation import Conversation
 from proxy.formats.json_parts import UNREADABLE, Object
+from proxy.formats.only_text import is_only_text, members_of
 
 MAX_TEXT: Final = 1024
 UNHEARD_ROLES: Final = ("system", "developer")
@@ -50,6 +51,11 @@ class BaseTurns:
             self._add(conversation, member)
         return conversation
 
+    def only_text(self, parsed: Object) -> bool:
+        """Return whether all that a request shows and asks for is text: no image, sound or file."""
+        members = members_of(parsed.get(self.field))
+        return members is not None and all(map(self._is_text, members))
+
     def results(self, parsed: Object | None) -> list[ToolResult]:
         """Return the tool results that answer the assistant's last turn, one for each tool call."""
         raw = (parsed or {}).get(self.field)
@@ -85,6 +91,10 @@ class BaseTurns:
 
     def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
         """Add one member of the conversation to `conversation`."""
+
+    def _is_text(self, member: Object) -> bool:
+        """Return whether one member of the conversation is all text."""
+        return is_only_text(member.get("content"))
 
     def _is_assistants(self, member: dict[str, Any]) -> bool:
         """Return whether a member is the model's."""

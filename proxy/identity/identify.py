@@ -1,6 +1,6 @@
-"""Identify the episode, agent and task of a call (pure).
+"""Identify the episode, agent, task and split of a call (pure).
 
-Each of the three comes from the first source that names it: our headers, our URL, then the names
+Each of the four comes from the first source that names it: our headers, our URL, then the names
 that tools and frameworks give their sessions (`proxy.identity.names`). A call without an episode's
 name joins the attempt it repeats, or the episode whose reply it repeats (`proxy.identity.stitch`),
 or the trace it is part of. Otherwise it is an episode of its own. An unusable value never fails the
@@ -23,8 +23,9 @@ from proxy.formats.conversation import Conversation
 from proxy.identity.baggage import trace_id
 from proxy.identity.fingerprints import needed_fingerprints
 from proxy.identity.names import Name, SessionHints, episode_names, read_hints, what_is_wrong
+from proxy.identity.splits import EVAL_TASKS, split_of
 from proxy.identity.stitch import CallMemory, Doubt, Joined
-from store.records import OWN_EPISODE, Confidence
+from store.records import OWN_EPISODE, TRAIN, Confidence, Split
 
 HEADER_PREFIX: Final = "x-pawl-"
 RETRY_COUNT: Final = "x-stainless-retry-count"
@@ -33,7 +34,7 @@ _LONGEST_COUNT: Final = 3
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Episode, agent and task of a call, the method that found the episode, and its confidence.
+    """Episode, agent, task and split of a call; how the episode was found, and how surely.
 
     `needs` are the fingerprints that the ledger joins by. `follows` is the episode whose policy
     version the call keeps: its own, or the one that this proxy believes it continues (a wrong guess
@@ -52,6 +53,7 @@ class Identity(msgspec.Struct, frozen=True):
     retry: int = 0
     retry_of: UUID | None = None
     conversation: Conversation | None = None
+    split: Split = TRAIN
 
 
 class _Episode(msgspec.Struct, frozen=True):
@@ -71,8 +73,9 @@ def identify(
     call: str,
     stitches: CallMemory,
     conversation: Conversation | None = None,
+    eval_tasks: str = EVAL_TASKS,
 ) -> Identity:
-    """Return the identity of a call: its episode, agent and task.
+    """Return the identity of a call: its episode, agent, task and split.
 
     Args:
         headers: the request's, by lower-case name.
@@ -82,25 +85,30 @@ def identify(
         call: the call's id, which names the episode if nothing else does.
         stitches: what this proxy remembers of earlier calls.
         conversation: the request's, if it was read already.
+        eval_tasks: how the names of tasks begin whose episodes are evaluation.
     """
     warnings: list[str] = []
     hints = read_hints(headers, fields)
     retry = retry_count(headers)
+    task = _role(headers, "task", route.task, hints, (), warnings)
+    splits = chain(_ours(headers, "split", route.split), hints.own("split"))
+    split = split_of(splits, task, eval_tasks, warnings)
     names = chain(_ours(headers, "episode", route.episode), episode_names(hints, fields))
     name = _first_usable(names, warnings)
     if name is not None:
-        episode = _named(name, body if retry else None, stitches)
+        episode = _named(name, body if retry else None, split, stitches)
     else:
         turns = route.speaks.turns
         conversation = conversation or turns.read(fields)
         needs = needed_fingerprints(turns, fields, conversation)
-        episode = _unnamed(headers, needs, body if retry else None, call, stitches)
+        episode = _unnamed(headers, needs, body if retry else None, call, split, stitches)
     agent = _role(headers, "agent", route.agent, hints, hints.agents(), warnings)
     return Identity(
         episode=episode.key,
         method=episode.method,
         agent=agent or DEFAULT_AGENT,
-        task=_role(headers, "task", route.task, hints, (), warnings),
+        task=task,
+        split=split,
         follows=episode.follows or episode.key,
         warnings=tuple(warnings),
         confidence=episode.confidence,
@@ -111,14 +119,20 @@ def identify(
     )
 
 
+def split_outside(headers: Mapping[str, str], route: Route, eval_tasks: str) -> Split:
+    """Return the split of a call whose body cannot be read: what headers and URL say of it."""
+    task = headers.get(HEADER_PREFIX + "task", route.task)
+    return split_of(_ours(headers, "split", route.split), task, eval_tasks, [])
+
+
 def retry_count(headers: Mapping[str, str]) -> int:
     """Return how often an SDK says it has sent this request before; 0 if it says nothing."""
     value = headers.get(RETRY_COUNT, "0")
     return int(value) if value.isdecimal() and len(value) <= _LONGEST_COUNT else 0
 
 
-def _named(name: Name, repeated: bytes | None, stitches: CallMemory) -> _Episode:
-    attempt = None if repeated is None else stitches.retried(repeated, name.key)
+def _named(name: Name, repeated: bytes | None, split: Split, stitches: CallMemory) -> _Episode:
+    attempt = None if repeated is None else stitches.retried(repeated, name.key, split)
     return _Episode(name.key, name.method, retry_of=attempt.call_id if attempt else None)
 
 
@@ -127,12 +141,13 @@ def _unnamed(
     needs: tuple[bytes, ...],
     repeated: bytes | None,
     own: str,
+    split: Split,
     stitches: CallMemory,
 ) -> _Episode:
     """Return the episode of a call that names none, from what the call repeats."""
     joined = stitches.find(needs)
     follows = joined.follows if isinstance(joined, Joined) else stitches.followed(needs)
-    attempt = None if repeated is None else stitches.retried(repeated)
+    attempt = None if repeated is None else stitches.retried(repeated, split=split)
     if attempt is not None:
         return _Episode(attempt.episode, "retry", "likely", (), follows, attempt.call_id)
     if isinstance(joined, Joined):

@@ -88,7 +88,7 @@ class SessionHints(msgspec.Struct, frozen=True):
     baggage: dict[str, str]
 
     def own(self, name: str) -> Iterator[Name]:
-        """Yield the names of the `agent` or `task` that are given under a key of ours."""
+        """Yield the names of the `agent`, `task` or `split` that are given under a key of ours."""
         if self.metadata:
             yield from _told(self.metadata, ((f"pawl_{name}", ""),), "metadata", "metadata.")
         if self.baggage:

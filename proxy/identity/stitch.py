@@ -17,7 +17,7 @@ import msgspec
 
 from proxy.identity.fingerprints import METHODS, PREFIX, PREFIXES
 from proxy.identity.generations import Generations
-from store.records import Confidence
+from store.records import TRAIN, Confidence, Split
 
 # Remembered fingerprints, and as many failed attempts. Each takes 170 bytes: 17 MB at most.
 CAPACITY: Final = 50_000
@@ -111,25 +111,27 @@ class CallMemory:
                 return None if known is None or known is _SEVERAL else known.follows
         return None
 
-    def failed(self, body: bytes, episode: str, call_id: UUID) -> None:
+    def failed(self, body: bytes, episode: str, call_id: UUID, split: Split = TRAIN) -> None:
         """Remember an attempt that ended without a reply: its client may send this body again.
 
         Past `MOST_ATTEMPTS` the oldest one is forgotten: a call that repeats it then counts as a
         new one, with an episode of its own.
         """
-        digest = blake2b(body, digest_size=16).digest()
+        digest = _body_digest(body, split)
         attempts = self._failed.get(digest)
         if attempts is None:
             attempts = deque(maxlen=MOST_ATTEMPTS)
             self._failed.put(digest, attempts)
         attempts.append(Attempt(episode, call_id))
 
-    def retried(self, body: bytes, episode: str | None = None) -> Attempt | None:
+    def retried(
+        self, body: bytes, episode: str | None = None, split: Split = TRAIN
+    ) -> Attempt | None:
         """Return and forget the latest failed attempt that this body repeats, or None.
 
-        With `episode`, only attempts of that episode count.
+        Only attempts of `split` count and, with `episode`, only those of that episode.
         """
-        digest = blake2b(body, digest_size=16).digest()
+        digest = _body_digest(body, split)
         attempts = self._failed.get(digest)
         if attempts is None:
             return None
@@ -139,3 +141,7 @@ class CallMemory:
             if not attempts:
                 self._failed.forget(digest)
         return attempt
+
+
+def _body_digest(body: bytes, split: Split) -> bytes:
+    return blake2b(body, digest_size=16, person=split.encode()).digest()

@@ -17,6 +17,7 @@ from proxy.keeper.admin import admin_app, unsettled
 from proxy.keeper.cleaning import clean_keys
 from proxy.keeper.database import Database
 from proxy.keeper.drain import Drainer
+from proxy.keeper.evaluating import show_evaluations
 from proxy.settings import ProxySettings
 from proxy.spool.folders import PRIVATE, Lock, hold
 from store.connection.availability import is_unavailable
@@ -67,13 +68,15 @@ async def keeping(
     cleaning = asyncio.create_task(
         clean_keys(settings.spool_dir, database.engine), name="pawl-clean-keys"
     )
+    evaluating = asyncio.create_task(show_evaluations(database.engine), name="pawl-evaluations")
     log.info("keeper_up", admin=settings.admin_listen)
     try:
         yield
     finally:
         cleaning.cancel()
+        evaluating.cancel()
         drainer.stop()
-        await asyncio.wait([draining, cleaning])
+        await asyncio.wait([draining, cleaning, evaluating])
         await _drain_rest(drainer, min(DRAIN_AT_EXIT_S, settings.last_drain_s))
         database.stop()
         await asyncio.wait([watching])

@@ -11,11 +11,12 @@ from typing import Any, Final
 
 from proxy.calls.trainable import GRAMMARS, NEUTRAL, STRICT_TOOLS, UNREADABLE
 from proxy.formats.base import SamplingRules
+from store.values.distribution import REPLAYED
 from store.values.sampling import number_of, used_temperature
 
 # What a model server understands in every format; the formats have more names of their own.
 COMMON: Final = frozenset(
-    {*("temperature", "max_tokens", "stop", "seed", "n", "tool_choice"), *NEUTRAL, *GRAMMARS}
+    {*("max_tokens", "stop", "seed", "n", "tool_choice"), *REPLAYED, *NEUTRAL, *GRAMMARS}
 )
 NUMBERS: Final = frozenset(
     {
@@ -23,12 +24,16 @@ NUMBERS: Final = frozenset(
         *("presence_penalty", "frequency_penalty", "repetition_penalty"),
     }
 )
+NO_DEFAULTS: Final[Mapping[str, float]] = {}
 # How many unknown fields are named.
 MOST_UNKNOWN: Final = 8
 
 
 def sampling_settings(
-    request: Mapping[str, Any] | None, default_temperature: float, rules: SamplingRules
+    request: Mapping[str, Any] | None,
+    default_temperature: float,
+    rules: SamplingRules,
+    defaults: Mapping[str, float] = NO_DEFAULTS,
 ) -> dict[str, Any]:
     """Return a request's sampling settings; the temperature is always among them.
 
@@ -36,13 +41,14 @@ def sampling_settings(
         request: the parsed body, or None if it could not be parsed: no setting is known then.
         default_temperature: what the server uses if the request names none.
         rules: what the request's format says about its fields.
+        defaults: what the server uses for other settings that the request does not name.
     """
     if request is None:
         return {UNREADABLE: ["request"]}
     recorded = COMMON | rules.settings
     given = {name: value for name, value in request.items() if value is not None}
     settings = {name: value for name, value in given.items() if name in recorded}
-    settings.setdefault("temperature", default_temperature)
+    settings = {"temperature": default_temperature, **defaults, **settings}
     unreadable = list(_read_numbers(settings))
     # A value that none of our parsers takes (one that holds 1e400, for example) is a text here.
     unreadable += [n for n in rules.objects if not isinstance(settings.get(n, {}), dict)]

@@ -5,7 +5,14 @@ from uuid import UUID
 
 import structlog
 
-from proxy.metrics import KEY_CONFLICTS, NOT_TRAINABLE, TOKENS, TOOL_STATUS, labelled
+from proxy.metrics import (
+    KEY_CONFLICTS,
+    NOT_TRAINABLE,
+    TOKENS,
+    TOOL_STATUS,
+    WITHOUT_LOGPROBS,
+    labelled,
+)
 from store.records import CallRecord, SpoolRecord
 
 log = structlog.get_logger()
@@ -36,5 +43,7 @@ def _count_call(record: CallRecord) -> None:
     labelled(TOKENS, policy, "sampled").inc(len(record.tokens.sampled_ids) // 4)
     if record.reason is not None:
         labelled(NOT_TRAINABLE, record.reason).inc()
+    elif not record.tokens.sampled_logprobs:
+        WITHOUT_LOGPROBS.inc()
     for event in record.tool_events:
         labelled(TOOL_STATUS, event.status).inc()

@@ -19,7 +19,7 @@ from proxy.formats.base import (
     Transcript,
     WireFormat,
 )
-from proxy.formats.json_parts import parse_object
+from proxy.formats.json_parts import Object, parse_object
 from proxy.formats.registry import FORMATS
 from proxy.formats.requests import read_request
 from proxy.keeper.sampling import sampling_settings
@@ -54,8 +54,12 @@ def transcribe(
     raw = inflate(captured.reply, captured.deflated, most_reply)
     facts, deep = _reply_facts(captured, request, raw)
     fields = None if request.parsed is None else request.fields
-    sampling = sampling_settings(fields, captured.default_temperature, wire_format.sampling)
-    reason = TOO_DEEP if deep else _reason(captured, facts, sampling)
+    sampling = sampling_settings(
+        fields, captured.default_temperature, wire_format.sampling, captured.sampling_defaults
+    )
+    # All of the request, with the parts that the reply can be read without.
+    shown = parse_object(captured.request) if wire_format.unread else request.parsed
+    reason = TOO_DEEP if deep else _reason(captured, facts, sampling, shown)
     return CallRecord(
         id=UUID(bytes=captured.id),
         episode=captured.episode,
@@ -80,7 +84,7 @@ def transcribe(
         trainable=reason is None,
         reason=reason,
         tool_calls=facts.tool_calls,
-        tool_events=(*captured.tool_events, *_results(captured, request, readers)),
+        tool_events=(*captured.tool_events, *_results(captured, shown, readers)),
         usage=None if facts.usage is None else msgspec.json.encode(facts.usage),
         finish=facts.finish,
         started_at=datetime.fromtimestamp(captured.started_at, UTC),
@@ -90,6 +94,7 @@ def transcribe(
         provides=captured.provides,
         needs=captured.needs,
         retry_of=None if captured.retry_of is None else UUID(bytes=captured.retry_of),
+        split=captured.split,
     )
 
 
@@ -105,16 +110,23 @@ def _reply_facts(
 
 
 def _reason(
-    captured: CapturedCall, facts: ReplyFacts, sampling: Mapping[str, Any]
+    captured: CapturedCall,
+    facts: ReplyFacts,
+    sampling: Mapping[str, Any],
+    shown: Object | None,
 ) -> Reason | None:
     """Return why the call cannot be trained on, or None if it can."""
+    if captured.policy is not None and captured.policy_version is None:
+        return "fixed_policy"
+    wire_format = FORMATS[captured.dialect]
     return why_not_trainable(
         captured.status,
         captured.http_status,
         captured.policy_version,
         sampling,
         facts.sampled,
-        FORMATS[captured.dialect].sampling,
+        wire_format.sampling,
+        only_text=shown is None or wire_format.turns.only_text(shown),
     )
 
 
@@ -184,15 +196,14 @@ def _came_to_an_end(captured: CapturedCall) -> bool:
 
 
 def _results(
-    captured: CapturedCall, request: ModelRequest, readers: ResultReaders
+    captured: CapturedCall, shown: Object | None, readers: ResultReaders
 ) -> tuple[ToolEvent, ...]:
     """Return an event for each tool result in the request."""
     wire_format = FORMATS[captured.dialect]
     if not (wire_format.turns.states_errors or readers):
         # The API does not state how a tool ended: that takes a configured reader.
         return ()
-    parsed = parse_object(captured.request) if wire_format.unread else request.parsed
-    return result_events(UUID(bytes=captured.id), wire_format.turns, parsed, readers)
+    return result_events(UUID(bytes=captured.id), wire_format.turns, shown, readers)
 
 
 def _tokens(sampled: Sampled) -> Tokens:

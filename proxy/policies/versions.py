@@ -1,25 +1,44 @@
 """Chooses the version of a policy that serves an episode (pure).
 
-The model name that an agent asks for names a policy. An episode's first call takes the version that
+The model name that an agent asks for names a policy; or, where a file names the policies, model
+name and agent do (`store.policy_table`). An episode's first call of a policy takes the version that
 is serving then, and its later calls keep it for as long as that version can be served at all: an
-episode is sampled by one version.
+episode is sampled by one version of each policy.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
 
-from store.records import PolicyVersion
+from proxy.identity.identify import DEFAULT_AGENT
+from store.policy_table import PolicyTable
+from store.records import PolicyState, PolicyVersion
 
 MAX_PINS: Final = 200_000
 SEVERAL: Final = 2
 SERVABLE: Final = ("serving", "published")
+# What a client may ask for by the version's own name: a retired one may still be loaded.
+ASKABLE: Final = (*SERVABLE, "retired")
+# How many versions a message names.
+MOST_NAMED: Final = 8
+MOST_DIGITS: Final = 9
+_WHY_NOT: Final[Mapping[PolicyState, str]] = {
+    "written": "is not published yet",
+    "published": "is being loaded again",
+    "serving": "is being loaded again",
+    "retired": "is retired, and was unloaded because no episode used it; its files can be loaded "
+    "again (docs/howto/evaluate.md)",
+    "rejected": "was rejected: it did not load, or was not served as it was trained",
+}
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """The policy and version that a call gets, and the model name to ask the upstream for."""
+    """The policy and version that a call gets, and the model name to ask the upstream for.
+
+    A policy that is not trained has no version: the base model serves it.
+    """
 
     policy: str | None
     version: int | None
@@ -32,8 +51,14 @@ class Versions:
     This class has no clock and does no I/O: the process that reads the store calls `replace`.
     """
 
-    def __init__(self, versions: Iterable[PolicyVersion] = ()) -> None:
-        """Begin with the store's `versions` and no episode pinned."""
+    def __init__(
+        self, versions: Iterable[PolicyVersion] = (), table: PolicyTable | None = None
+    ) -> None:
+        """Begin with the store's `versions` and no episode pinned.
+
+        `table` names the policies there are; None: each model name that the store knows is one.
+        """
+        self._table = table
         self._pins: OrderedDict[tuple[str, str], int] = OrderedDict()
         self.replace(versions)
 
@@ -41,11 +66,20 @@ class Versions:
         """Replace all versions by those that the store has now; pins are kept."""
         self._names: dict[str, dict[int, str]] = {}
         self._serving: dict[str, int] = {}
-        self._by_served_name: dict[str, tuple[str, int]] = {}
+        self._asked_for: dict[str, Serving] = {}
+        self._states: dict[str, dict[int, PolicyState]] = {}
         for version in versions:
-            if version.state in SERVABLE or version.version == 0:
-                self._names.setdefault(version.name, {})[version.version] = version.served_name
-                self._by_served_name[version.served_name] = (version.name, version.version)
+            name, number = version.name, version.version
+            self._states.setdefault(name, {})[number] = version.state
+            if version.state in SERVABLE or number == 0:
+                self._names.setdefault(name, {})[number] = version.served_name
+            if version.state in ASKABLE or number == 0:
+                serving = Serving(name, number, version.served_name)
+                # Several policies may have one base model, whose name is then none of theirs.
+                if number or version.served_name == name:
+                    self._asked_for[version.served_name] = serving
+                # The base's served name is the policy's: this one is always version 0.
+                self._asked_for[f"{name}@{number}"] = serving
             if version.state == "serving":
                 self._serving[version.name] = version.version
 
@@ -54,15 +88,27 @@ class Versions:
         """Return the version that new episodes of each policy get."""
         return dict(self._serving)
 
-    def knows(self, model: str | None, episode: str) -> bool:
+    def trained_policy(self, model: str, agent: str) -> str | None:
+        """Return the policy whose version an agent's call for `model` gets, or None if none."""
+        if self._table is None:
+            return model if model in self._serving else None
+        spec = self._table.answering(model, agent)
+        return spec.name if spec is not None and spec.trained else None
+
+    def base_of(self, policy: str) -> str:
+        """Return the name of a policy's base model, by which its upstream is found."""
+        spec = None if self._table is None else self._table.named(policy)
+        return spec.base if spec is not None else self._names.get(policy, {}).get(0, policy)
+
+    def knows(self, policy: str, episode: str) -> bool:
         """Return whether `resolve` can answer for an episode without a look-up in the store.
 
         An episode that began at another proxy may have another version than the one serving now.
         """
         return (
-            model not in self._serving
-            or len(self._names.get(model, ())) < SEVERAL
-            or (model, episode) in self._pins
+            policy not in self._serving
+            or len(self._names.get(policy, ())) < SEVERAL
+            or (policy, episode) in self._pins
         )
 
     def pin(self, policy: str, episode: str, version: int) -> None:
@@ -71,24 +117,54 @@ class Versions:
         if len(self._pins) > MAX_PINS:
             self._pins.popitem(last=False)
 
-    def resolve(self, model: str | None, episode: str) -> Serving:
-        """Return what to ask the upstream for when a client asks for `model`.
+    def resolve(self, model: str | None, episode: str, agent: str = DEFAULT_AGENT) -> Serving:
+        """Return what to ask the upstream for when an agent asks for `model`.
 
         A name that is not a policy's goes through unchanged; the name of a version (`NAME@3`) is
-        that version.
+        that version, and `NAME@0` the base model.
         """
         if model is None:
             return Serving(None, None, None)
-        if model in self._serving:
-            version = self._version_for(model, episode)
-            return Serving(model, version, self._names[model].get(version, model))
-        if model in self._by_served_name:
-            policy, version = self._by_served_name[model]
-            return Serving(policy, version, model)
+        policy = self.trained_policy(model, agent)
+        if policy is not None:
+            version = self._version_for(policy, episode)
+            served = self._names.get(policy, {}).get(version, self.base_of(policy))
+            return Serving(policy, version, served)
+        fixed = None if self._table is None else self._table.answering(model, agent)
+        if fixed is not None:
+            return Serving(fixed.name, None, fixed.base)
+        asked_for = self._asked_for.get(model)
+        if asked_for is not None and self._is_trained(asked_for.policy):
+            return asked_for
         return Serving(None, None, model)
+
+    def why_not_served(self, model: str | None) -> str | None:
+        """Return what is known of a version that a client asked for and the upstream has not.
+
+        The result is None if `model` is not the name of a version of a known policy.
+        """
+        policy, _, number = (model or "").rpartition("@")
+        states = self._states.get(policy)
+        if states is None or not number.isdecimal() or len(number) > MOST_DIGITS:
+            return None
+        state = states.get(int(number))
+        what = "is unknown" if state is None else _WHY_NOT[state]
+        loaded = sorted(self._names.get(policy, ()), reverse=True)[:MOST_NAMED]
+        names = ", ".join(f"{policy}@{one}" for one in loaded)
+        return (
+            f"The model server does not have {model}: this version {what}. "
+            f"Ask for {policy}, or for a version that is loaded: {names}"
+        )
+
+    def _is_trained(self, policy: str | None) -> bool:
+        spec = None if self._table is None or policy is None else self._table.named(policy)
+        return self._table is None or (spec is not None and spec.trained)
 
     def _version_for(self, policy: str, episode: str) -> int:
         key = (policy, episode)
+        if policy not in self._serving:
+            # No trainer has begun it: it is its base, to which nothing need be pinned.
+            return 0
         pinned = self._pins.get(key)
         if pinned is not None and pinned in self._names[policy]:
             self._pins.move_to_end(key)

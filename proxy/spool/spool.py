@@ -1,8 +1,10 @@
 """The spool: append-only segments with group commit, durable before a reply's end leaves.
 
 The event loop gathers frames; one writer thread takes all that wait, writes them at once, and
-makes them durable with one `fdatasync`. Frames that cannot be written (the disk is full, say) are
-cut off again, so that the segment stays readable, and their futures give False.
+makes them durable with one `fdatasync`. Long frames wait for each other: no commit takes more than
+one of them, so that an ordinary call does not wait until the disk has taken them all. Frames that
+cannot be written (the disk is full, say) are cut off again, so that the segment stays readable, and
+their futures give False.
 
 A worker locks a folder of its own under the spool's root. The segment that it is writing is
 `ID_MARK.open`; one that will not grow any more is `ID_MARK.seg`. The keeper reads both and deletes
@@ -37,6 +39,8 @@ QUIET_S: Final = 5.0
 # wakes the writer thread up, and calls wait for that.
 BUSY: Final = 4
 GATHER_S: Final = 0.002
+# A frame longer than this waits until no other long one is in the commit.
+LONG_BYTES: Final = 256 * 1024
 # Longest time that a commit may take before it counts as failed.
 PATIENCE_S: Final = 15.0
 # Longest time that `close` waits for a disk that does not answer.
@@ -133,7 +137,7 @@ class Spool:
         if not self._gathered:
             return
         loop = asyncio.get_running_loop()
-        self._in_commit, self._gathered = self._gathered, []
+        self._in_commit, self._gathered = _split(self._gathered)
         self._began = loop.time()
         if not self._watched:
             self._watched = True
@@ -227,6 +231,23 @@ class Spool:
             # Memory may be short. This thread must go on, or no frame would get a result again.
             log.exception("spool_write_failed", records=len(waiting))
             return "lost"
+
+
+def _split(gathered: list[Waiting]) -> tuple[list[Waiting], list[Waiting]]:
+    """Return the frames of the next commit, and those that wait for a later one.
+
+    A call that depends on another came after that one was durable, so frames that wait together may
+    be written in any order.
+    """
+    lengths = [len(frame) for frame, _, _ in gathered]
+    if max(lengths) <= LONG_BYTES:
+        return gathered, []
+    first = next(at for at, length in enumerate(lengths) if length > LONG_BYTES)
+    now: list[Waiting] = []
+    later: list[Waiting] = []
+    for at, waiting in enumerate(gathered):
+        (now if at == first or lengths[at] <= LONG_BYTES else later).append(waiting)
+    return now, later
 
 
 def _taken(take: Callable[[], Home]) -> Home | None:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -23,6 +24,7 @@ from pydantic import (
 
 from proxy.errors import BadUpstreams
 from proxy.upstreams.keys import Style
+from store.values.distribution import parse_defaults
 
 TABLE: Final = "upstream"
 ANTHROPIC: Final = "api.anthropic.com"
@@ -36,6 +38,7 @@ REMEDIES: Final[Mapping[str, str]] = {
     "api_key_env": 'api_key_env = "OPENAI_API_KEY", the variable that holds the key',
     "api_key_header": 'api_key_header = "authorization" or "x-api-key"',
     "provider": 'provider = "gemini", as litellm writes it before a model\'s name',
+    "default_sampling": "default_sampling = { temperature = 0.6, top_p = 0.95, top_k = 20 }",
     "options": 'options = { api_version = "2024-10-21" }, as litellm.acompletion takes them',
 }
 # Arguments of litellm that a request or another key of the table sets.
@@ -70,6 +73,10 @@ def _pattern(value: str) -> str:
     return value
 
 
+def _defaults(value: object) -> object:
+    return parse_defaults(value) if isinstance(value, dict) else value
+
+
 Url = Annotated[str, AfterValidator(_url)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 
@@ -88,6 +95,7 @@ class UpstreamSpec(BaseModel):
     api_key_header: Literal["authorization", "x-api-key"] | None = None
     provider: Annotated[str, Field(min_length=1)] | None = None
     options: dict[str, Any] = {}
+    default_sampling: Annotated[dict[str, int | float], BeforeValidator(_defaults)] = {}
 
     @model_validator(mode="after")
     def _is_reached(self) -> "UpstreamSpec":

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -23,6 +24,7 @@ from store.records import PolicyVersion
 log = structlog.get_logger()
 
 ONE: Final = "upstream"
+VLLMS_DEFAULTS: Final[Mapping[str, float]] = MappingProxyType({"temperature": 1.0})
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -32,6 +34,8 @@ class Member(msgspec.Struct, frozen=True):
     models: tuple[str, ...]
     default: bool
     server: ModelServer
+    # What the server samples with if a request does not say, by setting.
+    sampling_defaults: Mapping[str, float] = VLLMS_DEFAULTS
 
 
 class Upstreams:
@@ -78,10 +82,20 @@ class Upstreams:
             code="model_not_found",
         )
 
+    def sampling_defaults(self, model: str | None) -> Mapping[str, float]:
+        """Return what the server for `model` samples with if a request does not say."""
+        number = self._table.find(model)
+        return VLLMS_DEFAULTS if number is None else self._members[number].sampling_defaults
+
     def learn(self, versions: Iterable[PolicyVersion]) -> None:
-        """Remember the store's versions: an adapter among them was loaded by our own trainer."""
-        for version in versions:
-            number = self._table.find(version.name)
+        """Remember the store's versions: an adapter among them was loaded by our own trainer.
+
+        A policy's adapters are where its base is, which is its version 0.
+        """
+        known = list(versions)
+        bases = {version.name: version.served_name for version in known if not version.version}
+        for version in known:
+            number = self._table.find(bases.get(version.name, version.name))
             if version.version and number is not None:
                 self._members[number].server.learn([version.served_name])
 
@@ -148,12 +162,18 @@ def open_upstreams(settings: ProxySettings) -> Upstreams:
     """
     if settings.upstreams is None:
         server = Upstream([str(settings.upstream_url)], silence_s=settings.silence_s)
-        return Upstreams([Member(ONE, (), True, server)])
+        return Upstreams([Member(ONE, (), True, server, settings.sampling_defaults)])
     environment = _environment()
     specs = _specs(settings, environment)
     return Upstreams(
         [
-            Member(spec.name, spec.models, spec.default, _server(spec, settings, environment))
+            Member(
+                spec.name,
+                spec.models,
+                spec.default,
+                _server(spec, settings, environment),
+                settings.sampling_defaults | spec.default_sampling,
+            )
             for spec in specs
         ]
     )

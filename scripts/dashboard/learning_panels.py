@@ -41,6 +41,29 @@ LEARNING: Final = Row(
         ),
     ),
     Band(
+        8,
+        stairs(
+            "Evaluation reward, by version",
+            "Mean reward of the episodes of evaluation, with the limits of its 95 % interval.",
+            "none",
+            Query(
+                'max by (policy, version, figure) (pawl_eval_reward{policy=~"$policy"})',
+                "{{policy}}@{{version}} {{figure}}",
+            ),
+            min=None,
+        ),
+        stairs(
+            "Episodes of evaluation",
+            "By the version that worked on them. They are never trained on.",
+            "none",
+            Query(
+                'max by (policy, version) (pawl_eval_episodes{policy=~"$policy"})',
+                "{{policy}}@{{version}}",
+            ),
+            decimals=0,
+        ),
+    ),
+    Band(
         7,
         stairs(
             "Staleness",
@@ -118,6 +141,12 @@ LEARNING: Final = Row(
             "Share of the last update's calls too far off the policy to carry loss.",
             "percentunit",
             newest("pawl_update_masked_share"),
+        ),
+        stairs(
+            "Recomputed calls",
+            "Calls of the last update whose log-probabilities the server did not give: the version that sampled them computed them.",
+            "none",
+            newest("pawl_update_recomputed_rows"),
         ),
     ),
 )

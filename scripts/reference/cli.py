@@ -1,6 +1,7 @@
 """The page of commands: every command and option of `pawl`, with the exit statuses."""
 
 import re
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import typer
@@ -47,9 +48,17 @@ def cli_page() -> str:
 
 
 def commands() -> dict[str, Any]:
-    """Return the commands of `pawl` by name, in the order of its help."""
-    group: Any = typer.main.get_command(app)
-    return {name: group.commands[name] for name in group.list_commands(None)}
+    """Return the commands of `pawl` by name, in the order of its help, each of a group apart."""
+    return dict(_commands(typer.main.get_command(app)))
+
+
+def _commands(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name in group.list_commands(None):
+        command = group.commands[name]
+        if hasattr(command, "commands"):
+            yield from _commands(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
 
 
 def parameters(command: Any) -> list[Parameter]:

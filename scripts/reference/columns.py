@@ -27,8 +27,10 @@ TABLES: Final = {
     "a day.",
     "policies": "One row per policy version; a version never changes. Version 0 is the base model.",
     "updates": "One row per training update. At most one per policy is running.",
-    "consumptions": "Episodes that an update has spent, trained or not. An episode is spent at "
-    "most once.",
+    "episode_policies": "What each policy may claim of an episode: a row for each policy that "
+    "served a call of it, or of its parts.",
+    "consumptions": "Episodes that an update has spent, trained or not. A policy spends an episode "
+    "at most once.",
     "judgements": "What `pawl judge` has asked, and what came of it.",
 }
 REASONS: Final = ", ".join(f"`{reason}`" for reason in get_args(Reason))
@@ -47,11 +49,12 @@ EPISODES: Final = {
     "failed": "Whether the last call came to no proper reply.",
     "scored_at": "Time of the first reward about the episode.",
     "call_scored_at": "Time of the newest reward about a single one of its calls.",
-    "claimed_by": "Update that holds or has spent the episode.",
     "doubtful": "Whether a call was assigned to it in doubt.",
     "linked": "Whether it takes part in a join with other episodes.",
     "root": "Episode that this one is a part of; null: it stands for itself.",
     "joined_task": "Task of the whole episode, if one of its other parts names it.",
+    "split": "`eval` if any of its own calls says so, else `train`. Evaluation is never claimed.",
+    "joined_split": "`eval` if it is joined with an episode of evaluation, or is one itself.",
     "quarantined_reason": "Why the episode is never claimed; null: it may be.",
 }
 TRANSITIONS: Final = {
@@ -63,7 +66,8 @@ TRANSITIONS: Final = {
     "request": "Request body as the client sent it (JSON); with a parent, the bytes it adds.",
     "prompt_ids": "Prompt's token ids, little-endian int32; with a parent, those it adds.",
     "sampled_ids": "Sampled token ids, little-endian int32.",
-    "sampled_logprobs": "Log-probability of each sampled token in nats, little-endian float32.",
+    "sampled_logprobs": "Log-probability of each sampled token in nats, little-endian float32; "
+    "empty: the server gave none, and the trainer computes them.",
     "reason": f"Why it cannot carry loss; null: it can. One of {REASONS}.",
 }
 JOINS: Final = {
@@ -132,7 +136,22 @@ TRAINING: Final = {
     "updates.baselines": "Moving baselines after the update.",
     "updates.claimed_at": "Time of the claim.",
     "updates.finished_at": "Time it ended.",
+    "episode_policies.episode_id": "Episode.",
+    "episode_policies.policy": "Policy that served a call of it.",
+    "episode_policies.own_version": "Lowest version that served a call under the episode's own "
+    "key; null: only calls of its parts.",
+    "episode_policies.version": "Lowest version that served a call of the whole episode.",
+    "episode_policies.claimed_by": "Update that holds or has spent the episode for the policy.",
+    "episode_policies.task": "Task of the whole episode.",
+    "episode_policies.scored_at": "As in `episodes`.",
+    "episode_policies.call_scored_at": "As in `episodes`.",
+    "episode_policies.failed": "Whether the last call of the whole episode came to no proper "
+    "reply.",
+    "episode_policies.last_call_at": "Time of the last call of the whole episode.",
+    "episode_policies.claimable": "Whether the episode is whole (no part of another) and not "
+    "quarantined.",
     "consumptions.episode_id": "Episode.",
+    "consumptions.policy": "Policy that spent it: the update's.",
     "consumptions.update_id": "Update that spent it.",
     "consumptions.trained": "Whether it carried loss.",
     "consumptions.reason": "Why it did not, such as `stale`, `aged`, `alone`, `damaged` or "

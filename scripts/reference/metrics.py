@@ -27,6 +27,7 @@ for it. It may fall: use `delta()`, not `rate()`.
 MODULES: Final[dict[str, ModuleType]] = {"Proxy": proxy.metrics, "Trainer": trainer.metrics}
 HEAD: Final = ("metric", "type", "labels", "meaning")
 LABELS: Final = {
+    "figure": "`mean`, or `low` or `high` for the limits of its 95 % interval.",
     "kind": "`prompt` or `sampled`.",
     "metric": "`reward`, `tool_status`, or `other` for a metric of any other name.",
     "outcome": "`trained`, `no_signal` (no call had an advantage other than 0), `released` "

@@ -24,6 +24,11 @@ Types: `HOST:PORT` brackets an IPv6 host (`[::1]:8100`). Names that end in `_S` 
 `_MB` MiB (2^20 bytes), in `_KB` KiB (2^10 bytes). Relative paths start at the working directory.
 """
 ADDRESS: Final = "HOST:PORT"
+# Fields that hold several values, by how they are written in one variable.
+LISTS: Final = {
+    "replica_urls": "comma-separated URLs",
+    "default_sampling": "comma-separated NAME=NUMBER",
+}
 
 
 class Section(NamedTuple):
@@ -110,12 +115,12 @@ def _section(section: Section) -> str:
 def _type(name: str, field: FieldInfo) -> str:
     if name.endswith("listen"):
         return ADDRESS
-    return "comma-separated URLs" if name == "replica_urls" else type_of(field)
+    return LISTS.get(name) or type_of(field)
 
 
 def _default(field: FieldInfo) -> str:
     """Return the default as it would stand in the environment: without quotes."""
-    if field.default in ((), None) or not _plain(field.default):
+    if field.default in ((), {}, None) or not _plain(field.default):
         return "unset"
     return default_of(field).replace('"', "")
 

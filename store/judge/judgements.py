@@ -18,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.read.episodes import matching
 from store.records import Record
+from store.schema.claimable import episode_policies
 from store.schema.recorded import episodes
 from store.schema.stated import judgements
 
@@ -60,13 +61,15 @@ async def awaiting(
 ) -> list[Awaiting]:
     """Return at most `limit` episodes that wait for `judge`, oldest first.
 
-    They have no score, and their last call was before `quiet_since`. Left out are episodes that an
-    update has claimed or consumed, and quarantined ones. `since`, `agent` and `policy` filter as in
-    `store.read.episodes.matching`; `now` is compared with the time of the next attempt.
+    They have no score, and their last call was before `quiet_since`. Left out are episodes that
+    updates of all their policies have claimed or consumed, and quarantined ones. `since`, `agent`
+    and `policy` filter as in `store.read.episodes.matching`; `now` is compared with the time of the
+    next attempt.
     """
     part = episodes.alias("part")
     of_parts = select(func.max(part.c.last_call_at)).where(part.c.root == episodes.c.id)
     last_call = func.greatest(episodes.c.last_call_at, of_parts.scalar_subquery())
+    claims = select(episode_policies).where(episode_policies.c.episode_id == episodes.c.id)
     earlier = judgements.alias("asked")
     news = earlier.c.last_call_at < last_call
     query = (
@@ -75,7 +78,7 @@ async def awaiting(
         .add_columns(earlier.c.attempts, news.label("news"))
         .where(
             episodes.c.scored_at.is_(None),
-            episodes.c.claimed_by.is_(None),
+            or_(~claims.exists(), claims.where(episode_policies.c.claimed_by.is_(None)).exists()),
             episodes.c.quarantined_reason.is_(None),
             last_call < quiet_since,
             or_(

@@ -7,6 +7,8 @@ episode provides one of them. The rules (docs/decisions/011-joins-in-the-store.m
 - A need that two different episodes meet is doubtful: it joins nothing, and all episodes that it
   touches are excluded from training. If other needs show that the two are one episode, the doubt
   is gone.
+- An episode is evaluation if one of its parts is. Any match within a split is surer than one across
+  (`store.values.digests`), and a doubt across touches the needing episode alone.
 - A fingerprint that more than `MOST_PROVIDERS` episodes provide is too common: it is no evidence
   about any of them. This also limits the work of a join.
 """
@@ -15,7 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 from uuid import UUID
 
-from store.records import Confidence, Record
+from store.records import EVAL, TRAIN, Confidence, Record, Split
+from store.values.digests import ACROSS
 
 MOST_PROVIDERS: Final = 8
 
@@ -32,7 +35,7 @@ _BY_PREFIX: tuple[str, Confidence] = ("prefix", "likely")
 class EpisodePart(Record, frozen=True, kw_only=True):
     """An episode made of the calls under its own key only, before joins.
 
-    `held` is true if it was claimed, by itself or as a part of another.
+    `held` is true if any policy has claimed it, by itself or as a part of another.
     """
 
     id: UUID
@@ -42,6 +45,7 @@ class EpisodePart(Record, frozen=True, kw_only=True):
     task_from: UUID | None
     doubtful: bool
     held: bool
+    split: Split = TRAIN
 
 
 class Link(Record, frozen=True, kw_only=True):
@@ -62,10 +66,14 @@ class Place(Record, frozen=True, kw_only=True):
 
 
 class Joins(Record, frozen=True, kw_only=True):
-    """The place of each part, and each needing call's method and confidence (None: not joined)."""
+    """The place of each part, and each needing call's method and confidence (None: not joined).
+
+    `evaluation` are the parts, held ones too, of episodes with a part in the `eval` split.
+    """
 
     places: Mapping[UUID, Place]
     calls: Mapping[UUID, tuple[str, Confidence] | None]
+    evaluation: frozenset[UUID] = frozenset()
 
 
 def resolve(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
@@ -78,11 +86,12 @@ def resolve(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
     for call_id, (level, needed_by, provided_by) in needs.items():
         too_common = len(provided_by) > MOST_PROVIDERS
         if not too_common and len({_root(roots, provided) for provided in provided_by}) == 1:
-            joined[call_id] = _JOINED_BY[level] if level < len(_JOINED_BY) else _BY_PREFIX
+            kind = level % ACROSS
+            joined[call_id] = _JOINED_BY[kind] if kind < len(_JOINED_BY) else _BY_PREFIX
             continue
         joined[call_id] = None
         doubts.setdefault(needed_by, DOUBTFUL_NEED)
-        for provided in () if too_common else provided_by:
+        for provided in () if too_common or level >= ACROSS else provided_by:
             doubts.setdefault(provided, TOLD_MORE_THAN_ONE)
     by_root: dict[UUID, list[EpisodePart]] = {}
     for part in parts:
@@ -97,7 +106,14 @@ def resolve(parts: Sequence[EpisodePart], links: Iterable[Link]) -> Joins:
             joined[call_id] = None
         elif needed_by in held:
             del joined[call_id]
-    return Joins(places=places, calls=joined)
+    return Joins(places=places, calls=joined, evaluation=_evaluation(by_root.values()))
+
+
+def _evaluation(episodes: Iterable[Sequence[EpisodePart]]) -> frozenset[UUID]:
+    """Return all parts of the episodes that have a part in the `eval` split."""
+    return frozenset(
+        part.id for parts in episodes if any(part.split == EVAL for part in parts) for part in parts
+    )
 
 
 def _surest(links: Iterable[Link]) -> dict[UUID, tuple[int, UUID, list[UUID]]]:

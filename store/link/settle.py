@@ -11,10 +11,11 @@ from uuid import UUID
 
 import msgspec
 
+from store.link.claimable import refresh_wholes, share_policies
 from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve
 from store.link.targets import Target, stored_targets
-from store.records import OWN_EPISODE, REWARD, CallRecord, FeedbackRecord
-from store.values.digests import as_uuid
+from store.records import EVAL, OWN_EPISODE, REWARD, SPLITS, CallRecord, FeedbackRecord
+from store.values.digests import MATCHES, as_uuid
 
 # Key of the advisory lock that `settle` holds until its transaction ends.
 SETTLE_LOCK: Final = 0x5041574D
@@ -36,8 +37,13 @@ class Written(msgspec.Struct):
     keyed: list[UUID] = []
 
     def provided(self) -> list[UUID]:
-        """Return the fingerprints that the batch's calls provide."""
-        return [as_uuid(digest) for call, _ in self.calls for digest in call.provides]
+        """Return the fingerprints that the batch's calls provide, each as that of either split."""
+        return [
+            as_uuid(digest, split)
+            for call, _ in self.calls
+            for digest in call.provides
+            for split in SPLITS
+        ]
 
     def needing(self) -> list[UUID]:
         """Return the ids of the batch's calls that need fingerprints."""
@@ -86,6 +92,9 @@ async def settle(driver: Any, written: Written) -> None:
     if linked:
         await _join(driver, linked)
     await driver.execute(_SCORE, list(touched))
+    if linked:
+        await share_policies(driver, linked)
+    await refresh_wholes(driver, touched)
 
 
 # Feedback
@@ -137,7 +146,7 @@ _SCORE = f"""
         FROM said GROUP BY whole)
     UPDATE episodes e SET scored_at = s.scored_at, call_scored_at = s.call_scored_at
     FROM scores s
-    WHERE e.id = s.whole AND e.claimed_by IS NULL AND (e.scored_at, e.call_scored_at)
+    WHERE e.id = s.whole AND (e.scored_at, e.call_scored_at)
         IS DISTINCT FROM (s.scored_at, s.call_scored_at)
 """
 
@@ -146,20 +155,20 @@ _SCORE = f"""
 
 # Only the surest level of a call counts, so no others are linked. For a digest that more than
 # MOST_PROVIDERS episodes provide, one link above that number is made: enough to see that it is too
-# common.
+# common. Each split's digests are counted apart, and those of the other split are the least sure.
 _LINK = f"""
     INSERT INTO links (call_id, level, provided_by, needed_by)
     SELECT DISTINCT call_id, level, provided_by, needed_by FROM (
-        SELECT n.call_id, n.level, p.episode_id AS provided_by, n.episode_id AS needed_by,
-            min(n.level) OVER (PARTITION BY n.call_id) AS surest
-        FROM needed_fingerprints n CROSS JOIN LATERAL (
+        SELECT n.call_id, d.level, p.episode_id AS provided_by, n.episode_id AS needed_by,
+            min(d.level) OVER (PARTITION BY n.call_id) AS surest
+        FROM needed_fingerprints n CROSS JOIN LATERAL {MATCHES} CROSS JOIN LATERAL (
             SELECT DISTINCT episode_id FROM (
-                SELECT episode_id FROM provided_fingerprints WHERE digest = n.digest
+                SELECT episode_id FROM provided_fingerprints WHERE digest = d.digest
                 LIMIT {64 * MOST_PROVIDERS}) told
             WHERE episode_id <> n.episode_id LIMIT {MOST_PROVIDERS + 1}) p
-        WHERE (n.digest = ANY($1) OR n.call_id = ANY($2))
+        WHERE (n.digest = ANY($1) OR n.call_id = ANY($2)) AND d.counts
             AND NOT EXISTS (SELECT FROM links l WHERE l.call_id = n.call_id
-                            AND (l.level < n.level OR l.level = n.level AND l.too_common))) found
+                            AND (l.level < d.level OR l.level = d.level AND l.too_common))) found
     WHERE level = surest
     ON CONFLICT DO NOTHING RETURNING call_id
 """
@@ -208,9 +217,10 @@ async def _lock(driver: Any, episodes: set[UUID]) -> None:
 
 
 _PARTS = """
-    SELECT e.id, e.first_call_id, e.task, e.task_named, e.task_from, e.doubtful,
-        COALESCE(r.claimed_by, e.claimed_by) IS NOT NULL AS held
-    FROM episodes e LEFT JOIN episodes r ON r.id = e.root WHERE e.id = ANY($1)
+    SELECT e.id, e.first_call_id, e.task, e.task_named, e.task_from, e.doubtful, e.split,
+        EXISTS (SELECT FROM episode_policies p
+                WHERE p.episode_id = COALESCE(e.root, e.id) AND p.claimed_by IS NOT NULL) AS held
+    FROM episodes e WHERE e.id = ANY($1)
 """
 _LINKS = "SELECT call_id, level, needed_by, provided_by FROM links WHERE needed_by = ANY($1)"
 _PLACE = """
@@ -220,6 +230,12 @@ _PLACE = """
         AS p (id, root, joined_task, quarantined_reason)
     WHERE e.id = p.id AND (e.linked, e.root, e.joined_task, e.quarantined_reason)
         IS DISTINCT FROM (true, p.root, p.joined_task, p.quarantined_reason)
+"""
+# Held episodes too: an update that holds one may still give it up (`store.updates.claims.consume`).
+_SPLIT = f"""
+    UPDATE episodes e SET joined_split = s.split
+    FROM (SELECT id, CASE WHEN id = ANY($2) THEN '{EVAL}' END AS split FROM unnest($1::uuid[]) id) s
+    WHERE e.id = s.id AND e.joined_split IS DISTINCT FROM s.split
 """
 _UPDATE_CALLS = """
     UPDATE transitions t SET method = j.method, confidence = j.confidence
@@ -238,6 +254,7 @@ async def _join(driver: Any, linked: set[UUID]) -> None:
     if places:
         await driver.execute(_PLACE, *map(list, zip(*places, strict=True)))
     await driver.execute("UPDATE episodes SET linked = true WHERE id = ANY($1) AND NOT linked", ids)
+    await driver.execute(_SPLIT, ids, list(joins.evaluation))
     calls = [(call, *(joined or (OWN_EPISODE, "doubtful"))) for call, joined in joins.calls.items()]
     if calls:
         await driver.execute(_UPDATE_CALLS, *map(list, zip(*calls, strict=True)))

@@ -22,8 +22,8 @@ from store.records import (
     TransitionRow,
 )
 from store.values.delta import rebuild
+from store.values.distribution import distribution_of
 from store.values.documents import parse
-from store.values.sampling import used_temperature
 from store.values.tokens import ITEM_BYTES, are_logprobs
 
 # An explicit status of a tool beats one that was inferred from its result.
@@ -116,6 +116,7 @@ def assemble(
         stray_tool_events=tuple(_event(row) for row in standing if owner[row.id] not in known),
         aliases=tuple(part.key for part in parts if part is not head),
         quarantined_reason=head.quarantined_reason,
+        split=head.joined_split or head.split,
     )
 
 
@@ -176,14 +177,17 @@ def _readable(row: Any, whole: WholeTexts) -> Readable:
 
 def _check_trainable(row: Any, prompt_ids: bytes, sampling: _Settings) -> None:
     """Check that all values the trainer computes with are present and valid."""
-    if len(row.sampled_ids) != len(row.sampled_logprobs):
+    # Without any, the trainer computes them.
+    if row.sampled_logprobs and len(row.sampled_ids) != len(row.sampled_logprobs):
         raise Damaged(f"call {row.id} has different numbers of sampled ids and log-probabilities")
     if not prompt_ids or not row.sampled_ids:
         raise Damaged(f"call {row.id} is marked as trainable and has no token ids")
     if not are_logprobs(row.sampled_logprobs):
         raise Damaged(f"call {row.id} has a value that cannot be a sampled token's log-probability")
-    if not used_temperature(sampling.get("temperature")):
-        raise Damaged(f"call {row.id} is marked as trainable and has no temperature above 0")
+    try:
+        distribution_of(sampling)
+    except ValueError as error:
+        raise Damaged(f"call {row.id} is marked as trainable, and its {error}") from error
 
 
 def _parsed(row: Any, column: str, kind: Any) -> Any:

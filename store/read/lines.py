@@ -61,6 +61,7 @@ def _episode_line(episode: Episode, now: datetime, quiet: timedelta) -> dict[str
     line: dict[str, Any] = {
         "episode": episode.key,
         "task": episode.task,
+        "split": episode.split,
         "state": episode_state(episode, now, quiet),
         "feedback": _statements(episode.feedback),
         "calls": [_call(episode, call) for call in episode.calls],

@@ -11,11 +11,14 @@ from datetime import datetime
 from typing import Any, Final, Generic, TypeVar
 from uuid import UUID
 
-from sqlalchemy import Row, Select, func, literal, select, tuple_
+from msgspec import convert
+from sqlalchemy import JSON, Row, Select, and_, func, literal, select, tuple_
+from sqlalchemy.dialects.postgresql import aggregate_order_by
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.read.episodes import matching
-from store.records import PolicyVersion, Record, UpdateRow
+from store.records import PolicyVersion, Record, Split, UpdateRow
+from store.schema.claimable import episode_policies
 from store.schema.recorded import episodes
 from store.schema.trained import consumptions, policies, updates
 
@@ -30,12 +33,26 @@ class Page(Record, Generic[Item], frozen=True, kw_only=True):
     next: str | None = None
 
 
+class PolicyClaim(Record, frozen=True, kw_only=True):
+    """Describe an episode as one policy sees it, of which a call is that policy's.
+
+    `version` is the policy's version in the episode. `update_id` is the update that claimed it for
+    the policy, if one did. Once that update has consumed it, `trained` says whether it was trained,
+    and `reason` why not.
+    """
+
+    policy: str
+    version: int
+    update_id: UUID | None
+    trained: bool | None
+    reason: str | None
+
+
 class EpisodeSummary(Record, frozen=True, kw_only=True):
     """Describe an episode without its calls; `store.read.lines` has the whole.
 
+    `policy` and `policy_version` served its first call; `claims` has every policy, by name.
     `scored_at` is the time of its first reward, or of its newest reward for a single call.
-    `update_id` is the update that claimed it, if one did. Once that update has consumed it,
-    `trained` says whether it was trained, and `reason` why not.
     """
 
     id: UUID
@@ -47,14 +64,32 @@ class EpisodeSummary(Record, frozen=True, kw_only=True):
     last_call_at: datetime
     scored_at: datetime | None
     quarantined_reason: str | None
-    update_id: UUID | None
-    trained: bool | None
-    reason: str | None
+    split: Split
+    claims: tuple[PolicyClaim, ...]
 
 
 _PART: Final = episodes.alias("part")
 _LAST_CALL_OF_PARTS: Final = (
     select(func.max(_PART.c.last_call_at)).where(_PART.c.root == episodes.c.id).scalar_subquery()
+)
+_OF_SAME: Final = and_(
+    consumptions.c.episode_id == episode_policies.c.episode_id,
+    consumptions.c.policy == episode_policies.c.policy,
+)
+_CLAIM: Final = func.json_build_object(
+    *("policy", episode_policies.c.policy),
+    *("version", episode_policies.c.version),
+    *("update_id", episode_policies.c.claimed_by),
+    *("trained", consumptions.c.trained),
+    *("reason", consumptions.c.reason),
+)
+_CLAIMS: Final = (
+    select(func.json_agg(aggregate_order_by(_CLAIM, episode_policies.c.policy), type_=JSON))
+    .select_from(episode_policies)
+    .outerjoin(consumptions, _OF_SAME)
+    .where(episode_policies.c.episode_id == episodes.c.id)
+    .correlate(episodes)
+    .scalar_subquery()
 )
 _SUMMARY: Final = (
     episodes.c.id,
@@ -66,9 +101,8 @@ _SUMMARY: Final = (
     func.greatest(episodes.c.last_call_at, _LAST_CALL_OF_PARTS).label("last_call_at"),
     func.coalesce(episodes.c.scored_at, episodes.c.call_scored_at).label("scored_at"),
     episodes.c.quarantined_reason,
-    episodes.c.claimed_by.label("update_id"),
-    consumptions.c.trained,
-    consumptions.c.reason,
+    func.coalesce(episodes.c.joined_split, episodes.c.split).label("split"),
+    _CLAIMS.label("claims"),
 )
 
 
@@ -94,7 +128,6 @@ async def episode_page(
     query = (
         matching(since=since, agent=agent, policy=policy)
         .with_only_columns(*_SUMMARY)
-        .outerjoin(consumptions, consumptions.c.episode_id == episodes.c.id)
         .order_by(None)
         .order_by(episodes.c.id)
     )
@@ -154,7 +187,8 @@ async def _page(
 
 
 def _summary_of(row: Row[Any]) -> EpisodeSummary:
-    return EpisodeSummary(**row._mapping)
+    claims = convert(row.claims or (), tuple[PolicyClaim, ...])
+    return EpisodeSummary(**dict(row._mapping) | {"claims": claims})
 
 
 def version_of(row: Row[Any]) -> PolicyVersion:

@@ -5,11 +5,15 @@ from collections.abc import Sequence
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.records import Record
+from store.records import EVAL, Record
+from store.schema.recorded import SPLIT
 
 
 class Totals(Record, frozen=True, kw_only=True):
-    """Counts of calls and episodes over everything stored."""
+    """Counts of calls and episodes over everything stored.
+
+    An episode counts as consumed, or trained, once for each policy that consumed it.
+    """
 
     calls: int
     trainable_calls: int
@@ -18,10 +22,12 @@ class Totals(Record, frozen=True, kw_only=True):
     trained_episodes: int
     trained_unscored_episodes: int
     twice_consumed_episodes: int
+    eval_episodes: int
+    consumed_eval_episodes: int
 
 
 _TOTALS = text(
-    """
+    f"""
     SELECT
       (SELECT count(*) FROM transitions) AS calls,
       (SELECT count(*) FROM transitions WHERE trainable) AS trainable_calls,
@@ -32,7 +38,11 @@ _TOTALS = text(
         WHERE c.trained AND e.scored_at IS NULL
             AND e.call_scored_at IS NULL) AS trained_unscored_episodes,
       (SELECT count(*) FROM (SELECT episode_id FROM consumptions
-        GROUP BY episode_id HAVING count(*) > 1) twice) AS twice_consumed_episodes
+        GROUP BY episode_id, policy HAVING count(*) > 1) twice) AS twice_consumed_episodes,
+      (SELECT count(*) FROM episodes
+        WHERE root IS NULL AND {SPLIT} = '{EVAL}') AS eval_episodes,
+      (SELECT count(*) FROM consumptions c JOIN episodes e ON e.id = c.episode_id
+        WHERE {SPLIT} = '{EVAL}') AS consumed_eval_episodes
     """
 )
 

@@ -9,7 +9,6 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
-    ForeignKey,
     Index,
     Integer,
     LargeBinary,
@@ -19,13 +18,15 @@ from sqlalchemy import (
     text,
 )
 
-from store.records import CALL_STATUSES, CONFIDENCES, CallRecord
+from store.records import CALL_STATUSES, CONFIDENCES, EVAL, SPLITS, TRAIN, CallRecord
 from store.schema.base import When, metadata, one_of
 from store.schema.call_columns import call_columns
 
-# The condition for an episode that may be claimed. Parts of another episode are claimed and
-# consumed with it, and quarantined ones never.
-FREE = "claimed_by IS NULL AND root IS NULL AND quarantined_reason IS NULL"
+# The split of a whole episode: `eval` if any call of any of its parts says so.
+SPLIT = "COALESCE(joined_split, split)"
+# The condition for an episode that policies may claim. Parts of another episode are claimed and
+# consumed with it, quarantined ones and evaluation never.
+CLAIMABLE = f"root IS NULL AND quarantined_reason IS NULL AND {SPLIT} = '{TRAIN}'"
 
 episodes = Table(
     "episodes",
@@ -47,7 +48,6 @@ episodes = Table(
     # The time of its first reward, and of its newest reward for a single call.
     Column("scored_at", When),
     Column("call_scored_at", When),
-    Column("claimed_by", Uuid, ForeignKey("updates.id")),
     # At least one of its calls belongs to it with confidence `doubtful`.
     Column("doubtful", Boolean, nullable=False, server_default=text("false")),
     # The result of `store.link.settle` (docs/decisions/011-joins-in-the-store.md). `root` is the
@@ -56,42 +56,22 @@ episodes = Table(
     Column("linked", Boolean, nullable=False, server_default=text("false")),
     Column("root", Uuid),
     Column("joined_task", Text),
+    # What the episode's own calls say, and `eval` where a call of another part says so.
+    Column("split", Text, nullable=False, server_default=text(f"'{TRAIN}'")),
+    Column("joined_split", Text),
     Column("quarantined_reason", Text),
-    # Scored episodes that may be claimed, by task; then all that may be claimed once they are
-    # scored, by the version that sampled them.
+    # Evaluation by policy: the rewards of each version.
     Index(
-        "ix_episodes_ready",
+        "ix_episodes_eval",
         "policy",
-        text("COALESCE(joined_task, task)"),
-        text("COALESCE(policy_version, 0)"),
-        "scored_at",
-        postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
+        "policy_version",
+        postgresql_where=text(f"{SPLIT} = '{EVAL}'"),
     ),
-    Index(
-        "ix_episodes_waiting",
-        "policy",
-        text("COALESCE(policy_version, 0)"),
-        "id",
-        postgresql_where=text(FREE),
-    ),
-    Index(
-        "ix_episodes_call_scored",
-        "policy",
-        text("COALESCE(joined_task, task)"),
-        text("COALESCE(policy_version, 0)"),
-        postgresql_where=text(f"call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE}"),
-    ),
-    Index(
-        "ix_episodes_failed",
-        "policy",
-        "linked",
-        text("COALESCE(joined_task, task)"),
-        postgresql_where=text("failed AND scored_at IS NULL AND claimed_by IS NULL"),
-    ),
-    Index("ix_episodes_claimed_by", "claimed_by", postgresql_where=text("claimed_by IS NOT NULL")),
     Index("ix_episodes_root", "root", postgresql_where=text("root IS NOT NULL")),
     # BRIN, because a later call then changes no index entry (a heap-only tuple update).
     Index("ix_episodes_last_call_at", "last_call_at", postgresql_using="brin"),
+    one_of("split", SPLITS),
+    one_of("joined_split", SPLITS),
 )
 
 transitions = Table(
@@ -112,6 +92,7 @@ transitions = Table(
     Column("sampled_logprobs", LargeBinary, nullable=False),
     one_of("status", CALL_STATUSES),
     one_of("confidence", CONFIDENCES),
+    one_of("split", SPLITS),
     CheckConstraint("trainable OR reason IS NOT NULL", name="reason_given"),
     Index("ix_transitions_episode_id", "episode_id"),
     Index("ix_transitions_response_id", "response_id"),

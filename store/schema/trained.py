@@ -1,10 +1,11 @@
-"""Define the trainer's tables: policy versions, updates that made them, consumed episodes."""
+"""Define the trainer's tables: policy versions, updates that made them, what they consumed."""
 
 from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
     ForeignKey,
+    ForeignKeyConstraint,
     Index,
     Integer,
     Table,
@@ -24,13 +25,20 @@ policies = Table(
     Column("name", Text, primary_key=True),
     Column("version", Integer, primary_key=True),
     Column("state", Text, nullable=False),
-    Column("served_name", Text, nullable=False, unique=True),
+    Column("served_name", Text, nullable=False),
     Column("adapter_path", Text),
     Column("update_id", Uuid, ForeignKey("updates.id"), unique=True),
     Column("created_at", When, nullable=False, server_default=text("now()")),
     Column("changed_at", When, nullable=False, server_default=text("now()")),
     one_of("state", POLICY_STATES),
     CheckConstraint("(version = 0) = (update_id IS NULL)", name="base_or_trained"),
+    # Several policies may have one base model, and so one name for their version 0.
+    Index(
+        "uq_policies_served_name",
+        "served_name",
+        unique=True,
+        postgresql_where=text("version > 0"),
+    ),
     Index("uq_policies_serving", "name", unique=True, postgresql_where=text("state = 'serving'")),
 )
 
@@ -60,11 +68,15 @@ updates = Table(
 consumptions = Table(
     "consumptions",
     metadata,
-    Column("episode_id", Uuid, ForeignKey("episodes.id"), primary_key=True),
+    Column("episode_id", Uuid, primary_key=True),
+    Column("policy", Text, primary_key=True),
     Column("update_id", Uuid, ForeignKey("updates.id"), nullable=False),
     Column("trained", Boolean, nullable=False),
     Column("reason", Text),
     Column("at", When, nullable=False, server_default=text("now()")),
+    ForeignKeyConstraint(
+        ["episode_id", "policy"], ["episode_policies.episode_id", "episode_policies.policy"]
+    ),
     CheckConstraint("trained OR reason IS NOT NULL", name="reason_given"),
     Index("ix_consumptions_update_id", "update_id"),
 )

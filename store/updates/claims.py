@@ -1,9 +1,10 @@
 """Claim, release and consume episodes, so that each is trained whole and at most once.
 
-A claim is an update in state `running` whose id is in the `claimed_by` column of its episodes.
-It ends in one transaction, in one of two ways: the update is `done`, its version is recorded
-and its episodes are consumed; or it is `abandoned` and its episodes are free again. A unique
-index allows one running update per policy (docs/decisions/024-exactly-once.md).
+A claim is an update in state `running` whose id is in the `claimed_by` column of what its policy
+may claim of its episodes (`episode_policies`): each policy claims an episode for itself. It ends in
+one transaction, in one of two ways: the update is `done`, its version is recorded and its episodes
+are consumed; or it is `abandoned` and its episodes are free again. A unique index allows one
+running update per policy (docs/decisions/024-exactly-once.md).
 """
 
 from collections import Counter
@@ -20,12 +21,14 @@ from store.ids import new_id
 from store.read.episodes import read_episodes
 from store.read.pages import update_of
 from store.records import Episode, Group, Record, UpdateRow
+from store.schema.claimable import episode_policies
 from store.schema.recorded import episodes
 from store.schema.trained import updates
 from store.updates.consuming import consume_episodes, end_update
 from store.updates.expiry import oldest_version
 from store.updates.policies import add_version
-from store.updates.ready import EARLIER_MEMBERS, ClaimRule, find_ready
+from store.updates.ready import EARLIER_MEMBERS, ClaimRule, find_ready, lock
+from store.updates.turned import refuse_evaluation
 
 
 class Claim(Record, frozen=True, kw_only=True):
@@ -89,7 +92,9 @@ async def claim(
     if started.first() is None:
         raise ClaimLost(f"another update of policy {rule.policy} is running; one runs at a time")
     await connection.execute(
-        update(episodes).where(episodes.c.id.in_(taken)).values(claimed_by=update_id)
+        update(episode_policies)
+        .where(episode_policies.c.policy == rule.policy, episode_policies.c.episode_id.in_(taken))
+        .values(claimed_by=update_id)
     )
     return update_id
 
@@ -133,7 +138,8 @@ async def _held(connection: AsyncConnection, update_id: UUID) -> dict[UUID, str]
     task = func.coalesce(episodes.c.joined_task, episodes.c.task, "")
     query = (
         select(episodes.c.id, task)
-        .where(episodes.c.claimed_by == update_id)
+        .join(episode_policies, episode_policies.c.episode_id == episodes.c.id)
+        .where(episode_policies.c.claimed_by == update_id)
         .order_by(task, episodes.c.first_call_id)
     )
     return {row[0]: row[1] for row in await connection.execute(query)}
@@ -187,8 +193,12 @@ async def release(connection: AsyncConnection, update_id: UUID, why: str) -> int
         await end_update(connection, update_id, "abandoned", {"abandoned": why})
     except ClaimLost:
         return 0
+    held = select(episode_policies.c.episode_id).where(episode_policies.c.claimed_by == update_id)
+    await lock(connection, list((await connection.execute(held)).scalars()))
     freed = await connection.execute(
-        update(episodes).where(episodes.c.claimed_by == update_id).values(claimed_by=None)
+        update(episode_policies)
+        .where(episode_policies.c.claimed_by == update_id)
+        .values(claimed_by=None)
     )
     return int(freed.rowcount)
 
@@ -218,7 +228,10 @@ async def consume(
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
+        TurnedEvaluation: a call said since the claim that one of its episodes is evaluation;
+            nothing was written.
     """
+    await refuse_evaluation(connection, update_id)
     after = null() if baselines is None else dict(baselines)
     await end_update(connection, update_id, "done", metrics, version=version, baselines=after)
     consumed = [(one.episode_id, one.trained, one.reason) for one in outcomes]

@@ -1,4 +1,4 @@
-"""End updates and consume episodes: each update ends once, each episode is consumed once.
+"""End updates and consume episodes: each update ends once, each policy consumes an episode once.
 
 All that consumes episodes does it here: a finished update, one that sets unusable episodes aside,
 and one that only expires episodes (`claims`, `damage`, `expiry`).
@@ -14,14 +14,16 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.errors import ClaimLost
 from store.schema.trained import updates
 
-# The foreign key locks each episode in the order of `ids`, until the transaction ends.
+# The policy is the update's. The foreign key locks what it may claim of each episode, in the order
+# of `ids`, until the transaction ends.
 _CONSUME: Final = text(
     """
-    INSERT INTO consumptions (episode_id, update_id, trained, reason)
-    SELECT e.id, :update_id, e.trained, e.reason
-    FROM unnest(CAST(:ids AS uuid[]), CAST(:trained AS boolean[]), CAST(:reasons AS text[]))
-        WITH ORDINALITY AS e (id, trained, reason, place)
-    ORDER BY e.place
+    INSERT INTO consumptions (episode_id, policy, update_id, trained, reason)
+    SELECT e.id, u.policy, u.id, e.trained, e.reason
+    FROM updates u,
+        unnest(CAST(:ids AS uuid[]), CAST(:trained AS boolean[]), CAST(:reasons AS text[]))
+            WITH ORDINALITY AS e (id, trained, reason, place)
+    WHERE u.id = :update_id ORDER BY e.place
     """
 )
 
@@ -31,7 +33,7 @@ async def consume_episodes(
     update_id: UUID,
     episodes: Iterable[tuple[UUID, bool, str | None]],
 ) -> None:
-    """Consume episodes in the caller's transaction, in the given order.
+    """Consume episodes for an update's policy, in the caller's transaction and the given order.
 
     Args:
         connection: an open transaction.
@@ -39,7 +41,8 @@ async def consume_episodes(
         episodes: for each its id, whether it was trained, and the reason if it was not.
 
     Raises:
-        sqlalchemy.exc.IntegrityError: an episode is consumed already, or a reason is missing.
+        sqlalchemy.exc.IntegrityError: the policy has consumed an episode already, or never had a
+            call of it, or a reason is missing.
     """
     rows = list(episodes)
     values = {

@@ -2,26 +2,27 @@
 
 An episode that is damaged, or makes an update's gradient infinite, would be claimed again and stop
 the trainer each time. So the update that finds it consumes it with its reason, and ends in state
-`expired`. A member that an earlier update consumed is only marked, so that no later return is
-compared with it.
+`expired`. A damaged one is quarantined besides: no policy can read it, and where an earlier update
+consumed it, no later return is compared with it. A gradient that is not finite is one policy's own.
 """
 
 from collections.abc import Mapping
 from typing import Final
 from uuid import UUID
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import literal_column, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.schema.recorded import episodes
+from store.link.claimable import refresh
+from store.records import TRAIN
+from store.schema.claimable import episode_policies
+from store.schema.recorded import SPLIT, episodes
 from store.updates.consuming import consume_episodes, end_update
+from store.updates.ready import lock
 
 DAMAGED: Final = "damaged"
 NON_FINITE: Final = "non_finite"
-WHY: Final[Mapping[str, str]] = {
-    DAMAGED: "a call of this episode cannot be read back",
-    NON_FINITE: "the loss or gradient of this episode is not finite",
-}
+CANNOT_BE_READ: Final = "a call of this episode cannot be read back"
 
 
 async def set_aside(
@@ -36,7 +37,7 @@ async def set_aside(
         connection: an open transaction.
         update_id: the running update.
         damaged: what is wrong with each unusable episode, by episode id.
-        reason: the reason recorded with their consumption, a key of `WHY`.
+        reason: the reason recorded with their consumption.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
@@ -50,12 +51,19 @@ async def set_aside(
     }
     await end_update(connection, update_id, "expired" if held else "abandoned", metrics)
     await consume_episodes(connection, update_id, [(one, False, reason) for one in held])
+    if reason == DAMAGED:
+        await connection.execute(
+            update(episodes)
+            .where(episodes.c.id.in_(damaged))
+            .values(quarantined_reason=CANNOT_BE_READ)
+        )
+        await refresh(connection, damaged)
     await connection.execute(
-        update(episodes).where(episodes.c.id.in_(damaged)).values(quarantined_reason=WHY[reason])
-    )
-    await connection.execute(
-        update(episodes)
-        .where(episodes.c.claimed_by == update_id, episodes.c.id.not_in(held))
+        update(episode_policies)
+        .where(
+            episode_policies.c.claimed_by == update_id,
+            episode_policies.c.episode_id.not_in(held),
+        )
         .values(claimed_by=None)
     )
     return len(held)
@@ -64,12 +72,15 @@ async def set_aside(
 async def _held(
     connection: AsyncConnection, update_id: UUID, damaged: Mapping[UUID, str]
 ) -> list[UUID]:
-    """Return the members of `damaged` that the update claimed; lock all rows that will change."""
-    query = (
-        select(episodes.c.id, episodes.c.claimed_by)
-        .where(or_(episodes.c.claimed_by == update_id, episodes.c.id.in_(damaged)))
-        .order_by(episodes.c.key)
-        .with_for_update(key_share=True)
+    """Return the members of `damaged` to consume; lock all rows that will change.
+
+    They are those that the update claimed, but for what turned out to be evaluation meanwhile.
+    """
+    query = select(episode_policies.c.episode_id).where(episode_policies.c.claimed_by == update_id)
+    claimed = set((await connection.execute(query)).scalars())
+    await lock(connection, [*claimed, *damaged])
+    training = select(episodes.c.id).where(
+        episodes.c.id.in_(claimed & damaged.keys()), literal_column(SPLIT) == TRAIN
     )
-    rows = await connection.execute(query)
-    return [row.id for row in rows if row.claimed_by == update_id and row.id in damaged]
+    held = set((await connection.execute(training)).scalars())
+    return [one for one in damaged if one in held]

@@ -1,8 +1,8 @@
 """Expiry: consume episodes that can never be trained any more, so that they do not wait forever.
 
-Each is consumed once, by an update in state `expired` that does nothing else, with a reason:
-`stale` (sampled by an older version than the recipe allows) or `aged` (without a call for longer
-than it allows). Scored and unscored episodes expire alike, in short transactions.
+Each policy consumes such an episode once, in an update in state `expired` that does nothing else,
+with a reason: `stale` (sampled by an older version than the recipe allows) or `aged` (without a
+call for longer than it allows). Scored and unscored episodes expire alike, in short transactions.
 """
 
 from collections import Counter
@@ -15,10 +15,10 @@ from sqlalchemy import insert, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at, new_id
-from store.schema.recorded import FREE, episodes
+from store.schema.claimable import FREE, episode_policies
 from store.schema.trained import updates
 from store.updates.consuming import consume_episodes
-from store.updates.ready import VERSION, ClaimRule, lock_free
+from store.updates.ready import ClaimRule, lock_free
 
 MOST: Final = 1000
 
@@ -31,20 +31,21 @@ _OLDEST = text(
 )
 _STALE = text(
     f"""
-    SELECT id FROM episodes WHERE policy = :policy AND {FREE} AND {VERSION} < :oldest
-    ORDER BY {VERSION}, id LIMIT :most
+    SELECT episode_id FROM episode_policies
+    WHERE policy = :policy AND {FREE} AND version < :oldest
+    ORDER BY version, episode_id LIMIT :most
     """
 )
 # One lookup per version, because each version is a range of the index. The episode's id is a
 # UUIDv7, so comparing it limits the time at which the episode began.
 _AGED = text(
     f"""
-    SELECT a.id FROM generate_series(CAST(:oldest AS integer), CAST(:newest AS integer)) v
+    SELECT a.episode_id FROM generate_series(CAST(:oldest AS integer), CAST(:newest AS integer)) v
     CROSS JOIN LATERAL (
-        SELECT id FROM episodes WHERE policy = :policy AND {FREE} AND {VERSION} = v
-            AND id < CAST(:began_before AS uuid)
+        SELECT episode_id FROM episode_policies WHERE policy = :policy AND {FREE} AND version = v
+            AND episode_id < CAST(:began_before AS uuid)
             AND last_call_at < now() - make_interval(secs => :age_s)
-        ORDER BY id LIMIT :most) a
+        ORDER BY episode_id LIMIT :most) a
     LIMIT :most
     """
 )
@@ -72,7 +73,7 @@ async def expire(
     """
     oldest = await oldest_version(connection, rule.policy, parent, rule.max_staleness)
     past_limits = await _past_limits(connection, rule, parent, oldest)
-    free = await lock_free(connection, list(past_limits))
+    free = await lock_free(connection, rule.policy, list(past_limits))
     reasons = {episode: reason for episode, reason in past_limits.items() if episode in free}
     if not reasons:
         return {}
@@ -91,7 +92,9 @@ async def expire(
         )
     )
     await connection.execute(
-        update(episodes).where(episodes.c.id.in_(reasons)).values(claimed_by=update_id)
+        update(episode_policies)
+        .where(episode_policies.c.policy == rule.policy, episode_policies.c.episode_id.in_(reasons))
+        .values(claimed_by=update_id)
     )
     consumed = [(one, False, reason) for one, reason in reasons.items()]
     await consume_episodes(connection, update_id, consumed)

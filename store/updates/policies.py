@@ -15,13 +15,19 @@ from store.records import PolicyState, PolicyVersion, policy_name
 from store.schema.trained import policies
 
 
-async def ensure_base(connection: AsyncConnection, name: str) -> None:
-    """Add the base model as version 0 of policy `name`, in state `serving`, unless it exists."""
+async def ensure_base(connection: AsyncConnection, name: str, base: str | None = None) -> str:
+    """Add the base model as version 0 of policy `name`, in state `serving`, unless it exists.
+
+    `base` is the name that the base model is served under; None: the policy's. Return that which
+    the policy began with.
+    """
     await connection.execute(
         postgresql.insert(policies)
-        .values(name=name, version=0, state="serving", served_name=name)
+        .values(name=name, version=0, state="serving", served_name=base or name)
         .on_conflict_do_nothing()
     )
+    served = select(policies.c.served_name).where(policies.c.name == name, policies.c.version == 0)
+    return (await connection.execute(served)).scalar() or base or name
 
 
 async def list_versions(
@@ -93,9 +99,9 @@ async def idle_versions(
         text(
             "SELECT p.version FROM policies p WHERE p.name = :name AND p.state = :state"
             " AND p.version > 0 AND p.changed_at < now() - make_interval(secs => :idle_s)"
-            " AND NOT EXISTS (SELECT FROM episodes e WHERE e.policy = p.name"
-            " AND e.policy_version = p.version"
-            " AND e.last_call_at > now() - make_interval(secs => :idle_s))"
+            " AND NOT EXISTS (SELECT FROM episodes e JOIN episode_policies s"
+            " ON s.episode_id = e.id AND s.policy = p.name AND s.own_version = p.version"
+            " WHERE e.last_call_at > now() - make_interval(secs => :idle_s))"
         ),
         {"name": name, "state": state, "idle_s": idle_s},
     )
@@ -110,23 +116,24 @@ async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[
     """
     rows = await connection.execute(
         text(
-            "SELECT r.policy, e.key, r.policy_version"
-            " FROM episodes e JOIN episodes r ON r.id = COALESCE(e.root, e.id)"
-            " WHERE r.policy IS NOT NULL AND (e.method <> 'own' OR e.linked)"
+            "SELECT p.policy, e.key, p.version"
+            " FROM episodes e JOIN episode_policies p ON p.episode_id = COALESCE(e.root, e.id)"
+            " WHERE (e.method <> 'own' OR e.linked)"
             " AND e.last_call_at > now() - interval '1 day'"
             " ORDER BY e.last_call_at DESC LIMIT :most"
         ),
         {"most": most},
     )
-    return [(row.policy, row.key, row.policy_version) for row in rows]
+    return [(row.policy, row.key, row.version) for row in rows]
 
 
 async def pinned_version(connection: AsyncConnection, policy: str, episode: str) -> int | None:
-    """Return the version that an episode began with, or None if it has no call of `policy` yet."""
+    """Return an episode's version of `policy`, or None if it has no call of that policy yet."""
     version = await connection.scalar(
         text(
-            "SELECT COALESCE(r.policy_version, e.policy_version) FROM episodes e"
-            " LEFT JOIN episodes r ON r.id = e.root WHERE e.key = :key AND e.policy = :policy"
+            "SELECT p.version FROM episodes e JOIN episode_policies p"
+            " ON p.episode_id = COALESCE(e.root, e.id)"
+            " WHERE e.key = :key AND p.policy = :policy"
         ),
         {"key": episode, "policy": policy},
     )

@@ -12,13 +12,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import Record
-from store.schema.recorded import FREE
+from store.schema.claimable import FREE
 
 # How many of the last updates are searched for consumed members to compare a late member with.
 EARLIER_UPDATES = 32
-
-TASK = "COALESCE(joined_task, task)"
-VERSION = "COALESCE(policy_version, 0)"
 
 
 class ClaimRule(Record, frozen=True, kw_only=True):
@@ -49,59 +46,41 @@ class ClaimRule(Record, frozen=True, kw_only=True):
 
 
 _SCORED = f"""
-    SELECT id, {TASK} AS task, {VERSION} AS version, scored_at AS at
-    FROM episodes
-    WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE} AND {VERSION} >= :oldest
+    SELECT episode_id AS id, task, version, scored_at AS at
+    FROM episode_policies
+    WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE} AND version >= :oldest
 """
 # No reward marks the end of such an episode, so it counts as over once all its parts are silent.
 _CALL_SCORED = f"""
     UNION ALL
-    SELECT id, {TASK}, {VERSION}, GREATEST(last_call_at, call_scored_at)
+    SELECT episode_id, task, version, GREATEST(last_call_at, call_scored_at)
         + make_interval(secs => :call_rewards_after_s)
-    FROM episodes e
+    FROM episode_policies
     WHERE policy = :policy AND call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE}
         AND GREATEST(last_call_at, call_scored_at)
             < now() - make_interval(secs => :call_rewards_after_s)
-        AND {VERSION} >= :oldest
-        AND NOT (linked AND EXISTS (
-            SELECT FROM episodes p WHERE p.root = e.id
-                AND p.last_call_at >= now() - make_interval(secs => :call_rewards_after_s)))
+        AND version >= :oldest
 """
 # If rewards for single calls count, an episode that has one counts as rewarded.
 _FAILED = f"""
     UNION ALL
-    SELECT id, {TASK}, {VERSION}, last_call_at + make_interval(secs => :failed_after_s)
-    FROM episodes
-    WHERE policy = :policy AND failed AND scored_at IS NULL AND {FREE} AND NOT linked
+    SELECT episode_id, task, version, last_call_at + make_interval(secs => :failed_after_s)
+    FROM episode_policies
+    WHERE policy = :policy AND failed AND scored_at IS NULL AND {FREE}
         AND NOT (:calls_are_paid AND call_scored_at IS NOT NULL)
         AND last_call_at < now() - make_interval(secs => :failed_after_s)
-        AND {VERSION} >= :oldest
+        AND version >= :oldest
 """
-# The last part of a joined episode decides whether the episode failed.
-_FAILED_JOINED = """
-    UNION ALL
-    SELECT w.id, COALESCE(w.joined_task, w.task), COALESCE(w.policy_version, 0),
-        f.last_call_at + make_interval(secs => :failed_after_s)
-    FROM episodes f JOIN episodes w ON w.id = COALESCE(f.root, f.id)
-    WHERE f.policy = :policy AND f.failed AND f.scored_at IS NULL AND f.claimed_by IS NULL
-        AND f.linked
-        AND f.last_call_at < now() - make_interval(secs => :failed_after_s)
-        AND w.policy = :policy AND w.scored_at IS NULL AND w.claimed_by IS NULL
-        AND NOT (:calls_are_paid AND w.call_scored_at IS NOT NULL)
-        AND w.quarantined_reason IS NULL AND COALESCE(w.policy_version, 0) >= :oldest
-        AND w.last_call_id <= f.last_call_id
-        AND NOT EXISTS (SELECT FROM episodes p
-                        WHERE p.root = w.id AND p.last_call_id > f.last_call_id)
-"""
-# Members of each task that were consumed by the last updates before a given time.
+# Members of each task that the policy's last updates before a given time consumed.
 _EARLIER = f"""
-    SELECT e.id, {TASK} AS task, u.claimed_at
+    SELECT p.episode_id AS id, p.task, u.claimed_at
     FROM (SELECT id, claimed_at FROM updates
           WHERE policy = :policy AND state = 'done' AND claimed_at < CAST(:before AS timestamptz)
           ORDER BY claimed_at DESC LIMIT {EARLIER_UPDATES}) u
-    JOIN consumptions c ON c.update_id = u.id JOIN episodes e ON e.id = c.episode_id
-    WHERE {TASK} IS NOT NULL AND {VERSION} >= :oldest AND quarantined_reason IS NULL
-        AND (e.scored_at IS NOT NULL OR e.call_scored_at IS NOT NULL OR e.failed)
+    JOIN consumptions c ON c.update_id = u.id
+    JOIN episode_policies p ON (p.episode_id, p.policy) = (c.episode_id, c.policy)
+    WHERE p.task IS NOT NULL AND p.version >= :oldest AND p.claimable
+        AND (p.scored_at IS NOT NULL OR p.call_scored_at IS NOT NULL OR p.failed)
 """
 EARLIER_MEMBERS = text(
     f"SELECT id, task FROM ({_EARLIER}) e WHERE task = ANY(:tasks) ORDER BY claimed_at DESC, id"
@@ -131,8 +110,11 @@ _SINGLES = """
 """
 # This waits for transactions that hold a member (SKIP LOCKED would claim a group that is not
 # whole). Locks are taken in the order of keys, as everywhere, so that there are no deadlocks.
-_LOCK = text(
-    f"SELECT id FROM episodes WHERE id = ANY(:ids) AND {FREE} ORDER BY key FOR NO KEY UPDATE"
+_LOCK = text("SELECT FROM episodes WHERE id = ANY(:ids) ORDER BY key FOR NO KEY UPDATE")
+# A statement of its own: one that locks would see the claims as they were before it waited.
+_FREE = text(
+    "SELECT episode_id FROM episode_policies"
+    f" WHERE policy = :policy AND episode_id = ANY(:ids) AND {FREE}"
 )
 
 
@@ -151,7 +133,7 @@ async def find_ready(connection: AsyncConnection, rule: ClaimRule, oldest: int) 
         ready += _CALL_SCORED
         values["call_rewards_after_s"] = rule.call_rewards_after_s
     if rule.failed_after_s is not None:
-        ready += _FAILED + _FAILED_JOINED
+        ready += _FAILED
         values["failed_after_s"] = rule.failed_after_s
         values["calls_are_paid"] = rule.call_rewards_after_s is not None
     if rule.group_size == 1:
@@ -159,9 +141,16 @@ async def find_ready(connection: AsyncConnection, rule: ClaimRule, oldest: int) 
     return await _groups(connection, rule, ready, values)
 
 
-async def lock_free(connection: AsyncConnection, ids: Sequence[UUID]) -> set[UUID]:
-    """Lock those of `ids` that no update has claimed, until the transaction ends; return them."""
-    return set((await connection.execute(_LOCK, {"ids": list(ids)})).scalars())
+async def lock(connection: AsyncConnection, ids: Sequence[UUID]) -> None:
+    """Lock these episodes, and so what policies may claim of them, until the transaction ends."""
+    await connection.execute(_LOCK, {"ids": list(ids)})
+
+
+async def lock_free(connection: AsyncConnection, policy: str, ids: Sequence[UUID]) -> set[UUID]:
+    """Lock these episodes, and return those that no update of `policy` has claimed."""
+    await lock(connection, ids)
+    values = {"policy": policy, "ids": list(ids)}
+    return set((await connection.execute(_FREE, values)).scalars())
 
 
 async def _singles(
@@ -170,7 +159,7 @@ async def _singles(
     rows = (await connection.execute(text(_SINGLES.format(ready=ready)), values)).all()
     if not _enough(rows, rule):
         return []
-    free = await lock_free(connection, [row.id for row in rows])
+    free = await lock_free(connection, rule.policy, [row.id for row in rows])
     return [row.id for row in rows if row.id in free]
 
 
@@ -195,7 +184,8 @@ async def _groups(
     members: dict[str, list[UUID]] = {}
     for row in chosen:
         members.setdefault(row.task, []).append(row.id)
-    free = await lock_free(connection, [one for group in members.values() for one in group])
+    found = [one for group in members.values() for one in group]
+    free = await lock_free(connection, rule.policy, found)
     taken: list[UUID] = []
     for task, group in members.items():
         free_members = [one for one in group if one in free]

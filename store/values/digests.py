@@ -8,20 +8,41 @@ from typing import Any, Final
 
 from asyncpg.pgproto import pgproto
 
+from store.records import EVAL, Split
+
 # Kinds. All ids of one kind (tool calls, responses) that a call needs count together. Of the
 # prefixes of a conversation (any other kind) only the first one that is known counts.
 TOOL_CALL: Final = 1
 RESPONSE: Final = 2
 PREFIX: Final = 3
 _KINDS_OF_IDS: Final = (TOOL_CALL, RESPONSE)
+# The digests of evaluation are stored with this bit of the first byte set, so that each split's are
+# matched and counted apart.
+_OF_EVAL: Final = 0x80
+# The SQL of a stored digest's twin, which is the same digest in the other split.
+_TWIN: Final = (
+    "CAST(translate(left({0}::text, 1), '0123456789abcdef', '89abcdef01234567')"
+    " || substr({0}::text, 2) AS uuid)"
+)
+# Added to the level of a match across splits: any match within a split is surer.
+ACROSS: Final = 1 << 16
+# Mere words match across splits only where a call of training repeats what evaluation was told:
+# evaluation may well repeat recorded conversations of training, which stay training's.
+MATCHES: Final = (
+    f"(VALUES (n.digest, n.level, true), ({_TWIN.format('n.digest')}, n.level + {ACROSS},"
+    f" n.level < {len(_KINDS_OF_IDS)} OR n.digest < '80000000-0000-0000-0000-000000000000'))"
+    " AS d (digest, level, counts)"
+)
 
 
-def as_uuid(digest: bytes) -> Any:
-    """Return a digest as the driver's own UUID type, the smallest column type of 16 bytes.
+def as_uuid(digest: bytes, split: Split) -> Any:
+    """Return a split's digest as the driver's own UUID type, the smallest of 16 bytes.
 
     Raises:
         ValueError: it is not 16 bytes long.
     """
+    if split == EVAL and digest:
+        digest = bytes([digest[0] | _OF_EVAL]) + digest[1:]
     return pgproto.UUID(digest)
 
 

@@ -10,9 +10,10 @@ from typing import Any
 from uuid import UUID
 
 from store.ids import time_of
+from store.link.claimable import add_policies
 from store.link.joins import DOUBTFUL_CALL
 from store.link.settle import Written
-from store.records import OWN_EPISODE, CallRecord, FeedbackRecord, GapRecord, SpoolRecord
+from store.records import EVAL, OWN_EPISODE, CallRecord, FeedbackRecord, GapRecord, SpoolRecord
 from store.values.digests import as_uuid, levels
 from store.values.storable import storable_call
 from store.write.bases import Batch
@@ -39,15 +40,15 @@ _TAKES_TASK = (
 _IS_EARLIER = "excluded.first_call_id < episodes.first_call_id"
 _UPSERT_EPISODES = f"""
     INSERT INTO episodes (id, key, method, task, task_named, task_from, policy, policy_version,
-                          first_call_id, last_call_id, last_call_at, failed, doubtful,
+                          first_call_id, last_call_id, last_call_at, failed, doubtful, split,
                           quarantined_reason)
     SELECT id, key, method, task, task_named, task_from, policy, policy_version, id, last_call_id,
-        last_call_at, failed, doubtful, CASE WHEN doubtful THEN '{DOUBTFUL_CALL}' END
+        last_call_at, failed, doubtful, split, CASE WHEN doubtful THEN '{DOUBTFUL_CALL}' END
     FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::boolean[], $6::uuid[],
                 $7::text[], $8::integer[], $9::uuid[], $10::timestamptz[], $11::boolean[],
-                $12::boolean[])
+                $12::boolean[], $13::text[])
         AS said (id, key, method, task, task_named, task_from, policy, policy_version,
-                 last_call_id, last_call_at, failed, doubtful)
+                 last_call_id, last_call_at, failed, doubtful, split)
     ON CONFLICT (key) DO UPDATE SET
         last_call_at = GREATEST(episodes.last_call_at, excluded.last_call_at),
         first_call_id = LEAST(episodes.first_call_id, excluded.first_call_id),
@@ -62,6 +63,7 @@ _UPSERT_EPISODES = f"""
         policy_version = CASE WHEN {_IS_EARLIER} THEN excluded.policy_version
                          ELSE episodes.policy_version END,
         doubtful = episodes.doubtful OR excluded.doubtful,
+        split = CASE WHEN excluded.split = '{EVAL}' THEN '{EVAL}' ELSE episodes.split END,
         quarantined_reason = COALESCE(episodes.quarantined_reason, excluded.quarantined_reason)
     RETURNING key, id, linked, xmax <> 0 AS was_there
 """
@@ -107,14 +109,17 @@ async def _known(driver: Any, ids: list[UUID]) -> set[UUID]:
 async def _write_calls(
     driver: Any, calls: list[CallRecord], known: set[UUID], batch: Batch, written: Written
 ) -> None:
-    episode_ids = await _upsert_episodes(driver, calls, written)
+    episode_ids, changed = await _upsert_episodes(driver, calls, written)
     written.calls += [(call, episode_ids[call.episode]) for call in calls]
+    await add_policies(driver, written.calls, changed)
     new = [(call, episode) for call, episode in written.calls if call.id not in known]
     # A generator, so that each row is in memory only until it is sent.
     rows = (transition_row(call, episode, batch.store(call)) for call, episode in new)
-    provided = [(as_uuid(digest), episode) for call, episode in new for digest in call.provides]
+    provided = [
+        (as_uuid(digest, call.split), episode) for call, episode in new for digest in call.provides
+    ]
     needed = [
-        (as_uuid(digest), call.id, episode, level)
+        (as_uuid(digest, call.split), call.id, episode, level)
         for call, episode in new
         for digest, level in levels(call.needs)
     ]
@@ -133,7 +138,11 @@ async def _write_calls(
 
 async def _upsert_episodes(
     driver: Any, calls: Sequence[CallRecord], written: Written
-) -> dict[str, UUID]:
+) -> tuple[dict[str, UUID], list[UUID]]:
+    """Return each key's episode, and the episodes that were stored before and are not linked.
+
+    What linked ones are to their policies is settled later.
+    """
     by_key: dict[str, list[CallRecord]] = {}
     for call in sorted(calls, key=lambda call: (call.episode, call.id)):
         by_key.setdefault(call.episode, []).append(call)
@@ -144,7 +153,8 @@ async def _upsert_episodes(
             written.linked.append(episode_id)
         elif was_there and by_key[key][0].method == OWN_EPISODE:
             written.rescored.append(episode_id)
-    return {row[0]: row[1] for row in upserted}
+    ids = {row[0]: row[1] for row in upserted}
+    return ids, [row[1] for row in upserted if row[3] and not row[2]]
 
 
 async def _copy(driver: Any, table: str, columns: Sequence[str], rows: Sequence[Row]) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from store.ids import new_id, time_of
+from store.link.claimable import refresh_wholes
 from store.records import OWN_EPISODE, GapRecord
 
 LOST_CALL = "a call of this episode was lost: its record could not be written to disk"
@@ -16,6 +17,7 @@ _MARK = f"""
     FROM unnest($1::uuid[], $2::text[], $3::uuid[], $4::timestamptz[]) AS g (id, key, call, at)
     ON CONFLICT (key) DO UPDATE SET doubtful = true,
         quarantined_reason = COALESCE(episodes.quarantined_reason, excluded.quarantined_reason)
+    RETURNING id
 """
 
 
@@ -24,4 +26,5 @@ async def mark_gaps(driver: Any, gaps: Sequence[GapRecord]) -> None:
     keys = {key: gap for gap in gaps for key in gap.episodes}
     rows = [(new_id(), key, gap.id, time_of(gap.id)) for key, gap in sorted(keys.items())]
     if rows:
-        await driver.execute(_MARK, *map(list, zip(*rows, strict=True)))
+        marked = await driver.fetch(_MARK, *map(list, zip(*rows, strict=True)))
+        await refresh_wholes(driver, [row[0] for row in marked])

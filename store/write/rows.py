@@ -8,7 +8,15 @@ from typing import Any, Final
 from uuid import UUID
 
 from store.connection.engine import to_json
-from store.records import CallRecord, FeedbackItem, FeedbackRecord, ToolEvent, has_failed
+from store.records import (
+    EVAL,
+    TRAIN,
+    CallRecord,
+    FeedbackItem,
+    FeedbackRecord,
+    ToolEvent,
+    has_failed,
+)
 from store.values.call_fields import kept_fields
 from store.write.bases import Stored
 
@@ -126,6 +134,7 @@ def episode_row(calls: Sequence[CallRecord]) -> Row:
         max(call.started_at for call in calls),
         has_failed(calls[-1].status, calls[-1].http_status),
         any(call.confidence == "doubtful" for call in calls),
+        EVAL if any(call.split == EVAL for call in calls) else TRAIN,
     )
 
 

@@ -22,7 +22,8 @@ from tests.fuzz.texts import anything, damaged, one_of
 
 KNOWN = (
     *(b"x-pawl-episode", b"x-pawl-agent", b"x-pawl-task", HEADER.encode(), b"baggage"),
-    *(b"traceparent", b"x-stainless-retry-count", b"connection", b"x-claude-code-agent-id"),
+    *(b"x-pawl-split", b"traceparent", b"x-stainless-retry-count", b"connection"),
+    b"x-claude-code-agent-id",
     *(name.encode() for name, _ in SESSION_HEADERS),
 )
 _value = damaged(

@@ -17,6 +17,7 @@ from proxy.http.server import Connection, Server
 from proxy.http.wire import Headers
 from proxy.idempotency.desk import KeyDesk
 from proxy.idempotency.key_files import KeyFiles
+from proxy.identity.splits import EVAL_TASKS
 from proxy.intake.intake import Intake
 from proxy.policies.versions import Versions
 from proxy.spool.segments import encode_frame
@@ -159,7 +160,7 @@ def data_port(
         away,  # type: ignore[arg-type]
         intake=intake,
         max_reply=MOST,
-        default_temperature=1.0,
+        eval_tasks=EVAL_TASKS,
     )
     keys = KeyDesk(KeyFiles(folder), recent, away)  # type: ignore[arg-type]
     desk = FeedbackDesk(kept, recent, away, intake, keys)  # type: ignore[arg-type]

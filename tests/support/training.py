@@ -7,6 +7,7 @@ from uuid import UUID
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from store.values.distribution import Distribution
 from trainer.batches.rows import Row
 from trainer.recipes.adapter import LoraOptions
 from trainer.recipes.credit import CreditOptions
@@ -19,16 +20,18 @@ from trainer.recipes.training import (
     PpoOptions,
 )
 
+PLAIN = Distribution(temperature=1.0)
 
-def write_tiny_model(folder: Path) -> str:
+
+def write_tiny_model(folder: Path, seed: int = 0, hidden_size: int = 32) -> str:
     """Three layers, grouped-query attention, random weights, 97 words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=97,
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=3,
         num_attention_heads=4,
@@ -86,7 +89,7 @@ def rows(seed: int = 0, groups: int = 3, members: int = 4) -> list[Row]:
                     prompt_ids=prompt if member % 2 else prompt + ids(2),
                     sampled_ids=sampled,
                     sampled_logprobs=(-4.5,) * len(sampled),
-                    temperature=0.7 if member == 1 else 1.0,
+                    distribution=Distribution(temperature=0.7 if member == 1 else 1.0),
                     advantage=-0.8 if member % 2 else 1.0,
                     weight=1 / (groups * members),
                     version=0,

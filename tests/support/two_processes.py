@@ -3,6 +3,7 @@
 two_processes.py MODEL FOLDER LEARNER
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -26,7 +27,10 @@ def main() -> None:
     leading.saved_as(first)
     leading.update(rows(1))
     leading.restore(first)
+    computed = {version: leading.version_logprobs(version, rows(1)) for version in (None, first)}
+    leading.restore(first)
     leading.update(rows(1))
+    (folder / "computed.json").write_text(json.dumps(list(computed.values())))
     second = folder / "2"
     second.mkdir()
     leading.save(second)

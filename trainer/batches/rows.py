@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from uuid import UUID
 
 from store.records import Record
-from store.values.sampling import used_temperature
+from store.values.distribution import Distribution, distribution_of
 from store.values.tokens import unpack_ids, unpack_logprobs
 from trainer.credit.assign import TransitionCredit
 
@@ -19,9 +19,11 @@ class Row(Record, frozen=True, kw_only=True):
     """Hold one transition in training form.
 
     Shapes: `prompt_ids` (P,), `sampled_ids` and `sampled_logprobs` (S,) in nats, S ≥ 1. `position`
-    is the call's index among its episode's calls, `version` the policy version that sampled it.
+    is the call's index among its episode's calls, `version` the policy version that sampled it,
+    and `distribution` what the server made of that policy's logits before it sampled.
     `r_total` is its return, `advantage` the return against the baseline, `weight` its share of
-    the update's loss.
+    the update's loss. The server did not give the log-probabilities of a `recomputed` row: they
+    are empty until the version that sampled it has computed them.
     """
 
     episode_id: UUID
@@ -31,11 +33,12 @@ class Row(Record, frozen=True, kw_only=True):
     prompt_ids: tuple[int, ...]
     sampled_ids: tuple[int, ...]
     sampled_logprobs: tuple[float, ...]
-    temperature: float
+    distribution: Distribution
     r_total: float
     advantage: float
     weight: float
     version: int
+    recomputed: bool = False
 
     @property
     def key(self) -> RowKey:
@@ -61,9 +64,6 @@ def training_rows(credited: Iterable[TransitionCredit]) -> list[Row]:
 def _row(credit: TransitionCredit) -> Row:
     assert credit.advantage is not None
     assert credit.r_total is not None
-    # Not always what was asked for, and that is what an earlier Pawl recorded.
-    temperature = used_temperature(credit.call.sampling["temperature"])
-    assert temperature
     tokens = credit.call.tokens
     return Row(
         episode_id=credit.episode_id,
@@ -72,9 +72,10 @@ def _row(credit: TransitionCredit) -> Row:
         prompt_ids=tuple(unpack_ids(tokens.prompt_ids)),
         sampled_ids=tuple(unpack_ids(tokens.sampled_ids)),
         sampled_logprobs=tuple(unpack_logprobs(tokens.sampled_logprobs)),
-        temperature=temperature,
+        distribution=distribution_of(credit.call.sampling),
         r_total=credit.r_total,
         advantage=credit.advantage,
         weight=credit.weight,
         version=credit.call.policy_version or 0,
+        recomputed=not tokens.sampled_logprobs,
     )

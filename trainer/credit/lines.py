@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from store.read.facts import MatchedEvent
-from store.records import REWARD, Feedback, Record, ToolStatus
+from store.records import EVAL, REWARD, TRAIN, Feedback, Record, Split, ToolStatus
 from trainer.credit.accounts import CallAccount, EpisodeAccount, current_reward
 from trainer.credit.calls import CallCredit, credit_accounts
 from trainer.errors import CreditLineError
@@ -72,6 +72,7 @@ class EpisodeLine(Record, frozen=True, kw_only=True):
     calls: tuple[CallLine, ...]
     task: str | None = None
     quarantined: str | None = None
+    split: Split = TRAIN
 
 
 class CreditLine(Record, frozen=True, kw_only=True):
@@ -166,8 +167,14 @@ def _account(line: EpisodeLine) -> EpisodeAccount:
         failed=line.state == "failed",
         reward=_reward(line.feedback),
         calls=tuple(_call(call) for call in line.calls),
-        excluded=None if line.quarantined is None else "quarantined",
+        excluded=_excluded(line),
     )
+
+
+def _excluded(line: EpisodeLine) -> str | None:
+    if line.split == EVAL:
+        return "evaluation"
+    return None if line.quarantined is None else "quarantined"
 
 
 def _call(line: CallLine) -> CallAccount:

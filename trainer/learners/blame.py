@@ -33,7 +33,9 @@ def check_ids(rows: Sequence[Row], vocabulary: int) -> None:
     strange = {
         row.episode_id: f"it has a token id that is none of the model's {vocabulary}"
         for row in rows
-        if min(row.ids) < 0 or max(row.ids) >= vocabulary
+        if min(row.ids) < 0
+        or max(row.ids) >= vocabulary
+        or max(row.distribution.token_ids, default=0) >= vocabulary
     }
     if strange:
         raise Unusable("some rows have ids of another vocabulary", strange, reason="damaged")

@@ -149,7 +149,8 @@ class StoredGrpoTrainer(GRPOTrainer):
         TRL multiplies its loss by it. TRL's own rule (DeepSeek-V3.2) is replaced by `keeps_loss`.
         """
         log_ratios = per_token_logps.detach() - _sampled_logprobs(self._rows).to(mask.device)
-        rule, versions = self.off_policy, [row.version for row in self._rows]
+        rule = self.off_policy
+        versions = [None if row.recomputed else row.version for row in self._rows]
         keeps = keeps_loss(log_ratios, mask, rule.sequence_min, rule.sequence_max)
         compared = compare(log_ratios, mask, keeps, versions, rule.ratio_cap)
         # Rows without weight only keep processes in step; they are not part of the update.

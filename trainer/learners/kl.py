@@ -3,8 +3,10 @@
 In the loss it is the k3 estimator (Schulman, "Approximating KL divergence", 2020; GRPO,
 arXiv:2402.03300 §4.1.1), weighted like the rest of the loss, which TRL's own `beta` is not.
 In the reward it is log π − log π_base of each sampled token (arXiv:1909.08593 §2), with π
-the policy before the update's first step. Both are at the temperature that the row was
-sampled at.
+the policy before the update's first step. Both are shaped by the settings that the row was
+sampled with: the policy is held near the base as both would answer under these, and each drops
+what lies under its own edges. The sampled token counts as a survivor in both
+(`trainer.learners.replay.shaping`), so that neither is infinite.
 """
 
 from collections.abc import Mapping, Sequence

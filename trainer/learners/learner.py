@@ -13,20 +13,24 @@ import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
 
+from store.values.distribution import Distribution
 from trainer.batches.micro_batches import computed_tokens, split_steps
 from trainer.batches.rows import Row
 from trainer.errors import DriftOutOfBounds, Unusable
 from trainer.learners.blame import can_be_summed, check_ids, check_view, to_blame
 from trainer.learners.budget import Budget, MicroBatches
 from trainer.learners.distributed.processes import Processes
+from trainer.learners.fit import base_hash, why_misfit
 from trainer.learners.grpo import View, make_trainer
 from trainer.learners.kernels.determinism import be_deterministic
 from trainer.learners.kernels.memory import give_freed_memory_back
+from trainer.learners.kl import ByRow, by_row
 from trainer.learners.merging import why_separate
 from trainer.learners.model import attach_adapter, load_base
 from trainer.learners.off_policy import off_policy_metrics
 from trainer.learners.passes import Step
 from trainer.learners.ppo import make_ppo_trainer
+from trainer.learners.replay.vocabulary import Vocabulary
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_state
 from trainer.recipes.recipe import Recipe
@@ -68,6 +72,7 @@ class Learner:
         self._seed = seed
         self._scratch = scratch
         base, self._tokenizer = load_base(model, recipe)
+        self._base_hash = base_hash(base)
         # Reads the number of processes that `accelerate launch` set; without it there is one.
         PartialState(cpu=not torch.cuda.is_available())
         self.processes = Processes()
@@ -131,7 +136,7 @@ class Learner:
             LearnerError: the GPU has too little memory.
             Interrupted: `interrupt` was called.
         """
-        check_ids(rows, self._model.get_input_embeddings().weight.shape[0])
+        rows = self._checked(rows)
         newest = self._version()
         self._stands_at = IN_BETWEEN
         started = time.perf_counter()
@@ -146,6 +151,12 @@ class Learner:
             "train_seconds": time.perf_counter() - started,
             **self._take_metrics(),
         }
+
+    def _checked(self, rows: Sequence[Row]) -> list[Row]:
+        """Return rows that can be computed with, their settings in terms of tokens."""
+        rows = Vocabulary(self._tokenizer, self._model).spell_out(rows)
+        check_ids(rows, self._model.get_input_embeddings().weight.shape[0])
+        return rows
 
     def _take_steps(
         self, rows: Sequence[Row], newest: int | None
@@ -180,6 +191,7 @@ class Learner:
             "optimizer_steps": len(trained),
             "learning_rate": self._trainer.optimizer.param_groups[0]["lr"],
             "rows": len(rows),
+            "recomputed_rows": sum(row.recomputed for row in rows),
             "sampled_tokens": sum(len(row.sampled_ids) for row in rows),
             "row_tokens": sum(len(row.ids) for row in rows),
             "computed_tokens": sum(
@@ -240,14 +252,57 @@ class Learner:
         kept.clear()
         return means | self._trainer.figures()
 
+    def misfit(self, adapter: Path) -> str | None:
+        """Return why the version in `adapter` is not of this base model, or None if it may be.
+
+        Raises:
+            AdapterError: a file cannot be read.
+        """
+        return why_misfit(self._model.get_base_model(), self._base_hash, adapter)
+
+    def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
+        """Return log-probabilities (S,) of each row's sampled tokens under a version.
+
+        They are those of the distributions that the rows were sampled from, each with its own
+        settings. `adapter` is the version's folder, or None for the base. The learner must be
+        restored before it trains again.
+
+        Raises:
+            Unusable: some rows cannot be computed with.
+            LearnerError: the GPU has too little memory.
+            Interrupted: `interrupt` was called.
+        """
+        rows = self._checked(rows)
+        if adapter is None:
+            with self._model.disable_adapter():
+                return self._survey(rows)
+        if adapter != self._stands_at:
+            self._stands_at = IN_BETWEEN
+            self._model = attach_adapter(self._model.unload(), self._recipe, adapter, self._seed)
+        return self._survey(rows)
+
+    def _survey(self, rows: Sequence[Row]) -> list[list[float]]:
+        """Return the log-probabilities of rows under the model as it stands."""
+
+        def scored(micro_batch: Sequence[Row]) -> ByRow:
+            with torch.no_grad():
+                found = score_rows(self._model, micro_batch, merge=bool(self._merge))
+            return by_row(micro_batch, found.logprobs)
+
+        self._model.eval()
+        seen, _ = self._budget.fit(rows, lambda cut: self._step.survey(cut, scored), self._forget)
+        values = {key: own for found in seen for key, own in found.items()}
+        return [values[row.key] for row in rows]
+
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
-        """Return log-probabilities (S,) of each row's sampled tokens at temperature one."""
+        """Return log-probabilities (S,) of each row's sampled tokens at temperature one.
+
+        Nothing else shapes these distributions: a probe asks the server for the same.
+        """
         self._model.eval()
         with torch.no_grad():
             return [
-                score_rows(
-                    self._model, [_at_temperature_one(row)], merge=bool(self._merge)
-                ).logprobs.tolist()
+                score_rows(self._model, [_as_plain(row)], merge=bool(self._merge)).logprobs.tolist()
                 for row in rows
             ]
 
@@ -266,7 +321,7 @@ class Learner:
         except SafetensorError as error:
             raise OSError(f"the adapter was not written: {error}") from error
         (folder / "README.md").unlink(missing_ok=True)
-        save_state(self._resumed(), self._step.taken, folder)
+        save_state(self._resumed(), self._step.taken, self._base_hash, folder)
 
     def saved_as(self, adapter: Path) -> None:
         """Note that the trained state is `adapter` now, so that `restore` need not read it back."""
@@ -277,5 +332,5 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _at_temperature_one(row: Row) -> Row:
-    return msgspec.structs.replace(row, temperature=1.0)
+def _as_plain(row: Row) -> Row:
+    return msgspec.structs.replace(row, distribution=Distribution(temperature=1.0))

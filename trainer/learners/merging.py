@@ -5,6 +5,7 @@ from uuid import UUID
 
 import torch
 
+from store.values.distribution import Distribution
 from trainer.batches.rows import Row
 from trainer.learners.kernels.tree_attention import NAME
 from trainer.learners.scoring import score_rows
@@ -76,7 +77,7 @@ def _trial_rows(vocabulary: int) -> list[Row]:
             prompt_ids=tuple(prompt),
             sampled_ids=tuple(ids[14 + 6 * index : 20 + 6 * index]),
             sampled_logprobs=(0.0,) * 6,
-            temperature=1.0,
+            distribution=Distribution(temperature=1.0),
             r_total=0.0,
             advantage=0.0,
             weight=0.0,

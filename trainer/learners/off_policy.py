@@ -27,10 +27,10 @@ class RowComparison(Record, frozen=True, kw_only=True):
 
     `divergence` sums exp(d) − 1 − d, `distance` |d|, `ratios` exp(d) and `squared_ratios` its
     square. `cut` counts the tokens whose ratio is truncated; `masked` says that the row carries
-    no loss.
+    no loss. `version` is None for a recomputed row, which says nothing about the server.
     """
 
-    version: int
+    version: int | None
     tokens: int
     divergence: float
     distance: float
@@ -51,7 +51,7 @@ def keeps_loss(log_ratios: Tensor, mask: Tensor, least: float, most: float) -> T
 
 
 def compare(
-    log_ratios: Tensor, mask: Tensor, keeps: Tensor, versions: Sequence[int], cap: float
+    log_ratios: Tensor, mask: Tensor, keeps: Tensor, versions: Sequence[int | None], cap: float
 ) -> list[RowComparison]:
     """Return one comparison for each row; `log_ratios` (d) and `mask` are (B, T)."""
     d = torch.where(mask.bool(), log_ratios.detach().double(), 0.0)
@@ -87,13 +87,15 @@ def off_policy_metrics(compared: Sequence[RowComparison], newest: int | None) ->
 
     - `drift_kl`, `drift_logp_mean_abs`: over the rows that version `newest` sampled (None: the
       policy in training is no version), in nats per token.
-    - `staleness_kl`: the divergence of older rows minus the drift, in nats per token.
+    - `staleness_kl`: the divergence of older rows minus the drift, in nats per token. Recomputed
+      rows count in neither.
     - `effective_sample_size`: (Σw)² / (n·Σw²) over the ratios w of all n tokens before any is
       truncated (Kish), as a share of the tokens.
     - `ratio_cut_share` of tokens, and `masked_share` of rows.
     """
-    fresh = [row for row in compared if row.version == newest]
-    stale = [row for row in compared if row.version != newest]
+    served = [row for row in compared if row.version is not None]
+    fresh = [row for row in served if row.version == newest]
+    stale = [row for row in served if row.version != newest]
     drift, older = _divergence(fresh), _divergence(stale)
     tokens = sum(row.tokens for row in compared)
     total, squares = (

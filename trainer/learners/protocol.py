@@ -28,5 +28,16 @@ class LearnerProtocol(Protocol):
     def saved_as(self, adapter: Path) -> None:
         """Note that the state that was saved last is the version in `adapter`."""
 
+    def misfit(self, adapter: Path) -> str | None:
+        """Return why the version in `adapter` is not of this base model, or None if it may be."""
+
+    def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
+        """Return log-probabilities (S,) of each row's sampled tokens under a version.
+
+        They are those of the distributions that the rows were sampled from, each with its own
+        settings. `adapter` is the version's folder, or None for the base. The learner must be
+        restored before it trains again.
+        """
+
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """Return the log-probabilities (S,) of each row's sampled tokens at temperature one."""

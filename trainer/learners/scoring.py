@@ -19,6 +19,9 @@ from trainer.batches.trees import Tree, build_tree, padded
 from trainer.errors import LearnerError
 from trainer.learners.kernels.head import head_logprobs
 from trainer.learners.kernels.tree_attention import NAME, attention_tree
+from trainer.learners.replay.history import History
+from trainer.learners.replay.places import places_of
+from trainer.learners.replay.shaping import reshaped
 
 # Trees are padded to a multiple of these sizes: on a GPU each new size is compiled anew.
 SIZES = {"cpu": 1, "cuda": 256}
@@ -27,7 +30,7 @@ SIZES = {"cpu": 1, "cuda": 256}
 class Scored(NamedTuple):
     """Hold the scores of the sampled tokens of some rows, M = Σ S, row after row.
 
-    Shapes: `logprobs` (M,) in nats, in float32 at least, at each row's own temperature, with
+    Shapes: `logprobs` (M,) in nats, in float32 at least, of each row's own distribution, with
     gradient if the model has one; `entropies` (M,) of the distributions they were drawn from
     (zeros unless requested); `hidden` (M, H), the LM head's inputs (None unless requested).
     """
@@ -89,10 +92,10 @@ def _score_merged(model: Any, rows: Sequence[Row]) -> Scored:
         )[0]
         .squeeze(0)
     )
-    temperatures = [row.temperature for row in rows for _ in row.sampled_ids]
+    places = places_of(rows, parents)
     head = model.get_output_embeddings().weight
     labels_there = torch.tensor(labels, device=device)
-    logprobs, entropies = head_logprobs(states, head, temperatures, parents, labels_there)
+    logprobs, entropies = head_logprobs(states, head, places, rows, labels_there)
     return Scored(logprobs, entropies, states[torch.tensor(parents, device=device)])
 
 
@@ -134,9 +137,13 @@ def _score_equal_lengths(model: Any, rows: Sequence[Row]) -> list[Scored]:
 
 def _scored(row: Row, logits: Tensor, states: Tensor) -> Scored:
     """Score one row, from the logits (S, V) before each of its sampled tokens."""
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / row.temperature
-    distribution = torch.log_softmax(wide, dim=-1)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     labels = torch.tensor(row.sampled_ids, device=logits.device)
+    if not row.distribution.is_plain:
+        places = [(0, sampled) for sampled in range(len(row.sampled_ids))]
+        history = History.of([row], places, logits.device)
+        return Scored(*reshaped(wide, row.distribution, history, labels), states)
+    distribution = torch.log_softmax(wide / row.distribution.temperature, dim=-1)
     with torch.no_grad():
         entropies = -torch.linalg.vecdot(distribution.exp(), distribution)
     return Scored(distribution.gather(1, labels[:, None])[:, 0], entropies, states)

@@ -1,6 +1,6 @@
 """Write and read the state that resuming needs beside the adapter, with each version.
 
-    <version>/progress.json          optimiser steps taken since the base; kept for good
+    <version>/progress.json          steps taken since the base, and which it is; kept for good
     <version>/trainer/optimizer.pt   moments; kept for the newest versions (`adapters.sweep`)
     <version>/trainer/<name>.pt      what a learner adds: a value head
 
@@ -25,8 +25,12 @@ log = structlog.get_logger()
 OPTIMIZER: Final = "optimizer"
 
 
-def save_state(objects: Mapping[str, Any], steps_taken: int, version_folder: Path) -> None:
+def save_state(
+    objects: Mapping[str, Any], steps_taken: int, base: str, version_folder: Path
+) -> None:
     """Write the state of `objects` (with `state_dict`, by name) into a version's folder.
+
+    `base` is the base model's hash.
 
     Raises:
         OSError: the disk refused a write.
@@ -38,7 +42,7 @@ def save_state(objects: Mapping[str, Any], steps_taken: int, version_folder: Pat
         written = io.BytesIO()
         torch.save(one.state_dict(), written)
         (folder / f"{name}.pt").write_bytes(written.getvalue())
-    write_progress(version_folder, steps_taken)
+    write_progress(version_folder, steps_taken, base)
 
 
 def load_state(objects: Mapping[str, Any], version_folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Keep the number of optimiser steps taken up to a version beside its adapter, for good."""
+"""Keep beside an adapter, for good, how many optimiser steps made it and on which base model."""
 
 from pathlib import Path
 from typing import Final
@@ -12,18 +12,24 @@ PROGRESS: Final = "progress.json"
 
 
 class Progress(Record, frozen=True, kw_only=True):
-    """Hold the content of `progress.json`: optimiser steps between the base and a version."""
+    """Hold the content of `progress.json`: optimiser steps between the base and a version.
+
+    `base` is the hash of that base model (`trainer.learners.fit`), or None if whoever wrote the
+    file did not know it.
+    """
 
     steps_taken: int
+    base: str | None = None
 
 
-def write_progress(folder: Path, steps_taken: int) -> None:
+def write_progress(folder: Path, steps_taken: int, base: str | None = None) -> None:
     """Write the progress file into a version's folder.
 
     Raises:
         OSError: the disk refused the write.
     """
-    (folder / PROGRESS).write_bytes(msgspec.json.encode(Progress(steps_taken=steps_taken)))
+    progress = Progress(steps_taken=steps_taken, base=base)
+    (folder / PROGRESS).write_bytes(msgspec.json.encode(progress))
 
 
 def read_progress(folder: Path) -> int:
@@ -32,8 +38,21 @@ def read_progress(folder: Path) -> int:
     Raises:
         AdapterError: the file cannot be read.
     """
+    return _read(folder).steps_taken
+
+
+def read_base(folder: Path) -> str | None:
+    """Return the hash of the base model of the version in `folder`, or None if it is not known.
+
+    Raises:
+        AdapterError: the file cannot be read.
+    """
+    return _read(folder).base
+
+
+def _read(folder: Path) -> Progress:
     path = folder / PROGRESS
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Progress).steps_taken
+        return msgspec.json.decode(path.read_bytes(), type=Progress)
     except (OSError, msgspec.DecodeError) as error:
         raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error

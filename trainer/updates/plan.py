@@ -1,8 +1,8 @@
 """Plan an update: from a claim to its rows, outcomes and metrics (pure)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
+from typing import Any, Final
 
 from msgspec import convert, to_builtins
 
@@ -14,6 +14,12 @@ from trainer.credit.assign import Credited, TransitionCredit, assign_credit
 from trainer.credit.baselines.registry import baselines
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.recipes.recipe import Recipe
+from trainer.updates.recomputed import without_versions
+
+# The versions that could not compute the log-probabilities of what they had sampled, and why; an
+# update's metrics have it if there are any.
+LOST: Final = "lost_versions"
+NO_VERSION: Final[Mapping[int, str]] = {}
 
 
 class Plan(Record, frozen=True, kw_only=True):
@@ -46,11 +52,13 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
     )
 
 
-def plan_update(claim: Claim, recipe: Recipe) -> Plan:
+def plan_update(claim: Claim, recipe: Recipe, lost: Mapping[int, str] = NO_VERSION) -> Plan:
     """Assign credit to a claim and derive rows, outcomes and metrics.
 
     The result is the same for a claim that was consumed long ago, unless feedback was added since.
+    `lost` says why, by version, for those that can no longer compute missing log-probabilities.
     """
+    claim = without_versions(claim, lost)
     before = (
         NO_MOVING_BASELINES
         if claim.baselines is None
@@ -70,7 +78,7 @@ def plan_update(claim: Claim, recipe: Recipe) -> Plan:
         credited=credited.transitions,
         rows=tuple(rows),
         outcomes=outcomes,
-        metrics=_metrics(claim, credited, rows, outcomes),
+        metrics=_metrics(claim, credited, rows, outcomes) | _told(lost),
         baselines=to_builtins(credited.baselines) if is_carried else None,
     )
 
@@ -121,6 +129,15 @@ def _metrics(
         "staleness_mean": _mean([claim.parent_version - row.version for row in rows]),
         "tool_events": sum(len(credit.call.tool_events) for credit in credited.transitions),
     }
+
+
+def _told(lost: Mapping[int, str]) -> dict[str, Any]:
+    return {LOST: {str(version): reason for version, reason in lost.items()}} if lost else {}
+
+
+def lost_in(metrics: Mapping[str, Any]) -> dict[int, str]:
+    """Return the lost versions that an update recorded in its metrics."""
+    return {int(version): reason for version, reason in metrics.get(LOST, {}).items()}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

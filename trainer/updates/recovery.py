@@ -12,7 +12,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.connection.availability import is_unavailable
-from store.errors import ClaimLost
+from store.errors import ClaimLost, TurnedEvaluation
 from store.updates import claims
 from trainer.errors import AdapterError
 from trainer.publishing import adapters
@@ -56,9 +56,12 @@ class Recovery:
             return
         found = adapters.find_update(self._adapter_dir, self._policy, running)
         if found is None:
-            await self._release(running, why)
-        else:
+            await self.give_up(running, why)
+            return
+        try:
             await self._recording.found_version(running, *found)
+        except TurnedEvaluation as error:
+            await self.give_up(running, str(error))
 
     async def finish_if_possible(self, why: str) -> None:
         """Do what `finish` does, unless the database is away or another trainer has taken over.
@@ -88,7 +91,11 @@ class Recovery:
             serving = await self._versions.serving()
             await publisher.try_to_publish(version, serving.served_name, manifest.probe)
 
-    async def _release(self, update_id: UUID, why: str) -> None:
+    async def give_up(self, update_id: UUID, why: str) -> None:
+        """Abandon a running update: its episodes are free again, and its version is not recorded.
+
+        A folder that it wrote keeps its number, which no later version gets.
+        """
         async with self._engine.begin() as connection:
             freed = await claims.release(connection, update_id, why)
         log.warning("update_abandoned", update=str(update_id), episodes_freed=freed)

@@ -1,4 +1,4 @@
-"""Run the learner in a thread, and write what it trained to disk.
+"""Run the learner in a thread, on what the disk holds, and write what it trained to disk.
 
 The learner computes for minutes and blocks its thread; the event loop stays free to be stopped.
 """
@@ -11,11 +11,21 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from trainer.batches.rows import Row
+from store.updates.claims import Claim
+from trainer.batches.rows import Row, RowKey
+from trainer.errors import AdapterError
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
 from trainer.publishing.probe import ProbeRow
+from trainer.updates.recomputed import (
+    OTHER_BASE,
+    VERSION_GONE,
+    rows_to_compute,
+    versions_to_ask,
+    with_logprobs,
+)
+from trainer.updates.versions import Versions
 
 log = structlog.get_logger()
 
@@ -31,13 +41,43 @@ class Training:
     once the thread has ended.
     """
 
-    def __init__(self, learner: LearnerProtocol, adapter_dir: Path) -> None:
-        """Store the learner, and the folder that versions are written into."""
+    def __init__(self, learner: LearnerProtocol, adapter_dir: Path, versions: Versions) -> None:
+        """Store the learner, the folder that versions are written into, and where each is."""
         self._learner = learner
         self._adapter_dir = adapter_dir
+        self._versions = versions
 
-    async def train(self, parent: Path | None, rows: Sequence[Row]) -> dict[str, Any]:
-        """Train the version in folder `parent` (None: the base) on `rows`; return the metrics.
+    async def lost_versions(self, claim: Claim) -> dict[int, str]:
+        """Return why, by version, for those that can no longer compute a claim's log-probabilities.
+
+        Only versions that sampled a call without log-probabilities are looked at.
+        """
+
+        def work() -> dict[int, str]:
+            asked = versions_to_ask(claim) - {0, claim.parent_version}
+            found = {version: self._why_lost(version) for version in sorted(asked)}
+            return {version: why for version, why in found.items() if why is not None}
+
+        return await self._in_thread(work)
+
+    def _why_lost(self, version: int) -> str | None:
+        folder = self._versions.folder(version)
+        assert folder is not None
+        try:
+            gone = adapters.read_manifest(folder) is None
+            why = f"{folder} has no version" if gone else self._learner.misfit(folder)
+            reason = VERSION_GONE if gone else OTHER_BASE
+        except (AdapterError, OSError) as error:
+            why, reason = str(error), VERSION_GONE
+        if why is None:
+            return None
+        log.warning("version_lost", version=version, reason=reason, why=why)
+        return reason
+
+    async def train(self, parent: int, rows: Sequence[Row]) -> dict[str, Any]:
+        """Train version `parent` on `rows`, and return the metrics.
+
+        Log-probabilities that the server did not give are computed first.
 
         Raises:
             Unusable: some of the rows cannot be computed with.
@@ -45,10 +85,21 @@ class Training:
         """
 
         def work() -> dict[str, Any]:
-            self._learner.restore(parent)
-            return self._learner.update(rows)
+            self._learner.restore(self._versions.folder(parent))
+            whole = self._recomputed(rows)
+            # Another version may have been computed with since.
+            self._learner.restore(self._versions.folder(parent))
+            return self._learner.update(whole)
 
         return await self._in_thread(work)
+
+    def _recomputed(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Return the rows, with log-probabilities from the versions that sampled them."""
+        values: dict[RowKey, Sequence[float]] = {}
+        for version, own in rows_to_compute(rows).items():
+            found = self._learner.version_logprobs(self._versions.folder(version), own)
+            values |= zip((row.key for row in own), found, strict=True)
+        return with_logprobs(rows, values)
 
     async def probe_rows(self, rows: Sequence[Row]) -> tuple[ProbeRow, ...]:
         """Return `rows` as probes, with their log-probabilities under the trained policy."""

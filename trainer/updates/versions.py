@@ -41,11 +41,11 @@ class Versions:
         async with self._engine.begin() as connection:
             await policies.set_state(connection, self._policy, version.version, "rejected")
 
-    def folder(self, version: PolicyVersion) -> Path | None:
+    def folder(self, version: int) -> Path | None:
         """Return the folder of a version's files, or None for version 0, the base model."""
-        if not version.version:
+        if not version:
             return None
-        return adapters.version_folder(self._adapter_dir, self._policy, version.version)
+        return adapters.version_folder(self._adapter_dir, self._policy, version)
 
     async def _all(self) -> list[PolicyVersion]:
         async with self._engine.connect() as connection:

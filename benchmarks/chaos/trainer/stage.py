@@ -21,6 +21,8 @@ WORDS: Final = 97
 PROMPT: Final = 9
 REPLY: Final = 5
 TOLD: Final = 3
+# One episode in so many comes without log-probabilities.
+SILENT: Final = 5
 START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -112,8 +114,10 @@ def _episode(key: str, task: str, number: int, turns: Sequence[Said]) -> list[Sp
         target=key,
     )
     at = START + timedelta(seconds=number)
+    # What some of them were sampled with nobody told: the trainer computes it.
+    told = [said if number % SILENT else said._replace(logprobs=[]) for said in turns]
     return [
-        *(_call(key, task, said) for said in turns),
+        *(_call(key, task, said) for said in told),
         FeedbackRecord(id=new_id(), at=at, items=(item,)),
     ]
 

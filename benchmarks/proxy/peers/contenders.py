@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.error import URLError
 
+import psutil
+
 from benchmarks.proxy import wire
 from benchmarks.proxy.ledger import Ledger
-from benchmarks.proxy.machine import MEASURED_CORE, on_core, running, wait_for
+from benchmarks.proxy.machine import MEASURED_CORE, NotUp, on_core, running, wait_for
 from benchmarks.proxy.peers.install import (
     AGENT_LIGHTNING,
     AGENT_LIGHTNING_VERSION,
@@ -97,6 +99,7 @@ def pawl(folder: Path, upstream: int) -> Iterator[Running]:
         command = [str(wheel / "bin" / "pawl"), "proxy"]
         process = stack.enter_context(running(command, MEASURED_CORE, log, environment))
         wait_for(lambda: _has_database(f"http://127.0.0.1:{admin}/readyz"), process, log)
+        _check_compiled(process.pid, wheel)
         assert postgres.pid is not None
         roots = {"proxy": process.pid, "postgres": postgres.pid}
         yield Running(port, roots=roots, ledger=Ledger(url))
@@ -106,6 +109,18 @@ def _has_database(url: str) -> bool:
     with suppress(URLError, OSError):
         return bool(fetched(url)["database"] == "up")
     return False
+
+
+def _check_compiled(supervisor: int, wheel: Path) -> None:
+    """Check that the serving processes have loaded the wheel's compiled modules.
+
+    Raises:
+        NotUp: they run something else.
+    """
+    for process in psutil.Process(supervisor).children():
+        maps = process.memory_maps()
+        if not any(mapped.path.startswith(str(wheel / "proxy")) for mapped in maps):
+            raise NotUp(f"process {process.pid} does not run the proxy of {wheel}")
 
 
 @contextmanager

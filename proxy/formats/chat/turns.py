@@ -1,19 +1,33 @@
 """The turns of a chat: messages with roles, tool calls beside their content (pure)."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from proxy.formats.base import ToolResult
 from proxy.formats.blocks import add_tool_calls, add_user_turn
 from proxy.formats.contents import objects
 from proxy.formats.conversation import Conversation
+from proxy.formats.json_parts import NULL, Object, readable_value
+from proxy.formats.only_text import is_given
 from proxy.formats.turns import TOOL_ROLES, UNHEARD_ROLES, BaseTurns, Named, tool_result
+
+# What may be asked for besides nothing.
+TEXT_ALONE: Final[tuple[object, ...]] = (None, [], ["text"])
 
 
 class ChatTurns(BaseTurns):
     """The messages of a chat."""
 
     field = "messages"
+
+    def only_text(self, parsed: Object) -> bool:
+        """Return whether the messages are all text, and text is all that is asked for."""
+        modalities = readable_value(parsed.get("modalities", NULL))
+        return modalities in TEXT_ALONE and super().only_text(parsed)
+
+    def _is_text(self, member: Object) -> bool:
+        """Return whether a message is all text; an assistant's may name what it said aloud."""
+        return not is_given(member.get("audio")) and super()._is_text(member)
 
     def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
         role = member.get("role")

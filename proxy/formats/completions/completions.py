@@ -7,14 +7,14 @@ import msgspec
 from proxy.formats.choices.choices import ChoicesFormat
 from proxy.formats.choices.reply_filter import IDS, LOGPROBS
 from proxy.formats.completions.sampling import CompletionsSampling
-from proxy.formats.turns import BaseTurns
+from proxy.formats.completions.turns import CompletionsTurns
 
 COMPLETIONS: Final = ChoicesFormat(
     name="completions",
     title="OpenAI completions",
     path="/v1/completions",
     reply_object="text_completion",
-    turns=BaseTurns(),
+    turns=CompletionsTurns(),
     sampling=CompletionsSampling(),
     unread=("prompt",),
     # Here `logprobs` is a number: how many alternatives beside the sampled token.

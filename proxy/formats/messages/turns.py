@@ -9,6 +9,8 @@ from typing import Any
 from proxy.formats.base import ToolResult
 from proxy.formats.blocks import add_tool_calls, add_user_turn, blocks_of
 from proxy.formats.conversation import Conversation
+from proxy.formats.json_parts import Object
+from proxy.formats.only_text import is_only_text
 from proxy.formats.turns import UNHEARD_ROLES, BaseTurns, Named, tool_result
 
 
@@ -17,6 +19,10 @@ class MessagesTurns(BaseTurns):
 
     field = "messages"
     states_errors = True
+
+    def only_text(self, parsed: Object) -> bool:
+        """Return whether the system's text and the messages are all text."""
+        return is_only_text(parsed.get("system")) and super().only_text(parsed)
 
     def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
         role, content = member.get("role"), member.get("content")

@@ -105,13 +105,19 @@ class ResponseFilter:
         return [token.logprob for token in msgspec.json.decode(logprobs, type=list[_Token])]
 
     def sampled(self, usage: dict[str, Any] | None) -> Sampled:
-        """Return the token data; the ids only if there was one prompt and all else was sampled."""
-        exact = self._one_sample and self._prompts is not None and len(self._prompts) == 1
-        ids = self._ids if exact else None
+        """Return the token data; the ids only if there was one prompt and all else was sampled.
+
+        vLLM gives log-probabilities of texts only. They count if they are as many as the ids: of
+        fewer it cannot be told whose they are.
+        """
+        prompts, replies = self._prompts or [], self._ids or []
+        exact = self._one_sample and len(prompts) == 1
+        ids = tuple(replies[0]) if exact and len(replies) == 1 else None
+        complete = ids is not None and len(self._logprobs) == len(ids)
         return Sampled(
-            prompt_ids=tuple(self._prompts[0]) if exact and self._prompts else None,
-            sampled_ids=None if ids is None else tuple(token for part in ids for token in part),
-            sampled_logprobs=tuple(self._logprobs) or None,
+            prompt_ids=tuple(prompts[0]) if exact else None,
+            sampled_ids=ids,
+            sampled_logprobs=tuple(self._logprobs) if complete else None,
             choices=1,
             completion_tokens=(usage or {}).get("output_tokens"),
         )

@@ -6,7 +6,9 @@ sends to clients that did not ask: `null`, and `[]` in a text's deltas.
 
 vLLM gives log-probabilities for texts only. A whole reply with any text has those of all its
 tokens; a reply of tool calls alone has none, and a stream lacks those of reasoning, of tool calls
-and of the token that ends it. The counts then differ, and the call is not trainable.
+and of the token that ends it. The ids are complete all the same: vLLM gathers them from the engine
+itself (`SimpleContext` in its `responses/context.py`). Where log-probabilities are missing none are
+recorded, and the trainer computes them (docs/decisions/042-without-log-probabilities.md).
 """
 
 from typing import Final

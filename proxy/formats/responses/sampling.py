@@ -5,9 +5,12 @@ Sources: https://platform.openai.com/docs/api-reference/responses/create, and vL
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from proxy.formats.sampling import EVERYWHERE, BaseSamplingRules, free_form_within
+
+# vLLM takes these for responses too, and does not apply them; another server might.
+NOT_APPLIED: Final = ("min_tokens", "bad_words", "allowed_token_ids")
 
 
 class ResponsesSampling(BaseSamplingRules):
@@ -22,6 +25,10 @@ class ResponsesSampling(BaseSamplingRules):
         *("safety_identifier", "top_logprobs", "context_management", "access_programs"),
         *("enable_response_messages", "previous_input_messages", "image"),
     }
+
+    def reshapes(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether a setting is named of which it is open whether the server applies it."""
+        return any(settings.get(name) for name in NOT_APPLIED)
 
     def constrains(self, settings: Mapping[str, Any]) -> bool:
         """Return whether a tool or a form of the text is imposed."""

@@ -5,6 +5,8 @@ from typing import Any, Final
 
 from proxy.formats.base import ToolResult
 from proxy.formats.conversation import Conversation
+from proxy.formats.json_parts import NULL, Object, readable_value
+from proxy.formats.only_text import is_only_text, is_text
 from proxy.formats.turns import TOOL_ROLES, UNHEARD_ROLES, BaseTurns, Named, tool_result
 
 PREVIOUS: Final = "previous_response_id"
@@ -13,6 +15,14 @@ KEPT_BY_SERVER: Final = (PREVIOUS, "conversation")
 RESULT_TYPES: Final = ("function_call_output", "custom_tool_call_output")
 # The type of an item that the client adds, beside messages, ends so.
 HEARD_SUFFIXES: Final = ("_output", "_response")
+# Items without a role that are text; one of another type may be anything (a screen, a picture).
+TEXT_ITEMS: Final = frozenset(
+    {
+        *("message", "reasoning", "function_call", "custom_tool_call", *RESULT_TYPES),
+        *("mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+        *("web_search_call", "file_search_call", "compaction"),
+    }
+)
 
 
 class ResponsesTurns(BaseTurns):
@@ -38,6 +48,22 @@ class ResponsesTurns(BaseTurns):
         conversation = Conversation()
         conversation.heard(b"u" + given.encode(errors="surrogatepass"))
         return conversation
+
+    def only_text(self, parsed: Object) -> bool:
+        """Return whether the input is all text, as far as the request shows it.
+
+        So must be what is filled into a prompt that the server keeps.
+        """
+        prompt = readable_value(parsed.get("prompt", NULL))
+        filled = prompt.get("variables") if isinstance(prompt, dict) else None
+        values = filled.values() if isinstance(filled, dict) else ()
+        return all(map(is_text, values)) and super().only_text(parsed)
+
+    def _is_text(self, member: Object) -> bool:
+        """Return whether an item is text, with all of its content or of a tool's output."""
+        kind = readable_value(member.get("type", NULL))
+        known = "role" in member or (isinstance(kind, str) and kind in TEXT_ITEMS)
+        return known and is_only_text(member.get("output")) and super()._is_text(member)
 
     def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
         kind, role = member.get("type"), member.get("role")

@@ -24,6 +24,7 @@ WHERE: Final[dict[type[ProxyError], tuple[str, ...]]] = {
     errors.TooLarge: EVERY,
     errors.Overloaded: EVERY,
     errors.NoUpstream: (CALL, FORWARD),
+    errors.NotServed: (CALL,),
     errors.UpstreamUnreachable: (CALL, FORWARD),
     errors.UpstreamBroke: (CALL, FORWARD),
     errors.ReplyTorn: (CALL, FORWARD),

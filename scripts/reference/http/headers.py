@@ -21,6 +21,13 @@ REQUEST: Final = (
     Header("x-pawl-agent", f"Agent that makes the call; `default` if unnamed. {_NAME}", "writer"),
     Header("x-pawl-task", f"Task that the episode works on. {_NAME}", "invoice-113"),
     Header(
+        "x-pawl-split",
+        "`eval`: the call is part of an evaluation, and its episode is never trained on. `train` "
+        "is what a call is otherwise, unless its task begins with `PAWL_EVAL_TASKS`. Any other "
+        "value is ignored with a warning.",
+        "eval",
+    ),
+    Header(
         "x-pawl-tool-status",
         "How the tools ended whose results this call sends: an RFC 9651 list of tokens "
         f"({', '.join(f'`{one}`' for one in TOOL_STATUSES)}) with the parameters "
@@ -39,7 +46,11 @@ IDEMPOTENCY: Final = Header(
 REPLY: Final = (
     Header("x-pawl-call", "Id of the recorded call, for feedback.", "019a1b2c-…"),
     Header("x-pawl-episode", "Episode that the call was assigned to.", "run-7"),
-    Header("x-pawl-policy", "Policy version that answered; absent if no policy did.", "smollm2@3"),
+    Header(
+        "x-pawl-policy",
+        "Policy version that answered, or a policy that is not trained; absent if none did.",
+        "smollm2@3",
+    ),
     Header(
         "x-pawl-warning",
         "What the proxy ignored in the request, such as a malformed header. On `GET /v1/models`: "

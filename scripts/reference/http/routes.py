@@ -36,7 +36,7 @@ def recorded_paths() -> dict[str, WireFormat]:
 
 def prefix_parts() -> tuple[str, ...]:
     """Return the parts that a URL's prefix may name, in their order."""
-    return tuple(name for name in routes._PREFIX.groupindex if name != "rest")
+    return routes.PREFIX_NAMES
 
 
 def forwarded_routes() -> list[Forwarded]:

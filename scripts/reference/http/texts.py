@@ -21,9 +21,9 @@ record is on disk.
 """
 PREFIX: Final = """
 A client that can set nothing but a base URL names a run in the path. Any of `/task/{task}`,
-`/episode/{episode}` and `/agent/{agent}`, in this order, may stand before a route:
-`/episode/run-7/agent/writer/v1/chat/completions`. Values are percent-encoded. Request headers win
-over the URL. Before routes that are not recorded the prefix has no effect.
+`/episode/{episode}`, `/agent/{agent}` and `/split/{split}`, in this order, may stand before a
+route: `/episode/run-7/agent/writer/v1/chat/completions`. Values are percent-encoded. Request
+headers win over the URL. Before routes that are not recorded the prefix has no effect.
 """
 IDENTITY: Final = """
 All request headers are optional. A malformed one never fails a call: it is ignored, the reply has
@@ -38,9 +38,10 @@ an episode of its own. An SDK's repetition of a failed request (`x-stainless-ret
 episode of the first attempt.
 """
 AGENT: Final = """
-Agent and task are also read from `metadata` (`pawl_agent`, `pawl_task`) and from W3C baggage
-(`pawl.agent`, `pawl.task`); the agent also from `x-openai-subagent`, `x-litellm-agent-id`,
-`metadata.agent_name` and the baggage `gen_ai.agent.name`. A request with `x-claude-code-agent-id`
+Agent, task and split are also read from `metadata` (`pawl_agent`, `pawl_task`, `pawl_split`) and
+from W3C baggage (`pawl.agent`, `pawl.task`, `pawl.split`); the agent also from
+`x-openai-subagent`, `x-litellm-agent-id`, `metadata.agent_name` and the baggage
+`gen_ai.agent.name`. A request with `x-claude-code-agent-id`
 or `x-parent-session-id` is of the agent `subagent`.
 """
 FEEDBACK: Final = f"""

@@ -42,6 +42,8 @@ async def work(proxy: Proxy) -> None:
     status, _ = await proxy.feedback([{"episode": "e", "value": 1.0}])
     assert status == 200
     await proxy.feedback({"metric": "tool_status", "value": "ok", "episode": "e", "id": "t"})
+    await proxy.chat("/episode/evaluated/split/eval")
+    await proxy.feedback([{"episode": "evaluated", "value": 1.0}])
     async with proxy.session.get(f"{proxy.url}/not/allowed") as refused:
         assert refused.status == 404
     async with proxy.session.get(f"{proxy.url}/v1/models") as passed:

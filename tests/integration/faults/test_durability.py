@@ -12,7 +12,7 @@ import pytest
 from proxy.keeper.drain import Drainer
 from proxy.metrics import exposed
 from proxy.spool.segments import HEADER, encode_frame
-from proxy.spool.spool import Spool
+from proxy.spool.spool import LONG_BYTES, Spool
 from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.ids import new_id
@@ -283,4 +283,16 @@ async def test_group_commit_makes_many_durable_with_few_syncs(
     spool = Spool(tmp_path, segment_bytes=2**24)
     await asyncio.gather(*[spool.append(encode_frame(captured())) for _ in range(500)])
     assert syncs < 250
+    spool.close()
+
+
+async def test_an_ordinary_record_does_not_wait_for_all_long_ones(tmp_path: Path) -> None:
+    commits: list[list[str]] = []
+    spool = Spool(
+        tmp_path, segment_bytes=2**24, on_commit=lambda _outcome, marks: commits.append(marks)
+    )
+    long = [spool.append(bytes(LONG_BYTES + 1), f"long {which}") for which in range(3)]
+    ordinary = [spool.append(encode_frame(captured()), f"ordinary {which}") for which in range(2)]
+    assert all(await asyncio.gather(*long, *ordinary))
+    assert commits == [["long 0", "ordinary 0", "ordinary 1"], ["long 1"], ["long 2"]]
     spool.close()

@@ -67,7 +67,7 @@ async def test_one_episode_a_line_oldest_first(filled: AsyncEngine) -> None:
 
 async def test_a_line_has_the_contracts_keys(filled: AsyncEngine) -> None:
     line = (await exported(filled))[0]
-    assert set(line) == {"episode", "task", "state", "feedback", "calls"}
+    assert set(line) == {"episode", "task", "split", "state", "feedback", "calls"}
     assert line["feedback"][0]["metric"] == "reward"
     assert set(line["calls"][0]) == CALL_KEYS
     first, second = line["calls"]
@@ -86,3 +86,10 @@ async def test_filters(filled: AsyncEngine) -> None:
     assert len(await exported(filled, policy="m")) == 4
     recent = await exported(filled, since=NOW - timedelta(minutes=1))
     assert "quiet" not in [line["episode"] for line in recent]
+
+
+async def test_the_split_is_a_field(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await ingest(connection, [call("t"), call("e"), call("e", split="eval")])
+    lines = await exported(engine)
+    assert {line["episode"]: line["split"] for line in lines} == {"t": "train", "e": "eval"}

@@ -39,6 +39,9 @@ async def process(
 ) -> AsyncIterator[tuple[psutil.Process, str]]:
     """`pawl proxy`, as a user starts it."""
     port, admin = free_port(), free_port()
+    # A user's project may have a package of that name, in the folder where Pawl is started.
+    (tmp_path / "proxy").mkdir()
+    (tmp_path / "proxy" / "__init__.py").write_text("raise ImportError('not Pawl's')\n")
     environment = {
         "PATH": os.environ["PATH"],
         "DATABASE_URL": database_url,
@@ -48,7 +51,7 @@ async def process(
         "PAWL_SPOOL_DIR": str(tmp_path / "spool"),
     }
     started = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "pawl.cli", "proxy"),
+        *(str(Path(sys.executable).with_name("pawl")), "proxy"),
         cwd=tmp_path,
         env=environment | {"PYTHONPATH": str(root)},
         stderr=asyncio.subprocess.DEVNULL,

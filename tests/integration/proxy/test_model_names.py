@@ -1,12 +1,14 @@
 """Names of models that clients make up: what they cost the upstream, memory and the metrics."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from proxy.errors import NoUpstream
+from proxy.settings import ProxySettings
 from proxy.upstreams import upstream as module
-from proxy.upstreams.members import Member, Upstreams
+from proxy.upstreams.members import Member, Upstreams, open_upstreams
 from proxy.upstreams.upstream import Upstream
 from tests.integration.conftest import Proxy, eventually
 from tests.support.servers.fake_upstream import FakeUpstream
@@ -78,6 +80,22 @@ async def test_metrics_of_any_name_are_three_series(proxy: Proxy) -> None:
         "other",
     }
     assert len(text) < 60_000
+
+
+async def test_each_upstream_samples_with_defaults_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "upstreams.toml"
+    file.write_text(
+        '[[upstream]]\nname = "a"\nurls = ["http://a/v1"]\nmodels = ["a"]\n'
+        "default_sampling = { temperature = 0.6, top_p = 0.9, top_k = 20 }\n"
+        '[[upstream]]\nname = "b"\nurls = ["http://b/v1"]\nmodels = ["b"]\n'
+    )
+    known = open_upstreams(
+        ProxySettings(upstreams=file, default_temperature=0.8, default_sampling={"top_p": 0.95})
+    )
+    assert known.sampling_defaults("a@3") == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    assert known.sampling_defaults("b") == {"temperature": 0.8, "top_p": 0.95}
+    assert known.sampling_defaults("neither") == {"temperature": 1.0}
+    await known.close()
 
 
 def test_a_name_is_not_said_back_whole() -> None:

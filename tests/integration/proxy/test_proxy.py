@@ -9,10 +9,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
 from yarl import URL
 
 from proxy.errors import SpoolInUse
-from store.updates.policies import promote
+from store.updates.policies import ensure_base, promote
 from store.values.tokens import unpack_ids, unpack_logprobs
 from tests.integration.conftest import Proxy, eventually, running, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, Handler
@@ -304,7 +305,23 @@ async def test_numbers_of_any_size_are_passed_on_and_kept(
     call = await proxy.only_call()
     assert json.loads(call.request or b"")["seed"] == seed
     assert call.sampling["top_k"] == seed
-    assert call.reason == "reshaped_distribution"
+    assert call.reason == "unreadable_sampling"
+
+
+async def test_what_the_server_uses_by_itself_is_recorded(
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+    card = {"default_temperature": 0.6, "default_sampling": {"top_p": 0.95, "top_k": 20}}
+    settings = settings_for(database_url, upstream.url, tmp_path).model_copy(update=card)
+    async with running(settings), aiohttp.ClientSession() as session:
+        proxy = Proxy(settings, engine, session)
+        await proxy.policies_known()
+        assert (await proxy.chat(top_k=5)).status == 200
+        call = await proxy.only_call()
+    assert call.sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 5}
+    assert (call.trainable, call.reason) == (True, None)
 
 
 async def test_a_tool_conversation_without_any_name_is_one_episode(proxy: Proxy) -> None:

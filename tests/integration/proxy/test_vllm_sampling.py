@@ -16,6 +16,7 @@ from proxy.formats.requests import read_request
 from proxy.keeper.sampling import NUMBERS, sampling_settings
 from proxy.keeper.transcribe import transcribe
 from store.records import CallRecord
+from store.values.distribution import distribution_of
 from tests.support.records import captured
 
 # Importing vLLM takes its time.
@@ -80,26 +81,30 @@ def recorded(api: str, body: str) -> tuple[dict[str, Any], str | None]:
     found = sampling_settings(fields, 1.0, rules)
     # It is written down as JSON.
     assert msgspec.json.decode(msgspec.json.encode(found)) == found
-    return found, why_not_trainable("complete", 200, 0, found, SAMPLED, rules)
+    return found, why_not_trainable("complete", 200, 0, found, SAMPLED, rules, only_text=True)
 
 
 def agrees(params: Any, found: dict[str, Any], reason: str | None) -> None:
-    """A trainable call was sampled, at the recorded temperature, from the whole distribution."""
+    """A trainable call was sampled from the distribution that the trainer reads of its record."""
     if params is None:
         return
     if reason == "greedy":
         assert params.temperature == 0
     if reason is not None:
         return
-    assert params.temperature == found["temperature"] > 0
-    assert (params.top_p, params.min_p) == (1.0, 0.0)
-    assert params.top_k in (0, -1)
-    assert (params.presence_penalty, params.frequency_penalty) == (0.0, 0.0)
-    assert params.repetition_penalty == 1.0
-    assert params.min_tokens == 0
-    assert not params.logit_bias
-    assert not params.bad_words
-    assert params.allowed_token_ids is None
+    read = distribution_of(found)
+    for name in ("temperature", "top_p", "min_p", "min_tokens", "repetition_penalty"):
+        assert getattr(read, name) == getattr(params, name)
+    for name in ("presence_penalty", "frequency_penalty"):
+        assert getattr(read, name) == getattr(params, name)
+    assert read.temperature == found["temperature"] > 0
+    assert read.top_k == max(params.top_k, 0)
+    biases = {token: bias for token, bias in (params.logit_bias or {}).items() if bias}
+    assert dict(read.logit_bias) == biases
+    assert set(read.bad_words) == set(params.bad_words or ())
+    assert set(read.allowed_token_ids) == set(params.allowed_token_ids or ())
+    if read.min_tokens:
+        assert set(read.stop_token_ids) == set(params.stop_token_ids or ())
     assert params.structured_outputs is None
     assert not params.watermarking
 
@@ -139,17 +144,19 @@ def test_any_numbers(vllm_params: Any, api: str, value: str, name: str, other: s
         ('"temperature":0.5,"temp\\u0065rature":0', "greedy"),
         # vLLM ignores what it does not know; another version may know it.
         ('"Temperature":0', "unreadable_sampling"),
-        ('"top_p":"0.5"', "reshaped_distribution"),
+        ('"top_p":"0.5"', None),
+        ('"top_p":"0"', "unreadable_sampling"),
         ('"top_p":"1.0"', None),
         ('"top_p":true', None),
-        ('"top_k":"1"', "reshaped_distribution"),
+        ('"top_k":"1"', None),
+        ('"top_k":1.5', "unreadable_sampling"),
         ('"top_k":"0"', None),
         ('"top_k":-1.0', None),
         ('"presence_penalty":false', None),
-        ('"repetition_penalty":"1.1"', "reshaped_distribution"),
-        ('"min_tokens":"3"', "reshaped_distribution"),
-        ('"logit_bias":{"1":"5"}', "reshaped_distribution"),
-        ('"allowed_token_ids":[1]', "reshaped_distribution"),
+        ('"repetition_penalty":"1.1"', None),
+        ('"logit_bias":{"1":"5"}', None),
+        ('"logit_bias":{"1":500,"2":0}', None),
+        ('"logit_bias":{"01":5,"1":6}', "unreadable_sampling"),
         ('"watermarking":true', "reshaped_distribution"),
         ('"watermarking":"yes"', "reshaped_distribution"),
         ('"vllm_xargs":{"x":1}', "reshaped_distribution"),
@@ -161,6 +168,22 @@ def test_spellings(vllm_params: Any, api: str, more: str, reason: str | None) ->
     params, (found, why) = vllm_params(api, body), recorded(api, body)
     assert why == reason
     agrees(params, found, why)
+
+
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        *('"min_tokens":"3"', '"min_tokens":3,"stop_token_ids":[5,6,5]', '"bad_words":["a","a"]'),
+        *('"allowed_token_ids":[1]', '"allowed_token_ids":[7,1,7],"top_p":0.5'),
+    ],
+)
+def test_what_vllm_applies_to_some_apis_only(vllm_params: Any, api: str, more: str) -> None:
+    """Responses may name these, and vLLM samples without them."""
+    body = body_of(api, "," + more)
+    found, why = recorded(api, body)
+    assert why == ("reshaped_distribution" if api == "responses" else None)
+    agrees(vllm_params(api, body), found, why)
 
 
 @pytest.mark.parametrize("value", ["true", '"true"', "1", '"yes"', "1.0"])
@@ -201,6 +224,12 @@ def test_the_record_tells_what_was_used() -> None:
     assert json.loads(record.sampling) == {"temperature": 0.01, "top_k": -1.0, "seed": 3}
     assert said({}, default_temperature=1e-4).sampling == b'{"temperature":0.01}'
     assert said({}, default_temperature=0.0).reason == "greedy"
+    card = said(
+        {"top_k": 5}, default_temperature=0.6, sampling_defaults={"top_p": 0.95, "top_k": 20}
+    )
+    assert json.loads(card.sampling) == {"temperature": 0.6, "top_p": 0.95, "top_k": 5}
+    assert card.reason is None
+    assert said({}, sampling_defaults={"top_p": -1.0}).reason == "unreadable_sampling"
     unreadable = said({"temperature": "warm"})
     assert unreadable.reason == "unreadable_sampling"
     assert json.loads(unreadable.sampling)["temperature"] == "warm"
@@ -215,7 +244,7 @@ def test_the_messages_api_is_read_the_same(wire_format: str) -> None:
 
     assert reason(temperature="0") == "greedy"
     assert reason(temperature="0.5", top_p="1.0") is None
-    assert reason(top_k="1") == "reshaped_distribution"
+    assert reason(top_k="1", top_p=0.5) is None
     # What chat completions has no words for goes as it is, and no ids come back.
     assert reason(thinking="on") == {"chat": "unreadable_sampling"}.get(wire_format, "no_token_ids")
 

@@ -153,7 +153,9 @@ async def test_a_joined_one_is_over_when_all_of_its_parts_are(engine: AsyncEngin
     await store(engine, call("part", method="own", needs=(digest,), started_at=datetime.now(UTC)))
     assert await taken(engine, recipe()) == []
     async with engine.begin() as connection:
-        await connection.execute(text("UPDATE episodes SET last_call_at = now() - interval '1 h'"))
+        await connection.execute(
+            text("UPDATE episode_policies SET last_call_at = now() - interval '1 h'")
+        )
     assert await taken(engine, recipe()) == ["whole"]
 
 

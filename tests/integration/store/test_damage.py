@@ -34,8 +34,9 @@ DAMAGES = {
     "its parent is too short": ("request_prefix = 1000000", "cannot be taken from a base of"),
     "it does not say what it takes": ("prompt_prefix = NULL", "are missing"),
     "an id is cut": ("sampled_ids = substr(sampled_ids, 2)", "not a multiple of 4 bytes"),
-    "a log-probability is gone": (
-        "sampled_logprobs = substr(sampled_logprobs, 5)",
+    # None at all is no damage: the trainer computes those that no server gave.
+    "there is a log-probability too many": (
+        "sampled_logprobs = sampled_logprobs || substr(sampled_logprobs, 1, 4)",
         "different numbers of sampled ids and log-probabilities",
     ),
 }

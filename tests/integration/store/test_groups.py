@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 import pytest
 from sqlalchemy import text
@@ -311,12 +312,12 @@ async def test_stale_ones_are_not_claimed_even_before_they_are_spent(engine: Asy
 
 
 async def test_age_counts_from_the_last_call(engine: AsyncEngine) -> None:
-    old = "UPDATE episodes SET id = '017f22e2-79b0-7cc3-98c4-dc0c0c07398f' WHERE key = :key"
-    await episode(engine, "old", 1.0, started_at=LONG_AGO)
+    # An episode's age is that of its id, which is its first call's.
+    old = UUID("017f22e2-79b0-7cc3-98c4-dc0c0c07398f")
+    await episode(engine, "old", 1.0, id=old, started_at=LONG_AGO)
     await episode(engine, "new", 1.0)
     async with engine.begin() as connection:
         await connection.execute(text("DELETE FROM feedback"))
-        await connection.execute(text(old), {"key": "old"})
     assert await expired(engine, LIMITED) == {"aged": 1}
     assert await reasons(engine) == {"old": "aged"}
 

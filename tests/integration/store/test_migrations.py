@@ -3,12 +3,15 @@
 import json
 
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.connection.engine import make_engine
 from store.ids import new_id, time_of
 from store.read.episodes import episode_ids, read_episodes
 from store.schema.migrate import check, downgrade, upgrade
 from store.schema.partitions import ensure_partition
+from store.updates.claims import claim
+from store.updates.ready import ClaimRule
 from store.values.tokens import pack_logprobs
 from store.write.ingest import Ingester
 from tests.support.records import call, reward, tokens
@@ -81,6 +84,18 @@ OLD_CALL = """
     VALUES (:id, :id, 'default', 'chat', 'm', 0, 'complete', false, CAST(:request AS json),
         CAST(:reply AS json), :ids, :ids, :logprobs, '{"temperature": 1.0}', true, '[]', now(),
         1, 0)
+"""
+OLD_EPISODE_NOW = """
+    INSERT INTO episodes (id, key, method, task, task_named, policy, policy_version,
+                          first_call_id, last_call_id, last_call_at)
+    VALUES (:id, :key, 'header', 't', true, 'm', 0, :id, :id, now())
+"""
+OLD_CALL_NOW = """
+    INSERT INTO transitions (id, episode_id, method, confidence, agent, dialect, policy,
+        policy_version, status, http_status, stream, request, reply, prompt_ids, sampled_ids,
+        sampled_logprobs, sampling, trainable, tool_calls, started_at, total_ms, retry)
+    VALUES (:id, :id, 'header', 'certain', 'default', 'chat', 'm', 0, 'complete', 200, false,
+        '{}', '{}', :ids, :ids, :logprobs, '{"temperature": 1.0}', true, '[]', now(), 1, 0)
 """
 ODD = '{"z":1, "a":12345678901234567890,"nul":"\\u0000","twice":1,"twice":2}'
 
@@ -235,3 +250,100 @@ async def test_indexes_have_the_names_that_their_tables_give_them(database_url: 
         ("links", "ix_links_needed_by"),
         ("links", "ix_links_provided_by"),
     }
+
+
+SPENT = """
+    WITH done AS (
+        INSERT INTO updates (id, policy, parent_version, state, recipe)
+        VALUES (:id, 'm', 0, 'done', '{}') RETURNING id)
+    INSERT INTO consumptions (episode_id, update_id, trained)
+    SELECT e.id, done.id, true FROM episodes e, done WHERE e.key = 'spent'
+"""
+HOLD = "UPDATE episodes SET claimed_by = :id WHERE key = 'spent'"
+WHOLE = "SELECT key, scored_at, root, quarantined_reason, claimed_by FROM episodes ORDER BY 1"
+WHOLE_NOW = """
+    SELECT e.key, e.scored_at, e.root, e.quarantined_reason, p.claimed_by
+    FROM episodes e LEFT JOIN episode_policies p ON p.episode_id = e.id ORDER BY 1
+"""
+EVALUATION = (
+    "SELECT key FROM episodes WHERE COALESCE(joined_split, split) = 'eval'"
+    " AND quarantined_reason IS NULL AND root IS NULL"
+)
+KEPT = "SELECT key FROM episodes WHERE quarantined_reason LIKE '%evaluation' AND root IS NULL"
+
+
+async def store_as_before(engine: AsyncEngine, key: str) -> None:
+    """Store an episode of one call as the version before does: without a split."""
+    one = new_id()
+    values = {"id": one, "ids": b"\x01\x00\x00\x00", "logprobs": pack_logprobs([-0.5])}
+    async with engine.begin() as connection:
+        await ensure_partition(connection, time_of(one).date())
+        await connection.execute(text(OLD_EPISODE_NOW), {"id": one, "key": key})
+        await connection.execute(text(OLD_CALL_NOW), values)
+
+
+async def test_what_was_stored_before_splits_is_trainings(empty_database_url: str) -> None:
+    url = empty_database_url
+    await upgrade(url)
+    await downgrade(url, "0007")
+    engine = make_engine(url)
+    for key in ("spent", "waiting", "doubtful"):
+        await store_as_before(engine, key)
+    async with engine.begin() as connection:
+        update_id = new_id()
+        await connection.execute(text(SPENT), {"id": update_id})
+        await connection.execute(text(HOLD), {"id": update_id})
+        await connection.execute(
+            text("UPDATE episodes SET quarantined_reason = 'why' WHERE key = 'doubtful'")
+        )
+    before = await joins(url, WHOLE)
+    assert len(before) == 3
+    await engine.dispose()
+
+    await upgrade(url)
+    await check(url)
+    assert await joins(url, WHOLE_NOW) == before
+    splits = "SELECT DISTINCT split, joined_split FROM episodes"
+    assert await joins(url, splits) == [("train", None)]
+    assert await joins(url, "SELECT DISTINCT split FROM transitions") == [("train",)]
+    engine = make_engine(url)
+    # A keeper of the version before, which still runs.
+    await store_as_before(engine, "late")
+    every = ("spent", "waiting", "doubtful")
+    await Ingester().store(engine, [reward(1.0, episode=key) for key in every])
+    rule = ClaimRule(policy="m", group_size=1, groups=9, smallest_group=1, max_age_s=1e-6)
+    async with engine.begin() as connection:
+        claimed = await claim(connection, rule, 0, {})
+    await engine.dispose()
+    held = (
+        "SELECT e.key FROM episodes e JOIN episode_policies p ON p.episode_id = e.id"
+        f" WHERE p.claimed_by = '{claimed}'"
+    )
+    assert await joins(url, held) == [("waiting",)]
+    assert await joins(url, "SELECT count(*) FROM consumptions") == [(1,)]
+
+
+async def test_evaluation_is_kept_from_training_in_the_schema_before(
+    empty_database_url: str,
+) -> None:
+    url = empty_database_url
+    told = b"\x01" * 16
+    await upgrade(url)
+    engine = make_engine(url)
+    await Ingester().store(
+        engine,
+        [
+            call("e", split="eval"),
+            call("a", method="own", provides=(told,)),
+            call("b", method="own", split="eval", needs=(told,)),
+            call("t"),
+        ],
+    )
+    await engine.dispose()
+    assert await joins(url, EVALUATION) == [("a",), ("e",)]
+    await downgrade(url, "0007")
+    assert await joins(url, KEPT) == [("a",), ("e",)]
+    await upgrade(url)
+    assert await joins(url, EVALUATION) == [("a",), ("e",)]
+    assert await joins(url, KEPT) == []
+    await check(url)

@@ -182,7 +182,9 @@ async def test_pages_are_json(engine: AsyncEngine) -> None:
     assert set(episode) == set(EpisodeSummary.__struct_fields__)
     assert found["next"] == episode["id"]
     assert (episode["key"], episode["policy"], episode["policy_version"]) == ("e", "m", 0)
-    spent_by = (episode["update_id"], episode["trained"], episode["reason"])
+    [claimed] = episode["claims"]
+    assert (claimed["policy"], claimed["version"]) == ("m", 0)
+    spent_by = (claimed["update_id"], claimed["trained"], claimed["reason"])
     assert spent_by == (str(update_id), False, "no_spread")
     assert datetime.fromisoformat(episode["scored_at"]) < datetime.now(UTC)
     assert version["next"] == "m@0"

@@ -26,7 +26,7 @@ def learner(model: str, folder: Path, **batch: Any) -> Learner:
 def plain_logprobs(model: Any, row: Row) -> torch.Tensor:
     """One unpadded sequence at a time, no sharing: the reference."""
     ids = torch.tensor([row.ids])
-    logits = model(input_ids=ids).logits[0].float() / row.temperature
+    logits = model(input_ids=ids).logits[0].float() / row.distribution.temperature
     chosen = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
     return chosen[-len(row.sampled_ids) :]
 

@@ -17,13 +17,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from benchmarks.merge.episodes import random_tree
 from benchmarks.merge.models import TINY, make_model
 from benchmarks.merge.updates import gradient, largest_difference, train
-from tests.support.training import recipe, rows
+from store.values.distribution import Distribution
+from tests.support.training import PLAIN, recipe, rows
 from trainer.batches.trees import build_tree, padded
 from trainer.errors import DriftOutOfBounds, LearnerError
 from trainer.learners.kernels.head import CHUNK, head_logprobs
 from trainer.learners.kernels.tree_attention import batch_blocks, block_mask, blocks_of
 from trainer.learners.learner import Learner
 from trainer.learners.merging import why_separate
+from trainer.learners.replay.places import places_of
 from trainer.learners.scoring import score_rows
 from trainer.recipes.training import OffPolicyOptions
 
@@ -120,6 +122,13 @@ def test_a_chunked_head_gives_what_a_whole_one_gives(monkeypatch: pytest.MonkeyP
     parents = [0, 3, 3, 8, 2, 3, 0]
     temperatures = [1.0, 1.0, 0.7, 1.0, 0.5, 1.0, 1.0]
     labels = torch.tensor([1, 2, 2, 10, 0, 5, 1])
+    asked = [
+        msgspec.structs.replace(
+            rows()[0], sampled_ids=(label,), distribution=Distribution(temperature=temperature)
+        )
+        for label, temperature in zip(labels.tolist(), temperatures, strict=True)
+    ]
+    places = places_of(asked, parents)
     worth = torch.randn(7, dtype=torch.float64)
 
     scaled = hidden[parents] @ head.T / torch.tensor(temperatures)[:, None]
@@ -128,7 +137,7 @@ def test_a_chunked_head_gives_what_a_whole_one_gives(monkeypatch: pytest.MonkeyP
     (wanted,) = torch.autograd.grad((chosen * worth).sum(), hidden)
     for entries in (1, 22, 10_000):
         monkeypatch.setitem(CHUNK, "cpu", entries)
-        found, entropies = head_logprobs(hidden, head, temperatures, parents, labels)
+        found, entropies = head_logprobs(hidden, head, places, asked, labels)
         (got,) = torch.autograd.grad((found * worth).sum(), hidden)
         assert torch.allclose(found, chosen, atol=1e-12)
         assert torch.allclose(entropies, -(whole.exp() * whole).sum(-1), atol=1e-12)
@@ -211,7 +220,7 @@ def test_a_sequence_too_far_off_the_policy_carries_no_loss(tiny_model: str, tmp_
     made = Learner(tiny_model, masking, seed=0, scratch=tmp_path)
     near, *_ = rows()
     own = tuple(made.logprobs([near])[0])
-    near = msgspec.structs.replace(near, sampled_logprobs=own, temperature=1.0)
+    near = msgspec.structs.replace(near, sampled_logprobs=own, distribution=PLAIN)
     far = msgspec.structs.replace(near, sampled_logprobs=tuple(value + 3 for value in own))
     assert made.update([near])["masked_share"] == 0.0
     made.restore(None)

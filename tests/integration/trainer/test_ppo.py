@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from tests.integration.trainer.test_learner import gradients, plain_logprobs, plain_loss, shake
-from tests.support.training import ppo_recipe, recipe, rows
+from tests.support.training import PLAIN, ppo_recipe, recipe, rows
 from trainer.batches.rows import Row
 from trainer.learners.grpo import View
 from trainer.learners.learner import Learner
@@ -224,9 +224,9 @@ def test_going_back_to_the_base_forgets_the_critic(tiny_model: str, tmp_path: Pa
 def test_the_reference_is_the_base_model(tiny_model: str, tmp_path: Path) -> None:
     made = learner(tiny_model, tmp_path, ppo_recipe(kl=KlOptions(coefficient=0.1)))
     batch = rows()
-    base = made.logprobs([msgspec.structs.replace(row, temperature=1.0) for row in batch])
+    base = made.logprobs([msgspec.structs.replace(row, distribution=PLAIN) for row in batch])
     stir(made)
-    at_one = [msgspec.structs.replace(row, temperature=1.0) for row in batch]
+    at_one = [msgspec.structs.replace(row, distribution=PLAIN) for row in batch]
     begin(made, at_one)
     assert made.logprobs(batch) != base
     for row, wanted in zip(at_one, base, strict=True):

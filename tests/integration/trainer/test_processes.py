@@ -1,5 +1,6 @@
 """Several processes make the same update as one, whatever is sharded."""
 
+import json
 import os
 import socket
 import subprocess
@@ -49,3 +50,9 @@ def test_two_processes_make_the_update_of_one(
         assert ours.keys() == theirs.keys()
         for name, tensor in ours.items():
             assert (tensor - theirs[name]).abs().max() < 1e-6, name
+    both = [one.version_logprobs(which, rows(1)) for which in (None, tmp_path / "one-1")]
+    for alone, together in zip(
+        both, json.loads((tmp_path / "computed.json").read_text()), strict=True
+    ):
+        for here, there in zip(alone, together, strict=True):
+            assert here == pytest.approx(there, abs=1e-4)

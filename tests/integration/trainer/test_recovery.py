@@ -15,7 +15,7 @@ from store.connection.engine import make_engine
 from store.errors import ClaimLost
 from store.read.stats import totals
 from store.records import SpoolRecord
-from store.schema.recorded import episodes
+from store.schema.claimable import episode_policies
 from store.schema.trained import consumptions, updates
 from store.updates import claims, policies
 from store.updates.policies import ensure_base, list_versions
@@ -49,6 +49,8 @@ class FakeLearner:
         self._versions = folder / "m"
         self.updates = 0
         self.restored: Path | None = None
+        # What computed missing log-probabilities, and of how many rows.
+        self.asked: list[tuple[Path | None, int]] = []
         self.fails: LearnerError | None = None
         self.interrupted = threading.Event()
         # Set: an update goes on until it is interrupted.
@@ -82,6 +84,13 @@ class FakeLearner:
         (folder / "adapter_config.json").write_text("{}")
         (folder / "adapter_model.safetensors").write_bytes(b"weights")
         write_progress(folder, 1 + len(list(self._versions.glob("[0-9]*"))))
+
+    def misfit(self, adapter: Path) -> str | None:
+        return None
+
+    def version_logprobs(self, adapter: Path | None, rows: Any) -> list[list[float]]:
+        self.asked.append((adapter, len(rows)))
+        return [[-0.5] * len(row.sampled_ids) for row in rows]
 
     def saved_as(self, adapter: Path) -> None:
         assert adapter.parent == self._versions
@@ -221,6 +230,50 @@ def killing(target: Any, name: str, *, after: bool) -> Callable[[pytest.MonkeyPa
     return patch
 
 
+async def say_evaluation(bench: Bench, episode: str, task: str) -> None:
+    async with bench.engine.begin() as connection:
+        await ingest(connection, [call(episode, task=task, split="eval")])
+
+
+@pytest.mark.parametrize("when", ["update", "save"])
+async def test_an_update_is_given_up_if_an_episode_turns_out_to_be_evaluation(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    real = getattr(FakeLearner, when)
+    loop = asyncio.get_running_loop()
+
+    def turning(*args: Any) -> Any:
+        monkeypatch.undo()
+        asyncio.run_coroutine_threadsafe(say_evaluation(bench, "t0-0", "t0"), loop).result(20)
+        return real(*args)
+
+    monkeypatch.setattr(FakeLearner, when, turning)
+    # One group is short of a member now, so nothing is left to train on.
+    assert not await run_once(bench)
+    assert await bench.states() == {0: "serving"}
+    assert bench.fake.loads == []
+    await bench.assert_spent_once(0)
+    await bench.fill("u")
+    # The number of the version that was given up is never used again.
+    assert await run_once(bench)
+    assert await bench.states() == {0: "published", 2: "serving"}
+    await bench.assert_spent_once(4)
+
+
+async def test_a_version_whose_episode_turned_evaluation_is_given_up_after_a_kill(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killing(claims, "consume", after=False)(monkeypatch)
+    with pytest.raises(Killed):
+        await run_once(bench)
+    await say_evaluation(bench, "t0-0", "t0")
+    assert not await run_once(bench)
+    assert await bench.states() == {0: "serving"}
+    await bench.assert_spent_once(0)
+    async with bench.engine.connect() as connection:
+        assert await claims.running_update(connection, "m") is None
+
+
 STEPS = {
     "before training": killing(FakeLearner, "update", after=False),
     "after training": killing(FakeLearner, "update", after=True),
@@ -332,7 +385,7 @@ async def stopped(bench: Bench) -> None:
 async def claimed(bench: Bench) -> int:
     async with bench.engine.connect() as connection:
         found = await connection.scalar(
-            select(func.count()).where(episodes.c.claimed_by.is_not(None))
+            select(func.count()).where(episode_policies.c.claimed_by.is_not(None))
         )
     return int(found or 0)
 

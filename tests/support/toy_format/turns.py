@@ -5,6 +5,7 @@ from typing import Any
 
 from proxy.formats.base import ToolResult
 from proxy.formats.conversation import Conversation
+from proxy.formats.json_parts import Object
 from proxy.formats.turns import BaseTurns, Named, tool_result
 
 
@@ -24,6 +25,9 @@ class ToyTurns(BaseTurns):
                 conversation.result(member.get("call"), member.get("words"))
             case _:
                 conversation.asked(member.get("words"))
+
+    def _is_text(self, member: Object) -> bool:
+        return "picture" not in member
 
     def _is_assistants(self, member: dict[str, Any]) -> bool:
         return member.get("by") == "toy"

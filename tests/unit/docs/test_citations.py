@@ -20,6 +20,7 @@ NO_CITATIONS = {
     "pawl.agent",
     "pawl.episode",
     "pawl.task",
+    "pawl.split",
 }
 # These cite what does not exist, to find it.
 ABOUT_CITATIONS = {Path(__file__), ROOT / "tests/support/docs/citations.py"}

@@ -15,6 +15,7 @@ import pytest
 
 from proxy.feedback.statements import parse_feedback
 from proxy.upstreams.file import parse_upstreams
+from store.policy_table import parse_policies
 from tests.conftest import ROOT
 from tests.support.docs.documents import Block, split_blocks
 from tests.support.docs.shell_lines import NoSuchCommand, check_script, commands
@@ -68,9 +69,12 @@ def test_json_blocks_are_json_or_a_line_of_it_each(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=where)
-def test_toml_blocks_are_upstreams_or_recipes(block: Block) -> None:
-    if "upstream" in tomllib.loads(block.text):
+def test_toml_blocks_are_upstreams_policies_or_recipes(block: Block) -> None:
+    keys = tomllib.loads(block.text).keys()
+    if "upstream" in keys:
         assert parse_upstreams(block.text, where(block))
+    elif "policy" in keys:
+        assert parse_policies(block.text, where(block)).specs
     else:
         assert Recipe.model_validate(tomllib.loads(block.text))
 

@@ -199,7 +199,7 @@ def test_every_header_of_ours_in_the_sources_is_described() -> None:
         name for text in SOURCES.values() for name in re.findall(r"x-pawl-[a-z]+[a-z-]*", text)
     }
     described = {one.name for one in (*headers.REQUEST, *headers.REPLY, headers.FAULT)}
-    assert named | {"x-pawl-agent", "x-pawl-task"} == described
+    assert named | {"x-pawl-agent", "x-pawl-task", "x-pawl-split"} == described
 
 
 def test_foreign_names_of_an_episode_are_in_the_order_that_counts() -> None:

@@ -47,6 +47,10 @@ def test_the_variables_of_the_contract_are_read() -> None:
         ("PAWL_LISTEN", "host:99999"),
         ("PAWL_UPSTREAM_URL", "not a url"),
         ("PAWL_DEFAULT_TEMPERATURE", "-1"),
+        ("PAWL_DEFAULT_SAMPLING", "top_p=2"),
+        ("PAWL_DEFAULT_SAMPLING", "top_p"),
+        ("PAWL_DEFAULT_SAMPLING", "temperature=0.5"),
+        ("PAWL_DEFAULT_SAMPLING", "mirostat=2"),
         ("DATABASE_URL", "mysql://x/y"),
     ],
 )
@@ -56,6 +60,16 @@ def test_a_value_that_cannot_be_used_is_named(
     monkeypatch.setenv(name, value)
     with pytest.raises(UnreadSettings, match=name):
         read_settings(ProxySettings)
+
+
+def test_what_a_server_samples_with_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings(ProxySettings).sampling_defaults == {"temperature": 1.0}
+    monkeypatch.setenv("PAWL_DEFAULT_TEMPERATURE", "0.6")
+    monkeypatch.setenv("PAWL_DEFAULT_SAMPLING", "top_p=0.95, top_k=20")
+    found = read_settings(ProxySettings).sampling_defaults
+    assert found == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    # vLLM takes no 20.0 for it.
+    assert isinstance(found["top_k"], int)
 
 
 def test_settings_are_frozen_and_secrets_masked(monkeypatch: pytest.MonkeyPatch) -> None:

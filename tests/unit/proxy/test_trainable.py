@@ -1,13 +1,16 @@
 """Which calls can carry loss, and the reason for each that cannot."""
 
+from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 
 from proxy.calls.trainable import why_not_trainable
-from proxy.formats.base import Sampled
+from proxy.formats.base import NOTHING_SAMPLED, Sampled
 from proxy.formats.registry import FORMATS
 from proxy.keeper.sampling import sampling_settings
+from store.values.distribution import distribution_of
 
 WHOLE = Sampled(
     prompt_ids=(1, 2),
@@ -17,17 +20,29 @@ WHOLE = Sampled(
     completion_tokens=2,
 )
 
+judged = partial(why_not_trainable, only_text=True)
+
 
 def why(request: dict[str, Any] | None = None, api: str = "chat", **changes: Any) -> str | None:
     rules = FORMATS[api].sampling
     sampled = Sampled(**{**{f: getattr(WHOLE, f) for f in WHOLE.__struct_fields__}, **changes})
     found = sampling_settings(request or {}, 1.0, rules)
-    return why_not_trainable("complete", 200, 3, found, sampled, rules)
+    return judged("complete", 200, 3, found, sampled, rules)
 
 
 def test_a_whole_call_is_trainable() -> None:
     assert why() is None
     assert why({"temperature": 0.7, "top_p": 1.0, "top_k": -1, "tool_choice": "auto"}) is None
+
+
+def test_what_is_not_text_is_not_trained_whatever_the_tokens_are() -> None:
+    rules = FORMATS["chat"].sampling
+    settings = sampling_settings({}, 1.0, rules)
+    for sampled in (WHOLE, NOTHING_SAMPLED):
+        why_not = why_not_trainable("complete", 200, 3, settings, sampled, rules, only_text=False)
+        assert why_not == "not_text"
+    failed = why_not_trainable("complete", 400, 3, settings, WHOLE, rules, only_text=False)
+    assert failed == "error_reply"
 
 
 @pytest.mark.parametrize(
@@ -45,16 +60,27 @@ def test_what_clients_send_beside_their_settings_is_harmless(
     assert why(request_, api) is None
 
 
+def test_ids_are_enough_where_the_version_that_sampled_them_is_known() -> None:
+    assert why(sampled_logprobs=None) is None
+    assert why(sampled_logprobs=None, completion_tokens=None) is None
+    rules = FORMATS["chat"].sampling
+    silent = msgspec.structs.replace(WHOLE, sampled_logprobs=None)
+    settings = sampling_settings({}, 1.0, rules)
+    assert judged("complete", 200, None, settings, silent, rules) == "unknown_policy"
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"prompt_ids": None}, "no_token_ids"),
         ({"sampled_ids": None}, "no_token_ids"),
-        ({"sampled_logprobs": None}, "no_logprobs"),
         ({"sampled_logprobs": (-1.0,)}, "length_mismatch"),
         ({"sampled_ids": (), "sampled_logprobs": ()}, "empty"),
         ({"completion_tokens": 3}, "usage_mismatch"),
         ({"choices": 2}, "several_choices"),
+        ({"sampled_logprobs": None, "completion_tokens": 3}, "usage_mismatch"),
+        ({"sampled_logprobs": None, "sampled_ids": ()}, "empty"),
+        ({"sampled_logprobs": ()}, "length_mismatch"),
     ],
 )
 def test_tokens_that_do_not_add_up(changes: dict[str, Any], reason: str) -> None:
@@ -65,11 +91,14 @@ def test_tokens_that_do_not_add_up(changes: dict[str, Any], reason: str) -> None
     ("api", "request_", "reason"),
     [
         ("chat", {"temperature": 0}, "greedy"),
-        ("chat", {"top_p": 0.9}, "reshaped_distribution"),
-        ("chat", {"top_k": 20}, "reshaped_distribution"),
-        ("chat", {"min_p": 0.1}, "reshaped_distribution"),
-        ("chat", {"presence_penalty": 0.5}, "reshaped_distribution"),
-        ("chat", {"logit_bias": {"5": 1}}, "reshaped_distribution"),
+        ("chat", {"top_p": 0}, "unreadable_sampling"),
+        ("chat", {"top_k": 1.5}, "unreadable_sampling"),
+        ("chat", {"logit_bias": {"five": 1}}, "unreadable_sampling"),
+        ("chat", {"bad_words": "a"}, "unreadable_sampling"),
+        ("chat", {"logits_processors": ["mine"]}, "reshaped_distribution"),
+        ("chat", {"vllm_xargs": {"x": 1}}, "reshaped_distribution"),
+        ("responses", {"min_tokens": 5}, "reshaped_distribution"),
+        ("responses", {"bad_words": ["a"]}, "reshaped_distribution"),
         ("chat", {"response_format": {"type": "json_object"}}, "constrained_sampling"),
         ("chat", {"tool_choice": "required"}, "constrained_sampling"),
         ("chat", {"guided_regex": "a+"}, "constrained_sampling"),
@@ -98,6 +127,23 @@ def test_distributions_that_cannot_be_computed_again(
     api: str, request_: dict[str, Any], reason: str
 ) -> None:
     assert why(request_, api) == reason
+
+
+@pytest.mark.parametrize(
+    ("api", "request_"),
+    [
+        ("chat", {"temperature": 0.6, "top_p": 0.95, "top_k": 20}),
+        ("chat", {"min_p": 0.1, "logit_bias": {"5": 1}, "bad_words": ["a"]}),
+        ("chat", {"presence_penalty": 0.5, "frequency_penalty": 1, "repetition_penalty": 1.1}),
+        ("chat", {"allowed_token_ids": [1, 2], "min_tokens": 3, "stop_token_ids": [2]}),
+        ("completions", {"top_p": 0.9, "min_tokens": 3}),
+        ("responses", {"top_p": 0.9, "top_k": 5, "presence_penalty": 1, "min_tokens": 0}),
+        ("messages", {"top_p": 0.9, "top_k": 5}),
+    ],
+)
+def test_settings_that_the_trainer_replays(api: str, request_: dict[str, Any]) -> None:
+    assert why(request_, api) is None
+    assert distribution_of(sampling_settings(request_, 1.0, FORMATS[api].sampling))
 
 
 @pytest.mark.parametrize(
@@ -153,9 +199,9 @@ def test_a_field_is_known_to_its_own_api_only() -> None:
 def test_incomplete_failed_and_unknown() -> None:
     rules = FORMATS["chat"].sampling
     settings = sampling_settings({}, 1.0, rules)
-    assert why_not_trainable("truncated", 200, 1, settings, WHOLE, rules) == "incomplete"
-    assert why_not_trainable("complete", 400, 1, settings, WHOLE, rules) == "error_reply"
-    assert why_not_trainable("complete", 200, None, settings, WHOLE, rules) == "unknown_policy"
+    assert judged("truncated", 200, 1, settings, WHOLE, rules) == "incomplete"
+    assert judged("complete", 400, 1, settings, WHOLE, rules) == "error_reply"
+    assert judged("complete", 200, None, settings, WHOLE, rules) == "unknown_policy"
     strict = {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}
     assert why(strict) == "constrained_sampling"
 
@@ -164,3 +210,12 @@ def test_the_servers_temperature_is_recorded_where_none_is_named() -> None:
     rules = FORMATS["chat"].sampling
     assert sampling_settings({}, 0.6, rules) == {"temperature": 0.6}
     assert sampling_settings({"temperature": 0.2}, 0.6, rules)["temperature"] == 0.2
+
+
+def test_what_the_server_uses_besides_is_recorded_where_a_request_does_not_say() -> None:
+    """A model's card may shape what a request leaves open."""
+    rules, card = FORMATS["chat"].sampling, {"top_p": 0.95, "top_k": 20}
+    assert sampling_settings({}, 0.6, rules, card) == {"temperature": 0.6} | card
+    assert sampling_settings({"top_p": None}, 0.6, rules, card) == {"temperature": 0.6} | card
+    asked = {"temperature": 0.6, "top_p": 1.0, "top_k": 20}
+    assert sampling_settings({"top_p": 1.0}, 0.6, rules, card) == asked

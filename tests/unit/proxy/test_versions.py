@@ -1,9 +1,12 @@
 """Routing: a policy's name gets the serving version, an episode keeps the one it began with."""
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.policies.versions import Serving, Versions
+from store.policy_table import parse_policies
 from store.records import PolicyState, PolicyVersion
 
 
@@ -43,6 +46,47 @@ def test_a_version_can_be_asked_for_by_its_own_name() -> None:
     assert versions.resolve("m@1", "e") == Serving("m", 1, "m@1")
 
 
+def test_the_base_can_be_asked_for_by_its_number() -> None:
+    versions = Versions([version(0, "published"), version(1, "serving")])
+    assert versions.resolve("m@0", "e") == Serving("m", 0, "m")
+    # It is not the episode's version: that of the policy's own name.
+    assert versions.resolve("m", "e") == Serving("m", 1, "m@1")
+
+
+def test_a_retired_version_can_be_asked_for_as_it_may_still_be_loaded() -> None:
+    versions = Versions([version(0, "published"), version(1, "retired"), version(2, "serving")])
+    assert versions.resolve("m@1", "e") == Serving("m", 1, "m@1")
+
+
+@pytest.mark.parametrize("state", ["written", "rejected"])
+def test_a_version_that_was_never_published_is_nobodys(state: PolicyState) -> None:
+    versions = Versions([version(0, "serving"), version(1, state)])
+    assert versions.resolve("m@1", "e") == Serving(None, None, "m@1")
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ("m@1", "is retired"),
+        ("m@2", "was rejected"),
+        ("m@4", "is not published yet"),
+        ("m@3", "is being loaded again"),
+        ("m@9", "is unknown"),
+    ],
+)
+def test_why_a_version_is_not_served_and_what_to_ask_for(asked: str, why: str) -> None:
+    states: list[PolicyState] = ["published", "retired", "rejected", "serving", "written"]
+    said = Versions([version(n, state) for n, state in enumerate(states)]).why_not_served(asked)
+    assert said is not None
+    assert f"does not have {asked}: this version {why}" in said
+    assert "a version that is loaded: m@3, m@0" in said
+
+
+@pytest.mark.parametrize("asked", [None, "m", "other@1", "m@", "m@x", "m@-1", "m@" + "9" * 50])
+def test_of_another_name_nothing_is_said(asked: str | None) -> None:
+    assert Versions([version(0, "serving")]).why_not_served(asked) is None
+
+
 def test_a_pin_from_an_earlier_process_stands() -> None:
     versions = Versions([version(0, "published"), version(1, "serving")])
     versions.pin("m", "e", 0)
@@ -62,3 +106,85 @@ def test_an_episode_never_changes_its_version(swaps: list[int], episodes: list[s
             )
         found = versions.resolve("m", episode).version
         assert seen.setdefault(episode, found) == found
+
+
+# Where a file names the policies
+
+TABLE = parse_policies(
+    """
+    [[policy]]
+    name = "writes"
+    base = "qwen"
+    agents = ["writer"]
+    [[policy]]
+    name = "checks"
+    base = "qwen"
+    agents = ["checker"]
+    [[policy]]
+    name = "rest"
+    base = "qwen"
+    models = ["qwen"]
+    trained = false
+    """,
+    "policies.toml",
+)
+
+
+def of(policy: str, number: int, state: PolicyState) -> PolicyVersion:
+    served = f"{policy}@{number}" if number else "qwen"
+    return msgspec.structs.replace(version(number, state), name=policy, served_name=served)
+
+
+def trained_table() -> Versions:
+    return Versions(
+        [of("writes", 0, "published"), of("writes", 1, "serving"), of("checks", 0, "serving")],
+        TABLE,
+    )
+
+
+def test_each_agent_of_an_episode_gets_its_policys_own_version() -> None:
+    versions = trained_table()
+    assert versions.resolve("qwen", "e", "writer") == Serving("writes", 1, "writes@1")
+    assert versions.resolve("qwen", "e", "checker") == Serving("checks", 0, "qwen")
+    versions.replace(
+        [
+            *(of("writes", number, "published") for number in (0, 1)),
+            of("writes", 2, "serving"),
+            of("checks", 0, "published"),
+            of("checks", 1, "serving"),
+        ]
+    )
+    assert versions.resolve("qwen", "e", "writer") == Serving("writes", 1, "writes@1")
+    assert versions.resolve("qwen", "e", "checker") == Serving("checks", 0, "qwen")
+    assert versions.resolve("qwen", "new", "checker") == Serving("checks", 1, "checks@1")
+
+
+def test_a_fixed_policy_is_its_base_and_has_no_version() -> None:
+    versions = trained_table()
+    assert versions.resolve("qwen", "e", "rewriter") == Serving("rest", None, "qwen")
+    assert versions.trained_policy("qwen", "rewriter") is None
+    assert {versions.base_of(name) for name in ("writes", "checks", "rest")} == {"qwen"}
+
+
+def test_a_policy_that_no_trainer_has_begun_is_its_base() -> None:
+    versions = Versions([], TABLE)
+    assert versions.resolve("writes", "e", "any") == Serving("writes", 0, "qwen")
+    assert versions.knows("writes", "e")
+    versions.replace([of("writes", 0, "published"), of("writes", 1, "serving")])
+    assert versions.resolve("writes", "new") == Serving("writes", 1, "writes@1")
+
+
+def test_a_name_that_the_file_does_not_have_is_no_policys() -> None:
+    stored = [version(0, "published"), version(1, "serving"), of("rest", 1, "published")]
+    versions = Versions([*stored, of("writes", 1, "published")], TABLE)
+    for model in ("m", "m@1", "rest@1", "gpt-x"):
+        assert versions.resolve(model, "e", "writer") == Serving(None, None, model)
+    assert versions.resolve("writes@1", "e") == Serving("writes", 1, "writes@1")
+
+
+def test_without_a_file_a_policy_is_served_where_its_base_is() -> None:
+    versions = Versions([of("writes", 0, "serving")])
+    assert versions.resolve("writes", "e") == Serving("writes", 0, "qwen")
+    assert versions.base_of("writes") == "qwen"
+    # The base itself is nobody's: no policy has its name.
+    assert versions.resolve("qwen", "e") == Serving(None, None, "qwen")

@@ -46,7 +46,7 @@ values = transition_row(call, call.id, Bases().batch().store(call))
 row = SimpleNamespace(**dict(zip(TRANSITION_COLUMNS, values, strict=True)))
 part = SimpleNamespace(
     id=call.id, key="e", root=None, task=None, joined_task=None, method="header",
-    last_call_at=datetime.now(UTC), quarantined_reason=None,
+    last_call_at=datetime.now(UTC), quarantined_reason=None, split="train", joined_split=None,
 )
 [read] = assemble([part], [row], [], [], whole_texts([row])).calls
 column = transitions.c.request_bytes

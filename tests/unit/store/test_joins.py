@@ -15,7 +15,7 @@ from store.link.joins import (
     Link,
     resolve,
 )
-from store.values.digests import PREFIX, RESPONSE, TOOL_CALL, levels
+from store.values.digests import ACROSS, PREFIX, RESPONSE, TOOL_CALL, levels
 
 
 def uid(number: int) -> UUID:
@@ -136,3 +136,31 @@ def test_levels_put_ids_before_prefixes() -> None:
 
     needs = [digest(TOOL_CALL, 1), digest(TOOL_CALL, 2), digest(RESPONSE, 3), digest(PREFIX, 4)]
     assert [level for _, level in levels([*needs, digest(PREFIX, 5)])] == [0, 0, 1, 5, 6]
+
+
+def test_an_episode_with_a_part_of_evaluation_is_evaluation_as_a_whole() -> None:
+    some = [part(1), part(2, split="eval"), part(3), part(4)]
+    joins = resolve(some, [*link(2, 1, level=ACROSS), *link(3, 2, level=ACROSS)])
+    assert joins.evaluation == {uid(1), uid(2), uid(3)}
+    assert joins.calls[uid(102)] == ("tool_call", "certain")
+
+
+def test_a_held_episode_that_evaluation_continues_is_evaluation_too() -> None:
+    joins = resolve([part(1, held=True), part(2, split="eval")], link(2, 1))
+    assert joins.evaluation == {uid(1), uid(2)}
+    assert joins.places[uid(2)].quarantined_reason == TOO_LATE
+
+
+def test_a_match_across_splits_counts_only_where_there_is_none_within() -> None:
+    some = [part(1), part(2, split="eval"), part(3)]
+    joins = resolve(some, [*link(3, 1, level=9), *link(3, 2, level=ACROSS)])
+    assert joins.places[uid(3)].root == uid(1)
+    assert joins.evaluation == {uid(2)}
+
+
+def test_a_doubt_across_splits_is_the_needing_episodes_alone() -> None:
+    some = [part(1, split="eval"), part(2, split="eval"), part(3)]
+    joins = resolve(some, link(3, 1, 2, level=ACROSS + 2))
+    assert joins.places[uid(3)].quarantined_reason == DOUBTFUL_NEED
+    assert joins.places[uid(1)].quarantined_reason is None
+    assert joins.places[uid(2)].quarantined_reason is None

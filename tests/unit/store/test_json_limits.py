@@ -148,3 +148,23 @@ def test_json_is_counted_exactly(value: Any, around: int) -> None:
     deepest, containers, commas = reference(data)
     assert nests_too_deep(data) == (deepest > MAX_DEPTH)
     assert size_of(data) == (containers, containers + commas)
+
+
+@given(
+    st.lists(st.sampled_from([b"[", b"]", b"{", b"}", b'"', b",", b"1", b'\\"']), max_size=60),
+    st.integers(0, 6),
+    st.integers(1, 20),
+)
+def test_what_is_called_flat_is_flat(parts: list[bytes], limit: int, piece: int) -> None:
+    data = b"".join(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_limits, "MAX_DEPTH", limit)
+        patch.setattr(json_limits, "_PIECE", piece)
+        if json_limits._certainly_flat(data):
+            assert reference(data)[0] <= limit
+
+
+def test_a_long_reply_with_log_probabilities_is_called_flat() -> None:
+    token = {"token": "a", "logprob": -0.5, "bytes": [97, 98], "top_logprobs": []}
+    reply = json.dumps({"content": [token] * 2000, "token_ids": list(range(2000))}).encode()
+    assert json_limits._certainly_flat(reply)

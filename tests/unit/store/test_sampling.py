@@ -66,7 +66,7 @@ def test_rows_are_scored_at_what_was_used(recorded: object, used: float) -> None
         reason=None,
     )
     [row] = training_rows([credit])
-    assert row.temperature == used
+    assert row.distribution.temperature == used
 
 
 @given(st.lists(st.floats() | st.floats(-10001, -9998) | st.floats(-1, 1.5e-3), max_size=6))

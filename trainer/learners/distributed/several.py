@@ -47,6 +47,15 @@ class LeadingLearner:
         metrics: dict[str, Any] = self._run_everywhere("update", rows)
         return metrics
 
+    def misfit(self, adapter: Path) -> str | None:
+        """Return why the version in `adapter` is not of this base model; rank 0 looks."""
+        return self._learner.misfit(adapter)
+
+    def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
+        """Return the rows' log-probabilities under a version; each process computes its share."""
+        logprobs: list[list[float]] = self._run_everywhere("version_logprobs", adapter, rows)
+        return logprobs
+
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """Return rank 0's log-probabilities; all processes compute, since layers may be sharded."""
         logprobs: list[list[float]] = self._run_everywhere("logprobs", rows)
@@ -65,10 +74,10 @@ class LeadingLearner:
         with self._lock:
             self._processes.broadcast(None)
 
-    def _run_everywhere(self, name: str, argument: object) -> Any:
+    def _run_everywhere(self, name: str, *arguments: object) -> Any:
         with self._lock:
-            self._processes.broadcast((name, argument))
-            return getattr(self._learner, name)(argument)
+            self._processes.broadcast((name, *arguments))
+            return getattr(self._learner, name)(*arguments)
 
 
 def follow(learner: Learner) -> None:
@@ -78,9 +87,9 @@ def follow(learner: Learner) -> None:
     """
     processes: Processes = learner.processes
     while (command := processes.broadcast(None)) is not None:
-        name, argument = command
-        method: Callable[[Any], Any] = getattr(learner, name)
+        name, *arguments = command
+        method: Callable[..., Any] = getattr(learner, name)
         try:
-            method(argument)
+            method(*arguments)
         except TrainerError as error:
             log.debug("follower_failed", method=name, reason=str(error))

@@ -7,30 +7,53 @@ the gradient with respect to the hidden state h at temperature T, and the entrop
     ∂ log p(token) / ∂h = (W[token] − p·W) / T
     entropy             = log Σ exp(z) − h·(p·W) / T
 
+Where settings beside the temperature shaped what was sampled from, the chunk's logits are shaped
+in the same way, and p is that of the survivors (`trainer.learners.replay.shaping`, which has the
+gradient).
+
 The backward pass needs no second product with the vocabulary, and no logits are kept.
 Products are summed, and softmax is taken, in float32.
 """
 
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from store.values.distribution import Distribution
+from trainer.batches.rows import Row
 from trainer.learners.kernels.products import product
+from trainer.learners.replay.history import History
+from trainer.learners.replay.places import Group, Places
+from trainer.learners.replay.shaping import replay, shape
 
 # Logits in a chunk, by device: 64 MiB in float32 on a CPU, 512 MiB on a GPU.
 CHUNK: Final = {"cpu": 2**24, "cuda": 2**27}
+
+
+class Shaping(NamedTuple):
+    """Hold what shaped the logits of the rows [start, stop), and what came before them."""
+
+    start: int
+    stop: int
+    distribution: Distribution
+    history: History
+
+    def part(self, start: int, stop: int) -> "Shaping":
+        """Return what shaped the rows [start, stop) of these."""
+        history = self.history.part(start - self.start, stop - self.start)
+        return Shaping(start, stop, self.distribution, history)
 
 
 class HeadLogprobs(Function):
     """Compute log-probabilities and entropies of tokens after hidden states, under a frozen head.
 
     Shapes: `hidden` (R, H), `head` (V, H), `temperatures` (R,), `rows` and `labels` (M,):
-    token m is `labels[m]` after `hidden[rows[m]]`. Both results are (M,), in nats; entropies
-    carry no gradient.
+    token m is `labels[m]` after `hidden[rows[m]]`. `shapings` are of the last rows; those before
+    are plain. Both results are (M,), in nats; entropies carry no gradient.
     """
 
     @staticmethod
@@ -41,6 +64,7 @@ class HeadLogprobs(Function):
         temperatures: Tensor,
         rows: Tensor,
         labels: Tensor,
+        shapings: Sequence[Shaping],
     ) -> tuple[Tensor, Tensor]:
         """Compute both results, and keep the expected output embeddings for the backward pass."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -48,21 +72,23 @@ class HeadLogprobs(Function):
         logprobs = torch.empty(len(rows), dtype=wide, device=hidden.device)
         entropies = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         expected = torch.empty(hidden.shape, dtype=wide, device=hidden.device)
+        # What the sampled tokens' share and factor are where no setting shaped anything.
+        replayed = torch.ones(2, len(rows), dtype=wide, device=hidden.device) if shapings else None
         size = max(1, CHUNK[hidden.device.type] // len(head))
         ends = counts.cumsum(0).tolist()
-        for start in range(0, len(hidden), size):
-            stop = min(start + size, len(hidden))
+        for start, stop, shaping in _chunks(len(hidden), size, shapings):
             tokens = order[ends[start - 1] if start else 0 : ends[stop - 1]]
-            logits = _wide_product(hidden[start:stop], head)
-            logits /= temperatures[start:stop, None]
-            logp = torch.log_softmax(logits, -1)
-            logprobs[tokens] = logp[rows[tokens] - start, labels[tokens]]
-            normaliser = logits[:, 0] - logp[:, 0]
-            mean = _wide_product(logp.exp_().to(hidden.dtype), head.T)
-            along = torch.linalg.vecdot(mean, hidden[start:stop].to(wide))
-            entropies[start:stop] = normaliser - along / temperatures[start:stop]
-            expected[start:stop] = mean
-        ctx.save_for_backward(expected, head, temperatures, rows, labels)
+            at, chosen = rows[tokens] - start, labels[tokens]
+            logits, states = _wide_product(hidden[start:stop], head), hidden[start:stop]
+            if shaping is None:
+                found = [*_plain(logits, states, head, temperatures[start:stop], at, chosen)]
+            else:
+                part = shaping.part(start, stop)
+                *found, corrections = _shaped(logits, states, head, part, at, chosen)
+                assert replayed is not None
+                replayed[:, tokens] = corrections
+            logprobs[tokens], entropies[start:stop], expected[start:stop] = found
+        ctx.save_for_backward(expected, head, temperatures, rows, labels, replayed)
         ctx.dtype = hidden.dtype
         spread = entropies[rows]
         ctx.mark_non_differentiable(spread)
@@ -72,12 +98,53 @@ class HeadLogprobs(Function):
     @once_differentiable
     def backward(ctx: Any, d_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradient of the log-probabilities with respect to `hidden`."""
-        expected, head, temperatures, rows, labels = ctx.saved_tensors
-        share = d_logprobs / temperatures[rows]
+        expected, head, temperatures, rows, labels, replayed = ctx.saved_tensors
+        share = own = d_logprobs / temperatures[rows]
+        if replayed is not None:
+            share = share * replayed[0]
+            own = share * replayed[1]
         total = torch.zeros_like(temperatures).index_add_(0, rows, share)
         d_hidden = expected * -total[:, None]
-        d_hidden.index_add_(0, rows, head[labels].to(expected.dtype) * share[:, None])
-        return d_hidden.to(ctx.dtype), None, None, None, None
+        d_hidden.index_add_(0, rows, head[labels].to(expected.dtype) * own[:, None])
+        return d_hidden.to(ctx.dtype), None, None, None, None, None
+
+
+def _plain(
+    logits: Tensor, states: Tensor, head: Tensor, temperatures: Tensor, at: Tensor, chosen: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities of tokens, entropies of rows, and expected output embeddings.
+
+    Token m is `chosen[m]` in row `at[m]`. The logits (R, V) are overwritten.
+    """
+    logits /= temperatures[:, None]
+    logp = torch.log_softmax(logits, -1)
+    logprobs = logp[at, chosen]
+    normaliser = logits[:, 0] - logp[:, 0]
+    mean = _wide_product(logp.exp_().to(states.dtype), head.T)
+    along = torch.linalg.vecdot(mean, states.to(mean.dtype))
+    return logprobs, normaliser - along / temperatures, mean
+
+
+def _shaped(
+    logits: Tensor, states: Tensor, head: Tensor, shaping: Shaping, at: Tensor, chosen: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the same of shaped logits, and each token's share and factor, (2, M)."""
+    shaped = shape(logits, shaping.distribution, shaping.history, at, chosen)
+    found = replay(shaped, at, chosen)
+    mean = _wide_product(found.weights.to(states.dtype), head.T)
+    return found.logprobs, found.entropies, mean, torch.stack([found.shares, found.factors])
+
+
+def _chunks(
+    rows: int, size: int, shapings: Sequence[Shaping]
+) -> Iterator[tuple[int, int, Shaping | None]]:
+    """Yield parts of the rows, of at most `size` rows each, that are shaped alike."""
+    plain = shapings[0].start if shapings else rows
+    parts: list[tuple[int, int, Shaping | None]] = [(0, plain, None)]
+    parts += [(one.start, one.stop, one) for one in shapings]
+    for first, last, shaping in parts:
+        for start in range(first, last, size):
+            yield start, min(start + size, last), shaping
 
 
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:
@@ -90,23 +157,26 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def head_logprobs(
-    hidden: Tensor,
-    head: Tensor,
-    temperatures: Sequence[float],
-    parents: Sequence[int],
-    labels: Tensor,
+    hidden: Tensor, head: Tensor, places: Places, sampled_by: Sequence[Row], labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities and entropies (M,) of tokens after the nodes before them.
 
-    Shapes: `hidden` (N, H); `temperatures`, `parents` (a token's node) and `labels` (M,).
-    Tokens that follow one node at one temperature share its logits.
+    Shapes: `hidden` (N, H); `labels` (M,), the sampled tokens of the rows `sampled_by`, whose
+    `places` these are. Tokens with one place share its logits.
     """
-    pairs = list(zip(parents, temperatures, strict=True))
-    place = {pair: index for index, pair in enumerate(sorted(set(pairs)))}
     device = hidden.device
-    nodes = torch.tensor([node for node, _ in place], device=device)
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    degrees = torch.tensor([t for _, t in place], device=device, dtype=wide)
-    rows = torch.tensor([place[pair] for pair in pairs], device=device)
-    logp, entropies = HeadLogprobs.apply(hidden[nodes], head, degrees, rows, labels)
+    logp, entropies = HeadLogprobs.apply(
+        hidden[torch.tensor(places.nodes, device=device)],
+        head,
+        torch.tensor(places.temperatures, device=device, dtype=wide),
+        torch.tensor(places.of_tokens, device=device),
+        labels,
+        [_shaping(group, sampled_by, device) for group in places.groups],
+    )
     return logp, entropies
+
+
+def _shaping(group: Group, rows: Sequence[Row], device: torch.device) -> Shaping:
+    history = History.of(rows, group.histories, device)
+    return Shaping(group.start, group.stop, group.distribution, history)

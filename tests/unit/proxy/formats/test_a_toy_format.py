@@ -127,6 +127,13 @@ async def test_its_own_fields_say_how_it_was_sampled(
     assert (await call(intake, tmp_path, reply, fields)).record.reason == reason
 
 
+async def test_it_says_what_is_not_text(intake: Intake, tmp_path: Path) -> None:
+    reply = SaidReply(200, JSON, [json.dumps(ANSWER).encode()], torn=False)
+    said = [*ASKED["said"], {"by": "me", "picture": "sunset"}]
+    record = (await call(intake, tmp_path, reply, {"said": said})).record
+    assert (record.trainable, record.reason) == (False, "not_text")
+
+
 async def test_its_tool_results_are_events(intake: Intake, tmp_path: Path) -> None:
     reply = SaidReply(200, JSON, [json.dumps(ANSWER).encode()], torn=False)
     turns = [*ASKED["said"], {"by": "toy", "words": "Hm.", "tool": "add", "call": "c1"}]

@@ -108,6 +108,23 @@ def test_tool_calls_alone_have_no_log_probabilities() -> None:
     assert facts.tool_calls[0].id == "c1"
 
 
+@pytest.mark.parametrize("told", range(4))
+def test_log_probabilities_count_if_every_id_has_one(told: int) -> None:
+    text = TEXT | {"logprobs": [LOGPROB] * told}
+    seen, facts = answered(rewritten(), RESPONSE | {"output": [MESSAGE | {"content": [text]}]})
+    assert facts.sampled.sampled_ids == (3, 4)
+    assert facts.sampled.sampled_logprobs == ((-0.5, -0.5) if told == 2 else None)
+    assert seen["output"][0]["content"][0]["logprobs"] == (None if told else [])
+
+
+def test_several_replies_have_no_ids() -> None:
+    """Turns of the server's own: between two replies stands what the second one saw."""
+    turns = RESPONSE["output_messages"] * 3
+    sampled = answered(rewritten(), RESPONSE | {"output_messages": turns})[1].sampled
+    assert (sampled.prompt_ids, sampled.sampled_ids) == ((1, 2), None)
+    assert sampled.sampled_logprobs is None
+
+
 def test_an_error_passes_byte_for_byte() -> None:
     reply = RESPONSES.whole_reader(rewritten(), "agent@3")
     reply.feed(b'{"error": {"message":  "no"}}')

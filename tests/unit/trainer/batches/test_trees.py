@@ -5,6 +5,7 @@ from uuid import UUID
 from hypothesis import given
 from hypothesis import strategies as st
 
+from store.values.distribution import Distribution
 from trainer.batches.micro_batches import plan_micro_batches, share_out, split_steps
 from trainer.batches.rows import Row
 from trainer.batches.trees import build_tree, shared_prefix
@@ -21,7 +22,7 @@ def row(ids: list[int], weight: float = 1.0) -> Row:
         prompt_ids=tuple(ids[:-1]),
         sampled_ids=(ids[-1],),
         sampled_logprobs=(-1.0,),
-        temperature=1.0,
+        distribution=Distribution(temperature=1.0),
         advantage=1.0,
         weight=weight,
         version=0,

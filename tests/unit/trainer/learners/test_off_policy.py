@@ -24,7 +24,9 @@ def padded(rows: list[list[float]]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(values, dtype=torch.float64), torch.tensor(mask, dtype=torch.float64)
 
 
-def compared(rows: list[list[float]], versions: list[int], cap: float = 2.0) -> list[RowComparison]:
+def compared(
+    rows: list[list[float]], versions: list[int | None], cap: float = 2.0
+) -> list[RowComparison]:
     d, mask = padded(rows)
     return compare(d, mask, keeps_loss(d, mask, 0.5, 2.0), versions, cap)
 
@@ -89,3 +91,26 @@ def test_the_divergence_is_estimated_without_bias() -> None:
     q, p = [0.5, 0.3, 0.2], [0.4, 0.4, 0.2]
     k3 = sum(a * (b / a - 1 - math.log(b / a)) for a, b in zip(q, p, strict=True))
     assert k3 == pytest.approx(sum(a * math.log(a / b) for a, b in zip(q, p, strict=True)))
+
+
+@given(LOG_RATIOS, st.data())
+def test_recomputed_rows_count_in_all_but_what_tells_of_the_server(
+    rows: list[list[float]], data: st.DataObject
+) -> None:
+    versions = [data.draw(st.sampled_from([None, 4, 5])) for _ in rows]
+    newest = data.draw(st.sampled_from([None, 5]))
+    every, told = (
+        off_policy_metrics(compared(one, which), newest=newest)
+        for one, which in (
+            (rows, versions),
+            (
+                [row for row, v in zip(rows, versions, strict=True) if v is not None] or rows,
+                [v for v in versions if v is not None] or [None] * len(rows),
+            ),
+        )
+    )
+    for name in ("drift_kl", "drift_logp_mean_abs", "staleness_kl"):
+        assert every[name] == (None if told[name] is None else pytest.approx(told[name]))
+    whole = off_policy_metrics(compared(rows, [5 for _ in rows]), newest=5)
+    for name in ("effective_sample_size", "ratio_cut_share", "masked_share"):
+        assert every[name] == pytest.approx(whole[name])

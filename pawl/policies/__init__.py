@@ -1,0 +1,1 @@
+"""Show the policies: their versions, and the rewards of their evaluation (`pawl policies`)."""

@@ -1,0 +1,118 @@
+"""What each policy may claim of an episode, kept in step with the episode and its parts.
+
+Every row of `episode_policies` is computed from all that is stored of its episode, so neither the
+order of arrival nor a repetition changes it (docs/decisions/041-several-policies.md). Whoever
+changes an episode does this in the same transaction, and so holds the lock on the episode's row.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+from uuid import UUID
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.records import CallRecord
+from store.schema.recorded import CLAIMABLE
+
+_NAMES: Final = ("task", "scored_at", "call_scored_at", "failed", "last_call_at", "claimable")
+_COPIED: Final = ", ".join(_NAMES)
+_OF_ROW: Final = ", ".join(f"p.{name}" for name in _NAMES)
+_OF_FACTS: Final = ", ".join(f"f.{name}" for name in _NAMES)
+# The last part of a joined episode decides whether the episode failed, and it is silent once all
+# its parts are.
+_FACTS: Final = f"""
+    SELECT e.id, COALESCE(e.joined_task, e.task) AS task, e.scored_at, e.call_scored_at,
+        CASE WHEN l.last_call_id > e.last_call_id THEN l.failed ELSE e.failed END AS failed,
+        GREATEST(e.last_call_at, l.last_call_at) AS last_call_at, {CLAIMABLE} AS claimable
+    FROM episodes e LEFT JOIN LATERAL (
+        SELECT max(p.last_call_at) AS last_call_at,
+            (array_agg(p.last_call_id ORDER BY p.last_call_id DESC))[1] AS last_call_id,
+            (array_agg(p.failed ORDER BY p.last_call_id DESC))[1] AS failed
+        FROM episodes p WHERE e.linked AND p.root = e.id) l ON true
+    WHERE e.id = ANY($1)
+"""
+_ADD: Final = f"""
+    INSERT INTO episode_policies (episode_id, policy, own_version, version, {_COPIED})
+    SELECT episode_id, policy, version, version, {_COPIED}
+    FROM unnest($1::uuid[], $2::text[], $3::integer[]) AS said (episode_id, policy, version)
+        JOIN ({_FACTS}) facts ON facts.id = said.episode_id
+    ON CONFLICT (episode_id, policy) DO UPDATE SET
+        own_version = LEAST(episode_policies.own_version, excluded.own_version),
+        version = LEAST(episode_policies.version, excluded.version)
+    WHERE episode_policies.own_version IS NULL
+        OR episode_policies.own_version > excluded.own_version
+"""
+_REFRESH: Final = f"""
+    UPDATE episode_policies p SET ({_COPIED}) = ROW({_OF_FACTS}) FROM ({_FACTS}) f
+    WHERE p.episode_id = f.id AND ({_OF_ROW}) IS DISTINCT FROM ({_OF_FACTS})
+"""
+_WHOLES: Final = "SELECT DISTINCT COALESCE(root, id) FROM episodes WHERE id = ANY($1)"
+# A whole has a row for each policy of any part of it.
+_SHARE: Final = f"""
+    INSERT INTO episode_policies (episode_id, policy, version, {_COPIED})
+    SELECT sampled.id, policy, version, {_COPIED}
+    FROM (SELECT COALESCE(e.root, e.id) AS id, p.policy, min(p.own_version) AS version
+          FROM episodes e JOIN episode_policies p ON p.episode_id = e.id
+          WHERE (e.id = ANY($1) OR e.root = ANY($1)) AND p.own_version IS NOT NULL
+          GROUP BY 1, 2) sampled
+        JOIN ({_FACTS}) facts ON facts.id = sampled.id
+    ON CONFLICT (episode_id, policy) DO UPDATE SET version = excluded.version
+    WHERE episode_policies.version <> excluded.version
+"""
+# What an earlier join gave, and no part gives any longer.
+_UNSHARE: Final = """
+    DELETE FROM episode_policies p
+    WHERE p.episode_id = ANY($1) AND p.own_version IS NULL AND p.claimed_by IS NULL
+        AND NOT EXISTS (
+            SELECT FROM episodes e JOIN episode_policies o ON o.episode_id = e.id
+            WHERE e.root = p.episode_id AND o.policy = p.policy AND o.own_version IS NOT NULL)
+"""
+
+
+async def add_policies(
+    driver: Any, calls: Iterable[tuple[CallRecord, UUID]], changed: list[UUID]
+) -> None:
+    """Add a row for each policy that served one of `calls`, and refresh those of `changed`.
+
+    Args:
+        driver: the driver's connection, in a transaction.
+        calls: pairs of a call and its episode's id. A call without a version has no policy in
+            training: an outside model served it, or one that is fixed.
+        changed: the episodes that were stored before and are not linked to others.
+    """
+    lowest: dict[tuple[UUID, str], int] = {}
+    for call, episode_id in calls:
+        if call.policy is not None and call.policy_version is not None:
+            key = (episode_id, call.policy)
+            lowest[key] = min(call.policy_version, lowest.get(key, call.policy_version))
+    if lowest:
+        await driver.execute(_ADD, *_columns(lowest))
+    if changed:
+        await driver.execute(_REFRESH, changed)
+
+
+def _columns(lowest: Mapping[tuple[UUID, str], int]) -> tuple[list[UUID], list[str], list[int]]:
+    keys = sorted(lowest)
+    return [one for one, _ in keys], [policy for _, policy in keys], [lowest[key] for key in keys]
+
+
+async def share_policies(driver: Any, linked: Iterable[UUID]) -> None:
+    """Give each whole that these linked episodes make up the policies of all its parts."""
+    ids = list(linked)
+    await driver.execute(_UNSHARE, ids)
+    await driver.execute(_SHARE, await _wholes(driver, ids))
+
+
+async def refresh_wholes(driver: Any, ids: Iterable[UUID]) -> None:
+    """Copy what is stored of these episodes, and of those that they are parts of, to their rows."""
+    wanted = list(ids)
+    await driver.execute(_REFRESH, [*wanted, *await _wholes(driver, wanted)])
+
+
+async def _wholes(driver: Any, ids: list[UUID]) -> list[UUID]:
+    return [row[0] for row in await driver.fetch(_WHOLES, ids)]
+
+
+async def refresh(connection: AsyncConnection, ids: Iterable[UUID]) -> None:
+    """Copy what is stored of these episodes to their rows."""
+    await connection.exec_driver_sql(_REFRESH, (list(ids),))

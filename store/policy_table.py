@@ -1,0 +1,178 @@
+"""The TOML file of policies: what each answers, its base model, and whether it is trained.
+
+Proxy and trainer read it both (`PAWL_POLICIES`). Parsing is pure; `load_policies` reads the file.
+An error names the file, the table and the key, and says what to write instead.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+
+from store.errors import BadPolicies
+
+TABLE: Final = "policy"
+REMEDIES: Final[Mapping[str, str]] = {
+    "name": 'name = "writer", of letters, digits and . _ -',
+    "base": 'base = "qwen", as the model server lists it',
+    "agents": 'agents = ["writer"], as clients name them',
+    "models": 'models = ["my-writer"], as clients ask for them',
+    "trained": "trained = false, for a policy that stays the base model",
+    "recipe": 'recipe = "default", or the path of a TOML file',
+}
+Name = Annotated[str, Field(min_length=1)]
+
+
+class PolicySpec(BaseModel):
+    """One table of the file: a policy.
+
+    It answers calls for a model of its own name, or of one of `models`; and those for `base` by one
+    of its `agents`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    base: Name
+    agents: tuple[Name, ...] = ()
+    models: tuple[Name, ...] = ()
+    trained: StrictBool = True
+    recipe: Name | None = None
+
+    @model_validator(mode="after")
+    def _has_a_recipe_only_if_trained(self) -> "PolicySpec":
+        if self.recipe is not None and not self.trained:
+            raise ValueError("recipe is for a trained policy alone; leave it out")
+        return self
+
+
+class PolicyTable:
+    """The policies of one file, and which of them answers a call (pure)."""
+
+    def __init__(self, specs: Iterable[PolicySpec]) -> None:
+        """Store the policies; no two answer the same call (`parse_policies`)."""
+        self._specs = {spec.name: spec for spec in specs}
+        self._by_model = {model: spec for spec in self.specs for model in (*spec.models, spec.name)}
+        self._by_agent = {(spec.base, agent): spec for spec in self.specs for agent in spec.agents}
+
+    @property
+    def specs(self) -> tuple[PolicySpec, ...]:
+        """Return all policies, in the order of the file."""
+        return tuple(self._specs.values())
+
+    def named(self, name: str) -> PolicySpec | None:
+        """Return the policy of that name, or None if there is none."""
+        return self._specs.get(name)
+
+    def answering(self, model: str, agent: str) -> PolicySpec | None:
+        """Return the policy that answers an agent's call for `model`, or None if none does.
+
+        The agents of a base come before a policy that has the base's name.
+        """
+        return self._by_agent.get((model, agent)) or self._by_model.get(model)
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: Annotated[tuple[PolicySpec, ...], Field(min_length=1)]
+
+
+def open_policies(path: Path | None) -> PolicyTable | None:
+    """Return the policies in the file that the settings name, or None if they name none.
+
+    Raises:
+        BadPolicies: the file cannot be read or is invalid.
+    """
+    return None if path is None else load_policies(path)
+
+
+def load_policies(path: Path) -> PolicyTable:
+    """Return the policies in a file.
+
+    Raises:
+        BadPolicies: the file cannot be read or is invalid.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadPolicies(
+            f"PAWL_POLICIES names {path}, which cannot be read: {error}. "
+            "Unset it for one policy a model"
+        ) from error
+    return parse_policies(text, str(path))
+
+
+def parse_policies(text: str, where: str) -> PolicyTable:
+    """Return the policies in `text`; `where` names the file in messages.
+
+    Raises:
+        BadPolicies: the text is not TOML, or a value in it is invalid.
+    """
+    try:
+        values: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BadPolicies(f"{where} is not TOML: {error}") from error
+    try:
+        specs = _File.model_validate(values).policy
+    except ValidationError as error:
+        problems = "; ".join(_problem(detail, values) for detail in error.errors())
+        raise BadPolicies(f"{where}: {problems}") from error
+    problem = _clash(specs)
+    if problem is not None:
+        raise BadPolicies(f"{where}: {problem}")
+    return PolicyTable(specs)
+
+
+def _clash(specs: Sequence[PolicySpec]) -> str | None:
+    """Return an error message if two tables contradict each other, else None."""
+    names: set[str] = set()
+    answered: dict[tuple[str, str], str] = {}
+    for spec in specs:
+        if spec.name in names:
+            return f"two policies are named {spec.name!r}; give each a name of its own"
+        names.add(spec.name)
+        by_agent = [("agents", f"{agent!r} with base {spec.base!r}") for agent in spec.agents]
+        for key, what in [*by_agent, *(("models", repr(model)) for model in spec.models)]:
+            if (key, what) in answered:
+                both = " and ".join(sorted({repr(answered[key, what]), repr(spec.name)}))
+                return f"{key}: {what} is claimed twice, by {both}; leave it in one place"
+            answered[key, what] = spec.name
+    for spec in specs:
+        owner = answered.get(("models", repr(spec.name)))
+        if owner is not None and owner != spec.name:
+            return f"models: {spec.name!r} of policy {owner!r} is another policy's name; rename one"
+    return None
+
+
+def _problem(detail: Any, values: Mapping[str, Any]) -> str:
+    path = [part for part in detail["loc"] if not isinstance(part, int)]
+    table, key = _table(detail["loc"], values), ".".join(path[1:])
+    if detail["type"] == "extra_forbidden":
+        return _unknown(table, key or path[0], bool(path[1:]))
+    if not table:
+        return f"there is no table [[{TABLE}]]; write one for each policy"
+    message = detail["msg"].removeprefix("Value error, ")
+    remedy = f"; write {REMEDIES[path[1]]}" if path[1:] else ""
+    return f"{table}: {key}: {message}{remedy}" if key else f"{table}: {message}"
+
+
+def _unknown(table: str, key: str, in_table: bool) -> str:
+    if not in_table:
+        return f"unknown key {key!r}: every policy is a table [[{TABLE}]]"
+    known = list(PolicySpec.model_fields)
+    near = get_close_matches(key, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    return f"{table}: unknown key {key!r}: {hint}"
+
+
+def _table(loc: Sequence[str | int], values: Mapping[str, Any]) -> str:
+    """Return a table's name for a message, or its number if it has none."""
+    if len(loc) < 2 or not isinstance(loc[1], int):
+        return ""
+    table = values[TABLE][loc[1]]
+    name = table.get("name") if isinstance(table, dict) else None
+    return f"{TABLE} {name!r}" if isinstance(name, str) else f"{TABLE} number {loc[1] + 1}"

@@ -1,0 +1,102 @@
+"""The rewards of evaluation: a curve over a policy's versions, with confidence intervals.
+
+An episode of the `eval` split counts for each policy that has calls in it, at the version of that
+policy's first call. Left out are episodes that are quarantined, and those that an update of the
+policy had claimed before a call said that they are evaluation: what was trained on evaluates
+nothing.
+"""
+
+from typing import Final
+
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.records import EVAL, OWN_EPISODE, REWARD, Record
+from store.schema.recorded import SPLIT
+from store.values.intervals import Interval, student, wilson
+
+# Rewards count up to ± this value, so that their squares and sums stay finite.
+LARGEST: Final = 1e100
+
+
+class Evaluation(Record, frozen=True, kw_only=True):
+    """The evaluation of one policy version.
+
+    `scored` of its `episodes` have a reward. `mean` is the mean of these, and the interval from
+    `low` to `high` holds the expected reward with a confidence of 95 %; None: too few are scored.
+    """
+
+    policy: str
+    version: int
+    episodes: int
+    scored: int
+    mean: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+# The reward of an episode is the newest about all of it, else the mean of its calls' newest; of
+# several from the same time the lowest counts. Feedback about the call of an episode of one call
+# is about the episode, as in `store.link.settle`.
+_CURVE: Final = text(
+    f"""
+    WITH wholes AS (
+        SELECT id FROM episodes
+        WHERE {SPLIT} = '{EVAL}' AND root IS NULL AND quarantined_reason IS NULL),
+    parts AS (
+        SELECT w.id AS whole, e.id, e.method FROM wholes w JOIN episodes e ON e.id = w.id
+        UNION ALL SELECT w.id, e.id, e.method FROM wholes w JOIN episodes e ON e.root = w.id),
+    sampled AS (
+        SELECT DISTINCT ON (p.whole, t.policy) p.whole, t.policy, t.policy_version AS version
+        FROM parts p JOIN transitions t ON t.episode_id = p.id
+        WHERE t.policy IS NOT NULL AND t.policy_version IS NOT NULL
+            AND (CAST(:policy AS text) IS NULL OR t.policy = :policy)
+            AND NOT EXISTS (SELECT FROM episode_policies c WHERE c.episode_id = p.whole
+                            AND c.policy = t.policy AND c.claimed_by IS NOT NULL)
+        ORDER BY p.whole, t.policy, t.id),
+    said AS (
+        SELECT p.whole, f.at, GREATEST(-{LARGEST}, LEAST({LARGEST}, f.value)) AS value,
+            CASE WHEN p.method <> '{OWN_EPISODE}' THEN f.call_id END AS call_id
+        FROM parts p JOIN feedback f ON f.episode_id = p.id AND f.metric = '{REWARD}'),
+    newest AS (
+        SELECT DISTINCT ON (whole, call_id) whole, call_id, value
+        FROM said ORDER BY whole, call_id, at DESC, value),
+    rewards AS (
+        SELECT whole, COALESCE(min(value) FILTER (WHERE call_id IS NULL), avg(value)) AS value
+        FROM newest GROUP BY whole)
+    SELECT s.policy, s.version, count(*) AS episodes, count(r.value) AS scored,
+        avg(r.value) AS mean, stddev_samp(r.value) AS spread,
+        COALESCE(bool_and(r.value IN (0, 1)), false) AS zero_or_one
+    FROM sampled s LEFT JOIN rewards r USING (whole)
+    GROUP BY s.policy, s.version ORDER BY s.policy, s.version
+    """
+)
+
+
+async def evaluations(connection: AsyncConnection, policy: str | None = None) -> list[Evaluation]:
+    """Return the evaluation of each version of `policy` (None: of every policy) that has any."""
+    found: list[Evaluation] = []
+    for row in await connection.execute(_CURVE, {"policy": policy}):
+        interval = _interval(row.mean, row.spread, row.scored, row.zero_or_one)
+        low, high = interval or (None, None)
+        found.append(
+            Evaluation(
+                policy=row.policy,
+                version=row.version,
+                episodes=row.episodes,
+                scored=row.scored,
+                mean=row.mean,
+                low=low,
+                high=high,
+            )
+        )
+    return found
+
+
+def _interval(
+    mean: float | None, spread: float | None, scored: int, zero_or_one: bool
+) -> Interval | None:
+    """Return Wilson's interval for rewards of 0 and 1, and Student's for all others."""
+    if mean is None:
+        return None
+    return wilson(mean, scored) if zero_or_one else student(mean, spread or 0.0, scored)

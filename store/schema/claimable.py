@@ -1,0 +1,77 @@
+"""Define the table of what each policy may claim of an episode.
+
+One row for each episode and policy that sampled a call of it
+(docs/decisions/041-several-policies.md). All but the versions and the claim is copied from the
+episode (`store.link.claimable`), so that one index answers what is ready for a policy.
+"""
+
+from sqlalchemy import (
+    Boolean,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    Table,
+    Text,
+    Uuid,
+    text,
+)
+
+from store.schema.base import When, metadata
+
+# The condition for an episode that a policy may claim now.
+FREE = "claimed_by IS NULL AND claimable"
+
+episode_policies = Table(
+    "episode_policies",
+    metadata,
+    Column("episode_id", Uuid, ForeignKey("episodes.id"), primary_key=True),
+    Column("policy", Text, primary_key=True),
+    # The lowest version that served a call under the episode's own key (null: only calls of its
+    # parts), and the lowest that served a call of the whole episode.
+    Column("own_version", Integer),
+    Column("version", Integer, nullable=False),
+    Column("claimed_by", Uuid, ForeignKey("updates.id")),
+    # Copied from the episode and its parts.
+    Column("task", Text),
+    Column("scored_at", When),
+    Column("call_scored_at", When),
+    Column("failed", Boolean, nullable=False),
+    Column("last_call_at", When, nullable=False),
+    Column("claimable", Boolean, nullable=False),
+    # Scored episodes that may be claimed, by task; then all that may be claimed once they are
+    # scored, by the version that sampled them.
+    Index(
+        "ix_episode_policies_ready",
+        "policy",
+        "task",
+        "version",
+        "scored_at",
+        postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
+    ),
+    Index(
+        "ix_episode_policies_waiting",
+        "policy",
+        "version",
+        "episode_id",
+        postgresql_where=text(FREE),
+    ),
+    Index(
+        "ix_episode_policies_call_scored",
+        "policy",
+        "task",
+        "version",
+        postgresql_where=text(f"call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE}"),
+    ),
+    Index(
+        "ix_episode_policies_failed",
+        "policy",
+        "task",
+        postgresql_where=text(f"failed AND scored_at IS NULL AND {FREE}"),
+    ),
+    Index(
+        "ix_episode_policies_claimed_by",
+        "claimed_by",
+        postgresql_where=text("claimed_by IS NOT NULL"),
+    ),
+)

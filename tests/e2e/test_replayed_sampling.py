@@ -1,0 +1,140 @@
+"""What a real vLLM sampled under every setting has the probabilities that the trainer computes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from pawl.stack.stack import Stack
+from store.connection.engine import make_engine
+from store.read.episodes import episode_ids, read_episodes
+from store.records import TransitionRow
+from store.updates.policies import list_versions
+from store.values.distribution import distribution_of
+from store.values.tokens import unpack_ids, unpack_logprobs
+from tests.e2e.conftest import POLICY
+from tests.integration.conftest import eventually
+from tests.support.training import recipe
+from trainer.batches.rows import Row
+from trainer.learners.learner import Learner
+from trainer.learners.replay.vocabulary import Vocabulary
+from trainer.learners.scoring import score_rows
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(600),
+]
+
+ALL: dict[str, Any] = {
+    "temperature": 0.8,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.02,
+    "logit_bias": {"28": 2, "30": -3, "411": 1.5},
+    "bad_words": ["the", "Paris"],
+    "min_tokens": 12,
+    "stop_token_ids": [28, 30],
+    "presence_penalty": 0.6,
+    "frequency_penalty": 0.4,
+    "repetition_penalty": 1.2,
+}
+EACH: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7},
+    "top_p": {"top_p": 0.8},
+    "top_k": {"top_k": 10},
+    "min_p": {"min_p": 0.05},
+    "logit_bias": {"logit_bias": ALL["logit_bias"]},
+    "allowed_token_ids": {"allowed_token_ids": list(range(4000))},
+    "bad_words": {"bad_words": ["the", "a", "Paris", "is"]},
+    "min_tokens": {"min_tokens": 20, "stop_token_ids": [28, 30]},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 1.0},
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "a model's card": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+    "all together": ALL,
+}
+QUESTION = "Tell me about the capital of France, the river there and the food."
+
+
+async def ask(stack: Stack, name: str, seed: int) -> None:
+    body = {"model": POLICY, "max_tokens": 32, "seed": seed, "temperature": 1.0}
+    asked = {"messages": [{"role": "user", "content": QUESTION}]}
+    headers = {"x-pawl-episode": f"{name}-{seed}"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(
+            f"{stack.base_url}/chat/completions", json=body | asked | EACH[name], headers=headers
+        ) as response,
+    ):
+        assert response.status == 200, await response.text()
+
+
+def row_of(call: TransitionRow) -> Row:
+    return Row(
+        episode_id=call.episode_id,
+        agent="",
+        position=0,
+        prompt_ids=tuple(unpack_ids(call.tokens.prompt_ids)),
+        sampled_ids=tuple(unpack_ids(call.tokens.sampled_ids)),
+        sampled_logprobs=tuple(unpack_logprobs(call.tokens.sampled_logprobs)),
+        distribution=distribution_of(call.sampling),
+        r_total=0.0,
+        advantage=0.0,
+        weight=1.0,
+        version=call.policy_version or 0,
+    )
+
+
+async def test_each_setting_is_replayed_to_a_thousandth_of_a_nat(
+    stack: Stack, model_dir: str, tmp_path: Path
+) -> None:
+    for name in EACH:
+        for seed in range(3):
+            await ask(stack, name, seed)
+    engine = make_engine(stack.database_url)
+    wanted = {f"{name}-{seed}": name for name in EACH for seed in range(3)}
+    calls: dict[str, list[TransitionRow]] = {}
+
+    async def stored() -> bool:
+        calls.clear()
+        async with engine.connect() as connection:
+            for episode in await read_episodes(connection, await episode_ids(connection)):
+                if episode.key in wanted:
+                    calls.setdefault(wanted[episode.key], []).extend(episode.calls)
+        return sum(map(len, calls.values())) == len(wanted)
+
+    assert await eventually(stored)
+    async with engine.connect() as connection:
+        folders = {v.version: v.adapter_path for v in await list_versions(connection, POLICY)}
+    await engine.dispose()
+    assert {call.reason for own in calls.values() for call in own} == {None}
+    means = trainers_differences(model_dir, tmp_path, calls, folders)
+    (tmp_path / "nats_a_token.json").write_text(json.dumps(means))
+    assert max(means.values()) <= 1e-3, means
+
+
+def trainers_differences(
+    model_dir: str,
+    folder: Path,
+    calls: dict[str, list[TransitionRow]],
+    folders: dict[int, str | None],
+) -> dict[str, float]:
+    """The mean difference a token for each way of sampling, merged and separate."""
+    learner = Learner(model_dir, recipe(), seed=0, scratch=folder)
+    means = {}
+    for name, own in calls.items():
+        [version] = {call.policy_version or 0 for call in own}
+        path = folders[version]
+        learner.restore(None if path is None else Path(path))
+        batch = Vocabulary(learner._tokenizer, learner._model).spell_out(list(map(row_of, own)))
+        served = torch.tensor([value for one in batch for value in one.sampled_logprobs])
+        for merge in (True, False):
+            with torch.no_grad():
+                found = score_rows(learner._model, batch, merge=merge).logprobs
+            key = f"{name}, {'merged' if merge else 'separate'}"
+            means[key] = float((found - served).abs().mean())
+    return means

@@ -1,0 +1,396 @@
+"""Episodes of evaluation: never trained on, whoever says so and however late; and their rewards."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.errors import TurnedEvaluation
+from store.ids import lowest_id_at
+from store.link.joins import TOO_LATE
+from store.read.episodes import episode_ids, read_episodes
+from store.read.evaluations import Evaluation, evaluations
+from store.records import CallRecord, Episode, SpoolRecord
+from store.updates import claims
+from store.updates.claims import Claim, Outcome
+from store.updates.damage import set_aside
+from store.updates.expiry import expire
+from store.updates.policies import ensure_base
+from store.updates.ready import ClaimRule
+from store.values.digests import PREFIX, TOOL_CALL
+from store.values.intervals import student, wilson
+from store.write.ingest import Ingester
+from tests.support.records import call, reward
+
+PATIENT = 1e9
+SINGLE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=PATIENT)
+PAIRS = ClaimRule(policy="m", group_size=2, groups=1, smallest_group=2, max_age_s=PATIENT)
+LOST: Any = {"status": "truncated", "trainable": False, "reason": "incomplete"}
+LONG_AGO = datetime.now(UTC) - timedelta(days=3)
+
+
+async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+    await Ingester().store(engine, records)
+
+
+def said(name: str, kind: int = PREFIX) -> bytes:
+    """What a reply told its client, as a fingerprint."""
+    return bytes([kind]) + name.encode().ljust(15, b".")
+
+
+def own(key: str, split: str = "train", **changes: Any) -> CallRecord:
+    """A call that names no episode."""
+    return call(key, method="own", split=split, **changes)
+
+
+async def take(engine: AsyncEngine, rule: ClaimRule = SINGLE) -> Claim | None:
+    async with engine.begin() as connection:
+        update_id = await claims.claim(connection, rule, 0, {})
+    if update_id is None:
+        return None
+    async with engine.connect() as connection:
+        return await claims.load_claim(connection, update_id)
+
+
+def keys(claim: Claim | None) -> set[str]:
+    return {e.key for group in claim.groups for e in group.episodes} if claim else set()
+
+
+async def finish(engine: AsyncEngine, claim: Claim) -> None:
+    outcomes = [
+        Outcome(episode_id=e.id, trained=True) for group in claim.groups for e in group.episodes
+    ]
+    async with engine.begin() as connection:
+        await claims.consume(
+            connection,
+            claim.update_id,
+            outcomes,
+            {},
+            policy="m",
+            version=None,
+            adapter_path=None,
+        )
+
+
+async def release(engine: AsyncEngine, claim: Claim) -> None:
+    async with engine.begin() as connection:
+        await claims.release(connection, claim.update_id, "test")
+
+
+async def episodes(engine: AsyncEngine) -> dict[str, Episode]:
+    async with engine.connect() as connection:
+        found = await read_episodes(connection, await episode_ids(connection))
+    return {episode.key: episode for episode in found}
+
+
+async def curve(engine: AsyncEngine, policy: str | None = None) -> list[Evaluation]:
+    async with engine.connect() as connection:
+        return await evaluations(connection, policy)
+
+
+# Claims and expiry
+
+
+async def test_an_episode_of_evaluation_is_never_claimed(engine: AsyncEngine) -> None:
+    await store(engine, call("e", split="eval"), reward(1.0, episode="e"))
+    assert await take(engine) is None
+    await store(engine, call("t"), reward(1.0, episode="t"))
+    assert keys(await take(engine)) == {"t"}
+
+
+@pytest.mark.parametrize("turned", [False, True])
+async def test_one_call_is_enough(engine: AsyncEngine, turned: bool) -> None:
+    calls = [call("e"), call("e", split="eval"), call("e")]
+    for record in reversed(calls) if turned else calls:
+        await store(engine, record)
+    await store(engine, reward(1.0, episode="e"))
+    assert (await episodes(engine))["e"].split == "eval"
+    assert await take(engine) is None
+
+
+async def test_evaluation_fills_no_group(engine: AsyncEngine) -> None:
+    await store(engine, call("t1", task="q"), reward(1.0, episode="t1"))
+    await store(engine, call("e", task="q", split="eval"), reward(0.0, episode="e"))
+    assert await take(engine, PAIRS) is None
+    await store(engine, call("t2", task="q"), reward(0.0, episode="t2"))
+    assert keys(await take(engine, PAIRS)) == {"t1", "t2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        (LOST, {"failed_after_s": 0}),
+        ({}, {"call_rewards_after_s": 0}),
+    ],
+)
+async def test_neither_failures_nor_rewards_for_calls_bring_it_in(
+    engine: AsyncEngine, changes: Any, rule: Any
+) -> None:
+    for split in ("eval", "train"):
+        record = call(split, split=split, started_at=LONG_AGO, **changes)
+        await store(engine, record)
+        if not changes:
+            await store(engine, reward(1.0, call=str(record.id)))
+    ready = ClaimRule(
+        policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=PATIENT, **rule
+    )
+    assert keys(await take(engine, ready)) == {"train"}
+
+
+async def test_a_failed_joined_episode_of_evaluation_is_not_claimed(engine: AsyncEngine) -> None:
+    told = said("1")
+    await store(engine, own("e", "eval", provides=(told,), started_at=LONG_AGO))
+    await store(engine, own("f", "eval", needs=(told,), started_at=LONG_AGO, **LOST))
+    ready = ClaimRule(
+        policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=PATIENT, failed_after_s=0
+    )
+    assert await take(engine, ready) is None
+
+
+async def test_evaluation_does_not_expire(engine: AsyncEngine) -> None:
+    # An episode's age is that of its id, which is its first call's.
+    oldest = lowest_id_at(LONG_AGO).int
+    for number, split in enumerate(("eval", "train")):
+        old = UUID(int=oldest + number)
+        await store(engine, call(split, id=old, split=split, started_at=LONG_AGO))
+    rule = ClaimRule(
+        policy="m",
+        group_size=1,
+        groups=1,
+        smallest_group=1,
+        max_age_s=PATIENT,
+        max_episode_age_s=3600,
+    )
+    async with engine.begin() as connection:
+        assert await expire(connection, rule, 0, {}) == {"aged": 1}
+    query = text("SELECT key FROM consumptions JOIN episodes ON id = episode_id")
+    async with engine.connect() as connection:
+        assert list((await connection.execute(query)).scalars()) == ["train"]
+
+
+async def test_what_turned_evaluation_after_it_was_spent_is_compared_with_no_more(
+    engine: AsyncEngine,
+) -> None:
+    short = ClaimRule(policy="m", group_size=4, groups=1, smallest_group=2, max_age_s=1e-6)
+    for key in ("a", "b"):
+        await store(engine, call(key, task="q"), reward(1.0, episode=key))
+    first = await take(engine, short)
+    assert first is not None
+    await finish(engine, first)
+    await store(engine, call("a", task="q", split="eval"))
+    await store(engine, call("c", task="q"), reward(0.0, episode="c"))
+    second = await take(engine, short)
+    assert second is not None
+    [group] = second.groups
+    assert [e.key for e in group.earlier] == ["b"]
+
+
+# Said after the claim
+
+
+async def test_what_turns_evaluation_under_a_claim_is_not_consumed(engine: AsyncEngine) -> None:
+    for key in ("a", "b"):
+        await store(engine, call(key, task="q"), reward(1.0, episode=key))
+    claim = await take(engine, PAIRS)
+    assert claim is not None
+    await store(engine, call("a", task="q", split="eval"))
+    with pytest.raises(TurnedEvaluation, match="'a'"):
+        await finish(engine, claim)
+    await release(engine, claim)
+    assert keys(await take(engine)) == {"b"}
+
+
+async def test_what_continues_a_claimed_episode_makes_it_evaluation(engine: AsyncEngine) -> None:
+    told = said("id", TOOL_CALL)
+    await store(engine, own("a", provides=(told,)), reward(1.0, episode="a"))
+    claim = await take(engine)
+    assert claim is not None
+    await store(engine, own("e", "eval", needs=(told,)))
+    assert (await episodes(engine))["e"].quarantined_reason == TOO_LATE
+    with pytest.raises(TurnedEvaluation):
+        await finish(engine, claim)
+    await release(engine, claim)
+    assert await take(engine) is None
+
+
+async def test_what_is_spent_stays_spent_and_the_late_call_is_kept(engine: AsyncEngine) -> None:
+    await store(engine, call("a"), reward(1.0, episode="a"))
+    claim = await take(engine)
+    assert claim is not None
+    await finish(engine, claim)
+    await store(engine, call("a", split="eval"))
+    found = (await episodes(engine))["a"]
+    assert (found.split, len(found.calls)) == ("eval", 2)
+    assert await take(engine) is None
+    # It was trained on, so it evaluates nothing.
+    assert await curve(engine) == []
+
+
+async def test_a_damaged_episode_of_evaluation_is_set_aside_unspent(engine: AsyncEngine) -> None:
+    for key in ("a", "b"):
+        await store(engine, call(key, task="q"), reward(1.0, episode=key))
+    claim = await take(engine, PAIRS)
+    assert claim is not None
+    await store(engine, call("a", task="q", split="eval"))
+    blamed = {e.id: "test" for group in claim.groups for e in group.episodes}
+    async with engine.begin() as connection:
+        assert await set_aside(connection, claim.update_id, blamed) == 1
+
+
+# Joins
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("first", "second"), [("eval", "train"), ("train", "eval")])
+async def test_an_id_joins_across_splits_and_the_whole_is_evaluation(
+    engine: AsyncEngine, first: str, second: str, turned: bool
+) -> None:
+    told = said("id", TOOL_CALL)
+    records = [own("a", first, provides=(told,)), own("b", second, needs=(told,))]
+    for record in reversed(records) if turned else records:
+        await store(engine, record)
+    await store(engine, reward(1.0, episode="a"))
+    [(key, whole)] = (await episodes(engine)).items()
+    assert (key, whole.split, whole.aliases) == ("a", "eval", ("b",))
+    assert await take(engine) is None
+
+
+@pytest.mark.parametrize("turned", [False, True])
+async def test_training_that_continues_evaluations_words_is_evaluation(
+    engine: AsyncEngine, turned: bool
+) -> None:
+    told = said("hello")
+    records = [own("e", "eval", provides=(told,)), own("b", needs=(told,))]
+    for record in reversed(records) if turned else records:
+        await store(engine, record)
+    await store(engine, reward(1.0, episode="e"))
+    assert [e.split for e in (await episodes(engine)).values()] == ["eval"]
+    assert await take(engine) is None
+
+
+@pytest.mark.parametrize("turned", [False, True])
+async def test_evaluation_that_repeats_trainings_words_leaves_it_for_training(
+    engine: AsyncEngine, turned: bool
+) -> None:
+    told = said("hello")
+    records = [own("t", provides=(told,)), own("e", "eval", needs=(told,))]
+    for record in reversed(records) if turned else records:
+        await store(engine, record)
+    await store(engine, reward(1.0, episode="t"), reward(1.0, episode="e"))
+    assert {key: e.split for key, e in (await episodes(engine)).items()} == {
+        "t": "train",
+        "e": "eval",
+    }
+    assert keys(await take(engine)) == {"t"}
+
+
+async def test_equal_words_of_much_evaluation_put_training_in_no_doubt(
+    engine: AsyncEngine,
+) -> None:
+    told = said("hello")
+    await store(engine, *(own(f"e{n}", "eval", provides=(told,)) for n in range(20)))
+    await store(engine, own("t", provides=(told,)), own("t2", needs=(told,)))
+    await store(engine, *(own(f"f{n}", "eval", needs=(told,)) for n in range(3)))
+    await store(engine, reward(1.0, episode="t"))
+    claim = await take(engine)
+    assert claim is not None
+    [whole] = claim.groups[0].episodes
+    assert (whole.key, whole.aliases) == ("t", ("t2",))
+
+
+async def test_a_join_that_is_taken_apart_gives_training_back(engine: AsyncEngine) -> None:
+    told = said("hello")
+    await store(engine, own("e", "eval", provides=(told,)), own("b", needs=(told,)))
+    await store(engine, reward(1.0, episode="b"))
+    assert await take(engine) is None
+    # The call of its own split, which came later, is what it continues.
+    await store(engine, own("a", provides=(told,)))
+    claim = await take(engine)
+    assert claim is not None
+    [whole] = claim.groups[0].episodes
+    assert {whole.key, *whole.aliases} == {"a", "b"}
+
+
+# The curve
+
+
+async def test_rewards_of_0_and_1_have_wilsons_interval(engine: AsyncEngine) -> None:
+    for number in range(10):
+        key = f"e{number}"
+        await store(engine, call(key, split="eval", policy_version=3))
+        await store(engine, reward(float(number < 7), episode=key))
+    await store(engine, call("unscored", split="eval", policy_version=3), call("t"))
+    [point] = await curve(engine)
+    interval = wilson(0.7, 10)
+    assert (point.policy, point.version, point.episodes, point.scored) == ("m", 3, 11, 10)
+    assert (point.mean, point.low, point.high) == pytest.approx((0.7, *interval))
+
+
+async def test_other_rewards_have_students_interval(engine: AsyncEngine) -> None:
+    for key, value in (("a", 0.5), ("b", 1.0), ("c", -0.5)):
+        await store(engine, call(key, split="eval"), reward(value, episode=key))
+    [point] = await curve(engine, "m")
+    interval = student(1 / 3, 0.763762615825973, 3)
+    assert interval is not None
+    assert (point.mean, point.low, point.high) == pytest.approx((1 / 3, *interval))
+    assert await curve(engine, "other") == []
+
+
+async def test_a_single_reward_that_is_not_0_or_1_has_no_interval(engine: AsyncEngine) -> None:
+    await store(engine, call("a", split="eval"), reward(0.5, episode="a"))
+    [point] = await curve(engine)
+    assert (point.mean, point.low, point.high) == (0.5, None, None)
+
+
+async def test_the_newest_reward_of_an_episode_counts(engine: AsyncEngine) -> None:
+    record = own("a", "eval", response_id="r")
+    await store(engine, record, reward(1.0, episode="a", at=1), reward(0.0, response="r", at=2))
+    await store(engine, reward(1.0, episode="a", at=0))
+    assert [point.mean for point in await curve(engine)] == [0.0]
+
+
+async def test_rewards_for_calls_count_by_their_mean_where_there_is_no_other(
+    engine: AsyncEngine,
+) -> None:
+    calls = [call("a", split="eval"), call("a", split="eval")]
+    await store(engine, *calls)
+    for record, value in zip(calls, (0.0, 0.5), strict=True):
+        await store(engine, reward(value, call=str(record.id)))
+    assert [point.mean for point in await curve(engine)] == [0.25]
+    await store(engine, reward(1.0, episode="a"))
+    assert [point.mean for point in await curve(engine)] == [1.0]
+
+
+async def test_an_episode_counts_for_each_policy_by_the_version_of_its_first_call(
+    engine: AsyncEngine,
+) -> None:
+    await store(
+        engine,
+        call("a", split="eval", policy="outside", policy_version=None),
+        call("a", split="eval", policy="writer", policy_version=2),
+        call("a", split="eval", policy="checker", policy_version=5),
+        call("a", split="eval", policy="writer", policy_version=3),
+        reward(1.0, episode="a"),
+    )
+    found = [(point.policy, point.version, point.mean) for point in await curve(engine)]
+    assert found == [("checker", 5, 1.0), ("writer", 2, 1.0)]
+
+
+async def test_joined_parts_are_one_episode_of_the_curve(engine: AsyncEngine) -> None:
+    told = said("1")
+    await store(engine, own("a", "eval", provides=(told,)), own("b", "eval", needs=(told,)))
+    await store(engine, reward(1.0, episode="b"))
+    [point] = await curve(engine)
+    assert (point.episodes, point.scored, point.mean) == (1, 1, 1.0)
+
+
+async def test_rewards_that_are_too_large_to_be_squared_are_no_error(engine: AsyncEngine) -> None:
+    for key, value in (("a", 1.7e308), ("b", 1.7e308), ("c", -1.7e308)):
+        await store(engine, call(key, split="eval"), reward(value, episode=key))
+    [point] = await curve(engine)
+    assert point.mean == pytest.approx(1e100 / 3)

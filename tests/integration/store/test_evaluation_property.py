@@ -1,0 +1,236 @@
+"""Any ledger of training and evaluation: none of evaluation is spent, all of training is.
+
+Calls name their episode or are joined by what they repeat; rewards, claims, ends of updates,
+releases and expiry come in between, in any order.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from store.connection.engine import make_engine
+from store.errors import TurnedEvaluation
+from store.records import SpoolRecord
+from store.updates import claims
+from store.updates.expiry import expire
+from store.updates.policies import ensure_base
+from store.updates.ready import ClaimRule
+from store.values.digests import ACROSS, PREFIX, TOOL_CALL
+from store.write.ingest import Ingester
+from tests.support.records import call, reward
+
+RULE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
+# Whatever may be claimed expires.
+IMPATIENT = ClaimRule(
+    policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9, max_episode_age_s=0.0
+)
+KEYS = [f"e{number}" for number in range(6)]
+SPLITS = ("train", "train", "eval")
+
+calls = st.tuples(
+    st.just("call"),
+    st.sampled_from(KEYS),
+    st.sampled_from(SPLITS),
+    # What its reply told, and what it repeats: an id or words, of a few.
+    st.none() | st.tuples(st.sampled_from([TOOL_CALL, PREFIX]), st.integers(0, 2)),
+    st.none() | st.tuples(st.sampled_from([TOOL_CALL, PREFIX]), st.integers(0, 2)),
+)
+rewards = st.tuples(st.just("reward"), st.sampled_from(KEYS))
+others = st.sampled_from([("claim",), ("finish",), ("release",), ("expire",)])
+ledgers = st.lists(calls | calls | rewards | others, max_size=24)
+
+
+def fingerprint(one: tuple[int, int] | None) -> tuple[bytes, ...]:
+    return () if one is None else (bytes([one[0]]) + str(one[1]).encode().ljust(15, b"."),)
+
+
+def record(step: Sequence[Any]) -> SpoolRecord:
+    if step[0] == "reward":
+        return reward(1.0, episode=step[1])
+    _, key, split, told, repeats = step
+    return call(
+        key, method="own", split=split, provides=fingerprint(told), needs=fingerprint(repeats)
+    )
+
+
+class Ledger:
+    """A database, and the update that runs."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self.running: Any = None
+
+    async def empty(self) -> None:
+        async with self.engine.begin() as connection:
+            await connection.execute(
+                text(
+                    "TRUNCATE episodes, transitions, tool_events, feedback, feedback_requests,"
+                    " consumptions, provided_fingerprints, needed_fingerprints, links, updates,"
+                    " policies CASCADE"
+                )
+            )
+            await ensure_base(connection, "m")
+        self.running = None
+
+    async def do(self, step: Sequence[Any]) -> None:
+        if step[0] in ("call", "reward"):
+            await Ingester().store(self.engine, [record(step)])
+            return
+        async with self.engine.begin() as connection:
+            await getattr(self, step[0])(connection)
+        await self.check_what_is_spent()
+
+    async def claim(self, connection: AsyncConnection) -> None:
+        if self.running is None:
+            self.running = await claims.claim(connection, RULE, 0, {})
+
+    async def finish(self, connection: AsyncConnection) -> None:
+        if self.running is None:
+            return
+        held = await connection.execute(
+            text("SELECT episode_id FROM episode_policies WHERE claimed_by = :update"),
+            {"update": self.running},
+        )
+        outcomes = [claims.Outcome(episode_id=one, trained=True) for one in held.scalars()]
+        nested = await connection.begin_nested()
+        try:
+            await claims.consume(
+                connection,
+                self.running,
+                outcomes,
+                {},
+                policy="m",
+                version=None,
+                adapter_path=None,
+            )
+        except TurnedEvaluation:
+            await nested.rollback()
+            await self.release(connection)
+        self.running = None
+
+    async def release(self, connection: AsyncConnection) -> None:
+        if self.running is not None:
+            await claims.release(connection, self.running, "test")
+        self.running = None
+
+    async def expire(self, connection: AsyncConnection) -> None:
+        await expire(connection, IMPATIENT, 0, {})
+
+    async def check_what_is_spent(self) -> None:
+        """What the last step spent had no call of evaluation, in any of its parts."""
+        rows = await self.ask(
+            "SELECT e.key FROM consumptions c JOIN episodes w ON w.id = c.episode_id"
+            " JOIN episodes e ON e.id = w.id OR e.root = w.id"
+            " JOIN transitions t ON t.episode_id = e.id WHERE t.split = 'eval' AND c.seen IS NULL"
+        )
+        assert rows == []
+        async with self.engine.begin() as connection:
+            await connection.execute(text("UPDATE consumptions SET seen = true"))
+
+    async def ask(self, query: str) -> list[Any]:
+        async with self.engine.connect() as connection:
+            return [tuple(row) for row in await connection.execute(text(query))]
+
+    async def spend_the_rest(self) -> None:
+        """Train until nothing is left to claim."""
+        for _ in range(2 * len(KEYS) + 2):
+            await self.do(("claim",))
+            if self.running is None:
+                return
+            await self.do(("finish",))
+        raise AssertionError("an update is given up again and again")
+
+
+# What may be trained on by the ledger's own marks: roots and their reasons.
+WHOLES = """
+    SELECT e.key, COALESCE(r.quarantined_reason, e.quarantined_reason),
+        COALESCE(COALESCE(r.joined_split, r.split), COALESCE(e.joined_split, e.split)),
+        EXISTS (SELECT FROM episode_policies p
+                WHERE p.episode_id = COALESCE(r.id, e.id) AND p.claimed_by IS NOT NULL),
+        COALESCE(r.scored_at, e.scored_at) IS NOT NULL
+    FROM episodes e LEFT JOIN episodes r ON r.id = e.root ORDER BY 1
+"""
+
+
+# Episodes with a part that repeats what evaluation alone was told: never trained on in doubt.
+ACROSS_SPLITS = f"""
+    WITH needing AS (
+        SELECT COALESCE(e.root, e.id) AS whole FROM links JOIN episodes e ON e.id = needed_by
+        WHERE level >= {ACROSS})
+    SELECT key FROM episodes WHERE COALESCE(root, id) IN (SELECT whole FROM needing)
+"""
+
+
+async def play(url: str, steps: Sequence[Sequence[Any]]) -> None:
+    engine = make_engine(url)
+    try:
+        ledger = Ledger(engine)
+        await ledger.empty()
+        for step in steps:
+            await ledger.do(step)
+        await ledger.spend_the_rest()
+        everything = await ledger.ask(WHOLES)
+        for key, reason, split, spent, scored in everything:
+            # Every reward of training that nothing forbids is trained on.
+            assert spent or not scored or split == "eval" or reason is not None, key
+        across = await ledger.ask(ACROSS_SPLITS)
+        await compare_without_evaluation(ledger, steps, everything, {key for (key,) in across})
+    finally:
+        await engine.dispose()
+
+
+async def compare_without_evaluation(
+    ledger: Ledger, steps: Sequence[Sequence[Any]], before: list[Any], across: set[str]
+) -> None:
+    """No episode of training is set aside that would not be if evaluation had never been stored.
+
+    Claims and ends of updates are left out of the comparison, for joins depend on what they hold.
+    """
+    stored = [step for step in steps if step[0] in ("call", "reward")]
+    if len(stored) < len(steps):
+        return
+    await ledger.empty()
+    for step in stored:
+        if step[0] == "reward" or step[2] == "train":
+            await ledger.do(step)
+    without = {key: reason for key, reason, *_ in await ledger.ask(WHOLES)}
+    for key, reason, split, *_ in before:
+        if split == "train" and key not in across:
+            assert reason is None or without[key] is not None, key
+
+
+@settings(
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(steps=ledgers)
+def test_none_of_evaluation_is_spent_and_all_of_training_is(
+    database_url: str, steps: list[Sequence[Any]]
+) -> None:
+    asyncio.run(with_marks(database_url))
+    asyncio.run(play(database_url, steps))
+
+
+@settings(
+    max_examples=60,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(steps=st.lists(calls | calls | rewards, max_size=24))
+def test_evaluation_sets_no_training_aside(database_url: str, steps: list[Sequence[Any]]) -> None:
+    asyncio.run(with_marks(database_url))
+    asyncio.run(play(database_url, steps))
+
+
+async def with_marks(url: str) -> None:
+    """Let the test mark which consumptions it has looked at."""
+    engine = make_engine(url)
+    async with engine.begin() as connection:
+        await connection.execute(
+            text("ALTER TABLE consumptions ADD COLUMN IF NOT EXISTS seen boolean")
+        )
+    await engine.dispose()

@@ -1,0 +1,307 @@
+"""Several policies in one episode: each claims it once for itself, whoever called first."""
+
+from collections.abc import Sequence
+from itertools import permutations
+from typing import Any, Final
+
+import msgspec
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.link.joins import TOO_LATE
+from store.records import CallRecord, SpoolRecord
+from store.updates import claims
+from store.updates.claims import Claim, Outcome
+from store.updates.damage import NON_FINITE, set_aside
+from store.updates.expiry import expire
+from store.updates.policies import ensure_base, idle_versions, pinned_episodes, pinned_version
+from store.updates.ready import ClaimRule
+from store.write.ingest import Ingester
+from tests.support.records import call, reward
+from trainer.recipes.recipe import Recipe
+from trainer.updates.plan import plan_update
+
+OUTSIDE: Final = {"agent": "rewriter", "policy": None, "policy_version": None, "trainable": False}
+POLICIES: Final = ("writes", "checks")
+
+
+def rule(policy: str, **changes: Any) -> ClaimRule:
+    fields = {"group_size": 2, "groups": 1, "smallest_group": 2, "max_age_s": 1e9}
+    return ClaimRule(policy=policy, **fields | changes)
+
+
+def calls_of(key: str, order: Sequence[str], **changes: Any) -> list[CallRecord]:
+    """A call of each agent, in this order."""
+    agents: dict[str, dict[str, Any]] = {
+        "writer": {"agent": "writer", "policy": "writes", "policy_version": 1},
+        "checker": {"agent": "checker", "policy": "checks", "policy_version": 3},
+        "rewriter": OUTSIDE | {"reason": "no_policy"},
+    }
+    return [call(key, task="t", **agents[agent] | changes) for agent in order]
+
+
+async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
+    await Ingester().store(engine, records)
+    async with engine.begin() as connection:
+        for policy in POLICIES:
+            await ensure_base(connection, policy)
+
+
+async def take(engine: AsyncEngine, policy: str, **changes: Any) -> Claim | None:
+    async with engine.begin() as connection:
+        update_id = await claims.claim(connection, rule(policy, **changes), 3, {})
+    if update_id is None:
+        return None
+    async with engine.connect() as connection:
+        return await claims.load_claim(connection, update_id)
+
+
+async def must_take(engine: AsyncEngine, policy: str, **changes: Any) -> Claim:
+    claim = await take(engine, policy, **changes)
+    assert claim is not None
+    return claim
+
+
+async def finish(engine: AsyncEngine, claim: Claim) -> None:
+    outcomes = [
+        Outcome(episode_id=e.id, trained=True) for group in claim.groups for e in group.episodes
+    ]
+    async with engine.begin() as connection:
+        await claims.consume(
+            connection,
+            claim.update_id,
+            outcomes,
+            {},
+            policy=claim.policy,
+            version=None,
+            adapter_path=None,
+        )
+
+
+def keys(claim: Claim | None) -> list[str]:
+    return [] if claim is None else [e.key for group in claim.groups for e in group.episodes]
+
+
+async def rows(engine: AsyncEngine, columns: str, where: str = "true") -> list[tuple[Any, ...]]:
+    query = (
+        f"SELECT e.key, p.policy, {columns} FROM episode_policies p"
+        " JOIN episodes e ON e.id = p.episode_id LEFT JOIN consumptions c"
+        f" ON (c.episode_id, c.policy) = (p.episode_id, p.policy) WHERE {where} ORDER BY 1, 2"
+    )
+    async with engine.connect() as connection:
+        return [tuple(row) for row in await connection.execute(text(query))]
+
+
+async def two_episodes(engine: AsyncEngine, order: Sequence[str]) -> None:
+    said = [reward(1.0, episode="e1"), reward(0.0, episode="e0")]
+    await store(engine, *calls_of("e0", order), *calls_of("e1", order), *said)
+
+
+@pytest.mark.parametrize("order", list(permutations(["writer", "checker", "rewriter"])))
+async def test_each_trained_policy_claims_the_episode_once_whoever_called_first(
+    engine: AsyncEngine, order: Sequence[str]
+) -> None:
+    await two_episodes(engine, order)
+    for policy, agent, version in (("writes", "writer", 1), ("checks", "checker", 3)):
+        claim = await must_take(engine, policy)
+        assert keys(claim) == ["e0", "e1"]
+        plan = plan_update(claim, Recipe())
+        # All three agents' calls are one episode with one return; one agent's calls carry loss.
+        assert len(plan.credited) == 6
+        assert {credit.r_total for credit in plan.credited} == {0.0, 1.0}
+        assert [(row.agent, row.version) for row in plan.rows] == [(agent, version)] * 2
+        assert {row.advantage > 0 for row in plan.rows} == {True, False}
+        await finish(engine, claim)
+        assert await take(engine, policy) is None
+    spent = [(key, policy, True) for key in ("e0", "e1") for policy in sorted(POLICIES)]
+    assert await rows(engine, "c.trained") == spent
+
+
+async def test_an_outside_model_alone_gives_nothing_to_claim(engine: AsyncEngine) -> None:
+    await two_episodes(engine, ["rewriter"])
+    assert await rows(engine, "p.version") == []
+
+
+async def test_a_policy_without_a_version_is_not_in_training(engine: AsyncEngine) -> None:
+    fixed = {"policy": "fixed", "policy_version": None, "trainable": False, "reason": "no_policy"}
+    await store(engine, call("e", **fixed), *calls_of("e", ["writer"]))
+    assert await rows(engine, "p.version") == [("e", "writes", 1)]
+
+
+async def test_giving_up_one_policys_update_leaves_the_others_alone(engine: AsyncEngine) -> None:
+    await two_episodes(engine, ["writer", "checker"])
+    written, checked = await must_take(engine, "writes"), await must_take(engine, "checks")
+    async with engine.begin() as connection:
+        assert await claims.release(connection, written.update_id, "test") == 2
+    assert keys(await take(engine, "writes")) == ["e0", "e1"]
+    await finish(engine, checked)
+    assert await rows(engine, "c.trained", "c.trained") == [
+        ("e0", "checks", True),
+        ("e1", "checks", True),
+    ]
+
+
+async def test_an_episode_expires_for_one_policy(engine: AsyncEngine) -> None:
+    await two_episodes(engine, ["checker", "writer"])
+    async with engine.begin() as connection:
+        await connection.execute(
+            text(
+                "INSERT INTO updates (id, policy, parent_version, version, state, recipe)"
+                " VALUES (uuidv7(), 'writes', 0, 2, 'done', '{}')"
+            )
+        )
+        await connection.execute(
+            text(
+                "INSERT INTO policies (name, version, state, served_name, adapter_path, update_id)"
+                " SELECT 'writes', 2, 'published', 'writes@2', '/a', id FROM updates"
+            )
+        )
+        counted = await expire(connection, rule("writes", max_staleness=0), 2, {})
+    assert counted == {"stale": 2}
+    assert await rows(engine, "c.reason", "c.reason IS NOT NULL") == [
+        ("e0", "writes", "stale"),
+        ("e1", "writes", "stale"),
+    ]
+    assert keys(await take(engine, "checks")) == ["e0", "e1"]
+
+
+@pytest.mark.parametrize("reason", ["damaged", NON_FINITE])
+async def test_what_one_policy_cannot_use_another_may_unless_nobody_can_read_it(
+    engine: AsyncEngine, reason: str
+) -> None:
+    await two_episodes(engine, ["writer", "checker"])
+    claim = await must_take(engine, "writes")
+    [bad, _] = claim.groups[0].episodes
+    async with engine.begin() as connection:
+        assert await set_aside(connection, claim.update_id, {bad.id: "why"}, reason) == 1
+    assert await rows(engine, "c.reason", "c.reason IS NOT NULL") == [(bad.key, "writes", reason)]
+    left = keys(await take(engine, "checks", group_size=1, max_age_s=1e-6))
+    assert left == (["e1"] if reason == "damaged" else ["e0"])
+
+
+async def test_a_policy_that_calls_late_claims_what_another_has_spent(engine: AsyncEngine) -> None:
+    await two_episodes(engine, ["writer"])
+    await finish(engine, await must_take(engine, "writes"))
+    await store(engine, *calls_of("e0", ["checker", "writer"]), *calls_of("e1", ["checker"]))
+    assert keys(await take(engine, "checks")) == ["e0", "e1"]
+    assert await take(engine, "writes") is None
+
+
+async def test_late_members_are_compared_with_those_that_their_policy_consumed(
+    engine: AsyncEngine,
+) -> None:
+    await two_episodes(engine, ["writer", "checker"])
+    await finish(engine, await must_take(engine, "writes"))
+    late = [*calls_of("late", ["checker", "writer"]), reward(0.5, episode="late")]
+    await store(engine, *late)
+    claim = await must_take(engine, "writes", max_age_s=1e-6, group_size=3)
+    assert keys(claim) == ["late"]
+    assert [e.key for e in claim.groups[0].earlier] == ["e0", "e1"]
+    claim = await must_take(engine, "checks", max_age_s=1e-6, group_size=3)
+    assert keys(claim) == ["e0", "e1", "late"]
+    assert claim.groups[0].earlier == ()
+
+
+# Joins
+
+SAID: Final = (b"1" * 16,)
+
+
+def halves(version: int = 1) -> list[CallRecord]:
+    """Two episodes that are one: an outside model began it, and two policies go on."""
+    first = call("first", method="own", provides=SAID, task="t", **OUTSIDE, reason="no_policy")
+    own = {"method": "own", "needs": SAID}
+    [second, third] = calls_of("second", ["writer", "checker"])
+    changes = {"policy_version": version}
+    return [
+        first,
+        msgspec.structs.replace(second, **own, **changes),
+        msgspec.structs.replace(third, method="response"),
+    ]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+async def test_a_whole_is_claimed_by_the_policies_of_its_parts(
+    engine: AsyncEngine, turned: bool
+) -> None:
+    records = [*halves(), reward(1.0, episode="second")]
+    for record in reversed(records) if turned else records:
+        await store(engine, record)
+    free = "p.claimable AND p.scored_at IS NOT NULL"
+    assert await rows(engine, "p.version, p.own_version", free) == [
+        ("first", "checks", 3, None),
+        ("first", "writes", 1, None),
+    ]
+    for policy in POLICIES:
+        claim = await must_take(engine, policy, group_size=1, max_age_s=1e-6)
+        assert [len(e.calls) for e in claim.groups[0].episodes] == [3]
+        await finish(engine, claim)
+    assert len(await rows(engine, "c.trained", "c.trained")) == 2
+
+
+async def test_a_join_that_is_undone_takes_the_policies_of_the_part_back(
+    engine: AsyncEngine,
+) -> None:
+    await store(engine, *halves())
+    assert len(await rows(engine, "p.version", "p.claimable")) == 2
+    # Now nine episodes provide what the second one repeats, so it is no evidence about any.
+    common = [call(f"c{n}", method="own", provides=SAID, policy_version=0) for n in range(9)]
+    await store(engine, *common)
+    assert [row for row in await rows(engine, "p.version") if row[0] == "first"] == []
+    assert [row[0] for row in await rows(engine, "p.version", "p.claimable")] == [
+        f"c{n}" for n in range(9)
+    ]
+
+
+async def test_what_one_policy_holds_no_later_part_changes(engine: AsyncEngine) -> None:
+    [first, second, third] = halves()
+    [written] = calls_of("first", ["writer"])
+    await store(engine, first, written, reward(1.0, episode="first"))
+    assert keys(await take(engine, "writes", group_size=1)) == ["first"]
+    await store(engine, second, third)
+    assert await rows(engine, "p.claimable") == [
+        ("first", "writes", True),
+        ("second", "checks", False),
+        ("second", "writes", False),
+    ]
+    query = text("SELECT quarantined_reason FROM episodes WHERE key = 'second'")
+    async with engine.connect() as connection:
+        assert await connection.scalar(query) == TOO_LATE
+
+
+# Versions
+
+
+async def test_an_episode_keeps_its_version_of_each_policy(engine: AsyncEngine) -> None:
+    await store(engine, *calls_of("e", ["checker", "writer"]), *halves(version=2))
+    async with engine.connect() as connection:
+        pins = {(policy, key): v for policy, key, v in await pinned_episodes(connection, 10)}
+        assert pins == {
+            ("writes", "e"): 1,
+            ("checks", "e"): 3,
+            ("writes", "first"): 2,
+            ("checks", "first"): 3,
+            ("writes", "second"): 2,
+            ("checks", "second"): 3,
+        }
+        for (policy, key), version in pins.items():
+            assert await pinned_version(connection, policy, key) == version
+        assert await pinned_version(connection, "m", "e") is None
+
+
+async def test_a_version_is_in_use_wherever_it_served_a_call(engine: AsyncEngine) -> None:
+    await store(engine, *calls_of("e", ["writer", "checker"]))
+    async with engine.begin() as connection:
+        await connection.execute(
+            text(
+                "WITH made AS (INSERT INTO updates (id, policy, parent_version, version, state,"
+                " recipe) SELECT uuidv7(), 'checks', 0, n, 'done', '{}'"
+                " FROM generate_series(2, 3) n RETURNING id, version)"
+                " INSERT INTO policies (name, version, state, served_name, update_id, changed_at)"
+                " SELECT 'checks', version, 'published', 'checks@' || version, id,"
+                " now() - interval '1 hour' FROM made"
+            )
+        )
+        idle = await idle_versions(connection, "checks", "published", 60)
+    assert [version.version for version in idle] == [2]

@@ -1,0 +1,264 @@
+"""Rows without log-probabilities: the version that sampled them gives the same ones again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import msgspec
+import pytest
+import torch
+
+from store.read.past import past_update
+from store.read.stats import totals
+from store.records import SpoolRecord, Tokens
+from store.updates.claims import list_updates
+from store.write.ingest import ingest
+from tests.integration.trainer.test_learner import plain_logprobs, shake
+from tests.integration.trainer.test_recovery import Bench, bench, run_once
+from tests.integration.trainer.test_resuming import same
+from tests.support.records import call, reward
+from tests.support.training import ppo_recipe, recipe, rows, write_tiny_model
+from trainer.batches.rows import Row
+from trainer.errors import AdapterError, Interrupted, Unusable
+from trainer.learners.learner import Learner
+from trainer.publishing import adapters
+from trainer.publishing.progress import PROGRESS, write_progress
+from trainer.recipes.recipe import Recipe
+from trainer.updates.plan import lost_in, plan_update
+
+__all__ = ["bench"]
+
+RECIPES = {"grpo": recipe(steps=2), "ppo": ppo_recipe(steps=2)}
+
+
+def learner(model: str, folder: Path, chosen: Recipe | None = None) -> Learner:
+    return Learner(model, chosen or recipe(steps=2), seed=0, scratch=folder)
+
+
+def saved(made: Learner, folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    made.save(folder)
+    return folder
+
+
+def lineage(model: str, folder: Path, chosen: Recipe | None = None) -> list[Path]:
+    """Two versions, both far from the base."""
+    made = learner(model, folder, chosen)
+    shake(made)
+    found = []
+    for number in (1, 2):
+        made.update(rows(number))
+        found.append(saved(made, folder / str(number)))
+    return found
+
+
+def without(batch: Sequence[Row], version: int) -> list[Row]:
+    return [
+        msgspec.structs.replace(row, sampled_logprobs=(), recomputed=True, version=version)
+        for row in batch
+    ]
+
+
+def filled(batch: Sequence[Row], values: Sequence[Sequence[float]], **changes: Any) -> list[Row]:
+    return [
+        msgspec.structs.replace(row, sampled_logprobs=tuple(own), **changes)
+        for row, own in zip(batch, values, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("merge", ["auto", "never"])
+def test_a_version_gives_what_it_was_sampled_with(
+    tiny_model: str, tmp_path: Path, merge: str
+) -> None:
+    """What a server that holds the version would have said: one sequence at a time, no sharing."""
+    one, two = lineage(tiny_model, tmp_path)
+    chosen = recipe(steps=2, merge_prefixes=merge)
+    told: dict[Path | None, list[torch.Tensor]] = {}
+    for version in (None, one, two):
+        server = learner(tiny_model, tmp_path, chosen)
+        server.restore(version)
+        server._model.eval()
+        with torch.no_grad():
+            told[version] = [plain_logprobs(server._model, row) for row in rows()]
+    assert any((a - b).abs().max() > 1e-3 for a, b in zip(told[one], told[two], strict=True))
+    made = learner(tiny_model, tmp_path, chosen)
+    made.restore(two)
+    for version in (two, None, one):
+        found = made.version_logprobs(version, rows())
+        for ours, theirs in zip(found, told[version], strict=True):
+            assert float((torch.tensor(ours) - theirs).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_update_is_the_one_with_the_log_probabilities_known(
+    tiny_model: str, tmp_path: Path, name: str
+) -> None:
+    one, two = lineage(tiny_model, tmp_path, RECIPES[name])
+    batch = without(rows()[:4], 2) + without(rows()[4:8], 0) + without(rows()[8:], 1)
+    made = learner(tiny_model, tmp_path, RECIPES[name])
+    made.restore(two)
+    values = [
+        *made.version_logprobs(two, batch[:4]),
+        *made.version_logprobs(None, batch[4:8]),
+        *made.version_logprobs(one, batch[8:]),
+    ]
+    made.restore(two)
+    known = filled(batch, values)
+    metrics = made.update(known)
+    assert metrics["recomputed_rows"] == len(batch)
+
+    fresh = learner(tiny_model, tmp_path, RECIPES[name])
+    fresh.restore(two)
+    fresh.update(known)
+    assert same(saved(made, tmp_path / "made"), saved(fresh, tmp_path / "fresh"))
+
+
+def test_a_learner_in_use_is_bit_for_bit_what_it_was(tiny_model: str, tmp_path: Path) -> None:
+    one, two = lineage(tiny_model, tmp_path)
+    used = learner(tiny_model, tmp_path)
+    used.restore(two)
+    before = {name: value.clone() for name, value in used._model.state_dict().items()}
+    for version in (one, None, two):
+        used.version_logprobs(version, rows())
+    used.restore(two)
+    after = used._model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert same(saved(used, tmp_path / "again"), two)
+
+
+def test_recomputed_rows_say_nothing_of_the_servers_drift(tiny_model: str, tmp_path: Path) -> None:
+    # One step: drift is measured in the first.
+    made = learner(tiny_model, tmp_path, recipe(steps=1))
+    told = rows()[:6]
+    alone = made.update(told)
+    made.restore(None)
+    silent = filled(rows()[6:], [[-9.0] * len(row.sampled_ids) for row in rows()[6:]])
+    silent = [msgspec.structs.replace(row, recomputed=True) for row in silent]
+    both = made.update([*told, *silent])
+    assert both["drift_kl"] == pytest.approx(alone["drift_kl"], rel=1e-4)
+    made.restore(None)
+    assert made.update(silent)["drift_kl"] is None
+
+
+def test_what_cannot_be_computed_with_is_blamed(tiny_model: str, tmp_path: Path) -> None:
+    strange = msgspec.structs.replace(without(rows(), 0)[0], sampled_ids=(5, 97))
+    with pytest.raises(Unusable) as raised:
+        learner(tiny_model, tmp_path).version_logprobs(None, [*without(rows(), 0)[1:], strange])
+    assert raised.value.reason == "damaged"
+    assert set(raised.value.episodes) == {UUID(int=0)}
+
+
+def test_it_can_be_stopped(tiny_model: str, tmp_path: Path) -> None:
+    made = learner(tiny_model, tmp_path)
+    made.interrupt()
+    with pytest.raises(Interrupted):
+        made.version_logprobs(None, without(rows(), 0))
+
+
+def test_a_version_of_another_base_does_not_fit(tiny_model: str, tmp_path: Path) -> None:
+    one, _ = lineage(tiny_model, tmp_path / "ours")
+    made = learner(tiny_model, tmp_path)
+    assert made.misfit(one) is None
+    half = recipe().model_copy(update={"dtype": "bfloat16"})
+    assert learner(tiny_model, tmp_path, half).misfit(one) is None
+
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    assert learner(other, tmp_path).misfit(one) == "it was trained on another base model"
+    # What an earlier Pawl wrote, or somebody else: only the shapes tell.
+    write_progress(one, 3)
+    assert learner(other, tmp_path).misfit(one) is None
+    wider = write_tiny_model(tmp_path / "wider", hidden_size=64)
+    assert "does not fit the base model" in (learner(wider, tmp_path).misfit(one) or "")
+    (one / "adapter_model.safetensors").write_bytes(b"half")
+    with pytest.raises(AdapterError, match="cannot be read"):
+        made.misfit(one)
+    (one / PROGRESS).unlink()
+    with pytest.raises(AdapterError, match="cannot be read"):
+        made.misfit(one)
+
+
+# The loop
+
+
+async def fill(bench: Bench, name: str, version: int, *, told: bool = False) -> None:
+    """Two groups, of which one call each came without log-probabilities."""
+    records: list[SpoolRecord] = []
+    for task in range(2):
+        for member in range(2):
+            made = call(f"{name}{task}-{member}", task=f"{name}{task}", policy_version=version)
+            if not member and not told:
+                whole = made.tokens
+                ids = Tokens(prompt_ids=whole.prompt_ids, sampled_ids=whole.sampled_ids)
+                made = msgspec.structs.replace(made, tokens=ids)
+            records += [made, reward(float(member), episode=made.episode)]
+    async with bench.engine.begin() as connection:
+        await ingest(connection, records)
+
+
+async def last_metrics(bench: Bench) -> dict[str, Any]:
+    async with bench.engine.connect() as connection:
+        return dict((await list_updates(connection, "m"))[-1].metrics)
+
+
+async def test_the_loop_asks_the_versions_that_sampled(bench: Bench) -> None:
+    await run_once(bench)
+    await fill(bench, "u", 1)
+    assert await run_once(bench)
+    one = adapters.version_folder(bench.folder, "m", 1)
+    assert bench.learner.asked == [(one, 2)]
+    assert bench.learner.restored == one
+    await fill(bench, "v", 1)
+    assert await run_once(bench)
+    assert bench.learner.asked[1:] == [(one, 2)]
+    await fill(bench, "w", 0)
+    assert await run_once(bench)
+    assert bench.learner.asked[2:] == [(None, 2)]
+    assert bench.learner.updates == 4
+
+
+LOSSES = {
+    "the files are gone": lambda folder: [path.unlink() for path in folder.glob("*.*")],
+    "a file was changed": lambda folder: (folder / adapters.SERVED[1]).write_bytes(b"other"),
+    "the manifest is damaged": lambda folder: (folder / adapters.MANIFEST).write_bytes(b"{"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+async def test_where_a_version_is_lost_its_calls_are_not_trained(bench: Bench, loss: str) -> None:
+    await run_once(bench)
+    await fill(bench, "u", 1, told=True)
+    await run_once(bench)
+    LOSSES[loss](adapters.version_folder(bench.folder, "m", 1))
+    await fill(bench, "v", 1)
+    assert await run_once(bench)
+    metrics = await last_metrics(bench)
+    assert (metrics["rows"], metrics["lost_versions"]) == (2, {"1": "version_gone"})
+    assert metrics["dropped"] == {"no_trainable_call": 2}
+    assert bench.learner.asked == []
+    await bench.assert_spent_once(12)
+
+
+async def test_a_version_of_another_base_is_lost_too_and_credit_knows_it_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run_once(bench)
+    await fill(bench, "u", 1, told=True)
+    await run_once(bench)
+    monkeypatch.setattr(bench.learner, "misfit", lambda folder: "it is of another base")
+    await fill(bench, "v", 1)
+    # Version 2 is the parent, which is not asked; what it sampled is computed all the same.
+    await fill(bench, "w", 2)
+    assert await run_once(bench)
+    metrics = await last_metrics(bench)
+    while "lost_versions" not in metrics:
+        assert await run_once(bench)
+        metrics = await last_metrics(bench)
+    assert metrics["lost_versions"] == {"1": "other_base"}
+    async with bench.engine.connect() as connection:
+        past = await past_update(connection, 4, "m")
+        assert (await totals(connection)).twice_consumed_episodes == 0
+    plan = plan_update(past.claim, Recipe.model_validate(past.recipe), lost_in(past.metrics))
+    assert {one.reason for one in plan.outcomes} == {None, "no_trainable_call"}
+    assert {one.call.reason for one in plan.credited} == {None, "other_base"}

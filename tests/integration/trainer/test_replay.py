@@ -1,0 +1,451 @@
+"""The trainer's distributions are the server's: vLLM's own sampler and a plain loop say so."""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from benchmarks.merge.episodes import random_tree
+from benchmarks.merge.models import TINY, make_model
+from benchmarks.merge.updates import gradient, largest_difference, train
+from store.values.distribution import Distribution
+from tests.integration.trainer.test_learner import gradients, shake
+from tests.support.training import PLAIN, ppo_recipe, recipe, rows
+from trainer.batches.rows import Row
+from trainer.errors import Unusable
+from trainer.learners.kernels.determinism import be_deterministic
+from trainer.learners.kernels.head import CHUNK, head_logprobs
+from trainer.learners.learner import Learner
+from trainer.learners.replay.history import History
+from trainer.learners.replay.places import places_of
+from trainer.learners.replay.shaping import replay, reshaped, shape
+from trainer.learners.replay.vocabulary import Vocabulary, banned_sequences
+from trainer.learners.scoring import score_rows
+from trainer.recipes.training import KlOptions
+
+# Importing vLLM takes its time.
+pytestmark = pytest.mark.timeout(240)
+
+WORDS = 97
+EACH: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7},
+    "top_p": {"top_p": 0.8},
+    "a narrow top_p": {"top_p": 0.01},
+    "top_k": {"top_k": 7},
+    "top_k of one": {"top_k": 1},
+    "top_k of all": {"top_k": 1000},
+    "min_p": {"min_p": 0.05},
+    "logit_bias": {"logit_bias": ((3, 2.5), (11, -100.0), (40, 4.0))},
+    "allowed_token_ids": {"allowed_token_ids": tuple(range(2, 60))},
+    "bad_words": {"bad_words": ("w",), "banned_ids": ((5,), (7, 8), (2, 2, 9))},
+    "min_tokens": {"min_tokens": 3, "stop_token_ids": (1, 4)},
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 0.9},
+    "a negative penalty": {"frequency_penalty": -1.1, "presence_penalty": -0.4},
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "a repetition reward": {"repetition_penalty": 0.8},
+    "a model's card": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+}
+EACH["all together"] = {
+    name: value for one in EACH.values() for name, value in one.items() if name != "top_k"
+} | {"top_k": 25, "top_p": 0.9, "temperature": 0.8, "repetition_penalty": 1.2}
+
+
+def made(name: str) -> Distribution:
+    return msgspec.structs.replace(PLAIN, **EACH[name])
+
+
+def row(prompt: Sequence[int], sampled: Sequence[int], distribution: Distribution) -> Row:
+    return msgspec.structs.replace(
+        rows()[0],
+        prompt_ids=tuple(prompt),
+        sampled_ids=tuple(sampled),
+        sampled_logprobs=(-1.0,) * len(sampled),
+        distribution=distribution,
+    )
+
+
+def history_of(one: Row) -> History:
+    places = [(0, sampled) for sampled in range(len(one.sampled_ids))]
+    return History.of([one], places, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def vllm_logprobs() -> Callable[[Tensor, Row, int], Tensor]:
+    """The log-probabilities (V,) that vLLM's sampler makes of logits (V,) for a row's token."""
+    pytest.importorskip("vllm")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm import SamplingParams
+        from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors
+        from vllm.v1.sample.logits_processor.builtin import (
+            LogitBiasLogitsProcessor,
+            MinPLogitsProcessor,
+            MinTokensLogitsProcessor,
+        )
+        from vllm.v1.sample.metadata import SamplingMetadata
+        from vllm.v1.sample.sampler import Sampler
+
+    config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4))
+
+    def logprobs(logits: Tensor, one: Row, before: int) -> Tensor:
+        wanted, output = one.distribution, list(one.sampled_ids[:before])
+        params = SamplingParams(
+            temperature=wanted.temperature,
+            min_p=wanted.min_p,
+            logit_bias=dict(wanted.logit_bias) or None,
+            min_tokens=wanted.min_tokens,
+            stop_token_ids=list(wanted.stop_token_ids),
+        )
+        kinds = (MinTokensLogitsProcessor, LogitBiasLogitsProcessor, MinPLogitsProcessor)
+        processors = [kind(config, torch.device("cpu"), False) for kind in kinds]  # type: ignore[arg-type]
+        added = [(0, params, list(one.prompt_ids), output)]
+        for processor in processors:
+            processor.update_state(BatchUpdate(batch_size=1, removed=[], moved=[], added=added))
+        mask = torch.ones(1, len(logits), dtype=torch.bool)
+        mask[0, list(wanted.allowed_token_ids)] = False
+        limited = 0 < wanted.top_k < len(logits)
+        metadata = SamplingMetadata(
+            temperature=torch.tensor([wanted.temperature]),
+            all_greedy=False,
+            all_random=True,
+            top_p=torch.tensor([wanted.top_p]) if wanted.top_p < 1 else None,
+            top_k=torch.tensor([wanted.top_k], dtype=torch.int32) if limited else None,
+            generators={},
+            max_num_logprobs=0,
+            no_penalties=False,
+            prompt_token_ids=torch.tensor([one.prompt_ids]),
+            frequency_penalties=torch.tensor([wanted.frequency_penalty]),
+            presence_penalties=torch.tensor([wanted.presence_penalty]),
+            repetition_penalties=torch.tensor([wanted.repetition_penalty]),
+            output_token_ids=[output],
+            allowed_token_ids_mask=mask if wanted.allowed_token_ids else None,
+            bad_words_token_ids={0: [list(ids) for ids in wanted.banned_ids]}
+            if wanted.banned_ids
+            else {},
+            logitsprocs=LogitsProcessors(processors),
+        )
+        sampler = Sampler("processed_logprobs")
+        shaped = sampler.apply_logits_processors(logits[None].clone(), metadata, False)
+        _, found = sampler.sample(shaped, metadata)
+        assert found is not None
+        return found[0]
+
+    return logprobs
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_what_the_server_sampled_from_is_computed_again(
+    vllm_logprobs: Callable[[Tensor, Row, int], Tensor], name: str
+) -> None:
+    """For every token that could be sampled next, after replies of 0 to 5 tokens."""
+    torch.manual_seed(0)
+    wanted, differences = made(name), []
+    for _ in range(40):
+        one = row(torch.randint(2, WORDS, (6,)).tolist(), [2, 2, 9, 7, 8, 5], wanted)
+        logits = torch.randn(6, WORDS) * 3
+        for before in range(6):
+            served = vllm_logprobs(logits[before], one, before)
+            able = torch.nonzero(served > -math.inf)[:, 0]
+            at = torch.zeros(len(able), dtype=torch.long)
+            history = history_of(one).part(before, before + 1)
+            shaped = shape(logits[before][None].clone(), wanted, history, at, able)
+            assert torch.equal(shaped.logits[0] > -math.inf, served > -math.inf)
+            found = replay(shaped, at, able).logprobs
+            differences.append((found - served[able]).abs())
+    assert float(torch.cat(differences).mean()) < 1e-6
+    assert float(torch.cat(differences).max()) < 1e-4
+
+
+def plain_shaping(logits: Tensor, one: Row, before: int) -> Tensor:
+    """One token's log-probability by the settings' definitions, in autograd's plain operations."""
+    wanted = one.distribution
+    reply, label = one.sampled_ids[:before], one.sampled_ids[before]
+    scales, offsets = torch.ones_like(logits), torch.zeros_like(logits)
+    for token, bias in wanted.logit_bias:
+        offsets[token] += bias
+    biased = logits + offsets
+    for token in {*one.prompt_ids, *reply}:
+        above = float(biased[token].detach()) > 0
+        scales[token] = 1 / wanted.repetition_penalty if above else wanted.repetition_penalty
+    lowered = torch.zeros_like(logits)
+    for token in set(reply):
+        lowered[token] = wanted.presence_penalty + wanted.frequency_penalty * reply.count(token)
+    z = (biased * scales - lowered) / wanted.temperature
+    able = set(wanted.allowed_token_ids or range(len(logits)))
+    for *begun, last in wanted.banned_ids:
+        if not begun or reply[-len(begun) :] == tuple(begun):
+            able.discard(last)
+    if before < wanted.min_tokens:
+        able -= set(wanted.stop_token_ids)
+    order = sorted(able, key=lambda token: -float(z[token].detach()))
+    best = float(z[order[0]].detach())
+    kept = [t for t in order if float(z[t].detach()) >= best + math.log(wanted.min_p or 1e-300)]
+    kept = kept[: wanted.top_k or None]
+    shares = torch.softmax(z[kept].detach(), 0).cumsum(0).tolist()
+    above = [0.0, *shares[:-1]]
+    kept = [t for t, share in zip(kept, above, strict=True) if share < wanted.top_p]
+    kept = sorted({*kept, label})
+    return z[label] - torch.logsumexp(z[kept], 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", EACH)
+def test_scores_and_gradient_equal_a_plain_loop(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    be_deterministic()
+    torch.manual_seed(1)
+    wanted = made(name)
+    batch = [
+        row([3, 4, 5], [2, 2, 9, 7, 8, 5], wanted),
+        row([3, 4, 5], [6, 5], PLAIN),
+        row([3, 4, 5, 2], [2, 9, 90], wanted),
+        row([3, 4, 5], [2, 2, 3], wanted),
+    ]
+    parents = [0, 1, 2, 3, 4, 5, 0, 6, 1, 2, 7, 0, 1, 2]
+    hidden = torch.randn(8, 12, dtype=dtype, requires_grad=True)
+    head = torch.randn(WORDS, 12, dtype=dtype)
+    labels = torch.tensor([token for one in batch for token in one.sampled_ids])
+    worth = torch.randn(len(labels), dtype=dtype)
+
+    logits = hidden[parents] @ head.T
+    places = [(one, t) for one in batch for t in range(len(one.sampled_ids))]
+    whole = torch.stack(
+        [plain_shaping(z, one, t) for z, (one, t) in zip(logits, places, strict=True)]
+    )
+    (aim,) = torch.autograd.grad((whole * worth).sum(), hidden, retain_graph=True)
+    dense = torch.cat(
+        [
+            reshaped(part, one.distribution, history_of(one), torch.tensor(one.sampled_ids))[0]
+            for one, part in zip(batch, logits.split([6, 2, 3, 3]), strict=True)
+        ]
+    )
+    (beside,) = torch.autograd.grad((dense * worth).sum(), hidden)
+    assert torch.allclose(dense, whole, atol=1e-5)
+    assert largest(beside, aim) < 1e-5
+    for entries in (1, 3 * WORDS, 10_000):
+        monkeypatch.setitem(CHUNK, "cpu", entries)
+        found, _ = head_logprobs(hidden, head, places_of(batch, parents), batch, labels)
+        (got,) = torch.autograd.grad((found * worth).sum(), hidden)
+        assert torch.allclose(found, whole, atol=1e-5)
+        assert largest(got, aim) < 1e-5
+
+
+def largest(one: Tensor, other: Tensor) -> float:
+    """The largest difference, as a share of the largest entry."""
+    return float((one - other).abs().max() / other.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("settings_", "least"), [({"top_k": 2}, 2), ({"top_p": 0.4}, 1), ({"min_p": 0.9}, 2)]
+)
+def test_a_sampled_token_past_an_edge_joins_the_survivors(
+    settings_: dict[str, Any], least: int
+) -> None:
+    """Server and trainer round differently: what was sampled had a probability."""
+    logits = torch.tensor([[3.0, 2.9, 0.5, 0.0]])
+    one = row([0], [2], msgspec.structs.replace(PLAIN, **settings_))
+    at, label = torch.tensor([0]), torch.tensor([2])
+    shaped = shape(logits.clone(), one.distribution, history_of(one), at, label)
+    found = replay(shaped, at, label)
+    among = logits[0, [*range(least), 2]]
+    assert float(found.logprobs) == pytest.approx(float(torch.log_softmax(among, 0)[-1]))
+    assert float(found.shares) == pytest.approx(1 - float(found.logprobs.exp()))
+
+
+def test_equal_logits_at_an_edge_all_survive() -> None:
+    logits = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    for settings_ in ({"top_k": 2}, {"top_p": 0.5}, {"min_p": 1.0}):
+        one = row([0], [2], msgspec.structs.replace(PLAIN, **settings_))
+        at, label = torch.tensor([0]), torch.tensor([2])
+        shaped = shape(logits.clone(), one.distribution, history_of(one), at, label)
+        found = replay(shaped, at, label)
+        assert float(found.logprobs) == pytest.approx(-math.log(3))
+        assert float(found.entropies) == pytest.approx(math.log(3))
+
+
+def test_where_nothing_survives_the_sampled_token_is_certain() -> None:
+    """A ledger may say so; nothing becomes infinite or NaN of it."""
+    only = msgspec.structs.replace(
+        PLAIN, allowed_token_ids=(1,), min_tokens=5, stop_token_ids=(1,), top_p=0.9
+    )
+    one, at, label = row([0], [1], only), torch.tensor([0]), torch.tensor([1])
+    shaped = shape(torch.randn(1, 4), only, history_of(one), at, label)
+    found = replay(shaped, at, label)
+    assert float(found.logprobs) == 0.0
+    assert all(torch.isfinite(value).all() for value in found)
+    assert float(found.shares) == 0.0
+
+
+def mixed(seed: int) -> list[Row]:
+    """Random trees whose rows were sampled in all the ways there are."""
+    ways = [PLAIN, *(made(name) for name in EACH)]
+    made_rows = random_tree(seed, TINY.vocab_size)
+    return [
+        msgspec.structs.replace(one, distribution=ways[(seed + index) % len(ways)])
+        for index, one in enumerate(made_rows)
+    ]
+
+
+@pytest.fixture(scope="module")
+def merging() -> Any:
+    return make_model(TINY, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return make_model(TINY, torch.float64, lean=False)
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 10_000))
+def test_merged_and_separate_rows_are_replayed_alike(merging: Any, plain: Any, seed: int) -> None:
+    batch = mixed(seed)
+    with torch.no_grad():
+        ours = score_rows(merging, batch, entropy=True)
+        theirs = score_rows(plain, batch, entropy=True, merge=False)
+    assert torch.allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+    assert torch.allclose(ours.entropies, theirs.entropies, atol=1e-5)
+    train(merging, [batch], merge=True)
+    train(plain, [batch], merge=False)
+    assert largest_difference(gradient(merging), gradient(plain)) < 1e-5
+
+
+def test_rows_that_were_sampled_alike_share_their_logits() -> None:
+    card = made("a model's card")
+    looking = made("presence_penalty")
+    batch = [
+        *(row([3, 4], [5, 6], card), row([3, 4], [5, 7], card), row([3, 4], [5, 6], PLAIN)),
+        *(row([3, 4], [5, 6], looking), row([3, 4, 5], [6], looking), row([3, 4], [5], looking)),
+    ]
+    parents = [1, 2, 1, 2, 1, 2, 1, 2, 2, 1]
+    found = places_of(batch, parents)
+    # A penalty counts from where a reply begins: node 2 stands there twice for it.
+    assert sorted(found.nodes) == [1, 1, 1, 2, 2, 2, 2]
+    assert found.of_tokens[0] == found.of_tokens[2]
+    assert found.of_tokens[7] != found.of_tokens[8]
+    assert found.of_tokens[6] == found.of_tokens[9]
+    assert [group.distribution for group in found.groups] == sorted([card, looking], key=repr)
+    assert found.groups[0].start == 2
+
+
+def test_what_words_and_stops_stand_for() -> None:
+    spelled = {"a": [1], " a": [2], "bc": [3, 4], " bc": [5, 4], "d": [6], " d": [7, 6], "e": []}
+    found = banned_sequences(["a", " bc", "d", "e"], lambda text: spelled.get(text, []))
+    assert found == ((1,), (2,), (3, 4), (5, 4), (6,))
+
+
+@pytest.fixture(scope="module")
+def vllm_ids() -> Callable[..., tuple[Any, Any]]:
+    pytest.importorskip("vllm")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm import SamplingParams
+
+    def found(tokenizer: Any, words: list[str], stops: list[int], eos: Any) -> tuple[Any, Any]:
+        params = SamplingParams(bad_words=words, min_tokens=1, stop_token_ids=stops)
+        params.update_from_generation_config({"eos_token_id": eos}, tokenizer.eos_token_id)
+        tokenizer.max_token_id = len(tokenizer)
+        params.update_from_tokenizer(tokenizer)
+        return params.bad_words_token_ids, params.all_stop_token_ids
+
+    return found
+
+
+def test_words_and_stops_have_the_ids_that_vllm_gives_them(
+    vllm_ids: Callable[..., tuple[Any, Any]], tiny_model: str, tmp_path: Path
+) -> None:
+    tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+    words, stops = ["w5", " w7", "w8", "other"], [9, 4]
+    asked = Distribution(
+        temperature=1.0, bad_words=tuple(sorted(words)), min_tokens=2, stop_token_ids=(4, 9)
+    )
+    [one] = Vocabulary(tiny._tokenizer, tiny._model).spell_out([row([3], [4], asked)])
+    ends = tiny._model.generation_config.eos_token_id
+    sequences, stopping = vllm_ids(tiny._tokenizer, words, stops, ends)
+    assert sorted(map(list, one.distribution.banned_ids)) == sorted(sequences)
+    assert set(one.distribution.stop_token_ids) == stopping
+
+
+def sampled_as(batch: Sequence[Row], distribution: Distribution) -> list[Row]:
+    return [msgspec.structs.replace(one, distribution=distribution) for one in batch]
+
+
+@pytest.fixture
+def ways() -> list[Distribution]:
+    return [made("a model's card"), made("repetition_penalty"), made("all together")]
+
+
+def test_an_update_is_the_same_merged_and_not(
+    tiny_model: str, tmp_path: Path, ways: list[Distribution]
+) -> None:
+    found = {}
+    batch = [
+        msgspec.structs.replace(one, distribution=ways[index % 3])
+        for index, one in enumerate(rows())
+    ]
+    for choice in ("auto", "never"):
+        tiny = Learner(tiny_model, recipe(merge_prefixes=choice), seed=0, scratch=tmp_path)
+        found[choice] = tiny.update(batch)
+    auto, never = found["auto"], found["never"]
+    assert math.isclose(auto["loss"], never["loss"], abs_tol=1e-5)
+    assert math.isclose(auto["grad_norm"], never["grad_norm"], rel_tol=1e-4)
+
+
+def test_rows_sampled_from_survivors_do_not_drift(tiny_model: str, tmp_path: Path) -> None:
+    """Log-probabilities of the shaped distribution are the policy's own: no ratio is not 1."""
+    tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+    card = sampled_as(rows(), made("a model's card"))
+    with torch.no_grad():
+        own = [score_rows(tiny._model, [one]).logprobs.tolist() for one in card]
+    batch = [
+        msgspec.structs.replace(one, sampled_logprobs=tuple(values))
+        for one, values in zip(card, own, strict=True)
+    ]
+    found = tiny.update(batch)
+    assert found["drift_logp_mean_abs"] < 1e-6
+    assert found["effective_sample_size"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("learner", ["grpo", "ppo"])
+def test_the_kl_to_the_base_is_of_both_shaped_distributions(
+    tiny_model: str, tmp_path: Path, learner: str
+) -> None:
+    kl = KlOptions(coefficient=0.1)
+    chosen = ppo_recipe(kl=kl) if learner == "ppo" else recipe().model_copy(update={"kl": kl})
+    tiny = Learner(tiny_model, chosen, seed=0, scratch=tmp_path)
+    card = sampled_as(rows(), made("a model's card"))
+    with torch.no_grad():
+        base = [score_rows(tiny._model, [one]).logprobs.tolist() for one in card]
+    shake(tiny)
+    tiny._trainer.prepare(card, tiny._view(card))
+    for one, wanted in zip(card, base, strict=True):
+        assert tiny._trainer.kl._reference[one.key] == pytest.approx(wanted, abs=1e-5)
+    loss = tiny._trainer.loss_of(card)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(gradients(tiny)).all()
+
+
+def test_settings_that_name_ids_of_another_vocabulary_are_to_blame(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    tiny = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+    batch = rows()
+    odd = msgspec.structs.replace(PLAIN, logit_bias=((WORDS, 1.0),))
+    batch[1] = msgspec.structs.replace(batch[1], distribution=odd)
+    with pytest.raises(Unusable, match="another vocabulary") as raised:
+        tiny.update(batch)
+    assert raised.value.reason == "damaged"
+    assert set(raised.value.episodes) == {UUID(int=1)}

@@ -1,0 +1,50 @@
+"""`pawl up` that cannot go on says why, in the words of what failed, and without a traceback."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pawl.commands.local import up
+from pawl.settings import StackSettings
+from pawl.stack import up as stack
+from pawl.stack.process import ProcessFailed
+from tests.conftest import ROOT
+
+
+def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pawl.cli", "up"],
+        cwd=tmp_path,
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
+            "PAWL_RECIPE": "nowhere",
+            "PAWL_UPSTREAM_URL": "http://127.0.0.1:9/v1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "nowhere" in done.stderr
+
+
+def test_a_process_that_cannot_be_kept_running(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def failing(_: StackSettings) -> None:
+        await asyncio.sleep(0)
+        raise ProcessFailed("vllm ended with code 1; the end of vllm.log:\nno memory")
+
+    monkeypatch.setattr(stack, "run_stack", failing)
+    with pytest.raises(SystemExit) as ended:
+        up()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "pawl: vllm ended with code 1; the end of vllm.log:\nno memory\n"
+    )

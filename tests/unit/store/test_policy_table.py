@@ -1,0 +1,139 @@
+"""The file of policies: every key known, no call two policies', and messages say what is not."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.errors import BadPolicies
+from store.policy_table import load_policies, open_policies, parse_policies
+
+WHOLE = """
+[[policy]]
+name = "writes"
+base = "qwen"
+agents = ["writer", "planner"]
+recipe = "single"
+
+[[policy]]
+name = "checks"
+base = "qwen"
+agents = ["checker"]
+models = ["my-checker"]
+
+[[policy]]
+name = "rest"
+base = "qwen"
+models = ["qwen"]
+trained = false
+"""
+ONE = '[[policy]]\nname = "a"\nbase = "m"\n'
+
+
+def test_a_file_is_read_whole() -> None:
+    writes, checks, rest = parse_policies(WHOLE, "p.toml").specs
+    assert (writes.base, writes.agents, writes.recipe) == ("qwen", ("writer", "planner"), "single")
+    assert (checks.models, checks.trained, checks.recipe) == (("my-checker",), True, None)
+    assert rest.trained is False
+
+
+@pytest.mark.parametrize(
+    ("model", "agent", "policy"),
+    [
+        ("qwen", "writer", "writes"),
+        ("qwen", "planner", "writes"),
+        ("qwen", "checker", "checks"),
+        ("qwen", "rewriter", "rest"),
+        ("my-checker", "writer", "checks"),
+        ("writes", "checker", "writes"),
+        ("gpt-4o", "writer", None),
+        ("writes@3", "writer", None),
+    ],
+)
+def test_who_answers(model: str, agent: str, policy: str | None) -> None:
+    found = parse_policies(WHOLE, "p.toml").answering(model, agent)
+    assert (found and found.name) == policy
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("=", "p.toml is not TOML"),
+        ("", "p.toml: there is no table [[policy]]; write one for each policy"),
+        ("policy = []", "p.toml: there is no table [[policy]]"),
+        ("polices = 1\n" + ONE, "unknown key 'polices': every policy is a table [[policy]]"),
+        (ONE + 'agent = ["x"]', "policy 'a': unknown key 'agent': did you mean agents?"),
+        (ONE + "zzz = 1", "policy 'a': unknown key 'zzz': there are name, base, agents"),
+        ('[[policy]]\nname = "a"', "policy 'a': base: Field required; write base = "),
+        ('[[policy]]\nbase = "m"', "policy number 1: name: Field required; write name = "),
+        ('[[policy]]\nname = "a@1"\nbase = "m"', "policy 'a@1': name: "),
+        ('[[policy]]\nname = "a"\nbase = ""', "policy 'a': base: "),
+        (ONE + 'agents = "x"', "policy 'a': agents: Input should be a valid tuple; write agents"),
+        (ONE + 'trained = "no"', "policy 'a': trained: Input should be a valid boolean; write"),
+        (
+            ONE + 'trained = false\nrecipe = "default"',
+            "policy 'a': recipe is for a trained policy alone; leave it out",
+        ),
+        (ONE + ONE, "two policies are named 'a'; give each a name of its own"),
+        (
+            ONE + 'agents = ["x"]\n[[policy]]\nname = "b"\nbase = "m"\nagents = ["x"]',
+            "agents: 'x' with base 'm' is claimed twice, by 'a' and 'b'; leave it in one place",
+        ),
+        (
+            ONE + 'models = ["x"]\n[[policy]]\nname = "b"\nbase = "n"\nmodels = ["x"]',
+            "models: 'x' is claimed twice, by 'a' and 'b'",
+        ),
+        (
+            ONE + 'models = ["b"]\n[[policy]]\nname = "b"\nbase = "m"',
+            "models: 'b' of policy 'a' is another policy's name; rename one",
+        ),
+    ],
+)
+def test_a_message_names_file_key_and_remedy(text: str, named: str) -> None:
+    with pytest.raises(BadPolicies) as caught:
+        parse_policies(text, "p.toml")
+    assert str(caught.value).startswith("p.toml")
+    assert named in str(caught.value)
+
+
+def test_one_agent_may_have_a_policy_for_each_base() -> None:
+    table = parse_policies(
+        ONE + 'agents = ["x"]\n[[policy]]\nname = "b"\nbase = "n"\nagents = ["x"]', "p.toml"
+    )
+    assert [getattr(table.answering(base, "x"), "name", None) for base in ("m", "n")] == ["a", "b"]
+
+
+def test_a_file_that_cannot_be_read_is_named_with_what_to_do(tmp_path: Path) -> None:
+    missing = tmp_path / "none.toml"
+    with pytest.raises(BadPolicies, match=r"PAWL_POLICIES names .*none\.toml.*Unset it"):
+        load_policies(missing)
+    missing.write_bytes(b"\xff")
+    with pytest.raises(BadPolicies, match="cannot be read"):
+        load_policies(missing)
+    missing.write_text(WHOLE)
+    table = open_policies(missing)
+    assert table is not None
+    assert table.named("rest") is not None
+    assert table.named("none") is None
+    assert open_policies(None) is None
+
+
+VALUES = st.sampled_from(['"a"', '"b"', '"m"', '["a"]', '["a", "x"]', "true", "1", "[]", "{}"])
+KEYS = st.sampled_from(["name", "base", "agents", "models", "trained", "recipe", "other"])
+
+
+@given(st.lists(st.dictionaries(KEYS, VALUES), max_size=3))
+def test_any_file_is_refused_or_answers_each_call_at_most_once(
+    tables: list[dict[str, str]],
+) -> None:
+    text = "".join(
+        "[[policy]]\n" + "".join(f"{key} = {value}\n" for key, value in table.items())
+        for table in tables
+    )
+    with suppress(BadPolicies):
+        table = parse_policies(text, "p.toml")
+        for spec in table.specs:
+            assert table.named(spec.name) is spec
+            assert all(table.answering(spec.base, agent) is spec for agent in spec.agents)
