@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -16,6 +17,8 @@ from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
 from tests.support.docs.documents import split_blocks
 from tests.support.docs.shell_lines import commands
+from tests.support.recordings import recordings
+from tests.support.servers.fake_upstream import FakeUpstream, echo
 
 HOWTO = ROOT / "docs/howto"
 DEFAULT_LISTEN = "127.0.0.1:8100"
@@ -37,8 +40,17 @@ def code_of(page: Path, language: str) -> str:
     return "\n".join(block.text for block in blocks if block.language == language)
 
 
+async def recorded_response(request: web.Request) -> web.StreamResponse:
+    """Answer a Responses request as a real vLLM did; say again what else is asked."""
+    if request.path != "/v1/responses":
+        return await echo(request)
+    recorded = recordings("responses")["responses_text_whole"]["upstream"]
+    return web.json_response(text=recorded)
+
+
 @pytest.mark.parametrize("guide", sorted(PYTHONS))
-async def test_a_guides_program_runs(guide: str, proxy: Proxy) -> None:
+async def test_a_guides_program_runs(guide: str, proxy: Proxy, upstream: FakeUpstream) -> None:
+    upstream.behave_otherwise = recorded_response
     python = PYTHONS[guide]
     if not python.exists():
         pytest.skip("no clients here: `make test` or scripts/install_clients.py gets them")
