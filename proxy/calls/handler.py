@@ -45,10 +45,11 @@ class CallHandler:
         self.upstreams = upstreams
         self.intake = intake
         stitches = CallMemory()
+        router = CallRouter(upstreams, versions, lookup, intake)
         self._shared = Shared(
             stitches,
-            CallRouter(upstreams, versions, lookup, intake),
-            CallRecorder(recorder, stitches, upstreams),
+            router,
+            CallRecorder(recorder, stitches, router),
             max_reply,
             eval_tasks,
         )

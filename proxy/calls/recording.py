@@ -10,12 +10,11 @@ import structlog
 from proxy.calls.answering import Answer
 from proxy.calls.asking import Arrived, Asked
 from proxy.calls.capture import CapturedCall
-from proxy.calls.routing import Routed
+from proxy.calls.routing import CallRouter, Routed
 from proxy.formats.base import ReplySummary
 from proxy.identity.fingerprints import provided_fingerprints
 from proxy.identity.stitch import CallMemory
 from proxy.spool.recorder import Recorder
-from proxy.upstreams.members import Upstreams
 from proxy.upstreams.model_server import Reply
 from proxy.upstreams.replies import comes_in_events
 from store.records import CallStatus
@@ -23,7 +22,6 @@ from store.records import CallStatus
 log = structlog.get_logger()
 
 ERRORS: Final = 400
-TEMPERATURE: Final = "temperature"
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -44,11 +42,11 @@ class Recorded(NamedTuple):
 class CallRecorder:
     """Makes the records of one worker's calls, and remembers what later calls may repeat."""
 
-    def __init__(self, recorder: Recorder, stitches: CallMemory, upstreams: Upstreams) -> None:
-        """Store the way to the disk, the memory of calls, and what upstreams sample with."""
+    def __init__(self, recorder: Recorder, stitches: CallMemory, router: CallRouter) -> None:
+        """Store the way to the disk, the memory of calls, and who knows a call's upstream."""
         self._recorder = recorder
         self._stitches = stitches
-        self._upstreams = upstreams
+        self._router = router
 
     def record(
         self, arrived: Arrived, asked: Asked, routed: Routed, answered: Answered
@@ -76,7 +74,7 @@ class CallRecorder:
         from_upstream, answer = answered.reply, answered.answer
         reply, deflated = (b"", False) if answer is None else answer.tape.take()
         identity, serving = asked.identity, routed.serving
-        defaults = self._upstreams.sampling_defaults(serving.policy or arrived.request.model)
+        defaults = self._router.sampling_defaults(arrived, serving)
         return CapturedCall(
             id=arrived.id,
             episode=identity.episode,
@@ -100,11 +98,11 @@ class CallRecorder:
             retry_of=None if identity.retry_of is None else identity.retry_of.bytes,
             retry=identity.retry,
             tool_events=asked.tool_events,
-            default_temperature=defaults[TEMPERATURE],
+            default_temperature=defaults.temperature,
             started_at=arrived.started_at,
             first_chunk_ms=None if answer is None else answer.first_chunk_ms,
             total_ms=arrived.ms(),
-            sampling_defaults={n: v for n, v in defaults.items() if n != TEMPERATURE},
+            sampling_defaults=defaults.others,
             split=identity.split,
         )
 

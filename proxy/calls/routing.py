@@ -12,7 +12,7 @@ from proxy.identity.identify import Identity
 from proxy.intake.intake import Intake
 from proxy.policies.lookup import Lookup
 from proxy.policies.versions import Serving, Versions
-from proxy.upstreams.members import Upstreams
+from proxy.upstreams.members import SamplingDefaults, Upstreams
 from proxy.upstreams.model_server import ModelServer, Reply
 from store.updates.policies import pinned_version
 
@@ -90,10 +90,16 @@ class CallRouter:
         Raises:
             ProxyError: no upstream serves the model.
         """
-        policy, versions = serving.policy, self._versions
-        return self._upstreams.for_model(
-            arrived.request.model if policy is None else versions.base_of(policy)
-        )
+        return self._upstreams.for_model(self._upstreams_model(arrived, serving))
+
+    def sampling_defaults(self, arrived: Arrived, serving: Serving) -> SamplingDefaults:
+        """Return what the call's upstream samples with if the request does not say."""
+        return self._upstreams.sampling_defaults(self._upstreams_model(arrived, serving))
+
+    def _upstreams_model(self, arrived: Arrived, serving: Serving) -> str | None:
+        """Return the model by whose name the call's upstream is found."""
+        policy = serving.policy
+        return arrived.request.model if policy is None else self._versions.base_of(policy)
 
     async def rewritten(self, arrived: Arrived, serving: Serving, *, want_ids: bool) -> Routed:
         """Return the call with its request rewritten, beside the event loop if it takes long."""

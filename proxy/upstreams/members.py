@@ -24,7 +24,18 @@ from store.records import PolicyVersion
 log = structlog.get_logger()
 
 ONE: Final = "upstream"
-VLLMS_DEFAULTS: Final[Mapping[str, float]] = MappingProxyType({"temperature": 1.0})
+TEMPERATURE: Final = "temperature"
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What a server samples with if a request does not say: the temperature, and other settings."""
+
+    temperature: float = 1.0
+    others: Mapping[str, float] = MappingProxyType({})
+
+
+# vLLM's own, where the model's folder says nothing else.
+VLLMS_DEFAULTS: Final = SamplingDefaults()
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -34,8 +45,7 @@ class Member(msgspec.Struct, frozen=True):
     models: tuple[str, ...]
     default: bool
     server: ModelServer
-    # What the server samples with if a request does not say, by setting.
-    sampling_defaults: Mapping[str, float] = VLLMS_DEFAULTS
+    sampling_defaults: SamplingDefaults = VLLMS_DEFAULTS
 
 
 class Upstreams:
@@ -82,7 +92,7 @@ class Upstreams:
             code="model_not_found",
         )
 
-    def sampling_defaults(self, model: str | None) -> Mapping[str, float]:
+    def sampling_defaults(self, model: str | None) -> SamplingDefaults:
         """Return what the server for `model` samples with if a request does not say."""
         number = self._table.find(model)
         return VLLMS_DEFAULTS if number is None else self._members[number].sampling_defaults
@@ -162,7 +172,7 @@ def open_upstreams(settings: ProxySettings) -> Upstreams:
     """
     if settings.upstreams is None:
         server = Upstream([str(settings.upstream_url)], silence_s=settings.silence_s)
-        return Upstreams([Member(ONE, (), True, server, settings.sampling_defaults)])
+        return Upstreams([Member(ONE, (), True, server, _defaults(settings, {}))])
     environment = _environment()
     specs = _specs(settings, environment)
     return Upstreams(
@@ -172,11 +182,18 @@ def open_upstreams(settings: ProxySettings) -> Upstreams:
                 spec.models,
                 spec.default,
                 _server(spec, settings, environment),
-                settings.sampling_defaults | spec.default_sampling,
+                _defaults(settings, spec.default_sampling),
             )
             for spec in specs
         ]
     )
+
+
+def _defaults(settings: ProxySettings, own: dict[str, float]) -> SamplingDefaults:
+    """Return the settings' defaults, but where an upstream has its `own`."""
+    others = settings.sampling_defaults | own
+    temperature = others.pop(TEMPERATURE)
+    return SamplingDefaults(temperature, others)
 
 
 def _specs(settings: ProxySettings, environment: Mapping[str, str]) -> tuple[UpstreamSpec, ...]:

@@ -8,7 +8,7 @@ import pytest
 from proxy.errors import NoUpstream
 from proxy.settings import ProxySettings
 from proxy.upstreams import upstream as module
-from proxy.upstreams.members import Member, Upstreams, open_upstreams
+from proxy.upstreams.members import Member, SamplingDefaults, Upstreams, open_upstreams
 from proxy.upstreams.upstream import Upstream
 from tests.integration.conftest import Proxy, eventually
 from tests.support.servers.fake_upstream import FakeUpstream
@@ -92,9 +92,9 @@ async def test_each_upstream_samples_with_defaults_of_its_own(tmp_path: Path) ->
     known = open_upstreams(
         ProxySettings(upstreams=file, default_temperature=0.8, default_sampling={"top_p": 0.95})
     )
-    assert known.sampling_defaults("a@3") == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
-    assert known.sampling_defaults("b") == {"temperature": 0.8, "top_p": 0.95}
-    assert known.sampling_defaults("neither") == {"temperature": 1.0}
+    assert known.sampling_defaults("a@3") == SamplingDefaults(0.6, {"top_p": 0.9, "top_k": 20})
+    assert known.sampling_defaults("b") == SamplingDefaults(0.8, {"top_p": 0.95})
+    assert known.sampling_defaults("neither") == SamplingDefaults(1.0, {})
     await known.close()
 
 

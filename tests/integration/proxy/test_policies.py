@@ -34,6 +34,18 @@ base = "m"
 models = ["m"]
 trained = false
 """
+UPSTREAMS = """
+[[upstream]]
+name = "ours"
+urls = ["{url}"]
+models = ["m"]
+default_sampling = {{ temperature = 0.6, top_k = 20 }}
+
+[[upstream]]
+name = "elsewhere"
+urls = ["http://elsewhere.invalid/v1"]
+default = true
+"""
 PUBLISHED = (
     "INSERT INTO updates (id, policy, parent_version, version, state, recipe)"
     " VALUES (uuidv7(), 'checks', 0, 1, 'done', '{}')",
@@ -53,9 +65,11 @@ async def several(
             assert await ensure_base(connection, policy, "m") == "m"
     path = tmp_path / "policies.toml"
     path.write_text(FILE)
+    upstreams = tmp_path / "upstreams.toml"
+    upstreams.write_text(UPSTREAMS.format(url=upstream.url))
     async with AsyncExitStack() as exits:
         settings = settings_for(database_url, upstream.url, tmp_path)
-        settings = settings.model_copy(update={"policies": path})
+        settings = settings.model_copy(update={"policies": path, "upstreams": upstreams})
         await exits.enter_async_context(running(settings))
         session = await exits.enter_async_context(aiohttp.ClientSession())
         proxy = Proxy(settings, engine, session)
@@ -101,6 +115,13 @@ async def test_each_agent_is_served_by_its_policy_and_the_fixed_one_has_no_versi
         return done
 
     await eventually(claimed)
+
+
+async def test_a_policys_calls_carry_what_its_bases_upstream_samples_with(several: Proxy) -> None:
+    assert await ask(several, "writer") == "writes@0"
+    [episode] = await several.episodes(1)
+    [sampling] = [call.sampling for call in episode.calls]
+    assert (sampling["temperature"], sampling["top_k"]) == (0.6, 20)
 
 
 async def test_a_new_version_of_one_policy_leaves_the_others_alone(
