@@ -1,18 +1,16 @@
 """The TOML file of policies: what each answers, its base model, and whether it is trained.
 
-Proxy and trainer read it both (`PAWL_POLICIES`). Parsing is pure; `load_policies` reads the file.
-An error names the file, the table and the key, and says what to write instead.
+Proxy and trainer both read it (`PAWL_POLICIES`). Parsing is pure; `load_policies` reads the file.
 """
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from store.errors import BadPolicies
+from store.table_file import TableFile
 
 TABLE: Final = "policy"
 REMEDIES: Final[Mapping[str, str]] = {
@@ -75,10 +73,7 @@ class PolicyTable:
         return self._by_agent.get((model, agent)) or self._by_model.get(model)
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    policy: Annotated[tuple[PolicySpec, ...], Field(min_length=1)]
+FILE: Final = TableFile(PolicySpec, TABLE, thing="policy", remedies=REMEDIES, error=BadPolicies)
 
 
 def open_policies(path: Path | None) -> PolicyTable | None:
@@ -96,14 +91,7 @@ def load_policies(path: Path) -> PolicyTable:
     Raises:
         BadPolicies: the file cannot be read or is invalid.
     """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadPolicies(
-            f"PAWL_POLICIES names {path}, which cannot be read: {error}. "
-            "Unset it for one policy a model"
-        ) from error
-    return parse_policies(text, str(path))
+    return parse_policies(FILE.text_of(path, "PAWL_POLICIES", "for one policy a model"), str(path))
 
 
 def parse_policies(text: str, where: str) -> PolicyTable:
@@ -112,15 +100,7 @@ def parse_policies(text: str, where: str) -> PolicyTable:
     Raises:
         BadPolicies: the text is not TOML, or a value in it is invalid.
     """
-    try:
-        values: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise BadPolicies(f"{where} is not TOML: {error}") from error
-    try:
-        specs = _File.model_validate(values).policy
-    except ValidationError as error:
-        problems = "; ".join(_problem(detail, values) for detail in error.errors())
-        raise BadPolicies(f"{where}: {problems}") from error
+    specs = FILE.parse(text, where)
     problem = _clash(specs)
     if problem is not None:
         raise BadPolicies(f"{where}: {problem}")
@@ -146,33 +126,3 @@ def _clash(specs: Sequence[PolicySpec]) -> str | None:
         if owner is not None and owner != spec.name:
             return f"models: {spec.name!r} of policy {owner!r} is another policy's name; rename one"
     return None
-
-
-def _problem(detail: Any, values: Mapping[str, Any]) -> str:
-    path = [part for part in detail["loc"] if not isinstance(part, int)]
-    table, key = _table(detail["loc"], values), ".".join(path[1:])
-    if detail["type"] == "extra_forbidden":
-        return _unknown(table, key or path[0], bool(path[1:]))
-    if not table:
-        return f"there is no table [[{TABLE}]]; write one for each policy"
-    message = detail["msg"].removeprefix("Value error, ")
-    remedy = f"; write {REMEDIES[path[1]]}" if path[1:] else ""
-    return f"{table}: {key}: {message}{remedy}" if key else f"{table}: {message}"
-
-
-def _unknown(table: str, key: str, in_table: bool) -> str:
-    if not in_table:
-        return f"unknown key {key!r}: every policy is a table [[{TABLE}]]"
-    known = list(PolicySpec.model_fields)
-    near = get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-    return f"{table}: unknown key {key!r}: {hint}"
-
-
-def _table(loc: Sequence[str | int], values: Mapping[str, Any]) -> str:
-    """Return a table's name for a message, or its number if it has none."""
-    if len(loc) < 2 or not isinstance(loc[1], int):
-        return ""
-    table = values[TABLE][loc[1]]
-    name = table.get("name") if isinstance(table, dict) else None
-    return f"{TABLE} {name!r}" if isinstance(name, str) else f"{TABLE} number {loc[1] + 1}"

@@ -1,12 +1,9 @@
 """The TOML file of upstreams: which servers there are, and which models each answers for.
 
-Parsing is pure; `load_upstreams` reads the file. An error names the file, the table and the key,
-and says what to write instead.
+Parsing is pure; `load_upstreams` reads the file.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlsplit
@@ -18,12 +15,12 @@ from pydantic import (
     ConfigDict,
     Field,
     StrictBool,
-    ValidationError,
     model_validator,
 )
 
 from proxy.errors import BadUpstreams
 from proxy.upstreams.keys import Style
+from store.table_file import TableFile
 from store.values.distribution import parse_defaults
 
 TABLE: Final = "upstream"
@@ -141,10 +138,7 @@ class UpstreamSpec(BaseModel):
         return self.api_key_header or ("anthropic" if of_anthropic else "authorization")
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    upstream: Annotated[tuple[UpstreamSpec, ...], Field(min_length=1)]
+FILE: Final = TableFile(UpstreamSpec, TABLE, thing="server", remedies=REMEDIES, error=BadUpstreams)
 
 
 def load_upstreams(path: Path, environment: Mapping[str, str]) -> tuple[UpstreamSpec, ...]:
@@ -153,13 +147,7 @@ def load_upstreams(path: Path, environment: Mapping[str, str]) -> tuple[Upstream
     Raises:
         BadUpstreams: the file cannot be read or is invalid, or a key is not set.
     """
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadUpstreams(
-            f"PAWL_UPSTREAMS names {path}, which cannot be read: {error}. "
-            "Unset it to use PAWL_UPSTREAM_URL alone"
-        ) from error
+    text = FILE.text_of(path, "PAWL_UPSTREAMS", "to use PAWL_UPSTREAM_URL alone")
     specs = parse_upstreams(text, str(path))
     for spec in specs:
         if spec.api_key_env is not None and not environment.get(spec.api_key_env):
@@ -176,15 +164,7 @@ def parse_upstreams(text: str, where: str) -> tuple[UpstreamSpec, ...]:
     Raises:
         BadUpstreams: the text is not TOML, or a value in it is invalid.
     """
-    try:
-        values: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise BadUpstreams(f"{where} is not TOML: {error}") from error
-    try:
-        specs = _File.model_validate(values).upstream
-    except ValidationError as error:
-        problems = "; ".join(_problem(detail, values) for detail in error.errors())
-        raise BadUpstreams(f"{where}: {problems}") from error
+    specs = FILE.parse(text, where)
     problem = _clash(specs)
     if problem is not None:
         raise BadUpstreams(f"{where}: {problem}")
@@ -209,34 +189,3 @@ def _clash(specs: Sequence[UpstreamSpec]) -> str | None:
         both = " and ".join(defaults)
         return f"default: {both} are both the default; keep default = true in one table"
     return None
-
-
-def _problem(detail: Any, values: Mapping[str, Any]) -> str:
-    path = [part for part in detail["loc"] if not isinstance(part, int)]
-    table, key = _table(detail["loc"], values), ".".join(path[1:])
-    if detail["type"] == "extra_forbidden":
-        return _unknown(table, key or path[0], bool(path[1:]))
-    if not table:
-        return f"there is no table [[{TABLE}]]; write one for each server"
-    # Our own checks name the remedy themselves; pydantic's do not, so it is added to theirs.
-    message = detail["msg"].removeprefix("Value error, ")
-    remedy = f"; write {REMEDIES[path[1]]}" if path[1:] and path[1] in REMEDIES else ""
-    return f"{table}: {key}: {message}{remedy}" if key else f"{table}: {message}"
-
-
-def _unknown(table: str, key: str, in_table: bool) -> str:
-    known = list(UpstreamSpec.model_fields) if in_table else [TABLE]
-    near = get_close_matches(key, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-    if not in_table:
-        hint = f"every server is a table [[{TABLE}]]"
-    return f"{table + ': ' if table else ''}unknown key {key!r}: {hint}"
-
-
-def _table(loc: Sequence[str | int], values: Mapping[str, Any]) -> str:
-    """Return a table's name for a message, or its number if it has none."""
-    if len(loc) < 2 or not isinstance(loc[1], int):
-        return ""
-    table = values[TABLE][loc[1]]
-    name = table.get("name") if isinstance(table, dict) else None
-    return f"{TABLE} {name!r}" if isinstance(name, str) else f"{TABLE} number {loc[1] + 1}"

@@ -1,0 +1,111 @@
+"""A TOML file that is a list of tables of one kind: `[[policy]]`, `[[upstream]]`.
+
+Parsing is pure; `text_of` reads the file. An error names the file, the table and the key, and says
+what to write instead.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+Spec = TypeVar("Spec", bound=BaseModel)
+
+
+class TableFile(Generic[Spec]):
+    """One kind of such a file: what its tables hold, and how its errors are worded."""
+
+    def __init__(
+        self,
+        spec: type[Spec],
+        table: str,
+        *,
+        thing: str,
+        remedies: Mapping[str, str],
+        error: type[Exception],
+    ) -> None:
+        """Store the kind.
+
+        Args:
+            spec: the model of one table.
+            table: the tables' name.
+            thing: what a table describes, in a message.
+            remedies: what to write, by key; a key whose checks name the remedy may be missing.
+            error: what is raised for a file that cannot be used.
+        """
+        self._spec = spec
+        self._table = table
+        self._thing = thing
+        self._remedies = remedies
+        self._error = error
+        fields: dict[str, Any] = {table: Annotated[tuple[spec, ...], Field(min_length=1)]}  # type: ignore[valid-type]
+        self._file = create_model(
+            "_File", __config__=ConfigDict(extra="forbid", frozen=True), **fields
+        )
+
+    def text_of(self, path: Path, variable: str, without: str) -> str:
+        """Return the file's text; `variable` named it, and `without` is what unsetting that does.
+
+        Raises:
+            the kind's error: the file cannot be read.
+        """
+        try:
+            return path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise self._error(
+                f"{variable} names {path}, which cannot be read: {error}. Unset it {without}"
+            ) from error
+
+    def parse(self, text: str, where: str) -> tuple[Spec, ...]:
+        """Return the tables in `text`; `where` names the file in messages.
+
+        Raises:
+            the kind's error: the text is not TOML, or a value in it is invalid.
+        """
+        try:
+            values: dict[str, Any] = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise self._error(f"{where} is not TOML: {error}") from error
+        try:
+            specs: tuple[Spec, ...] = getattr(self._file.model_validate(values), self._table)
+        except ValidationError as error:
+            problems = "; ".join(self._problem(detail, values) for detail in error.errors())
+            raise self._error(f"{where}: {problems}") from error
+        return specs
+
+    def _problem(self, detail: Any, values: Mapping[str, Any]) -> str:
+        """Return the message for one of pydantic's `ErrorDetails`."""
+        path = [part for part in detail["loc"] if not isinstance(part, int)]
+        table, key = self._named(detail["loc"], values), ".".join(path[1:])
+        if detail["type"] == "extra_forbidden":
+            return self._unknown(table, key or path[0], bool(path[1:]))
+        if not table:
+            return f"there is no table [[{self._table}]]; write one for each {self._thing}"
+        # Our own checks name the remedy themselves; pydantic's do not, so it is added to theirs.
+        message = detail["msg"].removeprefix("Value error, ")
+        known = path[1:] and path[1] in self._remedies
+        remedy = f"; write {self._remedies[path[1]]}" if known else ""
+        return f"{table}: {key}: {message}{remedy}" if key else f"{table}: {message}"
+
+    def _unknown(self, table: str, key: str, in_table: bool) -> str:
+        if not in_table:
+            return f"unknown key {key!r}: every {self._thing} is a table [[{self._table}]]"
+        known = list(self._spec.model_fields)
+        near = get_close_matches(key, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        return f"{table}: unknown key {key!r}: {hint}"
+
+    def _named(self, loc: Sequence[str | int], values: Mapping[str, Any]) -> str:
+        """Return a table's name for a message, or its number if it has none."""
+        if len(loc) < 2 or not isinstance(loc[1], int):
+            return ""
+        table = values[self._table][loc[1]]
+        name = table.get("name") if isinstance(table, dict) else None
+        return (
+            f"{self._table} {name!r}"
+            if isinstance(name, str)
+            else f"{self._table} number {loc[1] + 1}"
+        )
