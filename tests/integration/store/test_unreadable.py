@@ -211,7 +211,10 @@ CORRUPTION = st.one_of(
         st.just("json"),
         st.just(0),
         st.recursive(
-            st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=3),
+            st.none()
+            | st.booleans()
+            | st.floats(allow_nan=False, allow_infinity=False)  # PostgreSQL refuses both
+            | st.text(max_size=3),
             lambda inner: (
                 st.lists(inner, max_size=2)
                 | st.dictionaries(
