@@ -383,7 +383,7 @@ def test_each_line_of_an_export_is_one_document(database_url: str) -> None:
             try:
                 await export(engine, Selection(), out)
             except Damaged as error:
-                told = str(error.episodes)
+                told = "; ".join(error.episodes.values())
             lines = out.getvalue().split(b"\n")
             assert lines.pop() == b""
             assert not any(b"\r" in line for line in lines)
