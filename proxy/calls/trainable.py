@@ -44,12 +44,8 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "watermarking": (False,),
     "vllm_xargs": ({},),
 }
-GRAMMARS: Final = (
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
+GRAMMARS: Final = frozenset(
+    {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
 )
 # Marks that `proxy.keeper.sampling` adds to the settings.
 STRICT_TOOLS: Final = "strict_tools"
@@ -114,7 +110,7 @@ def _distribution(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason |
     reshaped = _reshaped(sampling, rules)
     if reshaped is not None:
         return reshaped
-    imposed = STRICT_TOOLS in sampling or any(name in sampling for name in GRAMMARS)
+    imposed = STRICT_TOOLS in sampling or not GRAMMARS.isdisjoint(sampling)
     if imposed or rules.constrains(sampling):
         return "constrained_sampling"
     return None
@@ -122,8 +118,9 @@ def _distribution(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason |
 
 def _reshaped(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | None:
     """Return why the trainer cannot replay the settings, or None if it can."""
-    if any(value not in NEUTRAL.get(name, (value,)) for name, value in sampling.items()):
-        return "reshaped_distribution"
+    for name, value in sampling.items():
+        if name in NEUTRAL and value not in NEUTRAL[name]:
+            return "reshaped_distribution"
     if rules.reshapes(sampling):
         return "reshaped_distribution"
     try:
