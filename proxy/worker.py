@@ -40,6 +40,8 @@ from store.updates.policies import pinned_episodes
 
 log = structlog.get_logger()
 
+# Looking a member of an enumeration up takes long in Python 3.11.
+CALL, FEEDBACK = Kind.CALL, Kind.FEEDBACK
 QUEUE_S = 0.05
 PINS_S = 5.0
 COUNT_S = 0.5
@@ -54,9 +56,10 @@ def data_handler(calls: CallHandler, desk: FeedbackDesk, *, may_delete_models: b
     async def handle(exchange: Exchange) -> None:
         try:
             route = find_route(exchange.method, exchange.target.partition("?")[0])
-            if route.kind is Kind.CALL:
+            kind = route.kind
+            if kind is CALL:
                 await calls.handle(exchange, route)
-            elif route.kind is Kind.FEEDBACK:
+            elif kind is FEEDBACK:
                 await desk.handle(exchange)
             else:
                 await forward(

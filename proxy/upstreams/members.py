@@ -58,7 +58,8 @@ class Upstreams:
         self._table = ModelTable(
             [member.models for member in members], defaults[0] if defaults else None
         )
-        sole = members[0].server if len(members) == 1 and members[0].default else None
+        self._sole = members[0] if len(members) == 1 and members[0].default else None
+        sole = None if self._sole is None else self._sole.server
         # A sole upstream takes every request: bodies need not be read and are streamed both ways.
         self.only = sole if isinstance(sole, Upstream) else None
 
@@ -94,6 +95,8 @@ class Upstreams:
 
     def sampling_defaults(self, model: str | None) -> SamplingDefaults:
         """Return what the server for `model` samples with if a request does not say."""
+        if self._sole is not None:
+            return self._sole.sampling_defaults
         number = self._table.find(model)
         return VLLMS_DEFAULTS if number is None else self._members[number].sampling_defaults
 
