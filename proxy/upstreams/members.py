@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -31,7 +30,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     """What a server samples with if a request does not say: the temperature, and other settings."""
 
     temperature: float = 1.0
-    others: Mapping[str, float] = MappingProxyType({})
+    others: Mapping[str, float] = {}
 
 
 # vLLM's own, where the model's folder says nothing else.
