@@ -91,18 +91,16 @@ def identify(
     warnings: list[str] = []
     hints = read_hints(headers, fields)
     retry = retry_count(headers)
-    repeated = body if retry else None
     task = _role(headers, "task", route.task, hints, (), warnings)
     split = _split(headers, route, hints.own("split"), task, eval_tasks, warnings)
     names = chain(_ours(headers, "episode", route.episode), episode_names(hints, fields))
     name = _first_usable(names, warnings)
     if name is not None:
-        episode = _named(name, repeated, split, stitches)
+        episode = _named(name, body if retry else None, split, stitches)
     else:
-        turns = route.speaks.turns
-        conversation = conversation or turns.read(fields)
-        needs = needed_fingerprints(turns, fields, conversation)
-        episode = _unnamed(headers, needs, repeated, call, split, stitches)
+        conversation = conversation or route.speaks.turns.read(fields)
+        needs = needed_fingerprints(route.speaks.turns, fields, conversation)
+        episode = _unnamed(headers, needs, body if retry else None, call, split, stitches)
     agent = _role(headers, "agent", route.agent, hints, hints.agents(), warnings)
     return Identity(
         episode=episode.key,
