@@ -13,7 +13,7 @@ import structlog
 
 from store.updates.claims import Claim
 from trainer.batches.rows import Row, RowKey
-from trainer.errors import AdapterError
+from trainer.errors import AdapterError, Interrupted
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
@@ -133,4 +133,8 @@ class Training:
         except asyncio.CancelledError:
             self._learner.interrupt()
             await asyncio.wait([running])
+            # Looked at: asyncio prints a trace of an exception that nobody has seen.
+            error = running.exception()
+            if not (error is None or isinstance(error, Interrupted)):
+                log.warning("error_while_stopping", reason=f"{type(error).__name__}: {error}")
             raise
