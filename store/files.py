@@ -3,6 +3,9 @@
 # Not about the database. It is here because proxy and trainer need it and share `store` only.
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -36,3 +39,25 @@ def write_private(path: Path, data: bytes) -> None:
     except OSError:
         path.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def whole_folder(place: Path, partial: Path) -> Iterator[None]:
+    """Make `partial` a new folder to write into, and at the end rename it to `place`, synced.
+
+    So `place` is there with all its files, or not at all. It may be an empty folder before.
+
+    Raises:
+        OSError: the disk refused a write; nothing is left of the attempt, and it can be repeated.
+    """
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield
+        for path in [*partial.rglob("*"), partial]:
+            sync(path)
+        partial.rename(place)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    sync(place.parent)

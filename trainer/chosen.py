@@ -42,3 +42,18 @@ def chosen_policy(settings: TrainerSettings, table: PolicyTable | None) -> Chose
         )
     spec = trained[name]
     return Chosen(policy=name, base=spec.base, recipe=spec.recipe or settings.recipe)
+
+
+def importing_policy(settings: TrainerSettings, table: PolicyTable | None, name: str) -> Chosen:
+    """Return what a trainer of policy `name` trains, which gets an adapter from elsewhere.
+
+    Raises:
+        TrainerError: the file of policies has no such policy, or the policy is not trained.
+    """
+    trained = None if table is None else [spec.name for spec in table.specs if spec.trained]
+    if trained is not None and name not in trained:
+        raise TrainerError(
+            f"{settings.policies} has no policy {name!r} with trained = true, and no other has"
+            f" versions: name one of these, or add it there: {', '.join(trained) or 'none'}"
+        )
+    return chosen_policy(settings.model_copy(update={"policy": name}), table)

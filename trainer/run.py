@@ -18,7 +18,7 @@ from store.errors import ClaimLost
 from store.policy_table import open_policies
 from store.schema.migrate import upgrade
 from store.settings import address
-from store.updates import claims, policies
+from store.updates import claims
 from trainer.chosen import Chosen, chosen_policy
 from trainer.credit.air import STEP_WARNING
 from trainer.errors import TrainerError, UpstreamAway
@@ -31,6 +31,7 @@ from trainer.publishing.publish import Publisher
 from trainer.publishing.replicas import Replicas
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
+from trainer.updates.versions import begin_policy
 
 log = structlog.get_logger()
 
@@ -75,8 +76,7 @@ async def train(settings: TrainerSettings, *, once: bool = False) -> None:
 
 async def _work(settings: TrainerSettings, chosen: Chosen, recipe: Recipe, *, once: bool) -> None:
     async with AsyncExitStack() as stack:
-        urls = [str(url) for url in (settings.upstream_url, *settings.replica_urls)]
-        server = await stack.enter_async_context(Replicas(urls))
+        server = await stack.enter_async_context(Replicas(settings.server_urls))
         policy, model = await _policy_and_model(settings, chosen, server)
         learner = LeadingLearner(await _learner(settings, recipe, model))
         stack.callback(learner.stop)
@@ -106,8 +106,7 @@ async def _follow(settings: TrainerSettings, chosen: Chosen, recipe: Recipe) -> 
 
 
 async def _learner(settings: TrainerSettings, recipe: Recipe, model: str) -> Learner:
-    scratch = settings.adapter_dir / ".scratch"
-    return await asyncio.to_thread(Learner, model, recipe, settings.seed, scratch)
+    return await asyncio.to_thread(Learner, model, recipe, settings.seed, settings.scratch)
 
 
 async def _policy_and_model(
@@ -171,13 +170,7 @@ async def _begin(
     Raises:
         TrainerError: the policy began with another base model.
     """
-    async with engine.begin() as connection:
-        began = await policies.ensure_base(connection, policy, base)
-    if base is not None and began != base:
-        raise TrainerError(
-            f"{settings.policies}: policy {policy!r}: base: it is {base!r}, but the policy's"
-            f" versions are adapters of {began!r}: write that, or give the policy another name"
-        )
+    await begin_policy(engine, policy, base, settings.policies)
     publisher = Publisher(engine, server, policy, recipe.publish)
     loop = Loop(settings, recipe, engine, publisher, learner, policy)
     await loop.recover()

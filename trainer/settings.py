@@ -55,3 +55,13 @@ class TrainerSettings(StoreSettings):
         default=1.0, gt=0, description="pause between checks of the store, in seconds"
     )
     seed: int = Field(default=0, ge=0, description="random seed of the first adapter's weights")
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Return the base URLs of all replicas of the model server."""
+        return [str(url) for url in (self.upstream_url, *self.replica_urls)]
+
+    @property
+    def scratch(self) -> Path:
+        """Return the folder where TRL may write."""
+        return self.adapter_dir / ".scratch"

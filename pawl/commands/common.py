@@ -20,6 +20,19 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def require_torch() -> None:
+    """Import torch, or end with one line that says what to do if it cannot be imported.
+
+    Other errors of an import are faults of the code, and keep their traceback.
+    """
+    from pawl.stack.torch_build import unusable
+
+    try:
+        import torch  # noqa: F401
+    except (ImportError, OSError) as error:
+        fail(unusable(f"{type(error).__name__}: {error}"))
+
+
 def with_zone(moment: datetime | None) -> datetime | None:
     """Return the time with a zone; a time without one is read in the machine's zone."""
     return moment.astimezone() if moment is not None and moment.tzinfo is None else moment

@@ -1,18 +1,56 @@
-"""`pawl policies`: the policies, their versions, and what evaluation says of them."""
+"""`pawl policies`: which there are, their versions, and adapters that come and go."""
 
 import asyncio
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pawl.commands.common import fail, require_torch
 from pawl.settings import StackSettings, read_settings
 
-app = typer.Typer(no_args_is_help=True, help="Look at the policies and their versions.")
+if TYPE_CHECKING:
+    from store.records import PolicyVersion
+    from trainer.settings import TrainerSettings
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Look at the policies and their versions; take an adapter out, or bring one in.",
+)
 
 PolicyName = Annotated[str, typer.Argument(help="Name of the policy.", show_default=False)]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON lines on a terminal too, not a table.")
 ]
+
+
+@app.command("list")
+def list_policies(as_json: AsJson = False) -> None:
+    """List the policies: what each answers, its recipe, and the version that serves.
+
+    They are those of PAWL_POLICIES, and those that have versions in the database (DATABASE_URL,
+    or the embedded one in PAWL_DATA_DIR); nothing is changed in it. A policy is `trained`,
+    `fixed`, or `unlisted`: it has versions, and the file does not name it. `waiting` are the
+    episodes with a reward that the policy may claim.
+
+    Status 2: PAWL_POLICIES cannot be used.
+    """
+    from pawl.output import write_lines
+    from pawl.policies.listing import policies_of, table
+    from store.policy_table import open_policies
+    from trainer.settings import TrainerSettings
+
+    settings = read_settings(TrainerSettings)
+    policies = open_policies(settings.policies)
+
+    async def look() -> None:
+        from pawl.stack.database import open_engine
+
+        async with open_engine(settings) as engine:
+            lines = await policies_of(engine, policies, settings.recipe)
+        write_lines(lines, table, as_json=as_json)
+
+    asyncio.run(look())
 
 
 @app.command()
@@ -25,12 +63,98 @@ def show(name: PolicyName, as_json: AsJson = False) -> None:
 
     Status 2: there is no such policy.
     """
-    from pawl.policies.show import versions_of, write
+    from pawl.output import write_lines
+    from pawl.policies.show import table, versions_of
 
     async def look() -> None:
         from pawl.stack.database import open_engine
 
         async with open_engine(read_settings(StackSettings)) as engine:
-            write(await versions_of(engine, name), as_json=as_json)
+            write_lines(await versions_of(engine, name), table, as_json=as_json)
 
     asyncio.run(look())
+
+
+@app.command("export")
+def export_version(
+    name: PolicyName,
+    directory: Annotated[
+        Path, typer.Argument(help="Folder to write; new or empty.", show_default=False)
+    ],
+    version: Annotated[
+        int | None,
+        typer.Option(min=0, help="Number of the version; default: the one that serves."),
+    ] = None,
+) -> None:
+    """Copy a version's adapter into a folder that PEFT and vLLM load.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR) and the files in
+    PAWL_ADAPTER_DIR; neither is changed. The folder has `progress.json`, too, by which an import
+    elsewhere knows the base model.
+
+    Status 2: there is no such policy or version, its files are damaged, or the folder cannot be
+    written.
+    """
+    from pawl.policies.found import chosen_version, found_versions
+    from trainer.errors import TrainerError
+    from trainer.publishing.exported import export_adapter
+
+    async def found() -> "PolicyVersion":
+        from pawl.stack.database import open_engine
+
+        async with open_engine(read_settings(StackSettings)) as engine, engine.connect() as one:
+            return chosen_version(await found_versions(one, name), version)
+
+    chosen = asyncio.run(found())
+    try:
+        export_adapter(Path(chosen.adapter_path or ""), directory)
+    except TrainerError as error:
+        fail(str(error))
+    print(f"{chosen.served_name} is in {directory}")
+
+
+@app.command("import")
+def import_version(
+    name: PolicyName,
+    directory: Annotated[
+        Path, typer.Argument(help="Folder that PEFT saved the adapter in.", show_default=False)
+    ],
+) -> None:
+    """Make a LoRA adapter from elsewhere the next version of a policy, and serve it.
+
+    Run it where the policy's trainer runs, with the trainer's settings, while that is stopped.
+    The adapter must be plain LoRA of the policy's base model, of layers that the recipe trains
+    and not above its rank. It is probed as a trained version is before it serves; training goes
+    on from it, with a new optimiser state. If the model server is away, the trainer publishes
+    the version when it starts.
+
+    Status 2: the adapter cannot be a version, or was rejected, or a trainer works on the policy;
+    nothing changes for any request then.
+    """
+    from store.policy_table import open_policies
+    from trainer.chosen import importing_policy
+    from trainer.errors import TrainerError
+    from trainer.publishing.foreign import read_config
+    from trainer.settings import TrainerSettings
+
+    settings = read_settings(TrainerSettings)
+    try:
+        # Importing torch takes seconds: report a mistyped name or folder before that.
+        importing_policy(settings, open_policies(settings.policies), name)
+        read_config(directory)
+        require_torch()
+        version = asyncio.run(_import(settings, name, directory))
+    except TrainerError as error:
+        fail(str(error))
+    if version.state == "serving":
+        print(f"{version.served_name} serves")
+    else:
+        print(f"{version.served_name} is {version.state}: its trainer publishes it when it starts")
+
+
+async def _import(settings: "TrainerSettings", name: str, directory: Path) -> "PolicyVersion":
+    from pawl.stack.database import open_engine
+    from trainer.importing import import_adapter
+
+    async with open_engine(settings) as engine:
+        return await import_adapter(settings, engine, name, directory)

@@ -1,12 +1,11 @@
 """`pawl proxy` and `pawl trainer`: the two roles, each as one process of this machine."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from pawl.commands.common import fail
+from pawl.commands.common import fail, require_torch
 from pawl.settings import read_settings
 
 
@@ -66,22 +65,9 @@ def trainer(
     try:
         # Importing torch takes seconds: report a mistyped key of the recipe before that.
         load_recipe(chosen_policy(settings, open_policies(settings.policies)).recipe)
-        asyncio.run(_imported_train()(settings, once=once))
+        require_torch()
+        from trainer.run import train
+
+        asyncio.run(train(settings, once=once))
     except TrainerError as error:
         fail(str(error))
-
-
-def _imported_train() -> Callable[..., Coroutine[Any, Any, None]]:
-    """Return the trainer's entry; end with one line if torch cannot be imported.
-
-    Other errors of an import are faults of the code, and keep their traceback.
-    """
-    from pawl.stack.torch_build import unusable
-
-    try:
-        import torch  # noqa: F401
-    except (ImportError, OSError) as error:
-        fail(unusable(f"{type(error).__name__}: {error}"))
-    from trainer.run import train
-
-    return train

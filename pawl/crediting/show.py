@@ -2,14 +2,12 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from pawl.crediting.explain import Explained
+from pawl.output import cell, write_lines
 from trainer.credit.lines import CreditLine
 
 
@@ -20,12 +18,7 @@ def write(explained: Explained, *, as_json: bool) -> None:
     """
     for note in explained.notes:
         print(f"pawl: {note}", file=sys.stderr)
-    if as_json or not sys.stdout.isatty():
-        text = b"".join(msgspec.json.encode(line) + b"\n" for line in explained.lines)
-        sys.stdout.buffer.write(text)
-        sys.stdout.buffer.flush()
-    else:
-        Console().print(table(explained.lines))
+    write_lines(explained.lines, table, as_json=as_json)
 
 
 def table(lines: Sequence[CreditLine]) -> Table:
@@ -40,12 +33,5 @@ def table(lines: Sequence[CreditLine]) -> Table:
             overflow="fold",
         )
     for line in lines:
-        grid.add_row(*[_cell(value) for value in msgspec.structs.astuple(line)])
+        grid.add_row(*[cell(value) for value in msgspec.structs.astuple(line)])
     return grid
-
-
-def _cell(value: Any) -> Text:
-    """Return a value as plain text: agents choose the names, so rich must not read markup."""
-    if value is None:
-        return Text()
-    return Text(f"{value:.4f}" if isinstance(value, float) else str(value))

@@ -1,19 +1,15 @@
-"""Shows the versions of a policy with their evaluation, as JSON lines or as a table."""
+"""Shows the versions of a policy with their evaluation."""
 
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.errors import UnknownPolicy
+from pawl.output import cell
+from pawl.policies.found import found_versions
 from store.read.evaluations import evaluations
 from store.records import PolicyState, Record
-from store.updates.policies import list_versions
 
 TEXTS = ("version", "state")
 
@@ -41,11 +37,7 @@ async def versions_of(engine: AsyncEngine, name: str) -> list[VersionLine]:
         UnknownPolicy: there is no policy of that name; the message names those that there are.
     """
     async with engine.connect() as connection:
-        versions = await list_versions(connection, name)
-        if not versions:
-            known = sorted({version.name for version in await list_versions(connection)})
-            names = ", ".join(known) or "there is none yet: start `pawl trainer`"
-            raise UnknownPolicy(f"there is no policy {name!r} (known: {names})")
+        versions = await found_versions(connection, name)
         curve = {point.version: point for point in await evaluations(connection, name)}
     lines = []
     for version in versions:
@@ -64,29 +56,13 @@ async def versions_of(engine: AsyncEngine, name: str) -> list[VersionLine]:
     return lines
 
 
-def write(lines: Sequence[VersionLine], *, as_json: bool) -> None:
-    """Write to standard output: a table to a terminal unless `as_json`, else JSON lines."""
-    if as_json or not sys.stdout.isatty():
-        sys.stdout.buffer.write(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
-        sys.stdout.buffer.flush()
-    else:
-        Console().print(table(lines))
-
-
 def table(lines: Sequence[VersionLine]) -> Table:
     """Return the lines as a table for a terminal, with the interval in one column."""
     grid = Table(box=None, pad_edge=False)
     for name in ("version", "state", "eval episodes", "scored", "mean reward", "95 % interval"):
         grid.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=True)
     for line in lines:
-        interval = "" if line.low is None else f"{_cell(line.low)} to {_cell(line.high)}"
-        shown = (line.version, line.state, line.eval_episodes, line.scored, line.mean)
-        # As plain text: clients choose a policy's name, so rich must not read markup.
-        grid.add_row(*[Text(_cell(value)) for value in shown], Text(interval))
+        interval = None if line.low is None else f"{cell(line.low)} to {cell(line.high)}"
+        shown = (line.version, line.state, line.eval_episodes, line.scored, line.mean, interval)
+        grid.add_row(*[cell(value) for value in shown])
     return grid
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -13,7 +13,7 @@ from store.errors import UnknownUpdate
 from store.ids import time_of
 from store.records import Episode, Group, Record, TransitionRow
 from store.schema.trained import consumptions, updates
-from store.updates.claims import Claim, Outcome, load_claim
+from store.updates.claims import IMPORTED_FROM, Claim, Outcome, load_claim
 
 
 class PastUpdate(Record, frozen=True, kw_only=True):
@@ -34,7 +34,8 @@ async def past_update(
     the claim are left out.
 
     Raises:
-        UnknownUpdate: there is no such update, or several, or it is not finished.
+        UnknownUpdate: there is no such update, or several, or it is not finished, or it imported
+            its version.
         Damaged: a call cannot be read back.
     """
     row = await _find(connection, which, policy)
@@ -67,6 +68,9 @@ async def _find(connection: AsyncConnection, which: int | UUID, policy: str | No
         raise UnknownUpdate(f"several policies have {name}: name one of {policies}")
     if rows[0].state != "done":
         raise UnknownUpdate(f"{name} is {rows[0].state}: only finished updates (done) can be read")
+    if IMPORTED_FROM in rows[0].metrics:
+        source = rows[0].metrics[IMPORTED_FROM]
+        raise UnknownUpdate(f"{name} was imported from {source}: no episodes were trained for it")
     return rows[0]
 
 

@@ -9,7 +9,7 @@ running update per policy (docs/decisions/024-exactly-once.md).
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 from sqlalchemy import func, null, select, text, update
@@ -29,6 +29,9 @@ from store.updates.expiry import oldest_version
 from store.updates.policies import add_version
 from store.updates.ready import EARLIER_MEMBERS, ClaimRule, find_ready, lock
 from store.updates.turned import refuse_evaluation
+
+# The metric that tells an imported version's update: where the adapter came from.
+IMPORTED_FROM: Final = "imported_from"
 
 
 class Claim(Record, frozen=True, kw_only=True):
@@ -74,28 +77,46 @@ async def claim(
     taken = await find_ready(connection, rule, oldest)
     if not taken:
         return None
-    update_id = new_id()
-    started = await connection.execute(
-        postgresql.insert(updates)
-        .values(
-            id=update_id,
-            policy=rule.policy,
-            parent_version=parent_version,
-            group_size=rule.group_size,
-            oldest_version=oldest,
-            state="running",
-            recipe=dict(recipe),
-        )
-        .on_conflict_do_nothing()
-        .returning(updates.c.id)
-    )
-    if started.first() is None:
-        raise ClaimLost(f"another update of policy {rule.policy} is running; one runs at a time")
+    limits = {"group_size": rule.group_size, "oldest_version": oldest}
+    update_id = await begin_update(connection, rule.policy, parent_version, recipe, **limits)
     await connection.execute(
         update(episode_policies)
         .where(episode_policies.c.policy == rule.policy, episode_policies.c.episode_id.in_(taken))
         .values(claimed_by=update_id)
     )
+    return update_id
+
+
+async def begin_update(
+    connection: AsyncConnection,
+    policy: str,
+    parent_version: int,
+    recipe: Mapping[str, Any],
+    **limits: int,
+) -> UUID:
+    """Add a running update that holds no episode yet, and return its id.
+
+    `limits` are the columns that say which episodes it may hold.
+
+    Raises:
+        ClaimLost: another update of the policy is running.
+    """
+    update_id = new_id()
+    started = await connection.execute(
+        postgresql.insert(updates)
+        .values(
+            id=update_id,
+            policy=policy,
+            parent_version=parent_version,
+            state="running",
+            recipe=dict(recipe),
+            **limits,
+        )
+        .on_conflict_do_nothing()
+        .returning(updates.c.id)
+    )
+    if started.first() is None:
+        raise ClaimLost(f"another update of policy {policy} is running; one runs at a time")
     return update_id
 
 

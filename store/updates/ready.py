@@ -118,6 +118,24 @@ _FREE = text(
 )
 
 
+# A count for each of two partial indexes, which hold little more than what is counted.
+_WAITING = text(
+    f"""
+    SELECT policy, sum(episodes) AS episodes FROM (
+        SELECT policy, count(*) AS episodes FROM episode_policies
+        WHERE scored_at IS NOT NULL AND {FREE} GROUP BY policy
+        UNION ALL SELECT policy, count(*) FROM episode_policies
+        WHERE call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE} GROUP BY policy) counted
+    GROUP BY policy
+    """
+)
+
+
+async def waiting_episodes(connection: AsyncConnection) -> dict[str, int]:
+    """Return how many episodes with a reward each policy may claim; those without are missing."""
+    return {row.policy: int(row.episodes) for row in await connection.execute(_WAITING)}
+
+
 async def find_ready(connection: AsyncConnection, rule: ClaimRule, oldest: int) -> list[UUID]:
     """Select and lock the episodes of the next update; return none while there are too few.
 

@@ -5,7 +5,13 @@ from typing import Any
 from uuid import UUID
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from store.values.distribution import Distribution
 from trainer.batches.rows import Row
@@ -42,6 +48,21 @@ def write_tiny_model(folder: Path, seed: int = 0, hidden_size: int = 32) -> str:
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
     return str(folder)
+
+
+def write_adapter(model: str, folder: Path, *, seed: int = 1, **config: Any) -> Path:
+    """An adapter of `model` as another program saves it: with dropout, and an effect."""
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    torch.manual_seed(seed)
+    rank = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}
+    adapted = get_peft_model(base, LoraConfig(**(rank | {"task_type": "CAUSAL_LM"} | config)))
+    with torch.no_grad():
+        for name, weights in adapted.named_parameters():
+            if "lora_B" in name:
+                weights.normal_(std=0.05)
+    # PEFT warns if it chooses by itself whether the embeddings are to be saved as well.
+    adapted.save_pretrained(str(folder), save_embedding_layers=False)
+    return folder
 
 
 def recipe(**batch: Any) -> Recipe:

@@ -3,7 +3,7 @@
 Nothing is tokenised again: token ids and log-probabilities are the recorded ones.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from uuid import UUID
 
 from store.records import Record
@@ -54,6 +54,23 @@ class Row(Record, frozen=True, kw_only=True):
     def inputs(self) -> tuple[int, ...]:
         """Return all ids but the last, (P + S − 1,): the ids that the model reads to score."""
         return self.ids[:-1]
+
+
+def bare_row(number: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int]) -> Row:
+    """Return a row of no episode, of which nothing but log-probabilities is computed."""
+    return Row(
+        episode_id=UUID(int=number),
+        agent="",
+        position=0,
+        prompt_ids=tuple(prompt_ids),
+        sampled_ids=tuple(sampled_ids),
+        sampled_logprobs=(0.0,) * len(sampled_ids),
+        distribution=Distribution(temperature=1.0),
+        r_total=0.0,
+        advantage=0.0,
+        weight=0.0,
+        version=0,
+    )
 
 
 def training_rows(credited: Iterable[TransitionCredit]) -> list[Row]:

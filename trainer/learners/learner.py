@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import structlog
 import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
@@ -22,10 +21,11 @@ from trainer.learners.budget import Budget, MicroBatches
 from trainer.learners.distributed.processes import Processes
 from trainer.learners.fit import base_hash, why_misfit
 from trainer.learners.grpo import View, make_trainer
+from trainer.learners.imported import check_loaded, check_weights, probe_rows
 from trainer.learners.kernels.determinism import be_deterministic
 from trainer.learners.kernels.memory import give_freed_memory_back
 from trainer.learners.kl import ByRow, by_row
-from trainer.learners.merging import why_separate
+from trainer.learners.merging import can_merge
 from trainer.learners.model import attach_adapter, load_base
 from trainer.learners.off_policy import off_policy_metrics
 from trainer.learners.passes import Step
@@ -34,8 +34,6 @@ from trainer.learners.replay.vocabulary import Vocabulary
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_state
 from trainer.recipes.recipe import Recipe
-
-log = structlog.get_logger()
 
 TRAINERS = {"grpo": make_trainer, "ppo": make_ppo_trainer}
 # TRL's metric names and Pawl's: the policy's entropy, and the share of clipped ratios.
@@ -90,7 +88,7 @@ class Learner:
     def _start(self, base: Any, adapter: Path | None) -> None:
         self._model = attach_adapter(base, self._recipe, adapter, self._seed)
         if self._merge is None:
-            self._merge = self._can_merge()
+            self._merge = can_merge(self._model, self._recipe.batch)
             tokens, alone = self._recipe.batch.micro_batch_tokens, self.processes.count == 1
             self._budget = Budget(tokens, merge=self._merge, alone=alone)
         make = TRAINERS[self._recipe.learner]
@@ -98,14 +96,6 @@ class Learner:
             self._model, self._tokenizer, self._recipe, self._scratch, merge=self._merge
         )
         self._step = Step(self._trainer, self._recipe.optimizer, self._interrupted, self.processes)
-
-    def _can_merge(self) -> bool:
-        if self._recipe.batch.merge_prefixes == "never":
-            return False
-        why = why_separate(self._model)
-        if why is not None:
-            log.warning("prefixes_not_merged", reason=why)
-        return why is None
 
     def restore(self, adapter: Path | None) -> None:
         """Continue from `adapter`, optimiser state included, or from the base model if it is None.
@@ -120,6 +110,20 @@ class Learner:
         if adapter is not None:
             self._step.taken = load_state(self._resumed(), adapter)
         self._stands_at = adapter
+
+    def adopt(self, adapter: Path) -> list[Row]:
+        """Begin from an adapter that was trained elsewhere, with a new optimiser state.
+
+        Return rows to probe it with. The learner must be as it was made.
+
+        Raises:
+            AdapterError: it cannot be a version; the message says why, and what to do.
+        """
+        check_weights(self._model, self._base_hash, adapter)
+        self._stands_at = IN_BETWEEN
+        self._start(self._model.unload(), adapter)
+        check_loaded(self._model, adapter)
+        return probe_rows(self._tokenizer)
 
     def _resumed(self) -> dict[str, Any]:
         """Return the objects that are saved and resumed beside the adapter, by name."""

@@ -1,18 +1,30 @@
 """Check whether a model can be trained on merged prefixes: by its configuration, then tried."""
 
 from typing import Any, Final
-from uuid import UUID
 
+import structlog
 import torch
 
-from store.values.distribution import Distribution
-from trainer.batches.rows import Row
+from trainer.batches.rows import Row, bare_row
 from trainer.learners.kernels.tree_attention import NAME
 from trainer.learners.scoring import score_rows
+from trainer.recipes.training import BatchOptions
+
+log = structlog.get_logger()
 
 DEFAULT_ATTENTION: Final = "sdpa"
 # Largest mean difference between merged and separate, in nats per token, by precision.
 TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.2}
+
+
+def can_merge(model: Any, options: BatchOptions) -> bool:
+    """Prepare `model` for merged prefixes if that is wanted and possible; return whether it is."""
+    if options.merge_prefixes == "never":
+        return False
+    why = why_separate(model)
+    if why is not None:
+        log.warning("prefixes_not_merged", reason=why)
+    return why is None
 
 
 def why_separate(model: Any) -> str | None:
@@ -70,18 +82,6 @@ def _trial_rows(vocabulary: int) -> list[Row]:
     ids = torch.randint(vocabulary, (32,), generator=generator).tolist()
     prompts = [ids[:12], ids[:12], ids[:6]]
     return [
-        Row(
-            episode_id=UUID(int=index),
-            agent="",
-            position=0,
-            prompt_ids=tuple(prompt),
-            sampled_ids=tuple(ids[14 + 6 * index : 20 + 6 * index]),
-            sampled_logprobs=(0.0,) * 6,
-            distribution=Distribution(temperature=1.0),
-            r_total=0.0,
-            advantage=0.0,
-            weight=0.0,
-            version=0,
-        )
+        bare_row(index, prompt, ids[14 + 6 * index : 20 + 6 * index])
         for index, prompt in enumerate(prompts)
     ]

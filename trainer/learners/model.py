@@ -12,6 +12,7 @@ from trainer.errors import LearnerError
 from trainer.learners.kernels.lean import make_adapter_lean, make_base_lean
 from trainer.recipes.recipe import Recipe
 
+TASK = "CAUSAL_LM"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -63,13 +64,17 @@ def attach_adapter(base: Any, recipe: Recipe, adapter: Path | None, seed: int) -
 
 def _adapted(base: Any, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:
     if adapter is not None:
-        return PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+        config = LoraConfig.from_pretrained(str(adapter))
+        # An adapter from elsewhere may have others. Pawl trains without dropout, and whatever the
+        # weights began as, they are read now.
+        config.lora_dropout, config.init_lora_weights, config.task_type = 0.0, True, TASK
+        return PeftModel.from_pretrained(base, str(adapter), config=config, is_trainable=True)
     torch.manual_seed(seed)
     config = LoraConfig(
         r=recipe.lora.rank,
         lora_alpha=recipe.lora.alpha,
         lora_dropout=0.0,
         target_modules=recipe.lora.target_modules,
-        task_type="CAUSAL_LM",
+        task_type=TASK,
     )
     return get_peft_model(base, config, autocast_adapter_dtype=True)

@@ -18,7 +18,7 @@ from uuid import UUID
 
 import msgspec
 
-from store.files import sync
+from store.files import whole_folder
 from store.records import Record
 from store.updates.claims import Outcome
 from trainer.errors import AdapterError
@@ -83,25 +83,16 @@ def write_version(root: Path, new: NewVersion, save: Callable[[Path], None]) -> 
             " it; stop one of the two and start this one again"
         )
     partial = place.with_name(f".{new.version}-{new.update_id}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with whole_folder(place, partial):
         save(partial)
         _write_manifest(partial, new)
-        for path in [*partial.rglob("*"), partial]:
-            sync(path)
-        partial.rename(place)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    sync(place.parent)
     return place
 
 
 def _write_manifest(folder: Path, new: NewVersion) -> None:
     """Write the manifest beside the served files, with their hashes."""
     manifest = Manifest(
-        sha256={name: _sha256(folder / name) for name in SERVED}, **msgspec.structs.asdict(new)
+        sha256={name: sha256_of(folder / name) for name in SERVED}, **msgspec.structs.asdict(new)
     )
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
 
@@ -114,7 +105,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """
     manifest = _manifest(folder)
     for name, expected in manifest.sha256.items() if manifest is not None else ():
-        if _sha256(folder / name) != expected:
+        if sha256_of(folder / name) != expected:
             raise AdapterError(
                 f"{folder / name} is not the file that was written: its SHA-256 is not the one in"
                 f" {MANIFEST}; restore it from a backup"
@@ -173,6 +164,7 @@ def sweep(root: Path, policy: str) -> None:
         shutil.rmtree(folder / STATE, ignore_errors=True)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()

@@ -68,19 +68,20 @@ class Publisher:
 
     async def try_to_publish(
         self, version: PolicyVersion, before: str, rows: Sequence[ProbeRow]
-    ) -> None:
+    ) -> str | None:
         """Publish `version` if it is served correctly; else the one before keeps the traffic.
 
-        The result is counted and logged. The arguments are those of `publish`.
+        Return why it was rejected, or None. The result is counted and logged. The arguments are
+        those of `publish`.
 
         Raises:
             UpstreamAway: a server does not answer; the version stays `written`.
         """
         try:
             probe = await self.publish(version, before, rows)
-        except PublishError:
+        except PublishError as error:
             UPDATES.labels(self._policy, "rejected").inc()
-            return
+            return str(error)
         VERSION.labels(self._policy).set(version.version)
         UPDATE["probe_difference"].labels(self._policy).set(probe.mean_difference)
         log.info(
@@ -91,6 +92,7 @@ class Publisher:
             moved=round(probe.moved, 5),
             tokens=probe.tokens,
         )
+        return None
 
     async def _probe(self, name: str, before: str, rows: Sequence[ProbeRow]) -> ProbeResult:
         """Probe every replica and return the worst result."""

@@ -12,7 +12,7 @@ from store.updates import claims
 from store.updates.claims import Claim, Outcome
 from trainer.errors import LearnerError
 from trainer.metrics import EPISODES, TRAINED_TOKENS, UPDATE, UPDATES
-from trainer.publishing.adapters import Manifest
+from trainer.publishing.adapters import Manifest, NewVersion
 from trainer.updates.plan import Plan
 
 log = structlog.get_logger()
@@ -51,6 +51,12 @@ class Recording:
         )
         self._count_outcomes(manifest.outcomes)
         log.warning("update_finished_late", update=str(update_id), version=manifest.version)
+
+    async def imported_version(self, new: NewVersion, folder: Path) -> None:
+        """Record the version `new`, whose adapter comes from elsewhere and lies in `folder` now."""
+        made = (new.version, folder)
+        await self._consume(new.update_id, new.outcomes, new.metrics, new.baselines, made)
+        log.info("version_imported", version=new.version, **new.metrics)
 
     async def failure(self, claim: Claim, plan: Plan, why: LearnerError) -> None:
         """Consume the episodes of an update that failed; it makes no version.

@@ -75,11 +75,14 @@ class Recovery:
                 raise
             log.warning("update_left", reason=str(error))
 
-    async def publish_written(self, publisher: Publisher) -> None:
+    async def publish_written(self, publisher: Publisher) -> str | None:
         """Publish the newest version that was written and not published; reject those before it.
+
+        Return why the newest was rejected, or None if it serves or there is none.
 
         Raises:
             AdapterError: the version's files are missing or differ from its manifest.
+            UpstreamAway: a model server does not answer; the version stays `written`.
         """
         written = await self._versions.written()
         for version in written[:-1]:
@@ -89,7 +92,8 @@ class Recovery:
             if manifest is None:
                 raise AdapterError(f"the files of {version.served_name} are gone")
             serving = await self._versions.serving()
-            await publisher.try_to_publish(version, serving.served_name, manifest.probe)
+            return await publisher.try_to_publish(version, serving.served_name, manifest.probe)
+        return None
 
     async def give_up(self, update_id: UUID, why: str) -> None:
         """Abandon a running update: its episodes are free again, and its version is not recorded.

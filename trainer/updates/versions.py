@@ -6,7 +6,27 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.records import PolicyVersion
 from store.updates import claims, policies
+from trainer.errors import TrainerError
 from trainer.publishing import adapters
+
+
+async def begin_policy(
+    engine: AsyncEngine, policy: str, base: str | None, file: Path | None
+) -> None:
+    """Add the base model as the policy's version 0, unless it has begun already.
+
+    `base` is the name that the file of policies, `file`, gives to the base model, if there is one.
+
+    Raises:
+        TrainerError: the policy began with another base model.
+    """
+    async with engine.begin() as connection:
+        began = await policies.ensure_base(connection, policy, base)
+    if base is not None and began != base:
+        raise TrainerError(
+            f"{file}: policy {policy!r}: base: it is {base!r}, but the policy's"
+            f" versions are adapters of {began!r}: write that, or give the policy another name"
+        )
 
 
 class Versions:

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import trainer.learners.learner
 import trainer.loop
+from store import files
 from store.updates import claims, policies
 from trainer.learners.learner import Learner
 from trainer.loop import Loop
@@ -88,7 +89,7 @@ BOUNDARIES: Final[dict[str, Patch]] = {
     "before saving": _before(Learner, "save"),
     "between adapter and optimiser": _before(trainer.learners.learner, "save_state"),
     "after saving": _after(Learner, "save"),
-    "between syncs": _after(adapters, "sync", 3),
+    "between syncs": _after(files, "sync", 3),
     "before the rename": _before(Path, "rename"),
     "after the rename": _after(Path, "rename"),
     "before the record": _before(claims, "consume"),

@@ -21,6 +21,7 @@ from store.schema.trained import consumptions, updates
 from store.updates import claims, policies
 from store.updates.policies import ensure_base, list_versions
 from store.write.ingest import ingest
+from tests.support.killing import Killed, killing
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
@@ -36,10 +37,6 @@ from trainer.recipes.claim import ClaimOptions
 from trainer.recipes.recipe import Recipe
 from trainer.recipes.training import OptimizerOptions
 from trainer.settings import TrainerSettings
-
-
-class Killed(BaseException):
-    """Stands for kill -9: nothing catches it."""
 
 
 class FakeLearner:
@@ -203,32 +200,6 @@ async def test_the_next_update_continues_from_the_serving_version(bench: Bench) 
     assert bench.learner.restored == adapters.version_folder(bench.folder, "m", 1)
     assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
     await bench.assert_spent_once(8)
-
-
-def killing(target: Any, name: str, *, after: bool) -> Callable[[pytest.MonkeyPatch], None]:
-    """Patch `target.name` to die before or after it did its work, the first time."""
-
-    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        real = getattr(target, name)
-
-        async def asynchronous(*args: Any, **kwargs: Any) -> Any:
-            monkeypatch.undo()
-            if after:
-                await real(*args, **kwargs)
-            raise Killed
-
-        def synchronous(*args: Any, **kwargs: Any) -> Any:
-            monkeypatch.undo()
-            if after:
-                real(*args, **kwargs)
-            raise Killed
-
-        import inspect
-
-        is_async = inspect.iscoroutinefunction(real)
-        monkeypatch.setattr(target, name, asynchronous if is_async else synchronous)
-
-    return patch
 
 
 async def say_evaluation(bench: Bench, episode: str, task: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from store.policy_table import parse_policies
-from trainer.chosen import Chosen, chosen_policy
+from trainer.chosen import Chosen, chosen_policy, importing_policy
 from trainer.errors import TrainerError
 from trainer.settings import TrainerSettings
 
@@ -49,3 +49,17 @@ def test_what_is_left_open_is_refused_with_what_to_set(
 ) -> None:
     with pytest.raises(TrainerError, match=named):
         chosen_policy(settings(policy=policy), parse_policies(text, "p.toml"))
+
+
+def test_an_adapter_goes_to_a_policy_by_its_name_whatever_the_settings_train() -> None:
+    table = parse_policies(FIXED + TWO, "p.toml")
+    chosen = importing_policy(settings(policy="checks", recipe="r"), table, "writes")
+    assert chosen == Chosen(policy="writes", base="qwen", recipe="single")
+    chosen = importing_policy(settings(policies=None, policy="m", recipe="r"), None, "n")
+    assert chosen == Chosen(policy="n", base=None, recipe="r")
+
+
+@pytest.mark.parametrize("name", ["rest", "other"])
+def test_an_adapter_for_no_trained_policy_is_refused_with_those_there_are(name: str) -> None:
+    with pytest.raises(TrainerError, match=rf"p\.toml has no policy '{name}' .*: writes, checks"):
+        importing_policy(settings(), parse_policies(FIXED + TWO, "p.toml"), name)

@@ -1,0 +1,40 @@
+"""Finds a policy and its versions by what the user named; an error says which there are."""
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.errors import UnknownPolicy
+from store.records import PolicyVersion
+from store.updates.policies import list_versions
+
+
+async def found_versions(connection: AsyncConnection, name: str) -> list[PolicyVersion]:
+    """Return the versions of a policy, oldest first.
+
+    Raises:
+        UnknownPolicy: there is no policy of that name; the message names those that there are.
+    """
+    versions = await list_versions(connection, name)
+    if not versions:
+        known = sorted({version.name for version in await list_versions(connection)})
+        names = ", ".join(known) or "there is none yet: start `pawl trainer`"
+        raise UnknownPolicy(f"there is no policy {name!r} (known: {names})")
+    return versions
+
+
+def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyVersion:
+    """Return the version with this number (None: that which serves) if it has an adapter.
+
+    Raises:
+        UnknownPolicy: there is none; the message names those that have one.
+    """
+    name = versions[0].name
+    trained = ", ".join(str(one.version) for one in versions if one.version) or "none yet"
+    for version in versions:
+        if version.version == number or (number is None and version.state == "serving"):
+            if version.version:
+                return version
+            raise UnknownPolicy(
+                f"{name}@0 is the base model, which has no adapter: name a version (there are:"
+                f" {trained})"
+            )
+    raise UnknownPolicy(f"policy {name!r} has no version {number} (with an adapter: {trained})")

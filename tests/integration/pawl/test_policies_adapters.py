@@ -1,0 +1,87 @@
+"""`pawl policies import` and `export`: an adapter comes in as version 1, and goes out again."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from sqlalchemy.ext.asyncio import AsyncEngine
+from typer.testing import CliRunner
+
+from pawl.cli import app
+from store.errors import UnknownPolicy
+from store.updates.policies import ensure_base
+from tests.support.servers.computing_server import computing_server
+from tests.support.training import write_adapter
+
+FILE = '[[policy]]\nname = "writer"\nbase = "qwen"\n'
+WEIGHTS = "adapter_model.safetensors"
+Run = Callable[..., Awaitable[Result]]
+
+
+@pytest.fixture
+async def run(
+    engine: AsyncEngine,
+    database_url: str,
+    tiny_model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[Run]:
+    """`pawl policies` with the settings of a trainer of `writer`, in a folder with an adapter."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.toml").write_text(FILE)
+    write_adapter(tiny_model, tmp_path / "sft")
+    async with computing_server("qwen", tiny_model) as url:
+        monkeypatch.setenv("DATABASE_URL", database_url)
+        monkeypatch.setenv("PAWL_UPSTREAM_URL", url)
+        monkeypatch.setenv("PAWL_POLICIES", "p.toml")
+        monkeypatch.setenv("PAWL_ADAPTER_DIR", "adapters")
+
+        async def invoke(*arguments: str) -> Result:
+            return await asyncio.to_thread(CliRunner().invoke, app, ["policies", *arguments])
+
+        yield invoke
+
+
+async def test_in_as_version_1_and_out_with_the_same_weights(run: Run, tmp_path: Path) -> None:
+    imported = await run("import", "writer", "sft")
+    assert imported.exit_code == 0
+    assert imported.stdout.endswith("writer@1 serves\n")
+    exported = await run("export", "writer", "out")
+    assert (exported.exit_code, exported.stdout) == (0, "writer@1 is in out\n")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("adapter_config.json", WEIGHTS, "progress.json")
+    ]
+    version = tmp_path / "adapters/writer/1" / WEIGHTS
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == version.read_bytes()
+    again = await run("export", "writer", "out", "--version", "1")
+    assert again.exit_code == 2
+    assert "pawl: out is there already and not empty: name a new folder" in again.stderr
+
+
+async def test_what_is_not_there_is_told_from_what_is(run: Run, engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "writer", "qwen")
+    unknown = await run("export", "reader", "out")
+    assert isinstance(unknown.exception, UnknownPolicy)
+    assert str(unknown.exception) == "there is no policy 'reader' (known: writer)"
+    base = await run("export", "writer", "out")
+    assert "writer@0 is the base model, which has no adapter" in str(base.exception)
+    assert "(there are: none yet)" in str(base.exception)
+    await run("import", "writer", "sft")
+    other = await run("export", "writer", "out", "--version", "7")
+    assert str(other.exception) == "policy 'writer' has no version 7 (with an adapter: 1)"
+
+
+async def test_an_import_that_is_refused_says_why_and_ends_with_2(run: Run, tmp_path: Path) -> None:
+    unknown = await run("import", "reader", "sft")
+    assert unknown.exit_code == 2
+    assert "pawl: p.toml has no policy 'reader' with trained = true" in unknown.stderr
+    missing = await run("import", "writer", "nothing")
+    assert missing.exit_code == 2
+    assert "pawl: nothing is no PEFT adapter: it has no adapter_config.json" in missing.stderr
+    (tmp_path / "sft" / WEIGHTS).write_bytes(b"half")
+    damaged = await run("import", "writer", "sft")
+    assert damaged.exit_code == 2
+    assert "cannot be read" in damaged.stderr

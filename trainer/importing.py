@@ -1,0 +1,200 @@
+"""Make an adapter from elsewhere the next version of a policy (docs/decisions/044-imports.md).
+
+It goes the way of an update that trains nothing: alone on the policy, a running update without
+episodes, files written beside their place and renamed into it, one transaction, the probe. So a
+kill leaves what the next trainer ends (`trainer.updates.recovery`).
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from uuid import UUID
+
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from store.policy_table import open_policies
+from store.records import PolicyVersion
+from store.updates import claims
+from store.updates.claims import IMPORTED_FROM
+from trainer.batches.rows import Row
+from trainer.chosen import Chosen, importing_policy
+from trainer.errors import AdapterError, PublishError, TrainerError, UpstreamAway
+from trainer.learners.learner import Learner
+from trainer.learners.protocol import LearnerProtocol
+from trainer.publishing import adapters
+from trainer.publishing.adapters import NewVersion, sha256_of
+from trainer.publishing.foreign import (
+    WEIGHTS,
+    read_config,
+    why_another_base,
+    why_not_plain,
+)
+from trainer.publishing.progress import PROGRESS, read_base
+from trainer.publishing.publish import Publisher
+from trainer.publishing.replicas import Replicas
+from trainer.recipes.recipe import Recipe, load_recipe
+from trainer.settings import TrainerSettings
+from trainer.updates.recording import Recording
+from trainer.updates.recovery import Recovery
+from trainer.updates.training import Training
+from trainer.updates.versions import Versions, begin_policy
+
+
+async def import_adapter(
+    settings: TrainerSettings, engine: AsyncEngine, name: str, directory: Path
+) -> PolicyVersion:
+    """Make the PEFT adapter in `directory` the next version of policy `name`, and publish it.
+
+    Return the version. It is `serving`, or `written` if a model server does not answer: then the
+    policy's trainer publishes it as soon as it starts.
+
+    Raises:
+        TrainerError: the adapter cannot be a version of the policy, or is not served correctly, or
+            a trainer works on the policy; the message says what to do.
+    """
+    chosen = importing_policy(settings, open_policies(settings.policies), name)
+    recipe = load_recipe(chosen.recipe)
+    config = read_config(directory)
+    _refuse(directory, why_not_plain(config, recipe.lora))
+    async with engine.connect() as guard, Replicas(settings.server_urls) as servers:
+        try:
+            await _hold_policy(guard, name)
+            model = await _base_model(settings, chosen, name, servers)
+            if not _names_base_by_hash(directory):
+                _refuse(directory, why_another_base(config, model))
+            learner = await asyncio.to_thread(
+                Learner, model, recipe, settings.seed, settings.scratch
+            )
+            rows = await asyncio.to_thread(learner.adopt, directory)
+            await claims.still_connected(guard)
+            await begin_policy(engine, name, chosen.base, settings.policies)
+            imported = Import(settings, recipe, engine, learner, name)
+            number = await imported.write(directory, rows)
+            return await imported.publish(servers, number)
+        finally:
+            # Else the pool would keep the connection, and with it the hold on the policy.
+            await guard.invalidate()
+
+
+class Import:
+    """Write, record and publish an adapter that a learner has adopted."""
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        recipe: Recipe,
+        engine: AsyncEngine,
+        learner: LearnerProtocol,
+        policy: str,
+    ) -> None:
+        """Connect the stages; `policy` is the name of the policy that gets the version."""
+        self._engine = engine
+        self._recipe = recipe
+        self._policy = policy
+        self._folder = settings.adapter_dir
+        self._versions = Versions(engine, self._folder, policy)
+        self._training = Training(learner, self._folder, self._versions)
+        self._recording = Recording(engine, policy)
+        self._recovery = Recovery(engine, self._folder, policy, self._versions, self._recording)
+
+    async def write(self, directory: Path, rows: Sequence[Row]) -> int:
+        """Write and record the adopted adapter as the next version, and return its number.
+
+        `directory` is where it comes from, and `rows` are what it is probed with. If it is
+        stopped, either all of it is done, or nothing.
+
+        Raises:
+            AdapterError: the version that serves has the same weights.
+        """
+        await self._recovery.finish("the trainer was killed")
+        adapters.sweep(self._folder, self._policy)
+        await self._refuse_what_serves(directory)
+        probe = await self._training.probe_rows(rows)
+        new = NewVersion(
+            policy=self._policy,
+            version=await self._versions.next_number(),
+            update_id=await self._begin(),
+            parent_version=0,
+            outcomes=(),
+            metrics={IMPORTED_FROM: str(directory.resolve())},
+            probe=probe,
+        )
+        try:
+            folder = await self._training.write(new)
+            await self._recording.imported_version(new, folder)
+        except (Exception, asyncio.CancelledError):
+            await self._recovery.finish_if_possible("the import was stopped")
+            raise
+        return new.version
+
+    async def _begin(self) -> UUID:
+        """Begin the update of an adapter of the base model; it holds no episodes."""
+        recipe = self._recipe.model_dump(mode="json")
+        async with self._engine.begin() as connection:
+            return await claims.begin_update(connection, self._policy, 0, recipe)
+
+    async def _refuse_what_serves(self, directory: Path) -> None:
+        """Refuse weights that serve already: the probe could not tell that they were loaded."""
+        serving = await self._versions.serving()
+        folder = self._versions.folder(serving.version)
+        manifest = None if folder is None else adapters.read_manifest(folder)
+        if manifest is not None and manifest.sha256[WEIGHTS] == sha256_of(directory / WEIGHTS):
+            _refuse(directory, f"{serving.served_name} has its weights and serves: all is done")
+
+    async def publish(self, servers: Replicas, number: int) -> PolicyVersion:
+        """Publish version `number`, and return it; it stays `written` if a server is away.
+
+        Raises:
+            PublishError: it was rejected.
+        """
+        publisher = Publisher(self._engine, servers, self._policy, self._recipe.publish)
+        try:
+            why = await self._recovery.publish_written(publisher)
+        except UpstreamAway:
+            why = None
+        version = await self._versions.numbered(number)
+        if why is not None:
+            raise PublishError(
+                f"{version.served_name} was rejected, and the version before it serves on: {why}"
+            )
+        return version
+
+
+async def _hold_policy(guard: AsyncConnection, name: str) -> None:
+    if not await claims.hold_policy(guard, name):
+        raise TrainerError(
+            f"policy {name!r} is being worked on, by its trainer or another import, and only one"
+            " may write its versions: stop it, import again, and start it again"
+        )
+
+
+async def _base_model(
+    settings: TrainerSettings, chosen: Chosen, name: str, servers: Replicas
+) -> str:
+    """Return the folder or name of the policy's base model."""
+    base = chosen.base or name
+    try:
+        listed = await servers.models()
+    except UpstreamAway as error:
+        if settings.model is not None:
+            return settings.model
+        raise TrainerError(
+            f"{error}, and no other can tell the base model of policy {name!r}: start it, or set"
+            " PAWL_MODEL to the model's folder or name"
+        ) from error
+    if base not in listed:
+        raise TrainerError(
+            f"the base model of policy {name!r} is {base!r}, but the model server serves"
+            f" {', '.join(sorted(listed))}: name a policy of that model, or serve the other"
+        )
+    return settings.model or str(listed[base]["root"])
+
+
+def _names_base_by_hash(directory: Path) -> bool:
+    """Return whether the adapter has the hash of its base, which the learner compares."""
+    return (directory / PROGRESS).exists() and read_base(directory) is not None
+
+
+def _refuse(directory: Path, why: str | None) -> None:
+    if why is not None:
+        raise AdapterError(f"{directory} cannot be imported: {why}")

@@ -1,0 +1,129 @@
+"""Tell whether an adapter from elsewhere can be a version: what its configuration says (pure).
+
+What it must be is what training writes and the model server takes: plain LoRA on some of the
+layers that the recipe trains, not above its rank, on the policy's base model. Each function
+returns why it is not, with what to do; `read_config` alone reads a file.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from trainer.errors import AdapterError
+from trainer.publishing.adapters import SERVED
+from trainer.recipes.adapter import LoraOptions
+
+CONFIG, WEIGHTS = SERVED
+SIDES: Final = (".lora_A.weight", ".lora_B.weight")
+# What PEFT's configuration of a plain LoRA adapter may say. All else in one must be empty: it makes
+# another kind of adapter (`use_dora`, `modules_to_save`, `rank_pattern`), or nobody here knows it.
+PLAIN: Final = (
+    *("peft_type", "task_type", "peft_version", "auto_mapping", "inference_mode", "runtime_config"),
+    *("base_model_name_or_path", "revision", "bias"),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("init_lora_weights", "eva_config", "lora_ga_config"),
+    # Values that mean nothing without a key that must be empty.
+    *("megatron_core", "qalora_group_size"),
+)
+# Ways to begin that leave the base model as it was. With the others (PiSSA, OLoRA, LoftQ …) an
+# adapter is one of a changed base, unless PEFT converted it when it was saved.
+BEGINNINGS: Final = ("gaussian", "orthogonal", "eva", "mica", "lora_ga")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of the PEFT adapter in `folder`.
+
+    Raises:
+        AdapterError: there is no adapter, or it cannot be read.
+    """
+    for name in SERVED:
+        if not (folder / name).is_file():
+            raise AdapterError(
+                f"{folder} is no PEFT adapter: it has no {name}; name the folder that"
+                " `save_pretrained` wrote (with safe_serialization, PEFT's default)"
+            )
+    path = folder / CONFIG
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError) as error:
+        raise AdapterError(f"{path} cannot be read: {error}; save the adapter again") from error
+
+
+def why_not_plain(config: Mapping[str, Any], lora: LoraOptions) -> str | None:
+    """Return why a configuration is not of plain LoRA within the recipe's rank, or None if it is.
+
+    The recipe's rank is what the model server's `--max-lora-rank` is set by.
+    """
+    kind, rank = config.get("peft_type"), config.get("r")
+    if kind != "LORA" or config.get("task_type") not in (None, "CAUSAL_LM"):
+        return (
+            f"its peft_type is {kind!r} and its task_type {config.get('task_type')!r}, and only"
+            " LORA for CAUSAL_LM is trained and served: train such an adapter"
+        )
+    if not isinstance(rank, int) or not 0 < rank <= lora.rank:
+        return (
+            f"its rank (r) is {rank!r}, and the recipe's lora.rank is {lora.rank}: train one of a"
+            " rank up to that, or set lora.rank and the model server's --max-lora-rank higher"
+        )
+    odd = _odd_key(config)
+    if odd is not None:
+        return (
+            f"it has {odd} = {config[odd]!r}, and only plain LoRA is trained and served: train one"
+            f" without, or remove the key from its {CONFIG} if it changes nothing"
+        )
+    return None
+
+
+def _odd_key(config: Mapping[str, Any]) -> str | None:
+    """Return a key whose value a plain adapter does not have, or None if there is none."""
+    odd = sorted(name for name in config.keys() - set(PLAIN) if config[name])
+    if config.get("bias", "none") != "none":
+        odd.append("bias")
+    beginning = config.get("init_lora_weights", True)
+    if isinstance(beginning, str) and beginning.lower() not in BEGINNINGS:
+        odd.append("init_lora_weights")
+    return odd[0] if odd else None
+
+
+def why_another_base(config: Mapping[str, Any], model: str) -> str | None:
+    """Return why a configuration is of another base than `model`, a name or a folder, or None."""
+    named = config.get("base_model_name_or_path")
+    if isinstance(named, str) and named and Path(named).resolve() == Path(model).resolve():
+        return None
+    return (
+        f"its base model is {named!r}, and the policy's is {model!r}: train it on that one; if"
+        f" they are the same model, write that name as base_model_name_or_path into its {CONFIG}"
+    )
+
+
+def why_other_layers(
+    shapes: Mapping[str, Sequence[int]], rank: int, layers: Mapping[str, tuple[int, int]]
+) -> str | None:
+    """Return why weights of these shapes are not of these layers, or None if they are.
+
+    Args:
+        shapes: of each tensor in the file, by its name.
+        rank: what the configuration says.
+        layers: the layers that the recipe trains: inputs and outputs, by name.
+    """
+    for name in shapes:
+        layer = name.removesuffix(SIDES[0]).removesuffix(SIDES[1])
+        if layer == name:
+            return f"its {name} is no matrix of plain LoRA: train one without it"
+        if layer not in layers:
+            return (
+                f"its {name} is of a layer that the recipe's lora.target_modules does not train"
+                " or the base model does not have: add the layer to the recipe, or train without"
+            )
+        inputs, outputs = layers[layer]
+        for side, shape in zip(SIDES, ([rank, inputs], [outputs, rank]), strict=True):
+            found = shapes.get(layer + side)
+            if found is None or list(found) != shape:
+                return (
+                    f"its {layer + side} is {'missing' if found is None else list(found)} and"
+                    f" {shape} is needed: is it of this base model and of rank {rank}?"
+                )
+    return None if shapes else "it has no weights: save the adapter again"
