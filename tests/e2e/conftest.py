@@ -6,10 +6,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from pawl.demo.run import TEMPLATE
-from pawl.stack.stack import Stack, StackPlan, running_stack
-from pawl.stack.vllm import VllmOptions
-from tests.integration.conftest import free_port
+from benchmarks.small_stack import small_plan
+from pawl.stack.stack import Stack, running_stack
 
 POLICY = "calculator"
 RECIPE = """
@@ -33,29 +31,5 @@ async def stack(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Asy
     folder: Path = tmp_path_factory.mktemp("stack")
     recipe = folder / "small.toml"
     recipe.write_text(RECIPE)
-    plan = StackPlan(
-        vllm=VllmOptions(
-            model=model_dir,
-            served_name=POLICY,
-            port=free_port(),
-            dtype="float32",
-            max_model_len=1024,
-            max_lora_rank=16,
-            tool_parser="pythonic",
-            chat_template=TEMPLATE,
-        ),
-        database_url=None,
-        upstream_url=None,
-        listen=f"127.0.0.1:{free_port()}",
-        admin_listen=f"127.0.0.1:{free_port()}",
-        trainer_listen=f"127.0.0.1:{free_port()}",
-        data_dir=folder,
-        spool_dir=folder / "spool",
-        adapter_dir=folder / "adapters",
-        log_dir=folder / "logs",
-        recipe=str(recipe),
-        policy=POLICY,
-        model=model_dir,
-    )
-    async with running_stack(plan) as running:
+    async with running_stack(small_plan(folder, model_dir, POLICY, str(recipe))) as running:
         yield running

@@ -7,7 +7,6 @@ answers, and one of two streamed turns. Neither names an episode.
 
 import asyncio
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from uuid import UUID
 
 import pytest
 
+from benchmarks.client_process import BINARIES, run_client
 from pawl.stack.stack import Stack
 from store.connection.engine import make_engine
 from store.read.episodes import episode_ids, read_episodes
@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-BINARIES = ROOT / ".venv-clients" / "bin"
 CLIENTS = ROOT / "tests" / "clients"
 PYTHON_CLIENTS = sorted(
     path.stem for path in (CLIENTS / "scenarios").glob("*.py") if path.stem != "conversation"
@@ -41,32 +40,9 @@ DEADLINE_S = 30.0
 NAMED = {"header", "url"}
 
 
-def environment(base_url: str) -> dict[str, str]:
-    """All that a client is told: where the server is, and that it should call nobody else."""
-    return {
-        "PATH": f"{BINARIES}{os.pathsep}{os.environ['PATH']}",
-        "HOME": os.environ.get("HOME", "/"),
-        "OPENAI_BASE_URL": base_url,
-        "OPENAI_API_KEY": "unused",
-        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": "unused",
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    }
-
-
 async def converse(stack: Stack, *command: str | Path) -> dict[str, Any]:
     """Run a client to its end; what it says it saw."""
-    assert BINARIES.is_dir(), "no clients here: `make test` or scripts/install_clients.py gets them"
-    process = await asyncio.create_subprocess_exec(
-        *map(str, command),
-        env=environment(stack.base_url),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()[-4000:]
-    seen: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
+    seen: dict[str, Any] = json.loads(await run_client(stack.base_url, *command))
     return seen
 
 

@@ -12,9 +12,13 @@ from typing import Any, Final
 Fields = Mapping[str, Any]
 Message = dict[str, Any]
 
-# Fields that vLLM ignores and that chat completions do not have.
+# Fields that vLLM ignores and that chat completions do not have. It keeps no `thread`, which the
+# SDK's tool runner asks for by itself.
 IGNORED: Final = frozenset(
-    {"metadata", "service_tier", "context_management", "inference_geo", "cache_control"}
+    {
+        *("metadata", "service_tier", "context_management", "inference_geo", "cache_control"),
+        "thread",
+    }
 )
 # Fields that both APIs have under one name, vLLM's additions included.
 SAME: Final = (

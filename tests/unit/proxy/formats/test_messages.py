@@ -164,6 +164,9 @@ CHOICES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"stop_sequences": ["a"]}, {"stop": ["a"]}),
     ({"top_k": 5, "top_p": 0.9, "temperature": None}, {"top_k": 5, "top_p": 0.9}),
+    # The SDK's tool runner asks for a thread of the server's; vLLM keeps none.
+    ({"thread": {"type": "create"}}, {}),
+    ({"thread": {"type": "continue", "previous_message_id": "chatcmpl-1"}}, {}),
     ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
     ({"thinking": {"type": "adaptive"}}, {}),
     (

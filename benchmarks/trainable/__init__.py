@@ -1,0 +1,1 @@
+"""Which share of real frameworks' calls can be trained, each at its own defaults."""
