@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 from proxy.formats.base import Sampled, SamplingRules
 from store.records import CallStatus
 from store.values.distribution import distribution_of
+from store.values.grammars import GRAMMAR
 from store.values.tokens import may_be_sampled
 
 Reason = Literal[
@@ -44,8 +45,9 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "watermarking": (False,),
     "vllm_xargs": ({},),
 }
-GRAMMARS: Final = (
-    "structured_outputs",
+# Fields that hold a reply to a grammar. vLLM ignores all but the first; another server may not.
+STRUCTURED: Final = "structured_outputs"
+GUIDED: Final = (
     "guided_json",
     "guided_regex",
     "guided_choice",
@@ -79,7 +81,8 @@ def why_not_trainable(
         return "not_text"
     if sampled.choices > 1:
         return "several_choices"
-    reason = _tokens(sampled) or _distribution(sampling, rules)
+    rated = sampled.sampled_logprobs is not None
+    reason = _tokens(sampled) or _distribution(sampling, rules, rated=rated)
     if reason is None and policy_version is None:
         return "unknown_policy"
     return reason
@@ -106,7 +109,13 @@ def _counts(
     return None if may_be_sampled(logprobs or ()) else "impossible_logprobs"
 
 
-def _distribution(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | None:
+def _distribution(
+    sampling: Mapping[str, Any], rules: SamplingRules, *, rated: bool
+) -> Reason | None:
+    """Return why what was sampled from cannot be computed again, or None if it can.
+
+    `rated` says whether the server gave log-probabilities, which a grammar is held against.
+    """
     if UNREADABLE in sampling:
         return "unreadable_sampling"
     if sampling["temperature"] == 0:
@@ -114,7 +123,9 @@ def _distribution(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason |
     reshaped = _reshaped(sampling, rules)
     if reshaped is not None:
         return reshaped
-    imposed = STRICT_TOOLS in sampling or any(name in sampling for name in GRAMMARS)
+    if GRAMMAR in sampling:
+        return None if rated else "constrained_sampling"
+    imposed = STRICT_TOOLS in sampling or any(name in sampling for name in (STRUCTURED, *GUIDED))
     if imposed or rules.constrains(sampling):
         return "constrained_sampling"
     return None

@@ -42,6 +42,10 @@ class BaseSamplingRules:
         """Return whether a setting of this format's lets some tokens never be sampled."""
         return not free_choice(settings.get("tool_choice"))
 
+    def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
+        """Return the grammar that a request holds its reply to, if that can be read of it."""
+        return None
+
 
 def free_choice(choice: Any) -> bool:
     """Return whether a `tool_choice` leaves the model free to call a tool or not."""

@@ -9,14 +9,15 @@ nobody knows: a server may take it for a constraint.
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from proxy.calls.trainable import GRAMMARS, NEUTRAL, STRICT_TOOLS, UNREADABLE
+from proxy.calls.trainable import GUIDED, NEUTRAL, STRICT_TOOLS, STRUCTURED, UNREADABLE
 from proxy.formats.base import SamplingRules
 from store.values.distribution import REPLAYED
+from store.values.grammars import GRAMMAR
 from store.values.sampling import number_of, used_temperature
 
 # What a model server understands in every format; the formats have more names of their own.
 COMMON: Final = frozenset(
-    {*("max_tokens", "stop", "seed", "n", "tool_choice"), *REPLAYED, *NEUTRAL, *GRAMMARS}
+    {*("max_tokens", "stop", "seed", "n", "tool_choice"), *REPLAYED, *NEUTRAL, STRUCTURED, *GUIDED}
 )
 NUMBERS: Final = frozenset(
     {
@@ -58,6 +59,9 @@ def sampling_settings(
         unreadable.append("tools")
     elif _has_strict_tool(tools or ()):
         settings[STRICT_TOOLS] = True
+    grammar = None if any(name in given for name in GUIDED) else rules.grammar(given)
+    if grammar is not None:
+        settings[GRAMMAR] = grammar
     if unreadable:
         settings[UNREADABLE] = unreadable
     return settings
