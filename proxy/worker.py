@@ -33,13 +33,15 @@ from proxy.policies.policy_file import PolicyFile
 from proxy.policies.versions import MAX_PINS, Versions
 from proxy.settings import ProxySettings
 from proxy.spool.recorder import Recorder
-from proxy.upstreams.members import open_upstreams
+from proxy.upstreams.members import Upstreams, open_upstreams
 from store.policy_table import open_policies
 from store.records import PolicyVersion
 from store.updates.policies import pinned_episodes
 
 log = structlog.get_logger()
 
+# Looking a member of an enumeration up takes long in Python 3.11.
+CALL, FEEDBACK = Kind.CALL, Kind.FEEDBACK
 QUEUE_S = 0.05
 PINS_S = 5.0
 COUNT_S = 0.5
@@ -54,9 +56,10 @@ def data_handler(calls: CallHandler, desk: FeedbackDesk, *, may_delete_models: b
     async def handle(exchange: Exchange) -> None:
         try:
             route = find_route(exchange.method, exchange.target.partition("?")[0])
-            if route.kind is Kind.CALL:
+            kind = route.kind
+            if kind is CALL:
                 await calls.handle(exchange, route)
-            elif route.kind is Kind.FEEDBACK:
+            elif kind is FEEDBACK:
                 await desk.handle(exchange)
             else:
                 await forward(
@@ -110,15 +113,7 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     upstreams = open_upstreams(settings)
     lookup = Lookup(settings)
     intake = _intake(settings)
-    calls = CallHandler(
-        upstreams,
-        versions,
-        recorder,
-        lookup,
-        intake=intake,
-        max_reply=settings.max_reply_mb * 2**20,
-        eval_tasks=settings.eval_tasks,
-    )
+    calls = _calls(settings, upstreams, versions, recorder, lookup, intake)
     keys = KeyDesk(KeyFiles(settings.spool_dir), recent, lookup)
     desk = FeedbackDesk(recorder, recent, lookup, intake, keys)
     server = Server(
@@ -146,14 +141,37 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         yield server
     finally:
         await _let_finish(server, settings.calls_end_s)
-        for task in beside:
-            task.cancel()
-        await asyncio.gather(*beside, return_exceptions=True)
+        await _stop(beside)
         await upstreams.close()
         await recorder.close()
         await lookup.close()
         intake.close()
         log.info("worker_down")
+
+
+def _calls(
+    settings: ProxySettings,
+    upstreams: Upstreams,
+    versions: Versions,
+    recorder: Recorder,
+    lookup: Lookup,
+    intake: Intake,
+) -> CallHandler:
+    return CallHandler(
+        upstreams,
+        versions,
+        recorder,
+        lookup,
+        intake=intake,
+        max_reply=settings.max_reply_mb * 2**20,
+        eval_tasks=settings.eval_tasks,
+    )
+
+
+async def _stop(beside: list[asyncio.Task[None]]) -> None:
+    for task in beside:
+        task.cancel()
+    await asyncio.gather(*beside, return_exceptions=True)
 
 
 def _intake(settings: ProxySettings) -> Intake:

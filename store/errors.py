@@ -45,3 +45,7 @@ class UnknownPolicy(StoreError):
 
 class UnknownUpdate(StoreError):
     """No finished update has that version or id, or more than one has."""
+
+
+class BadPage(StoreError):
+    """A page was asked for in a way that names none: its size, or the item that it begins after."""

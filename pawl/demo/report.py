@@ -23,6 +23,30 @@ def write_report(folder: Path, summary: dict[str, Any], progress: Progress) -> N
     (folder / "report.html").write_text(page(summary, progress, picture.read_bytes()))
 
 
+def closing_words(summary: dict[str, Any], folder: Path, data: Path, policy: str) -> str:
+    """Return the demo's last words, in rich's markup: the result, where it lies, what to do next.
+
+    Args:
+        summary: the figures of the run, as `write_report` gets them.
+        folder: where the report was written.
+        data: the data folder of the demo's own database.
+        policy: the name of the policy that was trained.
+    """
+    return (
+        f"\nHeld-out success went from [bold]{summary['before']:.0%}[/] to "
+        f"[bold]{summary['after']:.0%}[/] in {summary['updates']} updates "
+        f"({summary['seconds'] / 60:.1f} min); {summary['recorded']} of "
+        f"{summary['calls']} calls recorded, {summary['failed_requests']} failed.\n"
+        f"Picture and page: {folder / 'reward.png'}, {folder / 'report.html'}\n"
+        "What next: see the rewards of each version's evaluation, and read what was recorded\n"
+        f"    PAWL_DATA_DIR={data} .venv/bin/pawl policies show {policy}\n"
+        f"    PAWL_DATA_DIR={data} .venv/bin/pawl export --out episodes.jsonl\n"
+        "and let your own agent learn: start [bold].venv/bin/pawl up[/], set\n"
+        "    OPENAI_BASE_URL=http://127.0.0.1:8100/v1\n"
+        "and POST rewards to http://127.0.0.1:8100/feedback (README: Use it with your agent)."
+    )
+
+
 def draw(path: Path, progress: Progress) -> None:
     """Draw success and well-formed calls per wave, with held-out success before and after."""
     import matplotlib as mpl

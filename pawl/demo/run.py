@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from pawl.demo.agent import WorkingAgent, examine, make_questions
 from pawl.demo.errors import DemoFailed
 from pawl.demo.progress import Progress, Wave, render
-from pawl.demo.report import write_report
+from pawl.demo.report import closing_words, write_report
 from pawl.settings import StackSettings, read_settings
 from pawl.stack.model import unpacked_model
 from pawl.stack.process import ProcessFailed
@@ -114,7 +114,7 @@ class Demo:
                 finally:
                     await self._engine.dispose()
             self._phase("done")
-        self._say_what_next(summary)
+        self._console.print(closing_words(summary, self._var, self._data, POLICY))
 
     def _phase(self, phase: str) -> None:
         changed, self.progress.phase = phase != self.progress.phase, phase
@@ -315,24 +315,6 @@ class Demo:
             await asyncio.sleep(LOOK_S)
         await self._look()
         return recorded
-
-    def _say_what_next(self, summary: dict[str, Any]) -> None:
-        print_ = self._console.print
-        print_(
-            f"\nHeld-out success went from [bold]{summary['before']:.0%}[/] to "
-            f"[bold]{summary['after']:.0%}[/] in {summary['updates']} updates "
-            f"({summary['seconds'] / 60:.1f} min); {summary['recorded']} of "
-            f"{summary['calls']} calls recorded, {summary['failed_requests']} failed."
-        )
-        print_(f"Picture and page: {self._var / 'reward.png'}, {self._var / 'report.html'}")
-        print_(
-            "What next: see the rewards of each version's evaluation, and read what was recorded\n"
-            f"    PAWL_DATA_DIR={self._data} .venv/bin/pawl policies show {POLICY}\n"
-            f"    PAWL_DATA_DIR={self._data} .venv/bin/pawl export --out episodes.jsonl\n"
-            "and let your own agent learn: start [bold].venv/bin/pawl up[/], set\n"
-            "    OPENAI_BASE_URL=http://127.0.0.1:8100/v1\n"
-            "and POST rewards to http://127.0.0.1:8100/feedback (README: Use it with your agent)."
-        )
 
 
 def _answers(path: Path) -> dict[str, float]:

@@ -16,7 +16,15 @@ from proxy.calls.answering import Answer, answer_of, own_headers
 from proxy.calls.asking import Arrived, alone, unread, who_asks, with_tool_events
 from proxy.calls.call_log import note_call
 from proxy.calls.recording import Answered, CallRecorder, Recorded
-from proxy.calls.routing import CallRouter, Routed, is_changed, send, unrouted, without_ids
+from proxy.calls.routing import (
+    CallRouter,
+    Routed,
+    is_changed,
+    rewritten,
+    send,
+    unrouted,
+    without_ids,
+)
 from proxy.door.refusal import UNEXPECTED, apologise, refuse
 from proxy.errors import ProxyError, ReplyTorn
 from proxy.http.exchange import ClientGone
@@ -87,7 +95,10 @@ class Call:
         try:
             self._ask()
             upstream = await self._route()
-            answer = self._answer = self._begin_answer(await self._send(upstream))
+            reply = await send(upstream, self._arrived, self._routed)
+            if reply.status in REFUSED_AS_MALFORMED and self._routed.request.injected:
+                reply = await self._send_again(upstream, reply)
+            answer = self._answer = self._begin_answer(reply)
             status = await answer.receive()
             await self._durable(status)
             await answer.release()
@@ -121,35 +132,38 @@ class Call:
 
     async def _route(self) -> ModelServer:
         """Choose the policy version and its upstream, and rewrite the request for both."""
-        arrived, router = self._arrived, self._shared.router
-        serving = await router.version_of(arrived, self._asked.identity)
+        arrived, identity, router = self._arrived, self._asked.identity, self._shared.router
+        policy = router.unpinned(arrived, identity)
+        if policy is not None:
+            await router.learn_pin(policy, identity.follows)
+        serving = router.version_of(arrived, identity)
         self._routed = Routed(serving, arrived.request)
         upstream = router.upstream_of(arrived, serving)
         want_ids = await upstream.gives_ids(serving.served_name)
-        self._routed = await router.rewritten(arrived, serving, want_ids=want_ids)
+        if arrived.read.takes_long:
+            self._routed = await router.rewritten_beside(arrived, serving, want_ids)
+        else:
+            self._routed = rewritten(arrived, serving, want_ids)
         return upstream
 
-    async def _send(self, upstream: ModelServer) -> Reply:
-        """Send the request; if it is refused as malformed, send it again as the client wrote it.
+    async def _send_again(self, upstream: ModelServer, refusal: Reply) -> Reply:
+        """Send a request that was refused as malformed again, as the client wrote it.
 
         So nothing that the proxy adds can fail a call, and a refusal is about the client's request.
         """
-        arrived = self._arrived
-        reply = await send(upstream, arrived, self._routed)
-        if reply.status in REFUSED_AS_MALFORMED and self._routed.request.injected:
-            # A server may close after a refusal without announcing it: use another connection.
-            reply.discard()
-            self._routed = without_ids(arrived, self._routed)
-            reply = await send(upstream, arrived, self._routed)
-        self._reply = reply
-        self._shared.router.check_served(arrived, reply)
-        if is_changed(arrived, self._routed):
-            reply = self._reply = readable(reply)
-        return reply
+        # A server may close after a refusal without announcing it: use another connection.
+        refusal.discard()
+        self._routed = without_ids(self._arrived, self._routed)
+        return await send(upstream, self._arrived, self._routed)
 
     def _begin_answer(self, reply: Reply) -> Answer:
-        limit = self._shared.max_reply
-        return answer_of(reply, self._arrived, self._routed, self._headers(), self._claim, limit)
+        """Return the answer that passes the reply on, once it is known that it can be read."""
+        arrived, shared, routed = self._arrived, self._shared, self._routed
+        self._reply = reply
+        shared.router.check_served(arrived, reply)
+        if is_changed(arrived, routed):
+            reply = self._reply = readable(reply)
+        return answer_of(reply, arrived, routed, self._headers(), self._claim, shared.max_reply)
 
     async def _durable(self, status: CallStatus) -> None:
         """Record the call, and wait until the record is durable: only then may the end leave."""

@@ -1,6 +1,7 @@
 """The second step of a call: the version that serves it, the upstream, and the request for both."""
 
-from typing import Final
+from collections.abc import Coroutine
+from typing import Any, Final
 
 import msgspec
 
@@ -49,22 +50,26 @@ class CallRouter:
         self._lookup = lookup
         self._intake = intake
 
-    async def version_of(self, arrived: Arrived, identity: Identity) -> Serving:
+    def version_of(self, arrived: Arrived, identity: Identity) -> Serving:
         """Choose the policy version that serves a call."""
-        model, follows, agent = arrived.request.model, identity.follows, identity.agent
-        if follows != arrived.name and model is not None:
-            policy = self._versions.trained_policy(model, agent)
-            if policy is not None:
-                await self._learn_pin(policy, follows)
-        return self._versions.resolve(model, follows, agent)
+        return self._versions.resolve(arrived.request.model, identity.follows, identity.agent)
 
-    async def _learn_pin(self, policy: str, episode: str) -> None:
+    def unpinned(self, arrived: Arrived, identity: Identity) -> str | None:
+        """Return a call's policy if only the database may know which version its episode keeps.
+
+        That is so only while the policy has several servable versions.
+        """
+        model, follows = arrived.request.model, identity.follows
+        if follows == arrived.name or model is None:
+            return None
+        policy = self._versions.trained_policy(model, identity.agent)
+        return None if policy is None or self._versions.knows(policy, follows) else policy
+
+    async def learn_pin(self, policy: str, episode: str) -> None:
         """Ask the database for the version of an episode that may have begun at another proxy.
 
-        It is asked only while a policy has several servable versions, and for at most `PIN_S`.
+        It is asked for at most `PIN_S`.
         """
-        if self._versions.knows(policy, episode):
-            return
         version = await self._lookup.ask(
             lambda connection: pinned_version(connection, policy, episode), within_s=PIN_S
         )
@@ -101,11 +106,9 @@ class CallRouter:
         policy = serving.policy
         return arrived.request.model if policy is None else self._versions.base_of(policy)
 
-    async def rewritten(self, arrived: Arrived, serving: Serving, *, want_ids: bool) -> Routed:
-        """Return the call with its request rewritten, beside the event loop if it takes long."""
-        if arrived.read.takes_long:
-            return await self._intake.beside(_rewrite, arrived, serving, want_ids)
-        return _rewrite(arrived, serving, want_ids)
+    async def rewritten_beside(self, arrived: Arrived, serving: Serving, want_ids: bool) -> Routed:
+        """Return what `rewritten` does, which takes long, without holding up the event loop."""
+        return await self._intake.beside(rewritten, arrived, serving, want_ids)
 
 
 def unrouted(arrived: Arrived) -> Routed:
@@ -115,12 +118,13 @@ def unrouted(arrived: Arrived) -> Routed:
 
 def without_ids(arrived: Arrived, routed: Routed) -> Routed:
     """Return the call with its request as the client wrote it, but for the model's name."""
-    return _rewrite(arrived, routed.serving, False)
+    return rewritten(arrived, routed.serving, False)
 
 
-def _rewrite(arrived: Arrived, serving: Serving, want_ids: bool) -> Routed:
-    rewritten = arrived.format.rewrite(arrived.request, serving.served_name, want_ids=want_ids)
-    return Routed(serving, rewritten)
+def rewritten(arrived: Arrived, serving: Serving, want_ids: bool) -> Routed:
+    """Return the call with its request rewritten for the version and the upstream."""
+    request = arrived.format.rewrite(arrived.request, serving.served_name, want_ids=want_ids)
+    return Routed(serving, request)
 
 
 def is_changed(arrived: Arrived, routed: Routed) -> bool:
@@ -128,7 +132,7 @@ def is_changed(arrived: Arrived, routed: Routed) -> bool:
     return routed.request.body is not arrived.request.body
 
 
-async def send(upstream: ModelServer, arrived: Arrived, routed: Routed) -> Reply:
+def send(upstream: ModelServer, arrived: Arrived, routed: Routed) -> Coroutine[Any, Any, Reply]:
     """Send the request to its upstream, and return the reply once its head has come.
 
     Raises:
@@ -141,4 +145,4 @@ async def send(upstream: ModelServer, arrived: Arrived, routed: Routed) -> Reply
     query = exchange.target.partition("?")[2]
     if query:
         target = f"{target}?{query}"
-    return await upstream.ask("POST", target, headers, request.body)
+    return upstream.ask("POST", target, headers, request.body)

@@ -47,12 +47,8 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
 }
 # Fields that hold a reply to a grammar. vLLM ignores all but the first; another server may not.
 STRUCTURED: Final = "structured_outputs"
-GUIDED: Final = (
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
+GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+GRAMMARS: Final = frozenset({STRUCTURED, *GUIDED})
 # Marks that `proxy.keeper.sampling` adds to the settings.
 STRICT_TOOLS: Final = "strict_tools"
 UNREADABLE: Final = "unreadable"
@@ -125,7 +121,7 @@ def _distribution(
         return reshaped
     if GRAMMAR in sampling:
         return None if rated else "constrained_sampling"
-    imposed = STRICT_TOOLS in sampling or any(name in sampling for name in (STRUCTURED, *GUIDED))
+    imposed = STRICT_TOOLS in sampling or not GRAMMARS.isdisjoint(sampling)
     if imposed or rules.constrains(sampling):
         return "constrained_sampling"
     return None
@@ -133,8 +129,9 @@ def _distribution(
 
 def _reshaped(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | None:
     """Return why the trainer cannot replay the settings, or None if it can."""
-    if any(value not in NEUTRAL.get(name, (value,)) for name, value in sampling.items()):
-        return "reshaped_distribution"
+    for name, value in sampling.items():
+        if name in NEUTRAL and value not in NEUTRAL[name]:
+            return "reshaped_distribution"
     if rules.reshapes(sampling):
         return "reshaped_distribution"
     try:

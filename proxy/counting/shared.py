@@ -72,62 +72,65 @@ def _check_mode(metric: str, mode: str) -> None:
         )
 
 
-def _value_class(block: Block) -> type:
-    """Return the class that prometheus_client is to make its values of.
+class _SharedValue:
+    """One number in a block; if memory is short, one that only this process sees.
 
     Its interface is that of `prometheus_client.values.MutexValue`.
     """
 
-    class SharedValue:
-        """One number in the block; if memory is short, one that only this process sees."""
+    block: Block
+    _multiprocess = True
 
-        _multiprocess = True
+    def __init__(
+        self,
+        typ: str,
+        metric_name: str,
+        name: str,
+        labelnames: Sequence[str],
+        labelvalues: Sequence[str],
+        help_text: str,
+        multiprocess_mode: str = "",
+        **_: Any,
+    ) -> None:
+        """Find the number in the block by its metric, labels and mode, or create it."""
+        _check_mode(name, multiprocess_mode)
+        labels = dict(zip(labelnames, labelvalues, strict=True))
+        key = [typ, multiprocess_mode, metric_name, name, sorted(labels.items()), help_text]
+        # Kept because it is called several times a call.
+        self._store = self.block.set
+        with _Shared.lock:
+            try:
+                self._place: int | None = self.block.place(json.dumps(key))
+                self._value = self.block.get(self._place)
+            except OSError as error:
+                self._place, self._value = None, 0.0
+                log.error("not_counted", metric=name, reason=str(error))
 
-        def __init__(
-            self,
-            typ: str,
-            metric_name: str,
-            name: str,
-            labelnames: Sequence[str],
-            labelvalues: Sequence[str],
-            help_text: str,
-            multiprocess_mode: str = "",
-            **_: Any,
-        ) -> None:
-            """Find the number in the block by its metric, labels and mode, or create it."""
-            _check_mode(name, multiprocess_mode)
-            labels = dict(zip(labelnames, labelvalues, strict=True))
-            key = [typ, multiprocess_mode, metric_name, name, sorted(labels.items()), help_text]
-            with _Shared.lock:
-                try:
-                    self._place: int | None = block.place(json.dumps(key))
-                    self._value = block.get(self._place)
-                except OSError as error:
-                    self._place, self._value = None, 0.0
-                    log.error("not_counted", metric=name, reason=str(error))
+    def inc(self, amount: float) -> None:
+        with _Shared.lock:
+            self._value += amount
+            if self._place is not None:
+                self._store(self._place, self._value, 0.0)
 
-        def inc(self, amount: float) -> None:
-            with _Shared.lock:
-                self._value += amount
-                if self._place is not None:
-                    block.set(self._place, self._value, 0.0)
+    def set(self, value: float, timestamp: float | None = None) -> None:
+        with _Shared.lock:
+            self._value = value
+            if self._place is not None:
+                self._store(self._place, value, timestamp or 0.0)
 
-        def set(self, value: float, timestamp: float | None = None) -> None:
-            with _Shared.lock:
-                self._value = value
-                if self._place is not None:
-                    block.set(self._place, value, timestamp or 0.0)
+    def set_exemplar(self, exemplar: object) -> None:
+        """Ignore an exemplar: none are kept."""
 
-        def set_exemplar(self, exemplar: object) -> None:
-            """Ignore an exemplar: none are kept."""
+    def get(self) -> float:
+        return self._value
 
-        def get(self) -> float:
-            return self._value
+    def get_exemplar(self) -> None:
+        return None
 
-        def get_exemplar(self) -> None:
-            return None
 
-    return SharedValue
+def _value_class(block: Block) -> type[_SharedValue]:
+    """Return the class that prometheus_client is to make its values of: numbers in `block`."""
+    return type("SharedValue", (_SharedValue,), {"block": block})
 
 
 class Together(Collector):

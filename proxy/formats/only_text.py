@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.formats.json_parts import UNREADABLE, Object
+from proxy.formats.json_parts import NULL, UNREADABLE, Object
 
 # Parts that become text in the prompt, in all APIs; clients mix their words. A part without a type
 # is a text in vLLM, unless one of `MEDIA_FIELDS` says otherwise.
@@ -27,7 +27,7 @@ MEDIA_FIELDS: Final = frozenset(
         *("video_url", "video_embeds", "prompt_embeds", "file"),
     }
 )
-STRUCTURES: Final = (b"[", b"{")
+STRUCTURES: Final = b"[{"
 
 _objects: Final = msgspec.json.Decoder(list[Object])
 
@@ -54,11 +54,12 @@ def is_only_text(content: msgspec.Raw | None) -> bool:
 
 def is_given(raw: msgspec.Raw | None) -> bool:
     """Return whether a field has a value other than null."""
-    return raw is not None and bytes(raw) != b"null"
+    return raw is not None and raw != NULL
 
 
 def _has_parts(raw: msgspec.Raw | None) -> bool:
-    return raw is not None and bytes(raw)[:1] in STRUCTURES
+    # Without a copy: it may be all of a conversation.
+    return raw is not None and memoryview(raw)[0] in STRUCTURES
 
 
 def is_text(content: Any) -> bool:

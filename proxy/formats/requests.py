@@ -7,9 +7,7 @@ from proxy.formats.json_parts import Object, parse_object, readable_value
 from store.values.json_limits import nests_too_deep
 
 
-def read_request(
-    body: bytes, *, without: tuple[str, ...] = (), checked: bool = False
-) -> ModelRequest:
+def read_request(body: bytes, *, checked: bool = False) -> ModelRequest:
     """Parse a request as the client sent it.
 
     A body that is not a JSON object is kept as it is: the upstream says what is wrong with it. So
@@ -17,14 +15,15 @@ def read_request(
 
     Args:
         body: the request's body.
-        without: names of fields to leave out.
         checked: the body is known not to nest too deep.
     """
-    parsed = parse_object(body) if checked or not nests_too_deep(body) else None
+    return request_of(body, parse_object(body) if checked or not nests_too_deep(body) else None)
+
+
+def request_of(body: bytes, parsed: Object | None) -> ModelRequest:
+    """Return the request with this body, of which `parsed` holds the fields that are to be read."""
     if parsed is None:
         return ModelRequest(body=body)
-    for name in without:
-        parsed.pop(name, None)
     fields = {name: readable_value(raw) for name, raw in parsed.items()}
     model = fields.get("model")
     return ModelRequest(

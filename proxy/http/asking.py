@@ -1,6 +1,8 @@
 """Sends requests to a server: with a whole body, without one, or with one that comes in pieces."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import structlog
 
@@ -12,40 +14,53 @@ from proxy.http.wire import Headers
 log = structlog.get_logger()
 
 
-async def ask_whole(pool: Pool, method: str, target: str, headers: Headers, body: bytes) -> Reply:
+def ask_whole(
+    pool: Pool, method: str, target: str, headers: Headers, body: bytes
+) -> Coroutine[Any, Any, Reply]:
     """Send a request with its whole body, and return the reply once its head has come.
 
     Raises:
         NotSent: no connection could be made.
         NoReply: the connection broke, or was silent for too long, before the reply.
     """
-    connection = await pool.connection()
     head = wire.request_head(method, target, pool.authority, headers, len(body))
-    return await _answer(connection, connection.ask(head + body, to_head=method == "HEAD"))
+    return _ask(pool, method, head + body)
 
 
-async def ask_bodyless(pool: Pool, method: str, target: str, headers: Headers) -> Reply:
+def ask_bodyless(
+    pool: Pool, method: str, target: str, headers: Headers
+) -> Coroutine[Any, Any, Reply]:
     """Send a request without a body; it raises what `ask_whole` raises."""
-    connection = await pool.connection()
-    head = wire.bodyless_head(method, target, pool.authority, headers)
-    return await _answer(connection, connection.ask(head, to_head=method == "HEAD"))
+    return _ask(pool, method, wire.bodyless_head(method, target, pool.authority, headers))
 
 
-async def ask_streaming(
+def ask_streaming(
     pool: Pool, method: str, target: str, headers: Headers, length: int | None, body: BodyStream
-) -> Reply:
+) -> Coroutine[Any, Any, Reply]:
     """Send a request whose body comes in pieces; it raises what `ask_whole` raises.
 
     A server may answer before it has the whole body: the rest is sent while its answer is received,
     for as long as that lasts.
     """
-    connection = await pool.connection()
     head = wire.request_head(method, target, pool.authority, headers, length)
-    connection.sending = True
-    answer = connection.ask(head, to_head=method == "HEAD")
-    pushing = asyncio.create_task(_push(connection, body, chunked=length is None))
-    connection.pushing = pushing
-    return await _answer(connection, answer)
+    return _ask(pool, method, head, body, chunked=length is None)
+
+
+async def _ask(
+    pool: Pool, method: str, data: bytes, body: BodyStream | None = None, *, chunked: bool = False
+) -> Reply:
+    """Send `data`, and then the pieces of `body` as they come; return the reply."""
+    connection = pool.kept() or await pool.connection()
+    connection.sending = body is not None
+    answer = connection.ask(data, to_head=method == "HEAD")
+    if body is not None:
+        connection.pushing = asyncio.create_task(_push(connection, body, chunked=chunked))
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        # Nobody reads the reply any more, so the server must stop generating it.
+        connection.abort()
+        raise
 
 
 async def _push(connection: UpstreamConnection, body: BodyStream, *, chunked: bool) -> None:
@@ -63,12 +78,3 @@ async def _push(connection: UpstreamConnection, body: BodyStream, *, chunked: bo
     if chunked:
         await connection.push(wire.LAST_CHUNK)
     connection.sending = False
-
-
-async def _answer(connection: UpstreamConnection, answer: "asyncio.Future[Reply]") -> Reply:
-    try:
-        return await answer
-    except asyncio.CancelledError:
-        # Nobody reads the reply any more, so the server must stop generating it.
-        connection.abort()
-        raise

@@ -3,9 +3,9 @@
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from time import monotonic
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import httptools
 
@@ -53,10 +53,7 @@ class Reply:
 
     def header(self, wanted: bytes) -> bytes | None:
         """Return a header's value, or None; `wanted` is its name in lower case."""
-        for name, value in self.headers:
-            if len(name) == len(wanted) and name.lower() == wanted:
-                return value
-        return None
+        return wire.first_value(self.headers, wanted)
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the body as it comes.
@@ -67,13 +64,13 @@ class Reply:
         while data := await self.body.more():
             yield data
 
-    async def read(self, limit: int | None = None) -> bytes | None:
+    def read(self, limit: int | None = None) -> Coroutine[Any, Any, bytes | None]:
         """Return the whole body, or None once it is longer than `limit` bytes.
 
         Raises:
             Torn: the body broke off.
         """
-        return await self.body.whole(limit)
+        return self.body.whole(limit)
 
     @property
     def ended(self) -> bool:
@@ -236,7 +233,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.close()
         else:
             self._reply = reply
-        self._until_close = not any(name.lower() in wire.FRAMING for name, _ in self._headers)
+        self._until_close = not wire.is_framed(self._headers)
         self._headers = []
         head, self._head = self._head, None
         if not head.done():
@@ -295,13 +292,17 @@ class Pool:
         Raises:
             NotSent: no connection could be made.
         """
+        return self.kept() or await self._connect()
+
+    def kept(self) -> UpstreamConnection | None:
+        """Return a kept connection that can be used again, or None if there is none."""
         youngest = monotonic() - KEEPALIVE_S
         while self._idle:
             connection, since = self._idle.pop()
             if since > youngest and connection.usable:
                 return connection
             connection.transport.close()
-        return await self._connect()
+        return None
 
     async def _connect(self) -> UpstreamConnection:
         loop = asyncio.get_running_loop()

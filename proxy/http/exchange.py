@@ -80,16 +80,13 @@ class Exchange:
     @property
     def length(self) -> int | None:
         """Return the body's length, or None if the head does not give it."""
-        value = self._header(b"content-length")
+        value = wire.first_value(self.headers, b"content-length")
         return int(value) if value is not None and value.isdigit() else None
 
     @property
     def chunked(self) -> bool:
         """Return whether the body comes in chunks, its length unknown."""
-        return self._header(b"transfer-encoding") is not None
-
-    def _header(self, wanted: bytes) -> bytes | None:
-        return next((value for name, value in self.headers if name.lower() == wanted), None)
+        return wire.first_value(self.headers, b"transfer-encoding") is not None
 
     def send_continue(self) -> None:
         """Send `100 Continue` if the client waits for it to send its body (RFC 9110 §10.1.1)."""
@@ -108,7 +105,8 @@ class Exchange:
             BodyTooSlow: the client sent the body too slowly.
         """
         self.send_continue()
-        body = await self.body.whole(limit, grown)
+        arriving = self.body
+        body = arriving.within(limit) if arriving.ended else await arriving.whole(limit, grown)
         if body is None:
             self.keep_alive = False
         return body

@@ -81,13 +81,13 @@ class Feeding:
             self._parse(data)
 
     def _parse(self, data: bytes) -> None:
-        at = 0
-        while at < len(data):
+        at, size = 0, len(data)
+        while at < size:
             self.pieces = 0
-            self._feed(data[at : at + SLICE] if len(data) > SLICE else data)
+            self._feed(data[at : at + SLICE] if size > SLICE else data)
             at += SLICE
             self._takes_long = self.pieces > MANY_PIECES
-            if self._takes_long and at < len(data):
+            if self._takes_long and at < size:
                 self._unseen = data[at:]
                 self._wait()
                 return

@@ -161,6 +161,10 @@ class BodyStream:
             if grown is not None:
                 grown(self._size)
             await self._wait()
+        return self.within(limit)
+
+    def within(self, limit: int | None) -> bytes | None:
+        """Return the whole body, which has ended, or None if it is longer than `limit` bytes."""
         return None if limit is not None and self._size > limit else self.take()
 
     async def _wait(self) -> None:

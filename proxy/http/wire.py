@@ -6,6 +6,7 @@ reaches the other side unchanged.
 
 from collections.abc import Iterable, Mapping
 from email.utils import formatdate
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Final
 
@@ -51,12 +52,32 @@ def lowered(headers: Headers) -> dict[str, str]:
     Values are decoded as UTF-8, as names in feedback are; other bytes become unprintable
     characters.
     """
-    first_values: dict[str, str] = {}
+    # Backwards, so that of several values the first is the one that stays.
+    return {
+        _lower(name): str(value, "utf-8", "surrogateescape") for name, value in reversed(headers)
+    }
+
+
+@lru_cache(maxsize=1024)
+def _lower(name: bytes) -> str:
+    """Return a header's name as lower-case text; nearly all requests have the same few names."""
+    return name.decode("latin-1").lower()
+
+
+def first_value(headers: Headers, wanted: bytes) -> bytes | None:
+    """Return a header's first value, or None; `wanted` is its name in lower case."""
+    size = len(wanted)
     for name, value in headers:
-        first_values.setdefault(
-            name.decode("latin-1").lower(), value.decode("utf-8", "surrogateescape")
-        )
-    return first_values
+        # Comparing lengths is far cheaper than lowering every name.
+        if len(name) == size and name.lower() == wanted:
+            return value
+    return None
+
+
+def is_framed(headers: Headers) -> bool:
+    """Return whether headers tell where their message's body ends."""
+    length, coding = FRAMING
+    return first_value(headers, length) is not None or first_value(headers, coding) is not None
 
 
 def for_upstream(headers: Headers, *, plain: bool) -> Headers:

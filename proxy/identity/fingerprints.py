@@ -37,7 +37,7 @@ def needed_fingerprints(
     the request's, if it was read already.
     """
     history = conversation or turns.read(fields)
-    needs = [_fingerprint(TOOL_CALL, name) for name in reversed(history.results) if is_unique(name)]
+    needs = [_fingerprint(TOOL_CALL, name) for name in history.results[::-1] if is_unique(name)]
     del needs[MAX_TOOL_IDS:]
     previous = turns.continues(fields)
     if previous is not None:

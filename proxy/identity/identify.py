@@ -11,7 +11,7 @@ of their own, with the fingerprints that they need (`Identity.needs`): only the 
 all proxies provided, and can see that nobody else provided the same.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 from uuid import UUID
@@ -28,6 +28,7 @@ from proxy.identity.stitch import CallMemory, Doubt, Joined
 from store.records import OWN_EPISODE, TRAIN, Confidence, Split
 
 HEADER_PREFIX: Final = "x-pawl-"
+_HEADERS: Final = {role: HEADER_PREFIX + role for role in ("episode", "agent", "task", "split")}
 RETRY_COUNT: Final = "x-stainless-retry-count"
 DEFAULT_AGENT: Final = "default"
 _LONGEST_COUNT: Final = 3
@@ -91,16 +92,14 @@ def identify(
     hints = read_hints(headers, fields)
     retry = retry_count(headers)
     task = _role(headers, "task", route.task, hints, (), warnings)
-    splits = chain(_ours(headers, "split", route.split), hints.own("split"))
-    split = split_of(splits, task, eval_tasks, warnings)
+    split = _split(headers, route, hints.own("split"), task, eval_tasks, warnings)
     names = chain(_ours(headers, "episode", route.episode), episode_names(hints, fields))
     name = _first_usable(names, warnings)
     if name is not None:
         episode = _named(name, body if retry else None, split, stitches)
     else:
-        turns = route.speaks.turns
-        conversation = conversation or turns.read(fields)
-        needs = needed_fingerprints(turns, fields, conversation)
+        conversation = conversation or route.speaks.turns.read(fields)
+        needs = needed_fingerprints(route.speaks.turns, fields, conversation)
         episode = _unnamed(headers, needs, body if retry else None, call, split, stitches)
     agent = _role(headers, "agent", route.agent, hints, hints.agents(), warnings)
     return Identity(
@@ -121,13 +120,27 @@ def identify(
 
 def split_outside(headers: Mapping[str, str], route: Route, eval_tasks: str) -> Split:
     """Return the split of a call whose body cannot be read: what headers and URL say of it."""
-    task = headers.get(HEADER_PREFIX + "task", route.task)
-    return split_of(_ours(headers, "split", route.split), task, eval_tasks, [])
+    return _split(headers, route, (), headers.get(_HEADERS["task"], route.task), eval_tasks, [])
+
+
+def _split(
+    headers: Mapping[str, str],
+    route: Route,
+    others: Iterable[Name],
+    task: str | None,
+    eval_tasks: str,
+    warnings: list[str],
+) -> Split:
+    """Return the split of a call: from our header or URL first, then from `others`."""
+    names = chain(_ours(headers, "split", route.split), others)
+    return split_of(names, task, eval_tasks, warnings)
 
 
 def retry_count(headers: Mapping[str, str]) -> int:
     """Return how often an SDK says it has sent this request before; 0 if it says nothing."""
-    value = headers.get(RETRY_COUNT, "0")
+    value = headers.get(RETRY_COUNT)
+    if value is None:
+        return 0
     return int(value) if value.isdecimal() and len(value) <= _LONGEST_COUNT else 0
 
 
@@ -179,10 +192,12 @@ def _role(
     return None if name is None else name.key
 
 
-def _ours(headers: Mapping[str, str], role: str, from_url: str | None) -> list[Name]:
+def _ours(headers: Mapping[str, str], role: str, from_url: str | None) -> Sequence[Name]:
     """Return the names from our header and our URL, in this order."""
-    header = HEADER_PREFIX + role
+    header = _HEADERS[role]
     value = headers.get(header)
+    if value is None and from_url is None:
+        return ()
     names = [] if value is None else [Name(value, "header", header)]
     if from_url is not None:
         names.append(Name(from_url, "url", f"/{role}/ in the URL"))

@@ -63,6 +63,7 @@ _OLD_USER_ID: Final = re.compile(r"user_.*_session_(?P<session>[0-9A-Fa-f-]{36})
 
 # Most calls have none of these headers: one set test instead of a look-up for each.
 _EPISODE_HEADERS: Final = frozenset(name for name, _ in SESSION_HEADERS)
+_EPISODE_FIELDS: Final = frozenset(("conversation", *(name for name, _ in FIELDS)))
 _ROLE_HEADERS: Final = frozenset((*_SUB_AGENT_HEADERS, *(name for name, _ in _AGENT_HEADERS)))
 
 
@@ -87,8 +88,11 @@ class SessionHints(msgspec.Struct, frozen=True):
     metadata: dict[str, Any]
     baggage: dict[str, str]
 
-    def own(self, name: str) -> Iterator[Name]:
-        """Yield the names of the `agent`, `task` or `split` that are given under a key of ours."""
+    def own(self, name: str) -> Iterable[Name]:
+        """Return the names of the `agent`, `task` or `split` that are given under a key of ours."""
+        return self._own(name) if self.metadata or self.baggage else ()
+
+    def _own(self, name: str) -> Iterator[Name]:
         if self.metadata:
             yield from _told(self.metadata, ((f"pawl_{name}", ""),), "metadata", "metadata.")
         if self.baggage:
@@ -121,8 +125,15 @@ def read_hints(headers: Mapping[str, str], fields: dict[str, Any]) -> SessionHin
     )
 
 
-def episode_names(hints: SessionHints, fields: dict[str, Any]) -> Iterator[Name]:
-    """Yield candidate episode names, highest priority first."""
+def episode_names(hints: SessionHints, fields: dict[str, Any]) -> Iterable[Name]:
+    """Return candidate episode names, highest priority first."""
+    silent = not hints.metadata and not hints.baggage and _EPISODE_FIELDS.isdisjoint(fields)
+    if silent and _EPISODE_HEADERS.isdisjoint(hints.headers):
+        return ()
+    return _episode_names(hints, fields)
+
+
+def _episode_names(hints: SessionHints, fields: dict[str, Any]) -> Iterator[Name]:
     if not _EPISODE_HEADERS.isdisjoint(hints.headers):
         yield from _told(hints.headers, SESSION_HEADERS, "session", "")
     if hints.metadata:

@@ -85,7 +85,8 @@ class CallMemory:
         another proxy knows more. The ledger, which knows all, then decides.
         """
         doubt = False
-        kind, candidates = 0, dict[str, _Provider]()
+        kind = 0
+        candidates: dict[str, _Provider] = {}
         for digest in needs:
             if digest[0] != kind and candidates:
                 break

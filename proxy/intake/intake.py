@@ -67,26 +67,21 @@ class Intake:
             ClientGone: the client left before it had sent the body.
         """
         try:
-            return await self._read_bytes(exchange, claim, limit, setting)
+            length = exchange.length
+            body = None
+            if length is None or length <= limit:
+                if length is not None:
+                    claim.ask(COPIES * length)
+                body = await exchange.read(limit, lambda so_far: claim.ask(COPIES * so_far))
+            if body is None:
+                raise TooLarge(
+                    f"The request's body is larger than the {limit} bytes that this proxy takes. "
+                    f"Send less, or raise {setting}"
+                )
         except ProxyError:
             # The rest of the body is not read, so no request can follow on this connection.
             exchange.keep_alive = False
             raise
-
-    async def _read_bytes(
-        self, exchange: Exchange, claim: Claim, limit: int, setting: str
-    ) -> bytes:
-        length = exchange.length
-        body = None
-        if length is None or length <= limit:
-            if length is not None:
-                claim.ask(COPIES * length)
-            body = await exchange.read(limit, lambda so_far: claim.ask(COPIES * so_far))
-        if body is None:
-            raise TooLarge(
-                f"The request's body is larger than the {limit} bytes that this proxy takes. "
-                f"Send less, or raise {setting}"
-            )
         return body
 
     async def beside(self, work: Callable[..., Result], *arguments: object) -> Result:

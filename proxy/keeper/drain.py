@@ -215,11 +215,10 @@ class Drainer:
 
     def _count(self, segment: Segment, pieces: Iterable[Piece]) -> None:
         """Count those records of the pieces that were not counted before."""
-        for piece in pieces:
-            new = segment.count(piece)
-            counted = min(new, self._counted_before)
-            self._counted_before -= counted
-            RECORDED.inc(new - counted)
+        new = sum(map(segment.count, pieces))
+        counted = min(new, self._counted_before)
+        self._counted_before -= counted
+        RECORDED.inc(new - counted)
 
     def _show(self) -> None:
         segments = self._segments.values()

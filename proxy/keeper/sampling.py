@@ -6,10 +6,17 @@ whose meaning is unclear is recorded as it was sent, and named in `unreadable`. 
 nobody knows: a server may take it for a constraint.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
-from proxy.calls.trainable import GUIDED, NEUTRAL, STRICT_TOOLS, STRUCTURED, UNREADABLE
+from proxy.calls.trainable import (
+    GRAMMARS,
+    GUIDED,
+    NEUTRAL,
+    STRICT_TOOLS,
+    STRUCTURED,
+    UNREADABLE,
+)
 from proxy.formats.base import SamplingRules
 from store.values.distribution import REPLAYED
 from store.values.grammars import GRAMMAR
@@ -17,7 +24,7 @@ from store.values.sampling import number_of, used_temperature
 
 # What a model server understands in every format; the formats have more names of their own.
 COMMON: Final = frozenset(
-    {*("max_tokens", "stop", "seed", "n", "tool_choice"), *REPLAYED, *NEUTRAL, STRUCTURED, *GUIDED}
+    {*("max_tokens", "stop", "seed", "n", "tool_choice"), *REPLAYED, *NEUTRAL, *GRAMMARS}
 )
 NUMBERS: Final = frozenset(
     {
@@ -46,40 +53,49 @@ def sampling_settings(
     """
     if request is None:
         return {UNREADABLE: ["request"]}
-    recorded = COMMON | rules.settings
-    given = {name: value for name, value in request.items() if value is not None}
-    settings = {name: value for name, value in given.items() if name in recorded}
-    settings = {"temperature": default_temperature, **defaults, **settings}
-    unreadable = list(_read_numbers(settings))
+    settings: dict[str, Any] = {"temperature": default_temperature, **defaults}
+    unknown = []
+    for name, value in request.items():
+        if value is None:
+            continue
+        if name in COMMON or name in rules.settings:
+            settings[name] = value
+        elif name not in rules.harmless:
+            unknown.append(name)
+    unreadable = _read_numbers(settings)
     # A value that none of our parsers takes (one that holds 1e400, for example) is a text here.
     unreadable += [n for n in rules.objects if not isinstance(settings.get(n, {}), dict)]
-    unreadable += [n for n in given if n not in recorded and n not in rules.harmless][:MOST_UNKNOWN]
+    unreadable += unknown[:MOST_UNKNOWN]
     tools = request.get("tools")
     if not isinstance(tools, list | None):
         unreadable.append("tools")
     elif _has_strict_tool(tools or ()):
         settings[STRICT_TOOLS] = True
-    grammar = None if any(name in given for name in GUIDED) else rules.grammar(given)
-    if grammar is not None:
-        settings[GRAMMAR] = grammar
+    if STRUCTURED in settings or rules.constrains(settings):
+        grammar = rules.grammar(request) if settings.keys().isdisjoint(GUIDED) else None
+        if grammar is not None:
+            settings[GRAMMAR] = grammar
     if unreadable:
         settings[UNREADABLE] = unreadable
     return settings
 
 
-def _read_numbers(settings: dict[str, Any]) -> Iterator[str]:
-    """Replace numbers as sent by numbers as used, and yield the names of those that are none."""
+def _read_numbers(settings: dict[str, Any]) -> list[str]:
+    """Replace numbers as sent by numbers as used, and return the names of those that are none."""
+    unreadable = []
     used = used_temperature(settings["temperature"])
     if used is None:
-        yield "temperature"
+        unreadable.append("temperature")
     else:
         settings["temperature"] = used
-    for name in NUMBERS & settings.keys():
-        number = number_of(settings[name])
-        if number is None:
-            yield name
-        elif isinstance(settings[name], str | bool):
-            settings[name] = number
+    for name, value in settings.items():
+        if name in NUMBERS:
+            number = number_of(value)
+            if number is None:
+                unreadable.append(name)
+            elif isinstance(value, str | bool):
+                settings[name] = number
+    return unreadable
 
 
 def _has_strict_tool(tools: Any) -> bool:

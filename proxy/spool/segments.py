@@ -74,7 +74,7 @@ class Piece(NamedTuple):
     damage: str
 
 
-class _Head(NamedTuple):
+class _Head(msgspec.Struct, frozen=True, gc=False):
     """A frame's header, with the payload's place; `number` is None in the earlier format."""
 
     begin: int
@@ -169,10 +169,11 @@ def _head(data: bytes, at: int, mark: bytes | None) -> _Head | None:
     if not data.startswith(MAGIC, at) or len(data) - at < HEAD_BYTES:
         return None
     sync, number, length, checksum, check = _HEAD.unpack_from(data, at)
-    if crc32(data[at : at + _FIELDS.size]) != check or mark not in (None, sync[len(MAGIC) :]):
+    found = sync[len(MAGIC) :]
+    if crc32(data[at : at + _FIELDS.size]) != check or (mark is not None and mark != found):
         return None
     begin = at + HEAD_BYTES
-    return _Head(begin, begin + length, checksum, number, sync[len(MAGIC) :])
+    return _Head(begin, begin + length, checksum, number, found)
 
 
 def _head_before(data: bytes, at: int) -> _Head | None:

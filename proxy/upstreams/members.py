@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -31,7 +30,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     """What a server samples with if a request does not say: the temperature, and other settings."""
 
     temperature: float = 1.0
-    others: Mapping[str, float] = MappingProxyType({})
+    others: Mapping[str, float] = {}
 
 
 # vLLM's own, where the model's folder says nothing else.
@@ -58,7 +57,8 @@ class Upstreams:
         self._table = ModelTable(
             [member.models for member in members], defaults[0] if defaults else None
         )
-        sole = members[0].server if len(members) == 1 and members[0].default else None
+        self._sole = members[0] if len(members) == 1 and members[0].default else None
+        sole = None if self._sole is None else self._sole.server
         # A sole upstream takes every request: bodies need not be read and are streamed both ways.
         self.only = sole if isinstance(sole, Upstream) else None
 
@@ -94,6 +94,8 @@ class Upstreams:
 
     def sampling_defaults(self, model: str | None) -> SamplingDefaults:
         """Return what the server for `model` samples with if a request does not say."""
+        if self._sole is not None:
+            return self._sole.sampling_defaults
         number = self._table.find(model)
         return VLLMS_DEFAULTS if number is None else self._members[number].sampling_defaults
 

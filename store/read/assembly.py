@@ -5,7 +5,7 @@ A call that a later call repeats as a retry (`retry_of`) is left out: the two co
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 from uuid import UUID
@@ -83,41 +83,46 @@ def assemble(
     head = next((part for part in parts if part.root is None), parts[0])
     repeated_by = _repeated_by(rows)
     calls = [row for row in rows if row.id not in repeated_by]
-    known = {row.id for row in calls}
     readable = {row.id: _readable(row, whole) for row in calls}
-    standing = _newest_events(events)
     requested_by = {call.id: row.id for row in calls for call in readable[row.id].tool_calls}
-    owner = {
-        event.id: _last(repeated_by, event.asked_by) or requested_by.get(event.tool_id)
-        for event in standing
-    }
-    statements = list(feedback)
+    known = {row.id for row in calls}
+
+    def owner(event: Any) -> UUID | None:
+        asked_by = _last(repeated_by, event.asked_by) or requested_by.get(event.tool_id)
+        return asked_by if asked_by in known else None
+
+    events_of = _grouped(_newest_events(events), owner)
     own = {part.id for part in parts if part.method == OWN_EPISODE}
-    about = {
-        statement.id: None if statement.episode_id in own else _last(repeated_by, statement.call_id)
-        for statement in statements
-    }
+    about = _grouped(
+        feedback, lambda one: None if one.episode_id in own else _last(repeated_by, one.call_id)
+    )
+    transitions = tuple(
+        _transition(row, readable[row.id], events_of.get(row.id, ()), about.get(row.id, ()))
+        for row in calls
+    )
     return Episode(
         id=head.id,
         key=head.key,
         task=head.joined_task or head.task,
         method=head.method,
         last_call_at=max(part.last_call_at for part in parts),
-        calls=tuple(
-            _transition(
-                row,
-                readable[row.id],
-                [event for event in standing if owner[event.id] == row.id],
-                [statement for statement in statements if about[statement.id] == row.id],
-            )
-            for row in calls
-        ),
-        feedback=tuple(_statement(row) for row in statements if about[row.id] is None),
-        stray_tool_events=tuple(_event(row) for row in standing if owner[row.id] not in known),
+        calls=transitions,
+        feedback=tuple(map(_statement, about.get(None, ()))),
+        stray_tool_events=tuple(map(_event, events_of.get(None, ()))),
         aliases=tuple(part.key for part in parts if part is not head),
         quarantined_reason=head.quarantined_reason,
         split=head.joined_split or head.split,
     )
+
+
+def _grouped(
+    rows: Iterable[Any], call_of: Callable[[Any], UUID | None]
+) -> dict[UUID | None, list[Any]]:
+    """Return the rows by the call that they are about; each call's are in the order of `rows`."""
+    found: dict[UUID | None, list[Any]] = {}
+    for row in rows:
+        found.setdefault(call_of(row), []).append(row)
+    return found
 
 
 def whole_texts(rows: Iterable[Any]) -> WholeTexts:
@@ -230,7 +235,7 @@ def _newest_events(rows: Iterable[Any]) -> list[Any]:
 
 
 def _transition(
-    row: Any, read: Readable, events: list[Any], statements: list[Any]
+    row: Any, read: Readable, events: Sequence[Any], statements: Sequence[Any]
 ) -> TransitionRow:
     return TransitionRow(
         **dict(zip(_FACTS, _facts_of(row), strict=True)),

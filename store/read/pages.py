@@ -16,6 +16,7 @@ from sqlalchemy import JSON, Row, Select, and_, func, literal, select, tuple_
 from sqlalchemy.dialects.postgresql import aggregate_order_by
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from store.errors import BadPage
 from store.read.episodes import matching
 from store.records import PolicyVersion, Record, Split, UpdateRow
 from store.schema.claimable import episode_policies
@@ -124,6 +125,9 @@ async def episode_page(
         since: only episodes with a call at or after this time.
         agent: only episodes with a call by this agent.
         policy: only episodes with a call to this policy.
+
+    Raises:
+        BadPage: `limit` is below 1, or `after` is not the `next` of a page.
     """
     query = (
         matching(since=since, agent=agent, policy=policy)
@@ -132,7 +136,7 @@ async def episode_page(
         .order_by(episodes.c.id)
     )
     if after is not None:
-        query = query.where(episodes.c.id > UUID(after))
+        query = query.where(episodes.c.id > _id_of(after))
     return await _page(connection, query, limit, _summary_of, lambda row: str(row.id))
 
 
@@ -143,12 +147,14 @@ async def version_page(
     limit: int = PAGE_SIZE,
     policy: str | None = None,
 ) -> Page[PolicyVersion]:
-    """Read a page of policy versions by name and number; `after` and `limit` as for episodes."""
+    """Read a page of policy versions by name and number, asked for as a page of episodes is."""
     query = select(policies).order_by(policies.c.name, policies.c.version)
     if policy is not None:
         query = query.where(policies.c.name == policy)
     if after is not None:
         name, _, version = after.rpartition("@")
+        if not (version.isascii() and version.isdecimal()):
+            raise _no_next_of(after)
         last = tuple_(literal(name), literal(int(version)))
         query = query.where(tuple_(policies.c.name, policies.c.version) > last)
     return await _page(
@@ -163,12 +169,12 @@ async def update_page(
     limit: int = PAGE_SIZE,
     policy: str | None = None,
 ) -> Page[UpdateRow]:
-    """Read a page of updates by id; `after` and `limit` as for episodes."""
+    """Read a page of updates by id, asked for as a page of episodes is."""
     query = select(updates).order_by(updates.c.id)
     if policy is not None:
         query = query.where(updates.c.policy == policy)
     if after is not None:
-        query = query.where(updates.c.id > UUID(after))
+        query = query.where(updates.c.id > _id_of(after))
     return await _page(connection, query, limit, update_of, lambda row: str(row.id))
 
 
@@ -179,11 +185,24 @@ async def _page(
     item_of: Callable[[Row[Any]], Item],
     key_of: Callable[[Row[Any]], str],
 ) -> Page[Item]:
+    if limit < 1:
+        raise BadPage(f"limit is {limit}; a page has at least 1 item")
     # One more than the page holds: it tells whether there is a next page.
     rows: Sequence[Row[Any]] = (await connection.execute(query.limit(limit + 1))).all()
     shown = rows[:limit]
     more = key_of(shown[-1]) if len(rows) > limit else None
     return Page(items=tuple(map(item_of, shown)), next=more)
+
+
+def _id_of(after: str) -> UUID:
+    try:
+        return UUID(after)
+    except ValueError as error:
+        raise _no_next_of(after) from error
+
+
+def _no_next_of(after: str) -> BadPage:
+    return BadPage(f"after is {after!r}; give the `next` of the page before, or None for the first")
 
 
 def _summary_of(row: Row[Any]) -> EpisodeSummary:

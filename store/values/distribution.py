@@ -82,6 +82,11 @@ def _count(least: int) -> Callable[[Any], int | None]:
     return read
 
 
+def _temperature(value: Any) -> float | None:
+    # 0 is greedy: nothing is sampled.
+    return used_temperature(value) or None
+
+
 def _above_zero(value: Any) -> float | None:
     number = number_of(value)
     return number if number is not None and number > 0 else None
@@ -126,9 +131,8 @@ def _words(value: Any) -> tuple[str, ...] | None:
     return tuple(sorted(set(value)))
 
 
+# Of all settings but the temperature, which every call has.
 _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    # 0 is greedy: nothing is sampled.
-    "temperature": lambda value: used_temperature(value) or None,
     "top_p": _top_p,
     "top_k": _top_k,
     "min_p": _number(0.0, 1.0),
@@ -141,7 +145,7 @@ _READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "min_tokens": _count(0),
 }
 # The settings that are replayed, by the names that requests have for them.
-REPLAYED: Final = frozenset(_READERS) | {"stop_token_ids"}
+REPLAYED: Final = frozenset({"temperature", *_READERS, "stop_token_ids"})
 # Those that a model server may have defaults for (vLLM's `get_diff_sampling_param`).
 WITH_DEFAULTS: Final = (
     *("temperature", "top_p", "top_k", "min_p"),
@@ -155,11 +159,11 @@ def distribution_of(settings: Mapping[str, Any]) -> Distribution:
     Raises:
         ValueError: a setting has a value that no server samples with; the message names it.
     """
-    found: dict[str, Any] = {}
+    found = {"temperature": _read("temperature", settings.get("temperature"), _temperature)}
     for name, read in _READERS.items():
-        if settings.get(name) is not None or name == "temperature":
-            found[name] = _read(name, settings.get(name), read)
-    if settings.get(GRAMMAR) is not None:
+        if name in settings and settings[name] is not None:
+            found[name] = _read(name, settings[name], read)
+    if GRAMMAR in settings and settings[GRAMMAR] is not None:
         found[GRAMMAR] = _read(GRAMMAR, settings[GRAMMAR], read_grammar)
     # Without `min_tokens` or a grammar a stop only ends what was sampled.
     held = found.get("min_tokens") or GRAMMAR in found

@@ -38,6 +38,8 @@ class Size(NamedTuple):
 
 def nests_too_deep(data: bytes) -> bool:
     """Return whether lists and objects are nested more than `MAX_DEPTH` levels deep."""
+    if len(data) <= MAX_DEPTH:
+        return False
     if len(data) <= _SHORT and len(data.translate(None, _NO_BRACKETS)) <= MAX_DEPTH:
         return False
     if _certainly_flat(data):

@@ -1,8 +1,9 @@
 """Token ids and log-probabilities as the store keeps them: little-endian int32 and float32."""
 
+import struct
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isnan
 from typing import Final, TypeVar
 
@@ -20,9 +21,11 @@ def pack_ids(ids: Iterable[int]) -> bytes:
     """Pack token ids (T,) as int32.
 
     Raises:
-        OverflowError: an id does not fit into 32 bits.
+        struct.error: an id does not fit into 32 bits.
     """
-    return _little_endian(array("i", ids)).tobytes()
+    values = tuple(ids)
+    # It takes half the time that an array takes.
+    return struct.pack(f"<{len(values)}i", *values)
 
 
 def pack_logprobs(logprobs: Iterable[float]) -> bytes:
@@ -53,16 +56,15 @@ def are_logprobs(data: bytes) -> bool:
     return may_be_sampled(unpack_logprobs(data))
 
 
-def may_be_sampled(logprobs: Iterable[float]) -> bool:
+def may_be_sampled(logprobs: Sequence[float]) -> bool:
     """Return whether each value can be the log-probability of a sampled token.
 
     NaN, `NO_LOGPROB` and values that mean a probability above 1 cannot.
     """
-    values = list(logprobs)
-    if not values:
+    if not logprobs:
         return True
     # Of NaN neither min() nor max() tells, but a sum with one in it is NaN.
-    return min(values) > NO_LOGPROB and max(values) <= ROUNDING and not isnan(sum(values))
+    return min(logprobs) > NO_LOGPROB and max(logprobs) <= ROUNDING and not isnan(sum(logprobs))
 
 
 def _little_endian(values: Values) -> Values:

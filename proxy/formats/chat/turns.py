@@ -7,7 +7,7 @@ from proxy.formats.base import ToolResult
 from proxy.formats.blocks import add_tool_calls, add_user_turn
 from proxy.formats.contents import objects
 from proxy.formats.conversation import Conversation
-from proxy.formats.json_parts import NULL, Object, readable_value
+from proxy.formats.json_parts import Object, readable_value
 from proxy.formats.only_text import is_given
 from proxy.formats.turns import TOOL_ROLES, UNHEARD_ROLES, BaseTurns, Named, tool_result
 
@@ -22,8 +22,9 @@ class ChatTurns(BaseTurns):
 
     def only_text(self, parsed: Object) -> bool:
         """Return whether the messages are all text, and text is all that is asked for."""
-        modalities = readable_value(parsed.get("modalities", NULL))
-        return modalities in TEXT_ALONE and super().only_text(parsed)
+        asked = parsed.get("modalities")
+        alone = asked is None or readable_value(asked) in TEXT_ALONE
+        return alone and super().only_text(parsed)
 
     def _is_text(self, member: Object) -> bool:
         """Return whether a message is all text; an assistant's may name what it said aloud."""

@@ -3,6 +3,7 @@
 The keeper reads the same bytes again (`proxy.formats.choices.readers`).
 """
 
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -28,7 +29,6 @@ class WholeReply:
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         """Begin the reply to `request`."""
         self._filter = self._filters(request, served_name)
-        self._gathering = Gathering()
         self._pieces: list[bytes] = []
         self._parsed: Object | None = None
         self._choices: list[Object] = []
@@ -54,16 +54,15 @@ class WholeReply:
             self._out = _encode(parsed)
         if not choices:
             self._out = self._filter.hide(self._out)
-        try:
-            self._gathering.take(parsed, choices)
-        except ODD_SHAPE:
-            # The summary is incomplete, but the reply itself is not affected.
-            return self._out
         return self._out
 
     def summary(self) -> ReplySummary:
-        """Return the first choice's text and tool calls."""
-        return self._gathering.summary()
+        """Return the first choice's text and tool calls, as far as they can be read."""
+        gathering = Gathering()
+        if self._parsed is not None:
+            with suppress(*ODD_SHAPE):
+                gathering.take(self._parsed, self._choices)
+        return gathering.summary()
 
 
 class StreamedReply:

@@ -1,15 +1,15 @@
 """Gathers the token data that is removed from a reply in `choices` (pure)."""
 
-from collections.abc import Callable
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
 from proxy.formats.base import ModelRequest, Sampled
 from proxy.formats.choices.reply_filter import ARRAY, OBJECT, ODD_SHAPE, ReplyFilter, begins
-from proxy.formats.json_parts import NULL, Object, value_of
+from proxy.formats.json_parts import Object, value_of
 
 Id = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Value = TypeVar("Value")
 
 
 class _Token(msgspec.Struct, gc=False):
@@ -51,33 +51,42 @@ class TokenReader(ReplyFilter):
 
     def take_prompt(self, holder: Object) -> bool:
         """Gather the prompt ids of a reply or a choice, and remove them as the worker does."""
-        raw = holder.get("prompt_token_ids")
-        if raw is not None and begins(raw, ARRAY):
-            self._gather(raw, self._took_prompt)
+        ids = self._read(holder.get("prompt_token_ids"), ARRAY, _ids)
+        if ids is not None:
+            self.prompt_ids = ids
         return super().take_prompt(holder)
 
     def take_choice(self, choice: Object) -> bool:
         """Gather ids and log-probabilities of a choice, and remove them as the worker does."""
-        self._gather(choice.get("index", NULL), self._took_index)
-        ids, logprobs = choice.get("token_ids"), choice.get("logprobs")
-        if ids is not None and begins(ids, ARRAY):
-            self._gather(ids, lambda raw: self.took_ids(_ids.decode(raw)))
-        if logprobs is not None and begins(logprobs, OBJECT):
-            self._gather(logprobs, lambda raw: self.took_logprobs(_logprobs.decode(raw)))
+        self._take_index(choice.get("index"))
+        ids = self._read(choice.get("token_ids"), ARRAY, _ids)
+        if ids is not None:
+            self.took_ids(ids)
+        logprobs = self._read(choice.get("logprobs"), OBJECT, _logprobs)
+        if logprobs is not None:
+            self.took_logprobs(logprobs)
         return super().take_choice(choice)
 
-    def _gather(self, raw: msgspec.Raw, take: Callable[[msgspec.Raw], None]) -> None:
-        """Read a value that is removed; if it cannot be read it is removed all the same."""
+    def _read(
+        self, raw: msgspec.Raw | None, opens: int, decoder: msgspec.json.Decoder[Value]
+    ) -> Value | None:
+        """Return a value that is removed, or None if there is none of the API's type.
+
+        If it cannot be read it is removed all the same.
+        """
+        if raw is None or not begins(raw, opens):
+            return None
         try:
-            take(raw)
+            return decoder.decode(raw)
         except ODD_SHAPE:
             self._unsound = True
+            return None
 
-    def _took_prompt(self, raw: msgspec.Raw) -> None:
-        self.prompt_ids = _ids.decode(raw)
-
-    def _took_index(self, raw: msgspec.Raw) -> None:
-        self.indices.add(int(value_of(raw) or 0))
+    def _take_index(self, raw: msgspec.Raw | None) -> None:
+        try:
+            self.indices.add(int(value_of(raw) or 0))
+        except ODD_SHAPE:
+            self._unsound = True
 
     def took_ids(self, ids: list[int]) -> None:
         """Add sampled token ids."""

@@ -7,8 +7,10 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
+import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.errors import BadPage
 from store.ids import lowest_id_at, new_id
 from store.read.pages import EpisodeSummary, Page, episode_page, update_page, version_page
 from store.updates import claims
@@ -190,3 +192,14 @@ async def test_pages_are_json(engine: AsyncEngine) -> None:
     assert version["next"] == "m@0"
     assert [one["served_name"] for one in version["items"]] == ["m"]
     assert [(one["id"], one["state"]) for one in done["items"]] == [(str(update_id), "done")]
+
+
+@pytest.mark.parametrize("page", [episode_page, version_page, update_page])
+@pytest.mark.parametrize("asked", [{"limit": 0}, {"limit": -1}, {"after": "x"}, {"after": "m@-1"}])
+async def test_a_page_that_does_not_exist_is_named(
+    engine: AsyncEngine, page: Any, asked: dict[str, Any]
+) -> None:
+    [name] = asked
+    async with engine.connect() as connection:
+        with pytest.raises(BadPage, match=f"{name} is"):
+            await page(connection, **asked)

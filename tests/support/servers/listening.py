@@ -33,6 +33,8 @@ async def listening(handle: Handler, limit: int = 2**16) -> AsyncIterator[int]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for writer in writers:
-            writer.transport.abort()
+            # asyncio's transport cannot be aborted once what it had to send before a close is sent.
+            if writer.get_extra_info("socket").fileno() != -1:
+                writer.transport.abort()
         # Transports close their sockets in the loop's next turn.
         await asyncio.sleep(0)
