@@ -51,7 +51,10 @@ GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar
 GRAMMARS: Final = frozenset({STRUCTURED, *GUIDED})
 # Marks that `proxy.keeper.sampling` adds to the settings.
 STRICT_TOOLS: Final = "strict_tools"
+ONE_CALL: Final = "one_call"
 UNREADABLE: Final = "unreadable"
+# What may have held a reply to a grammar that the request alone does not tell.
+HELD: Final = GRAMMARS | {STRICT_TOOLS, ONE_CALL}
 
 
 def why_not_trainable(
@@ -121,10 +124,8 @@ def _distribution(
         return reshaped
     if GRAMMAR in sampling:
         return None if rated else "constrained_sampling"
-    imposed = STRICT_TOOLS in sampling or not GRAMMARS.isdisjoint(sampling)
-    if imposed or rules.constrains(sampling):
-        return "constrained_sampling"
-    return None
+    held = not HELD.isdisjoint(sampling) or rules.constrains(sampling)
+    return "constrained_sampling" if held else None
 
 
 def _reshaped(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | None:

@@ -210,7 +210,8 @@ class SamplingRules(Protocol):
     def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
         """Return the grammar that a request's fields hold its reply to, as it is recorded.
 
-        None if there is none, or if it is not certain what a server makes of the fields.
+        None if there is none, or if it is not certain what a server makes of the fields. Only
+        asked where the request `constrains` the reply or has `structured_outputs`.
         """
 
 

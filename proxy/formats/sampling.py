@@ -50,7 +50,7 @@ class BaseSamplingRules:
 def free_choice(choice: Any) -> bool:
     """Return whether a `tool_choice` leaves the model free to call a tool or not."""
     if isinstance(choice, dict):
-        # The limit on calls in a reply is applied after sampling, and constrains no token.
+        # The limit on calls in a reply counts for all choices (`proxy.keeper.sampling`).
         choice = {n: v for n, v in choice.items() if n != "disable_parallel_tool_use"}
     return choice in FREE_CHOICES
 

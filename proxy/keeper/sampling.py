@@ -13,6 +13,7 @@ from proxy.calls.trainable import (
     GRAMMARS,
     GUIDED,
     NEUTRAL,
+    ONE_CALL,
     STRICT_TOOLS,
     STRUCTURED,
     UNREADABLE,
@@ -69,8 +70,8 @@ def sampling_settings(
     tools = request.get("tools")
     if not isinstance(tools, list | None):
         unreadable.append("tools")
-    elif _has_strict_tool(tools or ()):
-        settings[STRICT_TOOLS] = True
+    elif tools:
+        settings |= _marks_of_tools(tools, request)
     if STRUCTURED in settings or rules.constrains(settings):
         grammar = rules.grammar(request) if settings.keys().isdisjoint(GUIDED) else None
         if grammar is not None:
@@ -98,7 +99,27 @@ def _read_numbers(settings: dict[str, Any]) -> list[str]:
     return unreadable
 
 
-def _has_strict_tool(tools: Any) -> bool:
+def _marks_of_tools(tools: list[Any], request: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the marks of a grammar that a server may make of the tools which it offers."""
+    marks = {STRICT_TOOLS: _has_strict_tool(tools), ONE_CALL: _allows_one_call(request)}
+    return {name: True for name, is_set in marks.items() if is_set}
+
+
+def _allows_one_call(request: Mapping[str, Any]) -> bool:
+    """Return whether a request with tools lets the model call one of them at most.
+
+    vLLM sees to that with a grammar wherever its tool parser has one for the model's syntax
+    (`DelegatingParser._apply_structural_tag`), also where no tool need be called.
+    """
+    choice = request.get("tool_choice")
+    said = choice if isinstance(choice, dict) else {"type": choice}
+    if said.get("type") == "none":
+        return False
+    limited = said.get("disable_parallel_tool_use") not in (None, False)
+    return limited or request.get("parallel_tool_calls") not in (None, True)
+
+
+def _has_strict_tool(tools: list[Any]) -> bool:
     """Return whether any of the tools is strict.
 
     vLLM holds strict tools to their schema by a grammar, which changes the distribution. In a

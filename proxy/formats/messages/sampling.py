@@ -38,5 +38,5 @@ class MessagesSampling(BaseSamplingRules):
 
     def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
         """Return the grammar of the chat request that such a message is sent as."""
-        as_chat = chat_request(fields) if self.constrains(fields) else None
+        as_chat = chat_request(fields)
         return None if as_chat is None else grammar_of_chat(as_chat)

@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,22 +70,21 @@ FUNCTIONS = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def vllm_grammar() -> Any:
-    """The grammar that vLLM makes of a request, with a tool parser that reads JSON."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-        from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-        from vllm.exceptions import VLLMValidationError
-        from vllm.tool_parsers.pythonic_tool_parser import PythonicToolParser
+def grammars_with(tool_parser: type) -> Callable[[str, dict[str, Any]], Any]:
+    """The grammar that a vLLM with this tool parser makes of a request."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.exceptions import VLLMValidationError
+    from vllm.parser.abstract_parser import DelegatingParser
+
     kinds = {
         "chat": ChatCompletionRequest,
         "completions": CompletionRequest,
         "responses": ResponsesRequest,
     }
-    parser = object.__new__(PythonicToolParser)
+    parser = object.__new__(DelegatingParser)
+    parser._reasoning_parser, parser._tool_parser = None, object.__new__(tool_parser)
 
     def made(api: str, fields: dict[str, Any]) -> Grammar | str | None:
         try:
@@ -96,6 +96,26 @@ def vllm_grammar() -> Any:
             return "refused"
 
     return made
+
+
+@pytest.fixture(scope="module")
+def vllm_grammar() -> Any:
+    """The grammar that vLLM makes of a request, with a tool parser that reads JSON."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.tool_parsers.pythonic_tool_parser import PythonicToolParser
+
+        return grammars_with(PythonicToolParser)
+
+
+@pytest.fixture(scope="module")
+def hermes_grammar() -> Any:
+    """The same with a tool parser whose model has a syntax of its own, `pawl up`'s."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+
+        return grammars_with(Hermes2ProToolParser)
 
 
 def agrees(vllm_grammar: Any, api: str, fields: dict[str, Any]) -> bool:
@@ -146,6 +166,38 @@ def test_any_form_of_a_response(
         choice = {"type": "function", **choice["function"]}
     fields["tool_choice"] = choice
     agrees(vllm_grammar, "responses", {n: v for n, v in fields.items() if v is not None})
+
+
+@settings(max_examples=400)
+@given(FORMS, st.none() | OWN, FUNCTIONS, CHOICES, st.sampled_from([None, True, False]))
+def test_a_syntax_of_the_models_own_is_never_taken_for_no_constraint(
+    hermes_grammar: Any, form: Any, own: Any, functions: Any, choice: Any, several: Any
+) -> None:
+    """What held a trainable call is recorded, but for a forced call, whose reply shows it."""
+    fields: dict[str, Any] = {**CHAT, "response_format": form, "structured_outputs": own}
+    fields["tools"] = [{"type": "function", "function": one} for one in functions] or None
+    fields |= {"tool_choice": choice, "parallel_tool_calls": several}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    theirs, (found, reason) = hermes_grammar("chat", fields), recorded("chat", json.dumps(fields))
+    if theirs == "refused" or reason is not None:
+        return
+    forced = choice not in (None, "auto", "none")
+    ours = distribution_of(found).grammar
+    assert (theirs.kind if forced else theirs) == ("structural_tag" if forced else ours)
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_one_call_at_most_is_a_grammar_for_some_servers(
+    hermes_grammar: Any, vllm_grammar: Any, choice: str | None
+) -> None:
+    asked = {**CHAT, "tools": TOOLS, "parallel_tool_calls": False}
+    asked |= {"tool_choice": choice} if choice else {}
+    assert hermes_grammar("chat", asked).kind == "structural_tag"
+    assert vllm_grammar("chat", asked) is None
+    assert recorded("chat", json.dumps(asked))[1] == "constrained_sampling"
+    several = asked | {"parallel_tool_calls": True}
+    assert hermes_grammar("chat", several) is None
+    assert recorded("chat", json.dumps(several))[1] is None
 
 
 SCHEMA = {"type": "object", "properties": {"b": {"$ref": "#/$defs/x"}}, "$defs": {"x": {}}}

@@ -120,6 +120,13 @@ def test_tokens_that_do_not_add_up(changes: dict[str, Any], reason: str) -> None
         ("chat", {"thinking_token_budget": 100}, "reshaped_distribution"),
         ("completions", {"best_of": 3}, "reshaped_distribution"),
         ("chat", {"function_call": {"name": "x"}}, "constrained_sampling"),
+        ("chat", {"tools": [{}], "parallel_tool_calls": False}, "constrained_sampling"),
+        ("responses", {"tools": [{}], "parallel_tool_calls": "no"}, "constrained_sampling"),
+        (
+            "messages",
+            {"tools": [{}], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            "constrained_sampling",
+        ),
     ],
 )
 def test_distributions_that_cannot_be_computed_again(
@@ -151,6 +158,9 @@ def test_settings_that_the_trainer_replays(api: str, request_: dict[str, Any]) -
     [
         ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
         ("messages", {"tool_choice": {"type": "none"}}),
+        ("chat", {"tools": [], "parallel_tool_calls": False}),
+        ("chat", {"tools": [{}], "parallel_tool_calls": True}),
+        ("chat", {"tools": [{}], "tool_choice": "none", "parallel_tool_calls": False}),
         ("responses", {"tools": [{"name": "x", "strict": False}, "odd"]}),
         ("responses", {"text": {"format": {"type": "text"}}}),
         ("responses", {"text": {"verbosity": "low"}, "max_output_tokens": 5}),
