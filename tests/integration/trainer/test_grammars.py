@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import math
 import random
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import xgrammar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -28,7 +30,9 @@ from trainer.learners.replay.grammars import (
     ebnf_of,
     is_lark,
 )
+from trainer.learners.replay.history import History
 from trainer.learners.replay.schemas import is_for_another
+from trainer.learners.replay.shaping import replay, shape
 
 # Importing vLLM takes its time.
 pytestmark = pytest.mark.timeout(240)
@@ -147,6 +151,105 @@ def test_without_xgrammar_nothing_is_replayed(
     monkeypatch.setattr(builtins, "__import__", without)
     made = Grammars(tokenizer, 49152)
     assert made.why_not(held(KINDS["json"], ()), [5]) == NO_GRAMMAR
+
+
+def test_ids_of_another_vocabulary_stop_nothing(grammars: Grammars, tokenizer: Any) -> None:
+    end, inside = tokenizer.eos_token_id, tokenizer.encode('{"b": "x"}')
+    asked = held(KINDS["json"], (end,))
+    for odd in (49152, 10**6, 2**31 - 1):
+        assert grammars.why_not(asked, [inside[0], odd]) == OUTSIDE
+        stopping = held(KINDS["json"], (end, odd))
+        assert grammars.why_not(stopping, [*inside, end]) in (None, NO_GRAMMAR)
+    # After its end a reply may go on: `ignore_eos`.
+    assert grammars.why_not(asked, [*inside, end, odd]) is None
+
+
+LEAVES = st.sampled_from(
+    [
+        *({"type": kind} for kind in ("string", "integer", "number", "boolean", "null", "object")),
+        *({"enum": ["a", "é", 7]}, {"const": "x y"}, {"type": "string", "maxLength": 3}, {}),
+        *({"type": "string", "pattern": "^[a-c]{1,4}$"}, {"type": "string", "format": "date"}),
+        *({"type": "integer", "minimum": -3, "maximum": 120}, {"type": ["string", "null"]}),
+    ]
+)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.builds(
+            lambda properties, count, more: {
+                "type": "object",
+                "properties": properties,
+                "required": sorted(properties)[:count],
+                "additionalProperties": more,
+            },
+            st.dictionaries(st.sampled_from(["a", "b b", "é"]), inner, max_size=3),
+            st.integers(0, 3),
+            st.booleans(),
+        )
+        | st.builds(
+            lambda items, least: {"type": "array", "items": items, "minItems": least},
+            inner,
+            st.integers(0, 2),
+        )
+        | st.builds(lambda some: {"anyOf": some}, st.lists(inner, min_size=1, max_size=3))
+    ),
+    max_leaves=5,
+)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Any) -> Any:
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=49152)
+    return xgrammar.GrammarCompiler(info)
+
+
+def walk(compiled: Any, end: int, chance: random.Random) -> tuple[list[int], list[Any]]:
+    """A reply that xgrammar lets through, with logits (V,) before each token, masked by it too."""
+    matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=[end])
+    bits, reply, seen = xgrammar.allocate_token_bitmask(1, 49152), [], []
+    generator = torch.Generator().manual_seed(chance.randrange(2**31))
+    while len(reply) < 20 and not matcher.is_terminated():
+        matcher.fill_next_token_bitmask(bits)
+        logits = torch.randn(1, 49152, generator=generator) * 3
+        seen.append((logits[0].clone(), logits[0]))
+        xgrammar.apply_token_bitmask_inplace(logits, bits)
+        able = torch.nonzero(logits[0] > -math.inf)[:, 0]
+        # The likely ones, so that the walk comes to an end more often.
+        best = able[logits[0, able].topk(min(5, len(able))).indices].tolist()
+        reply.append(end if end in able and chance.random() < 0.5 else chance.choice(best))
+        assert matcher.accept_token(reply[-1])
+    return reply, seen
+
+
+@settings(max_examples=20)
+@given(schema=SCHEMAS, chance=st.randoms(use_true_random=False), heat=st.sampled_from([0.5, 1.0]))
+def test_any_reply_that_a_schema_lets_through_is_replayed(
+    grammars: Grammars, tokenizer: Any, compiler: Any, schema: Any, chance: Any, heat: float
+) -> None:
+    """Each sampled token survives its mask, and has its probability among all that do."""
+    end, text = tokenizer.eos_token_id, json.dumps(schema)
+    reply, seen = walk(compiler.compile_json_schema(text), end, chance)
+    asked = msgspec.structs.replace(held(Grammar(kind="json", text=text), (end,)), temperature=heat)
+    assert grammars.why_not(asked, reply) is None
+    [one] = grammars.with_masks(
+        [msgspec.structs.replace(rows()[0], sampled_ids=tuple(reply), distribution=asked)]
+    )
+    at, labels = torch.arange(len(reply)), torch.tensor(reply)
+    assert allowed(one.masks, 49152, at.device)[at, labels].all()
+
+    history = History.of([one], [(0, place) for place in range(len(reply))], at.device)
+    shaped = shape(torch.stack([logits for logits, _ in seen]), asked, history, at, labels)
+    found = replay(shaped, at, labels)
+    masked = torch.stack([logits for _, logits in seen]).double()
+    dense = torch.log_softmax(masked / heat, -1)
+    assert float((found.logprobs - dense[at, labels]).abs().max()) <= 1e-5
+    assert float((found.weights - dense.exp()).abs().max()) <= 1e-5
+    # A token that a mask forbids makes the call one that is not trained.
+    place = chance.randrange(len(reply))
+    other = torch.nonzero(masked[place] == -math.inf)[:, 0]
+    if len(other):
+        changed = [*reply[:place], int(chance.choice(other)), *reply[place + 1 :]]
+        assert grammars.why_not(asked, changed) == OUTSIDE
 
 
 def test_equal_masks_are_one_object(grammars: Grammars, tokenizer: Any) -> None:

@@ -7,7 +7,7 @@ says whether token t may be sampled. After an end that the grammar took, every t
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -51,23 +51,23 @@ class Grammars:
             Unreplayable: a mask cannot be made; `why_not` says it before.
         """
         same: dict[bytes, bytes] = {}
+
+        def masks_of(row: Row) -> tuple[bytes, ...]:
+            made = self._each_mask(row.distribution, row.sampled_ids)
+            return tuple(same.setdefault(mask, mask) for mask in made)
+
         return [
             row
             if row.distribution.grammar is None
-            else msgspec.structs.replace(
-                row,
-                masks=tuple(
-                    same.setdefault(mask, mask)
-                    for mask in self.masks(row.distribution, row.sampled_ids)
-                ),
-            )
+            else msgspec.structs.replace(row, masks=masks_of(row))
             for row in rows
         ]
 
     def why_not(self, distribution: Distribution, sampled_ids: Sequence[int]) -> str | None:
         """Return why the masks of a reply cannot be made, or None if they can."""
         try:
-            self.masks(distribution, sampled_ids)
+            for _ in self._followed(distribution, sampled_ids):
+                pass
         except Unreplayable as error:
             log.warning("grammar_not_replayed", reason=error.reason, why=str(error))
             return error.reason
@@ -79,37 +79,44 @@ class Grammars:
         Raises:
             Unreplayable: xgrammar is missing or takes no such grammar, or a mask forbids a token.
         """
-        assert distribution.grammar is not None
-        xgrammar = _library()
-        stops = list(distribution.stop_token_ids) or None
-        compiled = self._compiled(distribution.grammar)
-        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
-        bits = xgrammar.allocate_token_bitmask(1, self._words)
-        found = []
-        for place, token in enumerate(sampled_ids):
+        return list(self._each_mask(distribution, sampled_ids))
+
+    def _each_mask(self, distribution: Distribution, sampled_ids: Sequence[int]) -> Iterator[bytes]:
+        bits = None
+        for matcher in self._followed(distribution, sampled_ids):
+            if bits is None:
+                bits = _library().allocate_token_bitmask(1, self._words)
             if matcher.is_terminated():
                 bits.fill_(-1)
             else:
                 matcher.fill_next_token_bitmask(bits, 0)
-                if not matcher.accept_token(token):
-                    raise Unreplayable(f"its token {place} is outside its grammar", OUTSIDE)
-            found.append(bits.numpy().tobytes())
-        return found
+            yield bits.numpy().tobytes()
 
-    def _compile(self, grammar: Grammar) -> Any:
-        xgrammar = _library()
+    def _followed(self, distribution: Distribution, sampled_ids: Sequence[int]) -> Iterator[Any]:
+        """Yield xgrammar's matcher as it stands before each sampled token."""
+        assert distribution.grammar is not None
         try:
-            if self._compiler is None:
-                info = xgrammar.TokenizerInfo.from_huggingface(
-                    self._tokenizer, vocab_size=self._words
-                )
-                self._compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)
-            return _COMPILE[grammar.kind](self._compiler, grammar.text)
-        except Unreplayable:
-            raise
+            matcher = _library().GrammarMatcher(
+                self._compiled(distribution.grammar),
+                override_stop_tokens=list(distribution.stop_token_ids) or None,
+            )
+            for place, token in enumerate(sampled_ids):
+                yield matcher
+                if not (matcher.is_terminated() or self._accepts(matcher, token)):
+                    raise Unreplayable(f"its token {place} is outside its grammar", OUTSIDE)
         # xgrammar raises RuntimeError and its subclasses, json ValueError.
         except (RuntimeError, ValueError, TypeError, RecursionError) as error:
             raise Unreplayable(f"a grammar cannot be built: {error!s:.200}", NO_GRAMMAR) from error
+
+    def _accepts(self, matcher: Any, token: int) -> bool:
+        return token < self._words and bool(matcher.accept_token(token))
+
+    def _compile(self, grammar: Grammar) -> Any:
+        xgrammar = _library()
+        if self._compiler is None:
+            info = xgrammar.TokenizerInfo.from_huggingface(self._tokenizer, vocab_size=self._words)
+            self._compiler = xgrammar.GrammarCompiler(info, cache_enabled=False)
+        return _COMPILE[grammar.kind](self._compiler, grammar.text)
 
 
 def allowed(masks: Sequence[bytes], words: int, device: torch.device) -> torch.Tensor:

@@ -49,8 +49,10 @@ class History:
 
     def part(self, start: int, stop: int) -> "History":
         """Return the history of the tokens from `start` to before `stop`."""
-        each = (self._rows, self._prompts, self.sampled)
-        return History(self._ids, *(one[start:stop] for one in each), self.masks[start:stop])
+        rows, prompts, sampled = (
+            one[start:stop] for one in (self._rows, self._prompts, self.sampled)
+        )
+        return History(self._ids, rows, prompts, sampled, self.masks[start:stop])
 
     def everything(self) -> Tensor:
         """Return all ids before each token, (R, T); shorter ones repeat their first id."""
