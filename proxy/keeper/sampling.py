@@ -71,7 +71,10 @@ def sampling_settings(
     if not isinstance(tools, list | None):
         unreadable.append("tools")
     elif tools:
-        settings |= _marks_of_tools(tools, request)
+        if _has_strict_tool(tools):
+            settings[STRICT_TOOLS] = True
+        if _allows_one_call(request):
+            settings[ONE_CALL] = True
     if STRUCTURED in settings or rules.constrains(settings):
         grammar = rules.grammar(request) if settings.keys().isdisjoint(GUIDED) else None
         if grammar is not None:
@@ -99,12 +102,6 @@ def _read_numbers(settings: dict[str, Any]) -> list[str]:
     return unreadable
 
 
-def _marks_of_tools(tools: list[Any], request: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the marks of a grammar that a server may make of the tools which it offers."""
-    marks = {STRICT_TOOLS: _has_strict_tool(tools), ONE_CALL: _allows_one_call(request)}
-    return {name: True for name, is_set in marks.items() if is_set}
-
-
 def _allows_one_call(request: Mapping[str, Any]) -> bool:
     """Return whether a request with tools lets the model call one of them at most.
 
@@ -112,11 +109,10 @@ def _allows_one_call(request: Mapping[str, Any]) -> bool:
     (`DelegatingParser._apply_structural_tag`), also where no tool need be called.
     """
     choice = request.get("tool_choice")
-    said = choice if isinstance(choice, dict) else {"type": choice}
-    if said.get("type") == "none":
-        return False
-    limited = said.get("disable_parallel_tool_use") not in (None, False)
-    return limited or request.get("parallel_tool_calls") not in (None, True)
+    said = choice if isinstance(choice, dict) else {}
+    several = request.get("parallel_tool_calls") in (None, True)
+    limited = not several or said.get("disable_parallel_tool_use") not in (None, False)
+    return limited and "none" not in (choice, said.get("type"))
 
 
 def _has_strict_tool(tools: list[Any]) -> bool:
