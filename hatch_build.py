@@ -24,8 +24,10 @@ from typing import Any, Final
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE: Final = "proxy"
-# These stay Python: pydantic must see the settings' class as Python defines it.
-LEFT_AS_THEY_ARE: Final = ("__init__.py", "settings.py")
+# These stay Python. pydantic must see the settings' class as Python defines it; and compiled code
+# never lets another thread have the GIL, so that a long conversation must be read by a loop of
+# Python's (docs/decisions/030-limits-on-what-is-parsed.md).
+LEFT_AS_THEY_ARE: Final = ("__init__.py", "settings.py", "contents.py")
 CACHE: Final = "COMPILED_PROXY_CACHE"
 OPTIONS: Final = ["-O2", "-g0", "-Wno-array-bounds", "-Wno-unused-function"]
 # Otherwise Cython would enforce annotations as types, and limit ints to those of C.

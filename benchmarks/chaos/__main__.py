@@ -30,6 +30,7 @@ from benchmarks.chaos.kills import kills
 from benchmarks.chaos.memory import memory
 from benchmarks.chaos.outage import outage
 from benchmarks.chaos.stand import standing
+from benchmarks.chaos.trainer.cast import BASE, CASTS
 from benchmarks.chaos.trainer.kills import trainer_kills
 
 # Memory that is flat may still wander by pages: so many bytes a call are no growth.
@@ -44,37 +45,41 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="pawl-chaos-") as folder:
         of = _of_the_trainer if options.target == "trainer" else _of_the_proxy
         try:
-            name, found = of(options, Path(folder))
+            by_name = of(options, Path(folder))
         except CannotInjectFaults as error:
             raise SystemExit(str(error)) from error
-    broken = broken_promises(found)
-    title = f"{options.target}: {name}"
-    Console(stderr=options.json).print(_table(title, found, broken))
+    console, broken = Console(stderr=options.json), []
+    for name, found in by_name.items():
+        of_it = broken_promises(found)
+        console.print(_table(f"{options.target}: {name}", found, of_it))
+        broken += of_it
     if options.json:
-        print(json.dumps({name: found, "broken": broken}))
+        print(json.dumps(by_name | {"broken": broken}))
     sys.exit(1 if broken else 0)
 
 
-def _of_the_proxy(options: argparse.Namespace, folder: Path) -> tuple[str, dict[str, Any]]:
+def _of_the_proxy(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     faults = not (options.calls or options.outage or options.plain)
     with standing(folder, options.workers, faults=faults) as stand:
         if options.calls:
-            return "memory", asyncio.run(memory(stand, options.calls))
+            return {"memory": asyncio.run(memory(stand, options.calls))}
         if options.outage:
-            return "outage", asyncio.run(outage(stand, options.outage))
-        return "kills", asyncio.run(kills(stand, options.kills, options.seed))
+            return {"outage": asyncio.run(outage(stand, options.outage))}
+        return {"kills": asyncio.run(kills(stand, options.kills, options.seed))}
 
 
-def _of_the_trainer(options: argparse.Namespace, folder: Path) -> tuple[str, dict[str, Any]]:
+def _of_the_trainer(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     if options.calls or options.outage:
         raise SystemExit("--target trainer is killed, and nothing else: give it --kills")
-    return "kills", trainer_kills(
+    found = trainer_kills(
         folder,
         options.kills,
         options.seed,
         learner=options.learner,
         baseline=options.baseline,
+        policies=options.policies,
     )
+    return {"kills": found[BASE]} if options.policies == 1 else found
 
 
 def _options() -> argparse.Namespace:
@@ -93,6 +98,13 @@ def _options() -> argparse.Namespace:
         help="of the trainer with grpo (group)",
     )
     parser.add_argument(
+        "--policies",
+        type=int,
+        choices=sorted(CASTS),
+        default=1,
+        help="in training, each killed its share of --kills (1)",
+    )
+    parser.add_argument(
         "--plain", action="store_true", help="of the proxy: kills alone, no faults of the disk"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the moments and victims (1)")
@@ -109,7 +121,7 @@ def broken_promises(found: dict[str, Any]) -> list[str]:
     nothing = (
         *("missing", "twice", "failed", "failed_otherwise", "scrapes_off", "scrapes_failed"),
         *("lost", "spent_otherwise", "states_differ", "files_differ", "by_themselves"),
-        *("ended_by_itself", "stalled", "dropped_uncounted", "poison_not_dead"),
+        *("ended_by_itself", "stalled", "dropped_uncounted", "poison_not_dead", "of_untrained"),
     )
     broken = [f"{name}: {_counted(found[name])}" for name in nothing if found.get(name)]
     if found.get("drain_s", 0.0) is None:

@@ -99,48 +99,13 @@ def _chat(reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _response(reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
-    output: list[dict[str, Any]] = [
-        {
-            "id": f"rs_{uuid4().hex}",
-            "type": "reasoning",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": "Hm."}],
-        }
-    ]
-    if reply.text:
-        part: dict[str, Any] = {
-            "type": "output_text",
-            "text": reply.text,
-            "annotations": [],
-            "logprobs": None,
-        }
-        output.append(
-            {
-                "id": f"msg_{uuid4().hex}",
-                "type": "message",
-                "role": "assistant",
-                "status": "completed",
-                "content": [part],
-            }
-        )
-    output += [
-        {
-            "id": f"fc_{uuid4().hex}",
-            "type": "function_call",
-            "status": "completed",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": json.dumps(call.arguments),
-        }
-        for call in reply.calls
-    ]
     return {
         "id": f"resp_{uuid4().hex}",
         "object": "response",
         "created_at": 1,
         "model": body["model"],
         "status": "completed",
-        "output": output,
+        "output": _items(reply),
         "parallel_tool_calls": True,
         "tool_choice": "auto",
         "tools": body.get("tools", []),
@@ -152,6 +117,42 @@ def _response(reply: Reply, body: dict[str, Any]) -> dict[str, Any]:
             "output_tokens_details": {"reasoning_tokens": 0},
         },
     }
+
+
+def _items(reply: Reply) -> list[dict[str, Any]]:
+    """Return what a response holds: a thought, the text if there is one, and the tool calls."""
+    thought = {"type": "reasoning_text", "text": "Hm."}
+    items: list[dict[str, Any]] = [
+        {"id": f"rs_{uuid4().hex}", "type": "reasoning", "summary": [], "content": [thought]}
+    ]
+    if reply.text:
+        text: dict[str, Any] = {
+            "type": "output_text",
+            "text": reply.text,
+            "annotations": [],
+            "logprobs": None,
+        }
+        items.append(
+            {
+                "id": f"msg_{uuid4().hex}",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [text],
+            }
+        )
+    items += [
+        {
+            "id": f"fc_{uuid4().hex}",
+            "type": "function_call",
+            "status": "completed",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": json.dumps(call.arguments),
+        }
+        for call in reply.calls
+    ]
+    return items
 
 
 def _message(reply: Reply, body: dict[str, Any]) -> dict[str, Any]:

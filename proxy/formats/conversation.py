@@ -20,6 +20,8 @@ SIZE: Final = 16
 # From 2048 bytes on hashlib releases the GIL: other threads would run, and this one would wait
 # to get it back. So longer data is hashed in smaller pieces.
 _PIECE: Final = 2000
+# Data from this length on is read beside the event loop, which is to go on meanwhile.
+_LONG: Final = 2**20
 # `call_1` and `functions.add:0` are counters, which servers give to every client alike.
 _RANDOM_TAIL: Final = re.compile(r"(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{8,}\Z", re.ASCII)
 _NOT_ALNUM: Final = re.compile(r"[^A-Za-z0-9]")
@@ -55,21 +57,24 @@ class Conversation:
         """Add what a user said: text, or a list of parts; nothing if it is empty."""
         piece = heard_bytes(content)
         if piece:
-            self.heard(b"u" + piece)
+            self.heard(b"u", piece)
 
-    def heard(self, piece: bytes) -> None:
-        """Add `piece`, said by somebody other than the assistant."""
+    def heard(self, kind: bytes, piece: bytes) -> None:
+        """Add `piece`, which somebody other than the assistant said; `kind` tells who."""
         self._close()
-        self._state = _digest(self._state + piece)
+        if len(piece) < _LONG:
+            self._state = _digest(self._state + kind + piece)
+        else:
+            self._state = _digest_of_long(self._state + kind, piece)
 
     def result(self, tool_id: Any, content: Any) -> None:
         """Add a tool's result."""
         name = tool_id if isinstance(tool_id, str) else ""
         if is_unique(name):
             self._unique = True
-            self.heard(b"t" + _encoded(name))
+            self.heard(b"t", _encoded(name))
         else:
-            self.heard(b"t" + _encoded(name) + b"\0" + heard_bytes(content))
+            self.heard(b"t" + _encoded(name) + b"\0", heard_bytes(content))
         self.results.append(name)
 
     def said(self, content: Any) -> None:
@@ -162,4 +167,11 @@ def _digest(data: bytes) -> bytes:
     state = blake2b(data[:_PIECE], digest_size=SIZE)
     for start in range(_PIECE, len(data), _PIECE):
         state.update(data[start : start + _PIECE])
+    return state.digest()
+
+
+def _digest_of_long(begin: bytes, data: bytes) -> bytes:
+    """Return the digest of `begin` and `data` without a copy of either, and without the GIL."""
+    state = blake2b(begin, digest_size=SIZE)
+    state.update(data)
     return state.digest()

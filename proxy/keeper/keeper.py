@@ -51,18 +51,8 @@ async def keeping(
     settings.spool_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     lock = await _hold_patiently(settings.spool_dir / "lock", patience_s)
     database = Database(settings)
-    drainer = Drainer(
-        settings.spool_dir,
-        database.engine,
-        batch=settings.drain_batch,
-        readers=settings.tool_results,
-        counted_before=unsettled(),
-        most_reply=settings.max_reply_mb * 2**20,
-    )
-    admin = web.AppRunner(admin_app(database, drainer, processes), access_log=None)
-    await admin.setup()
-    host, port = address(settings.admin_listen)
-    await web.TCPSite(admin, host, port).start()
+    drainer = _drainer(settings, database)
+    admin = await _serving(admin_app(database, drainer, processes), settings.admin_listen)
     watching = asyncio.create_task(database.run(), name="pawl-database")
     draining = asyncio.create_task(drainer.run(), name="pawl-drain")
     cleaning = asyncio.create_task(
@@ -84,6 +74,30 @@ async def keeping(
         await admin.cleanup()
         lock.release()
         log.info("keeper_down")
+
+
+def _drainer(settings: ProxySettings, database: Database) -> Drainer:
+    return Drainer(
+        settings.spool_dir,
+        database.engine,
+        batch=settings.drain_batch,
+        readers=settings.tool_results,
+        counted_before=unsettled(),
+        most_reply=settings.max_reply_mb * 2**20,
+    )
+
+
+async def _serving(app: web.Application, listen: str) -> web.AppRunner:
+    """Serve an application on the address `listen`, until the runner's `cleanup`.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    host, port = address(listen)
+    await web.TCPSite(runner, host, port).start()
+    return runner
 
 
 async def _hold_patiently(path: Path, patience_s: float) -> Lock:

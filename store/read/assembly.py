@@ -92,10 +92,7 @@ def assemble(
         return asked_by if asked_by in known else None
 
     events_of = _grouped(_newest_events(events), owner)
-    own = {part.id for part in parts if part.method == OWN_EPISODE}
-    about = _grouped(
-        feedback, lambda one: None if one.episode_id in own else _last(repeated_by, one.call_id)
-    )
+    about = _by_call(feedback, parts, repeated_by)
     transitions = tuple(
         _transition(row, readable[row.id], events_of.get(row.id, ()), about.get(row.id, ()))
         for row in calls
@@ -112,6 +109,16 @@ def assemble(
         aliases=tuple(part.key for part in parts if part is not head),
         quarantined_reason=head.quarantined_reason,
         split=head.joined_split or head.split,
+    )
+
+
+def _by_call(
+    feedback: Iterable[Any], parts: Sequence[Any], repeated_by: Mapping[UUID, UUID]
+) -> dict[UUID | None, list[Any]]:
+    """Return statements by the call that they are about; None has those about the episode."""
+    own = {part.id for part in parts if part.method == OWN_EPISODE}
+    return _grouped(
+        feedback, lambda one: None if one.episode_id in own else _last(repeated_by, one.call_id)
     )
 
 

@@ -15,7 +15,7 @@ from store.updates.claims import Claim
 from store.values.distribution import distribution_of
 from store.values.tokens import unpack_ids
 from trainer.batches.rows import Row, RowKey
-from trainer.errors import AdapterError
+from trainer.errors import AdapterError, Interrupted
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
@@ -150,4 +150,8 @@ class Training:
         except asyncio.CancelledError:
             self._learner.interrupt()
             await asyncio.wait([running])
+            # Looked at: asyncio prints a trace of an exception that nobody has seen.
+            error = running.exception()
+            if not (error is None or isinstance(error, Interrupted)):
+                log.warning("error_while_stopping", reason=f"{type(error).__name__}: {error}")
             raise

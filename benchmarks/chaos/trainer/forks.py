@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +13,18 @@ from typing import Any, Final
 
 # A process killed is gone in this time; one that is not is stuck in the kernel.
 GONE_S: Final = 30.0
+POLL_S: Final = 0.005
 
 
 class Zygote:
-    """Starts processes in no time; see `benchmarks.chaos.trainer.zygote`."""
+    """Starts processes in no time; see `benchmarks.chaos.trainer.zygote`.
+
+    Threads may share it: none waits in the pipe for what another started.
+    """
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
+        self._pipe = threading.Lock()
         # Where a trainer may be told to die (`boundaries`).
         self.boundaries: list[str] = self._answer()["boundaries"]
 
@@ -28,8 +35,12 @@ class Zygote:
 
     def wait(self, pid: int, within_s: float) -> int | None:
         """How the process ended (negative: the signal); None if it lives on."""
-        status: int | None = self._ask({"wait": pid, "within_s": within_s})["status"]
-        return status
+        deadline = time.monotonic() + within_s
+        while True:
+            status: int | None = self._ask({"ended": pid})["status"]
+            if status is not None or time.monotonic() > deadline:
+                return status
+            time.sleep(POLL_S)
 
     def end(self, pid: int, signal: int) -> int | None:
         """Send a signal, and wait for the end."""
@@ -38,9 +49,10 @@ class Zygote:
 
     def _ask(self, wish: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(wish) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
+        with self._pipe:
+            self._process.stdin.write(json.dumps(wish) + "\n")
+            self._process.stdin.flush()
+            return self._answer()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -1,4 +1,4 @@
-"""What a run left: who was spent on what, and every version's bytes."""
+"""What a run left of a policy: who was spent on what, and every version's bytes."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -10,32 +10,37 @@ from uuid import UUID
 
 import asyncpg
 
-from benchmarks.chaos.trainer.recipe import POLICY
 from trainer.publishing.adapters import read_manifest
 
 # All of a version but its manifest, which names the update's id.
 COMPARED: Final = ("adapter_model.safetensors", "adapter_config.json", "progress.json", "trainer/*")
 
 _SPENT: Final = """
-    SELECT (SELECT count(*) FROM consumptions) = (SELECT count(*) FROM episodes)
-        AND NOT EXISTS (SELECT FROM policies WHERE state = 'written')
-        AND (SELECT version FROM policies WHERE state = 'serving')
-            = (SELECT max(version) FROM policies)
+    SELECT (SELECT count(*) FROM consumptions WHERE policy = $1) = (SELECT count(*) FROM episodes)
+        AND NOT EXISTS (SELECT FROM policies WHERE name = $1 AND state = 'written')
+        AND (SELECT version FROM policies WHERE name = $1 AND state = 'serving')
+            = (SELECT max(version) FROM policies WHERE name = $1)
 """
 _UPDATE_S: Final = """
     SELECT coalesce(percentile_cont(0.5) WITHIN GROUP (ORDER BY s), 0) FROM (
         SELECT extract(epoch FROM lead(claimed_at) OVER (ORDER BY claimed_at) - claimed_at) AS s
-        FROM updates) AS taken
+        FROM updates WHERE policy = $1) AS taken
 """
 _OUTCOMES: Final = """
     SELECT e.key, u.version, u.state, c.trained, c.reason FROM episodes e
-    LEFT JOIN consumptions c ON c.episode_id = e.id LEFT JOIN updates u ON u.id = c.update_id
+    LEFT JOIN consumptions c ON (c.episode_id, c.policy) = (e.id, $1)
+    LEFT JOIN updates u ON (u.id, u.policy) = (c.update_id, c.policy)
 """
+
+
+_HELD: Final = "SELECT id FROM updates WHERE policy = $1 AND state = 'running'"
+_STATES: Final = "SELECT version, state FROM policies WHERE name = $1 ORDER BY version"
+_UPDATES: Final = "SELECT state, count(*) FROM updates WHERE policy = $1 GROUP BY 1"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A run's end."""
+    """A policy's end in a run."""
 
     # By episode: the version it was spent on, and how; None where it was not.
     outcomes: Mapping[str, tuple[int | None, bool, str | None] | None]
@@ -54,36 +59,36 @@ class Found:
         return [key for key, outcome in self.outcomes.items() if outcome is None]
 
 
-async def all_spent(url: str) -> bool:
-    """Whether nothing is left to train, to record or to publish."""
-    return bool(await _ask(url, _SPENT))
+async def all_spent(url: str, policy: str) -> bool:
+    """Whether the policy has nothing left to train, to record or to publish."""
+    return bool(await _ask(url, _SPENT, policy))
 
 
-async def held_by(url: str) -> UUID | None:
-    """The update that holds episodes now."""
-    found: UUID | None = await _ask(url, "SELECT id FROM updates WHERE state = 'running'")
+async def held_by(url: str, policy: str) -> UUID | None:
+    """The policy's update that holds episodes now."""
+    found: UUID | None = await _ask(url, _HELD, policy)
     return found
 
 
-async def _ask(url: str, question: str) -> Any:
+async def _ask(url: str, question: str, policy: str) -> Any:
     connection = await asyncpg.connect(url)
     try:
-        return await connection.fetchval(question)
+        return await connection.fetchval(question, policy)
     finally:
         await connection.close()
 
 
-async def found_in(url: str, adapters: Path) -> Found:
+async def found_in(url: str, adapters: Path, policy: str) -> Found:
     """Read it."""
     connection = await asyncpg.connect(url)
     try:
-        rows = await connection.fetch(_OUTCOMES)
-        versions = await connection.fetch("SELECT version, state FROM policies ORDER BY version")
-        updates = await connection.fetch("SELECT state, count(*) FROM updates GROUP BY 1")
-        update_s = float(await connection.fetchval(_UPDATE_S))
+        rows = await connection.fetch(_OUTCOMES, policy)
+        versions = await connection.fetch(_STATES, policy)
+        updates = await connection.fetch(_UPDATES, policy)
+        update_s = float(await connection.fetchval(_UPDATE_S, policy))
     finally:
         await connection.close()
-    folders = sorted((adapters / POLICY).glob("[0-9]*"), key=lambda folder: int(folder.name))
+    folders = sorted((adapters / policy).glob("[0-9]*"), key=lambda folder: int(folder.name))
     return Found(
         outcomes={row["key"]: _outcome(row) for row in rows},
         twice=_twice(folders),

@@ -1,17 +1,21 @@
-"""The same ledger trained twice: by a trainer that is left alone, and by one that is killed."""
+"""The same ledger trained twice: by trainers that are left alone, and by ones that are killed."""
 
 import asyncio
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import asyncpg
-
-from benchmarks.chaos.trainer.forks import GONE_S, Zygote, zygote
-from benchmarks.chaos.trainer.found import Found, differing, found_in
-from benchmarks.chaos.trainer.lives import Lives, Place, Run, running
+from benchmarks.chaos.trainer.cast import POLICIES_TOML, trained
+from benchmarks.chaos.trainer.database import Database
+from benchmarks.chaos.trainer.forks import Zygote, zygote
+from benchmarks.chaos.trainer.found import found_in
+from benchmarks.chaos.trainer.lives import Run, model_server
+from benchmarks.chaos.trainer.place import Place
 from benchmarks.chaos.trainer.recipe import recipe_toml
+from benchmarks.chaos.trainer.report import Trained, ledger_report, policy_report
 from store.embedded.server import EmbeddedPostgres
 
 STAGE_S: Final = 300.0
@@ -23,105 +27,117 @@ class NotStaged(Exception):
     """The ledger could not be made; the message ends with what was said of it."""
 
 
+# What is done to a policy's run; with the seconds that an undisturbed update of it takes.
+Disturb = Callable[[Run, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is trained in both runs."""
+
+    folder: Path
+    updates: int
+    seed: int
+    recipe: str
+    policies: int = 1
+
+
 def trainer_kills(
-    folder: Path, kills: int, seed: int, *, learner: str = "grpo", baseline: str = "group"
-) -> dict[str, Any]:
-    """Kill a trainer so many times; what became of its episodes and versions."""
-    updates = max(4, kills // KILLS_AN_UPDATE)
-    dice = random.Random(seed)
-    recipe = recipe_toml(updates, learner, baseline)
-    return compared(
-        folder, updates, seed, recipe, lambda run, update_s: run.kill(kills, dice, update_s)
-    )
+    folder: Path,
+    kills: int,
+    seed: int,
+    *,
+    learner: str = "grpo",
+    baseline: str = "group",
+    policies: int = 1,
+) -> dict[str, dict[str, Any]]:
+    """Kill the policies' trainers so many times in all; what became of each, and of the ledger."""
+    each = kills // policies
+    updates = max(4, each // KILLS_AN_UPDATE)
+    dice = {name: random.Random(seed + n) for n, name in enumerate(trained(policies))}
+    task = Task(folder, updates, seed, recipe_toml(updates, learner, baseline), policies)
+    return compared(task, lambda run, update_s: run.kill(each, dice[run.place.policy], update_s))
 
 
-def compared(
-    folder: Path, updates: int, seed: int, recipe: str, disturb: Callable[[Run, float], None]
-) -> dict[str, Any]:
-    """Train a ledger of so many updates twice, the second time while `disturb` is at it.
+def compared(task: Task, disturb: Disturb) -> dict[str, dict[str, Any]]:
+    """Train a ledger twice, the second time while `disturb` is at each policy's run.
 
-    `disturb` is told how long an undisturbed update takes, in seconds.
+    What became of each policy is under its name; under `ledger`, what it was trained on.
     """
-    postgres = EmbeddedPostgres(folder)
-    url = postgres.ensure_running()
-    (folder / "recipe.toml").write_text(recipe)
+    postgres = EmbeddedPostgres(task.folder)
+    postgres.ensure_running()
+    database = Database(postgres)
+    names = trained(task.policies)
     try:
-        with zygote(folder / "zygote.log") as forks:
-            _stage(forks, folder, url, updates, seed)
-            calm, calm_lives = _run(forks, folder, postgres, "calm", updates, lambda _: None)
-            killed, lives = _run(
-                forks, folder, postgres, "killed", updates, lambda run: disturb(run, calm.update_s)
+        with zygote(task.folder / "zygote.log") as forks:
+            calm_places, killed_places = (
+                _places(task, "calm", database),
+                _places(task, "killed", database),
             )
+            _stage(forks, task, [calm_places[0].database_url, killed_places[0].database_url])
+            calm = _run(forks, database, calm_places, lambda _: None)
+            update_s = {name: one.found.update_s for name, one in calm.items()}
+            killed = _run(
+                forks, database, killed_places, lambda run: disturb(run, update_s[run.place.policy])
+            )
+        last = killed_places[0]
+        ledger = asyncio.run(ledger_report(last.database_url, last.adapters, names))
     finally:
         postgres.stop()
-    return _report(updates, calm, killed, calm_lives, lives, folder / "killed" / "trainer.log")
+    reports = {name: policy_report(task.updates, calm[name], killed[name]) for name in names}
+    return reports | {"ledger": ledger}
 
 
-def _stage(forks: Zygote, folder: Path, url: str, updates: int, seed: int) -> None:
-    log = folder / "stage.log"
-    model = str(folder / "model")
-    pid = forks.start("stage", log, {}, model=model, database_url=url, updates=updates, seed=seed)
+def _places(task: Task, name: str, database: Database) -> list[Place]:
+    """The places of a run, with a database that is empty yet: one for each policy."""
+    folder, url = task.folder / name, database.create(name)
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(task.recipe)
+    (folder / "policies.toml").write_text(POLICIES_TOML)
+    return [
+        Place(
+            folder=folder,
+            database_url=url,
+            policy=policy,
+            model=task.folder / "model",
+            recipe=folder / "recipe.toml",
+            policies=folder / "policies.toml" if task.policies > 1 else None,
+            updates=task.updates,
+        )
+        for policy in trained(task.policies)
+    ]
+
+
+def _stage(forks: Zygote, task: Task, urls: list[str]) -> None:
+    log = task.folder / "stage.log"
+    pid = forks.start(
+        "stage",
+        log,
+        {},
+        model=str(task.folder / "model"),
+        database_urls=urls,
+        updates=task.updates,
+        seed=task.seed,
+        policies=task.policies,
+    )
     if forks.wait(pid, STAGE_S) != 0:
         raise NotStaged(log.read_text()[-2000:])
 
 
 def _run(
-    forks: Zygote,
-    folder: Path,
-    postgres: EmbeddedPostgres,
-    name: str,
-    updates: int,
-    disturb: Callable[[Run], None],
-) -> tuple[Found, Lives]:
-    own = postgres.url.replace("/pawl?", f"/{name}?")
-    asyncio.run(_copy(postgres.url.replace("/pawl?", "/postgres?"), name))
-    place = Place(folder / name, own, folder / "model", folder / "recipe.toml", updates)
-    with running(forks, postgres, place) as run:
-        disturb(run)
-        run.finish()
-    return asyncio.run(found_in(own, place.adapters)), run.lives
+    forks: Zygote, database: Database, places: list[Place], disturb: Callable[[Run], None]
+) -> dict[str, Trained]:
+    """Train all policies at the same time, each to its end; what came of it, by policy."""
+    with (
+        model_server(forks, places[0].folder, places[0].model) as port,
+        ThreadPoolExecutor(len(places)) as threads,
+    ):
+        runs = [Run(forks, database, place, port) for place in places]
+        list(threads.map(lambda run: run.to_its_end(disturb), runs))
+    return {run.place.policy: _trained(run) for run in runs}
 
 
-async def _copy(admin_url: str, name: str) -> None:
-    """A database with the ledger, down to its ids."""
-    connection = await asyncpg.connect(admin_url, timeout=GONE_S)
-    try:
-        await connection.execute(f"CREATE DATABASE {name} TEMPLATE pawl")
-    finally:
-        await connection.close()
-
-
-def _report(
-    updates: int, calm: Found, killed: Found, calm_lives: Lives, lives: Lives, log: Path
-) -> dict[str, Any]:
-    last = max(killed.states)
-    adapter = f"{max(calm.states)}/adapter_model.safetensors"
-    said = log.read_text()
-    kills = sum(lives.killed.values())
-    return {
-        "updates": updates,
-        "episodes": len(calm.outcomes),
-        "kills": kills,
-        "killed": dict(lives.killed.most_common()),
-        "kills_without_work": lives.idle,
-        "asked_to_stop": len(lives.stopped_after),
-        "slowest_stop_s": round(max(lives.stopped_after, default=0.0), 2),
-        "by_themselves": [*calm_lives.by_themselves, *lives.by_themselves],
-        "updates_abandoned": killed.updates.get("abandoned", 0),
-        "updates_finished_late": said.count('"update_finished_late"'),
-        "lost": [*calm.lost, *killed.lost],
-        "twice": [*calm.twice, *killed.twice],
-        "spent_otherwise": differing(calm.outcomes, killed.outcomes),
-        "versions": {"undisturbed": max(calm.states), "killed": last},
-        "states_differ": differing(calm.states, killed.states),
-        "files": len(calm.files),
-        "files_differ": differing(calm.files, killed.files),
-        "final_adapter": {
-            "undisturbed": calm.files.get(adapter, "none")[:16],
-            "killed": killed.files.get(adapter, "none")[:16],
-        },
-        "an_update_s": round(calm.update_s, 2),
-        "undisturbed_s": round(calm_lives.seconds, 1),
-        "killed_s": round(lives.seconds, 1),
-        "a_life_s": round(lives.seconds / (kills + 1), 2),
-    }
+def _trained(run: Run) -> Trained:
+    at = run.place
+    found = asyncio.run(found_in(at.database_url, at.adapters, at.policy))
+    return Trained(found, run.lives, at.log)

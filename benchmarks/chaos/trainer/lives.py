@@ -1,22 +1,20 @@
-"""One run over a ledger: a trainer that is left alone, or one life after another."""
+"""One policy's run over a ledger: a trainer that is left alone, or one life after another."""
 
 import asyncio
 import random
 import signal
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+from uuid import UUID
 
-from benchmarks.chaos.postgres import kill_and_start
+from benchmarks.chaos.trainer.database import Database
 from benchmarks.chaos.trainer.forks import Zygote
 from benchmarks.chaos.trainer.found import all_spent, held_by
-from benchmarks.chaos.trainer.recipe import POLICY
+from benchmarks.chaos.trainer.place import Lives, Place
 from benchmarks.vllm_server import free_port
-from store.embedded.server import EmbeddedPostgres
 
 # The last step before which an update has left nothing that its successor could finish.
 RENAME: Final = "before the rename"
@@ -40,70 +38,25 @@ LONGEST_S: Final = 120.0
 LOOK_S: Final = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a run happens."""
-
-    folder: Path
-    database_url: str
-    model: Path
-    recipe: Path
-    updates: int
-
-    @property
-    def adapters(self) -> Path:
-        """Where its versions are."""
-        return self.folder / "adapters"
-
-    @property
-    def log(self) -> Path:
-        """What its trainers said."""
-        return self.folder / "trainer.log"
-
-    def said(self) -> bytes:
-        """The log as it is now."""
-        return self.log.read_bytes() if self.log.exists() else b""
-
-    def progress(self) -> float:
-        """The share of the updates that exist as versions."""
-        return len(list((self.adapters / POLICY).glob("[0-9]*"))) / self.updates
-
-
-@dataclass(slots=True)
-class Lives:
-    """How a run went."""
-
-    killed: Counter[str] = field(default_factory=Counter)
-    # Kills after the last episode was spent: they find a trainer without work.
-    idle: int = 0
-    # Lives that ended with another status than they were to.
-    by_themselves: list[str] = field(default_factory=list)
-    # From SIGTERM to the end, of those that were asked.
-    stopped_after: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-
-
 class Run:
     """A trainer over the ledger of `place`, in lives that end as they are told."""
 
     def __init__(
-        self, zygote: Zygote, postgres: EmbeddedPostgres, place: Place, upstream_port: int
+        self, zygote: Zygote, database: Database, place: Place, upstream_port: int
     ) -> None:
         self._zygote = zygote
-        self._postgres = postgres
-        self._place = place
+        self._database = database
+        self.place = place
         self._start_s = FIRST_START_S
         self.lives = Lives()
-        self._env = {
-            "DATABASE_URL": place.database_url,
-            "PAWL_UPSTREAM_URL": f"http://127.0.0.1:{upstream_port}/v1",
-            "PAWL_ADAPTER_DIR": str(place.adapters),
-            "PAWL_RECIPE": str(place.recipe),
-            "PAWL_POLICY": POLICY,
-            "PAWL_MODEL": str(place.model),
-            "PAWL_TRAINER_LISTEN": f"127.0.0.1:{free_port()}",
-            "PAWL_POLL_S": "0.05",
-        }
+        self._env = place.env(upstream_port)
+
+    def to_its_end(self, disturb: Callable[["Run"], None]) -> None:
+        """Be disturbed, and then left alone until every episode is spent."""
+        started = time.monotonic()
+        disturb(self)
+        self._finish()
+        self.lives.seconds = time.monotonic() - started
 
     def kill_at_each_boundary(self) -> None:
         """A life for each of the boundaries, which it dies at."""
@@ -121,12 +74,13 @@ class Run:
         boundaries = self._zygote.boundaries
         early = boundaries[: boundaries.index(RENAME) + 1]
         for number in range(times):
-            progress = self._place.progress()
+            progress = self.place.progress()
             ahead = progress > number / times
-            if progress >= 1.0 and asyncio.run(all_spent(self._place.database_url)):
+            if progress >= 1.0 and self._all_spent():
                 self.lives.idle += 1
             if number % ASKED_EVERY == 0:
-                self._asked(dice.uniform(0.0, update_s))
+                with self._database.up():
+                    self._asked(dice.uniform(0.0, update_s))
             if dice.random() < AT_BOUNDARY:
                 # A boundary that it does not come by in this time is none of this life's.
                 self._life(dice.choice(early if ahead else boundaries), 4.0 * update_s)
@@ -157,7 +111,7 @@ class Run:
         pid, status = self._begin(None, once_up=True)
         if status is None:
             status = self._zygote.wait(pid, seconds)
-        asyncio.run(kill_and_start(self._postgres))
+        self._database.kill_and_start()
         if status is None:
             # Long enough to come back, to recover, and to be in the midst of the next update.
             status = self._zygote.wait(pid, RETRY_S + seconds)
@@ -169,7 +123,7 @@ class Run:
 
     def _asked(self, seconds: float) -> None:
         """One that is asked to stop at work (SIGTERM): soon gone, and nothing held by it."""
-        held = asyncio.run(held_by(self._place.database_url))
+        held = self._held()
         pid, status = self._begin(None, once_up=True)
         if status is None:
             status = self._zygote.wait(pid, seconds)
@@ -180,32 +134,33 @@ class Run:
         if status != 0:
             self._note(f"status {status}, asked to stop")
         # What the life before it left may still be there: it had no time to look.
-        if asyncio.run(held_by(self._place.database_url)) not in (None, held):
+        if self._held() not in (None, held):
             self._note("asked to stop, it kept its claim")
 
     def _note(self, what: str) -> None:
         """Something that is not to be, with the end of the log."""
-        self.lives.by_themselves.append(f"{what}: {self._place.said()[-1500:].decode()}")
+        self.lives.by_themselves.append(f"{what}: {self.place.said()[-1500:].decode()}")
 
     def _begin(self, boundary: str | None, *, once_up: bool) -> tuple[int, int | None]:
         """Start one, and wait until it is up; its id, and how it ended if it did."""
-        started, said = time.monotonic(), len(self._place.said())
+        started, said = time.monotonic(), len(self.place.said())
         pid = self._start(boundary)
         status = None
-        while once_up and status is None and UP not in self._place.said()[said:]:
+        while once_up and status is None and UP not in self.place.said()[said:]:
             status = self._zygote.wait(pid, POLL_S)
         if once_up and status is None:
             self._start_s = time.monotonic() - started
         return pid, status
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """A life that is left alone until every episode is spent, and then asked to stop."""
         pid = self._start(None)
-        deadline = time.monotonic() + LONGEST_S
-        status = None
-        while status is None and not asyncio.run(all_spent(self._place.database_url)):
+        status, progress, deadline = None, -1.0, 0.0
+        while status is None and not self._all_spent():
+            if self.place.progress() > progress:
+                progress, deadline = self.place.progress(), time.monotonic() + LONGEST_S
             if time.monotonic() > deadline:
-                self._note("the last life did not come to an end in time")
+                self._note("the last life came no further")
                 break
             status = self._zygote.wait(pid, LOOK_S)
         if status is None:
@@ -214,21 +169,24 @@ class Run:
         if status not in (0, -signal.SIGTERM):
             self._note(f"the last life ended with status {status}")
 
+    def _all_spent(self) -> bool:
+        with self._database.up():
+            return asyncio.run(all_spent(self.place.database_url, self.place.policy))
+
+    def _held(self) -> UUID | None:
+        with self._database.up():
+            return asyncio.run(held_by(self.place.database_url, self.place.policy))
+
     def _start(self, boundary: str | None) -> int:
-        return self._zygote.start("trainer", self._place.log, self._env, dies=boundary)
+        return self._zygote.start("trainer", self.place.log, self._env, dies=boundary)
 
 
 @contextmanager
-def running(zygote: Zygote, postgres: EmbeddedPostgres, place: Place) -> Iterator[Run]:
-    """A run with a model server of its own, which is never killed."""
-    place.folder.mkdir()
+def model_server(zygote: Zygote, folder: Path, model: Path) -> Iterator[int]:
+    """A model server of a run's own, which is never killed; its port."""
     port = free_port()
-    log = place.folder / "server.log"
-    server = zygote.start("server", log, {}, model=str(place.model), port=port)
-    run = Run(zygote, postgres, place, port)
-    started = time.monotonic()
+    server = zygote.start("server", folder / "server.log", {}, model=str(model), port=port)
     try:
-        yield run
+        yield port
     finally:
-        run.lives.seconds = time.monotonic() - started
         zygote.end(server, signal.SIGKILL)

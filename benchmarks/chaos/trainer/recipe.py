@@ -2,7 +2,6 @@
 
 from typing import Final
 
-POLICY: Final = "tiny"
 GROUPS: Final = 2
 MEMBERS: Final = 4
 STEPS: Final = 2

@@ -10,13 +10,11 @@ import json
 import os
 import signal
 import sys
-import time
 import traceback
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-POLL_S: Final = 0.005
 NEEDED: Final = (
     "benchmarks.chaos.trainer.server",
     "benchmarks.chaos.trainer.stage",
@@ -32,7 +30,7 @@ def main() -> None:
     print(json.dumps({"boundaries": _import_all()}), file=said, flush=True)
     for line in sys.stdin:
         wish = json.loads(line)
-        answer = _wait(**wish) if "wait" in wish else {"pid": _start(**wish)}
+        answer = {"status": _ended(wish["ended"])} if "ended" in wish else {"pid": _start(**wish)}
         print(json.dumps(answer), file=said, flush=True)
 
 
@@ -70,14 +68,14 @@ def _start(role: str, log: str, env: dict[str, str], arguments: dict[str, Any]) 
 
 def _be(role: str, arguments: dict[str, Any]) -> None:
     from benchmarks.chaos.trainer import boundaries, server, stage
-    from benchmarks.chaos.trainer.recipe import POLICY
+    from benchmarks.chaos.trainer.cast import BASE
 
     if role == "stage":
         model = Path(arguments.pop("model"))
         stage.write_model(model)
-        asyncio.run(stage.fill(arguments.pop("database_url"), model, **arguments))
+        asyncio.run(stage.fill(arguments.pop("database_urls"), model, **arguments))
     elif role == "server":
-        server.serve(POLICY, Path(arguments["model"]), arguments["port"])
+        server.serve(BASE, Path(arguments["model"]), arguments["port"])
     else:
         if arguments["dies"] is not None:
             boundaries.BOUNDARIES[arguments["dies"]]()
@@ -87,16 +85,10 @@ def _be(role: str, arguments: dict[str, Any]) -> None:
         pawl()
 
 
-def _wait(wait: int, within_s: float) -> dict[str, int | None]:
+def _ended(child: int) -> int | None:
     """The child's exit status (negative: the signal); None if it lives on."""
-    deadline = time.monotonic() + within_s
-    while True:
-        pid, status = os.waitpid(wait, os.WNOHANG)
-        if pid:
-            return {"status": os.waitstatus_to_exitcode(status)}
-        if time.monotonic() > deadline:
-            return {"status": None}
-        time.sleep(POLL_S)
+    pid, status = os.waitpid(child, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if pid else None
 
 
 if __name__ == "__main__":

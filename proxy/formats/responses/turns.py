@@ -46,7 +46,7 @@ class ResponsesTurns(BaseTurns):
         if not isinstance(given, str):
             return super().read(fields)
         conversation = Conversation()
-        conversation.heard(b"u" + given.encode(errors="surrogatepass"))
+        conversation.heard(b"u", given.encode(errors="surrogatepass"))
         return conversation
 
     def only_text(self, parsed: Object) -> bool:

@@ -43,7 +43,7 @@ STEPS = {
     "lowered": steps,
     "identify": asking,
     "for_upstream": routing,
-    "_rewrite": routing,
+    "rewritten": steps,
     "answer_of": steps,
 }
 
@@ -69,7 +69,7 @@ async def test_a_failure_before_the_reply_is_500_in_the_apis_shape_and_recorded(
     assert str(call.id) in said["error"]["message"]
 
 
-@pytest.mark.parametrize("step", ["parse_tool_status", "_rewrite", "answer_of"])
+@pytest.mark.parametrize("step", ["parse_tool_status", "rewritten", "answer_of"])
 async def test_a_failing_step_leaves_what_the_steps_before_it_found(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

@@ -16,6 +16,13 @@ from tests.conftest import ROOT
 MINUTES = 20
 
 
+def test_reading_a_long_conversation_lets_the_event_loop_have_the_gil() -> None:
+    """Compiled code never does; the generator of a conversation's members is run by Python."""
+    assert list((installed_wheel() / "proxy" / "formats").glob("contents.*")) == [
+        installed_wheel() / "proxy" / "formats" / "contents.py"
+    ]
+
+
 @pytest.mark.timeout(2 * MINUTES * 60)
 def test_the_unit_tests_of_the_proxy_hold_for_the_wheel(tmp_path: Path) -> None:
     wheel = installed_wheel()

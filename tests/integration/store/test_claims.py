@@ -10,11 +10,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.errors import ClaimLost, UnknownPolicy
 from store.records import SpoolRecord
 from store.updates import claims
-from store.updates.claims import Claim, Outcome
+from store.updates.claims import Claim
 from store.updates.policies import ensure_base, idle_versions, list_versions, promote, set_state
 from store.updates.ready import ClaimRule
 from store.write.ingest import ingest
 from tests.support.records import call, reward
+from tests.support.updates import claimed, consume_all
 
 RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
 
@@ -33,29 +34,11 @@ async def fill(engine: AsyncEngine, tasks: int = 2, members: int = 2, scored: bo
 
 
 async def take(engine: AsyncEngine, rule: ClaimRule = RULE, parent: int = 0) -> Claim | None:
-    async with engine.begin() as connection:
-        update_id = await claims.claim(connection, rule, parent, {"learner": "grpo"})
-    if update_id is None:
-        return None
-    async with engine.connect() as connection:
-        return await claims.load_claim(connection, update_id)
-
-
-def spent(claim: Claim) -> list[Outcome]:
-    return [Outcome(episode_id=e.id, trained=True) for g in claim.groups for e in g.episodes]
+    return await claimed(engine, rule, parent, {"learner": "grpo"})
 
 
 async def finish(engine: AsyncEngine, claim: Claim, version: int | None = 1) -> None:
-    async with engine.begin() as connection:
-        await claims.consume(
-            connection,
-            claim.update_id,
-            spent(claim),
-            {"loss": 0.5},
-            policy="m",
-            version=version,
-            adapter_path="/a/1" if version else None,
-        )
+    await consume_all(engine, claim, {"loss": 0.5}, version)
 
 
 async def test_whole_groups_with_all_their_calls(engine: AsyncEngine) -> None:

@@ -16,6 +16,7 @@ from store.updates.damage import NON_FINITE, set_aside
 from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.write.ingest import Ingester
+from tests.support.any_order import store_in_batches
 from tests.support.records import call, reward
 
 POLICIES: Final = ("writes", "checks")
@@ -83,16 +84,8 @@ async def test_any_order_split_and_repetition_gives_the_same_to_claim(
     dice = random.Random(seed)
     records = scenario(dice)
     seen = []
-    for attempt in range(4):
-        order = list(records)
-        if attempt:
-            dice.shuffle(order)
-        ingesters = [Ingester(), Ingester()]
-        while order:
-            size = dice.randrange(1, 6)
-            batch, order = order[:size], order[size:]
-            again = dice.sample(records, dice.randrange(3)) if attempt else []
-            await dice.choice(ingesters).store(engine, batch + again)
+    for disorder in (False, True, True, True):
+        await store_in_batches(engine, records, dice, disorder=disorder)
         seen.append(await found(engine))
         await empty(engine)
     assert seen[0]

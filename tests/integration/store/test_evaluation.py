@@ -15,7 +15,7 @@ from store.read.episodes import episode_ids, read_episodes
 from store.read.evaluations import Evaluation, evaluations
 from store.records import CallRecord, Episode, SpoolRecord
 from store.updates import claims
-from store.updates.claims import Claim, Outcome
+from store.updates.claims import Claim
 from store.updates.damage import set_aside
 from store.updates.expiry import expire
 from store.updates.policies import ensure_base
@@ -24,6 +24,7 @@ from store.values.digests import PREFIX, TOOL_CALL
 from store.values.intervals import student, wilson
 from store.write.ingest import Ingester
 from tests.support.records import call, reward
+from tests.support.updates import claimed, consume_all
 
 PATIENT = 1e9
 SINGLE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=PATIENT)
@@ -49,32 +50,11 @@ def own(key: str, split: str = "train", **changes: Any) -> CallRecord:
 
 
 async def take(engine: AsyncEngine, rule: ClaimRule = SINGLE) -> Claim | None:
-    async with engine.begin() as connection:
-        update_id = await claims.claim(connection, rule, 0, {})
-    if update_id is None:
-        return None
-    async with engine.connect() as connection:
-        return await claims.load_claim(connection, update_id)
+    return await claimed(engine, rule)
 
 
 def keys(claim: Claim | None) -> set[str]:
     return {e.key for group in claim.groups for e in group.episodes} if claim else set()
-
-
-async def finish(engine: AsyncEngine, claim: Claim) -> None:
-    outcomes = [
-        Outcome(episode_id=e.id, trained=True) for group in claim.groups for e in group.episodes
-    ]
-    async with engine.begin() as connection:
-        await claims.consume(
-            connection,
-            claim.update_id,
-            outcomes,
-            {},
-            policy="m",
-            version=None,
-            adapter_path=None,
-        )
 
 
 async def release(engine: AsyncEngine, claim: Claim) -> None:
@@ -181,7 +161,7 @@ async def test_what_turned_evaluation_after_it_was_spent_is_compared_with_no_mor
         await store(engine, call(key, task="q"), reward(1.0, episode=key))
     first = await take(engine, short)
     assert first is not None
-    await finish(engine, first)
+    await consume_all(engine, first)
     await store(engine, call("a", task="q", split="eval"))
     await store(engine, call("c", task="q"), reward(0.0, episode="c"))
     second = await take(engine, short)
@@ -200,7 +180,7 @@ async def test_what_turns_evaluation_under_a_claim_is_not_consumed(engine: Async
     assert claim is not None
     await store(engine, call("a", task="q", split="eval"))
     with pytest.raises(TurnedEvaluation, match="'a'"):
-        await finish(engine, claim)
+        await consume_all(engine, claim)
     await release(engine, claim)
     assert keys(await take(engine)) == {"b"}
 
@@ -213,7 +193,7 @@ async def test_what_continues_a_claimed_episode_makes_it_evaluation(engine: Asyn
     await store(engine, own("e", "eval", needs=(told,)))
     assert (await episodes(engine))["e"].quarantined_reason == TOO_LATE
     with pytest.raises(TurnedEvaluation):
-        await finish(engine, claim)
+        await consume_all(engine, claim)
     await release(engine, claim)
     assert await take(engine) is None
 
@@ -222,7 +202,7 @@ async def test_what_is_spent_stays_spent_and_the_late_call_is_kept(engine: Async
     await store(engine, call("a"), reward(1.0, episode="a"))
     claim = await take(engine)
     assert claim is not None
-    await finish(engine, claim)
+    await consume_all(engine, claim)
     await store(engine, call("a", split="eval"))
     found = (await episodes(engine))["a"]
     assert (found.split, len(found.calls)) == ("eval", 2)

@@ -11,12 +11,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.records import SpoolRecord, Tokens
 from store.updates import claims
-from store.updates.claims import Claim, Outcome
+from store.updates.claims import Claim
 from store.updates.expiry import expire, oldest_version
 from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.write.ingest import ingest
 from tests.support.records import call, reward
+from tests.support.updates import claimed, consume_all
 from trainer.recipes.claim import ClaimOptions
 from trainer.recipes.credit import CreditOptions
 from trainer.recipes.recipe import Recipe
@@ -55,32 +56,6 @@ async def versions(engine: AsyncEngine, *states: str) -> None:
             await connection.execute(text(VERSION), {"version": version, "state": state})
 
 
-async def take(engine: AsyncEngine, rule: ClaimRule, parent: int = 0) -> Claim | None:
-    async with engine.begin() as connection:
-        update_id = await claims.claim(connection, rule, parent, {})
-    if update_id is None:
-        return None
-    async with engine.connect() as connection:
-        return await claims.load_claim(connection, update_id)
-
-
-async def consume(engine: AsyncEngine, claim: Claim, baselines: Any = None) -> None:
-    outcomes = [
-        Outcome(episode_id=one.id, trained=True) for group in claim.groups for one in group.episodes
-    ]
-    async with engine.begin() as connection:
-        await claims.consume(
-            connection,
-            claim.update_id,
-            outcomes,
-            {},
-            policy="m",
-            version=None,
-            adapter_path=None,
-            baselines=baselines,
-        )
-
-
 async def expired(engine: AsyncEngine, rule: ClaimRule, parent: int = 0) -> dict[str, int]:
     async with engine.begin() as connection:
         return await expire(connection, rule, parent, {})
@@ -105,7 +80,7 @@ async def test_episodes_are_taken_one_by_one_with_or_without_a_task(engine: Asyn
     await episode(engine, "e0", 1.0, **without_ids)
     for number, task in enumerate(["a", "a", "b"], 1):
         await episode(engine, f"e{number}", 1.0, at=number, task=task)
-    claim = await take(engine, SINGLE)
+    claim = await claimed(engine, SINGLE)
     assert keys(claim) == ["e0", "e1", "e2"]
     assert claim is not None
     assert [group.task for group in claim.groups] == ["", "a"]
@@ -115,8 +90,8 @@ async def test_fewer_than_an_update_wants_are_left_until_one_has_waited(
     engine: AsyncEngine,
 ) -> None:
     await episode(engine, "e", 1.0)
-    assert await take(engine, SINGLE) is None
-    assert keys(await take(engine, ClaimRule(**fields(SINGLE, max_age_s=1e-6)))) == ["e"]
+    assert await claimed(engine, SINGLE) is None
+    assert keys(await claimed(engine, ClaimRule(**fields(SINGLE, max_age_s=1e-6)))) == ["e"]
 
 
 def fields(rule: ClaimRule, **changes: Any) -> dict[str, Any]:
@@ -130,7 +105,7 @@ async def test_what_newer_versions_sampled_comes_first(engine: AsyncEngine) -> N
     await versions(engine, "published", "serving")
     for number, version in enumerate([0, 2, 1, 2]):
         await episode(engine, f"e{number}", 1.0, at=number, policy_version=version)
-    assert sorted(keys(await take(engine, SINGLE, parent=2))) == ["e1", "e2", "e3"]
+    assert sorted(keys(await claimed(engine, SINGLE, parent=2))) == ["e1", "e2", "e3"]
 
 
 async def test_groups_of_newer_versions_come_first(engine: AsyncEngine) -> None:
@@ -140,13 +115,13 @@ async def test_groups_of_newer_versions_come_first(engine: AsyncEngine) -> None:
             name = f"{task}{member}"
             await episode(engine, name, float(member), task=task, policy_version=version)
     rule = ClaimRule(**fields(SHORT, group_size=2, max_age_s=PATIENT))
-    assert keys(await take(engine, rule, parent=1)) == ["new0", "new1"]
+    assert keys(await claimed(engine, rule, parent=1)) == ["new0", "new1"]
 
 
 async def test_more_members_than_a_group_has_stay_for_the_next(engine: AsyncEngine) -> None:
     for member in range(9):
         await episode(engine, f"e{member}", float(member), at=member, task="t")
-    claim = await take(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT)))
+    claim = await claimed(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT)))
     assert keys(claim) == ["e0", "e1", "e2", "e3"]
 
 
@@ -156,21 +131,21 @@ async def test_more_members_than_a_group_has_stay_for_the_next(engine: AsyncEngi
 async def consumed_group(engine: AsyncEngine, values: Sequence[float] = (0.0, 0.5, 1.0)) -> None:
     for member, value in enumerate(values):
         await episode(engine, f"early{member}", value, at=member, task="t")
-    claim = await take(engine, SHORT)
+    claim = await claimed(engine, SHORT)
     assert claim is not None
     assert all(group.earlier == () for group in claim.groups)
-    await consume(engine, claim)
+    await consume_all(engine, claim)
 
 
 async def test_a_late_member_is_claimed_with_those_that_came_before(engine: AsyncEngine) -> None:
     await consumed_group(engine)
     await episode(engine, "late", 1.0, task="t")
-    claim = await take(engine, SHORT)
+    claim = await claimed(engine, SHORT)
     assert keys(claim) == ["late"]
     assert claim is not None
     [group] = claim.groups
     assert sorted(one.key for one in group.earlier) == ["early0", "early1", "early2"]
-    await consume(engine, claim)
+    await consume_all(engine, claim)
     assert set(await reasons(engine)) == {"early0", "early1", "early2", "late"}
 
 
@@ -179,19 +154,19 @@ async def test_a_late_member_waits_for_more_until_it_has_waited_enough(
 ) -> None:
     await consumed_group(engine)
     await episode(engine, "late", 1.0, task="t")
-    assert await take(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT))) is None
+    assert await claimed(engine, ClaimRule(**fields(SHORT, max_age_s=PATIENT))) is None
 
 
 async def test_a_lone_member_of_a_new_task_is_left(engine: AsyncEngine) -> None:
     await consumed_group(engine)
     await episode(engine, "lone", 1.0, task="other")
-    assert await take(engine, SHORT) is None
+    assert await claimed(engine, SHORT) is None
 
 
 async def test_a_late_members_advantage_is_over_all_that_are_known(engine: AsyncEngine) -> None:
     await consumed_group(engine, values=(0.0, 0.0, 0.0))
     await episode(engine, "late", 1.0, task="t")
-    claim = await take(engine, SHORT)
+    claim = await claimed(engine, SHORT)
     assert claim is not None
     plan = plan_update(claim, Recipe(credit=CreditOptions(air_lambda=0.0)))
     [credit] = plan.credited
@@ -203,13 +178,13 @@ async def test_a_late_members_advantage_is_over_all_that_are_known(engine: Async
 async def test_what_an_update_held_can_be_read_again(engine: AsyncEngine) -> None:
     await consumed_group(engine)
     await episode(engine, "late", 1.0, task="t")
-    claim = await take(engine, SHORT)
+    claim = await claimed(engine, SHORT)
     assert claim is not None
-    await consume(engine, claim)
+    await consume_all(engine, claim)
     await episode(engine, "later", 0.0, task="t")
-    later = await take(engine, SHORT)
+    later = await claimed(engine, SHORT)
     assert later is not None
-    await consume(engine, later)
+    await consume_all(engine, later)
     async with engine.connect() as connection:
         assert await claims.load_claim(connection, claim.update_id) == claim
 
@@ -227,7 +202,7 @@ async def test_a_group_in_which_all_are_equal_is_counted_and_not_trained(
 ) -> None:
     for member in range(3):
         await episode(engine, f"e{member}", 1.0, task="t")
-    plan = plan_of(await take(engine, SHORT))
+    plan = plan_of(await claimed(engine, SHORT))
     assert plan.rows == ()
     assert plan.metrics["dropped"] == {"no_spread": 3}
 
@@ -244,8 +219,8 @@ async def test_a_failed_episode_is_taken_once_silent_where_it_has_a_reward(
     await episode(engine, "just failed", **broken)
     await episode(engine, "went on", started_at=LONG_AGO, **broken)
     await episode(engine, "went on", started_at=LONG_AGO)
-    assert await take(engine, SINGLE) is None
-    claim = await take(engine, FAILED)
+    assert await claimed(engine, SINGLE) is None
+    claim = await claimed(engine, FAILED)
     assert keys(claim) == ["failed"]
     plan = plan_of(claim, baseline="none", failed_reward=-1.0)
     assert [credit.r_total for credit in plan.credited] == [-1.0]
@@ -260,7 +235,7 @@ async def test_failed_ones_complete_a_group(engine: AsyncEngine) -> None:
     await episode(engine, "good", 1.0, task="t", started_at=LONG_AGO)
     await episode(engine, "failed", task="t", **broken)
     rule = ClaimRule(**fields(SHORT, group_size=2, max_age_s=PATIENT, failed_after_s=60.0))
-    assert sorted(keys(await take(engine, rule))) == ["failed", "good"]
+    assert sorted(keys(await claimed(engine, rule))) == ["failed", "good"]
 
 
 async def test_of_a_joined_episode_the_last_part_tells_whether_it_failed(
@@ -273,7 +248,7 @@ async def test_of_a_joined_episode_the_last_part_tells_whether_it_failed(
         digest = name.encode() * 16
         await store(engine, call(f"{name}0", provides=(digest,), **made, **first))
         await store(engine, call(f"{name}1", needs=(digest,), **made, **last))
-    assert keys(await take(engine, FAILED)) == ["a0"]
+    assert keys(await claimed(engine, FAILED)) == ["a0"]
 
 
 async def test_without_a_reward_for_failures_none_is_taken(engine: AsyncEngine) -> None:
@@ -308,7 +283,7 @@ async def test_stale_ones_are_not_claimed_even_before_they_are_spent(engine: Asy
     await versions(engine, "published", "published", "serving")
     await episode(engine, "stale", 1.0, policy_version=1)
     rule = ClaimRule(**fields(LIMITED, max_age_s=1e-6))
-    assert await take(engine, rule, parent=3) is None
+    assert await claimed(engine, rule, parent=3) is None
 
 
 async def test_age_counts_from_the_last_call(engine: AsyncEngine) -> None:
@@ -341,7 +316,9 @@ async def test_what_is_in_doubt_or_claimed_is_not_spent(engine: AsyncEngine) -> 
     await versions(engine, "published", "serving")
     await episode(engine, "doubtful", 1.0, policy_version=0, confidence="doubtful")
     await episode(engine, "claimed", 1.0, policy_version=0)
-    assert keys(await take(engine, ClaimRule(**fields(SINGLE, groups=1)), parent=2)) == ["claimed"]
+    assert keys(await claimed(engine, ClaimRule(**fields(SINGLE, groups=1)), parent=2)) == [
+        "claimed"
+    ]
     rule = ClaimRule(**fields(SINGLE, max_staleness=0))
     assert await expired(engine, rule, parent=2) == {}
 
@@ -354,14 +331,14 @@ async def test_an_update_starts_from_what_the_last_one_left(engine: AsyncEngine)
     for number in range(3):
         for member in range(3):
             await episode(engine, f"e{number}{member}", 1.0)
-        claim = await take(engine, SINGLE)
+        claim = await claimed(engine, SINGLE)
         assert claim is not None
         found.append(claim.baselines)
         if number == 1:
             async with engine.begin() as connection:
                 await claims.release(connection, claim.update_id, "test")
         else:
-            await consume(engine, claim, {"number": number})
+            await consume_all(engine, claim, baselines={"number": number})
     assert found == [None, {"number": 0}, {"number": 0}]
     async with engine.connect() as connection:
         [first, *_] = await claims.list_updates(connection, "m")
@@ -378,10 +355,10 @@ async def test_moving_baselines_go_from_update_to_update(engine: AsyncEngine) ->
     for number, values in enumerate([(0.0, 0.5, 1.0), (1.0, 1.0, 1.0)]):
         for member, value in enumerate(values):
             await episode(engine, f"e{number}{member}", value)
-        claim = await take(engine, claim_rule(recipe, "m"))
+        claim = await claimed(engine, claim_rule(recipe, "m"))
         assert claim is not None
         plan = plan_update(claim, recipe)
         advantages.append([credit.advantage for credit in plan.credited])
-        await consume(engine, claim, plan.baselines)
+        await consume_all(engine, claim, baselines=plan.baselines)
     assert sorted(map(float, filter(None, advantages[0]))) == [-0.5, 0.5]
     assert advantages[1] == [0.5, 0.5, 0.5]

@@ -25,6 +25,7 @@ from store.updates.policies import ensure_base, pinned_episodes
 from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL
 from store.write.ingest import Ingester
+from tests.support.any_order import store_in_batches
 from tests.support.records import call, reward, statement, tokens, tool_event
 
 RULE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
@@ -274,16 +275,8 @@ async def test_any_order_split_and_repetition_gives_the_same_episodes(
     dice = random.Random(seed)
     records = scenario(dice)
     seen = []
-    for attempt in range(4):
-        order = list(records)
-        if attempt:
-            dice.shuffle(order)
-        ingesters = [Ingester(), Ingester()]
-        while order:
-            size = dice.randrange(1, 7)
-            batch, order = order[:size], order[size:]
-            again = dice.sample(records, dice.randrange(3)) if attempt else []
-            await dice.choice(ingesters).store(engine, batch + again)
+    for disorder in (False, True, True, True):
+        await store_in_batches(engine, records, dice, disorder=disorder)
         seen.append((content(await episodes(engine)), await scores(engine)))
         await empty(engine)
     assert seen[1:] == seen[:1] * 3

@@ -12,13 +12,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.link.joins import TOO_LATE
 from store.records import CallRecord, SpoolRecord
 from store.updates import claims
-from store.updates.claims import Claim, Outcome
+from store.updates.claims import Claim
 from store.updates.damage import NON_FINITE, set_aside
 from store.updates.expiry import expire
 from store.updates.policies import ensure_base, idle_versions, pinned_episodes, pinned_version
 from store.updates.ready import ClaimRule
 from store.write.ingest import Ingester
 from tests.support.records import call, reward
+from tests.support.updates import claimed, consume_all
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import plan_update
 
@@ -49,34 +50,13 @@ async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
 
 
 async def take(engine: AsyncEngine, policy: str, **changes: Any) -> Claim | None:
-    async with engine.begin() as connection:
-        update_id = await claims.claim(connection, rule(policy, **changes), 3, {})
-    if update_id is None:
-        return None
-    async with engine.connect() as connection:
-        return await claims.load_claim(connection, update_id)
+    return await claimed(engine, rule(policy, **changes), 3)
 
 
 async def must_take(engine: AsyncEngine, policy: str, **changes: Any) -> Claim:
     claim = await take(engine, policy, **changes)
     assert claim is not None
     return claim
-
-
-async def finish(engine: AsyncEngine, claim: Claim) -> None:
-    outcomes = [
-        Outcome(episode_id=e.id, trained=True) for group in claim.groups for e in group.episodes
-    ]
-    async with engine.begin() as connection:
-        await claims.consume(
-            connection,
-            claim.update_id,
-            outcomes,
-            {},
-            policy=claim.policy,
-            version=None,
-            adapter_path=None,
-        )
 
 
 def keys(claim: Claim | None) -> list[str]:
@@ -112,7 +92,7 @@ async def test_each_trained_policy_claims_the_episode_once_whoever_called_first(
         assert {credit.r_total for credit in plan.credited} == {0.0, 1.0}
         assert [(row.agent, row.version) for row in plan.rows] == [(agent, version)] * 2
         assert {row.advantage > 0 for row in plan.rows} == {True, False}
-        await finish(engine, claim)
+        await consume_all(engine, claim)
         assert await take(engine, policy) is None
     spent = [(key, policy, True) for key in ("e0", "e1") for policy in sorted(POLICIES)]
     assert await rows(engine, "c.trained") == spent
@@ -135,7 +115,7 @@ async def test_giving_up_one_policys_update_leaves_the_others_alone(engine: Asyn
     async with engine.begin() as connection:
         assert await claims.release(connection, written.update_id, "test") == 2
     assert keys(await take(engine, "writes")) == ["e0", "e1"]
-    await finish(engine, checked)
+    await consume_all(engine, checked)
     assert await rows(engine, "c.trained", "c.trained") == [
         ("e0", "checks", True),
         ("e1", "checks", True),
@@ -182,7 +162,7 @@ async def test_what_one_policy_cannot_use_another_may_unless_nobody_can_read_it(
 
 async def test_a_policy_that_calls_late_claims_what_another_has_spent(engine: AsyncEngine) -> None:
     await two_episodes(engine, ["writer"])
-    await finish(engine, await must_take(engine, "writes"))
+    await consume_all(engine, await must_take(engine, "writes"))
     await store(engine, *calls_of("e0", ["checker", "writer"]), *calls_of("e1", ["checker"]))
     assert keys(await take(engine, "checks")) == ["e0", "e1"]
     assert await take(engine, "writes") is None
@@ -192,7 +172,7 @@ async def test_late_members_are_compared_with_those_that_their_policy_consumed(
     engine: AsyncEngine,
 ) -> None:
     await two_episodes(engine, ["writer", "checker"])
-    await finish(engine, await must_take(engine, "writes"))
+    await consume_all(engine, await must_take(engine, "writes"))
     late = [*calls_of("late", ["checker", "writer"]), reward(0.5, episode="late")]
     await store(engine, *late)
     claim = await must_take(engine, "writes", max_age_s=1e-6, group_size=3)
@@ -236,7 +216,7 @@ async def test_a_whole_is_claimed_by_the_policies_of_its_parts(
     for policy in POLICIES:
         claim = await must_take(engine, policy, group_size=1, max_age_s=1e-6)
         assert [len(e.calls) for e in claim.groups[0].episodes] == [3]
-        await finish(engine, claim)
+        await consume_all(engine, claim)
     assert len(await rows(engine, "c.trained", "c.trained")) == 2
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.trainer.kills import compared
+from benchmarks.chaos.trainer.cast import BASE
+from benchmarks.chaos.trainer.kills import Task, compared
 from benchmarks.chaos.trainer.recipe import recipe_toml
 
 UPDATES = 14
@@ -12,13 +13,8 @@ UPDATES = 14
 
 @pytest.mark.timeout(300)
 def test_killed_at_every_boundary(tmp_path: Path) -> None:
-    found = compared(
-        tmp_path,
-        UPDATES,
-        1,
-        recipe_toml(UPDATES, "grpo", "group"),
-        lambda run, _: run.kill_at_each_boundary(),
-    )
+    task = Task(tmp_path, UPDATES, 1, recipe_toml(UPDATES, "grpo", "group"))
+    found = compared(task, lambda run, _: run.kill_at_each_boundary())[BASE]
     for promise in ("lost", "twice", "spent_otherwise", "states_differ", "files_differ"):
         assert found[promise] == [], promise
     assert found["by_themselves"] == []

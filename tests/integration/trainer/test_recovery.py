@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -400,6 +401,15 @@ async def test_one_that_is_stopped_gives_its_episodes_back_at_once(bench: Bench)
     bench.learner = FakeLearner(bench.fake, bench.folder.resolve())
     assert await run_once(bench)
     await bench.assert_spent_once(4)
+
+
+async def test_one_that_is_stopped_logs_no_error(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.learner.slow = True
+    await stopped(bench)
+    gc.collect()
+    assert "Interrupted" not in caplog.text
 
 
 async def test_a_full_disk_is_waited_for_and_nothing_is_trained_again(

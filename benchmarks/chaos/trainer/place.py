@@ -1,0 +1,67 @@
+"""Where one policy is trained, and how it went."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.vllm_server import free_port
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a policy's trainer works."""
+
+    folder: Path
+    database_url: str
+    policy: str
+    model: Path
+    recipe: Path
+    # None: the policy is the base model itself.
+    policies: Path | None
+    updates: int
+
+    @property
+    def adapters(self) -> Path:
+        """Where versions are, of every policy."""
+        return self.folder / "adapters"
+
+    @property
+    def log(self) -> Path:
+        """What the policy's trainers said."""
+        return self.folder / f"{self.policy}.log"
+
+    def said(self) -> bytes:
+        """The log as it is now."""
+        return self.log.read_bytes() if self.log.exists() else b""
+
+    def progress(self) -> float:
+        """The share of the updates that exist as versions."""
+        return len(list((self.adapters / self.policy).glob("[0-9]*"))) / self.updates
+
+    def env(self, upstream_port: int) -> dict[str, str]:
+        """The settings of its trainers; each of them listens on the same port."""
+        of_policies = {} if self.policies is None else {"PAWL_POLICIES": str(self.policies)}
+        return of_policies | {
+            "DATABASE_URL": self.database_url,
+            "PAWL_UPSTREAM_URL": f"http://127.0.0.1:{upstream_port}/v1",
+            "PAWL_ADAPTER_DIR": str(self.adapters),
+            "PAWL_RECIPE": str(self.recipe),
+            "PAWL_POLICY": self.policy,
+            "PAWL_MODEL": str(self.model),
+            "PAWL_TRAINER_LISTEN": f"127.0.0.1:{free_port()}",
+            "PAWL_POLL_S": "0.05",
+        }
+
+
+@dataclass(slots=True)
+class Lives:
+    """How a run went."""
+
+    killed: Counter[str] = field(default_factory=Counter)
+    # Kills after the last episode was spent: they find a trainer without work.
+    idle: int = 0
+    # Lives that ended with another status than they were to.
+    by_themselves: list[str] = field(default_factory=list)
+    # From SIGTERM to the end, of those that were asked.
+    stopped_after: list[float] = field(default_factory=list)
+    seconds: float = 0.0
