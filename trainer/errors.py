@@ -68,5 +68,17 @@ class Unusable(LearnerError):
         self.reason = reason
 
 
+class Unreplayable(LearnerError):
+    """Report a grammar whose masks cannot be made again, or a reply that does not fit it.
+
+    `reason` says which; the update leaves such calls out before it begins.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        """Store the message and the reason."""
+        super().__init__(message)
+        self.reason = reason
+
+
 class Interrupted(TrainerError):
     """Report that an update was stopped from outside before it was complete."""

@@ -120,7 +120,8 @@ class Loop:
         """
         number = await self._versions.next_number()
         lost = await self._training.lost_versions(claim)
-        plan = plan_update(claim, self._recipe, lost)
+        unreplayed = await self._training.unreplayed(claim)
+        plan = plan_update(claim, self._recipe, lost, unreplayed)
         log.info("update_begun", update=str(claim.update_id), version=number, **plan.metrics)
         if not plan.rows:
             await self._recording.without_version(claim, plan)

@@ -13,6 +13,7 @@ from trainer.credit.lines import credit_line
 from trainer.errors import RecipeError
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import Plan, lost_in, plan_update
+from trainer.updates.unreplayed import unreplayed_in
 
 
 async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | None) -> Explained:
@@ -31,7 +32,8 @@ async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | N
     async with engine.connect() as connection:
         past = await past_update(connection, which, policy)
     recipe = _recipe(past)
-    plan = plan_update(past.claim, recipe, lost_in(past.metrics))
+    lost, unreplayed = lost_in(past.metrics), unreplayed_in(past.metrics)
+    plan = plan_update(past.claim, recipe, lost, unreplayed)
     lines = [
         credit_line(credit.episode, str(credit.call.id), credit.call.agent, credit)
         for credit in plan.credited

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 from proxy.formats.base import Sampled, SamplingRules
 from store.records import CallStatus
 from store.values.distribution import distribution_of
+from store.values.grammars import GRAMMAR
 from store.values.tokens import may_be_sampled
 
 Reason = Literal[
@@ -44,12 +45,16 @@ NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
     "watermarking": (False,),
     "vllm_xargs": ({},),
 }
-GRAMMARS: Final = frozenset(
-    {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
-)
+# Fields that hold a reply to a grammar. vLLM ignores all but the first; another server may not.
+STRUCTURED: Final = "structured_outputs"
+GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+GRAMMARS: Final = frozenset({STRUCTURED, *GUIDED})
 # Marks that `proxy.keeper.sampling` adds to the settings.
 STRICT_TOOLS: Final = "strict_tools"
+ONE_CALL: Final = "one_call"
 UNREADABLE: Final = "unreadable"
+# What may have held a reply to a grammar that the request alone does not tell.
+HELD: Final = GRAMMARS | {STRICT_TOOLS, ONE_CALL}
 
 
 def why_not_trainable(
@@ -75,7 +80,8 @@ def why_not_trainable(
         return "not_text"
     if sampled.choices > 1:
         return "several_choices"
-    reason = _tokens(sampled) or _distribution(sampling, rules)
+    rated = sampled.sampled_logprobs is not None
+    reason = _tokens(sampled) or _distribution(sampling, rules, rated=rated)
     if reason is None and policy_version is None:
         return "unknown_policy"
     return reason
@@ -102,7 +108,13 @@ def _counts(
     return None if may_be_sampled(logprobs or ()) else "impossible_logprobs"
 
 
-def _distribution(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | None:
+def _distribution(
+    sampling: Mapping[str, Any], rules: SamplingRules, *, rated: bool
+) -> Reason | None:
+    """Return why what was sampled from cannot be computed again, or None if it can.
+
+    `rated` says whether the server gave log-probabilities, which a grammar is held against.
+    """
     if UNREADABLE in sampling:
         return "unreadable_sampling"
     if sampling["temperature"] == 0:
@@ -110,10 +122,10 @@ def _distribution(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason |
     reshaped = _reshaped(sampling, rules)
     if reshaped is not None:
         return reshaped
-    imposed = STRICT_TOOLS in sampling or not GRAMMARS.isdisjoint(sampling)
-    if imposed or rules.constrains(sampling):
-        return "constrained_sampling"
-    return None
+    if GRAMMAR in sampling:
+        return None if rated else "constrained_sampling"
+    held = not HELD.isdisjoint(sampling) or rules.constrains(sampling)
+    return "constrained_sampling" if held else None
 
 
 def _reshaped(sampling: Mapping[str, Any], rules: SamplingRules) -> Reason | None:

@@ -42,11 +42,15 @@ class BaseSamplingRules:
         """Return whether a setting of this format's lets some tokens never be sampled."""
         return not free_choice(settings.get("tool_choice"))
 
+    def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
+        """Return the grammar that a request holds its reply to, if that can be read of it."""
+        return None
+
 
 def free_choice(choice: Any) -> bool:
     """Return whether a `tool_choice` leaves the model free to call a tool or not."""
     if isinstance(choice, dict):
-        # The limit on calls in a reply is applied after sampling, and constrains no token.
+        # The limit on calls in a reply counts for all choices (`proxy.keeper.sampling`).
         choice = {n: v for n, v in choice.items() if n != "disable_parallel_tool_use"}
     return choice in FREE_CHOICES
 

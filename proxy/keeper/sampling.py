@@ -9,9 +9,18 @@ nobody knows: a server may take it for a constraint.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from proxy.calls.trainable import GRAMMARS, NEUTRAL, STRICT_TOOLS, UNREADABLE
+from proxy.calls.trainable import (
+    GRAMMARS,
+    GUIDED,
+    NEUTRAL,
+    ONE_CALL,
+    STRICT_TOOLS,
+    STRUCTURED,
+    UNREADABLE,
+)
 from proxy.formats.base import SamplingRules
 from store.values.distribution import REPLAYED
+from store.values.grammars import GRAMMAR
 from store.values.sampling import number_of, used_temperature
 
 # What a model server understands in every format; the formats have more names of their own.
@@ -61,8 +70,15 @@ def sampling_settings(
     tools = request.get("tools")
     if not isinstance(tools, list | None):
         unreadable.append("tools")
-    elif _has_strict_tool(tools or ()):
-        settings[STRICT_TOOLS] = True
+    elif tools:
+        if _has_strict_tool(tools):
+            settings[STRICT_TOOLS] = True
+        if _allows_one_call(request):
+            settings[ONE_CALL] = True
+    if STRUCTURED in settings or rules.constrains(settings):
+        grammar = rules.grammar(request) if settings.keys().isdisjoint(GUIDED) else None
+        if grammar is not None:
+            settings[GRAMMAR] = grammar
     if unreadable:
         settings[UNREADABLE] = unreadable
     return settings
@@ -86,7 +102,20 @@ def _read_numbers(settings: dict[str, Any]) -> list[str]:
     return unreadable
 
 
-def _has_strict_tool(tools: Any) -> bool:
+def _allows_one_call(request: Mapping[str, Any]) -> bool:
+    """Return whether a request with tools lets the model call one of them at most.
+
+    vLLM sees to that with a grammar wherever its tool parser has one for the model's syntax
+    (`DelegatingParser._apply_structural_tag`), also where no tool need be called.
+    """
+    choice = request.get("tool_choice")
+    said = choice if isinstance(choice, dict) else {}
+    several = request.get("parallel_tool_calls") in (None, True)
+    limited = not several or said.get("disable_parallel_tool_use") not in (None, False)
+    return limited and "none" not in (choice, said.get("type"))
+
+
+def _has_strict_tool(tools: list[Any]) -> bool:
     """Return whether any of the tools is strict.
 
     vLLM holds strict tools to their schema by a grammar, which changes the distribution. In a

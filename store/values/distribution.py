@@ -1,9 +1,9 @@
 """The settings that shape what a token is sampled from, read as vLLM reads them (pure).
 
 vLLM changes a model's logits in this order before it samples (`vllm/v1/sample/sampler.py`): masks
-of `allowed_token_ids`, `bad_words` and `min_tokens`; `logit_bias`; the penalties for repetition,
-frequency and presence; temperature; `min_p`, `top_k` and `top_p`. The proxy decides by these
-settings whether a call can be trained on, and the trainer applies them to its own logits.
+of a grammar, `allowed_token_ids`, `bad_words` and `min_tokens`; `logit_bias`; the penalties for
+repetition, frequency and presence; temperature; `min_p`, `top_k` and `top_p`. The proxy decides by
+these settings whether a call can be trained on, and the trainer applies them to its own logits.
 """
 
 import re
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from store.records import Record
+from store.values.grammars import GRAMMAR, Grammar, read_grammar
 from store.values.sampling import number_of, used_temperature
 
 # vLLM's own limits on a bias (`SamplingParams.from_optional`).
@@ -24,8 +25,8 @@ class Distribution(Record, frozen=True, kw_only=True):
     """The settings that one call's tokens were sampled with; equal ones are equal and hashable.
 
     A setting without effect has its default. `bad_words` are words; `banned_ids` are the token ids
-    that they stand for, and `stop_token_ids` of use with `min_tokens` alone: both are complete
-    only in the trainer, which has the tokenizer.
+    that they stand for, and `stop_token_ids` of use with `min_tokens` or a grammar alone: both are
+    complete only in the trainer, which has the tokenizer.
     """
 
     temperature: float
@@ -42,6 +43,7 @@ class Distribution(Record, frozen=True, kw_only=True):
     banned_ids: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -52,7 +54,8 @@ class Distribution(Record, frozen=True, kw_only=True):
     def needs_history(self) -> bool:
         """Return whether a token's distribution depends on which tokens the call had before it."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0)
-        return any(penalties) or bool(self.bad_words) or self.min_tokens > 0
+        looks_back = bool(self.bad_words) or self.grammar is not None
+        return any(penalties) or looks_back or self.min_tokens > 0
 
     @property
     def token_ids(self) -> frozenset[int]:
@@ -160,8 +163,11 @@ def distribution_of(settings: Mapping[str, Any]) -> Distribution:
     for name, read in _READERS.items():
         if name in settings and settings[name] is not None:
             found[name] = _read(name, settings[name], read)
-    # Without `min_tokens` a stop only ends what was sampled.
-    if found.get("min_tokens") and settings.get("stop_token_ids") is not None:
+    if GRAMMAR in settings and settings[GRAMMAR] is not None:
+        found[GRAMMAR] = _read(GRAMMAR, settings[GRAMMAR], read_grammar)
+    # Without `min_tokens` or a grammar a stop only ends what was sampled.
+    held = found.get("min_tokens") or GRAMMAR in found
+    if held and settings.get("stop_token_ids") is not None:
         found["stop_token_ids"] = _read("stop_token_ids", settings["stop_token_ids"], _ids)
     return Distribution(**found)
 

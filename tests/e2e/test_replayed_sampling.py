@@ -1,6 +1,7 @@
 """What a real vLLM sampled under every setting has the probabilities that the trainer computes."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from tests.integration.conftest import eventually
 from tests.support.training import recipe
 from trainer.batches.rows import Row
 from trainer.learners.learner import Learner
-from trainer.learners.replay.vocabulary import Vocabulary
 from trainer.learners.scoring import score_rows
 
 pytestmark = [
@@ -95,8 +95,19 @@ async def test_each_setting_is_replayed_to_a_thousandth_of_a_nat(
     for name in EACH:
         for seed in range(3):
             await ask(stack, name, seed)
-    engine = make_engine(stack.database_url)
     wanted = {f"{name}-{seed}": name for name in EACH for seed in range(3)}
+    calls, folders = await recorded_calls(stack, wanted)
+    assert {call.reason for own in calls.values() for call in own} == {None}
+    means = trainers_differences(model_dir, tmp_path, calls, folders)
+    (tmp_path / "nats_a_token.json").write_text(json.dumps(means))
+    assert max(means.values()) <= 1e-3, means
+
+
+async def recorded_calls(
+    stack: Stack, wanted: Mapping[str, str]
+) -> tuple[dict[str, list[TransitionRow]], dict[int, str | None]]:
+    """The calls of the episodes `wanted`, by what each stands for, and the versions' folders."""
+    engine = make_engine(stack.database_url)
     calls: dict[str, list[TransitionRow]] = {}
 
     async def stored() -> bool:
@@ -111,10 +122,7 @@ async def test_each_setting_is_replayed_to_a_thousandth_of_a_nat(
     async with engine.connect() as connection:
         folders = {v.version: v.adapter_path for v in await list_versions(connection, POLICY)}
     await engine.dispose()
-    assert {call.reason for own in calls.values() for call in own} == {None}
-    means = trainers_differences(model_dir, tmp_path, calls, folders)
-    (tmp_path / "nats_a_token.json").write_text(json.dumps(means))
-    assert max(means.values()) <= 1e-3, means
+    return calls, folders
 
 
 def trainers_differences(
@@ -130,7 +138,7 @@ def trainers_differences(
         [version] = {call.policy_version or 0 for call in own}
         path = folders[version]
         learner.restore(None if path is None else Path(path))
-        batch = Vocabulary(learner._tokenizer, learner._model).spell_out(list(map(row_of, own)))
+        batch = learner._checked(list(map(row_of, own)))
         served = torch.tensor([value for one in batch for value in one.sampled_logprobs])
         for merge in (True, False):
             with torch.no_grad():

@@ -23,7 +23,8 @@ class Row(Record, frozen=True, kw_only=True):
     and `distribution` what the server made of that policy's logits before it sampled.
     `r_total` is its return, `advantage` the return against the baseline, `weight` its share of
     the update's loss. The server did not give the log-probabilities of a `recomputed` row: they
-    are empty until the version that sampled it has computed them.
+    are empty until the version that sampled it has computed them. `masks` (S,) are the packed masks
+    of a grammar, if one held it (`trainer.learners.replay.grammars`); the learner makes them.
     """
 
     episode_id: UUID
@@ -39,6 +40,7 @@ class Row(Record, frozen=True, kw_only=True):
     weight: float
     version: int
     recomputed: bool = False
+    masks: tuple[bytes, ...] = ()
 
     @property
     def key(self) -> RowKey:

@@ -30,6 +30,7 @@ from trainer.learners.model import attach_adapter, load_base
 from trainer.learners.off_policy import off_policy_metrics
 from trainer.learners.passes import Step
 from trainer.learners.ppo import make_ppo_trainer
+from trainer.learners.replay.grammars import Grammars
 from trainer.learners.replay.vocabulary import Vocabulary
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_state
@@ -70,6 +71,7 @@ class Learner:
         self._seed = seed
         self._scratch = scratch
         base, self._tokenizer = load_base(model, recipe)
+        self._grammars = Grammars(self._tokenizer, base.config.get_text_config().vocab_size)
         self._base_hash = base_hash(base)
         # Reads the number of processes that `accelerate launch` set; without it there is one.
         PartialState(cpu=not torch.cuda.is_available())
@@ -160,7 +162,7 @@ class Learner:
         """Return rows that can be computed with, their settings in terms of tokens."""
         rows = Vocabulary(self._tokenizer, self._model).spell_out(rows)
         check_ids(rows, self._model.get_input_embeddings().weight.shape[0])
-        return rows
+        return self._grammars.with_masks(rows)
 
     def _take_steps(
         self, rows: Sequence[Row], newest: int | None
@@ -263,6 +265,13 @@ class Learner:
             AdapterError: a file cannot be read.
         """
         return why_misfit(self._model.get_base_model(), self._base_hash, adapter)
+
+    def why_unreplayable(
+        self, distribution: Distribution, sampled_ids: Sequence[int]
+    ) -> str | None:
+        """Return why the masks of a call's grammar cannot be made, or None if they can."""
+        spelled = Vocabulary(self._tokenizer, self._model).spelled(distribution)
+        return self._grammars.why_not(spelled, sampled_ids)
 
     def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
         """Return log-probabilities (S,) of each row's sampled tokens under a version.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from store.values.distribution import Distribution
 from trainer.batches.rows import Row
 
 
@@ -30,6 +31,11 @@ class LearnerProtocol(Protocol):
 
     def misfit(self, adapter: Path) -> str | None:
         """Return why the version in `adapter` is not of this base model, or None if it may be."""
+
+    def why_unreplayable(
+        self, distribution: Distribution, sampled_ids: Sequence[int]
+    ) -> str | None:
+        """Return why a call's grammar cannot be replayed, or None if it can."""
 
     def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
         """Return log-probabilities (S,) of each row's sampled tokens under a version.

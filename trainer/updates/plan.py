@@ -15,11 +15,13 @@ from trainer.credit.baselines.registry import baselines
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.recipes.recipe import Recipe
 from trainer.updates.recomputed import without_versions
+from trainer.updates.unreplayed import UNREPLAYED, without_calls
 
 # The versions that could not compute the log-probabilities of what they had sampled, and why; an
 # update's metrics have it if there are any.
 LOST: Final = "lost_versions"
 NO_VERSION: Final[Mapping[int, str]] = {}
+NO_CALL: Final[Mapping[str, str]] = {}
 
 
 class Plan(Record, frozen=True, kw_only=True):
@@ -52,13 +54,19 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
     )
 
 
-def plan_update(claim: Claim, recipe: Recipe, lost: Mapping[int, str] = NO_VERSION) -> Plan:
+def plan_update(
+    claim: Claim,
+    recipe: Recipe,
+    lost: Mapping[int, str] = NO_VERSION,
+    unreplayed: Mapping[str, str] = NO_CALL,
+) -> Plan:
     """Assign credit to a claim and derive rows, outcomes and metrics.
 
     The result is the same for a claim that was consumed long ago, unless feedback was added since.
-    `lost` says why, by version, for those that can no longer compute missing log-probabilities.
+    `lost` says why, by version, for those that can no longer compute missing log-probabilities,
+    `unreplayed` why, by call id, for calls whose grammar cannot be replayed.
     """
-    claim = without_versions(claim, lost)
+    claim = without_calls(without_versions(claim, lost), unreplayed)
     before = (
         NO_MOVING_BASELINES
         if claim.baselines is None
@@ -78,7 +86,7 @@ def plan_update(claim: Claim, recipe: Recipe, lost: Mapping[int, str] = NO_VERSI
         credited=credited.transitions,
         rows=tuple(rows),
         outcomes=outcomes,
-        metrics=_metrics(claim, credited, rows, outcomes) | _told(lost),
+        metrics=_metrics(claim, credited, rows, outcomes) | _told(lost, unreplayed),
         baselines=to_builtins(credited.baselines) if is_carried else None,
     )
 
@@ -131,8 +139,10 @@ def _metrics(
     }
 
 
-def _told(lost: Mapping[int, str]) -> dict[str, Any]:
-    return {LOST: {str(version): reason for version, reason in lost.items()}} if lost else {}
+def _told(lost: Mapping[int, str], unreplayed: Mapping[str, str]) -> dict[str, Any]:
+    by_version = {str(version): reason for version, reason in lost.items()}
+    told = {LOST: by_version, UNREPLAYED: dict(unreplayed)}
+    return {name: reasons for name, reasons in told.items() if reasons}
 
 
 def lost_in(metrics: Mapping[str, Any]) -> dict[int, str]:

@@ -12,6 +12,8 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from store.updates.claims import Claim
+from store.values.distribution import distribution_of
+from store.values.tokens import unpack_ids
 from trainer.batches.rows import Row, RowKey
 from trainer.errors import AdapterError, Interrupted
 from trainer.learners.protocol import LearnerProtocol
@@ -25,6 +27,7 @@ from trainer.updates.recomputed import (
     versions_to_ask,
     with_logprobs,
 )
+from trainer.updates.unreplayed import calls_with_grammar
 from trainer.updates.versions import Versions
 
 log = structlog.get_logger()
@@ -73,6 +76,20 @@ class Training:
             return None
         log.warning("version_lost", version=version, reason=reason, why=why)
         return reason
+
+    async def unreplayed(self, claim: Claim) -> dict[str, str]:
+        """Return why, by call id, for the calls of a claim whose grammar cannot be replayed."""
+
+        def work() -> dict[str, str]:
+            found = {
+                str(call.id): self._learner.why_unreplayable(
+                    distribution_of(call.sampling), tuple(unpack_ids(call.tokens.sampled_ids))
+                )
+                for call in calls_with_grammar(claim)
+            }
+            return {call: why for call, why in found.items() if why is not None}
+
+        return await self._in_thread(work)
 
     async def train(self, parent: int, rows: Sequence[Row]) -> dict[str, Any]:
         """Train version `parent` on `rows`, and return the metrics.

@@ -7,6 +7,7 @@ Sources: https://platform.openai.com/docs/api-reference/chat/create, and vLLM's
 from collections.abc import Mapping
 from typing import Any
 
+from proxy.formats.grammars import forced_by, functions_of, of_form, the_grammar
 from proxy.formats.sampling import (
     EVERYWHERE,
     BaseSamplingRules,
@@ -38,3 +39,26 @@ class ChatSampling(BaseSamplingRules):
         if not free_choice(settings.get("function_call")):
             return True
         return super().constrains(settings) or not free_form(settings.get("response_format"))
+
+    def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
+        """Return the grammar of the form that is asked for, or of the call that is forced."""
+        return grammar_of_chat(fields) if free_choice(fields.get("function_call")) else None
+
+
+def grammar_of_chat(fields: Mapping[str, Any]) -> Mapping[str, str] | None:
+    """Return the grammar of a chat request, if it has one that can be read."""
+    choice, forced = fields.get("tool_choice"), None
+    if not free_choice(choice):
+        forced = forced_by(choice, choice.get("function") if isinstance(choice, dict) else None)
+    functions = functions_of(list(map(_function, _tools(fields))))
+    return the_grammar(fields, fields.get("response_format"), of_form, forced, functions)
+
+
+def _tools(fields: Mapping[str, Any]) -> list[Any]:
+    tools = fields.get("tools")
+    return tools if isinstance(tools, list) else []
+
+
+def _function(tool: Any) -> Any:
+    is_function = isinstance(tool, dict) and tool.get("type", "function") == "function"
+    return tool.get("function") if is_function else None

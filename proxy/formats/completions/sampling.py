@@ -7,6 +7,7 @@ Sources: https://platform.openai.com/docs/api-reference/completions/create, and 
 from collections.abc import Mapping
 from typing import Any
 
+from proxy.formats.grammars import of_form, the_grammar
 from proxy.formats.sampling import EVERYWHERE, BaseSamplingRules, free_form
 
 
@@ -19,3 +20,7 @@ class CompletionsSampling(BaseSamplingRules):
     def constrains(self, settings: Mapping[str, Any]) -> bool:
         """Return whether a form of the reply is imposed."""
         return super().constrains(settings) or not free_form(settings.get("response_format"))
+
+    def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
+        """Return the grammar of the form that is asked for."""
+        return the_grammar(fields, fields.get("response_format"), of_form)

@@ -7,6 +7,8 @@ Sources: https://docs.anthropic.com/en/api/messages, its beta fields, and vLLM's
 from collections.abc import Mapping
 from typing import Any
 
+from proxy.formats.chat.sampling import grammar_of_chat
+from proxy.formats.messages.as_chat import chat_request
 from proxy.formats.sampling import (
     EVERYWHERE,
     BaseSamplingRules,
@@ -33,3 +35,8 @@ class MessagesSampling(BaseSamplingRules):
     def constrains(self, settings: Mapping[str, Any]) -> bool:
         """Return whether a tool or a form of the reply is imposed."""
         return super().constrains(settings) or not free_form_within(settings.get("output_config"))
+
+    def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
+        """Return the grammar of the chat request that such a message is sent as."""
+        as_chat = chat_request(fields)
+        return None if as_chat is None else grammar_of_chat(as_chat)

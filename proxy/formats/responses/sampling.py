@@ -7,7 +7,13 @@ Sources: https://platform.openai.com/docs/api-reference/responses/create, and vL
 from collections.abc import Mapping
 from typing import Any, Final
 
-from proxy.formats.sampling import EVERYWHERE, BaseSamplingRules, free_form_within
+from proxy.formats.grammars import forced_by, functions_of, of_text_form, the_grammar
+from proxy.formats.sampling import (
+    EVERYWHERE,
+    BaseSamplingRules,
+    free_choice,
+    free_form_within,
+)
 
 # vLLM takes these for responses too, and does not apply them; another server might.
 NOT_APPLIED: Final = ("min_tokens", "bad_words", "allowed_token_ids")
@@ -33,3 +39,14 @@ class ResponsesSampling(BaseSamplingRules):
     def constrains(self, settings: Mapping[str, Any]) -> bool:
         """Return whether a tool or a form of the text is imposed."""
         return super().constrains(settings) or not free_form_within(settings.get("text"))
+
+    def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
+        """Return the grammar of the text that is asked for, or of the call that is forced."""
+        text, choice, tools = fields.get("text"), fields.get("tool_choice"), fields.get("tools")
+        form = text.get("format") if isinstance(text, dict) else None
+        forced = None if free_choice(choice) else forced_by(choice, choice)
+        listed = tools if isinstance(tools, list) else []
+        plain = all(isinstance(tool, dict) and tool.get("type") == "function" for tool in listed)
+        return the_grammar(
+            fields, form, of_text_form, forced, functions_of(listed) if plain else None
+        )

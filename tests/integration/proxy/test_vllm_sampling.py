@@ -17,6 +17,7 @@ from proxy.keeper.sampling import NUMBERS, sampling_settings
 from proxy.keeper.transcribe import transcribe
 from store.records import CallRecord
 from store.values.distribution import distribution_of
+from store.values.grammars import Grammar
 from tests.support.records import captured
 
 # Importing vLLM takes its time.
@@ -43,6 +44,18 @@ NUMBER_TEXTS = st.one_of(
     st.integers().map(str),
     st.from_regex(r'"[ +\-0-9._e]{1,6}"', fullmatch=True),
 )
+
+
+def written(asked: Any) -> Grammar | None:
+    """A constraint as vLLM's scheduler has it, in our words."""
+    if asked is None:
+        return None
+    from vllm.v1.structured_output.request import get_structured_output_key
+
+    option, text = get_structured_output_key(asked)
+    if option.name == "JSON_OBJECT":
+        return Grammar(kind="json", text='{"type": "object"}')
+    return Grammar(kind=option.name.lower(), text=text)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +118,7 @@ def agrees(params: Any, found: dict[str, Any], reason: str | None) -> None:
     assert set(read.allowed_token_ids) == set(params.allowed_token_ids or ())
     if read.min_tokens:
         assert set(read.stop_token_ids) == set(params.stop_token_ids or ())
-    assert params.structured_outputs is None
+    assert written(params.structured_outputs) == read.grammar
     assert not params.watermarking
 
 

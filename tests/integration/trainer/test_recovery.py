@@ -86,6 +86,9 @@ class FakeLearner:
     def misfit(self, adapter: Path) -> str | None:
         return None
 
+    def why_unreplayable(self, distribution: Any, sampled_ids: Any) -> str | None:
+        return None
+
     def version_logprobs(self, adapter: Path | None, rows: Any) -> list[list[float]]:
         self.asked.append((adapter, len(rows)))
         return [[-0.5] * len(row.sampled_ids) for row in rows]

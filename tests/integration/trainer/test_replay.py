@@ -19,6 +19,7 @@ from benchmarks.merge.episodes import random_tree
 from benchmarks.merge.models import TINY, make_model
 from benchmarks.merge.updates import gradient, largest_difference, train
 from store.values.distribution import Distribution
+from store.values.grammars import Grammar
 from tests.integration.trainer.test_learner import gradients, shake
 from tests.support.training import PLAIN, ppo_recipe, recipe, rows
 from trainer.batches.rows import Row
@@ -56,6 +57,9 @@ EACH: dict[str, dict[str, Any]] = {
     "a repetition reward": {"repetition_penalty": 0.8},
     "a model's card": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
 }
+# The masks that a grammar may have had before each of a reply's tokens.
+GRAMMAR = Grammar(kind="regex", text="(w[0-9])+")
+EACH["grammar"] = {"grammar": GRAMMAR}
 EACH["all together"] = {
     name: value for one in EACH.values() for name, value in one.items() if name != "top_k"
 } | {"top_k": 25, "top_p": 0.9, "temperature": 0.8, "repetition_penalty": 1.2}
@@ -65,13 +69,28 @@ def made(name: str) -> Distribution:
     return msgspec.structs.replace(PLAIN, **EACH[name])
 
 
+def able_after(sampled: Sequence[int], count: int) -> list[set[int]]:
+    """Tokens that a made-up grammar allows at each place: they depend on all before them."""
+    always = {*range(2, 10), 90}
+    return [
+        {*always, *(t for t in range(WORDS) if (t * 7 + sum(sampled[:n]) * 3 + n) % 5)}
+        for n in range(count)
+    ]
+
+
+def packed(able: set[int]) -> bytes:
+    return sum(1 << token for token in able).to_bytes(16, "little")
+
+
 def row(prompt: Sequence[int], sampled: Sequence[int], distribution: Distribution) -> Row:
+    able = able_after(sampled, len(sampled)) if distribution.grammar else []
     return msgspec.structs.replace(
         rows()[0],
         prompt_ids=tuple(prompt),
         sampled_ids=tuple(sampled),
         sampled_logprobs=(-1.0,) * len(sampled),
         distribution=distribution,
+        masks=tuple(map(packed, able)),
     )
 
 
@@ -95,6 +114,7 @@ def vllm_logprobs() -> Callable[[Tensor, Row, int], Tensor]:
         )
         from vllm.v1.sample.metadata import SamplingMetadata
         from vllm.v1.sample.sampler import Sampler
+        from xgrammar import apply_token_bitmask_inplace
 
     config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4))
 
@@ -135,6 +155,12 @@ def vllm_logprobs() -> Callable[[Tensor, Row, int], Tensor]:
             else {},
             logitsprocs=LogitsProcessors(processors),
         )
+        if one.masks:
+            # The model runner applies a grammar's mask before it calls the sampler.
+            bits = torch.frombuffer(bytearray(one.masks[before]), dtype=torch.int32)[None]
+            logits = logits[None].clone()
+            apply_token_bitmask_inplace(logits, bits)
+            logits = logits[0]
         sampler = Sampler("processed_logprobs")
         shaped = sampler.apply_logits_processors(logits[None].clone(), metadata, False)
         _, found = sampler.sample(shaped, metadata)
@@ -183,6 +209,8 @@ def plain_shaping(logits: Tensor, one: Row, before: int) -> Tensor:
         lowered[token] = wanted.presence_penalty + wanted.frequency_penalty * reply.count(token)
     z = (biased * scales - lowered) / wanted.temperature
     able = set(wanted.allowed_token_ids or range(len(logits)))
+    if wanted.grammar:
+        able &= able_after(one.sampled_ids, len(one.sampled_ids))[before]
     for *begun, last in wanted.banned_ids:
         if not begun or reply[-len(begun) :] == tuple(begun):
             able.discard(last)
@@ -292,10 +320,15 @@ def mixed(seed: int) -> list[Row]:
     """Random trees whose rows were sampled in all the ways there are."""
     ways = [PLAIN, *(made(name) for name in EACH)]
     made_rows = random_tree(seed, TINY.vocab_size)
-    return [
-        msgspec.structs.replace(one, distribution=ways[(seed + index) % len(ways)])
-        for index, one in enumerate(made_rows)
-    ]
+    ways = [ways[(seed + index) % len(ways)] for index in range(len(made_rows))]
+    return [held(one, way) for one, way in zip(made_rows, ways, strict=True)]
+
+
+def held(one: Row, way: Distribution) -> Row:
+    """The row as it was sampled in one of the ways, under a grammar that all replies fit."""
+    everything = {*range(WORDS)} if way.grammar else set()
+    masks = tuple(packed({*everything} - {n % 2}) for n in range(len(one.sampled_ids)))
+    return msgspec.structs.replace(one, distribution=way, masks=masks if way.grammar else ())
 
 
 @pytest.fixture(scope="module")
@@ -384,7 +417,8 @@ def sampled_as(batch: Sequence[Row], distribution: Distribution) -> list[Row]:
 
 @pytest.fixture
 def ways() -> list[Distribution]:
-    return [made("a model's card"), made("repetition_penalty"), made("all together")]
+    unheld = msgspec.structs.replace(made("all together"), grammar=None)
+    return [made("a model's card"), made("repetition_penalty"), unheld]
 
 
 def test_an_update_is_the_same_merged_and_not(

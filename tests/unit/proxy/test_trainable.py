@@ -99,7 +99,6 @@ def test_tokens_that_do_not_add_up(changes: dict[str, Any], reason: str) -> None
         ("chat", {"vllm_xargs": {"x": 1}}, "reshaped_distribution"),
         ("responses", {"min_tokens": 5}, "reshaped_distribution"),
         ("responses", {"bad_words": ["a"]}, "reshaped_distribution"),
-        ("chat", {"response_format": {"type": "json_object"}}, "constrained_sampling"),
         ("chat", {"tool_choice": "required"}, "constrained_sampling"),
         ("chat", {"guided_regex": "a+"}, "constrained_sampling"),
         ("messages", {"tool_choice": {"type": "any"}}, "constrained_sampling"),
@@ -121,6 +120,13 @@ def test_tokens_that_do_not_add_up(changes: dict[str, Any], reason: str) -> None
         ("chat", {"thinking_token_budget": 100}, "reshaped_distribution"),
         ("completions", {"best_of": 3}, "reshaped_distribution"),
         ("chat", {"function_call": {"name": "x"}}, "constrained_sampling"),
+        ("chat", {"tools": [{}], "parallel_tool_calls": False}, "constrained_sampling"),
+        ("responses", {"tools": [{}], "parallel_tool_calls": "no"}, "constrained_sampling"),
+        (
+            "messages",
+            {"tools": [{}], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            "constrained_sampling",
+        ),
     ],
 )
 def test_distributions_that_cannot_be_computed_again(
@@ -139,6 +145,7 @@ def test_distributions_that_cannot_be_computed_again(
         ("completions", {"top_p": 0.9, "min_tokens": 3}),
         ("responses", {"top_p": 0.9, "top_k": 5, "presence_penalty": 1, "min_tokens": 0}),
         ("messages", {"top_p": 0.9, "top_k": 5}),
+        ("chat", {"response_format": {"type": "json_object"}}),
     ],
 )
 def test_settings_that_the_trainer_replays(api: str, request_: dict[str, Any]) -> None:
@@ -151,6 +158,9 @@ def test_settings_that_the_trainer_replays(api: str, request_: dict[str, Any]) -
     [
         ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
         ("messages", {"tool_choice": {"type": "none"}}),
+        ("chat", {"tools": [], "parallel_tool_calls": False}),
+        ("chat", {"tools": [{}], "parallel_tool_calls": True}),
+        ("chat", {"tools": [{}], "tool_choice": "none", "parallel_tool_calls": False}),
         ("responses", {"tools": [{"name": "x", "strict": False}, "odd"]}),
         ("responses", {"text": {"format": {"type": "text"}}}),
         ("responses", {"text": {"verbosity": "low"}, "max_output_tokens": 5}),
@@ -219,3 +229,19 @@ def test_what_the_server_uses_besides_is_recorded_where_a_request_does_not_say()
     assert sampling_settings({"top_p": None}, 0.6, rules, card) == {"temperature": 0.6} | card
     asked = {"temperature": 0.6, "top_p": 1.0, "top_k": 20}
     assert sampling_settings({"top_p": 1.0}, 0.6, rules, card) == asked
+
+
+def test_a_grammar_is_trained_only_where_log_probabilities_show_it() -> None:
+    asked = {"response_format": {"type": "json_object"}}
+    assert why(asked) is None
+    assert why(asked, sampled_logprobs=None) == "constrained_sampling"
+    assert why({"grammar": {"kind": "regex", "text": "a"}}) == "unreadable_sampling"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [*("a", [], {}, {"kind": "regex"}), {"kind": "odd", "text": ""}, {"kind": "json", "text": 7}],
+)
+def test_a_recorded_grammar_has_a_kind_and_a_text(grammar: Any) -> None:
+    with pytest.raises(ValueError, match="grammar"):
+        distribution_of({"temperature": 1.0, "grammar": grammar})

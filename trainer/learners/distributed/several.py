@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 
+from store.values.distribution import Distribution
 from trainer.batches.rows import Row
 from trainer.errors import TrainerError
 from trainer.learners.distributed.processes import Processes
@@ -50,6 +51,12 @@ class LeadingLearner:
     def misfit(self, adapter: Path) -> str | None:
         """Return why the version in `adapter` is not of this base model; rank 0 looks."""
         return self._learner.misfit(adapter)
+
+    def why_unreplayable(
+        self, distribution: Distribution, sampled_ids: Sequence[int]
+    ) -> str | None:
+        """Return why a call's grammar cannot be replayed, or None if it can; rank 0 looks."""
+        return self._learner.why_unreplayable(distribution, sampled_ids)
 
     def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
         """Return the rows' log-probabilities under a version; each process computes its share."""

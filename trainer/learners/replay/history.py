@@ -16,12 +16,20 @@ class History:
     them, `prompts` how long the prompt is, `sampled` how many tokens of the reply come before.
     """
 
-    def __init__(self, ids: Tensor, rows: Tensor, prompts: Tensor, sampled: Tensor) -> None:
-        """Store the tensors."""
+    def __init__(
+        self,
+        ids: Tensor,
+        rows: Tensor,
+        prompts: Tensor,
+        sampled: Tensor,
+        masks: Sequence[bytes] = (),
+    ) -> None:
+        """Store the tensors, and the packed masks of a grammar, (R,), if there is one."""
         self._ids = ids
         self._rows = rows
         self._prompts = prompts
         self.sampled = sampled
+        self.masks = masks
 
     @classmethod
     def of(
@@ -36,12 +44,15 @@ class History:
             torch.tensor([used[row] for row, _ in places], device=device),
             torch.tensor(prompts, device=device),
             torch.tensor([sampled for _, sampled in places], device=device),
+            [rows[row].masks[sampled] for row, sampled in places if rows[row].masks],
         )
 
     def part(self, start: int, stop: int) -> "History":
         """Return the history of the tokens from `start` to before `stop`."""
-        each = (self._rows, self._prompts, self.sampled)
-        return History(self._ids, *(one[start:stop] for one in each))
+        rows, prompts, sampled = (
+            one[start:stop] for one in (self._rows, self._prompts, self.sampled)
+        )
+        return History(self._ids, rows, prompts, sampled, self.masks[start:stop])
 
     def everything(self) -> Tensor:
         """Return all ids before each token, (R, T); shorter ones repeat their first id."""

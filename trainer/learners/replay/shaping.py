@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from store.values.distribution import Distribution
+from trainer.learners.replay.grammars import allowed
 from trainer.learners.replay.history import History
 from trainer.learners.replay.survivors import drop_the_rest
 
@@ -96,10 +97,10 @@ def _repetition(logits: Tensor, penalty: float, history: History) -> Factors:
 
 
 def _forbid(logits: Tensor, distribution: Distribution, history: History) -> None:
-    """Set the logits of tokens that could not be sampled to −∞, in place.
-
-    A mask for each token of a reply (a grammar's, say) belongs here.
-    """
+    """Set the logits of tokens that could not be sampled to −∞, in place."""
+    if distribution.grammar is not None:
+        could = allowed(history.masks, logits.shape[-1], logits.device)
+        logits.masked_fill_(~could, -math.inf)
     if distribution.allowed_token_ids:
         others = torch.ones(logits.shape[-1], dtype=torch.bool, device=logits.device)
         others[list(distribution.allowed_token_ids)] = False

@@ -27,7 +27,7 @@ class Vocabulary:
 
     def spell_out(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows, with the ids of what their settings name."""
-        spelled = {one: self._spelled(one) for one in {row.distribution for row in rows}}
+        spelled = {one: self.spelled(one) for one in {row.distribution for row in rows}}
         return [
             row
             if spelled[row.distribution] is row.distribution
@@ -35,12 +35,13 @@ class Vocabulary:
             for row in rows
         ]
 
-    def _spelled(self, one: Distribution) -> Distribution:
+    def spelled(self, one: Distribution) -> Distribution:
+        """Return settings with the ids of what they name."""
         if one.bad_words:
             one = msgspec.structs.replace(
                 one, banned_ids=banned_sequences(one.bad_words, self._encode)
             )
-        if one.min_tokens:
+        if one.min_tokens or one.grammar is not None:
             stops = self._ends.union(one.stop_token_ids)
             one = msgspec.structs.replace(one, stop_token_ids=tuple(sorted(stops)))
         return one

@@ -1,0 +1,278 @@
+"""What vLLM holds a reply to is what is recorded, or the call is not trainable."""
+
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.formats.messages.as_chat import chat_request
+from proxy.formats.registry import FORMATS
+from store.values.distribution import distribution_of
+from store.values.grammars import Grammar
+from tests.integration.proxy.test_vllm_sampling import recorded, written
+
+# Importing vLLM takes its time.
+pytestmark = pytest.mark.timeout(240)
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
+RESPONSES = {"model": "m", "input": "q"}
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["object", "a", "é\n"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abc"), inner),
+    max_leaves=4,
+)
+SCHEMAS = (
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.just("object"),
+            "properties": st.dictionaries(st.sampled_from(["b", "a", "é"]), VALUES, max_size=2),
+            "$defs": st.dictionaries(st.sampled_from("xy"), VALUES, max_size=2),
+        },
+    )
+    | VALUES
+)
+FORMS = st.one_of(
+    st.sampled_from([None, {"type": "text"}, {"type": "json_object"}, {"type": "odd"}, "json"]),
+    SCHEMAS.map(lambda s: {"type": "json_schema", "json_schema": {"name": "n", "schema": s}}),
+    SCHEMAS.map(lambda s: {"type": "json_schema", "json_schema": s}),
+)
+OWN = st.fixed_dictionaries(
+    {},
+    optional={
+        "json": SCHEMAS,
+        "regex": st.sampled_from(["a+", "", None, 7]),
+        "choice": st.sampled_from([["a", "b"], [], ["a", 7], None]),
+        "grammar": st.sampled_from(['root ::= "a"', "", None]),
+        "json_object": st.sampled_from([True, False, None, 1]),
+        "disable_any_whitespace": st.booleans(),
+        "whitespace_pattern": st.sampled_from([None, "", " "]),
+    },
+)
+CHOICES = st.sampled_from(
+    [
+        *(None, "auto", "none", "required", "any", {"type": "auto"}),
+        *({"type": "function", "function": {"name": name}} for name in ("f", "g", "h", 7)),
+        {"type": "function", "name": "f"},
+    ]
+)
+FUNCTIONS = st.lists(
+    st.fixed_dictionaries(
+        {"name": st.sampled_from("fg")},
+        optional={"parameters": SCHEMAS, "strict": st.booleans() | st.none()},
+    ),
+    max_size=2,
+)
+
+
+def grammars_with(tool_parser: type) -> Callable[[str, dict[str, Any]], Any]:
+    """The grammar that a vLLM with this tool parser makes of a request."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.exceptions import VLLMValidationError
+    from vllm.parser.abstract_parser import DelegatingParser
+
+    kinds = {
+        "chat": ChatCompletionRequest,
+        "completions": CompletionRequest,
+        "responses": ResponsesRequest,
+    }
+    parser = object.__new__(DelegatingParser)
+    parser._reasoning_parser, parser._tool_parser = None, object.__new__(tool_parser)
+
+    def made(api: str, fields: dict[str, Any]) -> Grammar | str | None:
+        try:
+            request = kinds[api](**json.loads(json.dumps(fields)))
+            if api != "completions":
+                request = parser.adjust_request(request)
+            return written(request.to_sampling_params(16, {}).structured_outputs)
+        except (ValueError, TypeError, AssertionError, VLLMValidationError):
+            return "refused"
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def vllm_grammar() -> Any:
+    """The grammar that vLLM makes of a request, with a tool parser that reads JSON."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.tool_parsers.pythonic_tool_parser import PythonicToolParser
+
+        return grammars_with(PythonicToolParser)
+
+
+@pytest.fixture(scope="module")
+def hermes_grammar() -> Any:
+    """The same with a tool parser whose model has a syntax of its own, `pawl up`'s."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm.tool_parsers.hermes_tool_parser import Hermes2ProToolParser
+
+        return grammars_with(Hermes2ProToolParser)
+
+
+def agrees(vllm_grammar: Any, api: str, fields: dict[str, Any]) -> bool:
+    """Whether the call may be trained; if so, vLLM's grammar must be the one that is read."""
+    theirs, (found, reason) = vllm_grammar(api, fields), recorded(api, json.dumps(fields))
+    if theirs == "refused" or reason is not None:
+        return False
+    assert distribution_of(found).grammar == theirs
+    return True
+
+
+@settings(max_examples=400)
+@given(st.sampled_from(["chat", "completions"]), FORMS, st.none() | OWN, FUNCTIONS, CHOICES)
+def test_any_form_of_a_chat(
+    vllm_grammar: Any, api: str, form: Any, own: Any, functions: Any, choice: Any
+) -> None:
+    said = {"response_format": form, "structured_outputs": own}
+    fields = {**CHAT, "prompt": "q", **said} if api == "completions" else {**CHAT, **said}
+    if api == "chat":
+        if functions:
+            fields["tools"] = [{"type": "function", "function": one} for one in functions]
+        fields["tool_choice"] = choice
+    else:
+        del fields["messages"]
+    agrees(vllm_grammar, api, {name: value for name, value in fields.items() if value is not None})
+
+
+@settings(max_examples=300)
+@given(FUNCTIONS, CHOICES, st.sampled_from([None, True, False, "no"]))
+def test_any_forced_call(vllm_grammar: Any, functions: Any, choice: Any, several: Any) -> None:
+    fields: dict[str, Any] = {**CHAT, "tool_choice": choice}
+    fields["tools"] = [{"type": "function", "function": one} for one in functions]
+    fields["parallel_tool_calls"] = several
+    agrees(vllm_grammar, "chat", {n: v for n, v in fields.items() if v is not None})
+
+
+@settings(max_examples=300)
+@given(FORMS, st.none() | OWN, FUNCTIONS, CHOICES)
+def test_any_form_of_a_response(
+    vllm_grammar: Any, form: Any, own: Any, functions: Any, choice: Any
+) -> None:
+    if isinstance(form, dict) and isinstance(form.get("json_schema"), dict):
+        form = {"type": "json_schema", "name": "n", **form["json_schema"]}
+    fields: dict[str, Any] = {**RESPONSES, "text": {"format": form}, "structured_outputs": own}
+    if functions:
+        fields["tools"] = [{"type": "function", **one} for one in functions]
+    if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
+        choice = {"type": "function", **choice["function"]}
+    fields["tool_choice"] = choice
+    agrees(vllm_grammar, "responses", {n: v for n, v in fields.items() if v is not None})
+
+
+@settings(max_examples=400)
+@given(FORMS, st.none() | OWN, FUNCTIONS, CHOICES, st.sampled_from([None, True, False]))
+def test_a_syntax_of_the_models_own_is_never_taken_for_no_constraint(
+    hermes_grammar: Any, form: Any, own: Any, functions: Any, choice: Any, several: Any
+) -> None:
+    """What held a trainable call is recorded, but for a forced call, whose reply shows it."""
+    fields: dict[str, Any] = {**CHAT, "response_format": form, "structured_outputs": own}
+    fields["tools"] = [{"type": "function", "function": one} for one in functions] or None
+    fields |= {"tool_choice": choice, "parallel_tool_calls": several}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    theirs, (found, reason) = hermes_grammar("chat", fields), recorded("chat", json.dumps(fields))
+    if theirs == "refused" or reason is not None:
+        return
+    forced = choice not in (None, "auto", "none")
+    ours = distribution_of(found).grammar
+    assert (theirs.kind if forced else theirs) == ("structural_tag" if forced else ours)
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_one_call_at_most_is_a_grammar_for_some_servers(
+    hermes_grammar: Any, vllm_grammar: Any, choice: str | None
+) -> None:
+    asked = {**CHAT, "tools": TOOLS, "parallel_tool_calls": False}
+    asked |= {"tool_choice": choice} if choice else {}
+    assert hermes_grammar("chat", asked).kind == "structural_tag"
+    assert vllm_grammar("chat", asked) is None
+    assert recorded("chat", json.dumps(asked))[1] == "constrained_sampling"
+    several = asked | {"parallel_tool_calls": True}
+    assert hermes_grammar("chat", several) is None
+    assert recorded("chat", json.dumps(several))[1] is None
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"$ref": "#/$defs/x"}}, "$defs": {"x": {}}}
+F = {"name": "f", "parameters": SCHEMA}
+TOOLS = [{"type": "function", "function": F}, {"type": "function", "function": {"name": "g"}}]
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("api", "said"),
+    [
+        *((api, {"response_format": FORM}) for api in ("chat", "completions")),
+        *((api, {"structured_outputs": {"json": SCHEMA}}) for api in ("chat", "responses")),
+        *((api, {"structured_outputs": {"choice": ["é", "b"]}}) for api in ("chat", "completions")),
+        ("chat", {"structured_outputs": {"regex": "a+", "whitespace_pattern": None}}),
+        ("chat", {"response_format": {"type": "json_object"}, "stop_token_ids": [5]}),
+        ("chat", {"tools": TOOLS, "tool_choice": "required"}),
+        ("chat", {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}),
+        ("chat", {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}),
+        ("chat", {"tools": TOOLS, "tool_choice": "none", "response_format": FORM}),
+        ("responses", {"text": {"format": {"type": "json_object"}}}),
+        ("responses", {"tools": [{"type": "function", **F}], "tool_choice": "required"}),
+        (
+            "responses",
+            {
+                "tools": [{"type": "function", **F}],
+                "tool_choice": {"type": "function", "name": "f"},
+            },
+        ),
+    ],
+)
+def test_these_are_replayed(vllm_grammar: Any, api: str, said: dict[str, Any]) -> None:
+    asked = {"chat": CHAT, "completions": {"model": "m", "prompt": "q"}, "responses": RESPONSES}
+    assert agrees(vllm_grammar, api, asked[api] | said)
+
+
+@pytest.mark.parametrize(
+    ("api", "said"),
+    [
+        ("chat", {"response_format": FORM, "tools": TOOLS}),
+        ("chat", {"response_format": FORM, "guided_regex": "a"}),
+        ("chat", {"response_format": FORM, "structured_outputs": {"json": {}}}),
+        ("chat", {"response_format": FORM, "tools": TOOLS, "tool_choice": "required"}),
+        ("chat", {"response_format": {"type": "structural_tag", "format": {}}}),
+        ("chat", {"structured_outputs": {"structural_tag": "{}"}}),
+        ("chat", {"structured_outputs": {"json": {}, "whitespace_pattern": " "}}),
+        ("chat", {"tools": [*TOOLS, *TOOLS], "tool_choice": "required"}),
+        ("chat", {"tools": [{"type": "custom", "custom": F}], "tool_choice": "required"}),
+        ("responses", {"tools": [{"type": "custom", "name": "f"}], "tool_choice": "required"}),
+    ],
+)
+def test_these_are_not(api: str, said: dict[str, Any]) -> None:
+    asked = {"chat": CHAT, "responses": RESPONSES}
+    assert recorded(api, json.dumps(asked[api] | said))[1] == "constrained_sampling"
+
+
+def test_a_message_has_the_grammar_of_the_chat_that_it_is_sent_as(vllm_grammar: Any) -> None:
+    asked = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "q"}]}
+    tools = [{"name": "f", "input_schema": SCHEMA}]
+    for said in (
+        {"tools": tools, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+        {"tools": tools, "tool_choice": {"type": "tool", "name": "f"}},
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    ):
+        as_chat = chat_request(asked | said)
+        assert as_chat is not None
+        found, reason = recorded("messages", json.dumps(asked | said))
+        assert reason is None
+        assert distribution_of(found).grammar == vllm_grammar("chat", as_chat)
+
+
+@pytest.mark.parametrize("api", FORMATS)
+@given(st.dictionaries(st.sampled_from([*"abc", "type", "format", "name", "function"]), VALUES))
+def test_whatever_a_request_says_its_grammar_is_read_or_not(api: str, odd: Any) -> None:
+    names = ("response_format", "text", "output_config", "structured_outputs", "tool_choice")
+    for name in names:
+        for value in (odd, {"format": odd}, {"json_schema": odd}, [odd]):
+            recorded(api, json.dumps({"tools": [odd], name: value}))

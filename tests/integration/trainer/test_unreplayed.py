@@ -1,0 +1,87 @@
+"""Calls whose grammar cannot be replayed: the loop trains the others, and credit knows it later."""
+
+import json
+from typing import Any
+
+import pytest
+
+from store.read.past import past_update
+from store.records import SpoolRecord
+from store.write.ingest import ingest
+from tests.integration.trainer.test_recomputed import last_metrics
+from tests.integration.trainer.test_recovery import Bench, bench, run_once
+from tests.support.records import call, reward
+from trainer.recipes.recipe import Recipe
+from trainer.updates.plan import plan_update
+from trainer.updates.unreplayed import unreplayed_in
+
+__all__ = ["bench"]
+
+GRAMMAR = {"kind": "regex", "text": "a+"}
+HELD = json.dumps({"temperature": 1.0, "grammar": GRAMMAR}).encode()
+
+
+async def fill(bench: Bench, name: str, held: int) -> list[str]:
+    """Two groups; the first `held` calls were held to a grammar. Returns these calls' ids."""
+    records: list[SpoolRecord] = []
+    ids = []
+    for number in range(4):
+        made = call(f"{name}{number}", task=f"{name}{number // 2}")
+        if number < held:
+            made = call(made.episode, task=made.task, sampling=HELD)
+            ids.append(str(made.id))
+        records += [made, reward(float(number % 2), episode=made.episode)]
+    async with bench.engine.begin() as connection:
+        await ingest(connection, records)
+    return ids
+
+
+async def test_the_loop_asks_of_each_call_that_a_grammar_held(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run_once(bench)
+    asked: list[Any] = []
+
+    def replayed(distribution: Any, sampled_ids: Any) -> None:
+        asked.append((distribution.grammar.text, sampled_ids))
+
+    monkeypatch.setattr(bench.learner, "why_unreplayable", replayed)
+    await fill(bench, "u", 2)
+    assert await run_once(bench)
+    assert asked == [("a+", (4, 5))] * 2
+    metrics = await last_metrics(bench)
+    assert metrics["rows"] == 4
+    assert "unreplayed_calls" not in metrics
+
+
+async def test_such_calls_are_left_out_and_credit_knows_it_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run_once(bench)
+    monkeypatch.setattr(bench.learner, "why_unreplayable", lambda *_: "outside_grammar")
+    ids = await fill(bench, "u", 2)
+    assert await run_once(bench)
+    metrics = await last_metrics(bench)
+    assert (metrics["rows"], metrics["dropped"]) == (2, {"no_trainable_call": 2})
+    assert metrics["unreplayed_calls"] == dict.fromkeys(ids, "outside_grammar")
+    await bench.assert_spent_once(8)
+    async with bench.engine.connect() as connection:
+        past = await past_update(connection, 2, "m")
+    recipe = Recipe.model_validate(past.recipe)
+    plan = plan_update(past.claim, recipe, {}, unreplayed_in(past.metrics))
+    assert sorted(str(one.call.reason) for one in plan.credited) == [
+        *("None", "None", "outside_grammar", "outside_grammar")
+    ]
+
+
+async def test_an_update_of_such_calls_alone_makes_no_version(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run_once(bench)
+    monkeypatch.setattr(bench.learner, "why_unreplayable", lambda *_: "grammar_not_built")
+    ids = await fill(bench, "u", 4)
+    await run_once(bench)
+    metrics = await last_metrics(bench)
+    assert set(metrics["unreplayed_calls"]) == set(ids)
+    assert max(await bench.states()) == 1
+    await bench.assert_spent_once(8)

@@ -1,0 +1,157 @@
+"""The grammar that a request names is recorded, in every API, where it is certain which it is."""
+
+import json
+from typing import Any
+
+import pytest
+
+from proxy.formats.registry import FORMATS
+from proxy.keeper.sampling import sampling_settings
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"$ref": "#/$defs/x"}}}
+DEFINED = SCHEMA | {"$defs": {"x": {"type": "integer"}}}
+NOTHING = {"type": "object", "properties": {}}
+F = {"name": "f", "parameters": DEFINED}
+CHAT_TOOLS = [{"type": "function", "function": one} for one in (F, {"name": "g"})]
+TOOLS = [{"type": "function", **one} for one in (F, {"name": "g"})]
+MESSAGE_TOOLS = [{"name": "f", "input_schema": DEFINED}, {"name": "g", "input_schema": NOTHING}]
+FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+# What messages need to be sent as a chat.
+MESSAGE = {"model": "m", "max_tokens": 5, "messages": []}
+
+
+def call_of(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    named = {"name": {"type": "string", "enum": [name]}, "parameters": parameters}
+    return {"properties": named, "required": ["name", "parameters"]}
+
+
+ANY_CALL = {
+    "type": "array",
+    "minItems": 1,
+    "items": {"type": "object", "anyOf": [call_of("f", SCHEMA), call_of("g", NOTHING)]},
+    "$defs": DEFINED["$defs"],
+}
+
+
+def grammar(api: str, fields: dict[str, Any]) -> Any:
+    return sampling_settings(fields, 1.0, FORMATS[api].sampling).get("grammar")
+
+
+def of_schema(schema: dict[str, Any]) -> dict[str, str]:
+    return {"kind": "json", "text": json.dumps(schema)}
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "schema"),
+    [
+        *((api, {"response_format": FORM}, SCHEMA) for api in ("chat", "completions")),
+        ("chat", {"response_format": {"type": "json_object"}}, {"type": "object"}),
+        ("chat", {"structured_outputs": {"json": SCHEMA}}, SCHEMA),
+        ("chat", {"structured_outputs": {"json_object": True}}, {"type": "object"}),
+        ("chat", {"structured_outputs": {"json": SCHEMA, "regex": None}}, SCHEMA),
+        ("chat", {"tools": CHAT_TOOLS, "tool_choice": "required"}, ANY_CALL),
+        (
+            "chat",
+            {"tools": CHAT_TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            DEFINED,
+        ),
+        ("chat", {"tools": CHAT_TOOLS, "tool_choice": "none", "response_format": FORM}, SCHEMA),
+        ("responses", {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, SCHEMA),
+        ("responses", {"text": {"format": {"type": "json_object"}}}, {"type": "object"}),
+        ("responses", {"tools": TOOLS, "tool_choice": "required"}, ANY_CALL),
+        (
+            "responses",
+            {"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}},
+            NOTHING,
+        ),
+        (
+            "messages",
+            {"tools": MESSAGE_TOOLS, "tool_choice": {"type": "tool", "name": "f"}},
+            DEFINED,
+        ),
+        ("messages", {"tools": MESSAGE_TOOLS, "tool_choice": {"type": "any"}}, ANY_CALL),
+        (
+            "messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            SCHEMA,
+        ),
+    ],
+)
+def test_a_schema_is_recorded_with_its_keys_in_order(
+    api: str, fields: dict[str, Any], schema: dict[str, Any]
+) -> None:
+    assert grammar(api, MESSAGE | fields) == of_schema(schema)
+
+
+def test_one_call_of_any_tool() -> None:
+    asked = {"tools": CHAT_TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+    found = json.loads(grammar("chat", asked)["text"])
+    assert found == ANY_CALL | {"maxItems": 1}
+    assert list(found) == ["type", "minItems", "items", "maxItems", "$defs"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        ("regex", "a+", "a+"),
+        ("grammar", 'root ::= "a"', 'root ::= "a"'),
+        ("choice", ["é", "b"], '["\\u00e9", "b"]'),
+        ("json", '{ "type":"object"}', '{ "type":"object"}'),
+    ],
+)
+@pytest.mark.parametrize("api", ["chat", "completions", "responses"])
+def test_vllms_own_field(api: str, kind: str, value: Any, text: str) -> None:
+    own = {kind: value, "disable_any_whitespace": False, "whitespace_pattern": None}
+    assert grammar(api, {"structured_outputs": own}) == {"kind": kind, "text": text}
+
+
+@pytest.mark.parametrize(
+    ("api", "fields"),
+    [
+        ("chat", {}),
+        ("chat", {"response_format": {"type": "text"}, "tools": CHAT_TOOLS}),
+        ("chat", {"response_format": FORM, "tools": CHAT_TOOLS}),
+        ("chat", {"response_format": FORM, "tools": CHAT_TOOLS, "tool_choice": "required"}),
+        ("chat", {"response_format": FORM, "guided_json": SCHEMA}),
+        ("chat", {"response_format": FORM, "structured_outputs": {"regex": "a"}}),
+        ("chat", {"response_format": {"type": "structural_tag", "format": {}}}),
+        ("chat", {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}),
+        ("chat", {"structured_outputs": {"json": SCHEMA, "regex": "a"}}),
+        ("chat", {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}}),
+        ("chat", {"structured_outputs": {"structural_tag": "{}"}}),
+        ("chat", {"structured_outputs": {"json_object": False}}),
+        ("chat", {"structured_outputs": {"choice": ["a", 7]}}),
+        ("chat", {"structured_outputs": "json"}),
+        ("chat", {"tool_choice": "required"}),
+        ("chat", {"tools": CHAT_TOOLS * 2, "tool_choice": "required"}),
+        ("chat", {"tools": CHAT_TOOLS, "tool_choice": "required", "parallel_tool_calls": "no"}),
+        ("chat", {"tools": CHAT_TOOLS, "tool_choice": {"type": "allowed_tools"}}),
+        ("chat", {"tools": [{"type": "custom", "custom": F}], "tool_choice": "required"}),
+        (
+            "chat",
+            {"tools": CHAT_TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}},
+        ),
+        ("chat", {"response_format": FORM, "function_call": {"name": "f"}}),
+        ("responses", {"tools": [{"type": "web_search"}], "tool_choice": "required"}),
+        ("responses", {"text": "odd"}),
+        ("messages", {"thinking": "odd", "tools": MESSAGE_TOOLS, "tool_choice": {"type": "any"}}),
+    ],
+)
+def test_what_is_not_certain_is_not_recorded(api: str, fields: dict[str, Any]) -> None:
+    assert grammar(api, MESSAGE | fields if api == "messages" else fields) is None
+
+
+def test_definitions_of_one_name_must_be_equal() -> None:
+    other = {"name": "g", "parameters": {"$defs": {"x": {"type": "string"}}}}
+    tools = [{"type": "function", "function": one} for one in (F, other)]
+    assert grammar("chat", {"tools": tools, "tool_choice": "required"}) is None
+    odd = [{"type": "function", "function": {"name": "f", "parameters": {"$defs": 7}}}]
+    assert grammar("chat", {"tools": odd, "tool_choice": "required"}) is None
+
+
+def test_a_plain_request_is_not_asked_for_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wire_format in FORMATS.values():
+        rules = wire_format.sampling
+        monkeypatch.setattr(type(rules), "grammar", lambda *_: pytest.fail("asked"))
+        sampling_settings({"tools": CHAT_TOOLS, "tool_choice": "auto"}, 1.0, rules)
+        sampling_settings({"response_format": {"type": "text"}}, 1.0, rules)
