@@ -60,6 +60,11 @@ class ProxySettings(StoreSettings):
             "them, such as top_p=0.95,top_k=20",
         )
     )
+    tool_parser: str | None = Field(
+        default=None,
+        description="the upstream's parser of tool calls, as vLLM's --tool-call-parser has it; it "
+        "tells whether strict tools are held to a grammar",
+    )
     eval_tasks: str = Field(
         default=EVAL_TASKS,
         description="how the names of tasks begin whose episodes are evaluation: they are never "

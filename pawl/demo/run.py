@@ -27,7 +27,7 @@ from pawl.settings import StackSettings, read_settings
 from pawl.stack.model import unpacked_model
 from pawl.stack.process import ProcessFailed
 from pawl.stack.stack import Stack, StackPlan, preflight, running_stack
-from pawl.stack.vllm import VllmOptions
+from pawl.stack.vllm import USUAL_TOOL_PARSER, VllmOptions
 from proxy.settings import ProxySettings
 from store.connection.availability import is_unavailable
 from store.connection.engine import make_engine
@@ -146,7 +146,7 @@ class Demo:
                 dtype=settings.vllm_dtype,
                 max_model_len=settings.max_model_len,
                 max_lora_rank=self._recipe.lora.rank,
-                tool_parser="pythonic" if template else "hermes",
+                tool_parser="pythonic" if template else proxy.tool_parser or USUAL_TOOL_PARSER,
                 chat_template=template,
                 sampling_defaults=proxy.sampling_defaults,
             ),

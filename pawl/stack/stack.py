@@ -194,6 +194,8 @@ def _environment(plan: StackPlan, database_url: str, upstream: str) -> dict[str,
         "PAWL_MODEL": plan.model or "",
         "PYTHONWARNINGS": "ignore",
     }
+    if plan.upstream_url is None:
+        of_plan["PAWL_TOOL_PARSER"] = plan.vllm.tool_parser
     return dict(os.environ) | of_plan
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from pawl.settings import JudgeSettings, StackSettings, read_settings
 from pawl.stack.model import unpacked_model
 from pawl.stack.stack import Stack, StackPlan, running_stack
-from pawl.stack.vllm import VllmOptions
+from pawl.stack.vllm import USUAL_TOOL_PARSER, VllmOptions
 from proxy.settings import ProxySettings
 from store.policy_table import open_policies
 from trainer.chosen import chosen_policy
@@ -66,6 +66,7 @@ def _plan(settings: StackSettings) -> StackPlan:
             dtype=settings.vllm_dtype,
             max_model_len=settings.max_model_len,
             max_lora_rank=load_recipe(chosen.recipe).lora.rank,
+            tool_parser=proxy.tool_parser or USUAL_TOOL_PARSER,
             sampling_defaults=proxy.sampling_defaults,
         ),
         database_url=settings.database_url.get_secret_value() if settings.database_url else None,

@@ -5,9 +5,13 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from pawl.interpreter import run_module
 from store.records import Record
+
+# vLLM's parser of tool calls for most models, Qwen's among them.
+USUAL_TOOL_PARSER: Final = "hermes"
 
 
 class VllmOptions(Record, frozen=True, kw_only=True):
@@ -32,7 +36,7 @@ class VllmOptions(Record, frozen=True, kw_only=True):
     dtype: str | None
     max_model_len: int
     max_lora_rank: int
-    tool_parser: str = "hermes"
+    tool_parser: str = USUAL_TOOL_PARSER
     chat_template: Path | None = None
     sampling_defaults: Mapping[str, float] = {}
 

@@ -64,6 +64,8 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     # What the upstream samples with besides, where the request does not say.
     sampling_defaults: Mapping[str, float] = {}
     split: Split = TRAIN
+    # Whether the upstream may hold calls of strict tools to a grammar.
+    tool_grammars: bool = True
 
 
 class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):

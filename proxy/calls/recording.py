@@ -104,6 +104,7 @@ class CallRecorder:
             total_ms=arrived.ms(),
             sampling_defaults=defaults.others,
             split=identity.split,
+            tool_grammars=defaults.tool_grammars,
         )
 
     def _summary_and_provided(

@@ -43,6 +43,8 @@ def sampling_settings(
     default_temperature: float,
     rules: SamplingRules,
     defaults: Mapping[str, float] = NO_DEFAULTS,
+    *,
+    tool_grammars: bool = True,
 ) -> dict[str, Any]:
     """Return a request's sampling settings; the temperature is always among them.
 
@@ -51,6 +53,7 @@ def sampling_settings(
         default_temperature: what the server uses if the request names none.
         rules: what the request's format says about its fields.
         defaults: what the server uses for other settings that the request does not name.
+        tool_grammars: whether the server may hold calls of strict tools to a grammar.
     """
     if request is None:
         return {UNREADABLE: ["request"]}
@@ -70,7 +73,7 @@ def sampling_settings(
     tools = request.get("tools")
     if not isinstance(tools, list | None):
         unreadable.append("tools")
-    elif tools:
+    elif tools and tool_grammars:
         if _has_strict_tool(tools):
             settings[STRICT_TOOLS] = True
         if _allows_one_call(request):

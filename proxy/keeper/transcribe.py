@@ -54,7 +54,11 @@ def transcribe(
     facts, deep = _reply_facts(captured, request, raw)
     fields = None if request.parsed is None else request.fields
     sampling = sampling_settings(
-        fields, captured.default_temperature, wire_format.sampling, captured.sampling_defaults
+        fields,
+        captured.default_temperature,
+        wire_format.sampling,
+        captured.sampling_defaults,
+        tool_grammars=captured.tool_grammars,
     )
     reason = TOO_DEEP if deep else _reason(captured, facts, sampling, shown)
     events = (*captured.tool_events, *_results(captured, shown, readers))

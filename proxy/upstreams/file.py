@@ -36,6 +36,7 @@ REMEDIES: Final[Mapping[str, str]] = {
     "api_key_header": 'api_key_header = "authorization" or "x-api-key"',
     "provider": 'provider = "gemini", as litellm writes it before a model\'s name',
     "default_sampling": "default_sampling = { temperature = 0.6, top_p = 0.95, top_k = 20 }",
+    "tool_parser": 'tool_parser = "hermes", as vLLM\'s --tool-call-parser has it',
     "options": 'options = { api_version = "2024-10-21" }, as litellm.acompletion takes them',
 }
 # Arguments of litellm that a request or another key of the table sets.
@@ -93,6 +94,7 @@ class UpstreamSpec(BaseModel):
     provider: Annotated[str, Field(min_length=1)] | None = None
     options: dict[str, Any] = {}
     default_sampling: Annotated[dict[str, int | float], BeforeValidator(_defaults)] = {}
+    tool_parser: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _is_reached(self) -> "UpstreamSpec":

@@ -10,6 +10,7 @@ import structlog
 from dotenv import dotenv_values
 
 from proxy.errors import NoUpstream, ProxyError, UpstreamUnreachable
+from proxy.formats.tool_parsers import has_grammars
 from proxy.http.wire import Headers
 from proxy.settings import ProxySettings
 from proxy.upstreams.file import UpstreamSpec, load_upstreams
@@ -27,10 +28,14 @@ TEMPERATURE: Final = "temperature"
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What a server samples with if a request does not say: the temperature, and other settings."""
+    """What a server samples with if a request does not say: the temperature, and other settings.
+
+    `tool_grammars` says whether it may hold calls of strict tools to a grammar.
+    """
 
     temperature: float = 1.0
     others: Mapping[str, float] = {}
+    tool_grammars: bool = True
 
 
 # vLLM's own, where the model's folder says nothing else.
@@ -174,7 +179,7 @@ def open_upstreams(settings: ProxySettings) -> Upstreams:
     """
     if settings.upstreams is None:
         server = Upstream([str(settings.upstream_url)], silence_s=settings.silence_s)
-        return Upstreams([Member(ONE, (), True, server, _defaults(settings, {}))])
+        return Upstreams([Member(ONE, (), True, server, _defaults(settings, {}, None))])
     environment = _environment()
     specs = _specs(settings, environment)
     return Upstreams(
@@ -184,18 +189,21 @@ def open_upstreams(settings: ProxySettings) -> Upstreams:
                 spec.models,
                 spec.default,
                 _server(spec, settings, environment),
-                _defaults(settings, spec.default_sampling),
+                _defaults(settings, spec.default_sampling, spec.tool_parser),
             )
             for spec in specs
         ]
     )
 
 
-def _defaults(settings: ProxySettings, own: dict[str, float]) -> SamplingDefaults:
-    """Return the settings' defaults, but where an upstream has its `own`."""
+def _defaults(
+    settings: ProxySettings, own: dict[str, float], tool_parser: str | None
+) -> SamplingDefaults:
+    """Return the settings' defaults, but where an upstream has its `own`, and its tool parser."""
     others = settings.sampling_defaults | own
     temperature = others.pop(TEMPERATURE)
-    return SamplingDefaults(temperature, others)
+    parser = tool_parser or settings.tool_parser
+    return SamplingDefaults(temperature, others, has_grammars(parser))
 
 
 def _specs(settings: ProxySettings, environment: Mapping[str, str]) -> tuple[UpstreamSpec, ...]:

@@ -324,6 +324,31 @@ async def test_what_the_server_uses_by_itself_is_recorded(
     assert (call.trainable, call.reason) == (True, None)
 
 
+@pytest.mark.parametrize(
+    ("parser", "reason"),
+    [(None, "constrained_sampling"), ("hermes", "constrained_sampling"), ("pythonic", None)],
+)
+async def test_strict_tools_are_free_where_the_servers_parser_has_no_grammar(
+    database_url: str,
+    engine: AsyncEngine,
+    upstream: FakeUpstream,
+    tmp_path: Path,
+    parser: str | None,
+    reason: str | None,
+) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+    settings = settings_for(database_url, upstream.url, tmp_path)
+    settings = settings.model_copy(update={"tool_parser": parser})
+    tool = {"type": "function", "function": {"name": "f", "strict": True}}
+    async with running(settings), aiohttp.ClientSession() as session:
+        proxy = Proxy(settings, engine, session)
+        await proxy.policies_known()
+        assert (await proxy.chat(tools=[tool])).status == 200
+        call = await proxy.only_call()
+    assert call.reason == reason
+
+
 async def test_a_tool_conversation_without_any_name_is_one_episode(proxy: Proxy) -> None:
     user = {"role": "user", "content": "q"}
     first = await proxy.chat(messages=[user], tools=[{"type": "function"}])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from proxy.formats.messages.as_chat import chat_request
 from proxy.formats.registry import FORMATS
+from proxy.formats.tool_parsers import WITHOUT_GRAMMARS, has_grammars
 from store.values.distribution import distribution_of
 from store.values.grammars import Grammar
 from tests.integration.proxy.test_vllm_sampling import recorded, written
@@ -118,9 +119,12 @@ def hermes_grammar() -> Any:
         return grammars_with(Hermes2ProToolParser)
 
 
-def agrees(vllm_grammar: Any, api: str, fields: dict[str, Any]) -> bool:
+def agrees(
+    vllm_grammar: Any, api: str, fields: dict[str, Any], *, tool_grammars: bool = True
+) -> bool:
     """Whether the call may be trained; if so, vLLM's grammar must be the one that is read."""
-    theirs, (found, reason) = vllm_grammar(api, fields), recorded(api, json.dumps(fields))
+    theirs = vllm_grammar(api, fields)
+    found, reason = recorded(api, json.dumps(fields), tool_grammars=tool_grammars)
     if theirs == "refused" or reason is not None:
         return False
     assert distribution_of(found).grammar == theirs
@@ -184,6 +188,52 @@ def test_a_syntax_of_the_models_own_is_never_taken_for_no_constraint(
     forced = choice not in (None, "auto", "none")
     ours = distribution_of(found).grammar
     assert (theirs.kind if forced else theirs) == ("structural_tag" if forced else ours)
+
+
+@settings(max_examples=400)
+@given(
+    *(st.sampled_from(["chat", "responses"]), FORMS, FUNCTIONS, CHOICES),
+    st.sampled_from([None, True, False]),
+)
+def test_tools_of_a_parser_without_grammars(
+    vllm_grammar: Any, api: str, form: Any, functions: Any, choice: Any, several: Any
+) -> None:
+    """A server that is known to have such a parser leaves strict tools free, and we know it."""
+    chat = api == "chat"
+    fields: dict[str, Any] = {**CHAT, "response_format": form} if chat else dict(RESPONSES)
+    if functions:
+        fields["tools"] = [
+            {"type": "function", "function": one} if chat else {"type": "function", **one}
+            for one in functions
+        ]
+    fields |= {"tool_choice": choice, "parallel_tool_calls": several}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    agrees(vllm_grammar, api, fields, tool_grammars=False)
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_strict_tools_are_trained_where_the_parser_is_told(vllm_grammar: Any, api: str) -> None:
+    tool: dict[str, Any] = F | {"strict": True}
+    asked = CHAT | {"tools": [{"type": "function", "function": tool}]}
+    if api == "responses":
+        asked = RESPONSES | {"tools": [{"type": "function", **tool}]}
+    assert agrees(vllm_grammar, api, asked, tool_grammars=False)
+    assert not agrees(vllm_grammar, api, asked)
+
+
+def test_the_parsers_that_are_named_have_no_grammars() -> None:
+    from vllm.tool_parsers import ToolParserManager
+    from vllm.tool_parsers.abstract_tool_parser import ToolParser
+
+    for name in WITHOUT_GRAMMARS:
+        parser = ToolParserManager.get_tool_parser(name)
+        assert (parser.structural_tag_model, parser.default_tool_strict_level) == (None, None), name
+        assert parser.get_structural_tag is ToolParser.get_structural_tag, name
+        assert parser.adjust_request is ToolParser.adjust_request, name
+        assert not parser.engine_based_streaming, name
+        assert not has_grammars(name)
+    assert has_grammars("hermes")
+    assert has_grammars(None)
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])

@@ -84,6 +84,7 @@ def test_what_was_read_cannot_be_changed() -> None:
         (ONE + "options = {a = 1}", 'options is for kind = "litellm" alone'),
         (ONE + "default_sampling = { top_p = 2 }", "default_sampling: top_p is 2"),
         (ONE + "default_sampling = { stop = 2 }", "default_sampling: 'stop' is none of temp"),
+        (ONE + "tool_parser = ''", "tool_parser: .*; write tool_parser = "),
         (ONE + "default_sampling = 2", "default_sampling: .*; write default_sampling = {"),
         (GEMINI + "urls = ['http://a', 'http://b']", "litellm takes one address only"),
         (GEMINI + "api_key_header = 'x-api-key'", "litellm chooses the header itself"),
