@@ -12,9 +12,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.crediting.past import explain_update
 from pawl.export import Selection, export
 from store.records import CallRecord, FeedbackRecord
-from tests.integration.store.test_groups import LONG_AGO, PATIENT, keys, reasons, store, take
+from tests.integration.store.test_groups import LONG_AGO, PATIENT, keys, reasons, store
 from tests.support.records import START, call, reward
-from tests.support.updates import record_update
+from tests.support.updates import claimed, record_update
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import Plan, claim_rule, plan_update
@@ -48,12 +48,12 @@ def just_now(record: FeedbackRecord) -> FeedbackRecord:
 
 
 async def taken(engine: AsyncEngine, by: Recipe) -> list[str]:
-    claim = await take(engine, claim_rule(by, "m"))
+    claim = await claimed(engine, claim_rule(by, "m"))
     return [] if claim is None else sorted(keys(claim))
 
 
 async def trained(engine: AsyncEngine, by: Recipe) -> Plan:
-    claim = await take(engine, claim_rule(by, "m"))
+    claim = await claimed(engine, claim_rule(by, "m"))
     assert claim is not None
     plan = plan_update(claim, by)
     async with engine.begin() as connection:
@@ -117,7 +117,7 @@ async def test_a_late_one_is_compared_with_those_that_were_trained_before(
     late = made("late", task="t")
     await store(engine, late, given(0.25, late))
     rule = msgspec.structs.replace(claim_rule(by, "m"), max_age_s=1e-6)
-    claim = await take(engine, rule)
+    claim = await claimed(engine, rule)
     assert keys(claim) == ["late"]
     assert claim is not None
     # Group size 2: filled up with one of them.

@@ -21,10 +21,11 @@ from store.updates import claims
 from store.updates.damage import set_aside
 from store.updates.policies import ensure_base
 from store.write.ingest import Ingester
-from tests.integration.store.test_groups import SHORT, consume, keys, reasons, store, take
+from tests.integration.store.test_groups import SHORT, keys, reasons, store
 from tests.integration.trainer.test_recovery import Bench, run_once
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import fake_model_server
+from tests.support.updates import claimed, consume_all
 from trainer.metrics import EPISODES
 from trainer.updates.claiming import Claiming
 
@@ -179,9 +180,9 @@ async def test_one_that_is_killed_before_it_is_set_aside_finds_it_again(
 
 async def test_an_update_that_has_ended_sets_nothing_aside(bench: Threads) -> None:
     await bench.fill()
-    claim = await take(bench.engine, SHORT)
+    claim = await claimed(bench.engine, SHORT)
     assert claim is not None
-    await consume(bench.engine, claim)
+    await consume_all(bench.engine, claim)
     one = claim.groups[0].episodes[0].id
     with pytest.raises(ClaimLost):
         async with bench.engine.begin() as connection:
@@ -195,9 +196,9 @@ async def consumed_threads(engine: AsyncEngine, names: Sequence[str]) -> UUID:
     for member, name in enumerate(names):
         await store(engine, *thread(name, "t", member))
         await store(engine, reward(float(member), episode=name))
-    claim = await take(engine, SHORT)
+    claim = await claimed(engine, SHORT)
     assert claim is not None
-    await consume(engine, claim)
+    await consume_all(engine, claim)
     return claim.update_id
 
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 import xgrammar
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -288,7 +288,15 @@ PARTS = st.recursive(
 
 
 @settings(max_examples=400)
-@given(st.dictionaries(st.sampled_from(["type", "allOf", "format", "properties", "x"]), PARTS))
+@example(
+    schema={
+        "type": [{"type": "string", "format": "string"}],
+        "allOf": {"type": "string", "format": []},
+    }
+)
+@given(
+    schema=st.dictionaries(st.sampled_from(["type", "allOf", "format", "properties", "x"]), PARTS)
+)
 def test_vllm_leaves_the_same_schemas_to_another_library(vllm_own: Any, schema: Any) -> None:
     try:
         theirs = vllm_own.backend.has_xgrammar_unsupported_json_features(schema)

@@ -52,7 +52,11 @@ def _types(one: Schema) -> set[str]:
 
 
 def _is_odd_text(one: Schema) -> bool:
-    return ("format" in one and one["format"] not in FORMATS) or _is_pattern_of_a_length(one)
+    return ("format" in one and not _is_known_format(one["format"])) or _is_pattern_of_a_length(one)
+
+
+def _is_known_format(value: Any) -> bool:
+    return isinstance(value, str) and value in FORMATS
 
 
 def _is_pattern_of_a_length(one: Schema) -> bool:
