@@ -2,8 +2,8 @@
 
 PPO is arXiv:1707.06347 §3. Before an update's first step, one pass without gradient gives
 the trainer's own log-probabilities, which are the old ones of the ratio, and the critic's
-values, from which `trainer.learners.gae` derives the advantages. The surrogate is TRL's `dapo`
-loss:
+values, from which `trainer.learners.critic.gae` derives the advantages. The surrogate is
+TRL's `dapo` loss:
 
     Σ over tokens of −min(ratio · A, clip(ratio, 1 − ε, 1 + ε) · A)
 
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from trainer.batches.rows import Row
 from trainer.credit.normalisations.registry import normalisations
-from trainer.learners.gae import explained_variance, normalised, row_advantages
+from trainer.learners.critic.gae import explained_variance, normalised, row_advantages
+from trainer.learners.critic.value_head import NAME, add_value_head, values_of
 from trainer.learners.grpo import StoredGrpoTrainer, View, build_trainer, pad_rows
 from trainer.learners.kl import ByRow, by_row, concatenated, token_weights
-from trainer.learners.value_head import NAME, add_value_head, values_of
 from trainer.recipes.recipe import Recipe
 
 

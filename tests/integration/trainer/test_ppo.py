@@ -13,9 +13,9 @@ from safetensors import safe_open
 from tests.integration.trainer.test_learner import gradients, plain_logprobs, plain_loss, shake
 from tests.support.training import PLAIN, ppo_recipe, recipe, rows
 from trainer.batches.rows import Row
+from trainer.learners.critic.value_head import values_of
 from trainer.learners.grpo import View
 from trainer.learners.learner import Learner
-from trainer.learners.value_head import values_of
 from trainer.recipes.recipe import Recipe
 from trainer.recipes.training import KlOptions, OptimizerOptions
 

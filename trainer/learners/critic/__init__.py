@@ -1,0 +1,1 @@
+"""PPO's critic: its head beside the adapter, and the advantages that follow from its values."""
