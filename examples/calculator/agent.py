@@ -30,7 +30,6 @@ ToolStatus = Literal["ok", "error", "malformed"]
 
 TOOL_NAME = "calculator"
 SYSTEM = "Use the calculator."
-TEMPERATURE = 1.0
 MAX_TOKENS = 40
 
 TOOLS: list[ChatCompletionFunctionToolParam] = [
@@ -183,6 +182,7 @@ class Model:
     name: str
     examples: int
     max_tokens: int
+    temperature: float
     stream: bool
 
     async def ask(self, question: str) -> Reply:
@@ -193,7 +193,7 @@ class Model:
             model=self.name,
             messages=messages_for(question, self.examples),
             tools=TOOLS,
-            temperature=TEMPERATURE,
+            temperature=self.temperature,
             max_tokens=self.max_tokens,
         )
         message = completion.choices[0].message
@@ -209,7 +209,7 @@ class Model:
             model=self.name,
             messages=messages_for(question, self.examples),
             tools=TOOLS,
-            temperature=TEMPERATURE,
+            temperature=self.temperature,
             max_tokens=self.max_tokens,
             stream=True,
         )
@@ -356,6 +356,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--examples", type=int, default=len(EXAMPLES), help="worked examples shown")
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    temperature = float(os.environ.get("AGENT_TEMPERATURE", "1"))
+    parser.add_argument("--temperature", type=float, default=temperature)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one model call")
     parser.add_argument("--stream", action="store_true", help="ask for streamed replies")
     return parser.parse_args()
@@ -364,7 +366,14 @@ def arguments() -> argparse.Namespace:
 async def work(options: argparse.Namespace, source: int, out: TextIO) -> int:
     # A server that restarts is waited for: eight retries take about half a minute.
     async with AsyncOpenAI(timeout=options.timeout, max_retries=8) as client:
-        model = Model(client, options.model, options.examples, options.max_tokens, options.stream)
+        model = Model(
+            client=client,
+            name=options.model,
+            examples=options.examples,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            stream=options.stream,
+        )
         run = Run(model, out, options.samples, options.concurrency)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
