@@ -154,8 +154,8 @@ TRAINING: Final = {
     "consumptions.policy": "Policy that spent it: the update's.",
     "consumptions.update_id": "Update that spent it.",
     "consumptions.trained": "Whether it carried loss.",
-    "consumptions.reason": "Why it did not, such as `stale`, `aged`, `alone`, `damaged` or "
-    "`non_finite`.",
+    "consumptions.reason": "Why it did not, such as `stale`, `aged`, `alone`, `damaged`, "
+    "`non_finite` or `too_long`.",
     "consumptions.at": "Time.",
     "judgements.episode_id": "Episode.",
     "judgements.judge": "Name of the judge.",

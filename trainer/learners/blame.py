@@ -14,6 +14,7 @@ import torch
 
 from trainer.batches.rows import Row
 from trainer.errors import Unusable
+from trainer.learners.budget import NoRoom, needs_memory
 from trainer.learners.grpo import View
 from trainer.learners.off_policy import RowComparison
 
@@ -96,6 +97,19 @@ def _is_finite(trainer: Any, row: Row) -> bool:
     finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
     trainer.optimizer.zero_grad()
     return finite
+
+
+def fits(trainer: Any, row: Row) -> bool:
+    """Return whether there is memory to train on one row by itself; gradients are left empty."""
+    try:
+        with needs_memory([row]):
+            trainer.accelerator.backward(trainer.loss_of([row]))
+    except NoRoom:
+        return False
+    finally:
+        trainer.optimizer.zero_grad()
+        trainer.take_compared()
+    return True
 
 
 def _is_computed(trainer: Any, row: Row) -> bool:

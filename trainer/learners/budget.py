@@ -1,11 +1,12 @@
-"""Choose the size of micro-batches: the recipe's, or smaller if the GPU runs out of memory.
+"""Choose the size of micro-batches: the recipe's, or smaller if memory runs out.
 
 On a GPU shared with a model server the free memory is not known beforehand. A computation
-that runs out of it is undone and repeated with micro-batches half as large; the smaller size
-is kept for the rest of the run.
+that runs out of it is undone and repeated with micro-batches half as large. Later updates try
+larger ones again, so that a moment of too little memory does not slow the trainer for good.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final, TypeVar
 
 import structlog
@@ -13,7 +14,7 @@ import torch
 
 from trainer.batches.micro_batches import plan_micro_batches
 from trainer.batches.rows import Row
-from trainer.errors import LearnerError
+from trainer.errors import Unusable
 
 log = structlog.get_logger()
 
@@ -22,6 +23,41 @@ Result = TypeVar("Result")
 
 # Below this a smaller micro-batch frees no memory worth having.
 SMALLEST_BUDGET: Final = 64
+# Updates between attempts at larger micro-batches, at most.
+LONGEST_WAIT: Final = 64
+# What torch says of a CPU's memory, for which it has no exception of its own.
+NO_MEMORY: Final = "can't allocate memory"
+TOO_LONG: Final = "too_long"
+OUT_OF_MEMORY: Final = "out_of_memory"
+REMEDY: Final = (
+    "lower batch.micro_batch_tokens, set batch.gradient_checkpointing, or give the model server"
+    " less (--gpu-memory-utilization)"
+)
+
+
+class NoRoom(Exception):
+    """Report that memory ran out in the computation of `rows`; `Budget.fit` answers it."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        """Store the rows of the micro-batch."""
+        super().__init__(f"no memory for {len(rows)} rows")
+        self.rows = rows
+
+
+@contextmanager
+def needs_memory(rows: Sequence[Row]) -> Iterator[None]:
+    """Raise `NoRoom` with `rows` where the block runs out of memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise NoRoom(rows) from error
+        raise
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether an error of torch's says that the memory of a GPU or of the CPU ran out."""
+    return isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error)
 
 
 class Budget:
@@ -30,39 +66,98 @@ class Budget:
     def __init__(self, tokens: int, *, merge: bool, alone: bool) -> None:
         """Start with `tokens` tokens; `alone` says that no other process computes in step."""
         self.tokens = tokens
+        self._full = tokens
         self._merge = merge
         self._alone = alone
+        # Updates since memory ran out, and how many must have passed before more is tried.
+        self._calm = 0
+        self._wait = 1
+        self._is_trying = False
+        # The longest row that was ever computed with.
+        self._longest = 0
+
+    def begin(self) -> None:
+        """Try larger micro-batches in the update that begins, unless that failed a moment ago.
+
+        After each failure the next attempt comes twice as many updates later.
+        """
+        self._calm += 1
+        self._is_trying = self.tokens < self._full and self._calm >= self._wait
+        if self.tokens == self._full:
+            self._wait = 1
+        elif self._is_trying:
+            self.tokens, self._calm = self._full, 0
 
     def cut(self, rows: Sequence[Row]) -> MicroBatches:
         """Cut `rows` into micro-batches."""
         return plan_micro_batches(rows, self.tokens, merge=self._merge)
 
     def fit(
-        self, rows: Sequence[Row], run: Callable[[MicroBatches], Result], undo: Callable[[], None]
+        self,
+        rows: Sequence[Row],
+        run: Callable[[MicroBatches], Result],
+        undo: Callable[[], None],
+        fits: Callable[[Row], bool],
     ) -> tuple[Result, MicroBatches]:
         """Run `run` on micro-batches of `rows`, halving them as needed; return result and batches.
 
-        `undo` is called after each attempt that ran out of memory.
+        `undo` is called after each attempt that ran out of memory. `fits` says whether a row can be
+        trained on by itself.
 
         Raises:
-            LearnerError: the smallest micro-batches do not fit either; or one of several processes
-                ran out of memory, while the others wait for it in the middle of `run`.
+            Unusable: a row is too long to be computed by itself, though others are not; or
+                the smallest micro-batches do not fit, and no row is to blame; or one of several
+                processes ran out of memory, while the others wait for it in the middle of `run`.
         """
         while True:
             micro_batches = self.cut(rows)
             try:
-                return run(micro_batches), micro_batches
-            except torch.OutOfMemoryError as error:
+                result = run(micro_batches)
+            except NoRoom as error:
                 undo()
-                self._shrink(error)
+                self._answer(error, rows, fits)
+            else:
+                self._longest = max([self._longest, *(len(row.ids) for row in rows)])
+                return result, micro_batches
 
-    def _shrink(self, error: torch.OutOfMemoryError) -> None:
-        if not self._alone or self.tokens < 2 * SMALLEST_BUDGET:
-            raise LearnerError(
-                f"the GPU has no room for {self.tokens} tokens at once: lower"
-                " batch.micro_batch_tokens, set batch.gradient_checkpointing, or give the model"
-                f" server less (--gpu-memory-utilization): {error}"
-            ) from error
-        self.tokens //= 2
+    def _answer(self, error: NoRoom, rows: Sequence[Row], fits: Callable[[Row], bool]) -> None:
         torch.cuda.empty_cache()
-        log.warning("micro_batches_made_smaller", tokens=self.tokens, reason=str(error)[:200])
+        if self._alone and len(error.rows) == 1:
+            self._refuse_too_long(error.rows[0], rows, fits)
+        self._shrink(error)
+
+    def _refuse_too_long(self, row: Row, rows: Sequence[Row], fits: Callable[[Row], bool]) -> None:
+        """Refuse rows as long as one that does not fit by itself, where shorter ones do.
+
+        A row no longer than one that was computed before is not to blame: the memory was taken by
+        something else since.
+        """
+        shortest = min(rows, key=lambda one: len(one.ids))
+        size = len(row.ids)
+        if size <= max(self._longest, len(shortest.ids)) or fits(row) or not fits(shortest):
+            return
+        raise Unusable(
+            f"a call of {size} tokens does not fit into memory by itself: its episode is not"
+            f" trained; to train such calls, {REMEDY}",
+            {
+                one.episode_id: f"a call of {len(one.ids)} tokens is too long for the memory"
+                for one in rows
+                if len(one.ids) >= size
+            },
+            reason=TOO_LONG,
+        )
+
+    def _shrink(self, error: NoRoom) -> None:
+        if not self._alone or self.tokens < 2 * SMALLEST_BUDGET:
+            raise Unusable(
+                f"the memory has no room for {self.tokens} tokens at once: {REMEDY}:"
+                f" {error.__cause__}",
+                reason=OUT_OF_MEMORY,
+            ) from error
+        if self._is_trying:
+            self._wait = min(LONGEST_WAIT, 2 * self._wait)
+            self._is_trying = False
+        self.tokens //= 2
+        self._calm = 0
+        reason = str(error.__cause__)[:200]
+        log.warning("micro_batches_made_smaller", tokens=self.tokens, reason=reason)

@@ -4,8 +4,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -16,8 +17,8 @@ from store.values.distribution import Distribution
 from trainer.batches.micro_batches import computed_tokens, split_steps
 from trainer.batches.rows import Row
 from trainer.errors import DriftOutOfBounds, Unusable
-from trainer.learners.blame import can_be_summed, check_ids, check_view, to_blame
-from trainer.learners.budget import Budget, MicroBatches
+from trainer.learners.blame import can_be_summed, check_ids, check_view, fits, to_blame
+from trainer.learners.budget import OUT_OF_MEMORY, TOO_LONG, Budget, MicroBatches
 from trainer.learners.distributed.processes import Processes
 from trainer.learners.fit import base_hash, why_misfit
 from trainer.learners.grpo import View, make_trainer
@@ -42,6 +43,7 @@ FIGURES = {
     "entropy": "entropy",
     "clip_ratio/region_mean": "clip_share",
 }
+Result = TypeVar("Result")
 IN_BETWEEN = "trained on, and not saved as a version"
 
 
@@ -139,12 +141,12 @@ class Learner:
         Raises:
             DriftOutOfBounds: the server sampled from another policy than the trainer has.
             Unusable: some rows cannot be computed with, or the loss or gradient is not finite.
-            LearnerError: the GPU has too little memory.
             Interrupted: `interrupt` was called.
         """
         rows = self._checked(rows)
         newest = self._version()
         self._stands_at = IN_BETWEEN
+        self._budget.begin()
         started = time.perf_counter()
         view = self._view(rows)
         check_view(rows, view)
@@ -184,6 +186,8 @@ class Learner:
             return [self._take(step, check_drift) for step in steps], off_policy
         except Unusable as error:
             self._forget()
+            if error.reason in (TOO_LONG, OUT_OF_MEMORY):
+                raise
             # Of all rows: who is to blame may have been compared with who is in this step.
             blamed = to_blame(self._trainer, rows, self._step.stop_if_asked)
             raise Unusable(str(error), blamed) from error
@@ -211,16 +215,18 @@ class Learner:
         """Return the rows as the trainer sees them before the first step, if it needs that."""
         if not self._trainer.needs_view:
             return View.of([])
-        seen, _ = self._budget.fit(
-            rows, lambda cut: self._step.survey(cut, self._trainer.view), self._forget
-        )
+        seen, _ = self._fit(rows, lambda cut: self._step.survey(cut, self._trainer.view))
         return View.of(seen)
 
     def _take(self, rows: Sequence[Row], check_drift: Callable[[], None]) -> TrainedStep:
-        (loss, norm), micro_batches = self._budget.fit(
-            rows, lambda cut: self._step.take(cut, check_drift), self._forget
-        )
+        (loss, norm), micro_batches = self._fit(rows, lambda cut: self._step.take(cut, check_drift))
         return TrainedStep(loss, norm, micro_batches)
+
+    def _fit(
+        self, rows: Sequence[Row], run: Callable[[MicroBatches], Result]
+    ) -> tuple[Result, MicroBatches]:
+        """Run `run` on micro-batches that fit into memory (`Budget.fit`)."""
+        return self._budget.fit(rows, run, self._forget, partial(fits, self._trainer))
 
     def _forget(self) -> None:
         """Undo half a step: clear its gradients and figures."""
@@ -282,7 +288,6 @@ class Learner:
 
         Raises:
             Unusable: some rows cannot be computed with.
-            LearnerError: the GPU has too little memory.
             Interrupted: `interrupt` was called.
         """
         rows = self._checked(rows)
@@ -303,7 +308,7 @@ class Learner:
             return by_row(micro_batch, found.logprobs)
 
         self._model.eval()
-        seen, _ = self._budget.fit(rows, lambda cut: self._step.survey(cut, scored), self._forget)
+        seen, _ = self._fit(rows, lambda cut: self._step.survey(cut, scored))
         values = {key: own for found in seen for key, own in found.items()}
         return [values[row.key] for row in rows]
 

@@ -10,6 +10,7 @@ import torch
 from trainer.batches.micro_batches import share_out
 from trainer.batches.rows import Row
 from trainer.errors import Interrupted, Unusable
+from trainer.learners.budget import OUT_OF_MEMORY, REMEDY, is_out_of_memory, needs_memory
 from trainer.learners.distributed.processes import Processes
 from trainer.recipes.schedule import rate_share
 from trainer.recipes.training import OptimizerOptions
@@ -41,9 +42,13 @@ class Step:
         """Apply `view` to all micro-batches, each process to its own, and return all results.
 
         Raises:
+            NoRoom: memory ran out.
             Interrupted: the update was stopped; the learner must be restored.
         """
-        found = [view(rows) for rows in self._share(micro_batches)]
+        found = []
+        for rows in self._share(micro_batches):
+            with needs_memory(rows):
+                found.append(view(rows))
         return [one for share in self._processes.gather(found) for one in share]
 
     def _share(self, micro_batches: Sequence[Sequence[Row]]) -> Iterator[Sequence[Row]]:
@@ -62,16 +67,19 @@ class Step:
         anything is applied; what it raises passes on.
 
         Raises:
-            Unusable: the loss or the gradient is not finite; nothing was applied.
+            Unusable: the loss or the gradient is not finite, and nothing was applied; or memory ran
+                out while the step was applied, and the learner must be restored.
+            NoRoom: memory ran out before; nothing was applied.
             Interrupted: the update was stopped; the learner must be restored.
         """
         share = sum(row.weight for rows in micro_batches for row in rows)
         loss = 0.0
         self._trainer.model.train()
         for rows in self._share(micro_batches):
-            own = self._trainer.loss_of(rows) / share
-            self._trainer.accelerator.backward(own)
-            loss += float(own.detach())
+            with needs_memory(rows):
+                own = self._trainer.loss_of(rows) / share
+                self._trainer.accelerator.backward(own)
+                loss += float(own.detach())
         check_drift()
         whole = sum(self._processes.gather(loss))
         if not math.isfinite(whole):
@@ -102,7 +110,20 @@ class Step:
         share = rate_share(self._rule, self.taken)
         for group, rate in zip(self._trainer.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * share
-        self._trainer.optimizer.step()
-        self._trainer.optimizer.zero_grad()
+        self._apply_gradients()
         self.taken += 1
         return norms[0]
+
+    def _apply_gradients(self) -> None:
+        try:
+            self._trainer.optimizer.step()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            # Some parameters may have moved and others not: this must not be tried again from here.
+            raise Unusable(
+                f"memory ran out in the optimiser's step, which was undone: {REMEDY}: {error}",
+                reason=OUT_OF_MEMORY,
+            ) from error
+        finally:
+            self._trainer.optimizer.zero_grad()

@@ -1,0 +1,127 @@
+"""A learner that runs out of memory takes no half step, and loses no episode but one too long."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.integration.trainer.test_recomputed import saved
+from tests.integration.trainer.test_resuming import same
+from tests.support.training import ppo_recipe, recipe, rows
+from trainer.batches.rows import Row
+from trainer.errors import Unusable
+from trainer.learners.budget import OUT_OF_MEMORY, TOO_LONG
+from trainer.learners.learner import Learner
+from trainer.recipes.recipe import Recipe
+
+RECIPES: dict[str, Callable[..., Recipe]] = {"grpo": recipe, "ppo": ppo_recipe}
+
+
+def learner(model: str, folder: Path, name: str = "grpo", tokens: int = 256) -> Learner:
+    """A learner whose micro-batches have several rows."""
+    made = RECIPES[name](steps=2)
+    batch = made.batch.model_copy(update={"micro_batch_tokens": tokens})
+    return Learner(model, made.model_copy(update={"batch": batch}), seed=0, scratch=folder)
+
+
+def once(real: Callable[..., Any], after: int) -> Callable[..., Any]:
+    """`real`, which runs out of memory in its call number `after`, its work half done."""
+    calls = 0
+
+    def called(*arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        found = real(*arguments, **named)
+        if calls == after:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return found
+
+    return called
+
+
+def half_step(optimizer: Any) -> Callable[..., Any]:
+    """A step that moves the first parameter alone, the second time it is taken."""
+    real, calls = optimizer.step, 0
+
+    def step() -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != 2:
+            return real()
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].add_(1.0)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    return step
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_an_attempt_that_ran_out_of_memory_leaves_nothing(
+    tiny_model: str, tmp_path: Path, name: str, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm, short = (learner(tiny_model, tmp_path, name) for _ in range(2))
+    owner, method = {
+        "forward": (short._trainer, "loss_of"),
+        "backward": (short._trainer.accelerator, "backward"),
+    }[stage]
+    monkeypatch.setattr(owner, method, once(getattr(owner, method), 1))
+    found = [made.update(rows()) for made in (calm, short)]
+    for one, other in zip(calm._model.parameters(), short._model.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-4)
+    # Afterwards micro-batches are as large as ever.
+    for made in (calm, short):
+        made.update(rows(1))
+    assert short._budget.tokens == calm._budget.tokens
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_half_a_step_is_undone(
+    tiny_model: str, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm, short = (learner(tiny_model, tmp_path, name) for _ in range(2))
+    parents = [saved(made, tmp_path / str(number)) for number, made in enumerate((calm, short))]
+    for made, parent in zip((calm, short), parents, strict=True):
+        made.restore(parent)
+    with monkeypatch.context() as patched:
+        optimizer = short._trainer.optimizer
+        patched.setattr(optimizer, "step", half_step(optimizer))
+        with pytest.raises(Unusable, match="memory") as raised:
+            short.update(rows())
+    assert (raised.value.reason, raised.value.episodes) == (OUT_OF_MEMORY, {})
+    short.restore(parents[1])
+    for made in (calm, short):
+        made.update(rows())
+    assert same(saved(calm, tmp_path / "calm"), saved(short, tmp_path / "short"))
+
+
+def ten_times(row: Row) -> Row:
+    prompt = (row.prompt_ids * 60)[: 10 * len(row.ids)]
+    return msgspec.structs.replace(row, prompt_ids=prompt)
+
+
+def test_a_row_ten_times_the_budget_costs_its_own_episode(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = max(len(row.ids) for row in rows())
+    made = learner(tiny_model, tmp_path, tokens=10 * most)
+    loss_of = made._trainer.loss_of
+
+    def with_little_room(batch: Sequence[Row]) -> torch.Tensor:
+        if max(len(row.ids) for row in batch) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss_of(batch)
+
+    monkeypatch.setattr(made._trainer, "loss_of", with_little_room)
+    first, *others = rows()
+    with pytest.raises(Unusable, match="micro_batch_tokens") as raised:
+        made.update([ten_times(first), *others])
+    assert raised.value.reason == TOO_LONG
+    assert set(raised.value.episodes) == {first.episode_id}
+    made.restore(None)
+    made.update(others)
+    assert made._budget.tokens == 10 * most

@@ -1,0 +1,125 @@
+"""Micro-batches get smaller where memory runs out, and larger again; a row too long is named."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.batches.rows import Row, bare_row
+from trainer.errors import Unusable
+from trainer.learners.budget import (
+    LONGEST_WAIT,
+    OUT_OF_MEMORY,
+    TOO_LONG,
+    Budget,
+    MicroBatches,
+    is_out_of_memory,
+    needs_memory,
+)
+
+FULL = 1024
+
+
+def row(number: int, tokens: int) -> Row:
+    return bare_row(number, [number] * (tokens - 4), [1, 2, 3, 4])
+
+
+def computing(most: int) -> Callable[[MicroBatches], int]:
+    """What a machine does that has room for `most` tokens at once: count them."""
+
+    def run(micro_batches: MicroBatches) -> int:
+        for rows in micro_batches:
+            with needs_memory(rows):
+                if sum(len(one.ids) for one in rows) > most:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+        return len(micro_batches)
+
+    return run
+
+
+def fit(budget: Budget, rows: list[Row], most: int) -> int:
+    found, _ = budget.fit(rows, computing(most), lambda: None, lambda one: len(one.ids) <= most)
+    return found
+
+
+def budget() -> Budget:
+    return Budget(FULL, merge=False, alone=True)
+
+
+@given(lengths=st.lists(st.integers(5, 3000), min_size=2, max_size=12), most=st.integers(70, 3000))
+def test_a_row_is_named_exactly_if_it_alone_has_no_room(lengths: list[int], most: int) -> None:
+    rows = [row(number, tokens) for number, tokens in enumerate(lengths)]
+    long = {one.episode_id for one in rows if len(one.ids) > most}
+    if not long:
+        fit(budget(), rows, most)
+        return
+    with pytest.raises(Unusable) as raised:
+        fit(budget(), rows, most)
+    if min(lengths) > most:
+        assert (raised.value.reason, raised.value.episodes) == (OUT_OF_MEMORY, {})
+        return
+    named = set(raised.value.episodes)
+    assert raised.value.reason == TOO_LONG
+    assert named
+    assert named <= long
+    # All of at least that length: each would be the next to stop an update.
+    shortest = min(len(one.ids) for one in rows if one.episode_id in named)
+    assert {one.episode_id for one in rows if len(one.ids) >= shortest} == named
+
+
+def test_a_row_that_had_room_before_is_not_to_blame() -> None:
+    made = budget()
+    rows = [row(0, 900), row(1, 100)]
+    fit(made, rows, 2000)
+    with pytest.raises(Unusable) as raised:
+        fit(made, rows, 500)
+    assert (raised.value.reason, raised.value.episodes) == (OUT_OF_MEMORY, {})
+
+
+def test_the_next_update_tries_what_the_recipe_says() -> None:
+    made = budget()
+    rows = [row(number, 100) for number in range(30)]
+    made.begin()
+    calm = fit(made, rows, FULL)
+    made.begin()
+    assert fit(made, rows, 300) > calm
+    assert made.tokens == 256
+    made.begin()
+    assert fit(made, rows, FULL) == calm
+
+
+def test_attempts_at_more_become_rare_where_memory_stays_short() -> None:
+    made = budget()
+    rows = [row(number, 100) for number in range(30)]
+    attempts = []
+    for update in range(300):
+        made.begin()
+        attempts += [update] if made.tokens == FULL else []
+        fit(made, rows, 300)
+    pauses = [after - before for before, after in pairwise(attempts)]
+    assert pauses == [1, 2, 4, 8, 16, 32, *[LONGEST_WAIT] * (len(pauses) - 6)]
+    while made.tokens < FULL:
+        made.begin()
+    fit(made, rows, FULL)
+    made.begin()
+    fit(made, rows, 300)
+    made.begin()
+    assert made.tokens == FULL
+
+
+def test_one_of_several_processes_stops_at_once() -> None:
+    made = Budget(FULL, merge=False, alone=False)
+    with pytest.raises(Unusable, match="micro_batch_tokens") as raised:
+        fit(made, [row(0, 900), row(1, 100)], 500)
+    assert (raised.value.reason, raised.value.episodes, made.tokens) == (OUT_OF_MEMORY, {}, FULL)
+
+
+def test_the_cpus_memory_counts_and_other_errors_do_not() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60)
+    assert is_out_of_memory(raised.value)
+    with pytest.raises(RuntimeError, match="shapes"), needs_memory([]):
+        raise RuntimeError("shapes differ")
