@@ -32,28 +32,20 @@ class UpstreamAway(TrainerError):
 class LearnerError(TrainerError):
     """Report that the learner cannot train this model, or that an update failed.
 
-    The update's episodes are consumed with `reason`; `metrics` is what is known of the update.
+    The update's episodes are free again, but for those that are to blame (`Unusable`).
     """
 
-    reason = "learner_error"
-
-    def __init__(self, message: str, metrics: Mapping[str, Any] | None = None) -> None:
-        """Store the message, and the metrics that the failed update is recorded with."""
-        super().__init__(message)
-        self.metrics = dict(metrics or {})
-
-
-class DriftOutOfBounds(LearnerError):
-    """Report that server and trainer compute different log-probabilities for the newest version."""
-
-    reason = "drift"
+    @property
+    def is_poison(self) -> bool:
+        """Return whether the next update can succeed, because those to blame are spent."""
+        return False
 
 
 class Unusable(LearnerError):
-    """Report that some episodes make an update impossible; nothing may be spent for that.
+    """Report that some episodes make an update impossible; no other may be spent for that.
 
     `episodes` says why, by the id of each episode that is to blame, which is spent with `reason`;
-    it is empty where it cannot be told.
+    it is empty where it cannot be told. `metrics` is what is known of the update.
     """
 
     def __init__(
@@ -61,11 +53,42 @@ class Unusable(LearnerError):
         message: str,
         episodes: Mapping[UUID, str] | None = None,
         reason: str = "non_finite",
+        metrics: Mapping[str, Any] | None = None,
     ) -> None:
-        """Store the message, why by episode, and the reason that these are spent with."""
+        """Store the message, why by episode, the reason that these are spent with, and metrics."""
         super().__init__(message)
         self.episodes = dict(episodes or {})
         self.reason = reason
+        self.metrics = dict(metrics or {})
+
+    @property
+    def is_poison(self) -> bool:
+        """Return whether the next update can succeed, because those to blame are spent."""
+        return bool(self.episodes)
+
+
+class DriftOutOfBounds(Unusable):
+    """Report that server and trainer compute different log-probabilities for the newest version."""
+
+    def __init__(
+        self,
+        message: str,
+        episodes: Mapping[UUID, str],
+        metrics: Mapping[str, Any],
+        *,
+        others_agree: bool,
+    ) -> None:
+        """Store the message, how far off each episode is, and the update's metrics.
+
+        `others_agree` says that some of the version's rows do not drift: the fault is past.
+        """
+        super().__init__(message, episodes, "drift", metrics)
+        self._others_agree = others_agree
+
+    @property
+    def is_poison(self) -> bool:
+        """Return whether the next update can succeed, because those to blame are spent."""
+        return self._others_agree
 
 
 class Unreplayable(LearnerError):

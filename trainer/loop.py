@@ -18,9 +18,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.errors import TurnedEvaluation
 from store.records import PolicyVersion
 from store.updates.claims import Claim
-from trainer.errors import LearnerError, Unusable
+from trainer.errors import LearnerError, PublishError
 from trainer.learners.protocol import LearnerProtocol
-from trainer.metrics import UPDATE_SECONDS
+from trainer.metrics import HELD, UPDATE_SECONDS
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
 from trainer.publishing.publish import Publisher
@@ -29,10 +29,12 @@ from trainer.settings import TrainerSettings
 from trainer.updates.claiming import Claiming
 from trainer.updates.ending import Ending
 from trainer.updates.expiring import Expiring
+from trainer.updates.holding import Holding
 from trainer.updates.plan import Plan, claim_rule, plan_update
 from trainer.updates.recording import Recording
 from trainer.updates.recovery import Recovery
 from trainer.updates.training import Training
+from trainer.updates.trial import Trial
 from trainer.updates.versions import Versions
 
 log = structlog.get_logger()
@@ -62,6 +64,8 @@ class Loop:
         self._versions = Versions(engine, self._folder, policy)
         self._training = Training(learner, self._folder, self._versions)
         self._recording = Recording(engine, policy)
+        self._holding = Holding()
+        self._trial = Trial(learner, self._folder / policy, publisher.servers, policy, recipe)
         self._recovery = Recovery(engine, self._folder, policy, self._versions, self._recording)
 
     async def recover(self) -> None:
@@ -73,6 +77,17 @@ class Loop:
         await self._recovery.finish("the trainer was killed")
         adapters.sweep(self._folder, self._policy)
         await self._recovery.publish_written(self._publisher)
+
+    async def check_server(self) -> None:
+        """Try whether the model servers would serve a version as meant.
+
+        Raises:
+            PublishError: one would not; the message says why, and what to do.
+            UpstreamAway: none answers.
+        """
+        why = await self._trial.why_unserved()
+        if why is not None:
+            raise PublishError(why)
 
     async def sync_adapters(self) -> None:
         """Load the adapters that the store lists as servable, and unload those that are retired."""
@@ -90,7 +105,7 @@ class Loop:
         if self._ending.has_come(self._versions.folder(parent.version)):
             return False
         try:
-            if not await self._update_from(parent):
+            if not await self._may_claim() or not await self._update_from(parent):
                 return False
         except asyncio.CancelledError:
             await self._recovery.finish_if_possible("the trainer was stopped")
@@ -100,23 +115,47 @@ class Loop:
 
     async def _update_from(self, parent: PolicyVersion) -> bool:
         """Claim until an update of `parent` comes to its end; return False if too few are ready."""
-        while (claim := await self._claiming.take(parent.version)) is not None:
+        while not self._holding.is_held:
+            claim = await self._claiming.take(parent.version)
+            if claim is None:
+                return False
             try:
                 await self._run(claim, parent)
-            except Unusable as error:
+            except LearnerError as error:
                 await self._claiming.undo(claim.update_id, error)
+                if not error.is_poison:
+                    self._note_failure(str(error))
             except TurnedEvaluation as error:
                 await self._recovery.give_up(claim.update_id, str(error))
             else:
-                self._claiming.forget_failures()
                 return True
         return False
+
+    def _note_failure(self, why: str) -> None:
+        """Count an update that came to nothing, and hold after some in a row."""
+        self._holding.note_failure(why)
+        if self._holding.is_held:
+            HELD.labels(self._policy).set(1)
+            log.error("trainer_holds", policy=self._policy, reason=why)
+
+    async def _may_claim(self) -> bool:
+        """Return whether the trainer does not hold; try now and then whether it could go on.
+
+        Raises:
+            UpstreamAway: no model server answers.
+        """
+        if self._holding.trial_is_due:
+            why = await self._trial.why_not()
+            self._holding.note_trial(why)
+            log.warning("trial", policy=self._policy, passed=why is None, reason=why)
+        HELD.labels(self._policy).set(int(self._holding.is_held))
+        return not self._holding.is_held
 
     async def _run(self, claim: Claim, parent: PolicyVersion) -> None:
         """Bring a claim to its end: a version, or none if there is no signal or training fails.
 
         Raises:
-            Unusable: some of its episodes cannot be trained on; the claim still runs.
+            LearnerError: it cannot be computed; the claim still runs.
         """
         number = await self._versions.next_number()
         lost = await self._training.lost_versions(claim)
@@ -126,12 +165,7 @@ class Loop:
         if not plan.rows:
             await self._recording.without_version(claim, plan)
             return
-        try:
-            await self._make_version(claim, plan, parent, number)
-        except Unusable:
-            raise
-        except LearnerError as error:
-            await self._recording.failure(claim, plan, error)
+        await self._make_version(claim, plan, parent, number)
 
     async def _make_version(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, number: int
@@ -153,5 +187,9 @@ class Loop:
         folder = await self._training.write(new)
         await self._recording.with_version(claim, plan, metrics, number, folder)
         version = await self._versions.numbered(number)
-        await self._publisher.try_to_publish(version, parent.served_name, probe)
+        why = await self._publisher.try_to_publish(version, parent.served_name, probe)
+        if why is None:
+            self._holding.note_success()
+        else:
+            self._note_failure(why)
         adapters.sweep(self._folder, self._policy)

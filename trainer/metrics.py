@@ -16,6 +16,11 @@ EPISODES = Counter(
     "Episodes consumed, by reason: trained, or why not.",
     ["policy", "reason"],
 )
+HELD = Gauge(
+    "pawl_trainer_held",
+    "Whether the trainer claims nothing, because its last updates came to nothing.",
+    ["policy"],
+)
 TRAINED_TOKENS = Counter(
     "pawl_trained_tokens_total", "Sampled tokens that carried loss.", ["policy"]
 )

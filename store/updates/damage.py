@@ -7,7 +7,7 @@ consumed it, no later return is compared with it. A gradient that is not finite 
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 from sqlalchemy import literal_column, select, update
@@ -30,6 +30,7 @@ async def set_aside(
     update_id: UUID,
     damaged: Mapping[UUID, str],
     reason: str = DAMAGED,
+    figures: Mapping[str, Any] | None = None,
 ) -> int:
     """End a running update whose claim has unusable episodes; return how many were consumed.
 
@@ -38,12 +39,14 @@ async def set_aside(
         update_id: the running update.
         damaged: what is wrong with each unusable episode, by episode id.
         reason: the reason recorded with their consumption.
+        figures: what else the update is recorded with.
 
     Raises:
         ClaimLost: the update is no longer running; nothing was written.
     """
     held = await _held(connection, update_id, damaged)
     metrics = {
+        **(figures or {}),
         "episodes": len(held),
         "trained_episodes": 0,
         "dropped": {reason: len(held)} if held else {},

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
@@ -155,7 +156,7 @@ class StoredGrpoTrainer(GRPOTrainer):
         compared = compare(log_ratios, mask, keeps, versions, rule.ratio_cap)
         # Rows without weight only keep processes in step; they are not part of the update.
         self._compared += [
-            comparison
+            msgspec.structs.replace(comparison, episode_id=row.episode_id)
             for comparison, row in zip(compared, self._rows, strict=True)
             if row.weight > 0
         ]

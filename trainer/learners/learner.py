@@ -13,12 +13,13 @@ import torch
 from accelerate import PartialState
 from safetensors import SafetensorError
 
+from store.updates.damage import NON_FINITE
 from store.values.distribution import Distribution
 from trainer.batches.micro_batches import computed_tokens, split_steps
 from trainer.batches.rows import Row
 from trainer.errors import DriftOutOfBounds, Unusable
 from trainer.learners.blame import can_be_summed, check_ids, check_view, fits, to_blame
-from trainer.learners.budget import OUT_OF_MEMORY, TOO_LONG, Budget, MicroBatches
+from trainer.learners.budget import Budget, MicroBatches
 from trainer.learners.distributed.processes import Processes
 from trainer.learners.fit import base_hash, why_misfit
 from trainer.learners.grpo import View, make_trainer
@@ -28,13 +29,14 @@ from trainer.learners.kernels.memory import give_freed_memory_back
 from trainer.learners.kl import ByRow, by_row
 from trainer.learners.merging import can_merge
 from trainer.learners.model import attach_adapter, load_base
-from trainer.learners.off_policy import off_policy_metrics
+from trainer.learners.off_policy import drifted_episodes, off_policy_metrics
 from trainer.learners.passes import Step
 from trainer.learners.ppo import make_ppo_trainer
 from trainer.learners.replay.grammars import Grammars
 from trainer.learners.replay.vocabulary import Vocabulary
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_state
+from trainer.learners.trial import nudge, rehearsal_rows
 from trainer.recipes.recipe import Recipe
 
 TRAINERS = {"grpo": make_trainer, "ppo": make_ppo_trainer}
@@ -115,6 +117,36 @@ class Learner:
             self._step.taken = load_state(self._resumed(), adapter)
         self._stands_at = adapter
 
+    def write_trial(self, folder: Path, effect: float) -> list[Row]:
+        """Write a new adapter with an effect into `folder`, and return rows to compare it by.
+
+        `effect` is the least mean change of their log-probabilities, in nats a token.
+        """
+        self.restore(None)
+        self._stands_at = IN_BETWEEN
+        rows = probe_rows(self._tokenizer)
+        nudge(self._model, rows, effect, self._seed)
+        if self.processes.rank == 0:
+            self._model.save_pretrained(str(folder), safe_serialization=True)
+        return rows
+
+    def rehearse(self) -> None:
+        """Train a new adapter on made-up rows, as many as a micro-batch may have, and forget it.
+
+        Raises:
+            LearnerError: an update would fail too.
+        """
+        self.restore(None)
+        tokens = self._recipe.batch.micro_batch_tokens
+        rows = rehearsal_rows(probe_rows(self._tokenizer), tokens)
+        values = self.version_logprobs(None, rows)
+        self.update(
+            [
+                msgspec.structs.replace(row, sampled_logprobs=tuple(own))
+                for row, own in zip(rows, values, strict=True)
+            ]
+        )
+
     def adopt(self, adapter: Path) -> list[Row]:
         """Begin from an adapter that was trained elsewhere, with a new optimiser state.
 
@@ -186,7 +218,7 @@ class Learner:
             return [self._take(step, check_drift) for step in steps], off_policy
         except Unusable as error:
             self._forget()
-            if error.reason in (TOO_LONG, OUT_OF_MEMORY):
+            if error.reason != NON_FINITE:
                 raise
             # Of all rows: who is to blame may have been compared with who is in this step.
             blamed = to_blame(self._trainer, rows, self._step.stop_if_asked)
@@ -248,11 +280,15 @@ class Learner:
         found = off_policy_metrics(compared, newest)
         drift, bound = found["drift_kl"], self._recipe.off_policy.max_drift
         if drift is not None and drift > bound:
+            drifted = drifted_episodes(compared, newest, bound)
+            fresh = {row.episode_id for row in compared if row.version == newest}
             raise DriftOutOfBounds(
                 f"server and trainer differ by {drift:.3g} nats a token about version "
                 f"{newest} (off_policy.max_drift is {bound:g}): nothing was trained; is the "
                 "server's model, precision or --logprobs-mode another?",
+                drifted,
                 found,
+                others_agree=bool(fresh - drifted.keys()),
             )
         return found
 

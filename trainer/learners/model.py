@@ -77,4 +77,10 @@ def _adapted(base: Any, recipe: Recipe, adapter: Path | None, seed: int) -> Peft
         target_modules=recipe.lora.target_modules,
         task_type=TASK,
     )
-    return get_peft_model(base, config, autocast_adapter_dtype=True)
+    try:
+        return get_peft_model(base, config, autocast_adapter_dtype=True)
+    except ValueError as error:
+        raise LearnerError(
+            f"no adapter can be made: {error}; set lora.target_modules to names of linear layers of"
+            ' the model, or leave it at "all-linear"'
+        ) from error

@@ -15,6 +15,7 @@ which is called drift; older rows differ by drift and by staleness.
 from collections.abc import Sequence
 from math import fsum
 from typing import Any
+from uuid import UUID
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ class RowComparison(Record, frozen=True, kw_only=True):
     `divergence` sums exp(d) − 1 − d, `distance` |d|, `ratios` exp(d) and `squared_ratios` its
     square. `cut` counts the tokens whose ratio is truncated; `masked` says that the row carries
     no loss. `version` is None for a recomputed row, which says nothing about the server.
+    `episode_id` is the row's, where it is known.
     """
 
     version: int | None
@@ -38,6 +40,7 @@ class RowComparison(Record, frozen=True, kw_only=True):
     squared_ratios: float
     cut: int
     masked: bool
+    episode_id: UUID | None = None
 
 
 def keeps_loss(log_ratios: Tensor, mask: Tensor, least: float, most: float) -> Tensor:
@@ -109,6 +112,24 @@ def off_policy_metrics(compared: Sequence[RowComparison], newest: int | None) ->
         "effective_sample_size": total * total / (tokens * squares),
         "ratio_cut_share": sum(row.cut for row in compared) / tokens,
         "masked_share": sum(row.masked for row in compared) / len(compared),
+    }
+
+
+def drifted_episodes(
+    compared: Sequence[RowComparison], newest: int | None, bound: float
+) -> dict[UUID, str]:
+    """Return by how much, by episode, rows of version `newest` drift by more than `bound`.
+
+    If all rows together are past the bound, at least one is.
+    """
+    far: dict[UUID, float] = {}
+    for row in compared:
+        drift = row.divergence / row.tokens
+        if row.version == newest is not None and row.episode_id is not None and not drift <= bound:
+            far[row.episode_id] = max(drift, far.get(row.episode_id, 0.0))
+    return {
+        episode: f"server and trainer differ by {drift:.3g} nats a token"
+        for episode, drift in far.items()
     }
 
 

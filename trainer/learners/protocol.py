@@ -29,6 +29,20 @@ class LearnerProtocol(Protocol):
     def saved_as(self, adapter: Path) -> None:
         """Note that the state that was saved last is the version in `adapter`."""
 
+    def write_trial(self, folder: Path, effect: float) -> list[Row]:
+        """Write a new adapter with an effect into `folder`, and return rows to compare it by.
+
+        `effect` is the least mean change of their log-probabilities, in nats a token. The learner
+        must be restored before it trains.
+        """
+
+    def rehearse(self) -> None:
+        """Train a new adapter on made-up rows; the learner must be restored before it trains.
+
+        Raises:
+            LearnerError: an update would fail too.
+        """
+
     def misfit(self, adapter: Path) -> str | None:
         """Return why the version in `adapter` is not of this base model, or None if it may be."""
 

@@ -34,7 +34,7 @@ class Publisher:
     ) -> None:
         """Store the model servers, the policy's name and the recipe's `[publish]` rule."""
         self._engine = engine
-        self._servers = servers
+        self.servers = servers
         self._policy = policy
         self._rule = rule
 
@@ -54,11 +54,11 @@ class Publisher:
         """
         assert version.adapter_path is not None
         try:
-            await self._servers.load(version.served_name, Path(version.adapter_path))
+            await self.servers.load(version.served_name, Path(version.adapter_path))
             probe = await self._probe(version.served_name, before, rows)
         except PublishError as error:
             await self._set_state(version.version, "rejected")
-            await self._servers.unload(version.served_name)
+            await self.servers.unload(version.served_name)
             log.error("version_rejected", version=version.served_name, reason=str(error))
             raise
         async with self._engine.begin() as connection:
@@ -96,9 +96,7 @@ class Publisher:
 
     async def _probe(self, name: str, before: str, rows: Sequence[ProbeRow]) -> ProbeResult:
         """Probe every replica and return the worst result."""
-        probes = [
-            await self._probe_one(server, name, before, rows) for server in self._servers.each
-        ]
+        probes = [await self._probe_one(server, name, before, rows) for server in self.servers.each]
         return max(probes, key=lambda probe: probe.mean_difference)
 
     async def _probe_one(
@@ -118,7 +116,7 @@ class Publisher:
 
     async def keep_loaded(self) -> None:
         """Load again the adapters that should be servable and are not (a server was restarted)."""
-        listed = await self._servers.models()
+        listed = await self.servers.models()
         for version in await self._versions():
             wanted = version.state in ("serving", "published") and version.version > 0
             if wanted and version.served_name not in listed:
@@ -126,7 +124,7 @@ class Publisher:
 
     async def _load_again(self, version: PolicyVersion) -> None:
         try:
-            await self._servers.load(version.served_name, Path(version.adapter_path or ""))
+            await self.servers.load(version.served_name, Path(version.adapter_path or ""))
         except PublishError as error:
             # It is tried again at the next sync; training and other versions go on meanwhile.
             log.error("version_not_reloaded", version=version.served_name, reason=str(error))
@@ -140,7 +138,7 @@ class Publisher:
         The files stay: vLLM's engine dies over a missing folder.
         """
         for version in await self._idle("retired", PROXY_REFRESH_S):
-            for server in self._servers.each:
+            for server in self.servers.each:
                 if version.served_name in await server.models():
                     await server.unload(version.served_name)
                     log.info("version_unloaded", version=version.served_name)

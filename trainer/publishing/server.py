@@ -64,8 +64,10 @@ class ModelServer:
             status, answer = await self._request("POST", "/load_lora_adapter", body)
             if status != 200:
                 raise PublishError(
-                    f"the model server did not load {name}: {status} {answer}; check that it reads"
-                    f" {folder}, and its --max-lora-rank and --max-loras"
+                    f"the model server did not load {name}: {status} {answer}; check that it"
+                    f" reads {folder}, that it was started with --enable-lora, --max-lora-rank of"
+                    " lora.rank at least and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and that it"
+                    " supports LoRA in the layers of lora.target_modules"
                 )
             listed = (await self.models()).get(name)
         if listed is None or listed.get("root") != str(folder):
@@ -107,6 +109,49 @@ class ModelServer:
             float(entry[str(token)]["logprob"])
             for token, entry in zip(ids[1:], entries[1:], strict=True)
         ]
+
+    async def base_of(self, name: str) -> str:
+        """Return the name of the base model that adapter `name` was loaded for.
+
+        Raises:
+            PublishError: the server does not list the adapter.
+            UpstreamAway: the server does not answer.
+        """
+        listed = (await self.models()).get(name)
+        if listed is None or not listed.get("parent"):
+            raise PublishError(f"the model server lists {listed} as {name}, without its base model")
+        return str(listed["parent"])
+
+    async def sample(
+        self, name: str, ids: Sequence[int], temperature: float, tokens: int
+    ) -> list[tuple[int, float]]:
+        """Return `tokens` sampled tokens after `ids`, each with the log-probability it reports.
+
+        Raises:
+            PublishError: the server refuses the request, or reports no ids or log-probabilities.
+            UpstreamAway: the server does not answer.
+        """
+        body = {
+            "model": name,
+            "prompt": list(ids),
+            "max_tokens": tokens,
+            "temperature": temperature,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+        status, answer = await self._request("POST", "/completions", body)
+        if status != 200:
+            raise PublishError(f"the model server refused a probe of {name}: {status} {answer}")
+        choice = answer["choices"][0]
+        sampled = choice.get("token_ids")
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+        if not sampled or not logprobs or len(sampled) != len(logprobs):
+            raise PublishError(
+                f"the model server does not report ids and log-probabilities of what {name}"
+                " samples: use a vLLM that knows return_token_ids"
+            )
+        return list(zip(sampled, map(float, logprobs), strict=True))
 
     async def _request(self, method: str, path: str, body: object) -> tuple[int, Any]:
         try:

@@ -10,7 +10,6 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.updates import claims
 from store.updates.claims import Claim, Outcome
-from trainer.errors import LearnerError
 from trainer.metrics import EPISODES, TRAINED_TOKENS, UPDATE, UPDATES
 from trainer.publishing.adapters import Manifest, NewVersion
 from trainer.updates.plan import Plan
@@ -57,22 +56,6 @@ class Recording:
         made = (new.version, folder)
         await self._consume(new.update_id, new.outcomes, new.metrics, new.baselines, made)
         log.info("version_imported", version=new.version, **new.metrics)
-
-    async def failure(self, claim: Claim, plan: Plan, why: LearnerError) -> None:
-        """Consume the episodes of an update that failed; it makes no version.
-
-        If they were released, the same episodes would be claimed and fail again for ever.
-        """
-        outcomes = [
-            Outcome(episode_id=one.episode_id, trained=False, reason=one.reason or why.reason)
-            for one in plan.outcomes
-        ]
-        metrics = {"error": str(why), **why.metrics}
-        await self._consume(claim.update_id, outcomes, metrics, plan.baselines)
-        self._count_outcomes(outcomes)
-        UPDATES.labels(self._policy, "failed").inc()
-        self._show(why.metrics)
-        log.error("update_failed", update=str(claim.update_id), reason=str(why), **why.metrics)
 
     async def _consume(
         self,

@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.connection.engine import make_engine
 from store.errors import ClaimLost
+from store.read.episodes import episode_ids
 from store.read.stats import totals
 from store.records import SpoolRecord
 from store.schema.claimable import episode_policies
@@ -24,6 +25,7 @@ from store.write.ingest import ingest
 from tests.support.killing import Killed, killing
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from trainer.batches.rows import Row, bare_row
 from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
 from trainer.loop import Loop
 from trainer.publishing import adapters
@@ -54,6 +56,9 @@ class FakeLearner:
         # Set: an update goes on until it is interrupted.
         self.slow = False
         self.full_disk = 0
+        # Adapters that were written to be tried, and what the server makes of them.
+        self.trials = 0
+        self.trial_logprob = -0.5
         # Set once it does what a test waits for.
         self.begun = threading.Event()
 
@@ -85,6 +90,15 @@ class FakeLearner:
 
     def misfit(self, adapter: Path) -> str | None:
         return None
+
+    def write_trial(self, folder: Path, effect: float) -> list[Row]:
+        self.trials += 1
+        self._server.logprobs[f"m@{folder.name}"] = self.trial_logprob
+        return [bare_row(0, [1, 2, 3], [4, 5])]
+
+    def rehearse(self) -> None:
+        if self.fails:
+            raise self.fails
 
     def why_unreplayable(self, distribution: Any, sampled_ids: Any) -> str | None:
         return None
@@ -316,25 +330,26 @@ async def test_a_server_that_refuses_the_load_keeps_the_old_version(bench: Bench
     assert await bench.states() == {0: "serving", 1: "rejected"}
 
 
-async def test_an_update_that_comes_out_unusable_spends_its_episodes(bench: Bench) -> None:
-    bench.learner.fails = LearnerError("the gradient's norm is nan")
-    assert await run_once(bench)
-    await bench.assert_spent_once(4)
-    assert await bench.states() == {0: "serving"}
-
-
-async def test_an_update_past_the_bound_on_drift_is_not_published_and_says_so(
+async def test_an_update_past_the_bound_on_drift_spends_what_drifts_and_says_so(
     bench: Bench,
 ) -> None:
-    bench.learner.fails = DriftOutOfBounds("server and trainer differ", {"drift_kl": 0.3})
-    assert await run_once(bench)
-    await bench.assert_spent_once(4)
+    async with bench.engine.connect() as connection:
+        [odd, *_] = await episode_ids(connection)
+    bench.learner.fails = DriftOutOfBounds(
+        "server and trainer differ", {odd: "by 0.3"}, {"drift_kl": 0.3}, others_agree=False
+    )
+    assert not await run_once(bench)
     assert await bench.states() == {0: "serving"}
     async with bench.engine.connect() as connection:
-        reasons = await connection.execute(select(consumptions.c.reason))
-        assert set(reasons.scalars()) == {"drift"}
-        metrics = (await connection.execute(select(updates.c.metrics))).scalar_one()
-    assert metrics == {"error": "server and trainer differ", "drift_kl": 0.3}
+        spent = await connection.execute(
+            select(consumptions.c.episode_id, consumptions.c.reason).distinct()
+        )
+        assert spent.all() == [(odd, "drift")]
+        query = select(updates.c.metrics).where(updates.c.state == "expired")
+        metrics = (await connection.execute(query)).scalars().first() or {}
+    assert metrics["error"] == "server and trainer differ"
+    assert metrics["drift_kl"] == 0.3
+    assert metrics["drift"] == {str(odd): "by 0.3"}
 
 
 async def test_a_restarted_server_gets_its_adapters_back(bench: Bench) -> None:

@@ -15,6 +15,8 @@ class FakeModelServer:
         self.loaded: dict[str, str] = {}
         self.logprobs: dict[str, float] = {}
         self.refuse_load = False
+        # What it reports of what it samples, if not what it says of a prompt.
+        self.sampled_logprob: float | None = None
         self.loads: list[str] = []
 
     async def models(self, _: web.Request) -> web.Response:
@@ -37,6 +39,11 @@ class FakeModelServer:
     async def completions(self, request: web.Request) -> web.Response:
         body: dict[str, Any] = await request.json()
         value = self.logprobs.get(body["model"], -1.0)
+        if "logprobs" in body:
+            count = body["max_tokens"]
+            reported = value if self.sampled_logprob is None else self.sampled_logprob
+            told = {"token_logprobs": [reported] * count}
+            return web.json_response({"choices": [{"token_ids": [5] * count, "logprobs": told}]})
         entries = [None, *[{str(token): {"logprob": value}} for token in body["prompt"][1:]]]
         return web.json_response({"choices": [{"prompt_logprobs": entries}]})
 

@@ -68,6 +68,15 @@ class LeadingLearner:
         logprobs: list[list[float]] = self._run_everywhere("logprobs", rows)
         return logprobs
 
+    def write_trial(self, folder: Path, effect: float) -> list[Row]:
+        """Write a trial's adapter; all processes make the same one."""
+        rows: list[Row] = self._run_everywhere("write_trial", folder, effect)
+        return rows
+
+    def rehearse(self) -> None:
+        """Rehearse a step; each process computes its share."""
+        self._run_everywhere("rehearse")
+
     def save(self, folder: Path) -> None:
         """Write the files in rank 0; the other processes hold the same weights."""
         self._run_everywhere("save", folder)

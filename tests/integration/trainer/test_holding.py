@@ -1,0 +1,146 @@
+"""A fault of the machine, the server or the recipe costs two updates at most, and then nothing."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from prometheus_client import REGISTRY
+from sqlalchemy import select
+
+from store.schema.claimable import episode_policies
+from store.schema.trained import consumptions
+from store.updates import claims
+from tests.integration.trainer.test_recovery import Bench, bench
+from trainer.errors import DriftOutOfBounds, LearnerError, PublishError, UpstreamAway
+from trainer.loop import Loop
+from trainer.publishing.replicas import Replicas
+
+__all__ = ["bench"]
+
+# What the scripted learner says of any row, and so a server that fits.
+OWN = -0.5
+
+
+@asynccontextmanager
+async def working(bench: Bench) -> AsyncIterator[Loop]:
+    bench.fake.logprobs["m"] = OWN
+    async with Replicas([bench.fake.url]) as servers:
+        loop = bench.loop(servers)
+        await loop.recover()
+        yield loop
+
+
+async def consumed(bench: Bench) -> int:
+    async with bench.engine.connect() as connection:
+        return len((await connection.execute(select(consumptions.c.episode_id))).all())
+
+
+async def held_by_an_update(bench: Bench) -> int:
+    query = select(episode_policies.c.episode_id).where(episode_policies.c.claimed_by.is_not(None))
+    async with bench.engine.connect() as connection:
+        return len((await connection.execute(query)).all())
+
+
+async def states(bench: Bench) -> list[str]:
+    async with bench.engine.connect() as connection:
+        return [one.state for one in await claims.list_updates(connection, "m")]
+
+
+def gauge() -> float | None:
+    return REGISTRY.get_sample_value("pawl_trainer_held", {"policy": "m"})
+
+
+async def try_again(loop: Loop) -> bool:
+    """What the loop does once its pause is over."""
+    loop._holding._trial_at = 0.0
+    return await loop.update_once()
+
+
+async def test_a_learner_that_fails_spends_nothing_and_goes_on_once_repaired(bench: Bench) -> None:
+    async with working(bench) as loop:
+        bench.learner.fails = LearnerError("the GPU is full")
+        assert not await loop.update_once()
+        assert await states(bench) == ["abandoned"] * 2
+        assert (await consumed(bench), await held_by_an_update(bench)) == (0, 0)
+        assert not await loop.update_once()
+        assert not await try_again(loop)
+        # It was tried with made-up rows, without a claim.
+        assert await states(bench) == ["abandoned"] * 2
+        assert (loop._holding.reason, gauge()) == ("the GPU is full", 1.0)
+        bench.learner.fails = None
+        assert await try_again(loop)
+        assert gauge() == 0.0
+    assert await bench.states() == {0: "published", 1: "serving"}
+    await bench.assert_spent_once(4)
+
+
+async def test_versions_that_are_rejected_stop_costing_episodes_after_two(bench: Bench) -> None:
+    bench.fake.refuse_load = True
+    for name in ("u", "v"):
+        await bench.fill(name)
+    async with working(bench) as loop:
+        for _ in range(4):
+            await loop.update_once()
+        assert await bench.states() == {0: "serving", 1: "rejected", 2: "rejected"}
+        assert await consumed(bench) == 8
+        assert not await try_again(loop)
+        assert "--max-lora-rank" in (loop._holding.reason or "")
+        bench.fake.refuse_load = False
+        assert await try_again(loop)
+    assert (await bench.states())[3] == "serving"
+    await bench.assert_spent_once(12)
+
+
+async def test_drift_of_everything_holds_and_drift_of_some_does_not(bench: Bench) -> None:
+    async with working(bench) as loop:
+        for others_agree in (True, False):
+            bench.learner.fails = DriftOutOfBounds(
+                "server and trainer differ", {}, {}, others_agree=others_agree
+            )
+            error = bench.learner.fails
+            for _ in range(2):
+                if not error.is_poison:
+                    loop._note_failure(str(error))
+            assert loop._holding.is_held == (not others_agree)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("refuses", "--max-lora-rank"),
+        ("another base", "PAWL_MODEL"),
+        ("another adapter", "LoRA in the layers"),
+        ("raw", "--logprobs-mode processed_logprobs"),
+    ],
+)
+async def test_what_does_not_fit_is_known_before_the_first_claim(
+    bench: Bench, fault: str, said: str
+) -> None:
+    async with working(bench) as loop:
+        await loop.check_server()
+        if fault == "refuses":
+            bench.fake.refuse_load = True
+        elif fault == "another base":
+            bench.fake.logprobs["m"] = -4.0
+        elif fault == "another adapter":
+            bench.learner.trial_logprob = -4.0
+        else:
+            bench.fake.sampled_logprob = -4.0
+        with pytest.raises(PublishError, match=said):
+            await loop.check_server()
+    assert bench.fake.loaded == {}
+    assert not list(bench.folder.glob("m/*"))
+    assert await states(bench) == []
+
+
+async def test_a_server_that_is_away_does_not_stop_the_check_of_the_others(bench: Bench) -> None:
+    bench.fake.logprobs["m"] = OWN
+    nobody = "http://127.0.0.1:9/v1"
+    for urls, away in (([nobody, bench.fake.url], False), ([nobody], True)):
+        async with Replicas(urls) as servers:
+            loop = bench.loop(servers)
+            if away:
+                with pytest.raises(UpstreamAway):
+                    await loop.check_server()
+            else:
+                await loop.check_server()

@@ -1,0 +1,74 @@
+"""After two updates in a row that come to nothing the trainer claims nothing, and tries again."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.updates.holding import FAILURES, LONGEST_PAUSE_S, TRIAL_S, Holding
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_it_holds_after_two_failures_in_a_row_and_tries_within_a_minute() -> None:
+    clock = Clock()
+    holding = Holding(clock)
+    holding.note_failure("the server is full")
+    assert not holding.is_held
+    holding.note_success()
+    holding.note_failure("the server is full")
+    assert not holding.is_held
+    holding.note_failure("the rank does not fit")
+    assert (holding.is_held, holding.reason, holding.trial_is_due) == (
+        True,
+        "the rank does not fit",
+        False,
+    )
+    clock.now += TRIAL_S
+    assert holding.trial_is_due
+    holding.note_trial("it still does not fit")
+    assert (holding.reason, holding.trial_is_due) == ("it still does not fit", False)
+    clock.now += TRIAL_S
+    assert TRIAL_S < 60
+    holding.note_trial(None)
+    assert not holding.is_held
+
+
+def test_a_trial_that_says_too_much_makes_pauses_longer_and_a_success_ends_that() -> None:
+    clock = Clock()
+    holding = Holding(clock)
+    holding.note_failure("no")
+    pauses = []
+    for _ in range(12):
+        # One failure is enough after a trial: what it spends is not spent twice.
+        holding.note_failure("no")
+        assert holding.is_held
+        begun = clock.now
+        while not holding.trial_is_due:
+            clock.now += TRIAL_S / 2
+        pauses.append(clock.now - begun)
+        holding.note_trial(None)
+    assert pauses[:4] == [TRIAL_S, TRIAL_S, 2 * TRIAL_S, 4 * TRIAL_S]
+    assert pauses[-1] == LONGEST_PAUSE_S
+    holding.note_success()
+    holding.note_failure("no")
+    assert not holding.is_held
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_it_is_held_exactly_if_some_failures_followed_each_other(outcomes: list[bool]) -> None:
+    holding = Holding(Clock())
+    in_a_row = 0
+    for succeeded in outcomes:
+        in_a_row = 0 if succeeded else in_a_row + 1
+        if succeeded:
+            holding.note_success()
+        else:
+            holding.note_failure("no")
+        if in_a_row == FAILURES:
+            break
+    assert holding.is_held == (in_a_row >= FAILURES)

@@ -1,0 +1,74 @@
+"""Make what a trial needs: an adapter that has an effect, and rows to take a step on.
+
+A trial finds out whether a server would take what the trainer makes, and whether there is memory
+for an update, without an episode (`trainer.updates.trial`).
+"""
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from trainer.batches.rows import Row, bare_row
+from trainer.errors import LearnerError
+from trainer.learners.scoring import score_rows
+
+# The spread of a new adapter's second matrices, doubled until its effect is large enough.
+FIRST_SPREAD: Final = 0.01
+LARGEST_SPREAD: Final = 10.0
+# The most tokens in a row of a rehearsal: any model has room for it.
+LONGEST: Final = 128
+
+
+def nudge(model: Any, rows: Sequence[Row], effect: float, seed: int) -> None:
+    """Give the new adapter of `model` an effect of at least `effect` nats a token on `rows`.
+
+    Its weights become random numbers that follow from `seed`.
+
+    Raises:
+        LearnerError: nothing gives it an effect.
+    """
+    before = _logprobs(model, rows)
+    spread = FIRST_SPREAD
+    while spread < LARGEST_SPREAD:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, weights in model.named_parameters():
+                if "lora_B" in name:
+                    weights.copy_(torch.randn(weights.shape, generator=generator) * spread)
+        if float((_logprobs(model, rows) - before).abs().mean()) >= effect:
+            return
+        spread *= 2
+    raise LearnerError(
+        "an adapter of these layers changes nothing: set lora.target_modules to linear layers of"
+        ' the model, or leave it at "all-linear"'
+    )
+
+
+def _logprobs(model: Any, rows: Sequence[Row]) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        return torch.cat([score_rows(model, [row], merge=False).logprobs for row in rows])
+
+
+def rehearsal_rows(texts: Sequence[Row], tokens: int) -> list[Row]:
+    """Return rows of about `tokens` tokens together, none of them long, to train on.
+
+    They repeat the ids of `texts`; half of them count as good and half as bad.
+    """
+    ids = [one for row in texts for one in row.ids]
+    length = max(4, min(LONGEST, tokens // 2))
+    count = 2 * max(1, tokens // length // 2)
+    rows = []
+    for number in range(count):
+        own = list(islice(cycle(ids), number, number + length))
+        made = bare_row(number, own[: length // 2], own[length // 2 :])
+        advantage = 1.0 if number % 2 else -1.0
+        rows.append(
+            msgspec.structs.replace(
+                made, advantage=advantage, r_total=advantage, weight=1 / count, recomputed=True
+            )
+        )
+    return rows

@@ -1,0 +1,62 @@
+"""Decide when a trainer whose updates come to nothing may claim again (pure, but for the clock).
+
+A fault of the machine, the server or the recipe stops every update alike. After two in a row the
+trainer holds: it claims nothing, and tries now and then, on made-up rows, whether it could go on.
+"""
+
+from collections.abc import Callable
+from time import monotonic
+from typing import Final
+
+# Updates in a row that come to nothing before the trainer holds.
+FAILURES: Final = 2
+# Seconds between a hold's beginning, or a trial that failed, and the next trial.
+TRIAL_S: Final = 20.0
+# Where trials succeed and updates fail all the same, each pause is twice as long, up to this.
+LONGEST_PAUSE_S: Final = 3600.0
+
+
+class Holding:
+    """Count the updates of one policy that come to nothing, and hold after `FAILURES` in a row."""
+
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        """Begin without a failure; `clock` returns seconds."""
+        self._clock = clock
+        self._failures = 0
+        self._in_vain = 0
+        self._trial_at = 0.0
+        self.reason: str | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether nothing may be claimed."""
+        return self.reason is not None
+
+    @property
+    def trial_is_due(self) -> bool:
+        """Return whether the trainer holds and it is time to try whether it could go on."""
+        return self.is_held and self._clock() >= self._trial_at
+
+    def note_success(self) -> None:
+        """Note an update that made a version which serves: all failures before it are past."""
+        self._failures = self._in_vain = 0
+
+    def note_failure(self, why: str) -> None:
+        """Note an update that failed, drifted, or made a version that was rejected."""
+        self._failures += 1
+        if self._failures >= FAILURES:
+            self._hold(why, min(LONGEST_PAUSE_S, TRIAL_S * 2.0 ** max(0, self._in_vain - 1)))
+
+    def note_trial(self, why: str | None) -> None:
+        """Note a trial that failed for the reason `why`, or succeeded if it is None."""
+        if why is not None:
+            self._hold(why, TRIAL_S)
+            return
+        self.reason = None
+        # One more failure, and it holds again.
+        self._failures = FAILURES - 1
+        self._in_vain += 1
+
+    def _hold(self, why: str, pause_s: float) -> None:
+        self.reason = why
+        self._trial_at = self._clock() + pause_s

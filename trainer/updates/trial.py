@@ -1,0 +1,150 @@
+"""Try, without an episode, whether a server takes what the trainer makes, and serves it as meant.
+
+A new adapter with an effect is written, loaded into each model server, compared with the trainer's
+own figures, and unloaded. So a rank, a layer, a base model or a server's option that does not fit
+stops the trainer before its first claim, or keeps it from claiming.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from store.values.distribution import Distribution
+from trainer.batches.rows import Row, bare_row
+from trainer.errors import LearnerError, PublishError, UpstreamAway
+from trainer.learners.protocol import LearnerProtocol
+from trainer.publishing.misfits import Compared, why_misfit
+from trainer.publishing.replicas import Replicas
+from trainer.publishing.server import ModelServer
+from trainer.recipes.recipe import Recipe
+
+TRIAL: Final = "trial"
+# Far from one, so that log-probabilities before and after it differ.
+TEMPERATURE: Final = 2.0
+SAMPLED: Final = 12
+
+
+class Trial:
+    """Try the learner and the model servers of one policy."""
+
+    def __init__(
+        self,
+        learner: LearnerProtocol,
+        folder: Path,
+        servers: Replicas,
+        policy: str,
+        recipe: Recipe,
+    ) -> None:
+        """Store what is tried; `folder` is that of the policy's versions."""
+        self._learner = learner
+        self._folder = folder / TRIAL
+        self._servers = servers
+        self._policy = policy
+        self._name = f"{policy}@{TRIAL}"
+        self._recipe = recipe
+
+    async def why_not(self) -> str | None:
+        """Return why an update would come to nothing, or None; a step is rehearsed as well.
+
+        Raises:
+            UpstreamAway: no model server answers.
+        """
+        try:
+            await asyncio.to_thread(self._learner.rehearse)
+        except LearnerError as error:
+            return str(error)
+        return await self.why_unserved()
+
+    async def why_unserved(self) -> str | None:
+        """Return why a version would not be served as meant, and what to do; None if it would be.
+
+        The learner must be restored before it trains. A server that is away is passed over.
+
+        Raises:
+            UpstreamAway: no model server answers.
+        """
+        try:
+            rows = await asyncio.to_thread(self._write)
+            return await self._of_servers(rows)
+        except LearnerError as error:
+            return str(error)
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _write(self) -> Sequence[Row]:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(parents=True)
+        return self._learner.write_trial(self._folder, 4 * self._recipe.publish.tolerance)
+
+    async def _of_servers(self, rows: Sequence[Row]) -> str | None:
+        away: UpstreamAway | None = None
+        answers = 0
+        for server in self._servers.each:
+            try:
+                why = await self._of_one(server, rows)
+            except UpstreamAway as error:
+                away = error
+                continue
+            answers += 1
+            if why is not None:
+                return why
+        if away is not None and not answers:
+            raise away
+        return None
+
+    async def _of_one(self, server: ModelServer, rows: Sequence[Row]) -> str | None:
+        try:
+            await server.unload(self._name)
+            await server.load(self._name, self._folder.resolve())
+            compared = await self._compare(server, rows)
+        except PublishError as error:
+            return str(error)
+        finally:
+            await _unload(server, self._name)
+        return why_misfit(compared, self._recipe.publish.tolerance)
+
+    async def _own(self, adapter: Path | None, rows: Sequence[Row]) -> tuple[float, ...]:
+        return _flat(await asyncio.to_thread(self._learner.version_logprobs, adapter, rows))
+
+    async def _compare(self, server: ModelServer, rows: Sequence[Row]) -> Compared:
+        """Ask the server for what the trainer computes too: base, adapter, and sampled tokens."""
+        base = await server.base_of(self._name)
+        sampled = await server.sample(self._name, rows[0].ids, TEMPERATURE, SAMPLED)
+        heated = _sampled_row(rows[0], [token for token, _ in sampled], TEMPERATURE)
+        plain = msgspec.structs.replace(heated, distribution=Distribution(temperature=1.0))
+        return Compared(
+            served_base=await _served(server, base, rows),
+            own_base=await self._own(None, rows),
+            served_adapter=await _served(server, self._name, rows),
+            own_adapter=await self._own(self._folder, rows),
+            served_sampled=tuple(logprob for _, logprob in sampled),
+            own_sampled=await self._own(self._folder, [heated]),
+            own_raw=await self._own(self._folder, [plain]),
+        )
+
+
+def _sampled_row(row: Row, sampled: Sequence[int], temperature: float) -> Row:
+    made = bare_row(0, row.ids, sampled)
+    return msgspec.structs.replace(made, distribution=Distribution(temperature=temperature))
+
+
+async def _served(server: ModelServer, name: str, rows: Sequence[Row]) -> tuple[float, ...]:
+    found = [(await server.prompt_logprobs(name, row.ids))[-len(row.sampled_ids) :] for row in rows]
+    return _flat(found)
+
+
+def _flat(values: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    return tuple(value for row in values for value in row)
+
+
+async def _unload(server: ModelServer, name: str) -> None:
+    """Take the trial's adapter from the server, if it is there and has not gone away."""
+    try:
+        await server.unload(name)
+    except (PublishError, UpstreamAway):
+        # A restarted server has it no more; one that refuses lists it under a name nobody asks for.
+        return
