@@ -39,6 +39,8 @@ async def why_unserved(stack: Stack, model: str, chosen: Recipe, folder: Path) -
     return why
 
 
+# PEFT, of the layer that no server can serve.
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 async def test_what_fits_passes_and_what_does_not_is_named(
     stack: Stack, model_dir: str, tmp_path: Path
 ) -> None:
