@@ -50,10 +50,10 @@ class Rounds:
 
     async def _turn(self) -> bool:
         """Run one update, of the first in turn that has enough for one; return if any had."""
-        waiting = []
+        waiting, alone = [], len(self._trainees) == 1
         for one in self._trainees.values():
             if await one.take_up(self._guard, self._engine):
-                signal = await one.waiting(self._guard)
+                signal = await one.waiting(self._guard, alone=alone)
                 if signal is not None:
                     waiting.append(Waiting(policy=one.policy, updates=signal, turns=one.turns))
         for name in in_turn(waiting):

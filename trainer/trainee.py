@@ -16,6 +16,7 @@ from store.errors import ClaimLost
 from store.updates import claims
 from trainer.errors import UpstreamAway
 from trainer.loop import Loop
+from trainer.metrics import LEFT
 
 log = structlog.get_logger()
 
@@ -67,15 +68,15 @@ class Trainee:
         self._loop = await self._guarded(guard, lambda: self._begin(engine))
         return self._loop is not None
 
-    async def waiting(self, guard: AsyncConnection) -> float | None:
+    async def waiting(self, guard: AsyncConnection, *, alone: bool) -> float | None:
         """Bring the model servers up to date; return how much signal waits, None after a failure.
 
-        The signal is counted in updates.
+        The signal is counted in updates, unless the policy is alone: then nobody needs to know.
         """
 
         async def work(loop: Loop) -> float:
             await loop.sync_adapters()
-            return await loop.waiting_updates()
+            return 0.0 if alone else await loop.waiting_updates()
 
         return await self._of_loop(guard, work)
 
@@ -104,8 +105,12 @@ class Trainee:
                     raise
                 await self._leave(guard, error)
                 return None
-        self.failure = None
+        self._failed(None)
         return done
+
+    def _failed(self, why: Exception | None) -> None:
+        self.failure = why
+        LEFT.labels(self.policy).set(why is not None)
 
     async def _leave(self, guard: AsyncConnection, why: Exception) -> None:
         self._loop = None
@@ -116,7 +121,7 @@ class Trainee:
         pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**self._failures)
         self._failures += 1
         self._not_before = monotonic() + pause
-        self.failure = why
+        self._failed(why)
         log.error(
             "policy_left",
             policy=self.policy,

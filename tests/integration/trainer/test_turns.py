@@ -19,6 +19,7 @@ from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from trainer.errors import AdapterError
 from trainer.loop import Loop
+from trainer.metrics import LEFT
 from trainer.publishing.adapters import version_folder
 from trainer.publishing.publish import Publisher
 from trainer.publishing.replicas import Replicas
@@ -185,9 +186,11 @@ async def test_a_policy_that_fails_does_not_stop_the_other(bench: Bench) -> None
     await bench.fill({"writer": 16, "checker": 4})
     bench.learners["checker"].fails = AdapterError("its files are gone")
     assert await bench.turns(2) == ["writer", "writer"]
+    assert LEFT.labels("checker")._value.get() == 1
     # Its episodes are held by its update, which who works on it next gives up.
     bench.learners["checker"].fails = None
     assert await bench.turns(2) == ["writer", "writer", "checker", "checker"]
+    assert LEFT.labels("checker")._value.get() == 0
 
 
 async def test_a_trainer_of_which_all_policies_fail_ends(bench: Bench) -> None:
