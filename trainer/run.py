@@ -162,12 +162,20 @@ def _trainee(
     policy: str,
 ) -> Trainee:
     """Return what works on a policy, and log that it is about to."""
+    is_checked = False
 
     async def begin(engine: AsyncEngine) -> Loop:
-        """Return the loop, once the base is known and what a killed trainer left is ended."""
+        """Return the loop, once the base is known and what a killed trainer left is ended.
+
+        The first time the model servers are tried before anything is claimed or published.
+        """
+        nonlocal is_checked
         await begin_policy(engine, policy, chosen.base, settings.policies)
         publisher = Publisher(engine, servers, policy, recipe.publish, chosen.together)
         loop = Loop(settings, recipe, engine, publisher, learner, policy)
+        if not is_checked:
+            await loop.check_server()
+            is_checked = True
         await loop.recover()
         return loop
 

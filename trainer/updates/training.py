@@ -4,10 +4,10 @@ The learner computes for minutes and blocks its thread; the event loop stays fre
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import structlog
 
@@ -15,7 +15,7 @@ from store.updates.claims import Claim
 from store.values.distribution import distribution_of
 from store.values.tokens import unpack_ids
 from trainer.batches.rows import Row, RowKey
-from trainer.errors import AdapterError, Interrupted
+from trainer.errors import AdapterError
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
@@ -27,12 +27,12 @@ from trainer.updates.recomputed import (
     versions_to_ask,
     with_logprobs,
 )
+from trainer.updates.threads import in_thread
 from trainer.updates.unreplayed import calls_with_grammar
 from trainer.updates.versions import Versions
 
 log = structlog.get_logger()
 
-T = TypeVar("T")
 # Seconds between attempts to write a version that the disk refused.
 WRITE_AGAIN_S: Final = 5.0
 
@@ -61,7 +61,7 @@ class Training:
             found = {version: self._why_lost(version) for version in sorted(asked)}
             return {version: why for version, why in found.items() if why is not None}
 
-        return await self._in_thread(work)
+        return await in_thread(self._learner, work)
 
     def _why_lost(self, version: int) -> str | None:
         folder = self._versions.folder(version)
@@ -89,7 +89,7 @@ class Training:
             }
             return {call: why for call, why in found.items() if why is not None}
 
-        return await self._in_thread(work)
+        return await in_thread(self._learner, work)
 
     async def train(self, parent: int, rows: Sequence[Row]) -> dict[str, Any]:
         """Train version `parent` on `rows`, and return the metrics.
@@ -108,7 +108,7 @@ class Training:
             self._learner.restore(self._versions.folder(parent))
             return self._learner.update(whole)
 
-        return await self._in_thread(work)
+        return await in_thread(self._learner, work)
 
     def _recomputed(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Return the rows, with log-probabilities from the versions that sampled them."""
@@ -120,7 +120,7 @@ class Training:
 
     async def probe_rows(self, rows: Sequence[Row]) -> tuple[ProbeRow, ...]:
         """Return `rows` as probes, with their log-probabilities under the trained policy."""
-        found = await self._in_thread(partial(self._learner.logprobs, rows))
+        found = await in_thread(self._learner, partial(self._learner.logprobs, rows))
         return tuple(
             ProbeRow(ids=row.ids, logprobs=tuple(logprobs))
             for row, logprobs in zip(rows, found, strict=True)
@@ -134,24 +134,10 @@ class Training:
         write = partial(adapters.write_version, self._adapter_dir, new, self._learner.save)
         while True:
             try:
-                folder = await self._in_thread(write)
+                folder = await in_thread(self._learner, write)
             except OSError as error:
                 log.error("version_not_written", reason=str(error), again_in_s=WRITE_AGAIN_S)
                 await asyncio.sleep(WRITE_AGAIN_S)
             else:
                 self._learner.saved_as(folder)
                 return folder
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread; a cancelled caller waits until it has ended."""
-        running = asyncio.ensure_future(asyncio.to_thread(work))
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            self._learner.interrupt()
-            await asyncio.wait([running])
-            # Looked at: asyncio prints a trace of an exception that nobody has seen.
-            error = running.exception()
-            if not (error is None or isinstance(error, Interrupted)):
-                log.warning("error_while_stopping", reason=f"{type(error).__name__}: {error}")
-            raise

@@ -5,9 +5,9 @@ own figures, and unloaded. So a rank, a layer, a base model or a server's option
 stops the trainer before its first claim, or keeps it from claiming.
 """
 
-import asyncio
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +21,7 @@ from trainer.publishing.misfits import Compared, why_misfit
 from trainer.publishing.replicas import Replicas
 from trainer.publishing.server import ModelServer
 from trainer.recipes.recipe import Recipe
+from trainer.updates.threads import in_thread
 
 TRIAL: Final = "trial"
 # Far from one, so that log-probabilities before and after it differ.
@@ -54,7 +55,7 @@ class Trial:
             UpstreamAway: no model server answers.
         """
         try:
-            await asyncio.to_thread(self._learner.rehearse)
+            await in_thread(self._learner, self._learner.rehearse)
         except LearnerError as error:
             return str(error)
         return await self.why_unserved()
@@ -68,7 +69,7 @@ class Trial:
             UpstreamAway: no model server answers.
         """
         try:
-            rows = await asyncio.to_thread(self._write)
+            rows = await in_thread(self._learner, self._write)
             return await self._of_servers(rows)
         except LearnerError as error:
             return str(error)
@@ -108,7 +109,8 @@ class Trial:
         return why_misfit(compared, self._recipe.publish.tolerance)
 
     async def _own(self, adapter: Path | None, rows: Sequence[Row]) -> tuple[float, ...]:
-        return _flat(await asyncio.to_thread(self._learner.version_logprobs, adapter, rows))
+        score = partial(self._learner.version_logprobs, adapter, rows)
+        return _flat(await in_thread(self._learner, score))
 
     async def _compare(self, server: ModelServer, rows: Sequence[Row]) -> Compared:
         """Ask the server for what the trainer computes too: base, adapter, and sampled tokens."""

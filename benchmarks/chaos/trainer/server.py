@@ -63,6 +63,11 @@ class Server:
         if body["model"] != self._base_name and body["model"] not in self._paths:
             return web.Response(status=404, text="no such model")
         ids = body["prompt"]
+        if "logprobs" in body:
+            sampled = self._sample(body["model"], ids, body["temperature"], body["max_tokens"])
+            told = {"token_logprobs": [logprob for _, logprob in sampled]}
+            choice = {"token_ids": [token for token, _ in sampled], "logprobs": told}
+            return web.json_response({"choices": [choice]})
         entries = [
             {str(token): {"logprob": value}}
             for token, value in zip(ids[1:], self._logprobs(body["model"], ids), strict=True)
@@ -71,6 +76,24 @@ class Server:
 
     def _logprobs(self, name: str, ids: list[int]) -> list[float]:
         """log p of each token after the first, shape (T − 1,)."""
+        distribution = torch.log_softmax(self._logits(name, ids)[:-1], -1)
+        found: list[float] = distribution.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        return found
+
+    def _sample(
+        self, name: str, ids: list[int], temperature: float, tokens: int
+    ) -> list[tuple[int, float]]:
+        """`tokens` sampled tokens after `ids`, each with what its log-probability was."""
+        sampled: list[tuple[int, float]] = []
+        for _ in range(tokens):
+            seen = [*ids, *(token for token, _ in sampled)]
+            distribution = torch.log_softmax(self._logits(name, seen)[-1] / temperature, -1)
+            token = int(torch.multinomial(distribution.exp(), 1))
+            sampled.append((token, float(distribution[token])))
+        return sampled
+
+    def _logits(self, name: str, ids: list[int]) -> torch.Tensor:
+        """The logits after each token, (T, V)."""
         tokens = torch.tensor([ids])
         with torch.no_grad():
             if self._adapted is None:
@@ -81,8 +104,7 @@ class Server:
             else:
                 self._adapted.set_adapter(name)
                 logits = self._adapted(tokens).logits
-        distribution = torch.log_softmax(logits[0, :-1].float(), -1)
-        found: list[float] = distribution.gather(1, tokens[0, 1:, None])[:, 0].tolist()
+        found: torch.Tensor = logits[0].float()
         return found
 
 
