@@ -137,6 +137,14 @@ LEARNING: Final = Row(
             max=1,
         ),
         stairs(
+            "Held or left",
+            "1: the trainer claims nothing, because its last updates came to nothing, or left the policy, because it failed. The log says why.",
+            "none",
+            newest("pawl_trainer_held", "{{policy}}: held"),
+            newest("pawl_policy_left", "{{policy}}: left"),
+            max=1,
+        ),
+        stairs(
             "Masked calls",
             "Share of the last update's calls too far off the policy to carry loss.",
             "percentunit",

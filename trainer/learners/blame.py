@@ -16,10 +16,8 @@ from trainer.batches.rows import Row
 from trainer.errors import Unusable
 from trainer.learners.budget import NoRoom, needs_memory
 from trainer.learners.grpo import View
-from trainer.learners.off_policy import RowComparison
+from trainer.learners.off_policy import can_be_summed
 
-# Sums of sums past it may be past any float.
-LARGEST: Final = 1e300
 # A return past it makes what its whole group is compared with too large for float32.
 LARGEST_RETURN: Final = 1e30
 NOT_FINITE: Final = "its loss or gradient is not finite"
@@ -56,15 +54,6 @@ def check_view(rows: Sequence[Row], view: View) -> None:
     if odd:
         blamed = {} if len(odd) == len(rows) else {row.episode_id: NOT_FINITE for row in odd}
         raise Unusable("log-probabilities or values are not finite", blamed)
-
-
-def can_be_summed(compared: Sequence[RowComparison]) -> bool:
-    """Return whether the rows' differences from the policy are numbers to calculate with."""
-    return all(
-        # Not true of NaN.
-        row.divergence < LARGEST and row.squared_ratios < LARGEST
-        for row in compared
-    )
 
 
 def to_blame(

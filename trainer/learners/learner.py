@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from statistics import fmean
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -13,10 +14,10 @@ from safetensors import SafetensorError
 
 from store.updates.damage import NON_FINITE
 from store.values.distribution import Distribution
-from trainer.batches.micro_batches import computed_tokens, split_steps
+from trainer.batches.micro_batches import split_steps
 from trainer.batches.rows import Row
-from trainer.errors import DriftOutOfBounds, Unusable
-from trainer.learners.blame import can_be_summed, check_view, fits, to_blame
+from trainer.errors import Unusable
+from trainer.learners.blame import check_view, fits, to_blame
 from trainer.learners.budget import Budget, MicroBatches
 from trainer.learners.grpo import View, make_trainer
 from trainer.learners.imported import check_loaded, check_weights, probe_rows
@@ -24,8 +25,8 @@ from trainer.learners.kernels.memory import give_freed_memory_back
 from trainer.learners.kl import ByRow, by_row
 from trainer.learners.merging import attend, can_merge
 from trainer.learners.model import Base
-from trainer.learners.off_policy import drifted_episodes, off_policy_metrics
-from trainer.learners.passes import Step
+from trainer.learners.off_policy import checked_metrics
+from trainer.learners.passes import Step, TrainedStep, update_figures
 from trainer.learners.ppo import make_ppo_trainer
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_state
@@ -40,14 +41,6 @@ FIGURES = {
 }
 Result = TypeVar("Result")
 IN_BETWEEN = "trained on, and not saved as a version"
-
-
-class TrainedStep(NamedTuple):
-    """Hold what one optimiser step came to: its loss, its gradient's norm, its micro-batches."""
-
-    loss: float
-    norm: float
-    micro_batches: MicroBatches
 
 
 class Learner:
@@ -187,7 +180,7 @@ class Learner:
         trained, off_policy = self._take_steps(rows, newest)
         give_freed_memory_back()
         return {
-            **self._figures(rows, trained),
+            **update_figures(rows, trained, self._trainer, merge=bool(self._merge)),
             **off_policy,
             "train_seconds": time.perf_counter() - started,
             **self._take_metrics(),
@@ -218,25 +211,6 @@ class Learner:
             # Of all rows: who is to blame may have been compared with who is in this step.
             blamed = to_blame(self._trainer, rows, self._step.stop_if_asked)
             raise Unusable(str(error), blamed) from error
-
-    def _figures(self, rows: Sequence[Row], trained: Sequence[TrainedStep]) -> dict[str, Any]:
-        """Return the update's sizes, and the means over its steps."""
-        first_epoch = trained[: len(trained) // self._trainer.epochs]
-        return {
-            "loss": _mean([step.loss for step in trained]),
-            "grad_norm": _mean([step.norm for step in trained]),
-            "optimizer_steps": len(trained),
-            "learning_rate": self._trainer.optimizer.param_groups[0]["lr"],
-            "rows": len(rows),
-            "recomputed_rows": sum(row.recomputed for row in rows),
-            "sampled_tokens": sum(len(row.sampled_ids) for row in rows),
-            "row_tokens": sum(len(row.ids) for row in rows),
-            "computed_tokens": sum(
-                computed_tokens(micro_batch, merge=bool(self._merge))
-                for step in first_epoch
-                for micro_batch in step.micro_batches
-            ),
-        }
 
     def _view(self, rows: Sequence[Row]) -> View:
         """Return the rows as the trainer sees them before the first step, if it needs that."""
@@ -270,28 +244,13 @@ class Learner:
     def _check_drift(self, newest: int | None) -> dict[str, Any]:
         seen = self.processes.gather(self._trainer.take_compared())
         compared = [row for rows in seen for row in rows]
-        if not can_be_summed(compared):
-            raise Unusable("what sampled some rows is too far from the policy to be calculated")
-        found = off_policy_metrics(compared, newest)
-        drift, bound = found["drift_kl"], self._recipe.off_policy.max_drift
-        if drift is not None and drift > bound:
-            drifted = drifted_episodes(compared, newest, bound)
-            fresh = {row.episode_id for row in compared if row.version == newest}
-            raise DriftOutOfBounds(
-                f"server and trainer differ by {drift:.3g} nats a token about version "
-                f"{newest} (off_policy.max_drift is {bound:g}): nothing was trained; is the "
-                "server's model, precision or --logprobs-mode another?",
-                drifted,
-                found,
-                others_agree=bool(fresh - drifted.keys()),
-            )
-        return found
+        return checked_metrics(compared, newest, self._recipe.off_policy.max_drift)
 
     def _take_metrics(self) -> dict[str, float]:
         """Return TRL's metrics (means over micro-batches) and the trainer's own, and clear them."""
         self._trainer.take_compared()
         kept = self._trainer._metrics["train"]
-        means = {ours: _mean(kept[theirs]) for theirs, ours in FIGURES.items() if kept[theirs]}
+        means = {ours: fmean(kept[theirs]) for theirs, ours in FIGURES.items() if kept[theirs]}
         kept.clear()
         return {**means, **self._trainer.figures()}
 
@@ -374,10 +333,6 @@ class Learner:
     def saved_as(self, adapter: Path) -> None:
         """Note that the trained state is `adapter` now, so that `restore` need not read it back."""
         self._stands_at = adapter
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _as_plain(row: Row) -> Row:

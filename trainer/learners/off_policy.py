@@ -14,13 +14,17 @@ which is called drift; older rows differ by drift and by staleness.
 
 from collections.abc import Sequence
 from math import fsum
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
 import torch
 from torch import Tensor
 
 from store.records import Record
+from trainer.errors import DriftOutOfBounds, Unusable
+
+# Sums of sums past it may be past any float.
+LARGEST: Final = 1e300
 
 
 class RowComparison(Record, frozen=True, kw_only=True):
@@ -83,6 +87,42 @@ def compare(
             versions, *(column.tolist() for column in columns), strict=True
         )
     ]
+
+
+def can_be_summed(compared: Sequence[RowComparison]) -> bool:
+    """Return whether the rows' differences from the policy are numbers to calculate with."""
+    return all(
+        # Not true of NaN.
+        row.divergence < LARGEST and row.squared_ratios < LARGEST
+        for row in compared
+    )
+
+
+def checked_metrics(
+    compared: Sequence[RowComparison], newest: int | None, bound: float
+) -> dict[str, Any]:
+    """Return an update's off-policy metrics (`off_policy_metrics`).
+
+    Raises:
+        DriftOutOfBounds: rows that version `newest` sampled drift by more than `bound`, in nats per
+            token.
+        Unusable: some rows are too far from the policy for sums.
+    """
+    if not can_be_summed(compared):
+        raise Unusable("what sampled some rows is too far from the policy to be calculated")
+    found = off_policy_metrics(compared, newest)
+    if found["drift_kl"] is None or found["drift_kl"] <= bound:
+        return found
+    drifted = drifted_episodes(compared, newest, bound)
+    fresh = {row.episode_id for row in compared if row.version == newest}
+    raise DriftOutOfBounds(
+        f"server and trainer differ by {found['drift_kl']:.3g} nats a token about version {newest}"
+        f" (off_policy.max_drift is {bound:g}): nothing was trained; is the server's model,"
+        " precision or --logprobs-mode another?",
+        drifted,
+        found,
+        others_agree=bool(fresh - drifted.keys()),
+    )
 
 
 def off_policy_metrics(compared: Sequence[RowComparison], newest: int | None) -> dict[str, Any]:

@@ -3,19 +3,56 @@
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from trainer.batches.micro_batches import share_out
+from trainer.batches.micro_batches import computed_tokens, share_out
 from trainer.batches.rows import Row
 from trainer.errors import Interrupted, Unusable
-from trainer.learners.budget import OUT_OF_MEMORY, REMEDY, is_out_of_memory, needs_memory
+from trainer.learners.budget import (
+    OUT_OF_MEMORY,
+    REMEDY,
+    MicroBatches,
+    is_out_of_memory,
+    needs_memory,
+)
 from trainer.learners.distributed.processes import Processes
 from trainer.recipes.schedule import rate_share
 from trainer.recipes.training import OptimizerOptions
 
 Seen = TypeVar("Seen")
+
+
+class TrainedStep(NamedTuple):
+    """Hold what one optimiser step came to: its loss, its gradient's norm, its micro-batches."""
+
+    loss: float
+    norm: float
+    micro_batches: MicroBatches
+
+
+def update_figures(
+    rows: Sequence[Row], trained: Sequence[TrainedStep], trainer: Any, *, merge: bool
+) -> dict[str, Any]:
+    """Return the sizes of an update of `rows`, and the means over its steps."""
+    first_epoch = trained[: len(trained) // trainer.epochs]
+    return {
+        "loss": fmean(step.loss for step in trained),
+        "grad_norm": fmean(step.norm for step in trained),
+        "optimizer_steps": len(trained),
+        "learning_rate": trainer.optimizer.param_groups[0]["lr"],
+        "rows": len(rows),
+        "recomputed_rows": sum(row.recomputed for row in rows),
+        "sampled_tokens": sum(len(row.sampled_ids) for row in rows),
+        "row_tokens": sum(len(row.ids) for row in rows),
+        "computed_tokens": sum(
+            computed_tokens(micro_batch, merge=merge)
+            for step in first_epoch
+            for micro_batch in step.micro_batches
+        ),
+    }
 
 
 class Step:
