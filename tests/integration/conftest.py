@@ -4,9 +4,10 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import aiohttp
@@ -26,12 +27,18 @@ from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 DEADLINE_S = 20.0
 
 
+# Below those that Linux gives to outgoing connections: one of them may take what is free now.
+PORTS = range(20_000, 32_768)
+
+
 def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nothing listens on; by chance, as other workers look for one at the same time."""
+    while True:
+        # Hypothesis gives `random` the same seed in each worker.
+        port = SystemRandom().choice(PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 async def eventually(check: Callable[[], Awaitable[Any]]) -> Any:
