@@ -5,6 +5,7 @@ Where one trainer of all policies is killed, it is compared with one trainer for
 
 import asyncio
 import random
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -160,8 +161,7 @@ def _run(
 def _trained(run: Run, policy: str) -> Trained:
     at = run.place
     found = asyncio.run(found_in(at.database_url, at.adapters, policy))
-    late = sum(
-        b'"update_finished_late"' in line and f'"policy": "{policy}"'.encode() in line
-        for line in at.said().splitlines()
-    )
-    return Trained(found, run.lives, late)
+    # A line may be cut off by a kill.
+    own = re.compile(rb'"policy": ?"%b"' % policy.encode())
+    late = [line for line in at.said().splitlines() if b'"update_finished_late"' in line]
+    return Trained(found, run.lives, sum(own.search(line) is not None for line in late))
