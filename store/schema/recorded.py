@@ -9,6 +9,7 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
+    Double,
     Index,
     Integer,
     LargeBinary,
@@ -48,6 +49,8 @@ episodes = Table(
     # The time of its first reward, and of its newest reward for a single call.
     Column("scored_at", When),
     Column("call_scored_at", When),
+    # Its newest reward, null before the first.
+    Column("reward", Double),
     # At least one of its calls belongs to it with confidence `doubtful`.
     Column("doubtful", Boolean, nullable=False, server_default=text("false")),
     # The result of `store.link.settle` (docs/decisions/011-joins-in-the-store.md). `root` is the

@@ -347,3 +347,45 @@ async def test_evaluation_is_kept_from_training_in_the_schema_before(
     assert await joins(url, EVALUATION) == [("a",), ("e",)]
     assert await joins(url, KEPT) == []
     await check(url)
+
+
+REWARDS = """
+    SELECT e.key, e.reward, p.reward
+    FROM episodes e JOIN episode_policies p ON p.episode_id = e.id ORDER BY 1
+"""
+
+
+async def test_rewards_of_before_tell_which_groups_differ(empty_database_url: str) -> None:
+    url = empty_database_url
+    told = b"\x02" * 16
+    whole = call("whole", method="own", provides=(told,))
+    part = call("part", method="own", needs=(told,))
+    records = [
+        call("corrected", task="t"),
+        call("single", task="t"),
+        call("unscored", task="t"),
+        whole,
+        part,
+        reward(0.25, episode="corrected", at=1),
+        reward(0.75, episode="corrected", at=5),
+        reward(1.0, episode="corrected", at=5),
+        reward(0.5, episode="whole", at=1),
+        reward(1.0, call=str(part.id), at=2),
+    ]
+    await upgrade(url)
+    engine = make_engine(url)
+    await Ingester().store(engine, records)
+    single = [one.id for one in records if getattr(one, "episode", None) == "single"]
+    await Ingester().store(engine, [reward(1.0, call=str(single[0]))])
+    await engine.dispose()
+    before = await joins(url, REWARDS)
+    assert [row for row in before if row[0] in ("corrected", "single", "unscored")] == [
+        ("corrected", 0.75, 0.75),
+        ("single", None, None),
+        ("unscored", None, None),
+    ]
+    assert ("whole", 1.0, 1.0) in before
+    await downgrade(url, "0009")
+    await upgrade(url)
+    await check(url)
+    assert await joins(url, REWARDS) == before
