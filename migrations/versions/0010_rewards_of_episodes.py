@@ -1,4 +1,4 @@
-"""Rewards of episodes: what tells whether the episodes of a task differ."""
+"""Rewards of episodes, which tell whether a task's differ; and failures that are outcomes."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -28,17 +28,40 @@ COPY = """
     UPDATE episode_policies p SET reward = e.reward
     FROM episodes e WHERE e.id = p.episode_id AND e.reward IS NOT NULL
 """
+# Only what an upstream refused for what it says is a failure; the call may be gone with its day.
+FORGIVE = """
+    UPDATE episodes e SET failed = false
+    WHERE failed AND NOT EXISTS (
+        SELECT FROM transitions t
+        WHERE t.id = e.last_call_id AND t.http_status IN (400, 413, 422))
+"""
+BLAME = """
+    UPDATE episodes e SET failed = true
+    WHERE NOT failed AND EXISTS (
+        SELECT FROM transitions t
+        WHERE t.id = e.last_call_id AND (t.status <> 'complete' OR t.http_status >= 400))
+"""
+# Of a joined episode the last part decides.
+COPY_FAILED = """
+    UPDATE episode_policies p SET failed = l.failed
+    FROM episode_policies o CROSS JOIN LATERAL (
+        SELECT e.failed FROM episodes e WHERE e.id = o.episode_id OR e.root = o.episode_id
+        ORDER BY e.last_call_id DESC LIMIT 1) l
+    WHERE (p.episode_id, p.policy) = (o.episode_id, o.policy) AND p.failed <> l.failed
+"""
 INDEX = "ix_episode_policies_ready"
 COLUMNS = ["policy", "task", "version", "scored_at"]
 READY = sa.text("scored_at IS NOT NULL AND claimed_by IS NULL AND claimable")
 
 
 def upgrade() -> None:
-    """Add each episode's newest reward, and put it beside what waits to be claimed."""
+    """Add each episode's newest reward, beside what waits too, and look at failures again."""
     op.add_column("episodes", sa.Column("reward", sa.Double()))
     op.add_column("episode_policies", sa.Column("reward", sa.Double()))
     op.execute(FILL)
     op.execute(COPY)
+    op.execute(FORGIVE)
+    op.execute(COPY_FAILED)
     op.drop_index(INDEX, "episode_policies")
     op.create_index(
         INDEX,
@@ -50,7 +73,9 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop the rewards; feedback has them."""
+    """Drop the rewards, which feedback has; whatever came to no proper reply has failed again."""
+    op.execute(BLAME)
+    op.execute(COPY_FAILED)
     op.drop_index(INDEX, "episode_policies")
     op.create_index(INDEX, "episode_policies", COLUMNS, postgresql_where=READY)
     op.drop_column("episode_policies", "reward")

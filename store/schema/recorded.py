@@ -44,7 +44,7 @@ episodes = Table(
     Column("first_call_id", Uuid, nullable=False),
     Column("last_call_id", Uuid, nullable=False),
     Column("last_call_at", When, nullable=False),
-    # The last call came to no proper reply (`store.records.has_failed`).
+    # The last call was refused for what it says (`store.records.has_failed`).
     Column("failed", Boolean, nullable=False, server_default=text("false")),
     # The time of its first reward, and of its newest reward for a single call.
     Column("scored_at", When),

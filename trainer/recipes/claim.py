@@ -42,7 +42,7 @@ class ClaimOptions(RecipeOptions):
     )
     failed_after_s: Positive = Field(
         default=60.0,
-        description="An unscored episode whose last call failed takes credit.failed_reward, if "
+        description="An unscored episode that failed takes credit.failed_reward, if "
         "that is set, after this long without activity.",
     )
     call_rewards_after_s: Positive = Field(

@@ -53,8 +53,9 @@ class CreditOptions(RecipeOptions):
     )
     failed_reward: Finite | None = Field(
         default=None,
-        description="Final reward of an episode that failed and that nobody scored. Unset: such "
-        "episodes are not trained.",
+        description="Final reward of an episode that failed (its last call was refused for what it "
+        "says, as where it outgrew the context) and that nobody scored. Unset: such episodes are "
+        "not trained.",
     )
     baseline_rate: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.05,

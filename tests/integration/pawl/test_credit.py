@@ -66,7 +66,7 @@ async def fill(engine: AsyncEngine) -> None:
         call("a1", task="a", tool_events=(tool_event("ok", "t1"), tool_event("error", "t2"))),
         call("a2", task="a", trainable=False, reason="greedy"),
         call("a2", task="a", tool_events=(tool_event("ok", "nobody asked"),)),
-        call("a3", task="a", status="truncated", trainable=False, reason="incomplete"),
+        call("a3", task="a", http_status=400, trainable=False, reason="incomplete"),
         call("b1", task="b"),
         call("b2", task="b"),
         reward(0.2, at=5, episode="a1"),

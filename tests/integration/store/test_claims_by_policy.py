@@ -45,12 +45,12 @@ def scenario(dice: random.Random) -> list[SpoolRecord]:
         agent = dice.choice(AGENTS)
         if agent["policy"] is not None:
             agent = agent | {"policy_version": dice.randrange(3)}
-        status = dice.choice(["complete", "complete", "client_gone"])
+        http_status = dice.choice([200, 200, 400])
         records.append(
             call(
                 key,
                 **agent,
-                status=status,
+                http_status=http_status,
                 method="own" if is_first and key > "k1" else "tool_call",
                 task=dice.choice([None, "named"]),
                 response_id=f"r{number}",

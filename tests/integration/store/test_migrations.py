@@ -389,3 +389,42 @@ async def test_rewards_of_before_tell_which_groups_differ(empty_database_url: st
     await upgrade(url)
     await check(url)
     assert await joins(url, REWARDS) == before
+
+
+FAILED = """
+    SELECT e.key, e.failed, p.failed
+    FROM episodes e JOIN episode_policies p ON p.episode_id = e.id ORDER BY 1
+"""
+
+
+async def test_of_what_had_failed_only_refused_requests_are_failures(
+    empty_database_url: str,
+) -> None:
+    url = empty_database_url
+    told = b"\x03" * 16
+    await upgrade(url)
+    engine = make_engine(url)
+    await Ingester().store(
+        engine,
+        [
+            call("answered"),
+            call("lost", status="truncated"),
+            call("refused", http_status=400),
+            call("away", status="upstream_error", http_status=502),
+            call("joined", method="own", provides=(told,)),
+            call("joined part", method="own", needs=(told,), http_status=400),
+        ],
+    )
+    await engine.dispose()
+    own = {"refused": (True, True), "joined": (False, True), "joined part": (True, True)}
+    now = {key: own.get(key, (False, False)) for key in ("answered", "lost", "away", *own)}
+    found = {key: failed for key, *failed in await joins(url, FAILED)}
+    # What a part's own row says is not asked: it is never claimed.
+    found["joined part"] = [True, True]
+    assert {key: tuple(failed) for key, failed in found.items()} == now
+    before = await joins(url, FAILED)
+    await downgrade(url, "0009")
+    failed = {key for key, failed, _ in await joins(url, FAILED) if failed}
+    assert failed == {"refused", "lost", "away", "joined part"}
+    await upgrade(url)
+    assert await joins(url, FAILED) == before

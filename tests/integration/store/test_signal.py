@@ -126,7 +126,7 @@ async def test_a_late_member_differs_from_those_that_were_consumed(engine: Async
 
 
 async def test_a_failure_differs_by_what_the_recipe_gives_it(engine: AsyncEngine) -> None:
-    broken: dict[str, Any] = {"status": "upstream_error", "http_status": 400}
+    broken: dict[str, Any] = {"http_status": 400}
     await store(
         engine,
         call("good", task="t"),

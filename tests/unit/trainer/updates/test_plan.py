@@ -21,7 +21,7 @@ def plan(*episodes: Episode, **credit: Any) -> Plan:
 
 
 def failed() -> Episode:
-    broken = transition(status="truncated", trainable=False, reason="incomplete")
+    broken = transition(http_status=400, trainable=False, reason="incomplete")
     return msgspec.structs.replace(episode(None), calls=(transition(), broken))
 
 
