@@ -47,6 +47,8 @@ GROUPS = ClaimRule(
     max_staleness=4,
     max_episode_age_s=86_400.0,
     failed_after_s=60.0,
+    failed_reward=0.0,
+    needs_spread=True,
 )
 SINGLES = ClaimRule(
     policy="m",
@@ -57,8 +59,9 @@ SINGLES = ClaimRule(
     max_staleness=4,
     max_episode_age_s=86_400.0,
 )
-CALLS = msgspec.structs.replace(GROUPS, call_rewards_after_s=60.0)
-# Shape: the rule, episodes a task (0: all of one task), and whether they are scored or failed.
+CALLS = msgspec.structs.replace(GROUPS, call_rewards_after_s=60.0, needs_spread=False)
+# Shape: the rule, episodes a task (0: all of one task), and whether they are scored or failed. In
+# one of three groups all are rewarded alike.
 SHAPES: dict[str, tuple[ClaimRule, int, str]] = {
     "groups of 8": (GROUPS, 8, "scored"),
     "no two of a task": (GROUPS, 1, "scored"),
@@ -70,19 +73,21 @@ SHAPES: dict[str, tuple[ClaimRule, int, str]] = {
 }
 EPISODES = """
     INSERT INTO episodes (id, key, method, task, task_named, policy, policy_version,
-        first_call_id, last_call_id, last_call_at, failed, scored_at, call_scored_at)
+        first_call_id, last_call_id, last_call_at, failed, scored_at, call_scored_at,
+        reward)
     SELECT id, CAST(:tag AS text) || n, 'header',
         'prompt:' || md5(CAST(:tag AS text) || n / CAST(:per_task AS integer)), false, 'm',
         CAST(:version AS integer) + n % 4, id, id, now() - make_interval(secs => n * 0.01 + 61),
         :state = 'failed', CASE WHEN :state = 'scored' THEN now() END,
-        CASE WHEN :state = 'call scored' THEN now() - interval '61 s' END
+        CASE WHEN :state = 'call scored' THEN now() - interval '61 s' END,
+        CASE WHEN :state = 'scored' THEN n % 2 * sign(n / CAST(:per_task AS integer) % 3) END
     FROM (SELECT n, uuidv7() AS id FROM generate_series(1, CAST(:count AS integer)) n) made
 """
 CLAIMABLE = """
     INSERT INTO episode_policies (episode_id, policy, own_version, version, task, scored_at,
-        call_scored_at, failed, last_call_at, claimable)
-    SELECT id, policy, policy_version, policy_version, task, scored_at, call_scored_at, failed,
-        last_call_at, true
+        call_scored_at, reward, failed, last_call_at, claimable)
+    SELECT id, policy, policy_version, policy_version, task, scored_at, call_scored_at, reward,
+        failed, last_call_at, true
     FROM episodes WHERE key LIKE CAST(:tag AS text) || '%'
 """
 EMPTY = (

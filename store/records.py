@@ -273,9 +273,15 @@ class UpdateRow(Record, frozen=True, kw_only=True):
     metrics: Mapping[str, Any]
 
 
-def has_failed(status: str, http_status: int | None) -> bool:
-    """Return whether a call came to no proper reply: it is incomplete, or an HTTP error."""
-    return status != "complete" or (http_status or 0) >= 400
+# Replies of an upstream that refuses a request for what it says: what the policy wrote is in it,
+# and its conversation may have outgrown the context. Other errors are of the server, or of the way
+# to it (docs/decisions/051-questions-and-outcomes.md).
+REFUSED: Final = (400, 413, 422)
+
+
+def has_failed(http_status: int | None) -> bool:
+    """Return whether an episode failed whose last call came to this status."""
+    return http_status in REFUSED
 
 
 def policy_name(policy: str, version: int, base_name: str) -> str:

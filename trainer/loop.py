@@ -185,7 +185,7 @@ class Loop:
         self, claim: Claim, plan: Plan, parent: PolicyVersion, number: int
     ) -> None:
         """Train, write, record and publish version `number`."""
-        trained = await self._training.train(parent.version, plan.rows)
+        trained = await self._training.train(parent.version, plan.rows, plan.step_share)
         probe = await self._training.probe_rows(plan.rows[: self._recipe.publish.probe_rows])
         metrics = plan.metrics | trained
         new = NewVersion(

@@ -12,6 +12,7 @@ from store.updates.claims import Outcome
 from trainer.credit.lines import credit_line
 from trainer.errors import RecipeError
 from trainer.recipes.recipe import Recipe
+from trainer.recipes.recorded import recorded_recipe
 from trainer.updates.plan import Plan, lost_in, plan_update
 from trainer.updates.unreplayed import unreplayed_in
 
@@ -43,7 +44,7 @@ async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | N
 
 def _recipe(past: PastUpdate) -> Recipe:
     try:
-        return Recipe.model_validate(past.recipe)
+        return recorded_recipe(past.recipe)
     except ValidationError as error:
         raise RecipeError(
             f"the update's recipe is of another version of Pawl: {error.errors()[0]['msg']}"

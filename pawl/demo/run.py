@@ -34,6 +34,7 @@ from store.connection.engine import make_engine
 from store.read.stats import stored_responses, totals
 from store.updates.claims import list_updates
 from store.updates.policies import list_versions
+from trainer.credit.baselines.registry import baselines
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 
@@ -53,7 +54,7 @@ Result = TypeVar("Result")
 async def run_demo(*, model: str | None, recipe: str, minutes: float, seed: int, var: Path) -> None:
     """Run the demo to its report; all processes that it started are stopped when it returns.
 
-    A wave is one update of the recipe: `claim.groups` questions, each asked
+    A wave is enough for one update of the recipe (`questions_a_wave`), each question asked
     `claim.group_size` times. The arguments are the options of `pawl demo`.
 
     Raises:
@@ -89,6 +90,7 @@ class Demo:
         self._console = Console()
         self.progress = Progress(minutes=minutes)
         self._engine: AsyncEngine | None = None
+        self._is_training = False
 
     async def run(self) -> None:
         """Check the machine, start the stack, do all phases of the demo, and write the report."""
@@ -196,7 +198,7 @@ class Demo:
 
     async def _learn(self, stack: Stack) -> list[str]:
         """Run waves of questions until the policy is good or time is up; return all reply ids."""
-        groups, size = self._recipe.claim.groups, self._recipe.claim.group_size
+        groups, size = questions_a_wave(self._recipe), self._recipe.claim.group_size
         plain, answered = await make_questions(groups * MOST_WAVES, self._seed, "train", self._data)
         questions = plain.read_text().splitlines()
         answers = _answers(answered)
@@ -240,10 +242,10 @@ class Demo:
         return len(wave.results) >= wave.expected
 
     def _trained(self, number: int) -> bool:
-        """Return whether `number` updates are done and the newest version serves."""
+        """Return whether `number` updates are done, none runs, and the newest version serves."""
         done = [update for update in self.progress.updates if update.state == "done"]
         newest = max((update.version or 0 for update in done), default=0)
-        return len(done) >= number and self.progress.serving >= newest
+        return len(done) >= number and not self._is_training and self.progress.serving >= newest
 
     def _has_learned(self) -> bool:
         last = self.progress.waves[-2:]
@@ -261,6 +263,7 @@ class Demo:
         counted = await self._ask(totals)
         if updates is not None:
             self.progress.updates = [update for update in updates if update.state == "done"]
+            self._is_training = any(update.state == "running" for update in updates)
         if versions is not None:
             serving = [version.version for version in versions if version.state == "serving"]
             self.progress.serving = serving[0] if serving else 0
@@ -315,6 +318,16 @@ class Demo:
             await asyncio.sleep(LOOK_S)
         await self._look()
         return recorded
+
+
+def questions_a_wave(recipe: Recipe) -> int:
+    """Return how many questions always come to an update.
+
+    Where groups are compared within themselves those with and those without spread are claimed
+    apart: of twice as many as an update needs, one kind or the other is enough.
+    """
+    apart = baselines()[recipe.credit.baseline].needs_group
+    return recipe.claim.groups * (2 if apart else 1)
 
 
 def _answers(path: Path) -> dict[str, float]:

@@ -46,9 +46,10 @@ EPISODES: Final = {
     "first_call_id": "First call.",
     "last_call_id": "Last call so far.",
     "last_call_at": "Time of the last call.",
-    "failed": "Whether the last call came to no proper reply.",
+    "failed": "Whether the last call was refused for what it says (HTTP 400, 413, 422).",
     "scored_at": "Time of the first reward about the episode.",
     "call_scored_at": "Time of the newest reward about a single one of its calls.",
+    "reward": "Newest reward about the episode, of equally new ones the lowest.",
     "doubtful": "Whether a call was assigned to it in doubt.",
     "linked": "Whether it takes part in a join with other episodes.",
     "root": "Episode that this one is a part of; null: it stands for itself.",
@@ -145,8 +146,9 @@ TRAINING: Final = {
     "episode_policies.task": "Task of the whole episode.",
     "episode_policies.scored_at": "As in `episodes`.",
     "episode_policies.call_scored_at": "As in `episodes`.",
-    "episode_policies.failed": "Whether the last call of the whole episode came to no proper "
-    "reply.",
+    "episode_policies.reward": "As in `episodes`.",
+    "episode_policies.failed": "Whether the last call of the whole episode was refused for what "
+    "it says.",
     "episode_policies.last_call_at": "Time of the last call of the whole episode.",
     "episode_policies.claimable": "Whether the episode is whole (no part of another) and not "
     "quarantined.",

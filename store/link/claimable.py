@@ -14,14 +14,22 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.records import CallRecord
 from store.schema.recorded import CLAIMABLE
 
-_NAMES: Final = ("task", "scored_at", "call_scored_at", "failed", "last_call_at", "claimable")
+_NAMES: Final = (
+    "task",
+    "scored_at",
+    "call_scored_at",
+    "reward",
+    "failed",
+    "last_call_at",
+    "claimable",
+)
 _COPIED: Final = ", ".join(_NAMES)
 _OF_ROW: Final = ", ".join(f"p.{name}" for name in _NAMES)
 _OF_FACTS: Final = ", ".join(f"f.{name}" for name in _NAMES)
 # The last part of a joined episode decides whether the episode failed, and it is silent once all
 # its parts are.
 _FACTS: Final = f"""
-    SELECT e.id, COALESCE(e.joined_task, e.task) AS task, e.scored_at, e.call_scored_at,
+    SELECT e.id, COALESCE(e.joined_task, e.task) AS task, e.scored_at, e.call_scored_at, e.reward,
         CASE WHEN l.last_call_id > e.last_call_id THEN l.failed ELSE e.failed END AS failed,
         GREATEST(e.last_call_at, l.last_call_at) AS last_call_at, {CLAIMABLE} AS claimable
     FROM episodes e LEFT JOIN LATERAL (

@@ -129,7 +129,8 @@ def _in_order(target: Target) -> tuple[str, str, str]:
 
 # An episode of method `own` has one call only, so feedback on the call is feedback on the episode.
 # `scored_at` is the time of the first reward. For rewards of single calls it is the newest, because
-# they come while the episode still goes on.
+# they come while the episode still goes on. `reward` is the newest, of equally new ones the lowest,
+# as credit has it (`trainer.credit.accounts`).
 _SCORE = f"""
     WITH wanted AS (
         SELECT DISTINCT COALESCE(root, id) AS id FROM episodes WHERE id = ANY($1)
@@ -138,16 +139,19 @@ _SCORE = f"""
         SELECT w.id AS whole, e.id, e.method FROM wanted w JOIN episodes e ON e.id = w.id
         UNION ALL SELECT w.id, e.id, e.method FROM wanted w JOIN episodes e ON e.root = w.id),
     said AS (
-        SELECT p.whole, f.at, f.call_id IS NULL OR p.method = '{OWN_EPISODE}' AS of_episode
+        SELECT p.whole, f.at, f.value, f.call_id IS NULL OR p.method = '{OWN_EPISODE}' AS of_episode
         FROM parts p LEFT JOIN feedback f ON f.episode_id = p.id AND f.metric = '{REWARD}'),
     scores AS (
         SELECT whole, min(at) FILTER (WHERE of_episode) AS scored_at,
-            max(at) FILTER (WHERE NOT of_episode) AS call_scored_at
+            max(at) FILTER (WHERE NOT of_episode) AS call_scored_at,
+            (array_agg(value ORDER BY at DESC, value)
+                FILTER (WHERE of_episode AND at IS NOT NULL))[1] AS reward
         FROM said GROUP BY whole)
-    UPDATE episodes e SET scored_at = s.scored_at, call_scored_at = s.call_scored_at
+    UPDATE episodes e
+    SET scored_at = s.scored_at, call_scored_at = s.call_scored_at, reward = s.reward
     FROM scores s
-    WHERE e.id = s.whole AND (e.scored_at, e.call_scored_at)
-        IS DISTINCT FROM (s.scored_at, s.call_scored_at)
+    WHERE e.id = s.whole AND (e.scored_at, e.call_scored_at, e.reward)
+        IS DISTINCT FROM (s.scored_at, s.call_scored_at, s.reward)
 """
 
 

@@ -7,11 +7,8 @@ from store.records import has_failed as call_has_failed
 
 
 def has_failed(episode: Episode) -> bool:
-    """Return True if the episode's last call ended without a proper reply."""
-    if not episode.calls:
-        return False
-    last = episode.calls[-1]
-    return call_has_failed(last.status, last.http_status)
+    """Return True if the episode's last call was refused for what it says."""
+    return bool(episode.calls) and call_has_failed(episode.calls[-1].http_status)
 
 
 class MatchedEvent(Record, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ episode (`store.link.claimable`), so that one index answers what is ready for a 
 from sqlalchemy import (
     Boolean,
     Column,
+    Double,
     ForeignKey,
     Index,
     Integer,
@@ -36,17 +37,19 @@ episode_policies = Table(
     Column("task", Text),
     Column("scored_at", When),
     Column("call_scored_at", When),
+    Column("reward", Double),
     Column("failed", Boolean, nullable=False),
     Column("last_call_at", When, nullable=False),
     Column("claimable", Boolean, nullable=False),
-    # Scored episodes that may be claimed, by task; then all that may be claimed once they are
-    # scored, by the version that sampled them.
+    # Scored episodes that may be claimed, by task, with what tells whether they differ; then all
+    # that may be claimed once they are scored, by the version that sampled them.
     Index(
         "ix_episode_policies_ready",
         "policy",
         "task",
         "version",
         "scored_at",
+        postgresql_include=["reward"],
         postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
     ),
     Index(

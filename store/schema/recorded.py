@@ -9,6 +9,7 @@ from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
+    Double,
     Index,
     Integer,
     LargeBinary,
@@ -43,11 +44,13 @@ episodes = Table(
     Column("first_call_id", Uuid, nullable=False),
     Column("last_call_id", Uuid, nullable=False),
     Column("last_call_at", When, nullable=False),
-    # The last call came to no proper reply (`store.records.has_failed`).
+    # The last call was refused for what it says (`store.records.has_failed`).
     Column("failed", Boolean, nullable=False, server_default=text("false")),
     # The time of its first reward, and of its newest reward for a single call.
     Column("scored_at", When),
     Column("call_scored_at", When),
+    # Its newest reward, null before the first.
+    Column("reward", Double),
     # At least one of its calls belongs to it with confidence `doubtful`.
     Column("doubtful", Boolean, nullable=False, server_default=text("false")),
     # The result of `store.link.settle` (docs/decisions/011-joins-in-the-store.md). `root` is the

@@ -2,6 +2,10 @@
 
 Episodes of newer versions come before those of older ones; among equals, those that waited longest
 come first. If more episodes arrive than are trained, the stale ones are left over.
+
+Groups whose final rewards are all equal teach nothing, or little (AIR may differ), and do not make
+an update: they are taken along, or by themselves, and so consumed
+(docs/decisions/050-an-update-waits-for-signal.md).
 """
 
 from collections.abc import Sequence
@@ -27,6 +31,11 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     updates consumed. With a `group_size` of 1 every episode is its own group, with or without a
     task.
 
+    With `needs_spread` only groups whose rewards differ count for this. As many others are taken
+    along; and where too few differ, `groups` others, or fewer that have waited as long, are taken
+    by themselves. What is compared is each episode's newest reward, and `failed_reward` for failed
+    ones without any.
+
     Two kinds of episode count as members after they have been silent for some seconds (None:
     never): a failed one without a reward after `failed_after_s`; one whose only rewards are for
     single calls, `call_rewards_after_s` after its last call or such reward. Episodes sampled more
@@ -43,18 +52,21 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     max_episode_age_s: float | None = None
     failed_after_s: float | None = None
     call_rewards_after_s: float | None = None
+    needs_spread: bool = False
+    failed_reward: float | None = None
 
 
 _SCORED = f"""
-    SELECT episode_id AS id, task, version, scored_at AS at
+    SELECT episode_id AS id, task, version, scored_at AS at, reward
     FROM episode_policies
     WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE} AND version >= :oldest
 """
 # No reward marks the end of such an episode, so it counts as over once all its parts are silent.
+# Which of its calls' rewards are compared is not known here.
 _CALL_SCORED = f"""
     UNION ALL
     SELECT episode_id, task, version, GREATEST(last_call_at, call_scored_at)
-        + make_interval(secs => :call_rewards_after_s)
+        + make_interval(secs => :call_rewards_after_s), reward
     FROM episode_policies
     WHERE policy = :policy AND call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE}
         AND GREATEST(last_call_at, call_scored_at)
@@ -64,7 +76,8 @@ _CALL_SCORED = f"""
 # If rewards for single calls count, an episode that has one counts as rewarded.
 _FAILED = f"""
     UNION ALL
-    SELECT episode_id, task, version, last_call_at + make_interval(secs => :failed_after_s)
+    SELECT episode_id, task, version, last_call_at + make_interval(secs => :failed_after_s),
+        CAST(:failed_reward AS double precision)
     FROM episode_policies
     WHERE policy = :policy AND failed AND scored_at IS NULL AND {FREE}
         AND NOT (:calls_are_paid AND call_scored_at IS NOT NULL)
@@ -73,7 +86,7 @@ _FAILED = f"""
 """
 # Members of each task that the policy's last updates before a given time consumed.
 _EARLIER = f"""
-    SELECT p.episode_id AS id, p.task, u.claimed_at
+    SELECT p.episode_id AS id, p.task, u.claimed_at, p.reward, p.failed
     FROM (SELECT id, claimed_at FROM updates
           WHERE policy = :policy AND state = 'done' AND claimed_at < CAST(:before AS timestamptz)
           ORDER BY claimed_at DESC LIMIT {EARLIER_UPDATES}) u
@@ -87,17 +100,30 @@ EARLIER_MEMBERS = text(
 )
 _GROUPS = """
     WITH ready AS ({ready}),
-    consumed AS (SELECT task, count(*) AS members FROM ({earlier}) e GROUP BY task),
+    consumed AS (
+        SELECT task, count(*) AS members, min(reward) AS least, max(reward) AS most
+        FROM (SELECT task, COALESCE(reward, CASE WHEN failed
+                  THEN CAST(:failed_reward AS double precision) END) AS reward
+              FROM ({earlier}) e) compared
+        GROUP BY task),
     found AS (
-        SELECT task, count(*) AS members, min(at) AS first, max(version) AS newest
-        FROM ready WHERE task IS NOT NULL GROUP BY task)
-    SELECT task, extract(epoch FROM now() - first) AS age_s,
-        COALESCE(c.members, 0) AS earlier
-    FROM found g LEFT JOIN consumed c USING (task)
-    WHERE g.members >= :group_size
-        OR (g.members + COALESCE(c.members, 0) >= :smallest_group
-            AND first < now() - make_interval(secs => :max_age_s))
-    ORDER BY newest DESC, first, task LIMIT :groups
+        SELECT task, count(*) AS members, min(at) AS first, max(version) AS newest,
+            min(reward) AS least, max(reward) AS most
+        FROM ready WHERE task IS NOT NULL GROUP BY task),
+    complete AS (
+        SELECT task, newest, first, COALESCE(c.members, 0) AS earlier,
+            NOT CAST(:needs_spread AS boolean) OR COALESCE(
+                CASE WHEN g.members >= :group_size THEN g.least < g.most
+                ELSE LEAST(g.least, c.least) < GREATEST(g.most, c.most) END, false) AS has_spread
+        FROM found g LEFT JOIN consumed c USING (task)
+        WHERE g.members >= :group_size
+            OR (g.members + COALESCE(c.members, 0) >= :smallest_group
+                AND first < now() - make_interval(secs => :max_age_s)))
+    SELECT task, extract(epoch FROM now() - first) AS age_s, earlier, has_spread
+    FROM (SELECT *, row_number() OVER (
+              PARTITION BY has_spread ORDER BY newest DESC, first, task) AS place
+          FROM complete) placed
+    WHERE place <= :groups ORDER BY newest DESC, first, task
 """
 _MEMBERS = """
     SELECT m.id, t.task FROM unnest(CAST(:tasks AS text[])) AS t (task) CROSS JOIN LATERAL (
@@ -153,6 +179,7 @@ async def find_ready(connection: AsyncConnection, rule: ClaimRule, oldest: int) 
     if rule.failed_after_s is not None:
         ready += _FAILED
         values["failed_after_s"] = rule.failed_after_s
+        values["failed_reward"] = rule.failed_reward
         values["calls_are_paid"] = rule.call_rewards_after_s is not None
     if rule.group_size == 1:
         return await _singles(connection, rule, ready, values)
@@ -189,10 +216,12 @@ async def _groups(
         "group_size": rule.group_size,
         "smallest_group": rule.smallest_group,
         "max_age_s": rule.max_age_s,
+        "needs_spread": rule.needs_spread,
+        "failed_reward": rule.failed_reward,
     }
     query = text(_GROUPS.format(ready=ready, earlier=_EARLIER))
-    rows = (await connection.execute(query, values | limits)).all()
-    if not _enough(rows, rule):
+    rows = _chosen((await connection.execute(query, values | limits)).all(), rule)
+    if not rows:
         return []
     earlier = {row.task: row.earlier for row in rows}
     chosen = await connection.execute(
@@ -210,6 +239,14 @@ async def _groups(
         if free_members and len(free_members) + earlier[task] >= rule.smallest_group:
             taken += free_members
     return taken
+
+
+def _chosen(rows: Sequence[Any], rule: ClaimRule) -> Sequence[Any]:
+    """Return the groups to take, in their order: none while there are too few."""
+    if _enough([row for row in rows if row.has_spread], rule):
+        return rows
+    without = [row for row in rows if not row.has_spread]
+    return without if _enough(without, rule) else []
 
 
 def _enough(rows: Sequence[Any], rule: ClaimRule) -> bool:

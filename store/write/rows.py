@@ -17,6 +17,7 @@ from store.records import (
     ToolEvent,
     has_failed,
 )
+from store.values.asked import asked
 from store.values.call_fields import kept_fields
 from store.write.bases import Stored
 
@@ -103,14 +104,16 @@ def feedback_row(item: FeedbackItem, record: FeedbackRecord) -> Row:
 
 
 def derived_task(record: CallRecord) -> str | None:
-    """Derive the task of a call that names none: a hash of its prompt ids.
+    """Derive the task of a call that names none: a hash of what is asked in it.
 
-    So episodes whose first prompts are equal, token by token, form a group. Return None if the
-    upstream gave no ids: such an episode cannot be compared with another.
+    So episodes that begin with the same question form a group, also if their instructions hold the
+    time of day. Where no question can be told from the rest it is a hash of the prompt ids. Return
+    None if the upstream gave no ids: such an episode cannot be compared with another.
     """
     if not record.tokens.prompt_ids:
         return None
-    return "prompt:" + sha256(record.tokens.prompt_ids).hexdigest()[:32]
+    question = asked(record.dialect, record.request) or record.tokens.prompt_ids
+    return "prompt:" + sha256(question).hexdigest()[:32]
 
 
 def episode_row(calls: Sequence[CallRecord]) -> Row:
@@ -132,7 +135,7 @@ def episode_row(calls: Sequence[CallRecord]) -> Row:
         first.policy_version,
         calls[-1].id,
         max(call.started_at for call in calls),
-        has_failed(calls[-1].status, calls[-1].http_status),
+        has_failed(calls[-1].http_status),
         any(call.confidence == "doubtful" for call in calls),
         EVAL if any(call.split == EVAL for call in calls) else TRAIN,
     )

@@ -17,7 +17,7 @@ dtype = "float32"
 group_size = 4
 groups = 4
 smallest_group = 4
-max_age_s = 1e6
+max_age_s = 20
 [optimizer]
 learning_rate = 2e-4
 [publish]

@@ -183,6 +183,11 @@ class Worker:
 
         return updated
 
+    async def all_consumed(self) -> bool:
+        async with self.engine.connect() as connection:
+            counted = await totals(connection)
+        return counted.consumed_episodes == len(self.agent.results) and await self.updated(2)()
+
     async def training(self) -> bool:
         async with self.engine.connect() as connection:
             return await claims.running_update(connection, POLICY) is not None
@@ -212,7 +217,7 @@ async def test_the_loop_survives_kill_9_of_each_process(stack: Stack, tmp_path: 
         assert stack.postgres is not None
         await kill(stack.postgres.pid)
         await worker.until(worker.answered(32))
-        await worker.until(worker.updated(2))
+        await worker.until(worker.all_consumed)
     finally:
         await agent.stop()
     await check_the_ledger(worker)

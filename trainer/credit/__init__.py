@@ -16,12 +16,12 @@ The default recipe is identical assignment (each call of an episode gets the epi
 return; Agent Lightning, arXiv:2508.03680 §3.3.2) with group-relative advantages (GRPO,
 arXiv:2402.03300 §4.1.2). Mean and spread are taken over *episodes*, not over calls:
 
-    r_total   = r_final + r_air
-    advantage = (r_total − mean) / max(s, smallest_spread)
+    advantage = (r_final − mean r_final) / max(s, smallest_spread)
+              + (r_air − mean r_air) / max(s, air_spread)
     weight    = 1 / (trained episodes · trainable calls of the episode)
 
-mean and s (sample standard deviation) are those of the group's scored episodes, computed
-before anything is dropped. An unscored episode is not one with reward 0, and a failed
+The means, and s (sample standard deviation of r_final), are those of the group's scored episodes,
+computed before anything is dropped. An unscored episode is not one with reward 0, and a failed
 episode is not an unscored one. Sums use `math.fsum`, which is exact before it rounds once,
 so that no order of arrival changes a bit of the result.
 """

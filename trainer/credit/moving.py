@@ -12,7 +12,7 @@ the plain mean, so that the first returns do not dominate for long.
 import re
 from collections.abc import Mapping, Sequence
 from math import sqrt
-from typing import Final
+from typing import Any, Final
 
 from store.records import Record
 from trainer.credit.means import mean_of, mean_square
@@ -48,9 +48,18 @@ class MovingAverage(Record, frozen=True, kw_only=True):
 
 
 class MovingBaselines(Record, frozen=True, kw_only=True):
-    """Hold a policy's moving averages by family and agent, before or after an update."""
+    """Hold a policy's moving averages by family and agent, before or after an update.
+
+    `families` are those of final rewards, and `airs` those of AIR. An update of before there were
+    two left those of their sum in `families`: its successor compares AIR with its own mean.
+    """
 
     families: Mapping[str, Mapping[str, MovingAverage]] = {}
+    airs: Mapping[str, Mapping[str, MovingAverage]] = {}
+
+    def of_airs(self) -> "MovingBaselines":
+        """Return the averages of AIR in the place of those of final rewards."""
+        return MovingBaselines(families=self.airs)
 
     def mean(self, family: str, agent: str) -> float | None:
         """Return the mean return, or None if the family was never seen with this agent."""
@@ -65,7 +74,7 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
     def updated(
         self, returns: Mapping[tuple[str, str], Sequence[float]], rate: float
     ) -> "MovingBaselines":
-        """Return the baselines after an update with these returns, by (family, agent).
+        """Return the baselines after an update with these final rewards, by (family, agent).
 
         The average of a pair that was never seen starts as the mean of its returns.
         """
@@ -73,7 +82,7 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
         for (family, agent), values in sorted(returns.items()):
             agents = families.setdefault(family, {})
             agents[agent] = _updated_average(agents.get(agent), values, rate)
-        return MovingBaselines(families=families)
+        return MovingBaselines(families=families, airs=self.airs)
 
     def pruned(self) -> "MovingBaselines":
         """Return the `MAX_FAMILIES` most seen families, sorted by name, as they are stored."""
@@ -81,13 +90,14 @@ class MovingBaselines(Record, frozen=True, kw_only=True):
         def seen(family: str) -> int:
             return sum(average.count for average in self.families[family].values())
 
-        most_seen = sorted(self.families, key=lambda family: (-seen(family), family))
-        return MovingBaselines(
-            families={
-                family: dict(sorted(self.families[family].items()))
-                for family in sorted(most_seen[:MAX_FAMILIES])
+        def kept(averages: Mapping[str, Mapping[str, MovingAverage]]) -> dict[str, Any]:
+            return {
+                name: dict(sorted(averages[name].items())) for name in names if name in averages
             }
-        )
+
+        most_seen = sorted(self.families, key=lambda family: (-seen(family), family))
+        names = sorted(most_seen[:MAX_FAMILIES])
+        return MovingBaselines(families=kept(self.families), airs=kept(self.airs))
 
 
 # The baselines of a policy that was never trained.

@@ -25,7 +25,12 @@ from trl import GRPOConfig, GRPOTrainer
 from trainer.batches.rows import Row
 from trainer.errors import LearnerError
 from trainer.learners.kl import ByRow, KlToBase, by_row, with_kl_rewards
-from trainer.learners.off_policy import RowComparison, compare, keeps_loss
+from trainer.learners.off_policy import (
+    RowComparison,
+    bounds_by_length,
+    compare,
+    keeps_loss,
+)
 from trainer.learners.scoring import Scored, score_rows
 from trainer.recipes.recipe import Recipe
 from trainer.recipes.training import OffPolicyOptions
@@ -152,7 +157,8 @@ class StoredGrpoTrainer(GRPOTrainer):
         log_ratios = per_token_logps.detach() - _sampled_logprobs(self._rows).to(mask.device)
         rule = self.off_policy
         versions = [None if row.recomputed else row.version for row in self._rows]
-        keeps = keeps_loss(log_ratios, mask, rule.sequence_min, rule.sequence_max)
+        bounds = bounds_by_length(mask, rule.sequence_min, rule.sequence_max, rule.sequence_length)
+        keeps = keeps_loss(log_ratios, mask, *bounds)
         compared = compare(log_ratios, mask, keeps, versions, rule.ratio_cap)
         # Rows without weight only keep processes in step; they are not part of the update.
         self._compared += [

@@ -159,10 +159,10 @@ class Learner:
         """Return the objects that are saved and resumed beside the adapter, by name."""
         return {OPTIMIZER: self._trainer.optimizer, **self._trainer.added_modules()}
 
-    def update(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def update(self, rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
         """Train on `rows`, whose weights sum to one, and return the update's metrics.
 
-        After any of these errors the learner must be restored.
+        `step_share` (0 to 1) multiplies the rate. After any of these errors restore the learner.
 
         Raises:
             DriftOutOfBounds: the server sampled from another policy than the trainer has.
@@ -173,6 +173,7 @@ class Learner:
         newest = self._version()
         self._stands_at = IN_BETWEEN
         self._budget.begin()
+        self._step.share = step_share
         started = time.perf_counter()
         view = self._view(rows)
         check_view(rows, view)

@@ -5,6 +5,11 @@ With d = log policy − log sampled, per token. A sequence whose geometric mean 
 weights of the others stay as they are, so that an update with such rows is a smaller one.
 The token ratios of the rest are truncated by the loss.
 
+The bounds depend on the length. The mean of T values of d that have nothing to do with each other
+differs from 0 as 1/√T does: a ratio that a reply of ten tokens has by chance tells of another
+policy in one of ten thousand. So log bounds shrink with √T, and grow for replies that are shorter
+than the length that they are given for.
+
 The divergence KL(sampled ‖ policy) is estimated by mean(exp(d) − 1 − d), never negative and
 of low variance (k3; Schulman, "Approximating KL divergence", 2020,
 http://joschu.net/blog/kl-approx.html). Before the first optimiser step the policy in
@@ -47,14 +52,27 @@ class RowComparison(Record, frozen=True, kw_only=True):
     episode_id: UUID | None = None
 
 
-def keeps_loss(log_ratios: Tensor, mask: Tensor, least: float, most: float) -> Tensor:
+def keeps_loss(
+    log_ratios: Tensor, mask: Tensor, least: Tensor | float, most: Tensor | float
+) -> Tensor:
     """Return 1 for each sequence that carries loss and 0 for the others, (B, 1).
 
-    Shapes: `log_ratios` (d) and `mask` are (B, T). `least` and `most` bound exp(mean d).
+    Shapes: `log_ratios` (d) and `mask` are (B, T). `least` and `most` bound exp(mean d), of all
+    sequences alike or each, (B, 1).
     """
     means = (log_ratios * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
     ratios = means.exp()
     return ((ratios >= least) & (ratios <= most)).to(mask.dtype)
+
+
+def bounds_by_length(mask: Tensor, least: float, most: float, length: int) -> tuple[Tensor, Tensor]:
+    """Return the bounds of exp(mean d) of each sequence, (B, 1) each; `mask` is (B, T).
+
+    `least` and `most` are those of a sequence of `length` tokens; the logarithms of the others are
+    √(length / tokens) times as large.
+    """
+    factor = (length / mask.sum(1, keepdim=True)).sqrt()
+    return least**factor, most**factor
 
 
 def compare(

@@ -72,6 +72,8 @@ class Step:
         self._interrupted = interrupted
         self._rates = [group["lr"] for group in trainer.optimizer.param_groups]
         self.taken = 0
+        # What this update's learning rates are of those that the schedule gives.
+        self.share = 1.0
 
     def survey(
         self, micro_batches: Sequence[Sequence[Row]], view: Callable[[Sequence[Row]], Seen]
@@ -144,7 +146,7 @@ class Step:
             self._trainer.optimizer.zero_grad()
             told = " and ".join(map(str, norms))
             raise Unusable(f"the gradients' norms are {told}: the update was not applied")
-        share = rate_share(self._rule, self.taken)
+        share = self.share * rate_share(self._rule, self.taken)
         for group, rate in zip(self._trainer.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * share
         self._apply_gradients()

@@ -17,8 +17,11 @@ class LearnerProtocol(Protocol):
     def restore(self, adapter: Path | None) -> None:
         """Continue from a version's folder, or from the base model if `adapter` is None."""
 
-    def update(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Train on rows whose weights sum to one, and return the update's metrics, JSON-ready."""
+    def update(self, rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
+        """Train on rows whose weights sum to one, and return the update's metrics, JSON-ready.
+
+        `step_share` (above 0, at most 1) multiplies the learning rate.
+        """
 
     def interrupt(self) -> None:
         """Make a running `update` raise `Interrupted` soon; the learner cannot be used after it."""

@@ -15,7 +15,12 @@ class ClaimOptions(RecipeOptions):
         description="Episodes of one task that are compared as a group. 1 takes episodes one by "
         "one, for a baseline that needs no group.",
     )
-    groups: Count = Field(default=16, description="Groups in an update, at most.")
+    groups: Count = Field(
+        default=16,
+        description="Groups in an update. With a baseline that compares within groups, only groups "
+        "whose rewards differ count, and as many others are taken along; an update of fewer takes "
+        "a step that is smaller by as much.",
+    )
     smallest_group: Count = Field(
         default=2,
         description="Fewest episodes of a group that is taken although it is incomplete. The "
@@ -37,7 +42,7 @@ class ClaimOptions(RecipeOptions):
     )
     failed_after_s: Positive = Field(
         default=60.0,
-        description="An unscored episode whose last call failed takes credit.failed_reward, if "
+        description="An unscored episode that failed takes credit.failed_reward, if "
         "that is set, after this long without activity.",
     )
     call_rewards_after_s: Positive = Field(

@@ -42,12 +42,20 @@ class CreditOptions(RecipeOptions):
     )
     smallest_spread: Positive = Field(
         default=0.1,
-        description="Lower limit of the spread that advantages are divided by, in reward units.",
+        description="Lower limit of the spread that differences of final rewards are divided by, "
+        "in reward units.",
+    )
+    # None cannot be written in TOML: it stands for recipes that were recorded before this key.
+    air_spread: Positive | None = Field(
+        default=0.5,
+        description="Lower limit of the spread of final rewards that differences of AIR are "
+        "divided by: without any spread, AIR weighs air_lambda / air_spread of a success.",
     )
     failed_reward: Finite | None = Field(
         default=None,
-        description="Final reward of an episode that failed and that nobody scored. Unset: such "
-        "episodes are not trained.",
+        description="Final reward of an episode that failed (its last call was refused for what it "
+        "says, as where it outgrew the context) and that nobody scored. Unset: such episodes are "
+        "not trained.",
     )
     baseline_rate: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.05,

@@ -58,11 +58,18 @@ class OffPolicyOptions(RecipeOptions):
     )
     sequence_min: NotNegative = Field(
         default=0.5,
-        description="A call whose geometric mean ratio is below this carries no loss.",
+        description="A call of sequence_length tokens whose geometric mean ratio is below this "
+        "carries no loss.",
     )
     sequence_max: Positive = Field(
         default=2.0,
-        description="A call whose geometric mean ratio is above this carries no loss.",
+        description="A call of sequence_length tokens whose geometric mean ratio is above this "
+        "carries no loss.",
+    )
+    sequence_length: Count = Field(
+        default=20,
+        description="Sampled tokens of the call that the two bounds are for. The logarithms of a "
+        "longer call's are smaller, and of a shorter one's larger: by the root of the lengths.",
     )
     max_drift: Positive = Field(
         default=0.1,

@@ -27,14 +27,16 @@ NO_CALL: Final[Mapping[str, str]] = {}
 class Plan(Record, frozen=True, kw_only=True):
     """Hold an update's credited transitions, its training rows, and each episode's outcome.
 
-    `baselines` are the moving baselines that this update leaves to the next, as JSON, or None
-    if the recipe uses none.
+    `step_share` (0 to 1) is the share of a whole update's step that this one takes. `baselines` are
+    the moving baselines that this update leaves to the next, as JSON, or None if the recipe uses
+    none.
     """
 
     credited: tuple[TransitionCredit, ...]
     rows: tuple[Row, ...]
     outcomes: tuple[Outcome, ...]
     metrics: dict[str, Any]
+    step_share: float
     baselines: dict[str, Any] | None
 
 
@@ -51,6 +53,10 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
         max_episode_age_s=rule.max_episode_age_s,
         failed_after_s=None if recipe.credit.failed_reward is None else rule.failed_after_s,
         call_rewards_after_s=rule.call_rewards_after_s if recipe.credit.pays_single_calls else None,
+        # What single calls were given is not compared in the store.
+        needs_spread=baselines()[recipe.credit.baseline].needs_group
+        and not recipe.credit.pays_single_calls,
+        failed_reward=recipe.credit.failed_reward,
     )
 
 
@@ -82,11 +88,19 @@ def plan_update(
     is_carried = baselines()[recipe.credit.baseline].needs_moving_averages
     rows = training_rows(credited.transitions)
     outcomes = _outcomes(claim, credited.transitions)
+    signal = _signal_groups(claim, outcomes, recipe.claim.group_size)
+    step_share = min(1.0, signal / recipe.claim.groups)
     return Plan(
         credited=credited.transitions,
         rows=tuple(rows),
         outcomes=outcomes,
-        metrics=_metrics(claim, credited, rows, outcomes) | _told(lost, unreplayed),
+        metrics={
+            **_metrics(claim, credited, rows, outcomes),
+            **_told(lost, unreplayed),
+            "signal_groups": signal,
+            "step_share": step_share,
+        },
+        step_share=step_share,
         baselines=to_builtins(credited.baselines) if is_carried else None,
     )
 
@@ -108,6 +122,14 @@ def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outco
         for group in claim.groups
         for episode in group.episodes
     )
+
+
+def _signal_groups(claim: Claim, outcomes: Sequence[Outcome], group_size: int) -> int:
+    """Return how many groups have an episode that is trained; in groups of one each is its own."""
+    trained = {outcome.episode_id for outcome in outcomes if outcome.trained}
+    if group_size == 1:
+        return len(trained)
+    return sum(any(one.id in trained for one in group.episodes) for group in claim.groups)
 
 
 def _metrics(

@@ -91,8 +91,8 @@ class Training:
 
         return await in_thread(self._learner, work)
 
-    async def train(self, parent: int, rows: Sequence[Row]) -> dict[str, Any]:
-        """Train version `parent` on `rows`, and return the metrics.
+    async def train(self, parent: int, rows: Sequence[Row], step_share: float) -> dict[str, Any]:
+        """Train version `parent` on `rows` by a share of a whole step, and return the metrics.
 
         Log-probabilities that the server did not give are computed first.
 
@@ -106,7 +106,7 @@ class Training:
             whole = self._recomputed(rows)
             # Another version may have been computed with since.
             self._learner.restore(self._versions.folder(parent))
-            return self._learner.update(whole)
+            return self._learner.update(whole, step_share)
 
         return await in_thread(self._learner, work)
 

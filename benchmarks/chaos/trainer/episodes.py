@@ -91,14 +91,17 @@ def _sample(
 def _episode(
     number: int, cast: Sequence[Agent], turns: Mapping[Agent, Sequence[Said]]
 ) -> list[SpoolRecord]:
-    """Its calls, and a reward: the share of even words that policies in training said."""
+    """Its calls, and a reward: the share of even words that policies in training said.
+
+    No two have the same, so that each group has a spread and counts for an update.
+    """
     key, task = f"e{number}", f"t{number // MEMBERS}"
     heard = [turns[agent] for agent in cast if agent.trained]
     words = [word for said in heard for one in said for word in one.sampled_ids]
     item = FeedbackItem(
         id=new_id(),
         metric="reward",
-        value=sum(word % 2 == 0 for word in words) / len(words),
+        value=sum(word % 2 == 0 for word in words) / len(words) + number / 1e6,
         target_kind="episode",
         target=key,
     )

@@ -45,7 +45,7 @@ async def filled(engine: AsyncEngine) -> AsyncEngine:
         call("scored", tool_calls=asked, policy_version=3, task="t"),
         call("scored", tool_events=(tool_event("error", "t1"),), agent="checker"),
         reward(0.5, episode="scored"),
-        call("failed", status="truncated", trainable=False, reason="incomplete"),
+        call("failed", http_status=400, trainable=False, reason="incomplete"),
         call("open"),
         call("quiet", started_at=NOW - timedelta(hours=1), policy=None, policy_version=None),
         call("raw", request=None, request_raw=b"{", reply=None, reply_raw=b"<html>"),

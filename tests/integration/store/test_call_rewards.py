@@ -20,7 +20,7 @@ from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import Plan, claim_rule, plan_update
 
 PAID = ("call", "per_agent")
-FAILED: dict[str, Any] = {"status": "truncated", "trainable": False, "reason": "incomplete"}
+FAILED: dict[str, Any] = {"http_status": 400, "trainable": False, "reason": "incomplete"}
 
 
 def recipe(assignment: str = "call", group_size: int = 1, **credit: Any) -> Recipe:

@@ -30,7 +30,7 @@ AGENTS: Final[tuple[dict[str, Any], ...]] = (
 OF_POLICIES = """
     SELECT e.key, p.policy, p.own_version, p.claimable, w.*
     FROM episode_policies p JOIN episodes e ON e.id = p.episode_id LEFT JOIN LATERAL (
-        SELECT p.version, p.task, p.scored_at, p.call_scored_at, p.failed, p.last_call_at
+        SELECT p.version, p.task, p.scored_at, p.call_scored_at, p.reward, p.failed, p.last_call_at
         WHERE e.root IS NULL) w ON true
     ORDER BY 1, 2
 """
@@ -45,12 +45,12 @@ def scenario(dice: random.Random) -> list[SpoolRecord]:
         agent = dice.choice(AGENTS)
         if agent["policy"] is not None:
             agent = agent | {"policy_version": dice.randrange(3)}
-        status = dice.choice(["complete", "complete", "client_gone"])
+        http_status = dice.choice([200, 200, 400])
         records.append(
             call(
                 key,
                 **agent,
-                status=status,
+                http_status=http_status,
                 method="own" if is_first and key > "k1" else "tool_call",
                 task=dice.choice([None, "named"]),
                 response_id=f"r{number}",
@@ -58,7 +58,10 @@ def scenario(dice: random.Random) -> list[SpoolRecord]:
                 needs=(bytes([dice.randrange(5)]) * 16,) if is_first and key > "k1" else (),
             )
         )
-    records += [reward(0.5, at=n, episode=f"k{dice.randrange(6)}") for n in range(3)]
+    records += [
+        reward(dice.choice([0.5, 1.0]), at=n // 2, episode=f"k{dice.randrange(6)}")
+        for n in range(4)
+    ]
     return [*records, *(reward(0.2, at=n, response=f"r{dice.randrange(14)}") for n in range(2))]
 
 

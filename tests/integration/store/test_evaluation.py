@@ -29,7 +29,7 @@ from tests.support.updates import claimed, consume_all
 PATIENT = 1e9
 SINGLE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=PATIENT)
 PAIRS = ClaimRule(policy="m", group_size=2, groups=1, smallest_group=2, max_age_s=PATIENT)
-LOST: Any = {"status": "truncated", "trainable": False, "reason": "incomplete"}
+LOST: Any = {"http_status": 400, "trainable": False, "reason": "incomplete"}
 LONG_AGO = datetime.now(UTC) - timedelta(days=3)
 
 

@@ -214,7 +214,7 @@ LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
 async def test_a_failed_episode_is_taken_once_silent_where_it_has_a_reward(
     engine: AsyncEngine,
 ) -> None:
-    broken: dict[str, Any] = {"status": "upstream_error", "http_status": 502}
+    broken: dict[str, Any] = {"http_status": 400}
     await episode(engine, "failed", started_at=LONG_AGO, task="t", **broken)
     await episode(engine, "just failed", **broken)
     await episode(engine, "went on", started_at=LONG_AGO, **broken)
@@ -226,10 +226,27 @@ async def test_a_failed_episode_is_taken_once_silent_where_it_has_a_reward(
     assert [credit.r_total for credit in plan.credited] == [-1.0]
 
 
+@pytest.mark.parametrize(
+    "lost",
+    [
+        {"status": "upstream_error", "http_status": None},
+        {"status": "upstream_error", "http_status": 502},
+        {"status": "truncated"},
+        {"status": "client_gone"},
+        {"http_status": 429},
+        {"http_status": 404},
+    ],
+)
+async def test_what_the_infrastructure_lost_is_no_outcome(
+    engine: AsyncEngine, lost: dict[str, Any]
+) -> None:
+    await episode(engine, "lost", started_at=LONG_AGO, task="t", **lost)
+    assert await claimed(engine, FAILED) is None
+
+
 async def test_failed_ones_complete_a_group(engine: AsyncEngine) -> None:
     broken: dict[str, Any] = {
-        "status": "upstream_error",
-        "http_status": 502,
+        "http_status": 400,
         "started_at": LONG_AGO,
     }
     await episode(engine, "good", 1.0, task="t", started_at=LONG_AGO)
@@ -242,7 +259,7 @@ async def test_of_a_joined_episode_the_last_part_tells_whether_it_failed(
     engine: AsyncEngine,
 ) -> None:
     made: dict[str, Any] = {"method": "own", "started_at": LONG_AGO}
-    broken: dict[str, Any] = {"status": "upstream_error", "http_status": 502}
+    broken: dict[str, Any] = {"http_status": 400}
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [("a", {}, broken), ("b", broken, {})]
     for name, first, last in cases:
         digest = name.encode() * 16

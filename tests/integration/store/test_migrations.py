@@ -371,3 +371,84 @@ async def test_versions_that_wait_to_go_live_survive_up_and_are_probed_again_aft
     async with engine.connect() as connection:
         assert dict(map(tuple, await connection.execute(states))) == {0: "serving", 1: "written"}
     await engine.dispose()
+
+
+REWARDS = """
+    SELECT e.key, e.reward, p.reward
+    FROM episodes e JOIN episode_policies p ON p.episode_id = e.id ORDER BY 1
+"""
+
+
+async def test_rewards_of_before_tell_which_groups_differ(empty_database_url: str) -> None:
+    url = empty_database_url
+    told = b"\x02" * 16
+    whole = call("whole", method="own", provides=(told,))
+    part = call("part", method="own", needs=(told,))
+    records = [
+        call("corrected", task="t"),
+        call("single", task="t"),
+        call("unscored", task="t"),
+        whole,
+        part,
+        reward(0.25, episode="corrected", at=1),
+        reward(0.75, episode="corrected", at=5),
+        reward(1.0, episode="corrected", at=5),
+        reward(0.5, episode="whole", at=1),
+        reward(1.0, call=str(part.id), at=2),
+    ]
+    await upgrade(url)
+    engine = make_engine(url)
+    await Ingester().store(engine, records)
+    single = [one.id for one in records if getattr(one, "episode", None) == "single"]
+    await Ingester().store(engine, [reward(1.0, call=str(single[0]))])
+    await engine.dispose()
+    before = await joins(url, REWARDS)
+    assert [row for row in before if row[0] in ("corrected", "single", "unscored")] == [
+        ("corrected", 0.75, 0.75),
+        ("single", None, None),
+        ("unscored", None, None),
+    ]
+    assert ("whole", 1.0, 1.0) in before
+    await downgrade(url, "0009")
+    await upgrade(url)
+    await check(url)
+    assert await joins(url, REWARDS) == before
+
+
+FAILED = """
+    SELECT e.key, e.failed, p.failed
+    FROM episodes e JOIN episode_policies p ON p.episode_id = e.id ORDER BY 1
+"""
+
+
+async def test_of_what_had_failed_only_refused_requests_are_failures(
+    empty_database_url: str,
+) -> None:
+    url = empty_database_url
+    told = b"\x03" * 16
+    await upgrade(url)
+    engine = make_engine(url)
+    await Ingester().store(
+        engine,
+        [
+            call("answered"),
+            call("lost", status="truncated"),
+            call("refused", http_status=400),
+            call("away", status="upstream_error", http_status=502),
+            call("joined", method="own", provides=(told,)),
+            call("joined part", method="own", needs=(told,), http_status=400),
+        ],
+    )
+    await engine.dispose()
+    own = {"refused": (True, True), "joined": (False, True), "joined part": (True, True)}
+    now = {key: own.get(key, (False, False)) for key in ("answered", "lost", "away", *own)}
+    found = {key: failed for key, *failed in await joins(url, FAILED)}
+    # What a part's own row says is not asked: it is never claimed.
+    found["joined part"] = [True, True]
+    assert {key: tuple(failed) for key, failed in found.items()} == now
+    before = await joins(url, FAILED)
+    await downgrade(url, "0009")
+    failed = {key for key, failed, _ in await joins(url, FAILED) if failed}
+    assert failed == {"refused", "lost", "away", "joined part"}
+    await upgrade(url)
+    assert await joins(url, FAILED) == before

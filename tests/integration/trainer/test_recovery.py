@@ -68,7 +68,7 @@ class FakeLearner:
     def restore(self, adapter: Path | None) -> None:
         self.restored = adapter
 
-    def update(self, rows: Any) -> dict[str, Any]:
+    def update(self, rows: Any, step_share: float = 1.0) -> dict[str, Any]:
         if self.fails:
             raise self.fails
         if self.slow:

@@ -80,6 +80,18 @@ def test_the_schedule_goes_on_where_it_was(tiny_model: str, tmp_path: Path, stra
     assert rates == [1e-2 * rate_share(SCHEDULE, taken) for taken in (3, 5)]
 
 
+def test_a_share_of_a_step_is_a_share_of_the_rate_in_that_update_alone(
+    tiny_model: str, tmp_path: Path, straight: Path
+) -> None:
+    made = learner(tiny_model, tmp_path)
+    made.restore(tmp_path / "1")
+    rates = [made.update(rows(1), share)["learning_rate"] for share in (0.25, 1.0)]
+    assert rates == [1e-2 * 0.25 * rate_share(SCHEDULE, 3), 1e-2 * rate_share(SCHEDULE, 5)]
+    made.restore(tmp_path / "1")
+    made.update(rows(1))
+    assert same(save(made, tmp_path / "again"), straight)
+
+
 def not_finite(batch: list[Row]) -> list[Row]:
     import msgspec
 

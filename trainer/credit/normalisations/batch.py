@@ -10,22 +10,33 @@ from trainer.credit.normalisations.normalisation import Differences, Normalisati
 
 
 class UpdateSpread:
-    """Centre and divide by mean and spread over the update."""
+    """Centre and divide by mean and spread over the update; episodes alone do not count."""
 
     spread_over: Final = "update"
 
-    def normalised(
-        self, differences: Differences, baselines: Sequence[BaselineValue], smallest_spread: float
+    def centred(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
     ) -> list[list[float]]:
-        """Return the differences minus their mean, by their spread; those alone do not count."""
-        compared = [
-            own
-            for own, baseline in zip(differences, baselines, strict=True)
-            if baseline.reason != "alone"
-        ]
+        """Return the differences minus their mean."""
+        compared = _compared(differences, baselines)
         mean = mean_of([mean_of(own) for own in compared]) if compared else 0.0
-        divisor = max(spread_about(mean, compared), smallest_spread)
-        return [[(difference - mean) / divisor for difference in own] for own in differences]
+        return [[difference - mean for difference in own] for own in differences]
+
+    def spreads(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
+    ) -> list[float | None]:
+        """Return the update's spread for each episode."""
+        return [spread_about(0.0, _compared(differences, baselines))] * len(differences)
+
+
+def _compared(
+    differences: Differences, baselines: Sequence[BaselineValue]
+) -> list[Sequence[float]]:
+    return [
+        own
+        for own, baseline in zip(differences, baselines, strict=True)
+        if baseline.reason != "alone"
+    ]
 
 
 NORMALISATION: Final[Normalisation] = UpdateSpread()

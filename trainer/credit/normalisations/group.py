@@ -12,18 +12,17 @@ class BaselineSpread:
 
     spread_over: Final = "baseline"
 
-    def normalised(
-        self, differences: Differences, baselines: Sequence[BaselineValue], smallest_spread: float
+    def centred(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
     ) -> list[list[float]]:
-        """Return each difference by its baseline's spread; by 1 where the baseline has none."""
-        return [
-            [difference / _divisor(baseline, smallest_spread) for difference in own]
-            for own, baseline in zip(differences, baselines, strict=True)
-        ]
+        """Return the differences as they are: the baseline is their centre."""
+        return [list(own) for own in differences]
 
-
-def _divisor(baseline: BaselineValue, smallest_spread: float) -> float:
-    return 1.0 if baseline.spread is None else max(baseline.spread, smallest_spread)
+    def spreads(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
+    ) -> list[float | None]:
+        """Return each baseline's spread; None where it has none."""
+        return [baseline.spread for baseline in baselines]
 
 
 NORMALISATION: Final[Normalisation] = BaselineSpread()

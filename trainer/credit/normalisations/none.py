@@ -12,11 +12,17 @@ class Unscaled:
 
     spread_over: Final = None
 
-    def normalised(
-        self, differences: Differences, baselines: Sequence[BaselineValue], smallest_spread: float
+    def centred(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
     ) -> list[list[float]]:
         """Return the differences as they are."""
         return [list(own) for own in differences]
+
+    def spreads(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
+    ) -> list[float | None]:
+        """Return None for each episode."""
+        return [None] * len(differences)
 
 
 NORMALISATION: Final[Normalisation] = Unscaled()

@@ -10,7 +10,12 @@ Differences = Sequence[Sequence[float]]
 
 
 class Normalisation(Protocol):
-    """Scale differences from a baseline, and say which spread they are divided by."""
+    """Scale differences from a baseline, and say which spread they are divided by.
+
+    The differences of final rewards and those of AIR are centred each by themselves, and divided
+    by the spread of the final rewards, each with a lower limit of its own
+    (`trainer.credit.advantages`).
+    """
 
     @property
     def spread_over(self) -> Literal["baseline", "update"] | None:
@@ -20,12 +25,18 @@ class Normalisation(Protocol):
         baseline among returns, and normalises its own advantages over the update.
         """
 
-    def normalised(
-        self, differences: Differences, baselines: Sequence[BaselineValue], smallest_spread: float
+    def centred(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
     ) -> list[list[float]]:
-        """Return the differences of an update, scaled.
+        """Return the differences of an update, or what is left of them without their mean.
 
-        `baselines` are the values that were subtracted, one for each episode. A spread below
-        `smallest_spread` is replaced by it: differences that small carry no signal and must not be
-        amplified.
+        `baselines` are those of the final rewards, one for each episode.
+        """
+
+    def spreads(
+        self, differences: Differences, baselines: Sequence[BaselineValue]
+    ) -> list[float | None]:
+        """Return for each episode the spread that its differences are divided by.
+
+        None: they are not divided. `differences` are the centred ones of final rewards.
         """

@@ -46,9 +46,9 @@ class LeadingLearner:
         """Continue from `adapter` in all processes."""
         self._run_everywhere("restore", adapter)
 
-    def update(self, rows: Sequence[Row]) -> dict[str, Any]:
+    def update(self, rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
         """Train on `rows` in all processes, and return rank 0's metrics."""
-        metrics: dict[str, Any] = self._run_everywhere("update", rows)
+        metrics: dict[str, Any] = self._run_everywhere("update", rows, step_share)
         return metrics
 
     def misfit(self, adapter: Path) -> str | None:

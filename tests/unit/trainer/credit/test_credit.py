@@ -58,7 +58,7 @@ def test_a_small_spread_is_not_blown_up() -> None:
 def test_unscored_is_not_zero_and_failed_is_not_unscored() -> None:
     broken = episode(None, calls=1)
     broken = msgspec.structs.replace(
-        broken, calls=(transition(status="truncated", trainable=False, reason="incomplete"),)
+        broken, calls=(transition(http_status=400, trainable=False, reason="incomplete"),)
     )
     found = credit(episode(1.0), episode(0.0), episode(None), broken)
     assert [c.reason for c in found] == [None, None, "unscored", "failed"]

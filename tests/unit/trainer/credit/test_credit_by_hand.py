@@ -1,6 +1,7 @@
 """Credit with a pencil: the defaults over a table, in every order of arrival."""
 
 import itertools
+from math import sqrt
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.support.lines import call, calls, credited, episode, event, reward
 from trainer.credit.baselines.registry import baseline_names
 from trainer.credit.normalisations.registry import normalisation_names
 
+STATUSES = st.sampled_from(["ok", "error", "timeout", "malformed", "denied"])
 LATE_AND_CORRECTED = (reward(0.5, 40), reward(0.2, 10), reward(9.0, 50, "latency"))
 
 
@@ -29,21 +31,22 @@ def table() -> list[dict[str, Any]]:
     ]
 
 
-# r_final, r_air, r_total, advantage of each call, and its weight. The mean of 1, 0.55 and -0.2 is
-# 0.45, their sample standard deviation sqrt((0.3025 + 0.01 + 0.4225) / 2).
+# r_final, r_air, r_total, advantage of each call, and its weight. The mean of the final rewards 1,
+# 0.5 and 0 is 0.5, their sample standard deviation 0.5; the mean of AIR is -0.05.
 BY_HAND = {
-    "one": (1.0, 0.0, 1.0, 0.907264708726554772800, 1 / 3, None),
-    "three": (0.5, 0.05, 0.55, 0.164957219768464504145, 1 / 9, None),
-    "twenty": (0.0, -0.2, -0.2, -1.07222192849501927695, 1 / 60, None),
+    "one": (1.0, 0.0, 1.0, 1.1, 1 / 3, None),
+    "three": (0.5, 0.05, 0.55, 0.2, 1 / 9, None),
+    "twenty": (0.0, -0.2, -0.2, -1.3, 1 / 60, None),
     "failed": (None, 0.0, None, None, 0.0, "failed"),
     "unscored": (None, 0.0, None, None, 0.0, "unscored"),
 }
-# The same where the recipe gives a failed episode -1: the mean is 0.0875.
+# The same where the recipe gives a failed episode -1: the means are 0.125 and -0.0375, and the
+# standard deviation of the final rewards is sqrt((0.875² + 0.375² + 0.125² + 1.125²) / 3).
 WITH_FAILED = {
-    "one": (1.0, 0.0, 1.0, 1.03946848355539249752, 1 / 4, None),
-    "three": (0.5, 0.05, 0.55, 0.52685388892533592340, 1 / 12, None),
-    "twenty": (0.0, -0.2, -0.2, -0.32750376879142503346, 1 / 80, None),
-    "failed": (-1.0, 0.0, -1.0, -1.23881860368930938745, 1 / 8, None),
+    "one": (1.0, 0.0, 1.0, 1.06861057987864383139, 1 / 4, None),
+    "three": (0.5, 0.05, 0.55, 0.541624540486435914542, 1 / 12, None),
+    "twenty": (0.0, -0.2, -0.2, -0.336685525167243946877, 1 / 80, None),
+    "failed": (-1.0, 0.0, -1.0, -1.27354959519783579906, 1 / 8, None),
     "unscored": (None, 0.0, None, None, 0.0, "unscored"),
 }
 
@@ -63,6 +66,71 @@ def test_every_order_of_arrival_gives_the_table(
         assert line.reason == reason
     for order in itertools.permutations(table()):
         assert credited(order, **rule) == first
+
+
+def with_tools(*statuses: str) -> list[dict[str, Any]]:
+    """Episodes that all came to nothing, each with a tool call that ended so."""
+    return [
+        episode(f"e{number}", 0.0, calls=[call(tool_events=[event(status)])])
+        for number, status in enumerate(statuses)
+    ]
+
+
+def test_eight_failures_whose_tools_differ_are_no_four_successes() -> None:
+    """The AIR of ok is 0.2 and of error -0.1, their mean 0.05: ±0.15 / 0.5."""
+    found = credited(with_tools(*["ok"] * 4, *["error"] * 4))
+    assert [line.advantage for line in found.values()] == pytest.approx(
+        [0.3] * 4 + [-0.3] * 4, abs=1e-12
+    )
+    assert {line.reason for line in found.values()} == {None}
+
+
+@given(
+    st.lists(st.lists(STATUSES, max_size=4), min_size=2, max_size=12),
+    st.sampled_from(["group", "leave_one_out"]),
+    st.sampled_from(normalisation_names()),
+    st.sampled_from(["episode", "step"]),
+)
+def test_air_alone_never_weighs_more_than_its_bound(
+    tools: list[list[str]], baseline: str, normalisation: str, by: str
+) -> None:
+    """Two ends of AIR's range, 0.4 apart, and 0.5 for a spread: 0.8."""
+    lines = [
+        episode(
+            f"e{number}",
+            1.0,
+            calls=[call(str(n), tool_events=[event(s, id=str(n))]) for n, s in enumerate(own)]
+            or [call()],
+        )
+        for number, own in enumerate(tools)
+    ]
+    rule = {"baseline": baseline, "normalisation": normalisation, "air_assignment": by}
+    for line in credited(lines, **rule).values():
+        assert line.advantage is not None
+        assert abs(line.advantage) <= 0.8 + 1e-12
+
+
+def test_beside_a_success_air_is_divided_by_the_spread_of_the_final_rewards() -> None:
+    lines = [*with_tools("ok", "error", "error"), episode("won", 4.0)]
+    # Final rewards: mean 1, s = sqrt((3 + 9) / 3) = 2. AIR: mean 0.
+    assert [line.advantage for line in credited(lines).values()] == pytest.approx(
+        [-0.5 + 0.1, -0.5 - 0.05, -0.5 - 0.05, 1.5], abs=1e-12
+    )
+
+
+def test_a_group_without_spread_in_either_part_is_not_trained() -> None:
+    assert {line.reason for line in credited(with_tools("ok", "ok")).values()} == {"no_spread"}
+    # 0.2 for a tool or as a reward: the sums are equal, the parts are not.
+    lines = [*with_tools("ok"), episode("other", 0.2)]
+    assert {line.reason for line in credited(lines).values()} == {None}
+
+
+def test_a_recipe_of_before_air_spread_divides_the_sum_by_its_own_spread() -> None:
+    found = credited(with_tools("ok", "ok", "error", "error"), air_spread=None)
+    s = sqrt(4 * 0.15**2 / 3)
+    assert [line.advantage for line in found.values()] == pytest.approx(
+        [0.15 / s, 0.15 / s, -0.15 / s, -0.15 / s], abs=1e-12
+    )
 
 
 def test_late_corrected_and_repeated_statements_in_any_order() -> None:
@@ -137,7 +205,7 @@ def test_a_reward_that_no_sum_of_squares_could_hold() -> None:
 
 
 SCORES = st.sampled_from([0.0, 0.1, 0.3, 1.0, -1.0]) | st.floats(-10, 10)
-EVENTS = st.lists(st.sampled_from(["ok", "error", "timeout", "malformed", "denied"]), max_size=3)
+EVENTS = st.lists(STATUSES, max_size=3)
 CALLS = st.lists(st.tuples(st.booleans(), EVENTS), min_size=1, max_size=4)
 EPISODES = st.lists(
     st.tuples(
@@ -158,6 +226,7 @@ RULES = st.fixed_dictionaries(
         "equal_weight": st.sampled_from(["episode", "call", "token"]),
         "failed_reward": st.sampled_from([None, -1.0]),
         "air_assignment": st.sampled_from(["episode", "step"]),
+        "air_spread": st.sampled_from([0.5, None]),
     }
 )
 

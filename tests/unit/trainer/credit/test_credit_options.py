@@ -51,10 +51,10 @@ def test_identical_is_the_default_and_counts_no_single_calls_reward() -> None:
 
 def test_per_agent() -> None:
     found = credited(two_agents(), assignment="per_agent")
-    # writer: 1 + 0.2 against -0.2, mean 0.5, s = 1.4·√½; checker: 0 against 1.
+    # writer: 1 + 0.2 against -0.2, means 0.4 and 0.1, s = 1.2·√½; checker: 0 against 1.
     assert [found[key].r_final for key in (("a", "w"), ("b", "w"))] == [1.0, -0.2]
     assert [found[key].r_air for key in (("a", "w"), ("a", "c"))] == [0.2, 0.0]
-    assert advantages(found, ("a", "w"), ("b", "w")) == near(HALF, -HALF)
+    assert advantages(found, ("a", "w"), ("b", "w")) == near(7 / 6 * HALF, -7 / 6 * HALF)
     assert advantages(found, ("a", "c"), ("b", "c")) == near(-HALF, HALF)
     assert {line.weight for line in found.values()} == {0.25}
 
@@ -199,11 +199,61 @@ def test_air_by_step_pays_each_call_for_its_own_tools() -> None:
     own = [call("1", tool_events=[event("ok")]), call("2")]
     found = credited([episode("a", 1.0, calls=own), episode("b", 1.0)], air_assignment="step")
     assert [found["a", name].r_air for name in "12"] == [0.2, 0.0]
-    # Values 1.2 and 1 in a, 1 in b; means 1.1 and 1, of both 1.05.
-    s = sqrt((0.15**2 + 0.05**2) / 2 + 0.05**2)
+    # 0.2 and 0 in a, 0 in b; means 0.1 and 0, of both 0.05. The final rewards have no spread.
     assert advantages(found, ("a", "1"), ("a", "2"), ("b", "1")) == near(
-        0.15 / s, -0.05 / s, -0.05 / s
+        0.15 / 0.5, -0.05 / 0.5, -0.05 / 0.5
     )
+
+
+def paid_and_tooled() -> list[dict[str, Any]]:
+    """Final rewards 1, 0, 0 and AIR 0.2, -0.1, -0.1."""
+    tools = [("a", 1.0, "ok"), ("b", 0.0, "error"), ("c", 0.0, "error")]
+    return [
+        episode(name, reward, calls=[call(tool_events=[event(status)])])
+        for name, reward, status in tools
+    ]
+
+
+@pytest.mark.parametrize(
+    ("baseline", "normalisation", "expected"),
+    [
+        # Differences ⅔, -⅓, -⅓ and 0.2, -0.1, -0.1; s = √⅓ is above air_spread.
+        ("group", "group", (2 / sqrt(3) + 0.2 * sqrt(3), -1 / sqrt(3) - 0.1 * sqrt(3))),
+        ("group", "none", (2 / 3 + 0.2, -1 / 3 - 0.1)),
+        # Against 0 and -0.1; ½ and 0.05.
+        ("leave_one_out", "none", (1.0 + 0.3, -0.5 - 0.15)),
+        ("leave_one_out", "group", (1.3 * sqrt(3), -0.65 * sqrt(3))),
+        # A baseline that is 0 has no spread: the return as it is.
+        ("none", "group", (1.2, -0.1)),
+        ("none", "none", (1.2, -0.1)),
+        # Each part minus its mean over the update, by the spread of the final rewards.
+        ("none", "batch", (2 / sqrt(3) + 0.2 * sqrt(3), -1 / sqrt(3) - 0.1 * sqrt(3))),
+    ],
+)
+def test_baselines_and_normalisations_with_air(
+    baseline: str, normalisation: str, expected: tuple[float, float]
+) -> None:
+    found = credited(paid_and_tooled(), baseline=baseline, normalisation=normalisation)
+    assert advantages(found, *KEYS) == near(expected[0], expected[1], expected[1])
+    assert {line.reason for line in found.values()} == {None}
+
+
+def test_batch_divides_air_by_the_spread_of_the_updates_final_rewards() -> None:
+    lines = [*paid_and_tooled(), episode("f", 0.0, task="v"), episode("g", 4.0, task="v")]
+    found = credited(lines, normalisation="batch")
+    s = sqrt((4 / 9 + 1 / 9 + 1 / 9 + 8) / 4)
+    assert advantages(found, *KEYS) == near(
+        (2 / 3 + 0.2) / s, (-1 / 3 - 0.1) / s, (-1 / 3 - 0.1) / s
+    )
+
+
+def test_air_spread_is_a_limit_of_its_own() -> None:
+    lines = [
+        episode(name, 1.0, calls=[call(tool_events=[event(status)])])
+        for name, status in (("a", "ok"), ("b", "error"))
+    ]
+    found = credited(lines, air_spread=0.25)
+    assert advantages(found, ("a", "1"), ("b", "1")) == near(0.6, -0.6)
 
 
 def test_air_scores_by_status_and_tool() -> None:

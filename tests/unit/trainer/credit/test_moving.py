@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.records import Episode, Group
+from store.records import Episode, Group, ToolCall
+from tests.support.records import tool_event
 from tests.support.stored import episode, transition
 from trainer.credit.assign import Credited, assign_credit
 from trainer.credit.moving import (
@@ -104,6 +105,40 @@ def test_unscored_episodes_move_nothing_and_other_baselines_none() -> None:
     assert credit(episode(None)).baselines == NO_MOVING_BASELINES
     assert credit(episode(1.0), rule=CreditOptions()).baselines == NO_MOVING_BASELINES
     assert credit(episode(1.0), before=KNOWN, rule=CreditOptions()).baselines == KNOWN
+
+
+def tooled(reward: float, status: str, task: str) -> Episode:
+    call = transition(
+        tool_events=(tool_event(status, "t"),),
+        tool_calls=(ToolCall(id="t", name="tool", arguments="{}"),),
+    )
+    return msgspec.structs.replace(episode(reward, task=task), calls=(call,))
+
+
+def test_air_has_an_average_of_its_own() -> None:
+    before = msgspec.structs.replace(
+        KNOWN, airs={"t": {"default": MovingAverage(mean=0.1, variance=0.01, count=100)}}
+    )
+    found = credit(tooled(0.5, "ok", "t/1"), tooled(0.5, "malformed", "t/2"), before=before)
+    # The final rewards are what was expected; AIR is 0.1 more and 0.3 less, and the spread of the
+    # final rewards is below air_spread: 0.81 · 0.25 of what was, and nothing new.
+    assert [c.advantage for c in found.transitions] == pytest.approx([0.2, -0.6], abs=1e-12)
+    assert found.baselines.of_airs().mean("t", "default") == pytest.approx(
+        0.1 + 0.19 * (0.0 - 0.1), abs=1e-12
+    )
+
+
+def test_averages_of_before_air_had_its_own_are_gone_on_with() -> None:
+    """AIR is then compared with its mean in the update."""
+    found = credit(tooled(1.0, "ok", "t/1"), before=KNOWN)
+    spread = found.baselines.spread("t", "default")
+    assert spread is not None
+    assert [c.advantage for c in found.transitions] == pytest.approx([0.5 / spread], abs=1e-12)
+    old = RULE.model_copy(update={"air_spread": None})
+    [summed] = credit(tooled(1.0, "ok", "t/1"), before=KNOWN, rule=old).transitions
+    assert summed.advantage is not None
+    # One average of the sum: 1.2 against 0.5, with a spread of the share 0.1 of the new return.
+    assert summed.advantage == pytest.approx(0.7 / sqrt(0.9 * (0.25 + 0.07**2) + 0.1 * 0.63**2))
 
 
 def test_earlier_members_are_not_counted_again() -> None:

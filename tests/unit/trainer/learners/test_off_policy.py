@@ -7,7 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.learners.off_policy import RowComparison, compare, keeps_loss, off_policy_metrics
+from trainer.learners.off_policy import (
+    RowComparison,
+    bounds_by_length,
+    compare,
+    keeps_loss,
+    off_policy_metrics,
+)
 
 LOG_RATIOS = st.lists(
     st.lists(st.floats(-3, 3, allow_subnormal=False), min_size=1, max_size=6),
@@ -39,6 +45,31 @@ def test_a_sequence_is_masked_by_its_geometric_mean_ratio(rows: list[list[float]
         ratio = math.exp(math.fsum(row) / len(row))
         if not (math.isclose(ratio, 0.5) or math.isclose(ratio, 2.0)):
             assert keep == (0.5 < ratio < 2.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "largest"), [(1, 2.0**20**0.5), (20, 2.0), (80, 2.0**0.5), (2000, 2.0**0.1)]
+)
+def test_bounds_are_narrower_for_longer_sequences(tokens: int, largest: float) -> None:
+    mask = torch.ones(1, tokens, dtype=torch.float64)
+    least, most = bounds_by_length(mask, 0.5, 2.0, 20)
+    assert float(most) == pytest.approx(largest)
+    assert float(least) == pytest.approx(1 / largest)
+    for mean, kept in ((math.log(largest) - 1e-6, 1.0), (math.log(largest) + 1e-6, 0.0)):
+        for sign in (1, -1):
+            assert float(keeps_loss(sign * mean * mask, mask, least, most)) == kept
+
+
+def test_each_sequence_has_the_bounds_of_its_length() -> None:
+    d, mask = padded([[1.0], [1.0] * 40, [0.1] * 40])
+    kept = keeps_loss(d, mask, *bounds_by_length(mask, 0.5, 2.0, 20))[:, 0].tolist()
+    assert kept == [1.0, 0.0, 1.0]
+
+
+def test_without_bounds_every_length_is_kept() -> None:
+    d, mask = padded([[-30.0], [9.0] * 20])
+    kept = keeps_loss(d, mask, *bounds_by_length(mask, 0.0, 1e9, 20))[:, 0].tolist()
+    assert kept == [1.0, 1.0]
 
 
 @given(LOG_RATIOS)

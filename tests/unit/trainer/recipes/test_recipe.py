@@ -11,7 +11,7 @@ from trainer.recipes.recipe import load_recipe, parse_recipe
 @pytest.mark.parametrize(
     ("name", "learner"),
     [
-        *((name, "grpo") for name in ("default", "demo", "single", "demo-single")),
+        *((name, "grpo") for name in ("default", "demo", "single", "demo-single", "thinking")),
         *((name, "ppo") for name in ("ppo", "demo-ppo")),
     ],
 )
@@ -75,7 +75,9 @@ def test_groups_of_one_want_a_baseline_that_needs_no_group(baseline: str) -> Non
 
 
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="default, demo, demo-ppo, demo-single, ppo, single"):
+    with pytest.raises(
+        RecipeError, match="default, demo, demo-ppo, demo-single, ppo, single, thinking"
+    ):
         load_recipe("nope")
     with pytest.raises(RecipeError, match="cannot be read"):
         load_recipe(str(tmp_path / "nope.toml"))

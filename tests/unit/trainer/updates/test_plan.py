@@ -11,7 +11,7 @@ from store.updates.claims import Claim
 from tests.support.stored import episode, transition
 from trainer.recipes.credit import CreditOptions
 from trainer.recipes.recipe import Recipe
-from trainer.updates.plan import Plan, plan_update
+from trainer.updates.plan import Plan, claim_rule, plan_update
 
 
 def plan(*episodes: Episode, **credit: Any) -> Plan:
@@ -21,7 +21,7 @@ def plan(*episodes: Episode, **credit: Any) -> Plan:
 
 
 def failed() -> Episode:
-    broken = transition(status="truncated", trainable=False, reason="incomplete")
+    broken = transition(http_status=400, trainable=False, reason="incomplete")
     return msgspec.structs.replace(episode(None), calls=(transition(), broken))
 
 
@@ -52,6 +52,51 @@ def test_the_one_call_that_is_paid_makes_the_episode_trained() -> None:
     found = plan(episode(1.0, 3), episode(0.0), assignment="first_call")
     assert [one.reason for one in found.outcomes] == [None, None]
     assert [row.position for row in found.rows] == [0, 0]
+
+
+def of_groups(*groups: tuple[float, ...], **claim: int) -> Plan:
+    made = tuple(
+        Group(task=f"t{number}", episodes=tuple(map(episode, rewards)))
+        for number, rewards in enumerate(groups)
+    )
+    held = Claim(update_id=new_id(), policy="m", parent_version=0, groups=made)
+    return plan_update(held, Recipe.model_validate({"claim": claim}))
+
+
+def test_an_update_of_less_signal_takes_a_step_that_is_smaller_by_as_much() -> None:
+    found = of_groups((1.0, 0.0), (1.0, 1.0), (0.0, 0.5), groups=8)
+    assert (found.metrics["groups"], found.metrics["signal_groups"]) == (3, 2)
+    assert found.step_share == found.metrics["step_share"] == 0.25
+
+
+def test_no_update_takes_more_than_a_whole_step() -> None:
+    assert of_groups((1.0, 0.0), (1.0, 0.5), (0.0, 0.5), groups=2).step_share == 1.0
+
+
+def test_of_groups_of_one_each_episode_counts() -> None:
+    group = Group(task="t", episodes=(episode(1.0), episode(0.0), episode(None)))
+    held = Claim(update_id=new_id(), policy="m", parent_version=0, groups=(group,))
+    recipe = Recipe.model_validate(
+        {"claim": {"group_size": 1, "groups": 8}, "credit": {"baseline": "moving"}}
+    )
+    assert plan_update(held, recipe).step_share == 0.25
+
+
+@pytest.mark.parametrize(
+    ("credit", "needed"),
+    [
+        ({}, True),
+        ({"baseline": "leave_one_out"}, True),
+        ({"baseline": "none"}, False),
+        ({"baseline": "moving"}, False),
+        ({"assignment": "call"}, False),
+    ],
+)
+def test_groups_must_differ_where_they_are_compared_by_what_the_store_knows(
+    credit: dict[str, Any], needed: bool
+) -> None:
+    rule = claim_rule(Recipe(credit=CreditOptions.model_validate(credit)), "m")
+    assert rule.needs_spread is needed
 
 
 def test_what_another_policy_sampled_is_not_trained_and_makes_nobody_stale() -> None:

@@ -1,0 +1,71 @@
+"""Read what a request asks: what users say in it, whatever the instructions beside it (pure).
+
+Instructions may hold the time of day or a session's id, and are then never the same twice. What was
+said by the assistant, and what tools gave, is no question either.
+"""
+
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Any, Final
+
+import msgspec
+
+# By wire format, the field that holds the conversation. A plain prompt has no instructions apart.
+_FIELDS: Final = {"chat": "messages", "messages": "messages", "responses": "input"}
+_USER: Final = "user"
+_RESULT: Final = "tool_result"
+
+
+class _Message(msgspec.Struct):
+    role: Any = None
+    content: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Body(msgspec.Struct):
+    messages: list[_Message] | None = None
+    input: str | list[_Message] | None = None
+
+
+def asked(dialect: str, request: bytes | None) -> bytes | None:
+    """Return a digest of what users say in a request's conversation, in its order.
+
+    Text is the same as a string or as parts. Return None if it cannot be read or nobody says
+    anything.
+    """
+    field = _FIELDS.get(dialect)
+    if field is None or request is None:
+        return None
+    try:
+        pieces = list(_pieces(getattr(msgspec.json.decode(request, type=_Body), field)))
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    if not any(pieces):
+        return None
+    digest = sha256()
+    for piece in pieces:
+        digest.update(b"%d:" % len(piece))
+        digest.update(piece)
+    return digest.digest()
+
+
+def _pieces(conversation: str | list[_Message] | None) -> Iterator[bytes]:
+    if isinstance(conversation, str):
+        yield _text(conversation)
+        return
+    for message in conversation or ():
+        if message.role == _USER:
+            yield b"".join(_said(msgspec.json.decode(message.content)))
+
+
+def _said(content: Any) -> Iterator[bytes]:
+    """Yield the text of one message; parts that are no text as JSON, but for results of tools."""
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) else part
+        if isinstance(text, str):
+            yield _text(text)
+        elif isinstance(part, dict) and part.get("type") != _RESULT:
+            yield msgspec.json.encode(part, order="sorted")
+
+
+def _text(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")

@@ -1,0 +1,124 @@
+"""What a request asks, whatever instructions are beside it."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.values.asked import asked
+from store.write.rows import derived_task
+from tests.support.records import call, tokens
+
+USER = {"role": "user", "content": "What is 2 + 2?"}
+
+
+def chat(*messages: Any, **fields: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": messages, **fields}).encode()
+
+
+def clock(time: str, role: str = "system") -> dict[str, str]:
+    return {"role": role, "content": f"Be brief. It is {time}."}
+
+
+def test_a_clock_in_the_instructions_changes_nothing() -> None:
+    found = asked("chat", chat(USER))
+    assert found is not None
+    assert asked("chat", chat(clock("10:01"), USER)) == found
+    assert asked("chat", chat(clock("10:02", "developer"), USER, temperature=0.5)) == found
+    parts = {"role": "user", "content": [{"type": "text", "text": "What is 2 + 2?"}]}
+    assert asked("chat", chat(clock("10:03"), parts)) == found
+    assert asked("chat", chat(clock("10:01"), {"role": "user", "content": "2 + 3?"})) != found
+
+
+@pytest.mark.parametrize(
+    ("dialect", "one", "other"),
+    [
+        (
+            "messages",
+            {"system": "It is 10:01.", "messages": [USER]},
+            {"system": [{"type": "text", "text": "It is 10:02."}], "messages": [USER]},
+        ),
+        (
+            "responses",
+            {"instructions": "It is 10:01.", "input": "What is 2 + 2?"},
+            {
+                "instructions": "It is 10:02.",
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "What is 2 + 2?"}]}
+                ],
+            },
+        ),
+    ],
+)
+def test_in_each_form(dialect: str, one: Any, other: Any) -> None:
+    found = [asked(dialect, json.dumps(body).encode()) for body in (one, other)]
+    assert found[0] is not None
+    assert found[0] == found[1]
+
+
+def test_all_that_users_say_counts_and_nothing_else() -> None:
+    found = asked("chat", chat(USER))
+    example = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    assert asked("chat", chat(*example, USER)) != found
+    told = {"role": "tool", "tool_call_id": "c", "content": "4"}
+    assert asked("chat", chat(USER, {"role": "assistant", "content": None}, told)) == found
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "4"}
+    both = {"role": "user", "content": [result, {"type": "text", "text": "What is 2 + 2?"}]}
+    assert asked("messages", chat(both)) == found
+    image = {"type": "image_url", "image_url": {"url": "data:,x"}}
+    assert asked("chat", chat({"role": "user", "content": [image]})) not in (found, None)
+
+
+def test_where_messages_are_cut_counts() -> None:
+    one, other = ("ab", "c"), ("a", "bc")
+    found = [
+        asked("chat", chat(*({"role": "user", "content": text} for text in texts)))
+        for texts in (one, other)
+    ]
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        None,
+        b"",
+        b"nonsense",
+        b'"text"',
+        b'{"messages": 1}',
+        b'{"messages": ["text"]}',
+        b'{"messages": []}',
+        b'{"messages": [{"role": "system", "content": "x"}]}',
+        b'{"messages": [{"role": "user", "content": null}]}',
+        b'{"messages": [{"role": "user", "content": ""}]}',
+        b'{"messages": [{"role": "user", "content": ' + b"[" * 5000 + b"]" * 5000 + b"}]}",
+    ],
+)
+def test_where_nothing_is_asked_there_is_no_question(request_: bytes | None) -> None:
+    assert asked("chat", request_) is None
+
+
+def test_a_plain_prompt_has_no_instructions_apart() -> None:
+    assert asked("completions", b'{"prompt": "2 + 2"}') is None
+
+
+@given(st.binary(), st.sampled_from(["chat", "messages", "responses", "completions", "other"]))
+def test_no_bytes_are_too_odd(request_: bytes, dialect: str) -> None:
+    assert asked(dialect, request_) is None
+
+
+def test_the_task_of_a_call_that_names_none() -> None:
+    ids = [tokens([1, 2, number], [4]) for number in range(2)]
+    one, other = (
+        call(tokens=own, request=chat(clock(f"10:0{number}"), USER))
+        for number, own in enumerate(ids)
+    )
+    assert derived_task(one) == derived_task(other)
+    assert (derived_task(one) or "").startswith("prompt:")
+    # Without a question the prompt's ids, as before; without ids there is nothing to compare.
+    plain = [derived_task(call(tokens=own)) for own in ids]
+    assert None not in plain
+    assert plain[0] != plain[1]
+    assert derived_task(call(tokens=tokens([], []), request=chat(USER))) is None
