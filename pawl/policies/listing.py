@@ -100,10 +100,12 @@ def _with_versions(
 
 
 def table(lines: Sequence[PolicyLine]) -> Table:
-    """Return the lines as a table for a terminal, one column for each field that any line has."""
+    """Return the lines as a table for a terminal; `explore` has a column if any line has it."""
     grid = Table(box=None, pad_edge=False)
     rows = [msgspec.structs.asdict(line) for line in lines]
-    names = [n for n in PolicyLine.__struct_fields__ if any(row[n] is not UNSET for row in rows)]
+    names = list(PolicyLine.__struct_fields__)
+    if all(row["explore"] is UNSET for row in rows):
+        names.remove("explore")
     for name in names:
         grid.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
     for row in rows:
