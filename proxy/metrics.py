@@ -50,6 +50,11 @@ CALLS = Counter(
     "Recorded calls by how they ended.",
     ["policy", "version", "status", "stream"],
 )
+EXPLORED = Counter(
+    "pawl_calls_explored_total",
+    "Recorded calls of which exploration changed a setting, by setting.",
+    ["policy", "kind"],
+)
 NOT_TRAINABLE = Counter(
     "pawl_calls_not_trainable_total", "Calls that cannot be trained, by reason.", ["reason"]
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from store.errors import BadPolicies
@@ -20,9 +21,37 @@ REMEDIES: Final[Mapping[str, str]] = {
     "models": 'models = ["my-writer"], as clients ask for them',
     "trained": "trained = false, for a policy that stays the base model",
     "recipe": 'recipe = "default", or the path of a TOML file',
+    "explore": "explore = { share = 0.1, temperature = 0.7 }, or with drop_strict = true",
+    "explore.share": "share = 0.1, of all episodes: above 0, up to 1",
+    "explore.temperature": "temperature = 0.7, or another from 0.1 to 2",
+    "explore.drop_strict": "drop_strict = true",
     "publish_with": 'publish_with = ["checker"], trained policies of this file',
 }
 Name = Annotated[str, Field(min_length=1)]
+
+
+class Explore(BaseModel):
+    """How a policy explores: in which share of its episodes, and what it changes of their calls.
+
+    A lower temperature is raised to `temperature`; with `drop_strict`, tools are not strict.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    share: Annotated[float, Field(gt=0, le=1)]
+    temperature: Annotated[float, Field(ge=0.1, le=2)] | None = None
+    drop_strict: bool = False
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> "Explore":
+        if self.temperature is None and not self.drop_strict:
+            raise ValueError("neither temperature nor drop_strict is set, so it changes nothing")
+        return self
+
+    def __str__(self) -> str:
+        """Return its keys as a file has them."""
+        said = self.model_dump(exclude_defaults=True)
+        return ", ".join(f"{key} = {msgspec.json.encode(said[key]).decode()}" for key in said)
 
 
 class PolicySpec(BaseModel):
@@ -40,11 +69,12 @@ class PolicySpec(BaseModel):
     models: tuple[Name, ...] = ()
     trained: StrictBool = True
     recipe: Name | None = None
+    explore: Explore | None = None
     publish_with: tuple[Name, ...] = ()
 
     @model_validator(mode="after")
-    def _is_a_learner_only_if_trained(self) -> "PolicySpec":
-        for key in ("recipe", "publish_with"):
+    def _has_only_keys_of_its_kind(self) -> "PolicySpec":
+        for key in ("recipe", "explore", "publish_with"):
             if getattr(self, key) and not self.trained:
                 raise ValueError(f"{key} is for a trained policy alone; leave it out")
         return self

@@ -35,6 +35,8 @@ UPDATE_STATES: Final = ("running", "done", "abandoned", "expired")
 REWARD: Final = "reward"
 TRAIN: Final = "train"
 EVAL: Final = "eval"
+# Among the sampling settings of a call: those that exploration changed, null where left out.
+EXPLORED: Final = "explored"
 # The method of a call that named no episode and got an episode of its own.
 OWN_EPISODE: Final = "own"
 
@@ -142,7 +144,14 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
         str | None, Kept("Id in the reply, for feedback that names a `response`.")
     ]
     tokens: Tokens
-    sampling: Annotated[bytes, Kept("Sampling settings of the request.", json=True)]
+    sampling: Annotated[
+        bytes,
+        Kept(
+            "Sampling settings that the call was sampled with; `explored` has those that "
+            "exploration changed, null where it left one out.",
+            json=True,
+        ),
+    ]
     tool_calls: Annotated[
         tuple[ToolCall, ...], Kept("Tool executions that the reply asks for.", json=True)
     ]

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -72,7 +72,9 @@ class TableFile(Generic[Spec]):
         try:
             specs: tuple[Spec, ...] = getattr(self._file.model_validate(values), self._table)
         except ValidationError as error:
-            problems = "; ".join(self._problem(detail, values) for detail in error.errors())
+            # Of a list whose tables are invalid, pydantic also says that it is too short.
+            found = [one for one in error.errors() if one["type"] != "too_short"] or error.errors()
+            problems = "; ".join(self._problem(detail, values) for detail in found)
             raise self._error(f"{where}: {problems}") from error
         return specs
 
@@ -81,22 +83,23 @@ class TableFile(Generic[Spec]):
         path = [part for part in detail["loc"] if not isinstance(part, int)]
         table, key = self._named(detail["loc"], values), ".".join(path[1:])
         if detail["type"] == "extra_forbidden":
-            return self._unknown(table, key or path[0], bool(path[1:]))
+            return self._unknown(table, path)
         if not table:
             return f"there is no table [[{self._table}]]; write one for each {self._thing}"
         # Our own checks name the remedy themselves; pydantic's do not, so it is added to theirs.
         message = detail["msg"].removeprefix("Value error, ")
-        known = path[1:] and path[1] in self._remedies
-        remedy = f"; write {self._remedies[path[1]]}" if known else ""
+        what = self._remedies.get(key) or (self._remedies.get(path[1]) if key else None)
+        remedy = f"; write {what}" if what else ""
         return f"{table}: {key}: {message}{remedy}" if key else f"{table}: {message}"
 
-    def _unknown(self, table: str, key: str, in_table: bool) -> str:
-        if not in_table:
-            return f"unknown key {key!r}: every {self._thing} is a table [[{self._table}]]"
-        known = list(self._spec.model_fields)
-        near = get_close_matches(key, known, n=1)
+    def _unknown(self, table: str, path: Sequence[str]) -> str:
+        """Return the message for a key that is not known; `path` leads to it from the file."""
+        if not path[1:]:
+            return f"unknown key {path[0]!r}: every {self._thing} is a table [[{self._table}]]"
+        known = list(_model_at(self._spec, path[1:-1]).model_fields)
+        near = get_close_matches(path[-1], known, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        return f"{table}: unknown key {key!r}: {hint}"
+        return f"{table}: unknown key {'.'.join(path[1:])!r}: {hint}"
 
     def _named(self, loc: Sequence[str | int], values: Mapping[str, Any]) -> str:
         """Return a table's name for a message, or its number if it has none."""
@@ -109,3 +112,12 @@ class TableFile(Generic[Spec]):
             if isinstance(name, str)
             else f"{self._table} number {loc[1] + 1}"
         )
+
+
+def _model_at(spec: type[BaseModel], path: Sequence[str]) -> type[BaseModel]:
+    """Return the model of a table within a table, to which `path` leads."""
+    for name in path:
+        annotation = spec.model_fields[name].annotation
+        kinds = (annotation, *get_args(annotation))
+        spec = next(one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel))
+    return spec

@@ -31,7 +31,8 @@ def list_policies(as_json: AsJson = False) -> None:
     They are those of PAWL_POLICIES, and those that have versions in the database (DATABASE_URL,
     or the embedded one in PAWL_DATA_DIR); nothing is changed in it. A policy is `trained`,
     `fixed`, or `unlisted`: it has versions, and the file does not name it. `waiting` are the
-    episodes with a reward that the policy may claim.
+    episodes with a reward that the policy may claim; `explore` says in which share of its episodes
+    calls are explored, and how.
 
     Status 2: PAWL_POLICIES cannot be used.
     """
@@ -59,18 +60,24 @@ def show(name: PolicyName, as_json: AsJson = False) -> None:
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed
     in it. `mean` is the mean reward of the version's episodes of the `eval` split; `low` and
-    `high` are its 95 % interval: Wilson's where all rewards are 0 or 1, else Student's.
+    `high` are its 95 % interval: Wilson's where all rewards are 0 or 1, else Student's. If
+    PAWL_POLICIES says that the policy explores, so does the line of the version that serves.
 
-    Status 2: there is no such policy.
+    Status 2: there is no such policy, or PAWL_POLICIES cannot be used.
     """
     from pawl.output import write_lines
     from pawl.policies.show import table, versions_of
+    from store.policy_table import open_policies
+    from trainer.settings import TrainerSettings
+
+    settings = read_settings(TrainerSettings)
+    policies = open_policies(settings.policies)
 
     async def look() -> None:
         from pawl.stack.database import open_engine
 
-        async with open_engine(read_settings(StackSettings)) as engine:
-            write_lines(await versions_of(engine, name), table, as_json=as_json)
+        async with open_engine(settings) as engine:
+            write_lines(await versions_of(engine, name, policies), table, as_json=as_json)
 
     asyncio.run(look())
 

@@ -1,10 +1,12 @@
 """Lists the policies: what each answers, what it is trained from, and how far it is."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from rich.table import Table
+from rich.text import Text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.output import cell
@@ -23,7 +25,7 @@ class PolicyLine(Record, frozen=True, kw_only=True):
 
     It answers calls for one of `models`, and those for `base` by one of `agents`. `serving` is the
     version that has the traffic, `versions` are those with an adapter, and `waiting` are the
-    episodes with a reward that it may claim.
+    episodes with a reward that it may claim. `explore` is there only if it explores.
     """
 
     name: str
@@ -35,6 +37,7 @@ class PolicyLine(Record, frozen=True, kw_only=True):
     serving: str | None = None
     versions: int = 0
     waiting: int = 0
+    explore: str | UnsetType = UNSET
 
 
 async def policies_of(
@@ -68,6 +71,7 @@ def _said(table: PolicyTable | None, recipe: str) -> list[PolicyLine]:
             recipe=(spec.recipe or recipe) if spec.trained else None,
             # Until a trainer has begun it, too.
             serving=f"{spec.name}@0" if spec.trained else None,
+            explore=UNSET if spec.explore is None else str(spec.explore),
         )
         for spec in (() if table is None else table.specs)
     ]
@@ -96,11 +100,20 @@ def _with_versions(
 
 
 def table(lines: Sequence[PolicyLine]) -> Table:
-    """Return the lines as a table for a terminal, one column for each field."""
+    """Return the lines as a table for a terminal; `explore` has a column if any line has it."""
     grid = Table(box=None, pad_edge=False)
-    for name in PolicyLine.__struct_fields__:
+    rows = [msgspec.structs.asdict(line) for line in lines]
+    names = list(PolicyLine.__struct_fields__)
+    if all(row["explore"] is UNSET for row in rows):
+        names.remove("explore")
+    for name in names:
         grid.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
-    for line in lines:
-        values = msgspec.structs.astuple(line)
-        grid.add_row(*[cell(", ".join(one) if isinstance(one, tuple) else one) for one in values])
+    for row in rows:
+        grid.add_row(*[_shown(row[name]) for name in names])
     return grid
+
+
+def _shown(value: Any) -> Text:
+    if value is UNSET:
+        return cell(None)
+    return cell(", ".join(value) if isinstance(value, tuple) else value)

@@ -15,6 +15,7 @@ from proxy.calls.asking import Arrived, Asked
 from proxy.calls.capture import Tape
 from proxy.calls.routing import Routed
 from proxy.door.refusal import UPSTREAM_SAID
+from proxy.exploring.changes import header_of
 from proxy.formats.base import StreamTranscript, Transcript
 from proxy.http.client import Torn
 from proxy.http.wire import Headers, for_client
@@ -75,7 +76,7 @@ def answer_of(
 
 
 def own_headers(arrived: Arrived, asked: Asked, routed: Routed) -> Headers:
-    """Return the headers that every reply to a call gets: its names, its version, its warnings."""
+    """Return the headers that a reply to a call gets: names, version, exploration, warnings."""
     headers = [
         (b"x-pawl-call", arrived.name.encode()),
         (b"x-pawl-episode", asked.identity.episode.encode()),
@@ -84,6 +85,8 @@ def own_headers(arrived: Arrived, asked: Asked, routed: Routed) -> Headers:
     if serving.policy is not None:
         version = "" if serving.version is None else f"@{serving.version}"
         headers.append((b"x-pawl-policy", f"{serving.policy}{version}".encode()))
+    if routed.explored is not None:
+        headers.append((b"x-pawl-explored", header_of(routed.explored)))
     if asked.warnings:
         text = "; ".join(asked.warnings).replace("\r", " ").replace("\n", " ")
         headers.append((b"x-pawl-warning", text.encode(errors="replace")))

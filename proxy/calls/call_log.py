@@ -6,7 +6,7 @@ The line never holds a prompt, a key or a body.
 import structlog
 
 from proxy.calls.capture import CapturedCall
-from proxy.metrics import CALL_SECONDS, CALLS, labelled
+from proxy.metrics import CALL_SECONDS, CALLS, EXPLORED, labelled
 
 log = structlog.get_logger()
 
@@ -24,6 +24,9 @@ def note_call(record: CapturedCall, call: str, model: str | None, warnings: int)
     version = "" if record.policy_version is None else str(record.policy_version)
     labelled(CALLS, record.policy or "", version, record.status, stream).inc()
     labelled(CALL_SECONDS, stream).observe(record.total_ms / 1000)
+    if record.explored is not None:
+        for kind in record.explored:
+            labelled(EXPLORED, record.policy or "", kind).inc()
     first = record.first_chunk_ms
     log.info(
         "call",

@@ -66,6 +66,8 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     split: Split = TRAIN
     # Whether the upstream may hold calls of strict tools to a grammar.
     tool_grammars: bool = True
+    # What exploration changed of the request, as `proxy.exploring.requests` makes it.
+    explored: Mapping[str, float | None] | None = None
 
 
 class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):

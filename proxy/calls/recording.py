@@ -105,6 +105,7 @@ class CallRecorder:
             sampling_defaults=defaults.others,
             split=identity.split,
             tool_grammars=defaults.tool_grammars,
+            explored=routed.explored,
         )
 
     def _summary_and_provided(

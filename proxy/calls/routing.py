@@ -7,6 +7,9 @@ import msgspec
 
 from proxy.calls.asking import Arrived
 from proxy.errors import NotServed
+from proxy.exploring.changes import explored
+from proxy.exploring.choice import Exploring, is_chosen
+from proxy.exploring.requests import Changes
 from proxy.formats.base import ModelRequest
 from proxy.http.wire import for_upstream
 from proxy.identity.identify import Identity
@@ -15,6 +18,7 @@ from proxy.policies.lookup import Lookup
 from proxy.policies.versions import Serving, Versions
 from proxy.upstreams.members import SamplingDefaults, Upstreams
 from proxy.upstreams.model_server import ModelServer, Reply
+from store.records import EVAL
 from store.updates.policies import pinned_version
 
 # Longest wait for the database to name an episode's version; a local one answers in 1 ms.
@@ -25,10 +29,14 @@ UNKNOWN_MODEL: Final = 404
 
 
 class Routed(msgspec.Struct, frozen=True):
-    """The policy version that serves a call, and the request as the upstream gets it."""
+    """The policy version that serves a call, and the request as the upstream gets it.
+
+    `explored` is what exploration changed of the request, None if it changed nothing.
+    """
 
     serving: Serving
     request: ModelRequest
+    explored: Changes | None = None
 
 
 class CallRouter:
@@ -49,10 +57,20 @@ class CallRouter:
         self._versions = versions
         self._lookup = lookup
         self._intake = intake
+        # Policies are those that the worker began with.
+        self._explore = versions.explore
 
     def version_of(self, arrived: Arrived, identity: Identity) -> Serving:
-        """Choose the policy version that serves a call."""
-        return self._versions.resolve(arrived.request.model, identity.follows, identity.agent)
+        """Choose the policy version that serves a call, and whether its episode explores."""
+        model, episode, agent = arrived.request.model, identity.follows, identity.agent
+        serving = self._versions.resolve(model, episode, agent)
+        if not self._explore or model is None or identity.split == EVAL:
+            return serving
+        rule = self._versions.exploration(model, agent)
+        if rule is None or not is_chosen(episode, rule.share):
+            return serving
+        exploring = Exploring(rule, self.sampling_defaults(arrived, serving))
+        return msgspec.structs.replace(serving, exploring=exploring)
 
     def unpinned(self, arrived: Arrived, identity: Identity) -> str | None:
         """Return a call's policy if only the database may know which version its episode keeps.
@@ -123,8 +141,25 @@ def without_ids(arrived: Arrived, routed: Routed) -> Routed:
 
 def rewritten(arrived: Arrived, serving: Serving, want_ids: bool) -> Routed:
     """Return the call with its request rewritten for the version and the upstream."""
+    if serving.exploring is not None and want_ids:
+        exploring = _exploring(arrived, serving, serving.exploring)
+        if exploring is not None:
+            return exploring
     request = arrived.format.rewrite(arrived.request, serving.served_name, want_ids=want_ids)
     return Routed(serving, request)
+
+
+def _exploring(arrived: Arrived, serving: Serving, exploring: Exploring) -> Routed | None:
+    """Return the call with its request rewritten to explore, or None if it does not explore.
+
+    A request that must get no fields for ids could not be trained on. One that has them of its own
+    is left alone too: whoever reads token ids measures what was asked for.
+    """
+    found = explored(arrived.request, arrived.format, exploring)
+    if found is None:
+        return None
+    request = arrived.format.rewrite(found.request, serving.served_name, want_ids=True)
+    return Routed(serving, request, found.changes) if request.injected else None
 
 
 def is_changed(arrived: Arrived, routed: Routed) -> bool:

@@ -81,7 +81,7 @@ def why_not_trainable(
     if sampled.choices > 1:
         return "several_choices"
     rated = sampled.sampled_logprobs is not None
-    reason = _tokens(sampled) or _distribution(sampling, rules, rated=rated)
+    reason = _tokens(sampled) or why_not_replayed(sampling, rules, rated=rated)
     if reason is None and policy_version is None:
         return "unknown_policy"
     return reason
@@ -108,7 +108,7 @@ def _counts(
     return None if may_be_sampled(logprobs or ()) else "impossible_logprobs"
 
 
-def _distribution(
+def why_not_replayed(
     sampling: Mapping[str, Any], rules: SamplingRules, *, rated: bool
 ) -> Reason | None:
     """Return why what was sampled from cannot be computed again, or None if it can.

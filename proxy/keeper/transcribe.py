@@ -9,6 +9,7 @@ import msgspec
 
 from proxy.calls.capture import MOST_INFLATED, CapturedCall, inflate
 from proxy.calls.trainable import Reason, why_not_trainable
+from proxy.exploring.requests import with_explored
 from proxy.formats.base import (
     NOTHING_SAMPLED,
     ModelRequest,
@@ -25,7 +26,7 @@ from proxy.formats.requests import read_request, request_of
 from proxy.keeper.sampling import sampling_settings
 from proxy.tools.result_readers import ResultReaders
 from proxy.tools.tool_results import result_events
-from store.records import CallRecord, Tokens, ToolEvent
+from store.records import EXPLORED, CallRecord, Tokens, ToolEvent
 from store.values.json_limits import nests_too_deep
 from store.values.tokens import pack_ids, pack_logprobs
 
@@ -51,8 +52,9 @@ def transcribe(
     wire_format = FORMATS[captured.dialect]
     request, shown = _read_request(captured.request, wire_format)
     raw = inflate(captured.reply, captured.deflated, most_reply)
-    facts, deep = _reply_facts(captured, request, raw)
-    fields = None if request.parsed is None else request.fields
+    sent = request if captured.explored is None else with_explored(request, captured.explored)
+    facts, deep = _reply_facts(captured, sent, raw)
+    fields = None if sent.parsed is None else sent.fields
     sampling = sampling_settings(
         fields,
         captured.default_temperature,
@@ -60,6 +62,8 @@ def transcribe(
         captured.sampling_defaults,
         tool_grammars=captured.tool_grammars,
     )
+    if captured.explored is not None:
+        sampling[EXPLORED] = captured.explored
     reason = TOO_DEEP if deep else _reason(captured, facts, sampling, shown)
     events = (*captured.tool_events, *_results(captured, shown, readers))
     return _record(captured, request, raw, facts, sampling, reason, events)

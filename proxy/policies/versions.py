@@ -12,8 +12,9 @@ from typing import Final
 
 import msgspec
 
+from proxy.exploring.choice import Exploring
 from proxy.identity.identify import DEFAULT_AGENT
-from store.policy_table import PolicyTable
+from store.policy_table import Explore, PolicyTable
 from store.records import PolicyState, PolicyVersion
 
 MAX_PINS: Final = 200_000
@@ -39,12 +40,14 @@ _WHY_NOT: Final[Mapping[PolicyState, str]] = {
 class Serving(msgspec.Struct, frozen=True):
     """The policy and version that a call gets, and the model name to ask the upstream for.
 
-    A policy that is not trained has no version: the base model serves it.
+    A policy that is not trained has no version: the base model serves it. `exploring` is set for
+    an episode that explores.
     """
 
     policy: str | None
     version: int | None
     served_name: str | None
+    exploring: Exploring | None = None
 
 
 class Versions:
@@ -97,6 +100,19 @@ class Versions:
             return model if model in self._serving else None
         spec = self._table.answering(model, agent)
         return spec.name if spec is not None and spec.trained else None
+
+    @property
+    def explore(self) -> bool:
+        """Return whether any policy explores."""
+        return self._table is not None and any(spec.explore for spec in self._table.specs)
+
+    def exploration(self, model: str, agent: str) -> Explore | None:
+        """Return how the policy explores that an agent's call for `model` gets, if it does.
+
+        Whoever asks for a version by its own name gets just that.
+        """
+        spec = None if self._table is None else self._table.answering(model, agent)
+        return None if spec is None else spec.explore
 
     def base_of(self, policy: str) -> str:
         """Return the name of a policy's base model, by which its upstream is found."""

@@ -59,6 +59,14 @@ TRAFFIC: Final = Row(
             "reqps",
             rate("pawl_calls_not_trainable_total", "reason"),
         ),
+        stack(
+            "Explored, by setting",
+            "Calls of which a policy's exploration changed a setting; one may count for several.",
+            "reqps",
+            rate_of_policy(
+                "pawl_calls_explored_total", "policy", "kind", legend="{{policy}}, {{kind}}"
+            ),
+        ),
         lines(
             "Passed through unrecorded",
             "Model lists, embeddings and the like.",

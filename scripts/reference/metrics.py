@@ -28,7 +28,8 @@ MODULES: Final[dict[str, ModuleType]] = {"Proxy": proxy.metrics, "Trainer": trai
 HEAD: Final = ("metric", "type", "labels", "meaning")
 LABELS: Final = {
     "figure": "`mean`, or `low` or `high` for the limits of its 95 % interval.",
-    "kind": "`prompt` or `sampled`.",
+    "kind": "`pawl_tokens_total`: `prompt` or `sampled`. `pawl_calls_explored_total`: "
+    "`temperature`, `seed` or `strict`.",
     "metric": "`reward`, `tool_status`, or `other` for a metric of any other name.",
     "outcome": "`trained`, `no_signal` (no call had an advantage other than 0), `released` "
     "(given back), `rejected` (the version failed its probe) or `failed`.",

@@ -9,6 +9,7 @@ import msgspec
 from store.errors import Damaged
 from store.read.facts import MatchedEvent, has_failed, match_event, matched_events
 from store.records import (
+    EXPLORED,
     REWARD,
     Episode,
     EpisodeState,
@@ -76,7 +77,7 @@ def _episode_line(episode: Episode, now: datetime, quiet: timedelta) -> dict[str
 
 def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
     request, reply = _document(episode, call, "request"), _document(episode, call, "reply")
-    return {
+    line = {
         "call": str(call.id),
         "agent": call.agent,
         "policy": None
@@ -92,6 +93,9 @@ def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
         "tool_events": [_event(event) for event in matched_events(call)],
         "feedback": _statements(call.feedback),
     }
+    if EXPLORED in call.sampling:
+        line[EXPLORED] = call.sampling[EXPLORED]
+    return line
 
 
 def _document(episode: Episode, call: TransitionRow, part: str) -> msgspec.Raw | None:

@@ -8,7 +8,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.schema.claimable import FREE
 from store.updates.ready import ClaimRule
 
-# Whole groups alone, where an update waits for them those whose rewards differ: what is left over of a task waits for more members, or for its age.
+# Whole groups alone, and where an update waits for spread only those whose rewards differ: what is
+# left over of a task waits for more members, or for its age.
 _GROUPS: Final = text(
     f"""
     SELECT coalesce(sum(members / :group_size), 0) FROM (

@@ -52,6 +52,12 @@ REPLY: Final = (
         "smollm2@3",
     ),
     Header(
+        "x-pawl-explored",
+        "What was changed of the request because its episode explores: `temperature` with its new "
+        "value, `seed` (left out), `strict` (of its tools, left out). Absent if nothing was.",
+        "temperature=0.7, seed, strict",
+    ),
+    Header(
         "x-pawl-warning",
         "What the proxy ignored in the request, such as a malformed header. On `GET /v1/models`: "
         "upstreams that gave no list of models.",

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from pawl.cli import app
 from pawl.policies.show import table, versions_of
 from store.errors import UnknownPolicy
+from store.policy_table import load_policies
 from store.updates.policies import ensure_base
 from store.write.ingest import ingest
 from tests.support.records import call, reward
@@ -63,3 +64,21 @@ async def test_the_command_writes_lines_of_json(
     assert list(line) == ["version", "state", "eval_episodes", "scored", "mean", "low", "high"]
     missing = await asyncio.to_thread(CliRunner().invoke, app, ["policies", "show", "n"])
     assert isinstance(missing.exception, UnknownPolicy)
+
+
+async def test_the_version_that_serves_is_seen_to_explore(
+    filled: AsyncEngine, database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.toml").write_text(
+        '[[policy]]\nname = "m"\nbase = "m"\nexplore = { share = 0.1, temperature = 0.7 }'
+    )
+    monkeypatch.setenv("DATABASE_URL", database_url)
+    monkeypatch.setenv("PAWL_POLICIES", "p.toml")
+    command = ["policies", "show", "m", "--json"]
+    found = await asyncio.to_thread(CliRunner().invoke, app, command)
+    assert json.loads(found.stdout)["explore"] == "share = 0.1, temperature = 0.7"
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(table(await versions_of(filled, "m", load_policies(tmp_path / "p.toml"))))
+    assert shown.get().splitlines()[-1].strip() == "explores: share = 0.1, temperature = 0.7"

@@ -4,6 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -110,3 +111,22 @@ async def test_the_command_writes_lines_of_json(
         "versions": 1,
         "waiting": 2,
     }
+
+
+async def test_a_policy_that_explores_is_seen_to_do_so(filled: AsyncEngine) -> None:
+    explores = FILE.replace(
+        'recipe = "single"\n', "explore = { share = 0.1, temperature = 0.7, drop_strict = true }\n"
+    )
+    lines = await policies_of(filled, parse_policies(explores, "p.toml"), "d")
+    told = "share = 0.1, temperature = 0.7, drop_strict = true"
+    assert [json.loads(msgspec.json.encode(line)).get("explore") for line in lines] == [
+        *(told, None, None),
+        None,
+    ]
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(table(lines))
+    head, writer, fresh, *_ = shown.get().splitlines()
+    assert head.split()[-1] == "explore"
+    assert writer.rstrip().endswith(told)
+    assert fresh.rstrip().endswith("0")

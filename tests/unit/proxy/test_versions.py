@@ -190,6 +190,37 @@ def test_without_a_file_a_policy_is_served_where_its_base_is() -> None:
     assert versions.resolve("qwen", "e") == Serving(None, None, "qwen")
 
 
+EXPLORING = """
+[[policy]]
+name = "a"
+base = "m"
+agents = ["x"]
+models = ["mine"]
+explore = { share = 0.5, temperature = 0.7 }
+[[policy]]
+name = "b"
+base = "m"
+"""
+
+
+def test_a_policy_explores_by_any_of_its_names_and_a_version_of_it_by_none() -> None:
+    versions = Versions(table=parse_policies(EXPLORING, "p.toml"))
+    assert versions.explore
+    for model, agent in (("m", "x"), ("a", "y"), ("mine", "y")):
+        rule = versions.exploration(model, agent)
+        assert rule is not None
+        assert (rule.share, rule.temperature) == (0.5, 0.7)
+    for model, agent in (("m", "y"), ("b", "x"), ("a@1", "x"), ("m@0", "x"), ("gpt", "x")):
+        assert versions.exploration(model, agent) is None
+
+
+def test_nothing_explores_unless_a_file_says_so() -> None:
+    assert not Versions().explore
+    assert Versions().exploration("m", "x") is None
+    plain = EXPLORING.replace("explore", "# explore")
+    assert not Versions(table=parse_policies(plain, "p.toml")).explore
+
+
 TOGETHER = parse_policies(
     "".join(
         f'[[policy]]\nname = "{name}"\nbase = "qwen"\npublish_with = ["{other}"]\n'

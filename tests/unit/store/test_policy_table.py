@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.errors import BadPolicies
-from store.policy_table import load_policies, open_policies, parse_policies
+from store.policy_table import Explore, load_policies, open_policies, parse_policies
 
 WHOLE = """
 [[policy]]
@@ -76,6 +76,38 @@ def test_who_answers(model: str, agent: str, policy: str | None) -> None:
             ONE + 'trained = false\nrecipe = "default"',
             "policy 'a': recipe is for a trained policy alone; leave it out",
         ),
+        (
+            ONE + "trained = false\nexplore = { share = 0.1, temperature = 0.7 }",
+            "policy 'a': explore is for a trained policy alone; leave it out",
+        ),
+        (ONE + "explore = 0.1", "policy 'a': explore: Input should be a valid dictionary"),
+        (
+            ONE + "explore = { share = 0.1 }",
+            "policy 'a': explore: neither temperature nor drop_strict is set, so it changes "
+            "nothing; write explore = { share = 0.1, temperature = 0.7 }",
+        ),
+        (
+            ONE + "explore = { share = 1.5, temperature = 0.7 }",
+            "policy 'a': explore.share: Input should be less than or equal to 1; write share = 0.1",
+        ),
+        (ONE + "explore = { share = 0.0, temperature = 0.7 }", "explore.share: Input should be gr"),
+        (ONE + "explore = { share = nan, temperature = 0.7 }", "explore.share: Input should be le"),
+        (ONE + "explore = { share = true, temperature = 0.7 }", "explore.share: Input should be a"),
+        (ONE + "explore = { temperature = 0.7 }", "explore.share: Field required; write share = "),
+        (
+            ONE + "explore = { share = 0.1, temperature = 0.01 }",
+            "explore.temperature: Input should be greater than or equal to 0.1; write t",
+        ),
+        (ONE + "explore = { share = 0.1, temperature = 2.5 }", "explore.temperature: Input should"),
+        (ONE + 'explore = { share = 0.1, drop_strict = "x" }', "explore.drop_strict: Input should"),
+        (
+            ONE + "explore = { share = 0.1, temprature = 1 }",
+            "policy 'a': unknown key 'explore.temprature': did you mean temperature?",
+        ),
+        (
+            ONE + "explore = { share = 0.1, zzz = 1 }",
+            "unknown key 'explore.zzz': there are share, temperature, drop_strict",
+        ),
         (ONE + ONE, "two policies are named 'a'; give each a name of its own"),
         (
             ONE + 'agents = ["x"]\n[[policy]]\nname = "b"\nbase = "m"\nagents = ["x"]',
@@ -96,6 +128,29 @@ def test_a_message_names_file_key_and_remedy(text: str, named: str) -> None:
         parse_policies(text, "p.toml")
     assert str(caught.value).startswith("p.toml")
     assert named in str(caught.value)
+
+
+def test_a_table_that_is_wrong_is_not_said_to_be_missing() -> None:
+    with pytest.raises(BadPolicies) as caught:
+        parse_policies('[[policy]]\nname = "a"', "p.toml")
+    assert "there is no table" not in str(caught.value)
+
+
+def test_a_policy_explores_in_the_share_that_it_names() -> None:
+    table = "[policy.explore]\nshare = 1\ntemperature = 0.7\ndrop_strict = true\n"
+    first, second, third = parse_policies(
+        ONE
+        + table
+        + ONE.replace('"a"', '"b"')
+        + "explore = { share = 0.25, drop_strict = true }\n"
+        + ONE.replace('"a"', '"c"'),
+        "p.toml",
+    ).specs
+    assert first.explore == Explore(share=1.0, temperature=0.7, drop_strict=True)
+    assert second.explore == Explore(share=0.25, drop_strict=True)
+    assert third.explore is None
+    assert str(first.explore) == "share = 1.0, temperature = 0.7, drop_strict = true"
+    assert str(second.explore) == "share = 0.25, drop_strict = true"
 
 
 def test_one_agent_may_have_a_policy_for_each_base() -> None:

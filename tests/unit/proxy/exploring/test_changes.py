@@ -1,0 +1,244 @@
+"""What is changed of a call's settings, and of which calls: those that can be learned from then."""
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxy.calls.trainable import why_not_replayed
+from proxy.exploring.changes import explored, header_of
+from proxy.exploring.choice import Exploring
+from proxy.exploring.requests import with_explored
+from proxy.formats.json_parts import parse_object
+from proxy.formats.registry import FORMATS
+from proxy.formats.requests import read_request
+from proxy.keeper.sampling import sampling_settings
+from proxy.keeper.transcribe import transcribe
+from proxy.upstreams.members import SamplingDefaults
+from store.policy_table import Explore
+from store.records import EXPLORED
+from tests.support.records import captured
+
+BOTH = Explore(share=1.0, temperature=0.7, drop_strict=True)
+WARMER = Explore(share=1.0, temperature=0.7)
+LOOSER = Explore(share=1.0, drop_strict=True)
+ASKED: dict[str, dict[str, Any]] = {
+    "chat": {"model": "m", "messages": [{"role": "user", "content": "q"}]},
+    "completions": {"model": "m", "prompt": "q"},
+    "messages": {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "q"}]},
+    "responses": {"model": "m", "input": "q"},
+}
+SCHEMA = {"type": "object", "properties": {}}
+FUNCTION = {"name": "f", "parameters": SCHEMA, "strict": True}
+STRICT: dict[str, Any] = {
+    "chat": {"type": "function", "function": FUNCTION},
+    "messages": {"name": "f", "input_schema": SCHEMA, "strict": True},
+    "responses": {"type": "function", **FUNCTION},
+}
+FORMS = sorted(ASKED)
+WITH_TOOLS = sorted(STRICT)
+
+
+def changes(
+    name: str,
+    rule: Explore = BOTH,
+    defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008
+    **fields: Any,
+) -> Any:
+    request = read_request(json.dumps(ASKED[name] | fields).encode())
+    found = explored(request, FORMATS[name], Exploring(rule, defaults))
+    return None if found is None else found.changes
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_temperature_below_the_least_is_raised_and_no_other(name: str) -> None:
+    assert changes(name, temperature=0) == {"temperature": 0.7}
+    assert changes(name, temperature=0.3) == {"temperature": 0.7}
+    assert changes(name, temperature=0.7) is None
+    assert changes(name, temperature=1) is None
+    assert changes(name) is None
+    assert changes(name, LOOSER, temperature=0) is None
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_servers_own_temperature_counts_where_the_request_names_none(name: str) -> None:
+    greedy = SamplingDefaults(temperature=0.0)
+    assert changes(name, WARMER, greedy) == {"temperature": 0.7}
+    assert changes(name, WARMER, greedy, temperature=None) == {"temperature": 0.7}
+    assert changes(name, WARMER, greedy, temperature=0.9) is None
+
+
+def test_a_seed_goes_with_a_temperature_that_is_raised() -> None:
+    assert changes("chat", temperature=0, seed=7) == {"temperature": 0.7, "seed": None}
+    assert changes("chat", temperature=1, seed=7) is None
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_strict_is_dropped_where_the_server_would_hold_calls_to_it(name: str) -> None:
+    tools = [STRICT[name]]
+    assert changes(name, tools=tools) == {"strict": None}
+    assert changes(name, tools=tools, temperature=0) == {"temperature": 0.7, "strict": None}
+    free = SamplingDefaults(tool_grammars=False)
+    assert changes(name, BOTH, free, tools=tools) is None
+    assert changes(name, BOTH, free, tools=tools, temperature=0) == {"temperature": 0.7}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 2},
+        {"best_of": 3},
+        {"use_beam_search": True},
+        {"top_k": 1},
+        {"min_p": 1},
+        {"allowed_token_ids": [5]},
+        {"logits_processors": ["x"]},
+        {"a_field_that_nobody_knows": 1},
+        {"top_p": "often"},
+        {"guided_regex": "a+"},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        {"tools": [STRICT["chat"]], "parallel_tool_calls": False},
+        {"tools": [STRICT["chat"]], "response_format": {"type": "json_object"}},
+    ],
+)
+def test_a_call_that_could_not_be_trained_on_all_the_same_is_left_alone(
+    fields: dict[str, Any],
+) -> None:
+    assert changes("chat", **{"temperature": 0} | fields) is None
+
+
+def test_one_change_alone_that_would_not_do_is_not_made() -> None:
+    """A strict tool's call stays constrained, a cold one greedy."""
+    tools = [STRICT["chat"]]
+    assert changes("chat", WARMER, tools=tools, temperature=0) is None
+    assert changes("chat", LOOSER, tools=tools, temperature=0) is None
+
+
+def test_the_top_k_of_the_server_may_leave_one_token_too() -> None:
+    one = SamplingDefaults(others={"top_k": 1})
+    assert changes("chat", BOTH, one, temperature=0) is None
+    assert changes("chat", BOTH, one, temperature=0, top_k=20) == {"temperature": 0.7}
+
+
+def test_a_form_of_the_reply_stays_and_so_does_a_forced_calls_strictness() -> None:
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "f", "schema": SCHEMA, "strict": True},
+    }
+    assert changes("chat", response_format=form, temperature=0) == {"temperature": 0.7}
+    forced = {"tools": [STRICT["chat"]], "tool_choice": "required"}
+    assert changes("chat", temperature=0, **forced) == {"temperature": 0.7}
+
+
+def test_a_body_that_is_no_object_is_left_alone() -> None:
+    for body in (b"", b"[1]", b'"x"', b"\xff"):
+        exploring = Exploring(BOTH, SamplingDefaults(temperature=0.0))
+        assert explored(read_request(body), FORMATS["chat"], exploring) is None
+
+
+def test_the_header_names_each_change() -> None:
+    assert header_of({"temperature": 0.7, "seed": None}) == b"temperature=0.7, seed"
+    assert header_of({"temperature": 1.0, "strict": None}) == b"temperature=1, strict"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_byte_but_those_that_change_is_the_clients(name: str) -> None:
+    body = json.dumps(ASKED[name])[:-1].encode()
+    odd = b',"x": 1.50,"temperature" : 0e0, "user":"\\u00e9\\ud83d\\ude00 ", "seed":1,"y":[ 1e2 ]}'
+    request = read_request(body + odd)
+    made = with_explored(request, {"temperature": 0.7, "seed": None})
+    before, after = parse_object(request.body), parse_object(made.body)
+    assert before is not None
+    assert after is not None
+    assert list(after) == [field for field in before if field != "seed"]
+    assert bytes(after.pop("temperature")) == b"0.7"
+    assert {n: bytes(v) for n, v in after.items()} == {
+        n: bytes(v) for n, v in before.items() if n not in ("temperature", "seed")
+    }
+    assert made.fields["temperature"] == 0.7
+    assert "seed" not in made.fields
+    assert (made.model, made.stream) == (request.model, request.stream)
+    assert request.fields["temperature"] == 0
+
+
+def test_a_temperature_that_was_not_named_is_added() -> None:
+    made = with_explored(read_request(b'{"model":"m"}'), {"temperature": 0.5})
+    assert made.body == b'{"model":"m","temperature":0.5}'
+
+
+def test_tools_lose_strict_alone_and_those_that_are_not_strict_nothing() -> None:
+    tools = (
+        b'[{"type":"function","function":{"strict":true,"name":"a","parameters":{"strict": true}}},'
+        b'{"type" : "function","function":{"name":"b","strict": false}},'
+        b'{"strict":1,"name":"c","parameters":{ "x":1e0 }}, "no tool", {"function":null}]'
+    )
+    made = with_explored(read_request(b'{"model":"m","tools":' + tools + b"}"), {"strict": None})
+    assert made.body == (
+        b'{"model":"m","tools":'
+        b'[{"type":"function","function":{"name":"a","parameters":{"strict": true}}},'
+        b'{"type" : "function","function":{"name":"b","strict": false}},'
+        b'{"name":"c","parameters":{ "x":1e0 }},"no tool",{"function":null}]}'
+    )
+    assert made.fields["tools"][0]["function"] == {"name": "a", "parameters": {"strict": True}}
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner),
+    max_leaves=6,
+)
+NAMES = ["temperature", "top_k", "top_p", "seed", "n", "tools", "tool_choice", "min_p", "strict"]
+TOOLS = st.lists(
+    st.fixed_dictionaries(
+        {}, optional={"strict": VALUES, "function": VALUES, "name": st.text(), "type": st.text()}
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=400)
+@given(
+    st.sampled_from(FORMS),
+    st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=4), VALUES, max_size=5),
+    st.none() | TOOLS,
+    st.sampled_from([0.0, 0.2, 0.7, 1.0]),
+    st.booleans(),
+)
+def test_whatever_is_asked_a_call_that_explores_is_recorded_as_it_is_sampled(
+    name: str, fields: dict[str, Any], tools: Any, temperature: float, grammars: bool
+) -> None:
+    """The keeper reads of the client's own request what the server reads of the changed one."""
+    asked = ASKED[name] | fields | ({} if tools is None else {"tools": tools})
+    request = read_request(msgspec.json.encode(asked))
+    defaults = SamplingDefaults(temperature, {}, grammars)
+    spoken = FORMATS[name]
+    found = explored(request, spoken, Exploring(BOTH, defaults))
+    if found is None:
+        return
+    sent = spoken.rewrite(found.request, "m@1", want_ids=True)
+    record = transcribe(
+        captured(
+            dialect=name,
+            request=request.body,
+            served_model="m@1",
+            wanted_ids=bool(sent.injected),
+            default_temperature=temperature,
+            tool_grammars=grammars,
+            explored=found.changes,
+        )
+    )
+    recorded = msgspec.json.decode(record.sampling)
+    assert recorded.pop(EXPLORED) == found.changes
+    served = sampling_settings(
+        read_request(found.request.body).fields,
+        temperature,
+        spoken.sampling,
+        tool_grammars=grammars,
+    )
+    assert recorded == msgspec.json.decode(msgspec.json.encode(served))
+    assert why_not_replayed(recorded, spoken.sampling, rated=True) is None
+    assert record.request == request.body
+    assert explored(found.request, spoken, Exploring(BOTH, defaults)) is None
