@@ -1,5 +1,5 @@
 BIN := .venv/bin
-CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests hatch_build.py
+CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests class_layouts.py hatch_build.py
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test serving check format docs lock clean

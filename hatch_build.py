@@ -6,12 +6,16 @@ editable installation compiles nothing, and no extension is ever put beside a so
 (docs/decisions/037-compiled-in-wheels-only.md). Without a C compiler or Python's headers the
 wheel holds the sources alone.
 
+The attributes of most classes get places in C's layout (`class_layouts.py`), as if each class were
+declared to Cython in a `.pxd` file beside its source.
+
 Compiling takes minutes. Where `COMPILED_PROXY_CACHE` names a folder, each module's extension is
 kept there under a hash of all that it follows from, and only what changed is compiled again.
 """
 
 import hashlib
 import os
+import runpy
 import shlex
 import shutil
 import sys
@@ -30,8 +34,9 @@ PACKAGE: Final = "proxy"
 LEFT_AS_THEY_ARE: Final = ("__init__.py", "settings.py", "contents.py")
 CACHE: Final = "COMPILED_PROXY_CACHE"
 OPTIONS: Final = ["-O2", "-g0", "-Wno-array-bounds", "-Wno-unused-function"]
-# Otherwise Cython would enforce annotations as types, and limit ints to those of C.
-DIRECTIVES: Final = {"language_level": "3", "annotation_typing": False}
+# Otherwise Cython would enforce annotations as types, and limit ints to those of C. Nothing of the
+# proxy's is pickled.
+DIRECTIVES: Final = {"language_level": "3", "annotation_typing": False, "auto_pickle": False}
 
 
 class Compiled(BuildHookInterface[Any]):  # type: ignore[misc]
@@ -85,13 +90,19 @@ def _missing() -> str:
 
 def _compile(root: Path, built: Path) -> None:
     """Compile the package of the checkout `root`; the extensions come to lie in `built`/proxy."""
-    # Paths are relative to the root: they are what tracebacks show.
-    with chdir(root):
+    # In a copy, which gets the layouts. Paths are relative to it: they are what tracebacks show.
+    copy = built / "sources"
+    shutil.copytree(root / PACKAGE, copy / PACKAGE)
+    with chdir(copy):
         sources = [
             path
             for path in sorted(Path(PACKAGE).rglob("*.py"))
             if path.name not in LEFT_AS_THEY_ARE
         ]
+        # hatchling loads this file by its path alone, so that the other cannot be imported.
+        layouts = runpy.run_path(str(root / "class_layouts.py"))["layouts"]
+        for path in sources:
+            path.with_suffix(".pxd").write_text(layouts(path.read_text()))
         kept = {path: _kept(path) for path in sources}
         _compile_all([path for path in sources if not _restored(kept[path], path, built)], built)
         for path, cached in kept.items():
@@ -107,6 +118,7 @@ def _kept(source: Path) -> Path | None:
 
     digest = hashlib.sha256(f"{source} {sys.version} {cython} {OPTIONS} {DIRECTIVES} ".encode())
     digest.update(source.read_bytes())
+    digest.update(source.with_suffix(".pxd").read_bytes())
     return Path(folder, digest.hexdigest()).absolute()
 
 

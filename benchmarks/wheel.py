@@ -20,7 +20,7 @@ from store.embedded.sharing import Wait, take_turn
 ROOT: Final = Path(__file__).resolve().parents[1]
 WHEELS: Final = ROOT / "var" / "wheels"
 PACKAGES: Final = ("migrations", "pawl", "proxy", "store", "trainer")
-FILES: Final = ("hatch_build.py", "pyproject.toml")
+FILES: Final = ("class_layouts.py", "hatch_build.py", "pyproject.toml")
 # Older folders are deleted; a few stay, as a run that uses one may still go on.
 KEPT: Final = 3
 LOCK: Final = "lock"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from itertools import islice
-from typing import BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
 import msgspec
 import structlog
@@ -75,6 +75,22 @@ def _line(logger: object, level: str, event: structlog.typing.EventDict) -> byte
     event["level"] = level
     event["timestamp"] = datetime.now(UTC)
     return _line_of(event)
+
+
+class LineLogger(structlog.make_filtering_bound_logger(logging.INFO)):  # type: ignore[misc]
+    """A logger whose lines at level `info`, one for each call, skip structlog's own steps.
+
+    They take longer than writing the line. The result is the same where `_line` is the only
+    processor.
+    """
+
+    def info(self, event: str, *args: object, **fields: object) -> None:
+        """Log a line."""
+        if args or self._context:
+            super().info(event, *args, **fields)
+        else:
+            fields["event"] = event
+            self._logger.info(_line(self._logger, "info", fields))
 
 
 class SureFile:
@@ -174,6 +190,7 @@ def configure_logging(*, gather: bool = False) -> None:
             log a line for each call.
     """
     factory: Callable[..., structlog.typing.WrappedLogger]
+    wrapper: type[Any] = structlog.make_filtering_bound_logger(logging.INFO)
     processors: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -189,7 +206,7 @@ def configure_logging(*, gather: bool = False) -> None:
         # The cast is safe: the logger only calls `write` and `flush`.
         factory = structlog.BytesLoggerFactory(cast(BinaryIO, file))
         if gather:
-            processors = [_line]
+            processors, wrapper = [_line], LineLogger
             logger = GatheringLogger(file)
 
             def factory(*_: object) -> GatheringLogger:
@@ -197,7 +214,7 @@ def configure_logging(*, gather: bool = False) -> None:
 
     structlog.configure(
         processors=processors,
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=wrapper,
         logger_factory=factory,
         cache_logger_on_first_use=True,
     )

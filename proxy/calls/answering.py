@@ -35,9 +35,11 @@ REPLY_COPIES: Final = 3
 class Answer(Protocol):
     """A reply on its way to the client, and how far it has come.
 
-    `first_chunk_ms` is the time from the request's arrival to the first chunk of a stream.
+    `first_chunk_ms` is the time from the request's arrival to the first chunk of a stream;
+    `streamed` says whether it is one.
     """
 
+    streamed: bool
     tape: Tape
     first_chunk_ms: float | None
 
@@ -96,6 +98,7 @@ def own_headers(arrived: Arrived, asked: Asked, routed: Routed) -> Headers:
 class StreamedAnswer:
     """A reply of server-sent events, which the client gets event by event."""
 
+    streamed = True
     __slots__ = (
         "_arrived",
         "_headers",
@@ -177,6 +180,7 @@ class StreamedAnswer:
 class WholeAnswer:
     """A reply in one piece, which the client gets once it is recorded."""
 
+    streamed = False
     __slots__ = (
         "_arrived",
         "_body",

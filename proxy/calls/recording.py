@@ -1,7 +1,7 @@
 """The last step of a call: its record, made exactly once, whatever the call came to."""
 
 import asyncio
-from typing import Final, NamedTuple
+from typing import Final
 from uuid import UUID
 
 import msgspec
@@ -32,7 +32,7 @@ class Answered(msgspec.Struct, frozen=True):
     answer: Answer | None
 
 
-class Recorded(NamedTuple):
+class Recorded(msgspec.Struct, frozen=True):
     """A call's capture, None if it could not be made; and the future of its being durable."""
 
     capture: CapturedCall | None
@@ -89,7 +89,7 @@ class CallRecorder:
             wanted_ids=bool(routed.request.injected),
             status=answered.status,
             http_status=None if from_upstream is None else from_upstream.status,
-            streamed=from_upstream is not None and comes_in_events(from_upstream),
+            streamed=_came_in_events(answered),
             request=arrived.request.body,
             reply=reply,
             deflated=deflated,
@@ -136,3 +136,9 @@ class CallRecorder:
         if not got_reply or answered.status != "complete":
             stitches.failed(request.body, identity.episode, UUID(bytes=arrived.id), identity.split)
         return provided
+
+
+def _came_in_events(answered: Answered) -> bool:
+    if answered.answer is not None:
+        return answered.answer.streamed
+    return answered.reply is not None and comes_in_events(answered.reply)

@@ -5,7 +5,7 @@ again (`store.values.distribution`). The log-probabilities that they had are rec
 the trainer, which computes them with the version that sampled the ids.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 from proxy.formats.base import Sampled, SamplingRules
@@ -72,6 +72,23 @@ def why_not_trainable(
     `rules` are those of the call's format, by which its settings are judged. `only_text` says
     whether it neither shows nor asks for anything else.
     """
+
+    def judge(rated: bool) -> Reason | None:
+        return why_not_replayed(sampling, rules, rated=rated)
+
+    return first_reason(status, http_status, policy_version, sampled, judge, only_text=only_text)
+
+
+def first_reason(
+    status: CallStatus,
+    http_status: int | None,
+    policy_version: int | None,
+    sampled: Sampled,
+    judge: Callable[[bool], Reason | None],
+    *,
+    only_text: bool,
+) -> Reason | None:
+    """Return what `why_not_trainable` does; `judge` does what `why_not_replayed` does."""
     if status != "complete":
         return "incomplete"
     if http_status is None or http_status >= 400:
@@ -81,7 +98,7 @@ def why_not_trainable(
     if sampled.choices > 1:
         return "several_choices"
     rated = sampled.sampled_logprobs is not None
-    reason = _tokens(sampled) or why_not_replayed(sampling, rules, rated=rated)
+    reason = _tokens(sampled) or judge(rated)
     if reason is None and policy_version is None:
         return "unknown_policy"
     return reason

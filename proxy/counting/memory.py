@@ -22,6 +22,7 @@ WAIT_S: Final = 5.0
 _USED: Final = struct.Struct("<Q")
 _LENGTH: Final = struct.Struct("<I")
 _NUMBER: Final = struct.Struct("<dd")
+_pack: Final = _NUMBER.pack_into
 # A kernel may require this flag (sysctl vm.memfd_noexec); kernels before 6.3 refuse it.
 _MFD_NOEXEC_SEAL: Final = 0x0008
 
@@ -154,9 +155,9 @@ class Block:
         value: float = _NUMBER.unpack_from(self._map, place)[0]
         return value
 
-    def set(self, place: int, value: float, at: float) -> None:
+    def set(self, place: int, value: float, at: float = 0.0) -> None:
         """Set the value at offset `place`, and `at` as the time it was set."""
-        _NUMBER.pack_into(self._map, place, value, at)
+        _pack(self._map, place, value, at)
 
     def _grow(self, needed: int) -> None:
         size = len(self._map)

@@ -96,8 +96,10 @@ class _SharedValue:
         _check_mode(name, multiprocess_mode)
         labels = dict(zip(labelnames, labelvalues, strict=True))
         key = [typ, multiprocess_mode, metric_name, name, sorted(labels.items()), help_text]
-        # Kept because it is called several times a call.
+        # Kept because they are called several times a call.
         self._store = self.block.set
+        self._lock = _Shared.lock.acquire
+        self._unlock = _Shared.lock.release
         with _Shared.lock:
             try:
                 self._place: int | None = self.block.place(json.dumps(key))
@@ -107,10 +109,14 @@ class _SharedValue:
                 log.error("not_counted", metric=name, reason=str(error))
 
     def inc(self, amount: float) -> None:
-        with _Shared.lock:
-            self._value += amount
+        # Without `with`, which takes longer than all that is between.
+        self._lock()
+        try:
+            value = self._value = self._value + amount
             if self._place is not None:
-                self._store(self._place, self._value, 0.0)
+                self._store(self._place, value)
+        finally:
+            self._unlock()
 
     def set(self, value: float, timestamp: float | None = None) -> None:
         with _Shared.lock:

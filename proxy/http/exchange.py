@@ -94,6 +94,10 @@ class Exchange:
             self.expects = False
             self._connection.send(wire.CONTINUE)
 
+    def arrived(self, limit: int) -> bytes | None:
+        """Return the body if it has come whole and has at most `limit` bytes, else None."""
+        return self.body.within(limit) if self.body.ended else None
+
     async def read(self, limit: int, grown: Grown | None = None) -> bytes | None:
         """Return the whole body, or None if it is longer than `limit` bytes.
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 # Reading from a sender pauses when this many bytes are unread, and resumes when they are taken.
 HIGH_WATER: Final = 256 * 1024
@@ -118,8 +118,8 @@ class BodyStream:
     def take(self) -> bytes:
         """Return all unread bytes; empty if there are none."""
         pieces = self._pieces
-        # Mostly there is one piece, and the first piece is always `bytes`.
-        data = cast("bytes", pieces[0]) if len(pieces) == 1 else b"".join(pieces)
+        # Mostly there is one piece. The first piece is always `bytes`, and is not copied.
+        data = bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
         self._pieces = []
         self._size = 0
         if self._braked:

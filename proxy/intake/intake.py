@@ -35,6 +35,17 @@ class Intake:
         self.max_feedback = max_feedback
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="pawl-intake")
 
+    def read_arrived(self, exchange: Exchange, claim: Claim) -> tuple[bytes, bool] | None:
+        """Return what `read` does, at once, if the body has come and is not long; else None.
+
+        Nearly all bodies come with their heads, and their calls need not wait for anything here.
+
+        Raises:
+            TooLarge, BadRequest, Overloaded: as `read` does.
+        """
+        body = exchange.arrived(min(self.max_body, LONG_TO_COUNT))
+        return None if body is None else _admitted(body, check_shape(body), claim)
+
     async def read(self, exchange: Exchange, claim: Claim) -> tuple[bytes, bool]:
         """Return a call's body, and whether parsing it takes long; its memory is in `claim`.
 
@@ -49,8 +60,7 @@ class Intake:
             size: Size = await self.beside(check_shape, body)
         else:
             size = check_shape(body)
-        claim.ask(cost_of(body, size))
-        return body, takes_long(body, size)
+        return _admitted(body, size, claim)
 
     async def read_bytes(self, exchange: Exchange, claim: Claim, limit: int, setting: str) -> bytes:
         """Return a body of at most `limit` bytes, whose content is not checked.
@@ -92,6 +102,12 @@ class Intake:
     def close(self) -> None:
         """Cancel waiting work; what runs is not waited for."""
         self._beside.shutdown(wait=False, cancel_futures=True)
+
+
+def _admitted(body: bytes, size: Size, claim: Claim) -> tuple[bytes, bool]:
+    """Return a body whose parsing there is room for, and whether that takes long."""
+    claim.ask(cost_of(body, size))
+    return body, takes_long(body, size)
 
 
 def _yielding(work: Callable[..., Result], arguments: tuple[object, ...]) -> Result:

@@ -1,6 +1,6 @@
 """Reads a call's request, beside the event loop if that takes long."""
 
-from typing import NamedTuple
+import msgspec
 
 from proxy.formats.base import ModelRequest, Turns
 from proxy.formats.conversation import Conversation
@@ -10,7 +10,7 @@ from proxy.intake.budget import Claim
 from proxy.intake.intake import Intake
 
 
-class Read(NamedTuple):
+class Read(msgspec.Struct, frozen=True):
     """A parsed request; for one that takes long, its conversation was read as well."""
 
     asked: ModelRequest
@@ -30,7 +30,8 @@ async def take_request(intake: Intake, exchange: Exchange, claim: Claim, turns: 
     Raises:
         TooLarge, BadRequest, Overloaded, ClientGone: as `Intake.read` does.
     """
-    body, long = await intake.read(exchange, claim)
+    taken = intake.read_arrived(exchange, claim)
+    body, long = await intake.read(exchange, claim) if taken is None else taken
     try:
         if long:
             return await intake.beside(_read_all, body, turns)

@@ -7,8 +7,12 @@ nobody knows: a server may take it for a constraint.
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final
 
+import msgspec
+
+from proxy.calls.capture import CapturedCall
 from proxy.calls.trainable import (
     GRAMMARS,
     GUIDED,
@@ -17,8 +21,12 @@ from proxy.calls.trainable import (
     STRICT_TOOLS,
     STRUCTURED,
     UNREADABLE,
+    Reason,
+    why_not_replayed,
 )
-from proxy.formats.base import SamplingRules
+from proxy.formats.base import ModelRequest, SamplingRules
+from proxy.formats.json_parts import Object, readable_value
+from proxy.formats.registry import FORMATS
 from store.values.distribution import REPLAYED
 from store.values.grammars import GRAMMAR
 from store.values.sampling import number_of, used_temperature
@@ -36,6 +44,76 @@ NUMBERS: Final = frozenset(
 NO_DEFAULTS: Final[Mapping[str, float]] = {}
 # How many unknown fields are named.
 MOST_UNKNOWN: Final = 8
+# Settings that are remembered, and the most bytes of a request's fields that they are known by.
+MOST_KNOWN: Final = 256
+MOST_FIELD_BYTES: Final = 32 * 1024
+Fields = tuple[tuple[str, bytes], ...]
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """A call's settings as they are recorded (JSON), and why they forbid to train on it.
+
+    The reason may be another where the server gave no log-probabilities: then `unrated` counts.
+    """
+
+    recorded: bytes
+    rated: Reason | None
+    unrated: Reason | None
+
+    def why_not(self, rated: bool) -> Reason | None:
+        """Return why what was sampled from cannot be computed again, or None if it can."""
+        return self.rated if rated else self.unrated
+
+    def with_setting(self, name: str, value: Any) -> "Judged":
+        """Return the same settings with one more recorded, which changes no reason."""
+        recorded = msgspec.json.decode(self.recorded) | {name: value}
+        return msgspec.structs.replace(self, recorded=msgspec.json.encode(recorded))
+
+
+def judged_settings(captured: CapturedCall, request: ModelRequest) -> Judged:
+    """Return the settings of a captured call, whose `request` was read without its large fields.
+
+    An agent sends the same settings and tools with each of its calls: they are judged once.
+    """
+    wire_format = FORMATS[captured.dialect]
+    parsed = request.parsed
+    defaults = tuple(captured.sampling_defaults.items())
+    how = (captured.dialect, captured.default_temperature, defaults, captured.tool_grammars)
+    if parsed is None or not wire_format.unread or _length(parsed) > MOST_FIELD_BYTES:
+        return _judge(None if parsed is None else request.fields, *how)
+    return _known(tuple((name, bytes(raw)) for name, raw in parsed.items()), *how)
+
+
+def _length(parsed: Object) -> int:
+    return sum(len(memoryview(raw)) for raw in parsed.values())
+
+
+@lru_cache(maxsize=MOST_KNOWN)
+def _known(
+    fields: Fields,
+    dialect: str,
+    temperature: float,
+    defaults: tuple[tuple[str, float], ...],
+    tool_grammars: bool,
+) -> Judged:
+    read = {name: readable_value(msgspec.Raw(raw)) for name, raw in fields}
+    return _judge(read, dialect, temperature, defaults, tool_grammars)
+
+
+def _judge(
+    fields: Mapping[str, Any] | None,
+    dialect: str,
+    temperature: float,
+    defaults: tuple[tuple[str, float], ...],
+    tool_grammars: bool,
+) -> Judged:
+    rules = FORMATS[dialect].sampling
+    settings = sampling_settings(
+        fields, temperature, rules, dict(defaults), tool_grammars=tool_grammars
+    )
+    rated = why_not_replayed(settings, rules, rated=True)
+    unrated = why_not_replayed(settings, rules, rated=False) if GRAMMAR in settings else rated
+    return Judged(msgspec.json.encode(settings), rated, unrated)
 
 
 def sampling_settings(

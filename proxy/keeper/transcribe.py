@@ -1,14 +1,13 @@
 """Turns a worker's capture into the ledger's record (pure), by reading it again in its format."""
 
-from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 from uuid import UUID
 
 import msgspec
 
 from proxy.calls.capture import MOST_INFLATED, CapturedCall, inflate
-from proxy.calls.trainable import Reason, why_not_trainable
+from proxy.calls.trainable import Reason, first_reason
 from proxy.exploring.requests import with_explored
 from proxy.formats.base import (
     NOTHING_SAMPLED,
@@ -23,7 +22,7 @@ from proxy.formats.base import (
 from proxy.formats.json_parts import Object, parse_object
 from proxy.formats.registry import FORMATS
 from proxy.formats.requests import read_request, request_of
-from proxy.keeper.sampling import sampling_settings
+from proxy.keeper.sampling import Judged, judged_settings
 from proxy.tools.result_readers import ResultReaders
 from proxy.tools.tool_results import result_events
 from store.records import EXPLORED, CallRecord, Tokens, ToolEvent
@@ -49,24 +48,16 @@ def transcribe(
         zlib.error: the reply was deflated and is damaged.
         ReplyTooLong: the reply is longer than `most_reply` bytes.
     """
-    wire_format = FORMATS[captured.dialect]
-    request, shown = _read_request(captured.request, wire_format)
+    request, shown = _read_request(captured.request, FORMATS[captured.dialect])
     raw = inflate(captured.reply, captured.deflated, most_reply)
     sent = request if captured.explored is None else with_explored(request, captured.explored)
     facts, deep = _reply_facts(captured, sent, raw)
-    fields = None if sent.parsed is None else sent.fields
-    sampling = sampling_settings(
-        fields,
-        captured.default_temperature,
-        wire_format.sampling,
-        captured.sampling_defaults,
-        tool_grammars=captured.tool_grammars,
-    )
+    settings = judged_settings(captured, sent)
     if captured.explored is not None:
-        sampling[EXPLORED] = captured.explored
-    reason = TOO_DEEP if deep else _reason(captured, facts, sampling, shown)
+        settings = settings.with_setting(EXPLORED, captured.explored)
+    reason = TOO_DEEP if deep else _reason(captured, facts, settings, shown)
     events = (*captured.tool_events, *_results(captured, shown, readers))
-    return _record(captured, request, raw, facts, sampling, reason, events)
+    return _record(captured, request, raw, facts, settings, reason, events)
 
 
 def _record(
@@ -74,7 +65,7 @@ def _record(
     request: ModelRequest,
     raw: bytes,
     facts: ReplyFacts,
-    sampling: Mapping[str, Any],
+    settings: Judged,
     reason: Reason | None,
     events: tuple[ToolEvent, ...],
 ) -> CallRecord:
@@ -100,7 +91,7 @@ def _record(
         reply_raw=raw or None if facts.reply is None else None,
         response_id=facts.response_id,
         tokens=_tokens(facts.sampled),
-        sampling=msgspec.json.encode(sampling),
+        sampling=settings.recorded,
         trainable=reason is None,
         reason=reason,
         tool_calls=facts.tool_calls,
@@ -148,21 +139,20 @@ def _reply_facts(
 def _reason(
     captured: CapturedCall,
     facts: ReplyFacts,
-    sampling: Mapping[str, Any],
+    settings: Judged,
     shown: Object | None,
 ) -> Reason | None:
     """Return why the call cannot be trained on, or None if it can."""
     if captured.policy is not None and captured.policy_version is None:
         return "fixed_policy"
-    wire_format = FORMATS[captured.dialect]
-    return why_not_trainable(
+    turns = FORMATS[captured.dialect].turns
+    return first_reason(
         captured.status,
         captured.http_status,
         captured.policy_version,
-        sampling,
         facts.sampled,
-        wire_format.sampling,
-        only_text=shown is None or wire_format.turns.only_text(shown),
+        settings.why_not,
+        only_text=shown is None or turns.only_text(shown),
     )
 
 

@@ -3,7 +3,6 @@
 The keeper reads the same bytes again (`proxy.formats.choices.readers`).
 """
 
-from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -60,8 +59,11 @@ class WholeReply:
         """Return the first choice's text and tool calls, as far as they can be read."""
         gathering = Gathering()
         if self._parsed is not None:
-            with suppress(*ODD_SHAPE):
+            try:
                 gathering.take(self._parsed, self._choices)
+            except ODD_SHAPE:
+                # What was gathered before it counts.
+                return gathering.summary()
         return gathering.summary()
 
 

@@ -88,3 +88,25 @@ def test_what_was_lost_is_told_once_there_is_room_again() -> None:
     lost, *rest = told.splitlines()
     assert json.loads(lost) == {"event": "log_lines_lost", "lines": 36, "level": "error"}
     assert rest == [b"after", b"and on"]
+
+
+def test_a_worker_s_line_has_what_any_line_has() -> None:
+    script = """
+import sys, structlog
+from pawl.logs import configure_logging
+configure_logging(gather=sys.argv[1] == "gather")
+log = structlog.get_logger()
+log.info("call", model="m", level="mine", event_id=1)
+log.info("%s of %s", "one", "two", model="m")
+log.bind(worker=1).info("bound", model="m")
+"""
+    told = []
+    for how in ("gather", "plain"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, how], capture_output=True, check=True, timeout=60
+        )
+        lines = [json.loads(line) for line in done.stderr.splitlines()]
+        assert all(line.pop("timestamp") for line in lines)
+        told.append(lines)
+    assert told[0] == told[1]
+    assert [line["event"] for line in told[0]] == ["call", "one of two", "bound"]
