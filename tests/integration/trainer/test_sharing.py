@@ -17,6 +17,8 @@ from trainer.recipes.adapter import LoraOptions
 from trainer.recipes.recipe import Recipe
 from trainer.recipes.training import KlOptions
 
+pytestmark = pytest.mark.timeout(300)
+
 RECIPES = {
     "writer": recipe(steps=2),
     "checker": ppo_recipe(steps=2).model_copy(update={"lora": LoraOptions(rank=2, alpha=4)}),
