@@ -138,6 +138,11 @@ class Versions:
             return asked_for
         return Serving(None, None, model)
 
+    def is_servable(self, serving: Serving) -> bool:
+        """Return whether every replica should have the version, which is an adapter."""
+        policy, version = serving.policy, serving.version
+        return bool(policy and version) and version in self._names.get(policy or "", ())
+
     def why_not_served(self, model: str | None) -> str | None:
         """Return what is known of a version that a client asked for and the upstream has not.
 

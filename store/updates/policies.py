@@ -40,6 +40,14 @@ async def list_versions(
     return [version_of(row) for row in await connection.execute(query)]
 
 
+async def list_servable(connection: AsyncConnection) -> list[PolicyVersion]:
+    """Return the versions of every policy that can be served, and each policy's base model."""
+    query = select(policies).where(
+        (policies.c.version == 0) | policies.c.state.in_(("serving", "published"))
+    )
+    return [version_of(row) for row in await connection.execute(query)]
+
+
 async def add_version(
     connection: AsyncConnection, name: str, version: int, adapter_path: str, update_id: UUID
 ) -> None:

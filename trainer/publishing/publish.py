@@ -13,10 +13,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.records import PolicyState, PolicyVersion
 from store.updates import policies
-from trainer.errors import PublishError
+from trainer.errors import PublishError, UpstreamAway
 from trainer.metrics import UPDATE, UPDATES, VERSION
 from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
 from trainer.publishing.replicas import Replicas
+from trainer.publishing.servable import belonging, lacking
 from trainer.publishing.server import ModelServer
 from trainer.recipes.adapter import PublishOptions
 
@@ -44,18 +45,20 @@ class Publisher:
         before: str,
         rows: Sequence[ProbeRow],
     ) -> ProbeResult:
-        """Load `version`, probe it with `rows`, and promote it.
+        """Load `version`, probe it with `rows`, and promote it, on the replicas that answer.
 
         `before` is the served name of the version that has the traffic now.
 
         Raises:
             PublishError: the version was rejected; nothing changes for any request.
-            UpstreamAway: a server does not answer; the version stays `written`.
+            UpstreamAway: no server answers; the version stays `written`.
         """
         assert version.adapter_path is not None
+        # A replica may have been restarted since: the probe asks it for `before`, too.
+        await self.keep_loaded()
         try:
-            await self._servers.load(version.served_name, Path(version.adapter_path))
-            probe = await self._probe(version.served_name, before, rows)
+            loaded = await self._servers.load(version.served_name, Path(version.adapter_path))
+            probe = await self._probe(loaded, version.served_name, before, rows)
         except PublishError as error:
             await self._set_state(version.version, "rejected")
             await self._servers.unload(version.served_name)
@@ -75,7 +78,7 @@ class Publisher:
         those of `publish`.
 
         Raises:
-            UpstreamAway: a server does not answer; the version stays `written`.
+            UpstreamAway: no server answers; the version stays `written`.
         """
         try:
             probe = await self.publish(version, before, rows)
@@ -94,12 +97,14 @@ class Publisher:
         )
         return None
 
-    async def _probe(self, name: str, before: str, rows: Sequence[ProbeRow]) -> ProbeResult:
-        """Probe every replica and return the worst result."""
-        probes = [
-            await self._probe_one(server, name, before, rows) for server in self._servers.each
-        ]
-        return max(probes, key=lambda probe: probe.mean_difference)
+    async def _probe(
+        self, servers: Sequence[ModelServer], name: str, before: str, rows: Sequence[ProbeRow]
+    ) -> ProbeResult:
+        """Probe every one of `servers` that answers, and return the worst result."""
+        probes = await self._servers.ask(
+            lambda server: self._probe_one(server, name, before, rows), servers
+        )
+        return max(probes.values(), key=lambda probe: probe.mean_difference)
 
     async def _probe_one(
         self, server: ModelServer, name: str, before: str, rows: Sequence[ProbeRow]
@@ -117,21 +122,23 @@ class Publisher:
             await policies.set_state(connection, self._policy, version, state)
 
     async def keep_loaded(self) -> None:
-        """Load again the adapters that should be servable and are not (a server was restarted)."""
-        listed = await self._servers.models()
-        for version in await self._versions():
-            wanted = version.state in ("serving", "published") and version.version > 0
-            if wanted and version.served_name not in listed:
-                await self._load_again(version)
+        """Load again the adapters that a replica should serve and does not (it was restarted).
 
-    async def _load_again(self, version: PolicyVersion) -> None:
+        The steward does so, too, and whether a trainer runs or not.
+        """
+        versions = await self._versions()
+        for server, listed in (await self._servers.ask(ModelServer.models)).items():
+            for version in lacking(belonging(versions, listed), listed):
+                await self._load_again(server, version)
+
+    async def _load_again(self, server: ModelServer, version: PolicyVersion) -> None:
         try:
-            await self._servers.load(version.served_name, Path(version.adapter_path or ""))
-        except PublishError as error:
+            await server.load(version.served_name, Path(version.adapter_path or ""))
+        except (PublishError, UpstreamAway) as error:
             # It is tried again at the next sync; training and other versions go on meanwhile.
             log.error("version_not_reloaded", version=version.served_name, reason=str(error))
             return
-        log.info("version_reloaded", version=version.served_name)
+        log.info("version_reloaded", version=version.served_name, replica=server.url)
 
     async def retire_idle(self) -> None:
         """Retire published versions that no episode has used for a while.
@@ -139,13 +146,22 @@ class Publisher:
         They are taken from the proxies first and, once all proxies know, from the model servers.
         The files stay: vLLM's engine dies over a missing folder.
         """
-        for version in await self._idle("retired", PROXY_REFRESH_S):
-            for server in self._servers.each:
-                if version.served_name in await server.models():
-                    await server.unload(version.served_name)
-                    log.info("version_unloaded", version=version.served_name)
+        idle = [one.served_name for one in await self._idle("retired", PROXY_REFRESH_S)]
+        for server, listed in (await self._servers.ask(ModelServer.models)).items():
+            for name in idle:
+                if name in listed:
+                    await self._unload(server, name)
         for version in await self._idle("published", self._rule.retire_after_s):
             await self._set_state(version.version, "retired")
+
+    async def _unload(self, server: ModelServer, name: str) -> None:
+        try:
+            await server.unload(name)
+        except (PublishError, UpstreamAway) as error:
+            # It is tried again at the next sync, for as long as the server lists it.
+            log.error("version_not_unloaded", version=name, reason=str(error))
+            return
+        log.info("version_unloaded", version=name, replica=server.url)
 
     async def _idle(self, state: PolicyState, idle_s: float) -> list[PolicyVersion]:
         async with self._engine.connect() as connection:
