@@ -21,7 +21,6 @@ from store.updates.claims import Claim
 from trainer.errors import LearnerError, Unusable
 from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import UPDATE_SECONDS
-from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
 from trainer.publishing.publish import Publisher
 from trainer.recipes.recipe import Recipe
@@ -71,7 +70,7 @@ class Loop:
             AdapterError: a version's files are missing or differ from its manifest.
         """
         await self._recovery.finish("the trainer was killed")
-        adapters.sweep(self._folder, self._policy)
+        await self._publisher.clean(self._folder)
         await self._recovery.publish_written(self._publisher)
 
     async def sync_adapters(self) -> None:
@@ -154,4 +153,4 @@ class Loop:
         await self._recording.with_version(claim, plan, metrics, number, folder)
         version = await self._versions.numbered(number)
         await self._publisher.try_to_publish(version, parent.served_name, probe)
-        adapters.sweep(self._folder, self._policy)
+        await self._publisher.clean(self._folder)

@@ -18,7 +18,8 @@ class VersionLine(Record, frozen=True, kw_only=True):
     """One version of a policy, with the fields in the order in which they are written.
 
     `eval_episodes` were evaluated and `scored` of them have a reward; the mean of these rewards
-    lies in the 95 % interval from `low` to `high`.
+    lies in the 95 % interval from `low` to `high`. `files_deleted` says that its adapter is gone,
+    as nothing could ask for it any more.
     """
 
     version: str
@@ -28,6 +29,7 @@ class VersionLine(Record, frozen=True, kw_only=True):
     mean: float | None = None
     low: float | None = None
     high: float | None = None
+    files_deleted: bool = False
 
 
 async def versions_of(engine: AsyncEngine, name: str) -> list[VersionLine]:
@@ -41,7 +43,11 @@ async def versions_of(engine: AsyncEngine, name: str) -> list[VersionLine]:
         curve = {point.version: point for point in await evaluations(connection, name)}
     lines = []
     for version in versions:
-        line = VersionLine(version=f"{name}@{version.version}", state=version.state)
+        line = VersionLine(
+            version=f"{name}@{version.version}",
+            state=version.state,
+            files_deleted=version.files_deleted,
+        )
         point = curve.get(version.version)
         if point is not None:
             line = msgspec.structs.replace(
@@ -63,6 +69,7 @@ def table(lines: Sequence[VersionLine]) -> Table:
         grid.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=True)
     for line in lines:
         interval = None if line.low is None else f"{cell(line.low)} to {cell(line.high)}"
-        shown = (line.version, line.state, line.eval_episodes, line.scored, line.mean, interval)
+        state = f"{line.state}, deleted" if line.files_deleted else line.state
+        shown = (line.version, state, line.eval_episodes, line.scored, line.mean, interval)
         grid.add_row(*[cell(value) for value in shown])
     return grid

@@ -15,6 +15,7 @@ from store.records import PolicyState, PolicyVersion
 from store.updates import policies
 from trainer.errors import PublishError, UpstreamAway
 from trainer.metrics import UPDATE, UPDATES, VERSION
+from trainer.publishing.cleaning import Cleaning
 from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
 from trainer.publishing.replicas import Replicas
 from trainer.publishing.servable import belonging, lacking
@@ -126,7 +127,8 @@ class Publisher:
 
         The steward does so, too, and whether a trainer runs or not.
         """
-        versions = await self._versions()
+        async with self._engine.connect() as connection:
+            versions = await policies.list_servable(connection, self._policy)
         for server, listed in (await self._servers.ask(ModelServer.models)).items():
             for version in lacking(belonging(versions, listed), listed):
                 await self._load_again(server, version)
@@ -144,15 +146,27 @@ class Publisher:
         """Retire published versions that no episode has used for a while.
 
         They are taken from the proxies first and, once all proxies know, from the model servers.
-        The files stay: vLLM's engine dies over a missing folder.
+        The files stay until `clean`: vLLM's engine dies over a missing folder. What was rejected
+        while a replica was away is taken from that replica.
         """
-        idle = [one.served_name for one in await self._idle("retired", PROXY_REFRESH_S)]
+        idle = [
+            one.served_name
+            for one in (
+                *await self._idle("retired", PROXY_REFRESH_S),
+                *await self._idle("rejected", PROXY_REFRESH_S),
+            )
+        ]
         for server, listed in (await self._servers.ask(ModelServer.models)).items():
             for name in idle:
                 if name in listed:
                     await self._unload(server, name)
         for version in await self._idle("published", self._rule.retire_after_s):
             await self._set_state(version.version, "retired")
+
+    async def clean(self, root: Path) -> None:
+        """Delete the files below `root` that nothing can ask for any more."""
+        idle_s = self._rule.retire_after_s
+        await Cleaning(self._engine, self._servers, self._policy, root, idle_s).clean()
 
     async def _unload(self, server: ModelServer, name: str) -> None:
         try:
@@ -166,10 +180,6 @@ class Publisher:
     async def _idle(self, state: PolicyState, idle_s: float) -> list[PolicyVersion]:
         async with self._engine.connect() as connection:
             return await policies.idle_versions(connection, self._policy, state, idle_s)
-
-    async def _versions(self) -> list[PolicyVersion]:
-        async with self._engine.connect() as connection:
-            return await policies.list_versions(connection, self._policy)
 
 
 async def _served_logprobs(

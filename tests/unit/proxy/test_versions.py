@@ -188,3 +188,10 @@ def test_without_a_file_a_policy_is_served_where_its_base_is() -> None:
     assert versions.base_of("writes") == "qwen"
     # The base itself is nobody's: no policy has its name.
     assert versions.resolve("qwen", "e") == Serving(None, None, "qwen")
+
+
+def test_a_version_whose_files_were_deleted_says_so() -> None:
+    gone = msgspec.structs.replace(version(1, "retired"), files_deleted=True)
+    said = Versions([version(0, "serving"), gone]).why_not_served("m@1")
+    assert said is not None
+    assert "was retired, and its files were deleted" in said
