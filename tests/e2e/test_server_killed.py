@@ -60,7 +60,7 @@ class Asker:
                 await asyncio.sleep(0.02)
 
     async def served(self, version: int, times: int) -> None:
-        """Wait for so many answers in a row by a version, the last two of all."""
+        """Wait until the last so many answers are all by this version."""
         wanted = (200, f"{POLICY}@{version}")
 
         async def seen() -> bool:
@@ -101,16 +101,20 @@ async def killed(stack: Stack) -> None:
 async def fill(stack: Stack) -> None:
     """Four tasks, each tried four times, two of them well: what one update takes."""
     async with aiohttp.ClientSession() as session:
-        for number in range(16):
-            name = f"killed-{number}"
-            url = f"http://{stack.plan.listen}/task/killed-{number // 4}/episode/{name}/v1"
-            said = [{"role": "user", "content": "Where does the river end?"}]
-            body = {"model": POLICY, "max_tokens": 12, "seed": number, "messages": said}
-            async with session.post(f"{url}/chat/completions", json=body) as reply:
-                assert reply.status == 200
-            stated = {"episode": name, "value": float(number % 2)}
-            async with session.post(stack.feedback_url, json=stated) as reply:
-                assert reply.status == 200
+        await asyncio.gather(*(work(stack, session, number) for number in range(16)))
+
+
+async def work(stack: Stack, session: aiohttp.ClientSession, number: int) -> None:
+    """One of the tries, and its reward."""
+    name = f"killed-{number}"
+    url = f"http://{stack.plan.listen}/task/killed-{number // 4}/episode/{name}/v1"
+    said = [{"role": "user", "content": "Where does the river end?"}]
+    body = {"model": POLICY, "max_tokens": 12, "seed": number, "messages": said}
+    async with session.post(f"{url}/chat/completions", json=body) as reply:
+        assert reply.status == 200
+    stated = {"episode": name, "value": float(number % 2)}
+    async with session.post(stack.feedback_url, json=stated) as reply:
+        assert reply.status == 200
 
 
 async def test_no_call_is_a_404_once_vllm_is_back(stack: Stack) -> None:

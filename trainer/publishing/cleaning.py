@@ -45,8 +45,17 @@ class Cleaning:
     async def clean(self) -> None:
         """Delete what is half written, old optimiser states, and files without a reader.
 
-        What the disk refuses is logged and tried again the next time.
+        What the disk refuses is logged and tried again the next time. If the caller is cancelled,
+        it is brought to its end first: a trainer that is stopped leaves what one that ran on does.
         """
+        work = asyncio.ensure_future(self._clean())
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait([work])
+            raise
+
+    async def _clean(self) -> None:
         adapters.sweep(self._root, self._policy)
         versions = await self._versions()
         marked = await self._mark(versions)
