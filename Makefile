@@ -2,7 +2,7 @@ BIN := .venv/bin
 CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs lock clean
+.PHONY: help install demo test serving check format docs lock clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,6 +16,9 @@ demo: install  ## an agent gets better while it works, on this machine (ARGS="--
 test: install  ## all tests: real PostgreSQL, vLLM and clients (ARGS="-k name")
 	@$(BIN)/python scripts/install_clients.py
 	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(ARGS)
+
+serving:  ## the serving role's tests on another Python, without torch (PYTHON=python3.13)
+	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && "$$python" scripts/serving_tests.py $(ARGS)
 
 check: install  ## ruff, mypy --strict, import-linter
 	@$(BIN)/ruff format --check $(CODE)

@@ -54,20 +54,20 @@ def check_machine() -> None:
         fail(f"{free:.1f} GiB are free on this disk, {DISK_GIB} are needed: delete files")
 
 
-def fingerprint() -> str:
-    """Return a hash of everything that the installation depends on."""
+def fingerprint(inputs: "tuple[str, ...]") -> str:
+    """Return a hash of this Python and of the files that an installation depends on."""
     digest = hashlib.sha256(sys.version.encode())
-    for name in INPUTS:
+    for name in inputs:
         with open(os.path.join(ROOT, name), "rb") as file:
             digest.update(file.read())
     return digest.hexdigest()
 
 
-def is_current(wanted: str) -> bool:
-    """Return whether `.venv` was installed with the fingerprint `wanted`."""
-    if not os.path.exists(STAMP):
+def is_current(stamp: str, wanted: str) -> bool:
+    """Return whether an installation left the fingerprint `wanted` in the file `stamp`."""
+    if not os.path.exists(stamp):
         return False
-    with open(STAMP) as file:
+    with open(stamp) as file:
         return file.read() == wanted
 
 
@@ -142,8 +142,8 @@ def main() -> None:
     """Check the machine, and install what is missing."""
     check_machine()
     delete_compiled(os.path.join(ROOT, "proxy"))
-    wanted = fingerprint()
-    if is_current(wanted):
+    wanted = fingerprint(INPUTS)
+    if is_current(STAMP, wanted):
         return
     gpu = shutil.which("nvidia-smi") is not None
     uv = os.path.join(VENV, "bin", "uv")

@@ -5,13 +5,12 @@ by the uv in `.venv`. It contains Node too. A second run with nothing changed re
 Exit status: 0 also if npm could not install the Node clients; 1 if the Python clients failed.
 """
 
-import hashlib
 import os
 import shutil
 import subprocess
 import sys
 
-from install import ROOT, VENV, run
+from install import ROOT, VENV, fingerprint, is_current, run
 
 CLIENTS = os.path.join(ROOT, ".venv-clients")
 NODE = os.path.join(ROOT, "tests", "clients", "node")
@@ -19,24 +18,7 @@ MODULES = os.path.join(NODE, "node_modules")
 STAMP = os.path.join(CLIENTS, ".pawl-installed")
 LOCK = os.path.join(ROOT, "requirements", "clients.txt")
 NODE_LOCK = os.path.join(NODE, "package-lock.json")
-THIS = os.path.abspath(__file__)
-
-
-def fingerprint() -> str:
-    """Return a hash of everything that the installation depends on."""
-    digest = hashlib.sha256(sys.version.encode())
-    for name in (LOCK, NODE_LOCK, THIS):
-        with open(name, "rb") as file:
-            digest.update(file.read())
-    return digest.hexdigest()
-
-
-def is_current(wanted: str) -> bool:
-    """Return whether all clients are there, installed with the fingerprint `wanted`."""
-    if not (os.path.exists(STAMP) and os.path.isdir(MODULES)):
-        return False
-    with open(STAMP) as file:
-        return file.read() == wanted
+INPUTS = (LOCK, NODE_LOCK, os.path.abspath(__file__))
 
 
 def install_python() -> None:
@@ -72,8 +54,8 @@ def install_node() -> bool:
 
 def main() -> None:
     """Install the clients if they are missing or outdated."""
-    wanted = fingerprint()
-    if is_current(wanted):
+    wanted = fingerprint(INPUTS)
+    if os.path.isdir(MODULES) and is_current(STAMP, wanted):
         return
     install_python()
     if install_node():

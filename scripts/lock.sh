@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Locks every role to exact versions: requirements/{proxy,litellm,trainer,cpu,gpu}.txt, and
-# the clients that the tests drive (clients.txt, in an environment of their own).
+# Locks every role to exact versions: requirements/{proxy,litellm,trainer,cpu,gpu}.txt, the serving
+# role with its tests' tools (serving-tests.txt: `make serving`), and the clients that the tests
+# drive (clients.txt, in an environment of their own).
 # `cpu` is what `make install` installs without a GPU (all roles and the
 # development tools); the others are held to its versions wherever they share a
 # package. The files name no index, so that any mirror can serve them.
@@ -30,6 +31,7 @@ lock requirements/cpu.txt "${PIP_FIND_LINKS:-$find_links}" \
 shared=$(mktemp)
 grep -v '^triton==' requirements/cpu.txt >"$shared"
 lock requirements/proxy.txt "" -c "$shared"
+lock requirements/serving-tests.txt "" -c "$shared" --extra serving-tests
 # litellm is behind the others: openai < 3, huggingface-hub < 2, filelock < 4.
 behind=$(mktemp)
 grep -vE '^(openai|huggingface-hub|filelock|python-dateutil)==' "$shared" >"$behind"

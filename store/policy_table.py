@@ -20,6 +20,7 @@ REMEDIES: Final[Mapping[str, str]] = {
     "models": 'models = ["my-writer"], as clients ask for them',
     "trained": "trained = false, for a policy that stays the base model",
     "recipe": 'recipe = "default", or the path of a TOML file',
+    "publish_with": 'publish_with = ["checker"], trained policies of this file',
 }
 Name = Annotated[str, Field(min_length=1)]
 
@@ -39,11 +40,13 @@ class PolicySpec(BaseModel):
     models: tuple[Name, ...] = ()
     trained: StrictBool = True
     recipe: Name | None = None
+    publish_with: tuple[Name, ...] = ()
 
     @model_validator(mode="after")
-    def _has_a_recipe_only_if_trained(self) -> "PolicySpec":
-        if self.recipe is not None and not self.trained:
-            raise ValueError("recipe is for a trained policy alone; leave it out")
+    def _is_a_learner_only_if_trained(self) -> "PolicySpec":
+        for key in ("recipe", "publish_with"):
+            if getattr(self, key) and not self.trained:
+                raise ValueError(f"{key} is for a trained policy alone; leave it out")
         return self
 
 
@@ -55,6 +58,7 @@ class PolicyTable:
         self._specs = {spec.name: spec for spec in specs}
         self._by_model = {model: spec for spec in self.specs for model in (*spec.models, spec.name)}
         self._by_agent = {(spec.base, agent): spec for spec in self.specs for agent in spec.agents}
+        self._sets = _sets_of(self.specs)
 
     @property
     def specs(self) -> tuple[PolicySpec, ...]:
@@ -71,6 +75,24 @@ class PolicyTable:
         The agents of a base come before a policy that has the base's name.
         """
         return self._by_agent.get((model, agent)) or self._by_model.get(model)
+
+    def live_together(self, name: str) -> tuple[str, ...]:
+        """Return the policies whose versions go live with those of `name`, which is one of them.
+
+        It says so of another, or another of it; all that hang together so are one set.
+        """
+        return self._sets.get(name, (name,))
+
+
+def _sets_of(specs: Iterable[PolicySpec]) -> dict[str, tuple[str, ...]]:
+    """Return the set that each policy goes live with, sorted, by its name."""
+    sets: dict[str, set[str]] = {}
+    for spec in specs:
+        whole = {spec.name}.union(
+            *(sets.get(one, {one}) for one in (spec.name, *spec.publish_with))
+        )
+        sets |= dict.fromkeys(whole, whole)
+    return {name: tuple(sorted(whole)) for name, whole in sets.items()}
 
 
 FILE: Final = TableFile(PolicySpec, TABLE, thing="policy", remedies=REMEDIES, error=BadPolicies)
@@ -125,4 +147,18 @@ def _clash(specs: Sequence[PolicySpec]) -> str | None:
         owner = answered.get(("models", repr(spec.name)))
         if owner is not None and owner != spec.name:
             return f"models: {spec.name!r} of policy {owner!r} is another policy's name; rename one"
+    return _odd_companion(specs)
+
+
+def _odd_companion(specs: Sequence[PolicySpec]) -> str | None:
+    """Return an error message if a policy goes live with one that has no versions, else None."""
+    trained = [spec.name for spec in specs if spec.trained]
+    for spec in specs:
+        for other in spec.publish_with:
+            if other == spec.name or other not in trained:
+                others = ", ".join(name for name in trained if name != spec.name) or "none"
+                return (
+                    f"policy {spec.name!r}: publish_with: {other!r} is no other policy with trained"
+                    f" = true; name some of these: {others}"
+                )
     return None

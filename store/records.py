@@ -18,7 +18,7 @@ ToolStatus = Literal["ok", "error", "timeout", "malformed", "denied"]
 # as success.
 ToolSource = Literal["header", "feedback", "is_error", "reader", "assumed"]
 TargetKind = Literal["episode", "call", "response"]
-PolicyState = Literal["written", "published", "serving", "retired", "rejected"]
+PolicyState = Literal["written", "ready", "published", "serving", "retired", "rejected"]
 EpisodeState = Literal["scored", "unscored", "failed", "open"]
 Confidence = Literal["certain", "likely", "doubtful"]
 Split = Literal["train", "eval"]
@@ -29,7 +29,7 @@ TOOL_SOURCES: Final = ("header", "feedback", "is_error", "reader", "assumed")
 CONFIDENCES: Final = ("certain", "likely", "doubtful")
 SPLITS: Final = ("train", "eval")
 TARGET_KINDS: Final = ("episode", "call", "response")
-POLICY_STATES: Final = ("written", "published", "serving", "retired", "rejected")
+POLICY_STATES: Final = ("written", "ready", "published", "serving", "retired", "rejected")
 # `expired`: the update trained nothing; it consumed episodes that can never be trained any more.
 UPDATE_STATES: Final = ("running", "done", "abandoned", "expired")
 REWARD: Final = "reward"

@@ -18,7 +18,10 @@ from store.embedded.server import EmbeddedPostgres
 from store.schema.migrate import upgrade
 
 ROOT = Path(__file__).parents[1]
-
+# Read when torch is first imported, here and in the servers and trainers that tests start. Threads
+# of OpenMP that wait for each other in turns of their own burn the cores that others need: beside
+# them, updates of a tiny model take eighteen times the processor time.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # A machine busy with something else is no reason for a test to fail.
 # A busy machine generates slowly; that says nothing about the code.
@@ -34,6 +37,12 @@ class ByFile(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return "e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than there are cores: many tests wait for a disk, a deadline or a process."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -56,6 +65,9 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostg
     """The real server; one a session."""
     server = EmbeddedPostgres(tmp_path_factory.mktemp("pg"))
     server.ensure_running()
+    # What is committed outlives the server's processes all the same; no test ends the machine.
+    psql(server, "ALTER SYSTEM SET fsync = off")
+    psql(server, "SELECT pg_reload_conf()")
     yield server
     server.stop()
 

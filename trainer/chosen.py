@@ -1,47 +1,108 @@
-"""Choose the policy that a trainer trains, its base model and its recipe (pure)."""
+"""Choose the policies that a trainer trains, their base model and their recipes.
 
-from store.policy_table import PolicyTable
+They share one base model in memory, so what belongs to that model is the same for all of them.
+"""
+
+from collections.abc import Sequence
+
+from store.policy_table import PolicySpec, PolicyTable
 from store.records import Record
 from trainer.errors import TrainerError
+from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
 
 
 class Chosen(Record, frozen=True, kw_only=True):
-    """Hold what a trainer trains.
+    """Hold one policy that a trainer trains.
 
     `policy` is None if the model server's base model is the policy. `base` is the name that the
-    model server has for the base model; None: the policy's own.
+    model server has for the base model; None: the policy's own. `together` are the policies that
+    must go live together, this one among them, if any must.
     """
 
     policy: str | None
     base: str | None
     recipe: str
+    together: tuple[str, ...] = ()
 
 
-def chosen_policy(settings: TrainerSettings, table: PolicyTable | None) -> Chosen:
+def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tuple[Chosen, ...]:
     """Return what a trainer with these settings trains; `table` is the file of policies, if any.
 
+    That is every policy of the file with `trained = true`, or those that the settings name.
+
     Raises:
-        TrainerError: the file has no such policy, or the policy is not trained; or the settings
-            leave open which of several is meant.
+        TrainerError: the file has no such policy, or a policy is not trained; or their base models
+            differ.
     """
     if table is None:
-        return Chosen(policy=settings.policy, base=None, recipe=settings.recipe)
+        return (Chosen(policy=settings.policy, base=None, recipe=settings.recipe),)
     trained = {spec.name: spec for spec in table.specs if spec.trained}
-    names = ", ".join(trained) or "none"
-    if settings.policy is None and len(trained) != 1:
+    if not trained:
         raise TrainerError(
-            f"{settings.policies} has {len(trained)} policies with trained = true ({names}), and a "
-            "trainer trains one: set PAWL_POLICY to the one that is meant"
+            f"{settings.policies} has no policy with trained = true, and so nothing to train: add"
+            " one, or start no trainer"
         )
-    name = settings.policy or next(iter(trained))
-    if name not in trained:
+    names = list(trained) if settings.policy is None else _names(settings.policy)
+    for name in names:
+        if name not in trained:
+            raise TrainerError(
+                f"PAWL_POLICY is {settings.policy!r}, and {settings.policies} has no policy"
+                f" {name!r} with trained = true: name some of these, or add it there:"
+                f" {', '.join(trained)}"
+            )
+    _check_bases(settings, [trained[name] for name in names])
+    return tuple(
+        Chosen(
+            policy=name,
+            base=trained[name].base,
+            recipe=trained[name].recipe or settings.recipe,
+            together=together if len(together := table.live_together(name)) > 1 else (),
+        )
+        for name in names
+    )
+
+
+def _names(listed: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in listed.split(",")))
+
+
+def _check_bases(settings: TrainerSettings, specs: Sequence[PolicySpec]) -> None:
+    by_base: dict[str, list[str]] = {}
+    for spec in specs:
+        by_base.setdefault(spec.base, []).append(spec.name)
+    if len(by_base) > 1:
+        wanted = " and ".join(f"PAWL_POLICY={','.join(names)}" for names in by_base.values())
         raise TrainerError(
-            f"PAWL_POLICY is {name!r}, which {settings.policies} does not have as a policy with "
-            f"trained = true: set it to one of these, or add it there: {names}"
+            f"{settings.policies}: the policies have {len(by_base)} base models"
+            f" ({', '.join(by_base)}), and a trainer holds one: start a trainer for each, with"
+            f" {wanted}"
         )
-    spec = trained[name]
-    return Chosen(policy=name, base=spec.base, recipe=spec.recipe or settings.recipe)
+
+
+def load_recipes(chosen: Sequence[Chosen]) -> list[Recipe]:
+    """Return the recipe of each policy.
+
+    Raises:
+        TrainerError: a recipe cannot be read, or two cannot share a base model.
+    """
+    recipes = [load_recipe(one.recipe) for one in chosen]
+    for one, recipe in zip(chosen[1:], recipes[1:], strict=True):
+        for key in ("dtype", "batch.gradient_checkpointing"):
+            first, other = _value(recipes[0], key), _value(recipe, key)
+            if first != other:
+                raise TrainerError(
+                    f"the recipes of {chosen[0].policy!r} and {one.policy!r} have {key} ="
+                    f" {first!r} and {other!r}, and they share one base model: set the same, or"
+                    " start a trainer for each with PAWL_POLICY"
+                )
+    return recipes
+
+
+def _value(recipe: Recipe, key: str) -> object:
+    if key == "dtype":
+        return recipe.dtype
+    return recipe.batch.gradient_checkpointing
 
 
 def importing_policy(settings: TrainerSettings, table: PolicyTable | None, name: str) -> Chosen:
@@ -56,4 +117,5 @@ def importing_policy(settings: TrainerSettings, table: PolicyTable | None, name:
             f"{settings.policies} has no policy {name!r} with trained = true, and no other has"
             f" versions: name one of these, or add it there: {', '.join(trained) or 'none'}"
         )
-    return chosen_policy(settings.model_copy(update={"policy": name}), table)
+    [chosen] = chosen_policies(settings.model_copy(update={"policy": name}), table)
+    return chosen

@@ -45,8 +45,9 @@ async def import_adapter(
 ) -> PolicyVersion:
     """Make the PEFT adapter in `directory` the next version of policy `name`, and publish it.
 
-    Return the version. It is `serving`, or `written` if a model server does not answer: then the
-    policy's trainer publishes it as soon as it starts.
+    Return the version. It is `serving`, or `ready` if it waits for other policies' versions, or
+    `written` if a model server does not answer: then the policy's trainer publishes it as soon as
+    it starts.
 
     Raises:
         TrainerError: the adapter cannot be a version of the policy, or is not served correctly, or
@@ -70,7 +71,8 @@ async def import_adapter(
             await begin_policy(engine, name, chosen.base, settings.policies)
             imported = Import(settings, recipe, engine, learner, name)
             number = await imported.write(directory, rows)
-            return await imported.publish(servers, number)
+            publisher = Publisher(engine, servers, name, recipe.publish, chosen.together)
+            return await imported.publish(publisher, number)
         finally:
             # Else the pool would keep the connection, and with it the hold on the policy.
             await guard.invalidate()
@@ -141,13 +143,12 @@ class Import:
         if manifest is not None and manifest.sha256[WEIGHTS] == sha256_of(directory / WEIGHTS):
             _refuse(directory, f"{serving.served_name} has its weights and serves: all is done")
 
-    async def publish(self, servers: Replicas, number: int) -> PolicyVersion:
+    async def publish(self, publisher: Publisher, number: int) -> PolicyVersion:
         """Publish version `number`, and return it; it stays `written` if a server is away.
 
         Raises:
             PublishError: it was rejected.
         """
-        publisher = Publisher(self._engine, servers, self._policy, self._recipe.publish)
         try:
             why = await self._recovery.publish_written(publisher)
         except UpstreamAway:

@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.errors import TurnedEvaluation
 from store.records import PolicyVersion
+from store.updates import signal
 from store.updates.claims import Claim
 from trainer.errors import LearnerError, Unusable
 from trainer.learners.protocol import LearnerProtocol
@@ -55,6 +56,7 @@ class Loop:
         self._policy = policy
         self._publisher = publisher
         rule, recorded_recipe = claim_rule(recipe, policy), recipe.model_dump(mode="json")
+        self._engine, self._rule = engine, rule
         self._claiming = Claiming(engine, rule, recorded_recipe)
         self._expiring = Expiring(engine, rule, recorded_recipe)
         self._ending = Ending(recipe.optimizer)
@@ -74,9 +76,18 @@ class Loop:
         await self._recovery.publish_written(self._publisher)
 
     async def sync_adapters(self) -> None:
-        """Load the adapters that the store lists as servable, and unload those that are retired."""
+        """Load the adapters that the store lists as servable, and unload those that are retired.
+
+        Versions that have waited for others to go live with go live.
+        """
         await self._publisher.keep_loaded()
+        await self._publisher.go_live()
         await self._publisher.retire_idle()
+
+    async def waiting_updates(self) -> float:
+        """Return how many updates could be made of the signal that waits for the policy."""
+        async with self._engine.connect() as connection:
+            return await signal.waiting_updates(connection, self._rule)
 
     async def update_once(self) -> bool:
         """Run one update if enough episodes are ready; return whether there was one.
@@ -87,6 +98,9 @@ class Loop:
         parent = await self._versions.serving()
         await self._expiring.expire(parent.version)
         if self._ending.has_come(self._versions.folder(parent.version)):
+            return False
+        if await self._versions.waits_to_go_live():
+            # An update made now would not build on that version.
             return False
         try:
             if not await self._update_from(parent):

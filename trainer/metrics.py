@@ -42,4 +42,9 @@ UPDATE: Final = {
         "probe_difference": "Mean |served − trainer| log-probability",
     }.items()
 }
+LEFT = Gauge(
+    "pawl_policy_left",
+    "1 while the trainer does not work on a policy because it failed; else 0.",
+    ["policy"],
+)
 VERSION = Gauge("pawl_trained_version", "Newest version that was promoted.", ["policy"])

@@ -51,8 +51,8 @@ class TrainerSettings(ServerSettings):
     policies: PoliciesFile = None
     policy: str | None = Field(
         default=None,
-        description="name of the policy to train; unset: the one trained policy of PAWL_POLICIES, "
-        "or without that file the model server's base model",
+        description="name of the policy to train, or several of PAWL_POLICIES, comma-separated; "
+        "unset: all trained policies of that file, or without it the model server's base model",
     )
     model: str | None = Field(
         default=None,

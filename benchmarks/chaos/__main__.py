@@ -78,6 +78,7 @@ def _of_the_trainer(options: argparse.Namespace, folder: Path) -> dict[str, dict
         learner=options.learner,
         baseline=options.baseline,
         policies=options.policies,
+        shared=options.shared,
     )
     return {"kills": found[BASE]} if options.policies == 1 else found
 
@@ -103,6 +104,9 @@ def _options() -> argparse.Namespace:
         choices=sorted(CASTS),
         default=1,
         help="in training, each killed its share of --kills (1)",
+    )
+    parser.add_argument(
+        "--shared", action="store_true", help="one trainer of all --policies is killed"
     )
     parser.add_argument(
         "--plain", action="store_true", help="of the proxy: kills alone, no faults of the disk"

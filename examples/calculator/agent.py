@@ -12,25 +12,20 @@ import asyncio
 import contextlib
 import json
 import os
-import re
 import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from calculator import CalculationError, MalformedExpression, calculator
+from attempts import TOOL_NAME, Attempt, Call, Question, Reply, conclude
 from openai import AsyncOpenAI, OpenAIError
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionMessageParam
 
-ToolStatus = Literal["ok", "error", "malformed"]
-
-TOOL_NAME = "calculator"
 SYSTEM = "Use the calculator."
-TEMPERATURE = 1.0
 MAX_TOKENS = 40
 
 TOOLS: list[ChatCompletionFunctionToolParam] = [
@@ -54,100 +49,6 @@ EXAMPLES = (
     ("What is 23 * 47?", "23 * 47", "1081"),
     ("What is 65 + 12 * 8?", "65 + 12 * 8", "161"),
 )
-
-
-# --- one attempt ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Question:
-    id: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """A tool call as the API returned it."""
-
-    id: str | None
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
-class Reply:
-    response_id: str
-    text: str
-    call: Call | None
-
-
-@dataclass(frozen=True)
-class ToolUse:
-    id: str | None
-    name: str
-    arguments: str
-    status: ToolStatus
-    detail: str
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One output line."""
-
-    id: str
-    question: str
-    sample: int
-    response_id: str | None = None
-    answer: str | None = None
-    tool: ToolUse | None = None
-    error: str | None = None
-
-
-# What a reply looks like that meant to call the tool and did not get the form right.
-LOOKS_LIKE_CALL = re.compile(
-    rf"{TOOL_NAME}\s*\(|^\s*\[?\s*\w+\(\s*\w+\s*=|<tool_call|\"arguments\""
-)
-
-
-def read_expression(call: Call) -> str:
-    """The expression that a call asks for."""
-    if call.name != TOOL_NAME:
-        raise MalformedExpression("there is no tool of that name")
-    try:
-        arguments = json.loads(call.arguments)
-    except ValueError as error:
-        raise MalformedExpression("the arguments are not JSON") from error
-    match arguments:
-        case {"expression": str(expression)} if len(arguments) == 1:
-            return expression
-    raise MalformedExpression("expression, a string, is the one argument")
-
-
-def run_call(call: Call) -> ToolUse:
-    """Run the tool as the model asked for it; the result, or what went wrong, is the detail."""
-    status: ToolStatus
-    try:
-        status, detail = "ok", calculator(read_expression(call))
-    except MalformedExpression as error:
-        status, detail = "malformed", str(error)
-    except CalculationError as error:
-        status, detail = "error", str(error)
-    return ToolUse(call.id, call.name, call.arguments, status, detail)
-
-
-def tool_use(reply: Reply) -> ToolUse | None:
-    if reply.call is not None:
-        return run_call(reply.call)
-    if LOOKS_LIKE_CALL.search(reply.text):
-        return ToolUse(None, TOOL_NAME, reply.text, "malformed", "not in the form of a call")
-    return None
-
-
-def conclude(question: Question, sample: int, reply: Reply) -> Attempt:
-    """The tool's result is the answer; a reply without one answers with its text."""
-    tool = tool_use(reply)
-    answer = tool.detail if tool is not None and tool.status == "ok" else reply.text
-    return Attempt(question.id, question.text, sample, reply.response_id, answer, tool)
 
 
 # --- the model --------------------------------------------------------------------------------
@@ -183,6 +84,7 @@ class Model:
     name: str
     examples: int
     max_tokens: int
+    temperature: float
     stream: bool
 
     async def ask(self, question: str) -> Reply:
@@ -193,7 +95,7 @@ class Model:
             model=self.name,
             messages=messages_for(question, self.examples),
             tools=TOOLS,
-            temperature=TEMPERATURE,
+            temperature=self.temperature,
             max_tokens=self.max_tokens,
         )
         message = completion.choices[0].message
@@ -209,7 +111,7 @@ class Model:
             model=self.name,
             messages=messages_for(question, self.examples),
             tools=TOOLS,
-            temperature=TEMPERATURE,
+            temperature=self.temperature,
             max_tokens=self.max_tokens,
             stream=True,
         )
@@ -243,7 +145,7 @@ def parse_question(line: bytes) -> Question:
 
 
 def raw_lines(source: int) -> Iterator[bytes]:
-    """Lines of a file descriptor, each as soon as it is whole; the last may lack its newline."""
+    """Yield a file's lines, each as soon as it is whole; the last may lack its newline."""
     kept = b""
     try:
         while data := os.read(source, 1 << 16):
@@ -255,7 +157,7 @@ def raw_lines(source: int) -> Iterator[bytes]:
 
 
 async def arriving(source: int, stop: asyncio.Event) -> AsyncIterator[bytes]:
-    """The lines as they arrive, until the source ends or `stop` is set.
+    """Yield the lines as they arrive, until the source ends or `stop` is set.
 
     A thread reads, because neither a regular file nor an idle pipe may hold up the loop; it is a
     daemon, so that a source that never ends does not hold up the exit either.
@@ -356,6 +258,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--examples", type=int, default=len(EXAMPLES), help="worked examples shown")
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    temperature = float(os.environ.get("AGENT_TEMPERATURE", "1"))
+    parser.add_argument("--temperature", type=float, default=temperature)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one model call")
     parser.add_argument("--stream", action="store_true", help="ask for streamed replies")
     return parser.parse_args()
@@ -364,7 +268,14 @@ def arguments() -> argparse.Namespace:
 async def work(options: argparse.Namespace, source: int, out: TextIO) -> int:
     # A server that restarts is waited for: eight retries take about half a minute.
     async with AsyncOpenAI(timeout=options.timeout, max_retries=8) as client:
-        model = Model(client, options.model, options.examples, options.max_tokens, options.stream)
+        model = Model(
+            client=client,
+            name=options.model,
+            examples=options.examples,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            stream=options.stream,
+        )
         run = Run(model, out, options.samples, options.concurrency)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

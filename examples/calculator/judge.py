@@ -52,7 +52,7 @@ class Verdict:
 
 
 def as_number(text: str | None) -> float | None:
-    """The number that a text consists of, apart from spaces, commas and a final full stop."""
+    """Return the number that a text is, apart from spaces, commas and a final full stop."""
     try:
         return float((text or "").strip().removesuffix(".").replace(",", ""))
     except ValueError:
@@ -174,7 +174,7 @@ class Interrupted:
 
 
 def chunks(source: int, follow: bool, stop: Callable[[], bool]) -> Iterator[list[bytes]]:
-    """Whole lines as they appear, everything that is there at once in one list."""
+    """Yield whole lines as they appear, all that are there at once in one list."""
     kept = b""
     while True:
         ending = stop()  # asked before the read, so that the last read sees all that was written
@@ -264,7 +264,7 @@ def arguments() -> argparse.Namespace:
 
 
 def open_results(path: str, follow: bool, stop: Callable[[], bool]) -> int | None:
-    """The descriptor to read from; a file to be followed may still have to appear."""
+    """Open what is to be read; wait for a file that is to be followed and is not there yet."""
     if path == "-":
         return sys.stdin.fileno()
     while follow and not os.path.exists(path):

@@ -71,14 +71,14 @@ KINDS = (
 
 
 def split_of(question: str) -> Split:
-    """The split of a question, by the numbers in it; their order does not count."""
+    """Return the split of a question, by the numbers in it; their order does not count."""
     numbers = sorted(int(digits) for digits in re.findall(r"\d+", question))
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     return "held-out" if digest[0] % HELD_OUT_SHARE == 0 else "train"
 
 
 def drafts(rng: random.Random, kind: Kind) -> Iterator[tuple[str, int]]:
-    """Questions of one kind, of either split, with their answers."""
+    """Yield questions of one kind, of either split, with their answers."""
     while True:
         a, b, c = rng.randint(11, 99), rng.randint(11, 99), rng.randint(3, 9)
         yield kind.text.format(a=a, b=b, c=c), kind.answer(a, b, c)
@@ -90,7 +90,7 @@ def kinds_in_turn(rng: random.Random) -> Iterator[Kind]:
 
 
 def questions(count: int, seed: int, split: Split) -> list[Question]:
-    """`count` different questions of one split; the same seed gives the same ones."""
+    """Return `count` different questions of one split; the same seed gives the same ones."""
     rng = random.Random(f"{split}-{seed}")
     made: dict[str, Question] = {}
     for kind in islice(kinds_in_turn(rng), count):

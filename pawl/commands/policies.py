@@ -126,7 +126,7 @@ def import_version(
     The adapter must be plain LoRA of the policy's base model, of layers that the recipe trains
     and not above its rank. It is probed as a trained version is before it serves; training goes
     on from it, with a new optimiser state. If the model server is away, the trainer publishes
-    the version when it starts.
+    the version when it starts. A version of a policy with publish_with waits for the others.
 
     Status 2: the adapter cannot be a version, or was rejected, or a trainer works on the policy;
     nothing changes for any request then.
@@ -148,6 +148,8 @@ def import_version(
         fail(str(error))
     if version.state == "serving":
         print(f"{version.served_name} serves")
+    elif version.state == "ready":
+        print(f"{version.served_name} goes live with the next versions of the policies it is with")
     else:
         print(f"{version.served_name} is {version.state}: its trainer publishes it when it starts")
 

@@ -43,28 +43,30 @@ def proxy(
 
 def trainer(
     once: Annotated[
-        bool, typer.Option("--once", help="Wait until one update is done, and end.")
+        bool, typer.Option("--once", help="Wait until one update is done, of any policy, and end.")
     ] = False,
 ) -> None:
-    """Train a policy on scored episodes, and publish each new version to the model server.
+    """Train policies on scored episodes, and publish each new version to the model server.
 
     Each update claims finished episodes, assigns credit to their calls, trains the adapter,
-    and loads it into the model server. Needs the database that the proxy records to, and a
-    model server that loads adapters at run time.
+    and loads it into the model server. Several policies (PAWL_POLICIES) share the base model in
+    memory, and take turns; PAWL_POLICY picks some of them.
+
+    Needs the database that the proxy records to, and a model server that loads adapters at run
+    time.
 
     SIGTERM or Ctrl-C ends it with status 0; an update in progress is abandoned and its
-    episodes are free again. Status 2: recipe, model or policy cannot be used.
+    episodes are free again. Status 2: a recipe, the model or a policy cannot be used.
     """
     from store.policy_table import open_policies
-    from trainer.chosen import chosen_policy
+    from trainer.chosen import chosen_policies, load_recipes
     from trainer.errors import TrainerError
-    from trainer.recipes.recipe import load_recipe
     from trainer.settings import TrainerSettings
 
     settings = read_settings(TrainerSettings)
     try:
         # Importing torch takes seconds: report a mistyped key of the recipe before that.
-        load_recipe(chosen_policy(settings, open_policies(settings.policies)).recipe)
+        load_recipes(chosen_policies(settings, open_policies(settings.policies)))
         require_torch()
         from trainer.run import train
 

@@ -11,8 +11,7 @@ from pawl.stack.stack import Stack, StackPlan, running_stack
 from pawl.stack.vllm import USUAL_TOOL_PARSER, VllmOptions
 from proxy.settings import ProxySettings
 from store.policy_table import open_policies
-from trainer.chosen import chosen_policy
-from trainer.recipes.recipe import load_recipe
+from trainer.chosen import chosen_policies, load_recipes
 from trainer.settings import TrainerSettings
 
 DEFAULT_POLICY = "smollm2"
@@ -56,16 +55,19 @@ def _plan(settings: StackSettings) -> StackPlan:
     model = settings.model
     if model is None and not outside:
         model = str(unpacked_model(settings.data_dir / "models"))
-    chosen = chosen_policy(trainer, open_policies(trainer.policies))
-    policy = chosen.policy or (None if outside else settings.model or DEFAULT_POLICY)
+    # One trainer trains them all; they have one base model.
+    chosen = chosen_policies(trainer, open_policies(trainer.policies))
+    policy = trainer.policy
+    if trainer.policies is None and not outside:
+        policy = policy or settings.model or DEFAULT_POLICY
     return StackPlan(
         vllm=VllmOptions(
             model=model or "",
-            served_name=chosen.base or policy or "",
+            served_name=chosen[0].base or policy or "",
             port=settings.vllm_port,
             dtype=settings.vllm_dtype,
             max_model_len=settings.max_model_len,
-            max_lora_rank=load_recipe(chosen.recipe).lora.rank,
+            max_lora_rank=max(recipe.lora.rank for recipe in load_recipes(chosen)),
             tool_parser=proxy.tool_parser or USUAL_TOOL_PARSER,
             sampling_defaults=proxy.sampling_defaults,
         ),

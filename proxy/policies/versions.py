@@ -19,13 +19,15 @@ from store.records import PolicyState, PolicyVersion
 MAX_PINS: Final = 200_000
 SEVERAL: Final = 2
 SERVABLE: Final = ("serving", "published")
-# What a client may ask for by the version's own name: a retired one may still be loaded.
-ASKABLE: Final = (*SERVABLE, "retired")
+# What a client may ask for by the version's own name: one that waits for others to go live with is
+# loaded, and a retired one may still be.
+ASKABLE: Final = (*SERVABLE, "ready", "retired")
 # How many versions a message names.
 MOST_NAMED: Final = 8
 MOST_DIGITS: Final = 9
 _WHY_NOT: Final[Mapping[PolicyState, str]] = {
     "written": "is not published yet",
+    "ready": "is being loaded again",
     "published": "is being loaded again",
     "serving": "is being loaded again",
     "retired": "is retired, and was unloaded because no episode used it; while its files "
@@ -60,6 +62,7 @@ class Versions:
         """
         self._table = table
         self._pins: OrderedDict[tuple[str, str], int] = OrderedDict()
+        self._promised: OrderedDict[tuple[str, str], int] = OrderedDict()
         self.replace(versions)
 
     def replace(self, versions: Iterable[PolicyVersion]) -> None:
@@ -181,5 +184,17 @@ class Versions:
             return pinned
         # The version that it was pinned to, if any, can no longer be served.
         self._pins.pop(key, None)
-        self.pin(policy, episode, self._serving[policy])
-        return self._serving[policy]
+        promised = self._promised.pop(key, self._serving[policy])
+        version = promised if promised in self._names[policy] else self._serving[policy]
+        self.pin(policy, episode, version)
+        self._promise(policy, episode)
+        return version
+
+    def _promise(self, policy: str, episode: str) -> None:
+        """Keep for an episode the versions that are live together with its first one of them."""
+        together = () if self._table is None else self._table.live_together(policy)
+        for other in together:
+            if other != policy and other in self._serving:
+                self._promised.setdefault((other, episode), self._serving[other])
+        while len(self._promised) > MAX_PINS:
+            self._promised.popitem(last=False)

@@ -289,6 +289,13 @@ async def hold_policy(connection: AsyncConnection, policy: str) -> bool:
     return bool(held)
 
 
+async def leave_policy(connection: AsyncConnection, policy: str) -> None:
+    """Give up a hold on a policy (`hold_policy`): another trainer may have it now."""
+    query = text("SELECT pg_advisory_unlock(hashtext(:name))")
+    await connection.execute(query, {"name": f"pawl-trainer:{policy}"})
+    await connection.commit()
+
+
 async def still_connected(connection: AsyncConnection) -> None:
     """Check that the connection still works; the hold on the policy ends with it.
 

@@ -3,6 +3,7 @@
 After a version's row is inserted, only its state (and the time of its change) changes.
 """
 
+from collections.abc import Sequence
 from uuid import UUID
 
 from sqlalchemy import insert, select, text, update
@@ -45,7 +46,7 @@ async def list_servable(
 ) -> list[PolicyVersion]:
     """Return the servable versions of policy `name` (None: of every policy), and its base model."""
     query = select(policies).where(
-        (policies.c.version == 0) | policies.c.state.in_(("serving", "published"))
+        (policies.c.version == 0) | policies.c.state.in_(("serving", "ready", "published"))
     )
     if name is not None:
         query = query.where(policies.c.name == name)
@@ -98,6 +99,43 @@ async def promote(connection: AsyncConnection, name: str, version: int) -> None:
         .values(state="published", changed_at=text("now()"))
     )
     await set_state(connection, name, version, "serving")
+
+
+async def make_ready(connection: AsyncConnection, name: str, version: int) -> None:
+    """Let `version`, which is loaded, wait to go live; one that waited before never will.
+
+    Raises:
+        UnknownPolicy: there is no such version.
+    """
+    await connection.execute(
+        update(policies)
+        .where(policies.c.name == name, policies.c.state == "ready")
+        .values(state="retired", changed_at=text("now()"))
+    )
+    await set_state(connection, name, version, "ready")
+
+
+async def promote_together(
+    connection: AsyncConnection, names: Sequence[str], wait_s: float
+) -> list[PolicyVersion]:
+    """Give the traffic to the versions of these policies that are ready, all at once, if it is due.
+
+    It is if every policy has one, or if one of them has waited for `wait_s` seconds. Return the
+    versions that were promoted. Several trainers may ask at the same time.
+    """
+    has_waited = text("changed_at < now() - make_interval(secs => :wait_s) AS has_waited")
+    rows = await connection.execute(
+        select(policies, has_waited.bindparams(wait_s=wait_s))
+        .where(policies.c.name.in_(names), policies.c.state == "ready")
+        .order_by(policies.c.name, policies.c.version)
+        .with_for_update()
+    )
+    ready = rows.all()
+    if {row.name for row in ready} < set(names) and not any(row.has_waited for row in ready):
+        return []
+    for row in ready:
+        await promote(connection, row.name, row.version)
+    return [version_of(row) for row in ready]
 
 
 async def idle_versions(

@@ -1,5 +1,6 @@
 """What a real vLLM sampled under every setting has the probabilities that the trainer computes."""
 
+import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,10 +93,10 @@ def row_of(call: TransitionRow) -> Row:
 async def test_each_setting_is_replayed_to_a_thousandth_of_a_nat(
     stack: Stack, model_dir: str, tmp_path: Path
 ) -> None:
-    for name in EACH:
-        for seed in range(3):
-            await ask(stack, name, seed)
-    wanted = {f"{name}-{seed}": name for name in EACH for seed in range(3)}
+    seeds = range(3)
+    # At once: the server samples a batch of which each row has settings of its own.
+    await asyncio.gather(*(ask(stack, name, seed) for name in EACH for seed in seeds))
+    wanted = {f"{name}-{seed}": name for name in EACH for seed in seeds}
     calls, folders = await recorded_calls(stack, wanted)
     assert {call.reason for own in calls.values() for call in own} == {None}
     means = trainers_differences(model_dir, tmp_path, calls, folders)

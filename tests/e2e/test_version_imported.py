@@ -3,10 +3,12 @@
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 import torch
 
@@ -16,13 +18,13 @@ from store.connection.engine import make_engine
 from store.read.episodes import episode_ids, read_episodes
 from store.records import PolicyVersion, TransitionRow
 from store.updates.policies import list_versions
-from store.values.tokens import unpack_ids, unpack_logprobs
 from tests.e2e.conftest import POLICY
+from tests.e2e.test_replayed_sampling import row_of
 from tests.integration.conftest import eventually
 from tests.support.training import recipe, write_adapter
-from trainer.batches.rows import bare_row
+from trainer.batches.rows import Row, RowKey
 from trainer.learners.learner import Learner
-from trainer.learners.scoring import score_rows
+from trainer.updates.recomputed import rows_to_compute
 
 # After the others by its name: the version that serves is another from then on.
 pytestmark = [
@@ -43,9 +45,12 @@ async def imported(trainer: Process, adapter: Path) -> tuple[int, str]:
     return process.returncode or 0, out.decode()
 
 
-async def ask(stack: Stack, episode: str) -> str:
+CARD = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
+
+
+async def ask(stack: Stack, episode: str, model: str = POLICY, **settings: float) -> str:
     """Who answered, as the reply's header says."""
-    body = {"model": POLICY, "max_tokens": 24, "seed": 3, "temperature": 1.0}
+    body = {"model": model, "max_tokens": 24, "seed": 3, "temperature": 1.0} | settings
     asked = {"messages": [{"role": "user", "content": "Where does the river end?"}]}
     url, headers = f"{stack.base_url}/chat/completions", {"x-pawl-episode": episode}
     async with (
@@ -56,20 +61,21 @@ async def ask(stack: Stack, episode: str) -> str:
         return response.headers["x-pawl-policy"]
 
 
-async def stored(stack: Stack, key: str) -> tuple[PolicyVersion, TransitionRow]:
-    """The newest version, and the one call of an episode."""
+async def stored(stack: Stack, keys: Sequence[str]) -> tuple[PolicyVersion, list[TransitionRow]]:
+    """The newest version, and the one call of each of these episodes."""
     engine = make_engine(stack.database_url)
 
-    async def look() -> list[TransitionRow]:
+    async def look() -> list[TransitionRow] | None:
         async with engine.connect() as connection:
             found = await read_episodes(connection, await episode_ids(connection))
-        return [call for episode in found if episode.key == key for call in episode.calls]
+        calls = {episode.key: call for episode in found for call in episode.calls}
+        return [calls[key] for key in keys] if calls.keys() >= set(keys) else None
 
-    [call] = await eventually(look)
+    calls = await eventually(look)
     async with engine.connect() as connection:
         versions = await list_versions(connection, POLICY)
     await engine.dispose()
-    return versions[-1], call
+    return versions[-1], calls or []
 
 
 async def test_vllm_serves_what_was_imported(stack: Stack, model_dir: str, tmp_path: Path) -> None:
@@ -82,19 +88,42 @@ async def test_vllm_serves_what_was_imported(stack: Stack, model_dir: str, tmp_p
     trainer._stopping = False
     await trainer.start()
     assert status == 0, said
+    name = said.removesuffix(" serves\n")
     episodes = count()
 
     # The proxy reads twice a second which version serves; an episode keeps its own.
     async def answered_by_it() -> str | None:
         episode = f"imported-{next(episodes)}"
-        return episode if said == f"{await ask(stack, episode)} serves\n" else None
+        return episode if name == await ask(stack, episode) else None
 
-    version, call = await stored(stack, await eventually(answered_by_it))
-    assert (version.state, call.policy_version) == ("serving", version.version)
-    learner = Learner(model_dir, recipe(), seed=0, scratch=tmp_path)
-    learner.restore(Path(version.adapter_path or ""))
-    row = bare_row(0, unpack_ids(call.tokens.prompt_ids), unpack_ids(call.tokens.sampled_ids))
-    with torch.no_grad():
-        own = score_rows(learner._model, [row], merge=False).logprobs
-    served = torch.tensor(list(unpack_logprobs(call.tokens.sampled_logprobs)))
-    assert float((own - served).abs().mean()) <= 1e-3
+    served = [await eventually(answered_by_it) or "", *(f"imported-{own}" for own in "abc")]
+    for seed, episode in enumerate(served[1:]):
+        assert await ask(stack, episode, seed=seed, **CARD) == name
+    based = [f"based-{seed}" for seed in range(3)]
+    for seed, episode in enumerate(based):
+        await ask(stack, episode, f"{POLICY}@0", seed=seed, **CARD)
+    version, calls = await stored(stack, [*served, *based])
+    assert version.state == "serving"
+    assert {call.policy_version for call in calls[: len(served)]} == {version.version}
+    folder = Path(version.adapter_path or "")
+    differences = scored_again(model_dir, tmp_path, folder, list(map(row_of, calls)))
+    assert max(differences) <= 1e-3, differences
+
+
+def scored_again(model_dir: str, scratch: Path, folder: Path, told: list[Row]) -> list[float]:
+    """The mean difference a token between what the server said and the version says, by row.
+
+    The trainer scores rows whose log-probabilities it is not told, as it does those of
+    `/v1/responses`, and stands at neither version when it begins.
+    """
+    learner = Learner(model_dir, recipe(), seed=0, scratch=scratch)
+    learner.restore(None)
+    silent = [msgspec.structs.replace(row, sampled_logprobs=(), recomputed=True) for row in told]
+    values: dict[RowKey, list[float]] = {}
+    for version, rows in rows_to_compute(silent).items():
+        found = learner.version_logprobs(folder if version else None, rows)
+        values |= {row.key: own for row, own in zip(rows, found, strict=True)}
+    return [
+        float((torch.tensor(values[row.key]) - torch.tensor(row.sampled_logprobs)).abs().mean())
+        for row in told
+    ]

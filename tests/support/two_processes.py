@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.support.training import ppo_recipe, recipe, rows
-from trainer.learners.distributed.several import LeadingLearner, follow
+from trainer.learners.distributed.several import Leader, follow
 from trainer.learners.learner import Learner
 
 
@@ -17,9 +17,10 @@ def main() -> None:
     chosen = {"grpo": recipe(steps=2), "ppo": ppo_recipe(steps=2)}[sys.argv[3]]
     learner = Learner(model, chosen, seed=0, scratch=folder / "scratch")
     if learner.processes.rank > 0:
-        follow(learner)
+        follow({"m": learner})
         return
-    leading = LeadingLearner(learner)
+    leader = Leader({"m": learner})
+    leading = leader.learners["m"]
     leading.update(rows(0))
     first = folder / "1"
     first.mkdir()
@@ -34,7 +35,7 @@ def main() -> None:
     second = folder / "2"
     second.mkdir()
     leading.save(second)
-    leading.stop()
+    leader.stop()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Load a version of one policy, train it on an update's rows, and save it."""
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -9,29 +8,23 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from accelerate import PartialState
 from safetensors import SafetensorError
 
 from store.values.distribution import Distribution
 from trainer.batches.micro_batches import computed_tokens, split_steps
 from trainer.batches.rows import Row
 from trainer.errors import DriftOutOfBounds, Unusable
-from trainer.learners.blame import can_be_summed, check_ids, check_view, to_blame
+from trainer.learners.blame import can_be_summed, check_view, to_blame
 from trainer.learners.budget import Budget, MicroBatches
-from trainer.learners.distributed.processes import Processes
-from trainer.learners.fit import base_hash, why_misfit
 from trainer.learners.grpo import View, make_trainer
 from trainer.learners.imported import check_loaded, check_weights, probe_rows
-from trainer.learners.kernels.determinism import be_deterministic
 from trainer.learners.kernels.memory import give_freed_memory_back
 from trainer.learners.kl import ByRow, by_row
-from trainer.learners.merging import can_merge
-from trainer.learners.model import attach_adapter, load_base
+from trainer.learners.merging import attend, can_merge
+from trainer.learners.model import Base
 from trainer.learners.off_policy import off_policy_metrics
 from trainer.learners.passes import Step
 from trainer.learners.ppo import make_ppo_trainer
-from trainer.learners.replay.grammars import Grammars
-from trainer.learners.replay.vocabulary import Vocabulary
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_state
 from trainer.recipes.recipe import Recipe
@@ -56,43 +49,51 @@ class TrainedStep(NamedTuple):
 class Learner:
     """Hold one policy's model between updates, as `LearnerProtocol` asks for."""
 
-    def __init__(self, model: str, recipe: Recipe, seed: int, scratch: Path) -> None:
-        """Load the base model, which takes seconds to minutes.
+    # None while another learner holds the base.
+    _model: Any
+    _trainer: Any
+    _step: Any
 
-        `seed` is that of the first adapter's weights; `scratch` a folder where TRL may write.
+    def __init__(self, model: str | Base, recipe: Recipe, seed: int, scratch: Path) -> None:
+        """Begin with a new adapter of a base model; learners may share one, and take turns.
+
+        Args:
+            model: the base model, or the folder or name of one to load.
+            recipe: how it is trained.
+            seed: that of the first adapter's weights.
+            scratch: a folder where TRL may write.
 
         Raises:
             LearnerError: the model does not exist, or cannot be trained.
         """
-        # TRL writes to the logging module; Pawl has one log, structlog's.
-        logging.getLogger("trl").setLevel(logging.ERROR)
-        be_deterministic()
+        self._base = model if isinstance(model, Base) else Base(model, recipe)
         self._recipe = recipe
         self._seed = seed
         self._scratch = scratch
-        base, self._tokenizer = load_base(model, recipe)
-        self._grammars = Grammars(self._tokenizer, base.config.get_text_config().vocab_size)
-        self._base_hash = base_hash(base)
-        # Reads the number of processes that `accelerate launch` set; without it there is one.
-        PartialState(cpu=not torch.cuda.is_available())
-        self.processes = Processes()
-        self.processes.shard(base)
+        self._tokenizer = self._base.tokenizer
+        self.processes = self._base.processes
         # The version that the model is: its folder, None for the base, or IN_BETWEEN.
         self._stands_at: Path | str | None = None
         self._interrupted = threading.Event()
         self._merge: bool | None = None
-        self._start(base, None)
+        self._start(None)
 
     def interrupt(self) -> None:
         """Make a running `update` raise `Interrupted` at its next micro-batch."""
         self._interrupted.set()
 
-    def _start(self, base: Any, adapter: Path | None) -> None:
-        self._model = attach_adapter(base, self._recipe, adapter, self._seed)
+    def let_go(self) -> None:
+        """Forget the model: another learner holds the base now, until this one is restored."""
+        self._stands_at = IN_BETWEEN
+        self._model = self._trainer = self._step = None
+
+    def _start(self, adapter: Path | None) -> None:
+        self._model = self._base.attach(self, self._recipe, adapter, self._seed)
         if self._merge is None:
             self._merge = can_merge(self._model, self._recipe.batch)
             tokens, alone = self._recipe.batch.micro_batch_tokens, self.processes.count == 1
             self._budget = Budget(tokens, merge=self._merge, alone=alone)
+        attend(self._model, merge=self._merge)
         make = TRAINERS[self._recipe.learner]
         self._trainer = make(
             self._model, self._tokenizer, self._recipe, self._scratch, merge=self._merge
@@ -108,7 +109,7 @@ class Learner:
         if adapter == self._stands_at:
             return
         self._stands_at = IN_BETWEEN
-        self._start(self._model.unload(), adapter)
+        self._start(adapter)
         if adapter is not None:
             self._step.taken = load_state(self._resumed(), adapter)
         self._stands_at = adapter
@@ -121,15 +122,15 @@ class Learner:
         Raises:
             AdapterError: it cannot be a version; the message says why, and what to do.
         """
-        check_weights(self._model, self._base_hash, adapter)
+        check_weights(self._model, self._base.hash, adapter)
         self._stands_at = IN_BETWEEN
-        self._start(self._model.unload(), adapter)
+        self._start(adapter)
         check_loaded(self._model, adapter)
         return probe_rows(self._tokenizer)
 
     def _resumed(self) -> dict[str, Any]:
         """Return the objects that are saved and resumed beside the adapter, by name."""
-        return {OPTIMIZER: self._trainer.optimizer} | self._trainer.added_modules()
+        return {OPTIMIZER: self._trainer.optimizer, **self._trainer.added_modules()}
 
     def update(self, rows: Sequence[Row]) -> dict[str, Any]:
         """Train on `rows`, whose weights sum to one, and return the update's metrics.
@@ -142,7 +143,7 @@ class Learner:
             LearnerError: the GPU has too little memory.
             Interrupted: `interrupt` was called.
         """
-        rows = self._checked(rows)
+        rows = self._base.checked(rows)
         newest = self._version()
         self._stands_at = IN_BETWEEN
         started = time.perf_counter()
@@ -157,12 +158,6 @@ class Learner:
             "train_seconds": time.perf_counter() - started,
             **self._take_metrics(),
         }
-
-    def _checked(self, rows: Sequence[Row]) -> list[Row]:
-        """Return rows that can be computed with, their settings in terms of tokens."""
-        rows = Vocabulary(self._tokenizer, self._model).spell_out(rows)
-        check_ids(rows, self._model.get_input_embeddings().weight.shape[0])
-        return self._grammars.with_masks(rows)
 
     def _take_steps(
         self, rows: Sequence[Row], newest: int | None
@@ -256,7 +251,7 @@ class Learner:
         kept = self._trainer._metrics["train"]
         means = {ours: _mean(kept[theirs]) for theirs, ours in FIGURES.items() if kept[theirs]}
         kept.clear()
-        return means | self._trainer.figures()
+        return {**means, **self._trainer.figures()}
 
     def misfit(self, adapter: Path) -> str | None:
         """Return why the version in `adapter` is not of this base model, or None if it may be.
@@ -264,14 +259,13 @@ class Learner:
         Raises:
             AdapterError: a file cannot be read.
         """
-        return why_misfit(self._model.get_base_model(), self._base_hash, adapter)
+        return self._base.misfit(adapter)
 
     def why_unreplayable(
         self, distribution: Distribution, sampled_ids: Sequence[int]
     ) -> str | None:
         """Return why the masks of a call's grammar cannot be made, or None if they can."""
-        spelled = Vocabulary(self._tokenizer, self._model).spelled(distribution)
-        return self._grammars.why_not(spelled, sampled_ids)
+        return self._base.why_unreplayable(distribution, sampled_ids)
 
     def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
         """Return log-probabilities (S,) of each row's sampled tokens under a version.
@@ -285,13 +279,13 @@ class Learner:
             LearnerError: the GPU has too little memory.
             Interrupted: `interrupt` was called.
         """
-        rows = self._checked(rows)
+        rows = self._base.checked(rows)
         if adapter is None:
             with self._model.disable_adapter():
                 return self._survey(rows)
         if adapter != self._stands_at:
             self._stands_at = IN_BETWEEN
-            self._model = attach_adapter(self._model.unload(), self._recipe, adapter, self._seed)
+            self._model = self._base.attach(self, self._recipe, adapter, self._seed)
         return self._survey(rows)
 
     def _survey(self, rows: Sequence[Row]) -> list[list[float]]:
@@ -334,7 +328,7 @@ class Learner:
         except SafetensorError as error:
             raise OSError(f"the adapter was not written: {error}") from error
         (folder / "README.md").unlink(missing_ok=True)
-        save_state(self._resumed(), self._step.taken, self._base_hash, folder)
+        save_state(self._resumed(), self._step.taken, self._base.hash, folder)
 
     def saved_as(self, adapter: Path) -> None:
         """Note that the trained state is `adapter` now, so that `restore` need not read it back."""

@@ -20,6 +20,7 @@ TOLERANCE: Final = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.
 def can_merge(model: Any, options: BatchOptions) -> bool:
     """Prepare `model` for merged prefixes if that is wanted and possible; return whether it is."""
     if options.merge_prefixes == "never":
+        attend(model, merge=False)
         return False
     why = why_separate(model)
     if why is not None:
@@ -35,11 +36,18 @@ def why_separate(model: Any) -> str | None:
     """
     why = _unsupported_reason(model)
     if why is None:
-        model.get_base_model().set_attn_implementation(NAME)
+        attend(model, merge=True)
         why = _mismatch_reason(model)
     if why is not None:
-        model.get_base_model().set_attn_implementation(DEFAULT_ATTENTION)
+        attend(model, merge=False)
     return why
+
+
+def attend(model: Any, *, merge: bool) -> None:
+    """Let the base of `model` attend along trees, or as it does by itself."""
+    wanted = NAME if merge else DEFAULT_ATTENTION
+    if model.config._attn_implementation != wanted:
+        model.get_base_model().set_attn_implementation(wanted)
 
 
 def _unsupported_reason(model: Any) -> str | None:

@@ -1,15 +1,32 @@
-"""Load the model in training: a frozen base and one LoRA adapter, in the recipe's precision."""
+"""Load the model in training: a frozen base, and one policy's LoRA adapter on it at a time.
 
+The base model, in the recipe's precision, is what policies share: it is in memory once, and the
+adapter of the policy whose turn it is takes the place of the one before.
+"""
+
+import gc
+import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from accelerate import PartialState
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from store.values.distribution import Distribution
+from trainer.batches.rows import Row
 from trainer.errors import LearnerError
+from trainer.learners.blame import check_ids
+from trainer.learners.distributed.processes import Processes
+from trainer.learners.fit import base_hash, why_misfit
+from trainer.learners.kernels.determinism import be_deterministic
 from trainer.learners.kernels.lean import make_adapter_lean, make_base_lean
+from trainer.learners.replay.grammars import Grammars
+from trainer.learners.replay.vocabulary import Vocabulary
 from trainer.recipes.recipe import Recipe
 
 TASK = "CAUSAL_LM"
@@ -78,3 +95,86 @@ def _adapted(base: Any, recipe: Recipe, adapter: Path | None, seed: int) -> Peft
         task_type=TASK,
     )
     return get_peft_model(base, config, autocast_adapter_dtype=True)
+
+
+class Holder(Protocol):
+    """Hold a base model for as long as it is one's turn."""
+
+    def let_go(self) -> None:
+        """Forget the adapted model and all that was made for it: another holds the base now."""
+
+
+class Base:
+    """Hold one frozen base model in memory, for the policies whose adapters it carries in turn.
+
+    Attributes:
+        tokenizer: that of the model.
+        hash: tells it from other models (`trainer.learners.fit`).
+        processes: those that compute together; the base is sharded over them.
+    """
+
+    def __init__(self, model: str, recipe: Recipe) -> None:
+        """Load `model` in the precision of `recipe`, which takes seconds to minutes.
+
+        Raises:
+            LearnerError: the model does not exist, or cannot be trained.
+        """
+        # TRL writes to the logging module; Pawl has one log, structlog's.
+        logging.getLogger("trl").setLevel(logging.ERROR)
+        be_deterministic()
+        self._model, self.tokenizer = load_base(model, recipe)
+        self._grammars = Grammars(self.tokenizer, self._model.config.get_text_config().vocab_size)
+        self.hash = base_hash(self._model)
+        # Reads the number of processes that `accelerate launch` set; without it there is one.
+        PartialState(cpu=not torch.cuda.is_available())
+        self.processes = Processes()
+        self.processes.shard(self._model)
+        self._holder: Holder | None = None
+
+    def attach(self, holder: Holder, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:
+        """Return the base with the adapter in a folder, or a new one, in place of any other.
+
+        Whoever held the base lets go of it first.
+        """
+        if self._holder is not None and self._holder is not holder:
+            self._holder.let_go()
+            # The adapter and the moments of the other policy, which refer to each other.
+            gc.collect()
+        self._holder = holder
+        _detach(self._model)
+        return attach_adapter(self._model, recipe, adapter, seed)
+
+    def checked(self, rows: Sequence[Row]) -> list[Row]:
+        """Return rows that can be computed with, their settings in terms of tokens.
+
+        Raises:
+            Unusable: some of them cannot.
+        """
+        rows = Vocabulary(self.tokenizer, self._model).spell_out(rows)
+        check_ids(rows, self._model.get_input_embeddings().weight.shape[0])
+        return self._grammars.with_masks(rows)
+
+    def misfit(self, adapter: Path) -> str | None:
+        """Return why the version in `adapter` is not of this base model, or None if it may be.
+
+        Raises:
+            AdapterError: a file cannot be read.
+        """
+        return why_misfit(self._model, self.hash, adapter)
+
+    def why_unreplayable(
+        self, distribution: Distribution, sampled_ids: Sequence[int]
+    ) -> str | None:
+        """Return why the masks of a call's grammar cannot be made, or None if they can."""
+        spelled = Vocabulary(self.tokenizer, self._model).spelled(distribution)
+        return self._grammars.why_not(spelled, sampled_ids)
+
+
+def _detach(base: Any) -> None:
+    """Take all adapters off `base`, in place; one whose files could not be read is half on."""
+    for name, layer in list(base.named_modules()):
+        if isinstance(layer, LoraLayer):
+            parent, _, child = name.rpartition(".")
+            setattr(base.get_submodule(parent), child, layer.get_base_layer())
+    if hasattr(base, "peft_config"):
+        del base.peft_config

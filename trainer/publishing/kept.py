@@ -6,7 +6,7 @@ from typing import Final
 from store.records import PolicyVersion
 
 # States in which a version's files are read: it is published, or may be.
-IN_USE: Final = ("written", "serving", "published")
+IN_USE: Final = ("written", "ready", "serving", "published")
 HAD_TRAFFIC: Final = ("published", "retired")
 
 
@@ -27,7 +27,7 @@ def kept_states(versions: Sequence[PolicyVersion]) -> set[int]:
 
     That is the one with the traffic, the one before it, and those that may still get it.
     """
-    heads = _numbers(one for one in versions if one.state in ("written", "serving"))
+    heads = _numbers(one for one in versions if one.state in ("written", "ready", "serving"))
     return heads | _last_good(versions)
 
 

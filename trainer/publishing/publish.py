@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import structlog
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.records import PolicyState, PolicyVersion
 from store.updates import policies
@@ -32,13 +32,22 @@ class Publisher:
     """Publish and retire the versions of one policy."""
 
     def __init__(
-        self, engine: AsyncEngine, servers: Replicas, policy: str, rule: PublishOptions
+        self,
+        engine: AsyncEngine,
+        servers: Replicas,
+        policy: str,
+        rule: PublishOptions,
+        together: Sequence[str] = (),
     ) -> None:
-        """Store the model servers, the policy's name and the recipe's `[publish]` rule."""
+        """Store the model servers, the policy's name and the recipe's `[publish]` rule.
+
+        `together` are the policies that must go live together, this one among them, if any must.
+        """
         self._engine = engine
         self._servers = servers
         self._policy = policy
         self._rule = rule
+        self._together = tuple(together) or (policy,)
 
     async def publish(
         self,
@@ -46,7 +55,9 @@ class Publisher:
         before: str,
         rows: Sequence[ProbeRow],
     ) -> ProbeResult:
-        """Load `version`, probe it with `rows`, and promote it, on the replicas that answer.
+        """Load `version` and probe it on the replicas that answer, and promote it.
+
+        It is promoted once all are ready that must go live together.
 
         `before` is the served name of the version that has the traffic now.
 
@@ -66,9 +77,31 @@ class Publisher:
             log.error("version_rejected", version=version.served_name, reason=str(error))
             raise
         async with self._engine.begin() as connection:
-            await policies.promote(connection, self._policy, version.version)
-        log.info("version_promoted", version=version.served_name)
+            await policies.make_ready(connection, self._policy, version.version)
+            promoted = await self._promote(connection)
+        if not promoted:
+            log.info("version_ready", version=version.served_name, goes_with=self._together)
+        self._tell(promoted)
         return probe
+
+    async def go_live(self) -> None:
+        """Promote what is ready, if all that go live together are, or have waited long enough.
+
+        It is one transaction, and proxies read all versions at once: no new episode gets a new
+        version of one policy and the old one of another. Whichever trainer comes first does it.
+        """
+        async with self._engine.begin() as connection:
+            promoted = await self._promote(connection)
+        self._tell(promoted)
+
+    async def _promote(self, connection: AsyncConnection) -> list[PolicyVersion]:
+        wait_s = self._rule.wait_for_others_s
+        return await policies.promote_together(connection, self._together, wait_s)
+
+    def _tell(self, promoted: Sequence[PolicyVersion]) -> None:
+        for version in promoted:
+            VERSION.labels(version.name).set(version.version)
+            log.info("version_promoted", version=version.served_name)
 
     async def try_to_publish(
         self, version: PolicyVersion, before: str, rows: Sequence[ProbeRow]
@@ -86,7 +119,6 @@ class Publisher:
         except PublishError as error:
             UPDATES.labels(self._policy, "rejected").inc()
             return str(error)
-        VERSION.labels(self._policy).set(version.version)
         UPDATE["probe_difference"].labels(self._policy).set(probe.mean_difference)
         log.info(
             "version_probed",

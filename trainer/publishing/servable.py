@@ -7,7 +7,7 @@ from store.records import PolicyVersion
 
 # What a server lists: `root` and `parent` of each model, by its name.
 Listed = Mapping[str, Mapping[str, Any]]
-SERVABLE: Final = ("serving", "published")
+SERVABLE: Final = ("serving", "ready", "published")
 
 
 def is_servable(version: PolicyVersion) -> bool:

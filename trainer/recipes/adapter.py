@@ -30,3 +30,8 @@ class PublishOptions(RecipeOptions):
         default=900.0,
         description="A version that lost the traffic is retired after this long without a call.",
     )
+    wait_for_others_s: Positive = Field(
+        default=600.0,
+        description="A version of a policy with publish_with waits this long for those of the "
+        "others; then it goes live without them.",
+    )

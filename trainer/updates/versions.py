@@ -46,6 +46,10 @@ class Versions:
         """Return the versions that no server has loaded yet, oldest first."""
         return [v for v in await self._all() if v.state == "written"]
 
+    async def waits_to_go_live(self) -> bool:
+        """Return whether a version waits for those of the policies that go live with it."""
+        return any(v.state == "ready" for v in await self._all())
+
     async def numbered(self, number: int) -> PolicyVersion:
         """Return the recorded version with this number."""
         return next(v for v in await self._all() if v.version == number)

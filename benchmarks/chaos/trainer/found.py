@@ -1,7 +1,7 @@
 """What a run left of a policy: who was spent on what, and every version's bytes."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,10 +16,12 @@ from trainer.publishing.adapters import read_manifest
 COMPARED: Final = ("adapter_model.safetensors", "adapter_config.json", "progress.json", "trainer/*")
 
 _SPENT: Final = """
-    SELECT (SELECT count(*) FROM consumptions WHERE policy = $1) = (SELECT count(*) FROM episodes)
-        AND NOT EXISTS (SELECT FROM policies WHERE name = $1 AND state = 'written')
-        AND (SELECT version FROM policies WHERE name = $1 AND state = 'serving')
-            = (SELECT max(version) FROM policies WHERE name = $1)
+    SELECT bool_and(
+        (SELECT count(*) FROM consumptions WHERE policy = asked) = (SELECT count(*) FROM episodes)
+        AND NOT EXISTS (SELECT FROM policies WHERE name = asked AND state = 'written')
+        AND (SELECT version FROM policies WHERE name = asked AND state = 'serving')
+            = (SELECT max(version) FROM policies WHERE name = asked))
+    FROM unnest($1::text[]) AS asked
 """
 _UPDATE_S: Final = """
     SELECT coalesce(percentile_cont(0.5) WITHIN GROUP (ORDER BY s), 0) FROM (
@@ -33,7 +35,7 @@ _OUTCOMES: Final = """
 """
 
 
-_HELD: Final = "SELECT id FROM updates WHERE policy = $1 AND state = 'running'"
+_HELD: Final = "SELECT array_agg(id) FROM updates WHERE policy = ANY($1) AND state = 'running'"
 _STATES: Final = "SELECT version, state FROM policies WHERE name = $1 ORDER BY version"
 _UPDATES: Final = "SELECT state, count(*) FROM updates WHERE policy = $1 GROUP BY 1"
 
@@ -59,21 +61,20 @@ class Found:
         return [key for key, outcome in self.outcomes.items() if outcome is None]
 
 
-async def all_spent(url: str, policy: str) -> bool:
-    """Whether the policy has nothing left to train, to record or to publish."""
-    return bool(await _ask(url, _SPENT, policy))
+async def all_spent(url: str, policies: Sequence[str]) -> bool:
+    """Whether the policies have nothing left to train, to record or to publish."""
+    return bool(await _ask(url, _SPENT, policies))
 
 
-async def held_by(url: str, policy: str) -> UUID | None:
-    """The policy's update that holds episodes now."""
-    found: UUID | None = await _ask(url, _HELD, policy)
-    return found
+async def held_by(url: str, policies: Sequence[str]) -> set[UUID]:
+    """The policies' updates that hold episodes now."""
+    return set(await _ask(url, _HELD, policies) or ())
 
 
-async def _ask(url: str, question: str, policy: str) -> Any:
+async def _ask(url: str, question: str, policies: Sequence[str]) -> Any:
     connection = await asyncpg.connect(url)
     try:
-        return await connection.fetchval(question, policy)
+        return await connection.fetchval(question, list(policies))
     finally:
         await connection.close()
 

@@ -1,4 +1,7 @@
-"""The same ledger trained twice: by trainers that are left alone, and by ones that are killed."""
+"""The same ledger trained twice: by trainers that are left alone, and by ones that are killed.
+
+Where one trainer of all policies is killed, it is compared with one trainer for each, left alone.
+"""
 
 import asyncio
 import random
@@ -27,7 +30,7 @@ class NotStaged(Exception):
     """The ledger could not be made; the message ends with what was said of it."""
 
 
-# What is done to a policy's run; with the seconds that an undisturbed update of it takes.
+# What is done to a trainer's run; with the seconds that an undisturbed update takes.
 Disturb = Callable[[Run, float], None]
 
 
@@ -40,6 +43,8 @@ class Task:
     seed: int
     recipe: str
     policies: int = 1
+    # Whether one trainer trains all of them while it is killed.
+    shared: bool = False
 
 
 def trainer_kills(
@@ -50,13 +55,15 @@ def trainer_kills(
     learner: str = "grpo",
     baseline: str = "group",
     policies: int = 1,
+    shared: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Kill the policies' trainers so many times in all; what became of each, and of the ledger."""
-    each = kills // policies
-    updates = max(4, each // KILLS_AN_UPDATE)
+    updates = max(4, kills // policies // KILLS_AN_UPDATE)
+    each = kills if shared else kills // policies
     dice = {name: random.Random(seed + n) for n, name in enumerate(trained(policies))}
-    task = Task(folder, updates, seed, recipe_toml(updates, learner, baseline), policies)
-    return compared(task, lambda run, update_s: run.kill(each, dice[run.place.policy], update_s))
+    recipe = recipe_toml(updates, learner, baseline)
+    task = Task(folder, updates, seed, recipe, policies, shared)
+    return compared(task, lambda run, update_s: run.kill(each, dice[run.place.names[0]], update_s))
 
 
 def compared(task: Task, disturb: Disturb) -> dict[str, dict[str, Any]]:
@@ -71,14 +78,22 @@ def compared(task: Task, disturb: Disturb) -> dict[str, dict[str, Any]]:
     try:
         with zygote(task.folder / "zygote.log") as forks:
             calm_places, killed_places = (
-                _places(task, "calm", database),
-                _places(task, "killed", database),
+                _places(task, "calm", database, [(name,) for name in names]),
+                _places(
+                    task,
+                    "killed",
+                    database,
+                    [tuple(names)] if task.shared else [(name,) for name in names],
+                ),
             )
             _stage(forks, task, [calm_places[0].database_url, killed_places[0].database_url])
             calm = _run(forks, database, calm_places, lambda _: None)
             update_s = {name: one.found.update_s for name, one in calm.items()}
             killed = _run(
-                forks, database, killed_places, lambda run: disturb(run, update_s[run.place.policy])
+                forks,
+                database,
+                killed_places,
+                lambda run: disturb(run, max(update_s[name] for name in run.place.names)),
             )
         last = killed_places[0]
         ledger = asyncio.run(ledger_report(last.database_url, last.adapters, names))
@@ -88,8 +103,13 @@ def compared(task: Task, disturb: Disturb) -> dict[str, dict[str, Any]]:
     return reports | {"ledger": ledger}
 
 
-def _places(task: Task, name: str, database: Database) -> list[Place]:
-    """The places of a run, with a database that is empty yet: one for each policy."""
+def _places(
+    task: Task, name: str, database: Database, trainers: list[tuple[str, ...]]
+) -> list[Place]:
+    """The places of a run, one for each of its trainers, with a database that is empty yet.
+
+    `trainers` are the policies of each.
+    """
     folder, url = task.folder / name, database.create(name)
     folder.mkdir()
     (folder / "recipe.toml").write_text(task.recipe)
@@ -98,13 +118,13 @@ def _places(task: Task, name: str, database: Database) -> list[Place]:
         Place(
             folder=folder,
             database_url=url,
-            policy=policy,
+            names=names,
             model=task.folder / "model",
             recipe=folder / "recipe.toml",
             policies=folder / "policies.toml" if task.policies > 1 else None,
             updates=task.updates,
         )
-        for policy in trained(task.policies)
+        for names in trainers
     ]
 
 
@@ -134,10 +154,14 @@ def _run(
     ):
         runs = [Run(forks, database, place, port) for place in places]
         list(threads.map(lambda run: run.to_its_end(disturb), runs))
-    return {run.place.policy: _trained(run) for run in runs}
+    return {name: _trained(run, name) for run in runs for name in run.place.names}
 
 
-def _trained(run: Run) -> Trained:
+def _trained(run: Run, policy: str) -> Trained:
     at = run.place
-    found = asyncio.run(found_in(at.database_url, at.adapters, at.policy))
-    return Trained(found, run.lives, at.log)
+    found = asyncio.run(found_in(at.database_url, at.adapters, policy))
+    late = sum(
+        b'"update_finished_late"' in line and f'"policy": "{policy}"'.encode() in line
+        for line in at.said().splitlines()
+    )
+    return Trained(found, run.lives, late)

@@ -1,4 +1,4 @@
-"""One policy's run over a ledger: a trainer that is left alone, or one life after another."""
+"""One trainer's run over a ledger: it is left alone, or has one life after another."""
 
 import asyncio
 import random
@@ -134,7 +134,7 @@ class Run:
         if status != 0:
             self._note(f"status {status}, asked to stop")
         # What the life before it left may still be there: it had no time to look.
-        if self._held() not in (None, held):
+        if self._held() - held:
             self._note("asked to stop, it kept its claim")
 
     def _note(self, what: str) -> None:
@@ -171,11 +171,11 @@ class Run:
 
     def _all_spent(self) -> bool:
         with self._database.up():
-            return asyncio.run(all_spent(self.place.database_url, self.place.policy))
+            return asyncio.run(all_spent(self.place.database_url, self.place.names))
 
-    def _held(self) -> UUID | None:
+    def _held(self) -> set[UUID]:
         with self._database.up():
-            return asyncio.run(held_by(self.place.database_url, self.place.policy))
+            return asyncio.run(held_by(self.place.database_url, self.place.names))
 
     def _start(self, boundary: str | None) -> int:
         return self._zygote.start("trainer", self.place.log, self._env, dies=boundary)

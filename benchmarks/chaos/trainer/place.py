@@ -1,4 +1,4 @@
-"""Where one policy is trained, and how it went."""
+"""Where policies are trained by one trainer, and how it went."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,15 +9,16 @@ from benchmarks.vllm_server import free_port
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a policy's trainer works."""
+    """Where a trainer of one policy or more works."""
 
     folder: Path
     database_url: str
-    policy: str
+    names: tuple[str, ...]
     model: Path
     recipe: Path
     # None: the policy is the base model itself.
     policies: Path | None
+    # Of each policy.
     updates: int
 
     @property
@@ -27,8 +28,8 @@ class Place:
 
     @property
     def log(self) -> Path:
-        """What the policy's trainers said."""
-        return self.folder / f"{self.policy}.log"
+        """What its trainers said."""
+        return self.folder / f"{'+'.join(self.names)}.log"
 
     def said(self) -> bytes:
         """The log as it is now."""
@@ -36,17 +37,19 @@ class Place:
 
     def progress(self) -> float:
         """The share of the updates that exist as versions."""
-        return len(list((self.adapters / self.policy).glob("[0-9]*"))) / self.updates
+        made = [1 for name in self.names for _ in (self.adapters / name).glob("[0-9]*")]
+        return len(made) / (self.updates * len(self.names))
 
     def env(self, upstream_port: int) -> dict[str, str]:
         """The settings of its trainers; each of them listens on the same port."""
         of_policies = {} if self.policies is None else {"PAWL_POLICIES": str(self.policies)}
+        if len(self.names) == 1:
+            of_policies["PAWL_POLICY"] = self.names[0]
         return of_policies | {
             "DATABASE_URL": self.database_url,
             "PAWL_UPSTREAM_URL": f"http://127.0.0.1:{upstream_port}/v1",
             "PAWL_ADAPTER_DIR": str(self.adapters),
             "PAWL_RECIPE": str(self.recipe),
-            "PAWL_POLICY": self.policy,
             "PAWL_MODEL": str(self.model),
             "PAWL_TRAINER_LISTEN": f"127.0.0.1:{free_port()}",
             "PAWL_POLL_S": "0.05",

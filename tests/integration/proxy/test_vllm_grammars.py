@@ -17,7 +17,7 @@ from store.values.grammars import Grammar
 from tests.integration.proxy.test_vllm_sampling import recorded, written
 
 # Importing vLLM takes its time.
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
 RESPONSES = {"model": "m", "input": "q"}

@@ -21,7 +21,7 @@ from store.values.grammars import Grammar
 from tests.support.records import captured
 
 # Importing vLLM takes its time.
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 SAMPLED = Sampled(
     prompt_ids=(1,), sampled_ids=(2,), sampled_logprobs=(-1.0,), choices=1, completion_tokens=1

@@ -1,4 +1,4 @@
-"""Revision 0010: versions whose files were deleted, on rows that there were before."""
+"""Revision 0011: versions whose files were deleted, on rows that there were before."""
 
 import pytest
 from sqlalchemy import text
@@ -22,7 +22,7 @@ STATES = "SELECT version, state, adapter_path FROM policies ORDER BY 1"
 
 async def test_versions_from_before_have_their_files(empty_database_url: str) -> None:
     url = empty_database_url
-    await upgrade(url, "0009")
+    await upgrade(url, "0010")
     engine = make_engine(url)
     async with engine.begin() as connection:
         for statement in OLD_ROWS:
@@ -39,7 +39,7 @@ async def test_versions_from_before_have_their_files(empty_database_url: str) ->
             await connection.execute(text("UPDATE policies SET state = 'published'"))
     await engine.dispose()
 
-    await downgrade(url, "0009")
+    await downgrade(url, "0010")
     engine = make_engine(url)
     async with engine.connect() as connection:
         assert (await connection.execute(text(STATES))).all() == before

@@ -10,7 +10,8 @@ from store.ids import new_id, time_of
 from store.read.episodes import episode_ids, read_episodes
 from store.schema.migrate import check, downgrade, upgrade
 from store.schema.partitions import ensure_partition
-from store.updates.claims import claim
+from store.updates.claims import begin_update, claim
+from store.updates.policies import add_version, ensure_base, make_ready
 from store.updates.ready import ClaimRule
 from store.values.tokens import pack_logprobs
 from store.write.ingest import Ingester
@@ -347,3 +348,26 @@ async def test_evaluation_is_kept_from_training_in_the_schema_before(
     assert await joins(url, EVALUATION) == [("a",), ("e",)]
     assert await joins(url, KEPT) == []
     await check(url)
+
+
+async def test_versions_that_wait_to_go_live_survive_up_and_are_probed_again_after_down(
+    empty_database_url: str,
+) -> None:
+    await upgrade(empty_database_url, "0009")
+    engine = make_engine(empty_database_url)
+    states = text("SELECT version, state FROM policies ORDER BY version")
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        update = await begin_update(connection, "m", 0, {})
+        await add_version(connection, "m", 1, "/adapters/m/1", update)
+    await engine.dispose()
+    await upgrade(empty_database_url)
+    async with engine.begin() as connection:
+        assert dict(map(tuple, await connection.execute(states))) == {0: "serving", 1: "written"}
+        await make_ready(connection, "m", 1)
+    await engine.dispose()
+    await check(empty_database_url)
+    await downgrade(empty_database_url, "0009")
+    async with engine.connect() as connection:
+        assert dict(map(tuple, await connection.execute(states))) == {0: "serving", 1: "written"}
+    await engine.dispose()

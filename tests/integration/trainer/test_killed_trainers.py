@@ -1,4 +1,4 @@
-"""Two trainers over the same episodes, each killed apart from the other: the same bytes of both."""
+"""Two policies over the same episodes, trained apart or together, and killed: the same bytes."""
 
 from pathlib import Path
 
@@ -11,14 +11,16 @@ UPDATES = 4
 
 
 @pytest.mark.timeout(300)
-def test_two_policies_killed_at_random(tmp_path: Path) -> None:
-    found = trainer_kills(tmp_path, KILLS, 3, policies=2)
+@pytest.mark.parametrize("shared", [False, True])
+def test_two_policies_killed_at_random(tmp_path: Path, shared: bool) -> None:
+    """A trainer for each, each killed apart from the other; or one trainer of both."""
+    found = trainer_kills(tmp_path, KILLS, 3, policies=2, shared=shared)
     for policy in ("writer", "checker"):
         report = found[policy]
         for promise in ("lost", "twice", "spent_otherwise", "states_differ", "files_differ"):
             assert report[promise] == [], (policy, promise)
         assert report["by_themselves"] == [], policy
-        assert report["kills"] == KILLS // 2
+        assert report["kills"] == (KILLS if shared else KILLS // 2)
         assert report["versions"] == {"undisturbed": UPDATES, "killed": UPDATES}
     writer, checker = (found[policy]["final_adapter"] for policy in ("writer", "checker"))
     assert writer != checker

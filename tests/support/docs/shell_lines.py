@@ -161,7 +161,7 @@ def check_make(arguments: list[str]) -> None:
             require(word in TARGETS, f"make has no target {word!r}")
         elif name == "ARGS" and arguments[0] == "demo":
             check_pawl(["demo", *shlex.split(value)])
-        elif name == "ARGS" and arguments[0] == "test":
+        elif name == "ARGS" and arguments[0] in ("test", "serving"):
             check_pytest(shlex.split(value))
         else:
             require(name == "PYTHON", f"the Makefile has no use for {name} there")

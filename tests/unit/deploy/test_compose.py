@@ -24,6 +24,7 @@ from trainer.settings import TrainerSettings
 
 ROOT: Final = Path(__file__).parents[3]
 COMPOSE: Final = ROOT / "docker-compose.yml"
+POLICIES: Final = ROOT / "docker-compose.policies.yml"
 ENV_EXAMPLE: Final = ROOT / ".env.example"
 DOCKERFILES: Final = ("Dockerfile.proxy", "Dockerfile.trainer")
 NEEDED: Final = {"POSTGRES_PASSWORD": "p@ss/w:rd", "GRAFANA_ADMIN_PASSWORD": "secret"}
@@ -275,6 +276,24 @@ def test_the_settings_are_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     served = options(service("vllm")["command"])
     assert trainer.policy == served["--served-model-name"]
     assert trainer.model == service("vllm")["command"][0]
+
+
+def test_with_a_file_of_policies_one_trainer_trains_them_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    added = yaml.safe_load(POLICIES.read_text())
+    jsonschema.validate(added, schema())
+    assert set(added) == {"services"}
+    found = {}
+    for name, kind in (("proxy", ProxySettings), ("trainer", TrainerSettings)):
+        [volume] = added["services"][name]["volumes"]
+        with monkeypatch.context() as inside:
+            for key, value in (environment(name) | added["services"][name]["environment"]).items():
+                inside.setenv(key, value)
+            found[name] = kind()
+        assert volume == f"./policies.toml:{found[name].policies}:ro"
+    assert found["trainer"].policy is None
 
 
 def test_vllm_is_started_as_the_local_stack_starts_it() -> None:

@@ -92,6 +92,22 @@ def test_then_what_uv_knows(tmp_path: Path) -> None:
     assert found(path).stdout.strip() == str(other)
 
 
+def test_a_version_that_the_user_names_is_found_wherever_it_is(tmp_path: Path) -> None:
+    this = "python{}.{}".format(*sys.version_info)
+    other = "python3.12" if this != "python3.12" else "python3.13"
+    version = tmp_path / "pyenv" / "versions" / f"{this[6:]}.9" / "bin"
+    version.mkdir(parents=True)
+    (version / "python").symlink_to(sys.executable)
+    # As pyenv's shims are: on PATH, and of no use for a version that is not selected.
+    path = programs(tmp_path / "bin", pyenv=f"#!/bin/sh\necho {tmp_path / 'pyenv'}\n")
+    (path / this).write_text(UNFIT)
+    (path / this).chmod(0o755)
+    assert found(path, PYTHON=this).stdout.strip() == str(version / "python")
+    done = found(path, PYTHON=other)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert f"no Python ({other[6:]})" in done.stderr
+
+
 def test_what_the_user_names_goes_first(tmp_path: Path) -> None:
     path = programs(tmp_path / "bin", python3=FITS, mine=UNFIT)
     assert found(path, PYTHON="mine").stdout.strip() == str(path / "mine")
@@ -106,14 +122,24 @@ def test_where_none_fits_it_says_what_to_do(tmp_path: Path) -> None:
     assert "make install PYTHON=" in done.stderr
 
 
-@pytest.mark.parametrize("target", ["install", "demo", "check"])
-def test_make_runs_the_installation_with_what_was_found(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "script"),
+    [
+        ("install", "install"),
+        ("demo", "install"),
+        ("check", "install"),
+        ("serving", "serving_tests"),
+    ],
+)
+def test_make_runs_the_installation_with_what_was_found(
+    tmp_path: Path, target: str, script: str
+) -> None:
     path = programs(tmp_path / "bin", python3=UNFIT)
     (path / "python3.11").symlink_to(sys.executable)
     (path / "make").symlink_to(str(shutil.which("make")))
     (tmp_path / "scripts").mkdir()
     shutil.copy(FIND, tmp_path / "scripts")
-    (tmp_path / "scripts" / "install.py").write_text("raise SystemExit('it was run')\n")
+    (tmp_path / "scripts" / f"{script}.py").write_text("raise SystemExit('it was run')\n")
     shutil.copy(ROOT / "Makefile", tmp_path)
     done = subprocess.run(
         ["make", target],

@@ -109,6 +109,7 @@ def test_commands_in_the_text_exist(page: Path) -> None:
         "make nothing",
         'make demo ARGS="--nothing"',
         'make test ARGS="-k no_such_test_at_all"',
+        'make serving ARGS="-k no_such_test_at_all"',
         "export PAWL_NOTHING=1",
         "PAWL_NOTHING=1 pawl up",
         "nothing --at-all",

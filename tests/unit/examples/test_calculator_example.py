@@ -37,6 +37,7 @@ def load(name: str) -> ModuleType:
 
 # The agent finds its tool beside it, as it does when it is run.
 sys.path.insert(0, str(EXAMPLE))
+import attempts  # noqa: E402
 import calculator  # noqa: E402
 
 agent = load("agent")
@@ -48,7 +49,7 @@ questions = load("questions")
 
 
 def test_the_agent_does_not_know_the_proxy() -> None:
-    for name in ("agent.py", "calculator.py"):
+    for name in ("agent.py", "attempts.py", "calculator.py"):
         assert "pawl" not in (EXAMPLE / name).read_text().lower()
 
 
@@ -189,7 +190,7 @@ def test_results_are_shown_as_people_write_them(expression: str, shown: str) -> 
 
 
 def status_of(arguments: str, name: str = "calculator") -> str:
-    status: str = agent.run_call(agent.Call("c1", name, arguments)).status
+    status: str = attempts.run_call(attempts.Call("c1", name, arguments)).status
     return status
 
 
@@ -232,14 +233,14 @@ def test_an_unknown_tool_is_malformed() -> None:
     ],
 )
 def test_text_that_looks_like_a_call_is_malformed(text: str, status: str | None) -> None:
-    attempt = agent.conclude(agent.Question("q", "?"), 0, agent.Reply("r", text, None))
+    attempt = attempts.conclude(attempts.Question("q", "?"), 0, attempts.Reply("r", text, None))
     assert (attempt.tool.status if attempt.tool else None) == status
     assert attempt.answer == text
 
 
 def test_the_result_of_the_tool_is_the_answer() -> None:
-    call = agent.Call("c1", "calculator", '{"expression": "12 * 7"}')
-    attempt = agent.conclude(agent.Question("q", "?"), 3, agent.Reply("r", "", call))
+    call = attempts.Call("c1", "calculator", '{"expression": "12 * 7"}')
+    attempt = attempts.conclude(attempts.Question("q", "?"), 3, attempts.Reply("r", "", call))
     assert (attempt.answer, attempt.sample, attempt.response_id) == ("84", 3, "r")
 
 
@@ -260,7 +261,7 @@ class FakeModel:
         self.busy -= 1
         if question == self.failing:
             raise OSError("no route")
-        return agent.Reply(f"r-{question}", "1", None)
+        return attempts.Reply(f"r-{question}", "1", None)
 
 
 class Lines:

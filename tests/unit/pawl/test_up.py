@@ -48,3 +48,19 @@ def test_a_process_that_cannot_be_kept_running(
     assert capsys.readouterr().err == (
         "pawl: vllm ended with code 1; the end of vllm.log:\nno memory\n"
     )
+
+
+def test_one_trainer_trains_all_policies_of_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "wide.toml").write_text('dtype = "auto"\n[lora]\nrank = 48\n')
+    policies = tmp_path / "policies.toml"
+    policies.write_text(
+        '[[policy]]\nname = "writer"\nbase = "qwen"\n[[policy]]\nname = "checker"\nbase = "qwen"\n'
+        f'recipe = "{tmp_path / "wide.toml"}"\n'
+    )
+    monkeypatch.setenv("PAWL_POLICIES", str(policies))
+    monkeypatch.setenv("PAWL_MODEL", "some/model")
+    plan = stack._plan(StackSettings(model="some/model"))
+    assert (plan.policy, plan.policies) == (None, policies)
+    assert (plan.vllm.served_name, plan.vllm.max_lora_rank) == ("qwen", 48)

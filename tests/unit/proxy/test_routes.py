@@ -135,6 +135,7 @@ def vllm_paths() -> list[str]:
     return sorted(found - FOR_CLIENTS)
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE"])
 def test_no_other_path_of_vllm_gets_through(method: str) -> None:
     for path in vllm_paths():

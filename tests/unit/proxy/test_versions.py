@@ -195,3 +195,46 @@ def test_a_version_whose_files_were_deleted_says_so() -> None:
     said = Versions([version(0, "serving"), gone]).why_not_served("m@1")
     assert said is not None
     assert "was retired, and its files were deleted" in said
+
+
+TOGETHER = parse_policies(
+    "".join(
+        f'[[policy]]\nname = "{name}"\nbase = "qwen"\npublish_with = ["{other}"]\n'
+        for name, other in (("writes", "checks"), ("checks", "writes"))
+    ),
+    "policies.toml",
+)
+
+
+def test_an_episode_gets_versions_that_were_live_together() -> None:
+    """Also one that calls the second of them after both have been replaced."""
+    old = [of(name, 0, "serving") for name in ("writes", "checks")]
+    new = [
+        of(name, number, state)
+        for name in ("writes", "checks")
+        for number, state in ((0, "published"), (1, "serving"))
+    ]
+    versions = Versions(old, TOGETHER)
+    assert versions.resolve("writes", "begun").version == 0
+    versions.replace(new)
+    assert versions.resolve("checks", "begun").version == 0
+    assert versions.resolve("writes", "begun").version == 0
+    for name in ("checks", "writes"):
+        assert versions.resolve(name, "new").version == 1
+
+
+def test_what_another_proxy_knows_of_an_episode_counts_more_than_what_was_live_together() -> None:
+    versions = Versions([of(name, 0, "serving") for name in ("writes", "checks")], TOGETHER)
+    versions.resolve("writes", "e")
+    versions.replace(
+        [of("checks", 0, "published"), of("checks", 1, "serving"), of("writes", 0, "serving")]
+    )
+    assert not versions.knows("checks", "e")
+    versions.pin("checks", "e", 1)
+    assert versions.resolve("checks", "e").version == 1
+
+
+def test_a_version_that_waits_to_go_live_can_be_asked_for_and_serves_nobody_else() -> None:
+    versions = Versions([of("writes", 0, "serving"), of("writes", 1, "ready")], TOGETHER)
+    assert versions.resolve("writes", "e").version == 0
+    assert versions.resolve("writes@1", "eval").version == 1

@@ -137,3 +137,43 @@ def test_any_file_is_refused_or_answers_each_call_at_most_once(
         for spec in table.specs:
             assert table.named(spec.name) is spec
             assert all(table.answering(spec.base, agent) is spec for agent in spec.agents)
+
+
+CHAIN = "".join(
+    f'[[policy]]\nname = "{name}"\nbase = "m"\n{more}\n'
+    for name, more in (
+        ("a", 'publish_with = ["b"]'),
+        ("b", ""),
+        ("c", 'publish_with = ["b"]'),
+        ("d", ""),
+        ("fixed", "trained = false"),
+    )
+)
+
+
+def test_policies_that_hang_together_go_live_together_whoever_says_so() -> None:
+    table = parse_policies(CHAIN, "p.toml")
+    for name in ("a", "b", "c"):
+        assert table.live_together(name) == ("a", "b", "c")
+    assert table.live_together("d") == ("d",)
+    assert table.live_together("nobody") == ("nobody",)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ("fixed", "policy 'd': publish_with: 'fixed' is no other policy with trained = true"),
+        ("nobody", "policy 'd': publish_with: 'nobody' is no other .* these: a, b, c"),
+        ("d", "policy 'd': publish_with: 'd' is no other policy"),
+    ],
+)
+def test_a_policy_cannot_go_live_with_one_that_has_no_versions(other: str, named: str) -> None:
+    text = CHAIN.replace('name = "d"\n', f'name = "d"\npublish_with = ["{other}"]\n')
+    with pytest.raises(BadPolicies, match=named):
+        parse_policies(text, "p.toml")
+
+
+def test_a_fixed_policy_goes_live_with_none() -> None:
+    text = CHAIN.replace("trained = false", 'trained = false\npublish_with = ["a"]')
+    with pytest.raises(BadPolicies, match="publish_with is for a trained policy alone"):
+        parse_policies(text, "p.toml")

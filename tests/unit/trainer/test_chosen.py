@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from store.policy_table import parse_policies
-from trainer.chosen import Chosen, chosen_policy, importing_policy
+from trainer.chosen import Chosen, chosen_policies, importing_policy, load_recipes
 from trainer.errors import TrainerError
 from trainer.settings import TrainerSettings
 
 FIXED = '[[policy]]\nname = "rest"\nbase = "qwen"\ntrained = false\n'
 ONE = '[[policy]]\nname = "writes"\nbase = "qwen"\nrecipe = "single"\n'
+OTHER = '[[policy]]\nname = "plans"\nbase = "llama"\n'
 TWO = ONE + '[[policy]]\nname = "checks"\nbase = "qwen"\n'
 
 
@@ -20,35 +21,68 @@ def settings(**values: Any) -> TrainerSettings:
 
 
 def test_without_a_file_the_settings_say() -> None:
-    chosen = chosen_policy(settings(policies=None, policy="m", recipe="r"), None)
-    assert chosen == Chosen(policy="m", base=None, recipe="r")
-    assert chosen_policy(settings(policies=None), None).policy is None
+    chosen = chosen_policies(settings(policies=None, policy="m", recipe="r"), None)
+    assert chosen == (Chosen(policy="m", base=None, recipe="r"),)
+    [chosen_by_server] = chosen_policies(settings(policies=None), None)
+    assert chosen_by_server.policy is None
 
 
 def test_the_only_trained_policy_of_a_file_need_not_be_named() -> None:
-    chosen = chosen_policy(settings(), parse_policies(FIXED + ONE, "p.toml"))
+    [chosen] = chosen_policies(settings(), parse_policies(FIXED + ONE, "p.toml"))
     assert chosen == Chosen(policy="writes", base="qwen", recipe="single")
 
 
 def test_of_several_one_is_named_and_a_recipe_that_the_file_leaves_out_is_the_settings() -> None:
-    chosen = chosen_policy(settings(policy="checks", recipe="r"), parse_policies(TWO, "p.toml"))
+    [chosen] = chosen_policies(settings(policy="checks", recipe="r"), parse_policies(TWO, "p.toml"))
     assert chosen == Chosen(policy="checks", base="qwen", recipe="r")
+
+
+def test_of_several_all_are_trained_unless_some_are_named() -> None:
+    table = parse_policies(FIXED + TWO, "p.toml")
+    writes = Chosen(policy="writes", base="qwen", recipe="single")
+    checks = Chosen(policy="checks", base="qwen", recipe="r")
+    assert chosen_policies(settings(recipe="r"), table) == (writes, checks)
+    assert chosen_policies(settings(recipe="r", policy="checks, writes"), table) == (checks, writes)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("dtype", 'dtype = "bfloat16"\n'),
+        ("batch.gradient_checkpointing", "[batch]\ngradient_checkpointing = true\n"),
+    ],
+)
+def test_recipes_that_cannot_share_a_base_model_are_refused(
+    tmp_path: Path, key: str, text: str
+) -> None:
+    one, path = tmp_path / "one.toml", tmp_path / "other.toml"
+    one.write_text("")
+    path.write_text(text)
+    both = [
+        Chosen(policy=name, base="qwen", recipe=recipe)
+        for name, recipe in (("writes", str(one)), ("checks", str(path)))
+    ]
+    with pytest.raises(TrainerError, match=rf"'writes' and 'checks' have {key} = .*PAWL_POLICY"):
+        load_recipes(both)
+    assert [one.dtype for one in load_recipes(both[:1] * 2)] == ["float32"] * 2
 
 
 @pytest.mark.parametrize(
     ("text", "policy", "named"),
     [
-        (TWO, None, r"p\.toml has 2 policies .*\(writes, checks\).* set PAWL_POLICY"),
-        (FIXED, None, r"p\.toml has 0 policies with trained = true \(none\)"),
+        (TWO + OTHER, None, r"2 base models .*PAWL_POLICY=writes,checks and PAWL_POLICY=plans"),
+        (TWO + OTHER, "checks, plans", r"PAWL_POLICY=checks and PAWL_POLICY=plans"),
+        (FIXED, None, r"p\.toml has no policy with trained = true"),
         (FIXED + ONE, "rest", r"PAWL_POLICY is 'rest', .*trained = true.*: writes"),
-        (ONE, "other", r"PAWL_POLICY is 'other', which p\.toml does not have"),
+        (ONE, "other", r"PAWL_POLICY is 'other', and p\.toml has no policy 'other'"),
+        (TWO, "writes,other", r"p\.toml has no policy 'other' .*: writes, checks"),
     ],
 )
 def test_what_is_left_open_is_refused_with_what_to_set(
     text: str, policy: str | None, named: str
 ) -> None:
     with pytest.raises(TrainerError, match=named):
-        chosen_policy(settings(policy=policy), parse_policies(text, "p.toml"))
+        chosen_policies(settings(policy=policy), parse_policies(text, "p.toml"))
 
 
 def test_an_adapter_goes_to_a_policy_by_its_name_whatever_the_settings_train() -> None:

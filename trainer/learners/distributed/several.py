@@ -1,8 +1,11 @@
-"""Lead a learner of several processes: rank 0 receives the commands and passes them on."""
+"""Lead learners of several processes: rank 0 receives the commands and passes them on.
+
+Learners that share a base model share its processes, too: a command names its policy.
+"""
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,12 @@ class LeadingLearner:
     It implements `trainer.learners.protocol.LearnerProtocol`; results are those of rank 0.
     """
 
-    def __init__(self, learner: Learner) -> None:
-        """Lead the other processes of `learner`; there may be none."""
+    def __init__(self, policy: str, learner: Learner, one_at_a_time: threading.Lock) -> None:
+        """Lead the other processes of a policy's `learner`; there may be none."""
+        self._policy = policy
         self._learner = learner
         self._processes = learner.processes
-        # One command at a time: the processes' messages must not interleave.
-        self._lock = threading.Lock()
+        self._lock = one_at_a_time
 
     def interrupt(self) -> None:
         """Stop a running update; the other processes notice at the same micro-batch."""
@@ -76,27 +79,46 @@ class LeadingLearner:
         """Note in all processes that the trained state is `adapter` now."""
         self._run_everywhere("saved_as", adapter)
 
+    def _run_everywhere(self, name: str, *arguments: object) -> Any:
+        with self._lock:
+            self._processes.broadcast((self._policy, name, *arguments))
+            return getattr(self._learner, name)(*arguments)
+
+
+class Leader:
+    """Lead the other processes of all learners of one base model."""
+
+    def __init__(self, learners: Mapping[str, Learner]) -> None:
+        """Lead these learners, by policy; there is at least one."""
+        # One command at a time: the processes' messages must not interleave.
+        self._lock = threading.Lock()
+        self._processes = next(iter(learners.values())).processes
+        self.learners = {
+            policy: LeadingLearner(policy, learner, self._lock)
+            for policy, learner in learners.items()
+        }
+
+    def interrupt(self) -> None:
+        """Stop a running update, whosever it is."""
+        for learner in self.learners.values():
+            learner.interrupt()
+
     def stop(self) -> None:
         """Let the other processes end, once the command in progress is done."""
         with self._lock:
             self._processes.broadcast(None)
 
-    def _run_everywhere(self, name: str, *arguments: object) -> Any:
-        with self._lock:
-            self._processes.broadcast((name, *arguments))
-            return getattr(self._learner, name)(*arguments)
 
-
-def follow(learner: Learner) -> None:
-    """Run the commands of rank 0 until it says stop.
+def follow(learners: Mapping[str, Learner]) -> None:
+    """Run the commands of rank 0 until it says stop; `learners` are those that it has.
 
     A command that fails does so in every process alike; rank 0 reports it.
     """
-    processes: Processes = learner.processes
+    processes: Processes = next(iter(learners.values())).processes
     while (command := processes.broadcast(None)) is not None:
-        name, *arguments = command
-        method: Callable[..., Any] = getattr(learner, name)
+        policy, name, *arguments = command
+        method: Callable[..., Any] = getattr(learners[policy], name)
         try:
             method(*arguments)
         except TrainerError as error:
-            log.debug("follower_failed", method=name, reason=str(error))
+            log.debug("follower_failed", policy=policy, method=name, reason=str(error))

@@ -63,14 +63,14 @@ def group_rows(slots: tuple[int, ...], lengths: tuple[int, ...], slot_count: int
 
 
 def _as_rows(rows: list[int]) -> slice | torch.Tensor:
-    """A slice costs nothing, row numbers cost a gather and a scatter."""
+    """Return a slice where it will do: row numbers cost a gather and a scatter."""
     if rows[-1] - rows[0] + 1 == len(rows):
         return slice(rows[0], rows[-1] + 1)
     return torch.tensor(rows, dtype=torch.int64)
 
 
 def _mixes(row_slots: list[int], group_count: int) -> bool:
-    """Whether a small batch has several adapters in more runs than there are adapters."""
+    """Return whether a small batch has several adapters in more runs than there are adapters."""
     if group_count < 2 or len(row_slots) > SMALL_BATCH_ROWS:
         return False
     runs = sum(slot >= 0 for slot, _ in groupby(row_slots))

@@ -27,7 +27,7 @@ def bgmv_shrink(
     lora_indices_tensor: torch.Tensor,
     scaling: float = 1.0,
 ) -> None:
-    """`output[:, :out] = scaling * inputs @ weights[slot].T` for each row with a slot."""
+    """Set `output[:, :out] = scaling * inputs @ weights[slot].T` for each row with a slot."""
     weights = _stacked(lora_b_weights)
     grouping = _grouping_of_rows(lora_indices_tensor, weights, inputs.shape[0])
     target = output_tensor[:, : weights.shape[1]]
@@ -41,7 +41,7 @@ def bgmv_expand(
     lora_indices_tensor: torch.Tensor,
     add_inputs: bool = True,
 ) -> None:
-    """`output[:, :out] (+)= inputs @ weights[slot].T`; adds if `add_inputs`, else overwrites."""
+    """Set `output[:, :out] (+)= inputs @ weights[slot].T`: add if `add_inputs`, else overwrite."""
     weights = _stacked(lora_b_weights)
     grouping = _grouping_of_rows(lora_indices_tensor, weights, inputs.shape[0])
     _expand_common(grouping, inputs, weights, output_tensor, add_inputs)
@@ -56,7 +56,7 @@ def bgmv_expand_slice(
     slice_size: int,
     add_inputs: bool = True,
 ) -> None:
-    """`bgmv_expand` into the columns from `slice_offset` on; `slice_size` must be `out`."""
+    """Run `bgmv_expand` on the columns from `slice_offset` on; `slice_size` must be `out`."""
     weights = _stacked(lora_b_weights)
     grouping = _grouping_of_rows(lora_indices_tensor, weights, inputs.shape[0])
     target = output_tensor[:, slice_offset : slice_offset + slice_size]
@@ -75,7 +75,7 @@ def sgmv_shrink(
     token_nums: int,
     scaling: float,
 ) -> None:
-    """`bgmv_shrink` for a batch given as runs of rows."""
+    """Run `bgmv_shrink` for a batch given as runs of rows."""
     del b_seq_start_loc, batches, max_seq_length, token_nums  # The lengths say it all.
     weights = _stacked(lora_a_weights)
     grouping = _grouping_of_runs(lora_indices_tensor, seq_len_tensor, weights)
@@ -95,7 +95,7 @@ def sgmv_expand(
     token_nums: int,
     add_inputs: bool = False,
 ) -> None:
-    """`bgmv_expand` for a batch given as runs of rows."""
+    """Run `bgmv_expand` for a batch given as runs of rows."""
     del b_seq_start_loc, batches, max_seq_length, token_nums
     weights = _stacked(lora_b_weights)
     grouping = _grouping_of_runs(lora_indices_tensor, seq_len_tensor, weights)
@@ -116,7 +116,7 @@ def sgmv_expand_slice(
     slice_size: int,
     add_inputs: bool = False,
 ) -> None:
-    """`bgmv_expand_slice` for a batch given as runs of rows."""
+    """Run `bgmv_expand_slice` for a batch given as runs of rows."""
     del b_seq_start_loc, batches, max_seq_length, token_nums
     weights = _stacked(lora_b_weights)
     grouping = _grouping_of_runs(lora_indices_tensor, seq_len_tensor, weights)
@@ -125,7 +125,7 @@ def sgmv_expand_slice(
 
 
 def _stacked(weights: torch.Tensor) -> torch.Tensor:
-    """(slots, out, in), whichever of its two shapes vLLM passed."""
+    """Return weights (slots, out, in), whichever of its two shapes vLLM passed."""
     return weights.squeeze(1) if weights.dim() == 4 else weights
 
 
@@ -137,7 +137,7 @@ def _grouping_of_rows(indices: torch.Tensor, weights: torch.Tensor, rows: int) -
 
 
 def _slots_of_a_prompt(slots: list[int], weights: torch.Tensor, rows: int) -> list[int]:
-    """Slots for the rows of one prompt, where the indices are those of the whole batch.
+    """Return slots for the rows of one prompt, where the indices are those of the whole batch.
 
     vLLM calls the LM head so for prompt log-probabilities, and does not say which request's
     prompt it is. Nothing is lost where no adapter adapts the LM head (its slots are zeros);
@@ -181,7 +181,7 @@ def _multiply(
     keep: bool,
     scaling: float = 1.0,
 ) -> None:
-    """Every operation is this: `target = keep * target + scaling * inputs @ weights[slot].T`."""
+    """Set `target = keep * target + scaling * inputs @ weights[slot].T`, as all operations do."""
     if not grouping.row_count == inputs.shape[0] == target.shape[0]:
         raise ValueError(
             f"{grouping.row_count} adapter indices for {inputs.shape[0]} input rows"
@@ -203,7 +203,7 @@ def _multiply_group(
     keep: bool,
     scaling: float,
 ) -> None:
-    """The rows of one adapter, in place where they are neighbours."""
+    """Multiply the rows of one adapter, in place where they are neighbours."""
     weight = weights[group.slot].to(target.dtype).t()
     if isinstance(group.rows, slice):
         # With beta=0 the old content is not read, whatever it holds.
@@ -223,7 +223,7 @@ def _multiply_all_slots(
     keep: bool,
     scaling: float,
 ) -> None:
-    """All rows by all slots in one multiplication; then each row picks its own result.
+    """Multiply all rows by all slots at once; then each row picks its own result.
 
     Picking, not masking: what an idle slot holds never meets a row's own sum.
     """
@@ -236,7 +236,7 @@ def _multiply_all_slots(
 
 
 def _all_slots(spread: Spread, inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """(active, out): a tall stack is read as one matrix, a wide one slot by slot.
+    """Return results (active, out): read a tall stack as one matrix, a wide one slot by slot.
 
     Shrinking has few columns a slot, so one product beats a batch of small
     ones; expanding has many, and the batch writes what is picked contiguously.

@@ -95,7 +95,7 @@ def _needs_replacing(
 
 
 def _parameters(function: Callable[..., object]) -> str:
-    """Names in order with their defaults; annotations may differ."""
+    """Return names in order with their defaults; annotations may differ."""
     parameters = inspect.signature(function).parameters.values()
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
     return str(inspect.Signature(bare))

@@ -1,0 +1,148 @@
+"""Policies that share one base model in memory: each gets the bytes that it gets alone."""
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from tests.support.training import ppo_recipe, recipe, rows
+from trainer.batches.rows import Row
+from trainer.errors import Interrupted
+from trainer.learners.learner import Learner
+from trainer.learners.model import Base
+from trainer.recipes.adapter import LoraOptions
+from trainer.recipes.recipe import Recipe
+from trainer.recipes.training import KlOptions
+
+RECIPES = {
+    "writer": recipe(steps=2),
+    "checker": ppo_recipe(steps=2).model_copy(update={"lora": LoraOptions(rank=2, alpha=4)}),
+    "editor": recipe(merge_prefixes="never").model_copy(
+        update={"kl": KlOptions(coefficient=0.1), "lora": LoraOptions(rank=8, alpha=8)}
+    ),
+}
+ROUNDS = 3
+
+
+def batch(name: str, number: int) -> Sequence[Row]:
+    return rows(number * len(RECIPES) + list(RECIPES).index(name))
+
+
+def turn(made: Learner, name: str, folder: Path, number: int) -> None:
+    """An update as the loop makes it: restored, computed, written."""
+    made.restore(folder / str(number) if number else None)
+    made.update(batch(name, number))
+    made.logprobs(batch(name, number)[:2])
+    written = folder / str(number + 1)
+    written.mkdir(parents=True)
+    made.save(written)
+    made.saved_as(written)
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def alone(model: str, name: str, recipe: Recipe, folder: Path) -> Learner:
+    made = Learner(model, recipe, seed=0, scratch=folder)
+    for number in range(ROUNDS):
+        turn(made, name, folder / name, number)
+    return made
+
+
+@pytest.fixture
+def by_themselves(tiny_model: str, tmp_path: Path) -> dict[str, dict[str, bytes]]:
+    """What each policy comes to in a process of its own, by policy and file."""
+    folder = tmp_path / "alone"
+    for name, chosen in RECIPES.items():
+        alone(tiny_model, name, chosen, folder)
+    return {name: bytes_of(folder / name) for name in RECIPES}
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["writer", "checker", "editor"] * ROUNDS,
+        ["editor", *["writer"] * 2, *["checker", "editor"] * 2, "writer", "checker"],
+    ],
+)
+def test_in_any_order_of_turns_each_gets_the_bytes_that_it_gets_alone(
+    tiny_model: str,
+    tmp_path: Path,
+    by_themselves: dict[str, dict[str, bytes]],
+    order: list[str],
+) -> None:
+    base = Base(tiny_model, RECIPES["writer"])
+    sharing = {
+        name: Learner(base, chosen, seed=0, scratch=tmp_path) for name, chosen in RECIPES.items()
+    }
+    for place, name in enumerate(order):
+        turn(sharing[name], name, tmp_path / "shared" / name, order[:place].count(name))
+    for name, expected in by_themselves.items():
+        found = bytes_of(tmp_path / "shared" / name)
+        assert any("optimizer.pt" in path for path in expected)
+        assert found == expected, name
+
+
+def test_what_fails_in_one_leaves_no_trace_in_another(
+    tiny_model: str, tmp_path: Path, by_themselves: dict[str, dict[str, bytes]]
+) -> None:
+    base = Base(tiny_model, RECIPES["writer"])
+    writer, checker = (
+        Learner(base, RECIPES[name], seed=0, scratch=tmp_path) for name in ("writer", "checker")
+    )
+    folder = tmp_path / "shared"
+    turn(writer, "writer", folder / "writer", 0)
+    # An adapter that PEFT fails to read when it is half on the base.
+    broken = folder / "checker" / "1"
+    turn(checker, "checker", folder / "checker", 0)
+    weights = broken / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    turn(writer, "writer", folder / "writer", 1)
+    with pytest.raises(SafetensorError):
+        checker.restore(broken)
+    turn(writer, "writer", folder / "writer", 2)
+    assert bytes_of(folder / "writer") == by_themselves["writer"]
+
+
+def test_an_update_that_is_stopped_half_way_leaves_no_trace_in_another(
+    tiny_model: str, tmp_path: Path, by_themselves: dict[str, dict[str, bytes]]
+) -> None:
+    base = Base(tiny_model, RECIPES["writer"])
+    writer, checker = (
+        Learner(base, RECIPES[name], seed=0, scratch=tmp_path) for name in ("writer", "checker")
+    )
+    folder = tmp_path / "shared"
+    checker.interrupt()
+    for number in range(ROUNDS):
+        checker.restore(None)
+        with pytest.raises(Interrupted):
+            checker.update(batch("checker", number))
+        turn(writer, "writer", folder / "writer", number)
+    assert bytes_of(folder / "writer") == by_themselves["writer"]
+
+
+def test_the_adapter_and_the_moments_of_who_does_not_hold_the_base_are_not_kept(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    base = Base(tiny_model, RECIPES["writer"])
+    first = Learner(base, RECIPES["writer"], seed=0, scratch=tmp_path)
+    first.update(rows(0))
+    before = _tensors()
+    others = [Learner(base, RECIPES["writer"], seed=0, scratch=tmp_path) for _ in range(3)]
+    others[-1].update(rows(1))
+    assert _tensors() <= before
+
+
+def _tensors() -> int:
+    """How many numbers are kept that are trained."""
+    gc.collect()
+    kept = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    return sum(one.numel() for one in kept if one.requires_grad)

@@ -1,0 +1,69 @@
+"""Whose turn it is: who has most waiting, and in the end everybody."""
+
+from collections.abc import Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.turns import PATIENCE, Waiting, in_turn
+
+NAMES = ("a", "b", "c", "d")
+SIGNALS = st.floats(0.0, 1e6)
+
+
+def waiting(signals: Mapping[str, float], turns: Mapping[str, int] | None = None) -> list[Waiting]:
+    return [
+        Waiting(policy=name, updates=updates, turns=(turns or {}).get(name, 0))
+        for name, updates in signals.items()
+    ]
+
+
+def test_most_signal_comes_first() -> None:
+    assert in_turn(waiting({"a": 1.0, "b": 3.0, "c": 2.0})) == ["b", "c", "a"]
+
+
+def test_among_equals_who_waited_for_more_turns_comes_first() -> None:
+    assert in_turn(waiting({"a": 1.0, "b": 1.0}, {"b": 1})) == ["b", "a"]
+
+
+def test_a_turn_may_be_had_by_one_whose_groups_are_not_whole() -> None:
+    assert in_turn(waiting({"a": 0.0, "b": 5.0}, {"a": 2 * PATIENCE})) == ["a", "b"]
+
+
+@given(st.dictionaries(st.sampled_from(NAMES), SIGNALS), st.data())
+def test_each_is_named_once(signals: dict[str, float], data: st.DataObject) -> None:
+    turns = {name: data.draw(st.integers(0, 100)) for name in signals}
+    assert sorted(in_turn(waiting(signals, turns))) == sorted(signals)
+
+
+@given(st.lists(st.tuples(*[SIGNALS] * 4, *[st.booleans()] * 4), min_size=60, max_size=90))
+def test_nobody_starves(history: list[tuple[float, ...]]) -> None:
+    """Whatever waits for the others: who could have made an update at every turn had one soon."""
+    turns = dict.fromkeys(NAMES, 0)
+    passed_over = dict.fromkeys(NAMES, 0)
+    for at in history:
+        signals = dict(zip(NAMES, at, strict=False))
+        # Some have less than an update needs, whatever their signal: they pass their turn on.
+        can = [name for name, able in zip(NAMES, at[4:], strict=True) if able]
+        order = in_turn(waiting(signals, turns))
+        had = next((name for name in order if name in can), None)
+        if had is None:
+            continue
+        turns = {name: 0 if name == had else count + 1 for name, count in turns.items()}
+        for name in NAMES:
+            waits = name in can and name != had
+            passed_over[name] = passed_over[name] + 1 if waits else 0
+            assert passed_over[name] <= (PATIENCE + 1) * len(NAMES)
+
+
+@given(st.integers(2, 4), st.integers(1, 10))
+def test_small_updates_are_not_behind_large_ones(count: int, rounds: int) -> None:
+    """Equal signal for all, in updates: they take turns."""
+    names = NAMES[:count]
+    turns = dict.fromkeys(names, 0)
+    had = []
+    for _ in range(rounds * count):
+        first = in_turn(waiting(dict.fromkeys(names, 2.5), turns))[0]
+        turns = {name: 0 if name == first else waited + 1 for name, waited in turns.items()}
+        had.append(first)
+    assert {had.count(name) for name in names} == {rounds}
