@@ -30,6 +30,7 @@ def small_plan(folder: Path, model: str, policy: str, recipe: str) -> StackPlan:
         listen=f"127.0.0.1:{free_port()}",
         admin_listen=f"127.0.0.1:{free_port()}",
         trainer_listen=f"127.0.0.1:{free_port()}",
+        steward_listen=f"127.0.0.1:{free_port()}",
         data_dir=folder,
         spool_dir=folder / "spool",
         adapter_dir=folder / "adapters",

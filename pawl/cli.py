@@ -12,14 +12,14 @@ from pawl.commands.episodes import credit, export
 from pawl.commands.judging import judge
 from pawl.commands.local import demo, up
 from pawl.commands.policies import app as policies
-from pawl.commands.processes import proxy, trainer
+from pawl.commands.processes import proxy, steward, trainer
 from pawl.commands.records import migrate, spool
 from pawl.logs import configure_logging
 from pawl.settings import UnreadSettings
 from store.errors import StoreError
 
 # In the order of the help.
-COMMANDS: Final = (proxy, trainer, up, demo, export, judge, credit, spool, migrate)
+COMMANDS: Final = (proxy, trainer, steward, up, demo, export, judge, credit, spool, migrate)
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from proxy.settings import ProxySettings
-from store.settings import StoreSettings
-from trainer.settings import TrainerSettings
+from store.settings import Listen, StoreSettings
+from trainer.settings import ServerSettings, TrainerSettings
 
 PREFIX: Final = "PAWL_"
 Settings = TypeVar("Settings", bound=BaseSettings)
@@ -77,6 +77,19 @@ class JudgeSettings(StoreSettings):
     )
 
 
+class StewardSettings(ServerSettings):
+    """Settings of `pawl steward`."""
+
+    steward_listen: Listen = Field(
+        default="127.0.0.1:8103", description="address of the steward's /healthz and /metrics"
+    )
+    steward_poll_s: float = Field(
+        default=0.5,
+        gt=0,
+        description="pause between looks at a model server, and at the database, in seconds",
+    )
+
+
 class UnreadSettings(Exception):
     """An unknown `PAWL_*` variable, or a setting with a value that cannot be used."""
 
@@ -84,7 +97,8 @@ class UnreadSettings(Exception):
 def known_variables() -> set[str]:
     """Return the names of all `PAWL_*` variables that some process reads."""
     names: set[str] = set()
-    for settings in (ProxySettings, TrainerSettings, StackSettings, JudgeSettings):
+    kinds = (ProxySettings, TrainerSettings, StackSettings, JudgeSettings, StewardSettings)
+    for settings in kinds:
         names |= {PREFIX + name.upper() for name in settings.model_fields if name != "database_url"}
     return names
 

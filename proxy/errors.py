@@ -91,6 +91,15 @@ class NotServed(BadRequest):
     status = 404
 
 
+class NotLoaded(ProxyError):
+    """No replica of the model server has the version that serves the request, for now."""
+
+    status = 503
+    fault = "upstream"
+    kind = "upstream_error"
+    retry_after_s = 2
+
+
 class UpstreamUnreachable(ProxyError):
     """No connection to the upstream could be made."""
 

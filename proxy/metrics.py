@@ -189,6 +189,11 @@ EVAL_REWARD = Gauge(
     multiprocess_mode="livemostrecent",
 )
 TOOL_STATUS = Counter("pawl_tool_events_total", "Tool executions by how they ended.", ["status"])
+WAITED_FOR_ADAPTER = Counter(
+    "pawl_waited_for_adapter_total",
+    "Calls whose version a replica did not have, by what came of waiting for it.",
+    ["outcome"],
+)
 WARNINGS = Counter(
     "pawl_warnings_total", "Malformed headers that a call was taken with all the same."
 )

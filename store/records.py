@@ -259,7 +259,10 @@ class Group(Record, frozen=True, kw_only=True):
 
 
 class PolicyVersion(Record, frozen=True, kw_only=True):
-    """One immutable version of a policy. Version 0 is the base model."""
+    """One immutable version of a policy. Version 0 is the base model.
+
+    `files_deleted` says that its files are gone, as nothing could ask for them any more.
+    """
 
     name: str
     version: int
@@ -267,6 +270,7 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     served_name: str
     adapter_path: str | None
     update_id: UUID | None
+    files_deleted: bool = False
 
 
 class UpdateRow(Record, frozen=True, kw_only=True):

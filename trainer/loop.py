@@ -22,7 +22,6 @@ from store.updates.claims import Claim
 from trainer.errors import LearnerError, PublishError
 from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import HELD, UPDATE_SECONDS
-from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
 from trainer.publishing.publish import Publisher
 from trainer.recipes.recipe import Recipe
@@ -77,7 +76,7 @@ class Loop:
             AdapterError: a version's files are missing or differ from its manifest.
         """
         await self._recovery.finish("the trainer was killed")
-        adapters.sweep(self._folder, self._policy)
+        await self._publisher.clean(self._folder)
         await self._recovery.publish_written(self._publisher)
 
     async def check_server(self) -> None:
@@ -206,4 +205,4 @@ class Loop:
             self._holding.note_success()
         else:
             self._note_failure(why)
-        adapters.sweep(self._folder, self._policy)
+        await self._publisher.clean(self._folder)

@@ -16,8 +16,8 @@ def _separated(value: object) -> object:
 Urls = Annotated[tuple[HttpUrl, ...], NoDecode, BeforeValidator(_separated)]
 
 
-class TrainerSettings(StoreSettings):
-    """Hold the settings that `pawl trainer` reads from `PAWL_*`."""
+class ServerSettings(StoreSettings):
+    """Hold the addresses of the model server's replicas, which trainer and steward load into."""
 
     model_config = SettingsConfigDict(
         env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
@@ -31,6 +31,16 @@ class TrainerSettings(StoreSettings):
         default=(),
         description="base URLs of its other replicas, comma-separated; each loads every adapter",
     )
+
+    @property
+    def server_urls(self) -> list[str]:
+        """Return the base URLs of all replicas of the model server."""
+        return [str(url) for url in (self.upstream_url, *self.replica_urls)]
+
+
+class TrainerSettings(ServerSettings):
+    """Hold the settings that `pawl trainer` reads from `PAWL_*`."""
+
     adapter_dir: Path = Field(
         default=Path("var/adapters"),
         description="folder of policy versions; the model server reads it too",
@@ -55,11 +65,6 @@ class TrainerSettings(StoreSettings):
         default=1.0, gt=0, description="pause between checks of the store, in seconds"
     )
     seed: int = Field(default=0, ge=0, description="random seed of the first adapter's weights")
-
-    @property
-    def server_urls(self) -> list[str]:
-        """Return the base URLs of all replicas of the model server."""
-        return [str(url) for url in (self.upstream_url, *self.replica_urls)]
 
     @property
     def scratch(self) -> Path:

@@ -12,7 +12,7 @@ from pawl.settings import StackSettings, read_settings, refuse_unread
 
 
 def up() -> None:
-    """Run PostgreSQL, vLLM, proxy and trainer on this machine until Ctrl-C.
+    """Run PostgreSQL, vLLM, proxy, trainer and steward on this machine until Ctrl-C.
 
     Pawl starts only what you have not configured yourself: no PostgreSQL where DATABASE_URL is
     set, no vLLM where PAWL_UPSTREAM_URL is set. A judge is started where PAWL_JUDGE_COMMAND is

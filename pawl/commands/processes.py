@@ -1,4 +1,4 @@
-"""`pawl proxy` and `pawl trainer`: the two roles, each as one process of this machine."""
+"""`pawl proxy`, `pawl trainer` and `pawl steward`: each one process of this machine."""
 
 import asyncio
 from typing import Annotated
@@ -73,3 +73,26 @@ def trainer(
         asyncio.run(train(settings, once=once))
     except TrainerError as error:
         fail(str(error))
+
+
+def steward() -> None:
+    """Keep the adapters of each model server loaded, whether a trainer runs or not.
+
+    Looks at every replica (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) on its own: a server that was
+    restarted gets the versions back that the database lists as servable, and one that serves other
+    files under a version's name gets the right ones. Several stewards may run at once.
+
+    SIGTERM or Ctrl-C ends it with status 0. Status 2: its port is taken, or a setting cannot be
+    used.
+    """
+    from pawl.settings import StewardSettings
+    from pawl.steward.run import steward as run
+
+    settings = read_settings(StewardSettings)
+    try:
+        asyncio.run(run(settings))
+    except OSError as error:
+        fail(
+            f"the steward cannot start: {error.strerror or error}. If its port is taken, stop the "
+            "program that listens on it, or set PAWL_STEWARD_LISTEN"
+        )

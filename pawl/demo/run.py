@@ -23,7 +23,7 @@ from pawl.demo.agent import WorkingAgent, examine, make_questions
 from pawl.demo.errors import DemoFailed
 from pawl.demo.progress import Progress, Wave, render
 from pawl.demo.report import closing_words, write_report
-from pawl.settings import StackSettings, read_settings
+from pawl.settings import StackSettings, StewardSettings, read_settings
 from pawl.stack.model import unpacked_model
 from pawl.stack.process import ProcessFailed
 from pawl.stack.stack import Stack, StackPlan, preflight, running_stack
@@ -157,6 +157,7 @@ class Demo:
             listen=proxy.listen,
             admin_listen=proxy.admin_listen,
             trainer_listen=trainer.trainer_listen,
+            steward_listen=read_settings(StewardSettings).steward_listen,
             data_dir=self._data,
             spool_dir=self._data / "spool",
             adapter_dir=self._data / "adapters",

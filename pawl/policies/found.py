@@ -30,6 +30,12 @@ def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyV
     name = versions[0].name
     trained = ", ".join(str(one.version) for one in versions if one.version) or "none yet"
     for version in versions:
+        if version.version == number and version.files_deleted:
+            raise UnknownPolicy(
+                f"the files of {version.served_name} were deleted, as the version was"
+                f" {version.state} and nothing asked for them any more (there are those of:"
+                f" {_with_files(versions)})"
+            )
         if version.version == number or (number is None and version.state == "serving"):
             if version.version:
                 return version
@@ -38,3 +44,8 @@ def chosen_version(versions: list[PolicyVersion], number: int | None) -> PolicyV
                 f" {trained})"
             )
     raise UnknownPolicy(f"policy {name!r} has no version {number} (with an adapter: {trained})")
+
+
+def _with_files(versions: list[PolicyVersion]) -> str:
+    there = (str(one.version) for one in versions if one.version and not one.files_deleted)
+    return ", ".join(there) or "none"

@@ -20,8 +20,9 @@ class VersionLine(Record, frozen=True, kw_only=True):
     """One version of a policy, with the fields in the order in which they are written.
 
     `eval_episodes` were evaluated and `scored` of them have a reward; the mean of these rewards
-    lies in the 95 % interval from `low` to `high`. `explore` is there only on the version that
-    serves, if the policy explores.
+    lies in the 95 % interval from `low` to `high`. `files_deleted` says that its adapter is gone,
+    as nothing could ask for it any more. `explore` is there only on the version that serves, if
+    the policy explores.
     """
 
     version: str
@@ -31,6 +32,7 @@ class VersionLine(Record, frozen=True, kw_only=True):
     mean: float | None = None
     low: float | None = None
     high: float | None = None
+    files_deleted: bool = False
     explore: str | UnsetType = UNSET
 
 
@@ -53,6 +55,7 @@ async def versions_of(
             version=f"{name}@{version.version}",
             state=version.state,
             explore=explore if version.state == "serving" else UNSET,
+            files_deleted=version.files_deleted,
         )
         point = curve.get(version.version)
         if point is not None:
@@ -76,6 +79,7 @@ def table(lines: Sequence[VersionLine]) -> Table:
         grid.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=True)
     for line in lines:
         interval = None if line.low is None else f"{cell(line.low)} to {cell(line.high)}"
-        shown = (line.version, line.state, line.eval_episodes, line.scored, line.mean, interval)
+        state = f"{line.state}, deleted" if line.files_deleted else line.state
+        shown = (line.version, state, line.eval_episodes, line.scored, line.mean, interval)
         grid.add_row(*[cell(value) for value in shown])
     return grid

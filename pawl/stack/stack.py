@@ -35,6 +35,7 @@ class StackPlan(Record, frozen=True, kw_only=True):
         listen: the proxy's data port, as HOST:PORT.
         admin_listen: the proxy's admin port, as HOST:PORT.
         trainer_listen: the trainer's metrics port, as HOST:PORT.
+        steward_listen: the steward's port, as HOST:PORT.
         data_dir: folder of the embedded PostgreSQL.
         spool_dir: folder of the proxy's spool.
         adapter_dir: folder of policy versions.
@@ -53,6 +54,7 @@ class StackPlan(Record, frozen=True, kw_only=True):
     listen: str
     admin_listen: str
     trainer_listen: str
+    steward_listen: str
     data_dir: Path
     spool_dir: Path
     adapter_dir: Path
@@ -149,6 +151,7 @@ def preflight(plan: StackPlan) -> None:
         "proxy": address(plan.listen)[1],
         "proxy admin": address(plan.admin_listen)[1],
         "trainer metrics": address(plan.trainer_listen)[1],
+        "steward": address(plan.steward_listen)[1],
     }
     if plan.upstream_url is None:
         ports["vLLM"] = plan.vllm.port
@@ -169,6 +172,7 @@ def _processes(plan: StackPlan, database_url: str) -> list[Process]:
             Process("vllm", vllm_command(plan.vllm), vllm_environment(cores), plan.log_dir)
         )
     processes.append(Process("trainer", [*pawl, "trainer"], environment, plan.log_dir))
+    processes.append(Process("steward", [*pawl, "steward"], environment, plan.log_dir))
     # The proxy finishes its calls and stores their records before it may be killed.
     stop_s = ProxySettings().stop_grace_s + STOP_MARGIN_S
     processes.append(Process("proxy", [*pawl, "proxy"], environment, plan.log_dir, stop_s=stop_s))
@@ -184,6 +188,7 @@ def _environment(plan: StackPlan, database_url: str, upstream: str) -> dict[str,
         "PAWL_LISTEN": plan.listen,
         "PAWL_ADMIN_LISTEN": plan.admin_listen,
         "PAWL_TRAINER_LISTEN": plan.trainer_listen,
+        "PAWL_STEWARD_LISTEN": plan.steward_listen,
         "PAWL_DATA_DIR": str(plan.data_dir.resolve()),
         "PAWL_SPOOL_DIR": str(plan.spool_dir.resolve()),
         "PAWL_ADAPTER_DIR": str(plan.adapter_dir.resolve()),
@@ -209,6 +214,7 @@ async def _wait_until_ready(stack: Stack, tell: Callable[[str], None]) -> None:
     health_urls: Mapping[str, str] = {
         "proxy": f"http://{plan.admin_listen}/readyz",
         "trainer": f"http://{plan.trainer_listen}/metrics",
+        "steward": f"http://{plan.steward_listen}/healthz",
         "vllm": f"http://127.0.0.1:{plan.vllm.port}/health",
     }
     waiting = {name: url for name, url in health_urls.items() if name in stack.processes}

@@ -5,7 +5,7 @@ import signal
 
 from rich.console import Console
 
-from pawl.settings import JudgeSettings, StackSettings, read_settings
+from pawl.settings import JudgeSettings, StackSettings, StewardSettings, read_settings
 from pawl.stack.model import unpacked_model
 from pawl.stack.stack import Stack, StackPlan, running_stack
 from pawl.stack.vllm import USUAL_TOOL_PARSER, VllmOptions
@@ -76,6 +76,7 @@ def _plan(settings: StackSettings) -> StackPlan:
         listen=proxy.listen,
         admin_listen=proxy.admin_listen,
         trainer_listen=trainer.trainer_listen,
+        steward_listen=read_settings(StewardSettings).steward_listen,
         data_dir=settings.data_dir,
         spool_dir=proxy.spool_dir,
         adapter_dir=trainer.adapter_dir,

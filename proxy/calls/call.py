@@ -15,6 +15,7 @@ import structlog
 from proxy.calls.answering import Answer, answer_of, own_headers
 from proxy.calls.asking import Arrived, alone, unread, who_asks, with_tool_events
 from proxy.calls.call_log import note_call
+from proxy.calls.loading import when_loaded
 from proxy.calls.recording import Answered, CallRecorder, Recorded
 from proxy.calls.routing import (
     CallRouter,
@@ -39,6 +40,7 @@ from store.records import CallStatus
 
 log = structlog.get_logger()
 
+REFUSED: Final = 400
 REFUSED_AS_MALFORMED: Final = (400, 422)
 
 
@@ -96,8 +98,8 @@ class Call:
             self._ask()
             upstream = await self._route()
             reply = await send(upstream, self._arrived, self._routed)
-            if reply.status in REFUSED_AS_MALFORMED and self._routed.request.injected:
-                reply = await self._send_again(upstream, reply)
+            if reply.status >= REFUSED:
+                reply = await self._past_refusal(upstream, reply)
             answer = self._answer = self._begin_answer(reply)
             status = await answer.receive()
             await self._durable(status)
@@ -146,6 +148,16 @@ class Call:
             self._routed = rewritten(arrived, serving, want_ids)
         return upstream
 
+    async def _past_refusal(self, upstream: ModelServer, reply: Reply) -> Reply:
+        """Send the request again where that can help: elsewhere, later, or as it came."""
+        if self._shared.router.lacks_version(self._routed.serving, reply):
+            reply = await when_loaded(upstream, self._arrived, self._routed, reply)
+        if reply.status in REFUSED_AS_MALFORMED and self._routed.request.injected:
+            reply = await self._send_again(upstream, reply)
+            if self._shared.router.lacks_version(self._routed.serving, reply):
+                reply = await when_loaded(upstream, self._arrived, self._routed, reply)
+        return reply
+
     async def _send_again(self, upstream: ModelServer, refusal: Reply) -> Reply:
         """Send a request that was refused as malformed again, as the client wrote it.
 
@@ -160,7 +172,7 @@ class Call:
         """Return the answer that passes the reply on, once it is known that it can be read."""
         arrived, shared, routed = self._arrived, self._shared, self._routed
         self._reply = reply
-        shared.router.check_served(arrived, reply)
+        shared.router.check_served(arrived, routed.serving, reply)
         if is_changed(arrived, routed):
             reply = self._reply = readable(reply)
         return answer_of(reply, arrived, routed, self._headers(), self._claim, shared.max_reply)

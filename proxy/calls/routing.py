@@ -11,7 +11,7 @@ from proxy.exploring.changes import explored
 from proxy.exploring.choice import Exploring, is_chosen
 from proxy.exploring.requests import Changes
 from proxy.formats.base import ModelRequest
-from proxy.http.wire import for_upstream
+from proxy.http.wire import Headers, for_upstream
 from proxy.identity.identify import Identity
 from proxy.intake.intake import Intake
 from proxy.policies.lookup import Lookup
@@ -94,13 +94,17 @@ class CallRouter:
         if version is not None:
             self._versions.pin(policy, episode, version)
 
-    def check_served(self, arrived: Arrived, reply: Reply) -> None:
+    def lacks_version(self, serving: Serving, reply: Reply) -> bool:
+        """Return whether the upstream may lack a version that the store lists as servable."""
+        return reply.status == UNKNOWN_MODEL and self._versions.is_servable(serving)
+
+    def check_served(self, arrived: Arrived, serving: Serving, reply: Reply) -> None:
         """Check that a version which the request names is served.
 
         Raises:
             NotServed: the upstream does not have it.
         """
-        if reply.status != UNKNOWN_MODEL:
+        if reply.status != UNKNOWN_MODEL or self._versions.is_servable(serving):
             return
         why = self._versions.why_not_served(arrived.request.model)
         if why is not None:
@@ -173,6 +177,19 @@ def send(upstream: ModelServer, arrived: Arrived, routed: Routed) -> Coroutine[A
     Raises:
         ProxyError: there is no reply, as `ModelServer.ask` says.
     """
+    return upstream.ask("POST", *_sent(arrived, routed))
+
+
+def send_where_served(
+    upstream: ModelServer, arrived: Arrived, routed: Routed
+) -> Coroutine[Any, Any, Reply | None]:
+    """Do what `send` does at a replica that lists the version; return None if there is none."""
+    name = routed.serving.served_name or ""
+    return upstream.ask_where_served(name, "POST", *_sent(arrived, routed))
+
+
+def _sent(arrived: Arrived, routed: Routed) -> tuple[str, Headers, bytes]:
+    """Return the target, headers and body that the upstream gets."""
     exchange, request = arrived.exchange, routed.request
     # What a change adds to the reply can only be removed if the reply is not compressed.
     headers = for_upstream(exchange.headers, plain=is_changed(arrived, routed))
@@ -180,4 +197,4 @@ def send(upstream: ModelServer, arrived: Arrived, routed: Routed) -> Coroutine[A
     query = exchange.target.partition("?")[2]
     if query:
         target = f"{target}?{query}"
-    return upstream.ask("POST", target, headers, request.body)
+    return target, headers, request.body

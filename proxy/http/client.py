@@ -87,8 +87,9 @@ class Reply:
             self._connection.abort()
 
     def discard(self) -> None:
-        """Release the reply and close its connection, ended or not."""
-        self._connection.abort()
+        """Release the reply and close its connection, unless another request has that by now."""
+        if not self.body.ended or self._connection.usable:
+            self._connection.abort()
 
 
 class UpstreamConnection(asyncio.Protocol):

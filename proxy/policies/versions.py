@@ -31,8 +31,8 @@ _WHY_NOT: Final[Mapping[PolicyState, str]] = {
     "ready": "is being loaded again",
     "published": "is being loaded again",
     "serving": "is being loaded again",
-    "retired": "is retired, and was unloaded because no episode used it; its files can be loaded "
-    "again (docs/howto/evaluate.md)",
+    "retired": "is retired, and was unloaded because no episode used it; while its files "
+    "are there they can be loaded again (docs/howto/evaluate.md)",
     "rejected": "was rejected: it did not load, or was not served as it was trained",
 }
 
@@ -74,9 +74,12 @@ class Versions:
         self._serving: dict[str, int] = {}
         self._asked_for: dict[str, Serving] = {}
         self._states: dict[str, dict[int, PolicyState]] = {}
+        self._deleted: set[tuple[str, int]] = set()
         for version in versions:
             name, number = version.name, version.version
             self._states.setdefault(name, {})[number] = version.state
+            if version.files_deleted:
+                self._deleted.add((name, number))
             if version.state in SERVABLE or number == 0:
                 self._names.setdefault(name, {})[number] = version.served_name
             if version.state in ASKABLE or number == 0:
@@ -157,6 +160,11 @@ class Versions:
             return asked_for
         return Serving(None, None, model)
 
+    def is_servable(self, serving: Serving) -> bool:
+        """Return whether every replica should have the version, which is an adapter."""
+        policy, version = serving.policy, serving.version
+        return bool(policy and version) and version in self._names.get(policy or "", ())
+
     def why_not_served(self, model: str | None) -> str | None:
         """Return what is known of a version that a client asked for and the upstream has not.
 
@@ -168,6 +176,8 @@ class Versions:
             return None
         state = states.get(int(number))
         what = "is unknown" if state is None else _WHY_NOT[state]
+        if (policy, int(number)) in self._deleted:
+            what = f"was {state}, and its files were deleted, as nothing asked for them any more"
         loaded = sorted(self._names.get(policy, ()), reverse=True)[:MOST_NAMED]
         names = ", ".join(f"{policy}@{one}" for one in loaded)
         return (

@@ -99,6 +99,12 @@ class LitellmUpstream:
     def _name(self, model: str) -> str:
         return model if self._spec.provider is None else f"{self._spec.provider}/{model}"
 
+    async def ask_where_served(
+        self, model: str, method: str, target: str, headers: Headers, body: bytes
+    ) -> Reply | None:
+        """Do what `ask` does: a provider has no replicas, and no adapter is loaded there."""
+        return await self.ask(method, target, headers, body)
+
     async def fetch(self, target: str, headers: Headers) -> Reply:
         """Return an entry for the model in the path: a claimed model is taken to exist."""
         model = target.partition("?")[0].removeprefix("/v1/models/")

@@ -66,6 +66,15 @@ class ModelServer(Protocol):
             BadRequest: this upstream cannot express the request.
         """
 
+    async def ask_where_served(
+        self, model: str, method: str, target: str, headers: Headers, body: bytes
+    ) -> Reply | None:
+        """Do what `ask` does at a server that lists `model` now; return None if none does.
+
+        Raises:
+            UpstreamBroke: the request was sent, and no reply came.
+        """
+
     async def fetch(self, target: str, headers: Headers) -> Reply:
         """Send a GET request; it raises what `ask` raises."""
 

@@ -16,6 +16,7 @@ from proxy.http.client import NoReply, NotSent, Pool, Reply, Silent, Torn
 from proxy.http.flow import BodyStream
 from proxy.http.wire import Headers
 from proxy.upstreams.keys import Key
+from proxy.upstreams.listing import Listing
 
 log = structlog.get_logger()
 
@@ -47,6 +48,7 @@ class Replica:
             parts.hostname or "", parts.port or (443 if secure else 80), tls=tls if secure else None
         )
         self.avoid_until = 0.0
+        self.listing = Listing(self.pool, f"{self.prefix}/v1/models")
 
 
 class Upstream:
@@ -103,6 +105,33 @@ class Upstream:
             except NoReply as error:
                 raise self._without_reply(replica, error) from error
         raise self._unreachable() from unreached
+
+    async def ask_where_served(
+        self, model: str, method: str, target: str, headers: Headers, body: bytes
+    ) -> Reply | None:
+        """Send a request to a replica that lists `model` now, or return None if none does.
+
+        The others are asked last for a while by all calls: one that refuses at once is never busy.
+
+        Raises:
+            UpstreamBroke: the request was sent, and no reply came.
+        """
+        if self._key is not None:
+            headers = self._key.shown(headers, target)
+        replicas = self._in_order()
+        lists = await asyncio.gather(*(one.listing.has(model, headers) for one in replicas))
+        until = asyncio.get_running_loop().time() + AVOID_S
+        for replica, listed in zip(replicas, lists, strict=True):
+            if not listed:
+                replica.avoid_until = until
+                continue
+            try:
+                return await ask_whole(replica.pool, method, replica.prefix + target, headers, body)
+            except NotSent as error:
+                self._unreached(replica, error)
+            except NoReply as error:
+                raise self._without_reply(replica, error) from error
+        return None
 
     async def pass_on(
         self,

@@ -172,6 +172,14 @@ VERSIONS: Final = Row(
             decimals=0,
         ),
         stairs(
+            "Adapters that replicas lack",
+            "Servable versions that a model server does not have loaded, and how many servers answer.",
+            "none",
+            Query("max by (replica) (pawl_steward_missing_adapters)", "{{replica}} lacks"),
+            Query("sum(max by (replica) (pawl_steward_replica_up))", "replicas that answer"),
+            decimals=0,
+        ),
+        stairs(
             "Updates, by outcome",
             "Counted since the trainer's start.",
             "none",

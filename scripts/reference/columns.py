@@ -125,6 +125,7 @@ TRAINING: Final = {
     "policies.update_id": "Update that made it; null for version 0.",
     "policies.created_at": "Time it was made.",
     "policies.changed_at": "Time of its last change of state.",
+    "policies.files_deleted_at": "Time its files were deleted; null: they are there.",
     "updates.id": "Id.",
     "updates.policy": "Policy that is trained.",
     "updates.parent_version": "Version that training starts from.",

@@ -1,4 +1,4 @@
-"""The page of metrics: every Prometheus metric of the proxy and of the trainer."""
+"""The page of metrics: every Prometheus metric of the proxy, the trainer and the steward."""
 
 from collections.abc import Iterator
 from types import ModuleType
@@ -7,6 +7,7 @@ from typing import Final
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 
+import pawl.steward.metrics
 import proxy.metrics
 import trainer.metrics
 
@@ -14,9 +15,9 @@ from .markdown import code, page, paragraph, table_with_notes
 
 INTRODUCTION: Final = """
 The proxy serves its metrics at `/metrics` of its admin port (`PAWL_ADMIN_LISTEN`), summed over all
-workers and the keeper. The trainer serves its own at `/metrics` of `PAWL_TRAINER_LISTEN`, with
-the Python and process metrics of prometheus_client. A histogram `NAME` has the series
-`NAME_bucket`, `NAME_sum` and `NAME_count`.
+workers and the keeper. The trainer serves its own at `/metrics` of `PAWL_TRAINER_LISTEN`, and a
+steward at that of `PAWL_STEWARD_LISTEN`, with the Python and process metrics of
+prometheus_client. A histogram `NAME` has the series `NAME_bucket`, `NAME_sum` and `NAME_count`.
 """
 RECORDS: Final = """
 Each record ends in exactly one of four places: `pawl_records_total` = `pawl_records_stored_total`
@@ -24,20 +25,27 @@ Each record ends in exactly one of four places: `pawl_records_total` = `pawl_rec
 `pawl_reward` has no `_sum`, because rewards may be negative; `pawl_reward_stated_sum` stands in
 for it. It may fall: use `delta()`, not `rate()`.
 """
-MODULES: Final[dict[str, ModuleType]] = {"Proxy": proxy.metrics, "Trainer": trainer.metrics}
+MODULES: Final[dict[str, ModuleType]] = {
+    "Proxy": proxy.metrics,
+    "Trainer": trainer.metrics,
+    "Steward": pawl.steward.metrics,
+}
 HEAD: Final = ("metric", "type", "labels", "meaning")
 LABELS: Final = {
     "figure": "`mean`, or `low` or `high` for the limits of its 95 % interval.",
     "kind": "`pawl_tokens_total`: `prompt` or `sampled`. `pawl_calls_explored_total`: "
     "`temperature`, `seed` or `strict`.",
     "metric": "`reward`, `tool_status`, or `other` for a metric of any other name.",
-    "outcome": "`trained`, `no_signal` (no call had an advantage other than 0), `released` "
-    "(given back), `rejected` (the version failed its probe) or `failed`.",
+    "outcome": "`pawl_updates_total`: `trained`, `no_signal` (no call had an advantage other than "
+    "0), `released` (given back), `rejected` (the version failed its probe) or `failed`. "
+    "`pawl_waited_for_adapter_total`: `served`, or `given_up` (503). "
+    "`pawl_steward_loads_total`: `loaded`, `replaced` (it had other files) or `refused`.",
     "path": "A forwarded route without the ids in it, such as `/v1/models`.",
     "policy": "Name of the policy; empty if none served the call.",
     "reason": "`pawl_refused_total`: an error class of [http.md](http.md#errors). "
     "`pawl_calls_not_trainable_total`: as in the column `transitions.reason`. "
     "`pawl_episodes_consumed_total`: `trained`, or as in the column `consumptions.reason`.",
+    "replica": "Base URL of a replica of the model server.",
     "result": "`known` if the target was seen before, else `pending`.",
     "status": "`pawl_calls_total`: how the call ended, as in the column `transitions.status`. "
     "`pawl_tool_events_total`: the tool status. `pawl_forwarded_total`: the HTTP status.",

@@ -5,10 +5,10 @@ from typing import Final, NamedTuple
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-from pawl.settings import PREFIX, JudgeSettings, StackSettings
+from pawl.settings import PREFIX, JudgeSettings, StackSettings, StewardSettings
 from proxy.settings import ProxySettings
 from store.settings import StoreSettings
-from trainer.settings import TrainerSettings
+from trainer.settings import ServerSettings, TrainerSettings
 
 from .fields import default_of, meaning_of, type_of
 from .markdown import code, page, paragraph, table, table_with_notes
@@ -43,6 +43,7 @@ SECTIONS: Final = (
     Section(StoreSettings, "Database", "every command that uses the store"),
     Section(ProxySettings, "Proxy", "`pawl proxy`, `pawl up`, `pawl demo`, `pawl spool`"),
     Section(TrainerSettings, "Trainer", "`pawl trainer`, `pawl up`, `pawl demo`"),
+    Section(StewardSettings, "Steward", "`pawl steward`, `pawl up`, `pawl demo`"),
     Section(StackSettings, "Local stack", "`pawl up`, `pawl demo`"),
     Section(JudgeSettings, "Judge", "`pawl judge`, `pawl up`"),
 )
@@ -56,8 +57,11 @@ NOTES: Final = {
 `PAWL_LISTEN`, where it posts feedback. `pawl spool` reads `PAWL_SPOOL_DIR`, `PAWL_TOOL_RESULTS`
 and `PAWL_MAX_REPLY_MB`. `pawl up` starts a vLLM only if `PAWL_UPSTREAM_URL` is unset.
 """,
+    "Steward": """
+It also reads `PAWL_UPSTREAM_URL` and `PAWL_REPLICA_URLS`, the replicas that it looks at.
+""",
     "Local stack": """
-`pawl up` and `pawl demo` pass their environment on to the proxy and the trainer that they start.
+`pawl up` and `pawl demo` pass their environment on to the processes that they start.
 `pawl demo` replaces the database, the upstream, all folders, the recipe, the policy, the model and
 the seed by its own.
 """,
@@ -85,8 +89,10 @@ def variable(name: str) -> str:
 
 
 def own_fields(kind: type[BaseSettings]) -> dict[str, FieldInfo]:
-    """Return the fields of a settings class without those of the store, which all share."""
+    """Return the fields of a settings class without those that another section has."""
     shared = () if kind is StoreSettings else tuple(StoreSettings.model_fields)
+    if kind is StewardSettings:
+        shared = tuple(ServerSettings.model_fields)
     return {name: field for name, field in kind.model_fields.items() if name not in shared}
 
 

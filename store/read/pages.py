@@ -219,6 +219,7 @@ def version_of(row: Row[Any]) -> PolicyVersion:
         served_name=row.served_name,
         adapter_path=row.adapter_path,
         update_id=row.update_id,
+        files_deleted=row.files_deleted_at is not None,
     )
 
 

@@ -30,7 +30,13 @@ policies = Table(
     Column("update_id", Uuid, ForeignKey("updates.id"), unique=True),
     Column("created_at", When, nullable=False, server_default=text("now()")),
     Column("changed_at", When, nullable=False, server_default=text("now()")),
+    # The files are gone, as nothing could ask for them any more; null while they are there.
+    Column("files_deleted_at", When),
     one_of("state", POLICY_STATES),
+    CheckConstraint(
+        "files_deleted_at IS NULL OR state IN ('retired', 'rejected')",
+        name="deleted_is_not_servable",
+    ),
     CheckConstraint("(version = 0) = (update_id IS NULL)", name="base_or_trained"),
     # Several policies may have one base model, and so one name for their version 0.
     Index(

@@ -41,6 +41,18 @@ async def list_versions(
     return [version_of(row) for row in await connection.execute(query)]
 
 
+async def list_servable(
+    connection: AsyncConnection, name: str | None = None
+) -> list[PolicyVersion]:
+    """Return the servable versions of policy `name` (None: of every policy), and its base model."""
+    query = select(policies).where(
+        (policies.c.version == 0) | policies.c.state.in_(("serving", "ready", "published"))
+    )
+    if name is not None:
+        query = query.where(policies.c.name == name)
+    return [version_of(row) for row in await connection.execute(query)]
+
+
 async def add_version(
     connection: AsyncConnection, name: str, version: int, adapter_path: str, update_id: UUID
 ) -> None:
@@ -131,20 +143,23 @@ async def idle_versions(
 ) -> list[PolicyVersion]:
     """Return trained versions in `state` that are idle: no change and no call for `idle_s` seconds.
 
-    Version 0, the base model, is never among them.
+    Version 0, the base model, is never among them, nor are versions whose files were deleted.
     """
     rows = await connection.execute(
         text(
             "SELECT p.version FROM policies p WHERE p.name = :name AND p.state = :state"
-            " AND p.version > 0 AND p.changed_at < now() - make_interval(secs => :idle_s)"
+            " AND p.version > 0 AND p.files_deleted_at IS NULL"
+            " AND p.changed_at < now() - make_interval(secs => :idle_s)"
             " AND NOT EXISTS (SELECT FROM episodes e JOIN episode_policies s"
             " ON s.episode_id = e.id AND s.policy = p.name AND s.own_version = p.version"
             " WHERE e.last_call_at > now() - make_interval(secs => :idle_s))"
         ),
         {"name": name, "state": state, "idle_s": idle_s},
     )
-    idle = set(rows.scalars())
-    return [v for v in await list_versions(connection, name) if v.version in idle]
+    idle = list(rows.scalars())
+    query = select(policies).where(policies.c.name == name, policies.c.version.in_(idle))
+    found = await connection.execute(query.order_by(policies.c.version))
+    return [version_of(row) for row in found]
 
 
 async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[str, str, int]]:

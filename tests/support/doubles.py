@@ -93,6 +93,12 @@ class SaidServer:
             raise UpstreamBroke("it was said to break")
         return reply
 
+    async def ask_where_served(
+        self, model: str, method: str, target: str, headers: Headers, body: bytes
+    ) -> Any:
+        """See `ModelServer`."""
+        return await self.ask(method, target, headers, body)
+
     async def fetch(self, target: str, headers: Headers) -> Any:
         """See `ModelServer`."""
         return await self.ask("GET", target, headers, b"")

@@ -1,7 +1,7 @@
 """Write and read the state that resuming needs beside the adapter, with each version.
 
     <version>/progress.json          steps taken since the base, and which it is; kept for good
-    <version>/trainer/optimizer.pt   moments; kept for the newest versions (`adapters.sweep`)
+    <version>/trainer/optimizer.pt   moments; kept by the versions' states (`publishing.cleaning`)
     <version>/trainer/<name>.pt      what a learner adds: a value head
 
 Nothing else is needed: dropout is off, and randomness is used only for a first adapter's

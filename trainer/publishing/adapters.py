@@ -27,7 +27,6 @@ from trainer.publishing.probe import ProbeRow
 MANIFEST: Final = "manifest.json"
 SERVED: Final = ("adapter_config.json", "adapter_model.safetensors")
 STATE: Final = "trainer"
-STATES_KEPT: Final = 3
 
 
 class NewVersion(Record, frozen=True, kw_only=True):
@@ -129,7 +128,7 @@ def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifes
     Raises:
         AdapterError: the manifest cannot be read, or a file does not have the hash in it.
     """
-    for _, folder in reversed(_folders(root, policy)):
+    for _, folder in reversed(folders(root, policy)):
         unchecked = _manifest(folder)
         if unchecked is not None and unchecked.update_id == update_id:
             manifest = read_manifest(folder)
@@ -143,25 +142,32 @@ def highest_version(root: Path, policy: str) -> int:
 
     A trainer that had lost its claim may have written an unrecorded one: its number is taken.
     """
-    return max((number for number, _ in _folders(root, policy)), default=0)
+    return max((number for number, _ in folders(root, policy)), default=0)
 
 
-def _folders(root: Path, policy: str) -> list[tuple[int, Path]]:
+def folders(root: Path, policy: str) -> list[tuple[int, Path]]:
+    """Return the number and the folder of every version that has one, oldest first."""
     parent = version_folder(root, policy, 0).parent
     return sorted((int(folder.name), folder) for folder in parent.glob("[0-9]*"))
 
 
 def sweep(root: Path, policy: str) -> None:
-    """Remove what killed updates left half-written, and the optimiser states of old versions.
-
-    Served files stay for as long as their name can be requested: vLLM's engine dies over a
-    missing folder.
-    """
+    """Remove what killed updates left half-written, and what was being removed."""
     parent = version_folder(root, policy, 0).parent
     for partial in parent.glob(".*-*"):
         shutil.rmtree(partial)
-    for _, folder in _folders(root, policy)[:-STATES_KEPT]:
-        shutil.rmtree(folder / STATE, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder so that it is there whole or not at all, or do nothing if there is none.
+
+    Raises:
+        OSError: the disk refused it; it may be gone from its place, and `sweep` removes the rest.
+    """
+    if folder.exists():
+        going = folder.with_name(f".{folder.name}-removed")
+        folder.rename(going)
+        shutil.rmtree(going)
 
 
 def sha256_of(path: Path) -> str:

@@ -33,6 +33,8 @@ def export_adapter(version: Path, directory: Path) -> None:
                 if (version / name).exists():
                     copyfile(version / name, partial / name)
     except OSError as error:
+        if not version.exists():
+            raise AdapterError(f"{version} was deleted meanwhile: it was retired") from error
         raise AdapterError(
             f"{directory} cannot be written: {error.strerror}; name a folder on another disk, or"
             " make room"

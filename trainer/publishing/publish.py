@@ -13,10 +13,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.records import PolicyState, PolicyVersion
 from store.updates import policies
-from trainer.errors import PublishError
+from trainer.errors import PublishError, UpstreamAway
 from trainer.metrics import UPDATE, UPDATES, VERSION
+from trainer.publishing.cleaning import Cleaning
 from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
 from trainer.publishing.replicas import Replicas
+from trainer.publishing.servable import belonging, lacking
 from trainer.publishing.server import ModelServer
 from trainer.recipes.adapter import PublishOptions
 
@@ -53,18 +55,22 @@ class Publisher:
         before: str,
         rows: Sequence[ProbeRow],
     ) -> ProbeResult:
-        """Load `version`, probe it with `rows`, and promote it once all go live that must together.
+        """Load `version` and probe it on the replicas that answer, and promote it.
+
+        It is promoted once all are ready that must go live together.
 
         `before` is the served name of the version that has the traffic now.
 
         Raises:
             PublishError: the version was rejected; nothing changes for any request.
-            UpstreamAway: a server does not answer; the version stays `written`.
+            UpstreamAway: no server answers; the version stays `written`.
         """
         assert version.adapter_path is not None
+        # A replica may have been restarted since: the probe asks it for `before`, too.
+        await self.keep_loaded()
         try:
-            await self.servers.load(version.served_name, Path(version.adapter_path))
-            probe = await self._probe(version.served_name, before, rows)
+            loaded = await self.servers.load(version.served_name, Path(version.adapter_path))
+            probe = await self._probe(loaded, version.served_name, before, rows)
         except PublishError as error:
             await self._set_state(version.version, "rejected")
             await self.servers.unload(version.served_name)
@@ -106,7 +112,7 @@ class Publisher:
         those of `publish`.
 
         Raises:
-            UpstreamAway: a server does not answer; the version stays `written`.
+            UpstreamAway: no server answers; the version stays `written`.
         """
         try:
             probe = await self.publish(version, before, rows)
@@ -124,10 +130,14 @@ class Publisher:
         )
         return None
 
-    async def _probe(self, name: str, before: str, rows: Sequence[ProbeRow]) -> ProbeResult:
-        """Probe every replica and return the worst result."""
-        probes = [await self._probe_one(server, name, before, rows) for server in self.servers.each]
-        return max(probes, key=lambda probe: probe.mean_difference)
+    async def _probe(
+        self, servers: Sequence[ModelServer], name: str, before: str, rows: Sequence[ProbeRow]
+    ) -> ProbeResult:
+        """Probe every one of `servers` that answers, and return the worst result."""
+        probes = await self.servers.ask(
+            lambda server: self._probe_one(server, name, before, rows), servers
+        )
+        return max(probes.values(), key=lambda probe: probe.mean_difference)
 
     async def _probe_one(
         self, server: ModelServer, name: str, before: str, rows: Sequence[ProbeRow]
@@ -145,43 +155,63 @@ class Publisher:
             await policies.set_state(connection, self._policy, version, state)
 
     async def keep_loaded(self) -> None:
-        """Load again the adapters that should be servable and are not (a server was restarted)."""
-        listed = await self.servers.models()
-        for version in await self._versions():
-            wanted = version.state in ("serving", "ready", "published") and version.version > 0
-            if wanted and version.served_name not in listed:
-                await self._load_again(version)
+        """Load again the adapters that a replica should serve and does not (it was restarted).
 
-    async def _load_again(self, version: PolicyVersion) -> None:
+        The steward does so, too, and whether a trainer runs or not.
+        """
+        async with self._engine.connect() as connection:
+            versions = await policies.list_servable(connection, self._policy)
+        for server, listed in (await self.servers.ask(ModelServer.models)).items():
+            for version in lacking(belonging(versions, listed), listed):
+                await self._load_again(server, version)
+
+    async def _load_again(self, server: ModelServer, version: PolicyVersion) -> None:
         try:
-            await self.servers.load(version.served_name, Path(version.adapter_path or ""))
-        except PublishError as error:
+            await server.load(version.served_name, Path(version.adapter_path or ""))
+        except (PublishError, UpstreamAway) as error:
             # It is tried again at the next sync; training and other versions go on meanwhile.
             log.error("version_not_reloaded", version=version.served_name, reason=str(error))
             return
-        log.info("version_reloaded", version=version.served_name)
+        log.info("version_reloaded", version=version.served_name, replica=server.url)
 
     async def retire_idle(self) -> None:
         """Retire published versions that no episode has used for a while.
 
         They are taken from the proxies first and, once all proxies know, from the model servers.
-        The files stay: vLLM's engine dies over a missing folder.
+        The files stay until `clean`: vLLM's engine dies over a missing folder. What was rejected
+        while a replica was away is taken from that replica.
         """
-        for version in await self._idle("retired", PROXY_REFRESH_S):
-            for server in self.servers.each:
-                if version.served_name in await server.models():
-                    await server.unload(version.served_name)
-                    log.info("version_unloaded", version=version.served_name)
+        idle = [
+            one.served_name
+            for one in (
+                *await self._idle("retired", PROXY_REFRESH_S),
+                *await self._idle("rejected", PROXY_REFRESH_S),
+            )
+        ]
+        for server, listed in (await self.servers.ask(ModelServer.models)).items():
+            for name in idle:
+                if name in listed:
+                    await self._unload(server, name)
         for version in await self._idle("published", self._rule.retire_after_s):
             await self._set_state(version.version, "retired")
+
+    async def clean(self, root: Path) -> None:
+        """Delete the files below `root` that nothing can ask for any more."""
+        idle_s = self._rule.retire_after_s
+        await Cleaning(self._engine, self.servers, self._policy, root, idle_s).clean()
+
+    async def _unload(self, server: ModelServer, name: str) -> None:
+        try:
+            await server.unload(name)
+        except (PublishError, UpstreamAway) as error:
+            # It is tried again at the next sync, for as long as the server lists it.
+            log.error("version_not_unloaded", version=name, reason=str(error))
+            return
+        log.info("version_unloaded", version=name, replica=server.url)
 
     async def _idle(self, state: PolicyState, idle_s: float) -> list[PolicyVersion]:
         async with self._engine.connect() as connection:
             return await policies.idle_versions(connection, self._policy, state, idle_s)
-
-    async def _versions(self) -> list[PolicyVersion]:
-        async with self._engine.connect() as connection:
-            return await policies.list_versions(connection, self._policy)
 
 
 async def _served_logprobs(

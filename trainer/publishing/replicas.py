@@ -1,24 +1,35 @@
-"""Treat several model servers as one: an adapter is loaded on all or on none.
+"""Treat several model servers as one: an operation goes to all that answer, at the same time.
 
-While one of them is away nothing is published: requests that reach a server that does not
-know the new version would fail.
+A replica that is away stops nothing. What it lacks when it is back is loaded then, by the steward
+(`pawl steward`) or at the trainer's next look; until then the proxy asks the others
+(docs/decisions/048-steward.md).
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+import structlog
+
+from trainer.errors import UpstreamAway
 from trainer.publishing.server import ModelServer
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+Answers = dict[ModelServer, T]
 
 
 class Replicas:
-    """Pass each operation to all replicas of the model server, one after the other."""
+    """Pass each operation to all replicas of the model server that answer."""
 
     def __init__(self, base_urls: Sequence[str]) -> None:
         """Create a client for each base URL; `async with` opens them."""
         self.each = tuple(ModelServer(url) for url in base_urls)
+        self._away: set[ModelServer] = set()
         self._open = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -36,33 +47,77 @@ class Replicas:
         """Close all connection pools."""
         await self._open.aclose()
 
-    async def models(self) -> dict[str, dict[str, Any]]:
-        """Return the models that every replica serves, by name, as the first one describes them.
+    async def ask(
+        self,
+        what: Callable[[ModelServer], Awaitable[T]],
+        servers: Iterable[ModelServer] | None = None,
+    ) -> Answers[T]:
+        """Do `what` with each of `servers` (None: all) at once; return what those gave that answer.
+
+        Every one has ended when this returns.
 
         Raises:
-            UpstreamAway: a replica does not answer.
+            UpstreamAway: none of them answers.
+            PublishError: one that answers refuses.
         """
-        first, *others = [await server.models() for server in self.each]
+        asked = self.each if servers is None else tuple(servers)
+        ended = await asyncio.gather(*(_settled(what(server)) for server in asked))
+        found: Answers[T] = {}
+        away: list[UpstreamAway] = []
+        for server, result in zip(asked, ended, strict=True):
+            if isinstance(result, UpstreamAway):
+                self._note_away(server, result)
+                away.append(result)
+            elif isinstance(result, Exception):
+                raise result
+            else:
+                self._away.discard(server)
+                [found[server]] = result
+        if not found:
+            raise away[0]
+        return found
+
+    def _note_away(self, server: ModelServer, error: UpstreamAway) -> None:
+        """Log that a replica is away, once for as long as it stays away."""
+        if server not in self._away:
+            log.warning("replica_away", replica=server.url, reason=str(error))
+        self._away.add(server)
+
+    async def models(self) -> dict[str, dict[str, Any]]:
+        """Return the models that every replica which answers serves, by name.
+
+        They are described as the first of them describes them.
+
+        Raises:
+            UpstreamAway: no replica answers.
+        """
+        first, *others = (await self.ask(ModelServer.models)).values()
         return {
             name: model for name, model in first.items() if all(name in listed for listed in others)
         }
 
-    async def load(self, name: str, folder: Path) -> None:
-        """Load an adapter on every replica that does not serve it yet.
+    async def load(self, name: str, folder: Path) -> tuple[ModelServer, ...]:
+        """Load an adapter on every replica that answers and lacks it; return those that have it.
 
         Raises:
             PublishError: a replica refuses it, or serves other files under that name.
-            UpstreamAway: a replica does not answer.
+            UpstreamAway: no replica answers.
         """
-        for server in self.each:
-            await server.load(name, folder)
+        return tuple(await self.ask(lambda server: server.load(name, folder)))
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter from every replica; a replica that does not know the name is skipped.
+        """Unload an adapter from every replica that answers; an unknown name is no error.
 
         Raises:
             PublishError: a replica refuses.
-            UpstreamAway: a replica does not answer.
+            UpstreamAway: no replica answers.
         """
-        for server in self.each:
-            await server.unload(name)
+        await self.ask(lambda server: server.unload(name))
+
+
+async def _settled(work: Awaitable[T]) -> list[T] | Exception:
+    """Return the result of `work`, in a list, or the exception that it ended with."""
+    try:
+        return [await work]
+    except Exception as error:
+        return error

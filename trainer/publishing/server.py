@@ -11,9 +11,12 @@ from typing import Any, Final, Self
 
 import aiohttp
 
-from trainer.errors import PublishError, UpstreamAway
+from trainer.errors import PublishError, TrainerError, UpstreamAway
 
 TIMEOUT_S: Final = 120.0
+# A list of models needs no engine: a server that takes longer for it counts as away.
+LIST_S: Final = 10.0
+SERVER_ERROR: Final = 500
 
 
 class ModelServer:
@@ -21,14 +24,11 @@ class ModelServer:
 
     def __init__(self, base_url: str) -> None:
         """Store the base URL, with its `/v1`; `async with` opens the connection pool."""
-        self._root = base_url.rstrip("/")
+        self.url = base_url.rstrip("/")
 
     async def __aenter__(self) -> Self:
         """Open the connection pool."""
-        self._session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-            connector=aiohttp.TCPConnector(keepalive_timeout=3.0),
-        )
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=3.0))
         return self
 
     async def __aexit__(
@@ -46,7 +46,7 @@ class ModelServer:
         Raises:
             UpstreamAway: the server does not answer, or does not list its models.
         """
-        status, body = await self._request("GET", "/models", None)
+        status, body = await self._request("GET", "/models", None, LIST_S)
         if status != 200:
             raise UpstreamAway(f"the model server does not list its models: {status} {body}")
         return {model["id"]: model for model in body["data"]}
@@ -54,22 +54,29 @@ class ModelServer:
     async def load(self, name: str, folder: Path) -> None:
         """Load the adapter in `folder` under `name`, unless the server has it already.
 
+        Several processes may do so at once: the server takes one of them and refuses the others,
+        and what it lists afterwards decides.
+
         Raises:
             PublishError: the server refuses it, or serves other files under that name.
             UpstreamAway: the server does not answer.
         """
+        refusal: TrainerError | None = None
         listed = (await self.models()).get(name)
         if listed is None:
             body = {"lora_name": name, "lora_path": str(folder)}
             status, answer = await self._request("POST", "/load_lora_adapter", body)
             if status != 200:
-                raise PublishError(
+                refusal = await self._refusal(
+                    status,
                     f"the model server did not load {name}: {status} {answer}; check that it"
                     f" reads {folder}, that it was started with --enable-lora, --max-lora-rank of"
                     " lora.rank at least and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and that it"
-                    " supports LoRA in the layers of lora.target_modules"
+                    " supports LoRA in the layers of lora.target_modules",
                 )
             listed = (await self.models()).get(name)
+        if listed is None and refusal is not None:
+            raise refusal
         if listed is None or listed.get("root") != str(folder):
             raise PublishError(
                 f"the model server lists {listed} as {name} instead of {folder}: unload that name"
@@ -103,7 +110,9 @@ class ModelServer:
         }
         status, answer = await self._request("POST", "/completions", body)
         if status != 200:
-            raise PublishError(f"the model server refused a probe of {name}: {status} {answer}")
+            raise await self._refusal(
+                status, f"the model server refused a probe of {name}: {status} {answer}"
+            )
         entries = answer["choices"][0]["prompt_logprobs"]
         return [
             float(entry[str(token)]["logprob"])
@@ -142,7 +151,9 @@ class ModelServer:
         }
         status, answer = await self._request("POST", "/completions", body)
         if status != 200:
-            raise PublishError(f"the model server refused a probe of {name}: {status} {answer}")
+            raise await self._refusal(
+                status, f"the model server refused a probe of {name}: {status} {answer}"
+            )
         choice = answer["choices"][0]
         sampled = choice.get("token_ids")
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
@@ -153,12 +164,30 @@ class ModelServer:
             )
         return list(zip(sampled, map(float, logprobs), strict=True))
 
-    async def _request(self, method: str, path: str, body: object) -> tuple[int, Any]:
+    async def _refusal(self, status: int, why: str) -> TrainerError:
+        """Return the error for a request that was not answered as asked.
+
+        A server whose engine has died answers 5xx to everything until it ends: it counts as away,
+        for it says nothing about the version.
+        """
+        if status < SERVER_ERROR:
+            return PublishError(why)
+        health = self.url.removesuffix("/v1") + "/health"
+        status, _ = await self._ask("GET", health, None, LIST_S)
+        return UpstreamAway(why) if status >= SERVER_ERROR else PublishError(why)
+
+    async def _request(
+        self, method: str, path: str, body: object, within_s: float = TIMEOUT_S
+    ) -> tuple[int, Any]:
+        return await self._ask(method, self.url + path, body, within_s)
+
+    async def _ask(self, method: str, url: str, body: object, within_s: float) -> tuple[int, Any]:
+        limit = aiohttp.ClientTimeout(total=within_s)
         try:
-            async with self._session.request(method, self._root + path, json=body) as response:
+            async with self._session.request(method, url, json=body, timeout=limit) as response:
                 is_json = response.content_type == "application/json"
                 return response.status, await (response.json() if is_json else response.text())
         except (aiohttp.ClientError, TimeoutError) as error:
             raise UpstreamAway(
-                f"the model server at {self._root} does not answer ({type(error).__name__})"
+                f"the model server at {self.url} does not answer ({type(error).__name__})"
             ) from error

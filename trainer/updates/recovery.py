@@ -82,7 +82,7 @@ class Recovery:
 
         Raises:
             AdapterError: the version's files are missing or differ from its manifest.
-            UpstreamAway: a model server does not answer; the version stays `written`.
+            UpstreamAway: no model server answers; the version stays `written`.
         """
         written = await self._versions.written()
         for version in written[:-1]:

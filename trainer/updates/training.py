@@ -55,13 +55,19 @@ class Training:
 
         Only versions that sampled a call without log-probabilities are looked at.
         """
+        asked = versions_to_ask(claim) - {0, claim.parent_version}
+        if not asked:
+            return {}
+        deleted = await self._versions.deleted()
+        for version in sorted(asked & deleted):
+            why = "its files were deleted, as nothing could ask for them any more"
+            log.warning("version_lost", version=version, reason=VERSION_GONE, why=why)
 
         def work() -> dict[int, str]:
-            asked = versions_to_ask(claim) - {0, claim.parent_version}
-            found = {version: self._why_lost(version) for version in sorted(asked)}
+            found = {version: self._why_lost(version) for version in sorted(asked - deleted)}
             return {version: why for version, why in found.items() if why is not None}
 
-        return await in_thread(self._learner, work)
+        return dict.fromkeys(asked & deleted, VERSION_GONE) | await in_thread(self._learner, work)
 
     def _why_lost(self, version: int) -> str | None:
         folder = self._versions.folder(version)

@@ -60,6 +60,10 @@ class Versions:
             free = await claims.next_version(connection, self._policy)
         return max(free, adapters.highest_version(self._adapter_dir, self._policy) + 1)
 
+    async def deleted(self) -> frozenset[int]:
+        """Return the versions whose files were deleted, as nothing could ask for them any more."""
+        return frozenset(v.version for v in await self._all() if v.files_deleted)
+
     async def reject(self, version: PolicyVersion) -> None:
         """Set the state of a version to `rejected`."""
         async with self._engine.begin() as connection:

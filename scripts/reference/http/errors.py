@@ -25,6 +25,7 @@ WHERE: Final[dict[type[ProxyError], tuple[str, ...]]] = {
     errors.Overloaded: EVERY,
     errors.NoUpstream: (CALL, FORWARD),
     errors.NotServed: (CALL,),
+    errors.NotLoaded: (CALL,),
     errors.UpstreamUnreachable: (CALL, FORWARD),
     errors.UpstreamBroke: (CALL, FORWARD),
     errors.ReplyTorn: (CALL, FORWARD),

@@ -89,5 +89,6 @@ ADMIN: Final = """
 The admin port serves three routes:
 """
 TRAINER: Final = """
-The trainer serves `GET /metrics` on `PAWL_TRAINER_LISTEN` (127.0.0.1:8102).
+The trainer serves `GET /metrics` on `PAWL_TRAINER_LISTEN` (127.0.0.1:8102), and the steward
+`GET /healthz` and `GET /metrics` on `PAWL_STEWARD_LISTEN` (127.0.0.1:8103).
 """

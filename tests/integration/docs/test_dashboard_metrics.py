@@ -8,8 +8,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.integration.conftest import Proxy
 from tests.unit.deploy.test_dashboards import Selector, dashboard_queries, selectors
 
-# The trainer's metrics, once it trains; they are checked against its registry alone.
-TRAINERS: Final = ("pawl_update", "pawl_episodes_consumed", "pawl_trained_")
+# The trainer's metrics, once it trains, and the steward's; they are checked against their
+# registries alone.
+TRAINERS: Final = ("pawl_update", "pawl_episodes_consumed", "pawl_trained_", "pawl_steward_")
 STRICT: Final[dict[str, Any]] = {"name": "f", "strict": True, "parameters": {"type": "object"}}
 TRIES: Final = 50
 

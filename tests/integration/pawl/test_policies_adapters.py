@@ -1,6 +1,7 @@
 """`pawl policies import` and `export`: an adapter comes in as version 1, and goes out again."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from typer.testing import CliRunner
 
 from pawl.cli import app
 from store.errors import UnknownPolicy
-from store.updates.policies import ensure_base
+from store.updates.files import mark_deleted
+from store.updates.policies import ensure_base, set_state
 from tests.support.servers.computing_server import computing_server
 from tests.support.training import write_adapter
 
@@ -72,6 +74,23 @@ async def test_what_is_not_there_is_told_from_what_is(run: Run, engine: AsyncEng
     await run("import", "writer", "sft")
     other = await run("export", "writer", "out", "--version", "7")
     assert str(other.exception) == "policy 'writer' has no version 7 (with an adapter: 1)"
+
+
+async def test_deleted_files_are_told_from_those_that_never_were(
+    run: Run, engine: AsyncEngine
+) -> None:
+    await run("import", "writer", "sft")
+    async with engine.begin() as connection:
+        await set_state(connection, "writer", 1, "retired")
+        await mark_deleted(connection, "writer", [1])
+    gone = await run("export", "writer", "out", "--version", "1")
+    assert str(gone.exception) == (
+        "the files of writer@1 were deleted, as the version was retired and nothing asked for them"
+        " any more (there are those of: none)"
+    )
+    shown = await run("show", "writer")
+    lines = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert [line["files_deleted"] for line in lines] == [False, True]
 
 
 async def test_an_import_that_is_refused_says_why_and_ends_with_2(run: Run, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from store.read.past import past_update
 from store.read.stats import totals
 from store.records import SpoolRecord, Tokens
 from store.updates.claims import list_updates
+from store.updates.files import mark_deleted
+from store.updates.policies import set_state
 from store.write.ingest import ingest
 from tests.integration.trainer.test_learner import plain_logprobs, shake
 from tests.integration.trainer.test_recovery import Bench, bench, run_once
@@ -238,6 +240,20 @@ async def test_where_a_version_is_lost_its_calls_are_not_trained(bench: Bench, l
     assert metrics["dropped"] == {"no_trainable_call": 2}
     assert bench.learner.asked == []
     await bench.assert_spent_once(12)
+
+
+async def test_a_deleted_version_is_gone_by_its_mark(bench: Bench) -> None:
+    await run_once(bench)
+    await fill(bench, "u", 1, told=True)
+    await run_once(bench)
+    async with bench.engine.begin() as connection:
+        await set_state(connection, "m", 1, "retired")
+        assert await mark_deleted(connection, "m", [1]) == {1}
+    # A folder that is still there is not looked at: it may be on its way out.
+    await fill(bench, "v", 1)
+    assert await run_once(bench)
+    assert (await last_metrics(bench))["lost_versions"] == {"1": "version_gone"}
+    assert bench.learner.asked == []
 
 
 async def test_a_version_of_another_base_is_lost_too_and_credit_knows_it_later(

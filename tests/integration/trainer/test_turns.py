@@ -53,7 +53,7 @@ class FakeLearner:
         if self.fails:
             raise self.fails
 
-    def update(self, rows: Any) -> dict[str, Any]:
+    def update(self, rows: Any, step_share: float = 1.0) -> dict[str, Any]:
         return {"loss": 0.5, "rows": len(rows)}
 
     def save(self, folder: Path) -> None:

@@ -1,5 +1,7 @@
 """vLLM's adapter endpoints, scripted: for publishing under faults."""
 
+import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,6 +19,10 @@ class FakeModelServer:
         self.refuse_load = False
         # What it reports of what it samples, if not what it says of a prompt.
         self.sampled_logprob: float | None = None
+        self.refused: set[str] = set()
+        self.tries: Counter[str] = Counter()
+        self.slow_load: asyncio.Event | None = None
+        self.engine_is_dead = False
         self.loads: list[str] = []
 
     async def models(self, _: web.Request) -> web.Response:
@@ -26,11 +32,22 @@ class FakeModelServer:
 
     async def load(self, request: web.Request) -> web.Response:
         body = await request.json()
-        if self.refuse_load:
+        if self.engine_is_dead:
+            return web.json_response({"error": {"message": "EngineDeadError"}}, status=500)
+        self.tries[body["lora_name"]] += 1
+        if self.refuse_load or body["lora_name"] in self.refused:
             return web.json_response({"error": {"message": "No adapter found"}}, status=404)
+        if self.slow_load is not None:
+            await self.slow_load.wait()
+        if body["lora_name"] in self.loaded:
+            said = f"The lora adapter '{body['lora_name']}' has already been loaded."
+            return web.json_response({"error": {"message": said}}, status=400)
         self.loads.append(body["lora_name"])
         self.loaded[body["lora_name"]] = body["lora_path"]
         return web.Response(text="Success")
+
+    async def health(self, _: web.Request) -> web.Response:
+        return web.Response(status=503 if self.engine_is_dead else 200)
 
     async def unload(self, request: web.Request) -> web.Response:
         self.loaded.pop((await request.json())["lora_name"], None)
@@ -49,17 +66,18 @@ class FakeModelServer:
 
 
 @asynccontextmanager
-async def fake_model_server() -> AsyncIterator[FakeModelServer]:
-    """A running one, on a free port."""
+async def fake_model_server(port: int = 0) -> AsyncIterator[FakeModelServer]:
+    """A running one, on a free port unless one is named."""
     server = FakeModelServer()
     app = web.Application()
     app.router.add_get("/v1/models", server.models)
+    app.router.add_get("/health", server.health)
     app.router.add_post("/v1/load_lora_adapter", server.load)
     app.router.add_post("/v1/unload_lora_adapter", server.unload)
     app.router.add_post("/v1/completions", server.completions)
     runner = web.AppRunner(app)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
     server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
     try:
         yield server

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 import yaml
 
-from pawl.settings import known_variables, refuse_unread
+from pawl.settings import StewardSettings, known_variables, refuse_unread
 from pawl.stack.vllm import VllmOptions, vllm_command
 from proxy.settings import ProxySettings
 from store.settings import address
@@ -185,6 +185,16 @@ def test_dependencies_say_what_they_wait_for() -> None:
         assert "trainer" not in service(name).get("depends_on", {})
 
 
+def test_the_steward_is_the_proxys_image_with_another_command() -> None:
+    # Nothing of torch is in it, and it needs neither spool nor adapters: the server reads those.
+    assert service("steward")["image"] == service("proxy")["image"]
+    assert service("steward")["build"] == service("proxy")["build"]
+    assert service("steward")["command"] == ["steward"]
+    assert mounts("steward") == {}
+    [line] = service("steward")["healthcheck"]["test"][3:]
+    assert "8103" in line
+
+
 def test_only_the_data_port_and_grafana_are_published_and_only_to_this_machine() -> None:
     published = {name: service(name)["ports"] for name in SERVICES if service(name).get("ports")}
     assert set(published) == PUBLISHED
@@ -246,18 +256,23 @@ def test_pawl_reads_every_variable_a_user_may_set() -> None:
 
 def test_the_settings_are_usable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("proxy", "trainer"):
+    for name in ("proxy", "trainer", "steward"):
         with monkeypatch.context() as inside:
             for key, value in environment(name).items():
                 inside.setenv(key, value)
             if name == "proxy":
                 proxy = ProxySettings()
+            elif name == "steward":
+                steward = StewardSettings()
             else:
                 trainer = TrainerSettings()
     assert address(proxy.listen) == ("0.0.0.0", 8100)
     assert proxy.database_url is not None
     assert proxy.upstream_url == trainer.upstream_url
     assert trainer.database_url == proxy.database_url
+    assert steward.database_url == proxy.database_url
+    assert steward.server_urls == trainer.server_urls
+    assert address(steward.steward_listen) == ("0.0.0.0", 8103)
     served = options(service("vllm")["command"])
     assert trainer.policy == served["--served-model-name"]
     assert trainer.model == service("vllm")["command"][0]
@@ -323,6 +338,7 @@ def test_prometheus_scrapes_what_is_there() -> None:
     ports = {
         "proxy": address(environment("proxy")["PAWL_ADMIN_LISTEN"])[1],
         "trainer": address(environment("trainer")["PAWL_TRAINER_LISTEN"])[1],
+        "steward": address(environment("steward")["PAWL_STEWARD_LISTEN"])[1],
         "vllm": int(options(service("vllm")["command"])["--port"] or ""),
     }
     assert targets == {f"{name}:{port}" for name, port in ports.items()}

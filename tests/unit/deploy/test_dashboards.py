@@ -12,6 +12,7 @@ import pytest
 import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
+import pawl.steward.metrics
 import proxy.metrics
 import trainer.metrics
 
@@ -133,9 +134,9 @@ def labels_of_result(node: promql.Expr) -> set[str] | None:
 
 
 def registered() -> dict[str, frozenset[str]]:
-    """Every series that proxy and trainer can export, with its labels."""
+    """Every series that proxy, trainer and steward can export, with its labels."""
     found: dict[str, frozenset[str]] = {}
-    for module in (proxy.metrics, trainer.metrics):
+    for module in (proxy.metrics, trainer.metrics, pawl.steward.metrics):
         for value in vars(module).values():
             for metric in value.values() if isinstance(value, dict) else [value]:
                 if isinstance(metric, MetricWrapperBase):

@@ -62,6 +62,7 @@ def test_the_stack_runs_a_judge_where_one_is_configured(tmp_path: Any) -> None:
             listen="127.0.0.1:1",
             admin_listen="127.0.0.1:2",
             trainer_listen="127.0.0.1:3",
+            steward_listen="127.0.0.1:4",
             data_dir=tmp_path,
             spool_dir=tmp_path,
             adapter_dir=tmp_path,
@@ -73,5 +74,5 @@ def test_the_stack_runs_a_judge_where_one_is_configured(tmp_path: Any) -> None:
         )
         return [process.name for process in _processes(plan, "postgresql://h/d")]
 
-    assert started() == ["trainer", "proxy"]
-    assert started(judge=True) == ["trainer", "proxy", "judge"]
+    assert started() == ["trainer", "steward", "proxy"]
+    assert started(judge=True) == ["trainer", "steward", "proxy", "judge"]

@@ -221,6 +221,13 @@ def test_nothing_explores_unless_a_file_says_so() -> None:
     assert not Versions(table=parse_policies(plain, "p.toml")).explore
 
 
+def test_a_version_whose_files_were_deleted_says_so() -> None:
+    gone = msgspec.structs.replace(version(1, "retired"), files_deleted=True)
+    said = Versions([version(0, "serving"), gone]).why_not_served("m@1")
+    assert said is not None
+    assert "was retired, and its files were deleted" in said
+
+
 TOGETHER = parse_policies(
     "".join(
         f'[[policy]]\nname = "{name}"\nbase = "qwen"\npublish_with = ["{other}"]\n'

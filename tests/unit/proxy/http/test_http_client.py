@@ -65,6 +65,23 @@ async def test_a_reply_that_breaks_off_is_torn(whole: bytes) -> None:
         await (await answer).read()
 
 
+async def test_discarding_a_reply_leaves_its_connection_to_whoever_has_it_now() -> None:
+    pool, connection, transport = upstream()
+    answer = connection.ask(b"")
+    await feed(connection, [SIZED])
+    refusal = await answer
+    # The whole reply has come, and the next request got its connection before it was discarded.
+    assert pool.kept() is connection
+    following = connection.ask(b"")
+    refusal.discard()
+    assert not transport.is_closing()
+    await feed(connection, [SIZED])
+    assert await (await following).read() == b"hello"
+    # One that nobody has taken is closed.
+    (await following).discard()
+    assert transport.is_closing()
+
+
 async def test_a_connection_that_breaks_before_the_reply_gave_none() -> None:
     _, connection, _ = upstream()
     answer = connection.ask(b"")

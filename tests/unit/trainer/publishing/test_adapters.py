@@ -12,6 +12,7 @@ from trainer.publishing.adapters import (
     NewVersion,
     find_update,
     read_manifest,
+    remove,
     sweep,
     version_folder,
     write_version,
@@ -77,11 +78,22 @@ def test_a_save_that_breaks_off_leaves_no_version(tmp_path: Path) -> None:
     assert list((tmp_path / "m").iterdir()) == []
 
 
-def test_sweeping_keeps_served_files_and_the_newest_states(tmp_path: Path) -> None:
+def test_sweeping_keeps_every_version_whole(tmp_path: Path) -> None:
     for version in range(1, 12):
         write(tmp_path, version)
+    (tmp_path / "org--m" / ".3-removed").mkdir()
     sweep(tmp_path, "org/m")
     for version in range(1, 12):
         folder = version_folder(tmp_path, "org/m", version)
         assert (folder / "adapter_model.safetensors").exists()
-        assert (folder / "trainer").exists() == (version >= 9)
+        assert (folder / "trainer").exists()
+    assert not list((tmp_path / "org--m").glob(".*"))
+
+
+def test_a_removed_version_is_not_seen_half_removed(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    parent = folder.parent
+    remove(folder)
+    assert list(parent.iterdir()) == []
+    # A second one does nothing.
+    remove(folder)

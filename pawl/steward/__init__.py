@@ -1,0 +1,1 @@
+"""`pawl steward`: keeps the adapters of each replica of the model server loaded."""

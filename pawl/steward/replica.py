@@ -1,0 +1,123 @@
+"""One replica of the model server: what it lacks is loaded, and nothing else serves a name.
+
+Each replica is looked at on its own, so that one that is away or slow delays no other.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from pawl.steward.known import Known
+from pawl.steward.metrics import LOADS, MISSING, REPLICA_UP
+from store.records import PolicyVersion
+from trainer.errors import PublishError, UpstreamAway
+from trainer.publishing.servable import Listed, belonging, lacking, with_other_files
+from trainer.publishing.server import ModelServer
+
+log = structlog.get_logger()
+
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 60.0
+
+
+class Refusals:
+    """When each version that a replica refused may be tried again: later each time."""
+
+    def __init__(self) -> None:
+        """Begin with no refusal."""
+        self._next: dict[str, tuple[float, float]] = {}
+
+    def allow(self, name: str, now: float) -> bool:
+        """Return whether the version may be tried now."""
+        return now >= self._next.get(name, (0.0, 0.0))[0]
+
+    def add(self, name: str, now: float) -> float:
+        """Note a refusal; return the seconds until the next try."""
+        _, before_s = self._next.get(name, (0.0, 0.0))
+        pause_s = min(LONGEST_PAUSE_S, 2 * before_s or FIRST_PAUSE_S)
+        self._next[name] = (now + pause_s, pause_s)
+        return pause_s
+
+    def forget(self) -> None:
+        """Forget all of them: a replica that was away may have been put right."""
+        self._next.clear()
+
+
+class ReplicaKeeper:
+    """Keeps the adapters of one replica loaded."""
+
+    def __init__(self, server: ModelServer, known: Known, poll_s: float) -> None:
+        """Store the replica, what the store lists, and the pause between two looks."""
+        self._server = server
+        self._known = known
+        self._poll_s = poll_s
+        self._refusals = Refusals()
+        self._up: bool | None = None
+        REPLICA_UP.labels(server.url).set(0)
+        MISSING.labels(server.url).set(0)
+
+    async def keep(self) -> None:
+        """Look at the replica again and again; never return."""
+        while True:
+            try:
+                await self.look()
+            except UpstreamAway as error:
+                self._note(False, str(error))
+            except Exception:
+                log.exception("replica_not_kept", replica=self._server.url)
+            await asyncio.sleep(self._poll_s)
+
+    async def look(self) -> None:
+        """Load what the replica lacks, and replace what has other files under its name.
+
+        Raises:
+            UpstreamAway: the replica does not answer.
+        """
+        listed = await self._server.models()
+        self._note(True)
+        wanted = belonging(self._known.versions or (), listed)
+        waiting = lacking(wanted, listed) + with_other_files(wanted, listed)
+        MISSING.labels(self._server.url).set(len(waiting))
+        loaded = [await self._load(version, listed) for version in waiting]
+        MISSING.labels(self._server.url).set(loaded.count(False))
+
+    async def _load(self, version: PolicyVersion, listed: Listed) -> bool:
+        """Load one version, and return whether the replica has it now, or need not have it."""
+        name, loop = version.served_name, asyncio.get_running_loop()
+        # Loading the others took a while: this one may have been retired meanwhile.
+        if not self._known.wants(version):
+            return True
+        if not self._refusals.allow(name, loop.time()):
+            return False
+        try:
+            if name in listed:
+                log.error("adapter_has_other_files", version=name, served=listed[name].get("root"))
+                await self._server.unload(name)
+            await self._server.load(name, Path(version.adapter_path or ""))
+        except PublishError as error:
+            pause_s = self._refusals.add(name, loop.time())
+            LOADS.labels(self._server.url, "refused").inc()
+            log.error(
+                "adapter_not_loaded",
+                version=name,
+                replica=self._server.url,
+                reason=str(error),
+                again_in_s=pause_s,
+            )
+            return False
+        LOADS.labels(self._server.url, "replaced" if name in listed else "loaded").inc()
+        log.info("adapter_loaded", version=name, replica=self._server.url)
+        return True
+
+    def _note(self, up: bool, reason: str | None = None) -> None:
+        """Show whether the replica answers; log it only when that changes."""
+        REPLICA_UP.labels(self._server.url).set(up)
+        if up is not self._up:
+            if up:
+                log.info("replica_answers", replica=self._server.url)
+            else:
+                log.warning("replica_away", replica=self._server.url, reason=reason)
+                self._refusals.forget()
+        self._up = up

@@ -1,0 +1,81 @@
+"""The versions whose files nothing can ask for any more, and the mark that they are deleted."""
+
+from collections.abc import Collection
+from typing import Final
+
+from sqlalchemy import select, text, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.read.pages import version_of
+from store.records import PolicyVersion
+from store.schema.claimable import FREE
+from store.schema.trained import policies
+from store.updates.policies import idle_versions
+
+# Versions with a call in a free episode that an update would ask for log-probabilities again
+# (docs/decisions/042-without-log-probabilities.md). An episode's version is its calls' lowest.
+_WAITED_FOR: Final = text(
+    f"""
+    SELECT DISTINCT t.policy_version FROM episode_policies w
+    CROSS JOIN LATERAL (
+        SELECT w.episode_id AS id
+        UNION ALL SELECT e.id FROM episodes e WHERE e.root = w.episode_id) part
+    JOIN transitions t ON t.episode_id = part.id
+    WHERE w.policy = :policy AND {FREE} AND w.version <= :newest
+        AND t.policy = :policy AND t.policy_version = ANY(:versions)
+        AND t.trainable AND octet_length(t.sampled_logprobs) = 0
+    """
+)
+_RUNNING: Final = text(
+    "SELECT EXISTS (SELECT FROM updates WHERE policy = :policy AND state = 'running')"
+)
+
+
+async def versions_with_files(connection: AsyncConnection, name: str) -> list[PolicyVersion]:
+    """Return the versions of a policy whose files were not deleted, oldest first."""
+    query = select(policies).where(policies.c.name == name, policies.c.files_deleted_at.is_(None))
+    found = await connection.execute(query.order_by(policies.c.version))
+    return [version_of(row) for row in found]
+
+
+async def unasked_versions(
+    connection: AsyncConnection, name: str, keep: Collection[int], idle_s: float
+) -> list[PolicyVersion]:
+    """Return the versions of a policy whose files are there and no reader is left for.
+
+    They are retired or rejected and not in `keep`; they had no change of state and no call for
+    `idle_s` seconds; and no free episode waits for their log-probabilities. There are none while
+    an update of the policy is running.
+    """
+    if await connection.scalar(_RUNNING, {"policy": name}):
+        return []
+    idle = [
+        *await idle_versions(connection, name, "retired", idle_s),
+        *await idle_versions(connection, name, "rejected", idle_s),
+    ]
+    found = {one.version: one for one in idle if one.version not in keep}
+    if not found:
+        return []
+    values = {"policy": name, "versions": list(found), "newest": max(found)}
+    waited_for = set((await connection.execute(_WAITED_FOR, values)).scalars())
+    return [one for number, one in sorted(found.items()) if number not in waited_for]
+
+
+async def mark_deleted(
+    connection: AsyncConnection, name: str, versions: Collection[int]
+) -> set[int]:
+    """Mark the files of these versions as deleted; return those that could be marked.
+
+    A version that was given another state meanwhile keeps its files.
+    """
+    marked = await connection.execute(
+        update(policies)
+        .where(
+            policies.c.name == name,
+            policies.c.version.in_(versions),
+            policies.c.state.in_(("retired", "rejected")),
+        )
+        .values(files_deleted_at=text("now()"))
+        .returning(policies.c.version)
+    )
+    return set(marked.scalars())

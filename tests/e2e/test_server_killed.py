@@ -1,0 +1,157 @@
+"""vLLM is killed, during an update and with the trainer down, and no agent sees a 404."""
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from pawl.stack.stack import Stack
+from store.connection.engine import make_engine
+from store.read.stats import totals
+from store.updates import claims
+from store.updates.policies import list_versions
+from tests.e2e.conftest import POLICY
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(900),
+]
+PATIENCE_S = 400.0
+# What an agent may see while its model server is away, or has not been given the version yet.
+MEANWHILE = {502, 503}
+
+
+async def until(check: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until `check` is true."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if await check():
+                return
+            await asyncio.sleep(0.05)
+
+
+class Asker:
+    """An agent that asks again and again, whatever it is told."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.url = f"{stack.base_url}/chat/completions"
+        self.seen: Counter[tuple[int, str]] = Counter()
+        self.last: list[tuple[int, str]] = []
+
+    async def ask(self, session: aiohttp.ClientSession) -> None:
+        said = [{"role": "user", "content": "Where does the river end?"}]
+        body = {"model": POLICY, "max_tokens": 4, "messages": said}
+        async with session.post(self.url, json=body) as reply:
+            await reply.read()
+            found = (reply.status, reply.headers.get("x-pawl-policy", ""))
+        self.seen[found] += 1
+        self.last.append(found)
+
+    async def keep_asking(self) -> None:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                await self.ask(session)
+                await asyncio.sleep(0.02)
+
+    async def served(self, version: int, times: int) -> None:
+        """Wait until the last so many answers are all by this version."""
+        wanted = (200, f"{POLICY}@{version}")
+
+        async def seen() -> bool:
+            return self.last[-times:] == [wanted] * times
+
+        await until(seen)
+
+    async def failed(self) -> bool:
+        """Whether the model server is seen to be away."""
+        return bool({status for status, _ in self.last[-4:]} & MEANWHILE)
+
+
+@asynccontextmanager
+async def asking(stack: Stack) -> AsyncIterator[Asker]:
+    asker = Asker(stack)
+    tasks = [asyncio.create_task(asker.keep_asking()) for _ in range(4)]
+    try:
+        yield asker
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def killed(stack: Stack) -> None:
+    """Kill vLLM, and wait until the stack has started another."""
+    vllm = stack.processes["vllm"]
+    before = vllm.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+
+    async def another() -> bool:
+        return vllm.pid != before
+
+    await until(another)
+
+
+async def fill(stack: Stack) -> None:
+    """Four tasks, each tried four times, two of them well: what one update takes."""
+    async with aiohttp.ClientSession() as session:
+        await asyncio.gather(*(work(stack, session, number) for number in range(16)))
+
+
+async def work(stack: Stack, session: aiohttp.ClientSession, number: int) -> None:
+    """One of the tries, and its reward."""
+    name = f"killed-{number}"
+    url = f"http://{stack.plan.listen}/task/killed-{number // 4}/episode/{name}/v1"
+    said = [{"role": "user", "content": "Where does the river end?"}]
+    body = {"model": POLICY, "max_tokens": 12, "seed": number, "messages": said}
+    async with session.post(f"{url}/chat/completions", json=body) as reply:
+        assert reply.status == 200
+    stated = {"episode": name, "value": float(number % 2)}
+    async with session.post(stack.feedback_url, json=stated) as reply:
+        assert reply.status == 200
+
+
+async def test_no_call_is_a_404_once_vllm_is_back(stack: Stack) -> None:
+    engine = make_engine(stack.database_url)
+
+    async def serving() -> int:
+        async with engine.connect() as connection:
+            versions = await list_versions(connection, POLICY)
+        return next(one.version for one in versions if one.state == "serving")
+
+    async def updating() -> bool:
+        async with engine.connect() as connection:
+            return await claims.running_update(connection, POLICY) is not None
+
+    async def moved_on() -> bool:
+        return await serving() != first
+
+    first = await serving()
+    await fill(stack)
+    await until(updating)
+    async with asking(stack) as asker:
+        await killed(stack)
+        await until(moved_on)
+        version = await serving()
+        await asker.served(version, 20)
+
+        # Now with nobody but the steward to load anything.
+        trainer = stack.processes["trainer"]
+        await trainer.stop()
+        await killed(stack)
+        await until(asker.failed)
+        await asker.served(version, 40)
+    trainer._stopping = False
+    await trainer.start()
+    statuses = {status for status, _ in asker.seen}
+    assert statuses <= {200, *MEANWHILE}, asker.seen
+    async with engine.connect() as connection:
+        counted = await totals(connection)
+    assert counted.twice_consumed_episodes == 0
+    await engine.dispose()

@@ -1,0 +1,260 @@
+"""The steward: each replica has the adapters that the store lists, whatever happens to the rest."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.settings import StewardSettings
+from pawl.steward.known import Known
+from pawl.steward.replica import ReplicaKeeper
+from store.updates.policies import ensure_base, promote, set_state
+from tests.integration.conftest import eventually, free_port
+from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from trainer.publishing.server import ModelServer
+
+POLL_S = 0.05
+
+
+async def publish(engine: AsyncEngine, *numbers: int, policy: str = "m", base: str = "m") -> None:
+    """Versions of a policy, of which the last gets the traffic."""
+    async with engine.begin() as connection:
+        await ensure_base(connection, policy, base)
+        for number in numbers:
+            values = {"policy": policy, "number": number, "path": f"/a/{policy}/{number}"}
+            await connection.execute(
+                text(
+                    "WITH made AS (INSERT INTO updates"
+                    " (id, policy, parent_version, version, state, recipe)"
+                    " VALUES (uuidv7(), :policy, 0, :number, 'done', '{}') RETURNING id)"
+                    " INSERT INTO policies"
+                    " (name, version, state, served_name, adapter_path, update_id)"
+                    " SELECT :policy, CAST(:number AS integer), 'written',"
+                    " :policy || '@' || :number, :path, id FROM made"
+                ),
+                values | {"number": number},
+            )
+            await promote(connection, policy, number)
+
+
+async def retire(engine: AsyncEngine, number: int) -> None:
+    async with engine.begin() as connection:
+        await set_state(connection, "m", number, "retired")
+
+
+@asynccontextmanager
+async def stewarding(database_url: str, *urls: str) -> AsyncIterator[Known]:
+    """A steward of these replicas, in this process."""
+    settings = StewardSettings.model_validate({"database_url": database_url})
+    known = Known(settings, POLL_S)
+    async with AsyncExitStack() as exits:
+        work = [known.follow()]
+        for url in urls:
+            server = await exits.enter_async_context(ModelServer(url))
+            work.append(ReplicaKeeper(server, known, POLL_S).keep())
+        tasks = [asyncio.create_task(one) for one in work]
+        try:
+            yield known
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def has(server: FakeModelServer, *names: str) -> None:
+    async def look() -> bool:
+        return set(server.loaded) == set(names)
+
+    await eventually(look)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeModelServer]:
+    async with fake_model_server() as made:
+        yield made
+
+
+async def test_a_restarted_server_gets_its_adapters_back(
+    database_url: str, engine: AsyncEngine, server: FakeModelServer
+) -> None:
+    await publish(engine, 1, 2, 3)
+    await retire(engine, 1)
+    async with stewarding(database_url, server.url):
+        await has(server, "m@2", "m@3")
+        # What serves comes first.
+        assert server.loads == ["m@3", "m@2"]
+        assert server.loaded["m@3"] == "/a/m/3"
+        server.loaded.clear()
+        await has(server, "m@2", "m@3")
+        await publish(engine, 4)
+        await has(server, "m@2", "m@3", "m@4")
+
+
+async def test_only_policies_of_the_servers_base_model_are_loaded(
+    database_url: str, engine: AsyncEngine, server: FakeModelServer
+) -> None:
+    await publish(engine, 1, policy="elsewhere", base="other-model")
+    await publish(engine, 1, policy="writer", base="m")
+    async with stewarding(database_url, server.url):
+        await has(server, "writer@1")
+        await asyncio.sleep(5 * POLL_S)
+        assert server.loads == ["writer@1"]
+
+
+async def test_a_replica_that_is_away_or_slow_delays_no_other(
+    database_url: str, engine: AsyncEngine, server: FakeModelServer
+) -> None:
+    await publish(engine, 1)
+    port = free_port()
+    async with fake_model_server() as slow:
+        slow.slow_load = asyncio.Event()
+        urls = (f"http://127.0.0.1:{port}/v1", slow.url, server.url)
+        async with stewarding(database_url, *urls):
+            await has(server, "m@1")
+            await publish(engine, 2)
+            await has(server, "m@1", "m@2")
+            async with fake_model_server(port) as back:
+                await has(back, "m@1", "m@2")
+            assert not slow.loaded
+            slow.slow_load.set()
+            await has(slow, "m@1", "m@2")
+
+
+async def test_several_stewards_at_once_load_each_adapter_once(
+    database_url: str, engine: AsyncEngine, server: FakeModelServer
+) -> None:
+    server.slow_load = asyncio.Event()
+    async with AsyncExitStack() as exits:
+        await publish(engine, 1, 2)
+        for _ in range(4):
+            await exits.enter_async_context(stewarding(database_url, server.url))
+        await asyncio.sleep(0.5)
+        server.slow_load.set()
+        await has(server, "m@1", "m@2")
+        await asyncio.sleep(5 * POLL_S)
+        assert sorted(server.loads) == ["m@1", "m@2"]
+
+
+async def test_other_files_under_a_versions_name_are_replaced(
+    database_url: str, engine: AsyncEngine, server: FakeModelServer
+) -> None:
+    await publish(engine, 1)
+    server.loaded = {"m@1": "/elsewhere", "by-hand": "/mine"}
+    async with stewarding(database_url, server.url):
+
+        async def right() -> bool:
+            return server.loaded.get("m@1") == "/a/m/1"
+
+        await eventually(right)
+        # What is not a version's name is nobody's business.
+        assert server.loaded["by-hand"] == "/mine"
+
+
+async def test_a_refused_adapter_is_tried_less_and_less_and_hinders_no_other(
+    database_url: str, engine: AsyncEngine, server: FakeModelServer
+) -> None:
+    await publish(engine, 1, 2)
+    server.refused = {"m@2"}
+    async with stewarding(database_url, server.url):
+        await has(server, "m@1")
+        await asyncio.sleep(10 * POLL_S)
+        assert server.tries["m@2"] == 1
+        server.refused = set()
+        await has(server, "m@1", "m@2")
+
+
+async def test_what_was_known_is_loaded_while_the_database_is_away(
+    database_url: str,
+    engine: AsyncEngine,
+    server: FakeModelServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await publish(engine, 1)
+    async with stewarding(database_url, server.url):
+        await has(server, "m@1")
+
+        async def away(_: object) -> None:
+            raise ConnectionRefusedError
+
+        with monkeypatch.context() as patched:
+            patched.setattr("pawl.steward.known.list_servable", away)
+            await asyncio.sleep(4 * POLL_S)
+            server.loaded.clear()
+            await has(server, "m@1")
+        await publish(engine, 2)
+        await has(server, "m@1", "m@2")
+
+
+async def test_what_was_retired_meanwhile_is_not_loaded(
+    database_url: str, engine: AsyncEngine, server: FakeModelServer
+) -> None:
+    await publish(engine, 1, 2)
+    server.slow_load = asyncio.Event()
+    async with stewarding(database_url, server.url) as known:
+
+        async def loading() -> bool:
+            return bool(server.tries)
+
+        await eventually(loading)
+        await retire(engine, 1)
+
+        async def seen() -> bool:
+            return [one.version for one in known.versions or []] == [0, 2]
+
+        await eventually(seen)
+        server.slow_load.set()
+        await has(server, "m@2")
+        await asyncio.sleep(5 * POLL_S)
+        assert server.loads == ["m@2"]
+
+
+async def test_the_process_is_small_answers_and_ends_at_sigterm(
+    database_url: str, engine: AsyncEngine, server: FakeModelServer, tmp_path: Path
+) -> None:
+    await publish(engine, 1)
+    port, away = free_port(), free_port()
+    started = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "pawl.cli", "steward"),
+        cwd=tmp_path,
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.environ.get("PYTHONPATH", os.getcwd()),
+            "DATABASE_URL": database_url,
+            "PAWL_UPSTREAM_URL": server.url,
+            "PAWL_REPLICA_URLS": f"http://127.0.0.1:{away}/v1",
+            "PAWL_STEWARD_LISTEN": f"127.0.0.1:{port}",
+        },
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    await has(server, "m@1")
+    process = psutil.Process(started.pid)
+    maps = {Path(one.path).name for one in process.memory_maps()}
+    assert not [name for name in maps if "torch" in name]
+    assert process.memory_info().rss < 200 * 2**20
+
+    async def counted() -> bool:
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://127.0.0.1:{port}/healthz") as reply:
+                assert reply.status == 200
+            async with session.get(f"http://127.0.0.1:{port}/metrics") as reply:
+                lines = (await reply.text()).splitlines()
+        return {
+            f'pawl_steward_replica_up{{replica="{server.url}"}} 1.0',
+            f'pawl_steward_replica_up{{replica="http://127.0.0.1:{away}/v1"}} 0.0',
+            f'pawl_steward_missing_adapters{{replica="{server.url}"}} 0.0',
+            f'pawl_steward_loads_total{{outcome="loaded",replica="{server.url}"}} 1.0',
+            "pawl_steward_database_up 1.0",
+        } <= set(lines)
+
+    await eventually(counted)
+    started.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(started.wait(), 5) == 0

@@ -1,0 +1,236 @@
+"""A version that the store lists and a replica lacks: waited for, asked for elsewhere, never a 404.
+
+So it is after a model server was restarted, until its adapters are loaded again.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from proxy.upstreams.listing import SHARED_S
+from proxy.upstreams.upstream import Upstream
+from store.updates.policies import ensure_base, promote, set_state
+from tests.integration.conftest import Proxy, eventually, running, settings_for
+from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream, whole_reply
+
+VERSION = "m@1"
+
+
+def like_vllm(server: FakeUpstream) -> FakeUpstream:
+    """Let it answer a model that it does not list as vLLM does."""
+
+    async def behave(_: web.Request) -> web.StreamResponse:
+        asked = server.requests[-1]
+        if asked["model"] in server.models:
+            if asked.get("stream"):
+                return await server.stream(_, asked)
+            return web.json_response(whole_reply(asked, len(server.requests)))
+        said = f"The model `{asked['model']}` does not exist."
+        error = {"message": said, "type": "NotFoundError", "param": "model", "code": 404}
+        return web.json_response({"error": error}, status=404)
+
+    server.behave = behave
+    return server
+
+
+async def publish(engine: AsyncEngine, state: str = "serving") -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        await connection.execute(
+            text(
+                "INSERT INTO updates (id, policy, parent_version, version, state, recipe)"
+                " VALUES (uuidv7(), 'm', 0, 1, 'done', '{}')"
+            )
+        )
+        await connection.execute(
+            text(
+                "INSERT INTO policies (name, version, state, served_name, update_id)"
+                " SELECT 'm', 1, 'written', 'm@1', id FROM updates"
+            )
+        )
+        if state == "serving":
+            await promote(connection, "m", 1)
+        elif state == "retired":
+            await set_state(connection, "m", 1, "retired")
+
+
+@asynccontextmanager
+async def proxy_to(url: str, database_url: str, engine: AsyncEngine, folder: Path) -> Any:
+    async with AsyncExitStack() as exits:
+        settings = settings_for(database_url, url, folder)
+        await exits.enter_async_context(running(settings))
+        session = await exits.enter_async_context(aiohttp.ClientSession())
+        made = Proxy(settings, engine, session)
+        await made.policies_known()
+        yield made
+
+
+@pytest.fixture
+async def proxy(
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+) -> AsyncIterator[Proxy]:
+    like_vllm(upstream)
+    await publish(engine)
+    async with proxy_to(upstream.url, database_url, engine, tmp_path) as made:
+        yield made
+
+
+async def later(server: FakeUpstream, after_s: float = 0.5) -> None:
+    """The adapter is loaded a moment from now."""
+    await asyncio.sleep(after_s)
+    server.models.append(VERSION)
+
+
+@pytest.mark.parametrize("asked", ["m", VERSION])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_waits_until_its_version_is_loaded(
+    proxy: Proxy, upstream: FakeUpstream, asked: str, stream: bool
+) -> None:
+    loading = asyncio.create_task(later(upstream))
+    reply = await proxy.chat(model=asked, stream=stream)
+    await loading
+    assert reply.status == 200
+    assert reply.headers["x-pawl-policy"] == VERSION
+    # What was refused is sent again as it was, once: not at every look.
+    assert [request["model"] for request in upstream.requests] == [VERSION, VERSION]
+    call = await proxy.only_call()
+    assert (call.status, call.policy_version, call.http_status) == ("complete", 1, 200)
+    assert call.trainable
+
+
+async def test_a_call_that_waited_too_long_may_be_repeated(
+    proxy: Proxy, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.calls.loading.WAIT_S", 0.3)
+    reply = await proxy.chat()
+    assert (reply.status, reply.headers["Retry-After"]) == (503, "2")
+    assert reply.headers["x-pawl-fault"] == "upstream"
+    assert reply.json["error"]["code"] == "version_not_loaded"
+    call = await proxy.only_call()
+    assert call.status == "upstream_error"
+    upstream.models.append(VERSION)
+    assert (await proxy.chat()).status == 200
+
+
+async def test_many_calls_that_wait_share_their_looks(proxy: Proxy, upstream: FakeUpstream) -> None:
+    loading = asyncio.create_task(later(upstream, 1.0))
+    before = upstream.looks
+    replies = await asyncio.gather(*(proxy.chat(f"/episode/e{n}") for n in range(100)))
+    await loading
+    assert {reply.status for reply in replies} == {200}
+    # Ten a second, however many wait; unshared it would be some hundreds.
+    assert upstream.looks - before < 50
+
+
+async def test_an_ordinary_call_and_a_base_models_404_cost_no_look(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    upstream.models.append(VERSION)
+    assert (await proxy.chat()).status == 200
+    assert upstream.looks == 0
+    # Whether the base model gives ids is looked up once.
+    assert (await proxy.chat(model="m@0")).status == 200
+    before, upstream.models = upstream.looks, [VERSION]
+    assert (await proxy.chat(model="m@0")).status == 404
+    assert upstream.looks == before
+
+
+async def test_a_404_about_something_else_is_passed_on(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    upstream.models.append(VERSION)
+
+    async def no_such_thing(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "no such image"}}, status=404)
+
+    upstream.behave = no_such_thing
+    for asked in ("m", VERSION):
+        reply = await proxy.chat(model=asked)
+        assert (reply.status, reply.json["error"]["message"]) == (404, "no such image")
+
+
+async def test_a_call_refused_as_malformed_elsewhere_is_sent_as_it_came(
+    proxy: Proxy, upstream: FakeUpstream
+) -> None:
+    """The server that has the version refuses what the proxy adds."""
+    asked: list[dict[str, Any]] = []
+
+    async def behave(request: web.Request) -> web.Response:
+        body = json.loads(await request.text())
+        asked.append(body)
+        if VERSION not in upstream.models:
+            upstream.models.append(VERSION)
+            return web.json_response({"error": {"message": "no model"}}, status=404)
+        if "return_token_ids" in body:
+            return web.json_response({"error": {"message": "unknown field"}}, status=400)
+        return web.json_response(whole_reply(body, 1))
+
+    upstream.behave = behave
+    # The server is vLLM's, as its trainer loaded the adapter there.
+    assert (await proxy.chat()).status == 200
+    assert ["return_token_ids" in body for body in asked] == [True, True, False]
+
+
+async def test_a_client_that_leaves_does_not_wait_on(proxy: Proxy, upstream: FakeUpstream) -> None:
+    waiting = asyncio.create_task(proxy.chat())
+
+    async def asked() -> bool:
+        return bool(upstream.requests)
+
+    await eventually(asked)
+    waiting.cancel()
+    call = await proxy.only_call()
+    assert call.status == "client_gone"
+    await asyncio.sleep(0.6)
+    upstream.models.append(VERSION)
+    assert len(upstream.requests) == 1
+
+
+async def test_a_retired_version_is_a_404_that_says_why(
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    like_vllm(upstream)
+    await publish(engine, "retired")
+    async with proxy_to(upstream.url, database_url, engine, tmp_path) as proxy:
+        reply = await proxy.chat(model=VERSION)
+        assert reply.status == 404
+        assert "is retired" in reply.json["error"]["message"]
+
+
+async def test_another_replica_that_has_the_version_is_asked(
+    database_url: str, engine: AsyncEngine, tmp_path: Path
+) -> None:
+    await publish(engine)
+    async with AsyncExitStack() as exits:
+        lacks = like_vllm(await exits.enter_async_context(fake_upstream()))
+        has = like_vllm(await exits.enter_async_context(fake_upstream()))
+        has.models.append(VERSION)
+        upstream = Upstream([lacks.url, has.url], silence_s=60)
+        body = json.dumps({"model": VERSION, "messages": []}).encode()
+        path = "/v1/chat/completions"
+        reply = await upstream.ask("POST", path, [], body)
+        assert reply.status == 404
+        reply.discard()
+        again = await upstream.ask_where_served(VERSION, "POST", path, [], body)
+        assert again is not None
+        assert again.status == 200
+        await again.read()
+        # From now on, and for a while, the one that lacks it is asked last.
+        for _ in range(5):
+            reply = await upstream.ask("POST", path, [], body)
+            await reply.read()
+            assert reply.status == 200
+        assert len(lacks.requests) == 1
+        has.models.remove(VERSION)
+        await asyncio.sleep(2 * SHARED_S)
+        assert await upstream.ask_where_served(VERSION, "POST", path, [], body) is None
+        await upstream.close()

@@ -1,0 +1,67 @@
+"""Which files and optimiser states stay: by the versions' states, never by their numbers."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.records import PolicyState, PolicyVersion
+from trainer.publishing.kept import kept_files, kept_states, last_good, leftovers, old_states
+
+
+def version(number: int, state: PolicyState, *, deleted: bool = False) -> PolicyVersion:
+    return PolicyVersion(
+        name="m",
+        version=number,
+        state=state,
+        served_name=f"m@{number}",
+        adapter_path=f"/a/{number}",
+        update_id=None,
+        files_deleted=deleted,
+    )
+
+
+def test_ten_rejections_in_a_row_leave_the_head_and_the_last_good_one() -> None:
+    versions = [
+        version(0, "published"),
+        version(1, "retired"),
+        version(2, "retired"),
+        version(3, "published"),
+        version(4, "serving"),
+        *(version(number, "rejected") for number in range(5, 15)),
+    ]
+    assert last_good(versions) == 3
+    assert kept_states(versions) == {3, 4}
+    assert kept_files(versions) == {0, 3, 4}
+    assert old_states(versions, range(1, 15)) == [1, 2, *range(5, 15)]
+
+
+def test_the_last_good_one_had_the_traffic_before() -> None:
+    # Version 5 was rolled back: 3 serves again, and what it had taken over from is 2.
+    versions = [version(0, "published"), version(2, "retired"), version(3, "serving")]
+    assert last_good([*versions, version(4, "rejected"), version(5, "retired")]) == 2
+
+
+def test_a_folder_that_no_update_recorded_goes_once_its_number_is_passed() -> None:
+    versions = [version(0, "published"), version(3, "serving")]
+    assert leftovers(versions, [1, 2, 3, 4]) == [1, 2]
+    assert old_states(versions, [3, 4]) == []
+
+
+def test_what_is_marked_goes() -> None:
+    versions = [version(1, "retired", deleted=True), version(2, "serving")]
+    assert leftovers(versions, [1, 2]) == [1]
+
+
+states = st.lists(st.sampled_from(["written", "published", "retired", "rejected"]), max_size=12)
+
+
+@given(states, st.integers(0, 12))
+def test_no_state_is_kept_without_its_files_and_nothing_in_use_goes(
+    others: list[PolicyState], serving: int
+) -> None:
+    versions = [version(number, state) for number, state in enumerate(others)]
+    versions.append(version(len(others) + serving, "serving"))
+    assert kept_states(versions) <= kept_files(versions)
+    assert not set(leftovers(versions, range(20))) & kept_files(versions)
+    # At most what is in use, and one more.
+    in_use = {one.version for one in versions if one.state in ("written", "serving", "published")}
+    assert len(kept_files(versions) - in_use) <= 1

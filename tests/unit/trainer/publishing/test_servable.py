@@ -1,0 +1,81 @@
+"""What a server lacks of what the store lists."""
+
+from typing import Final, get_args
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.records import PolicyState, PolicyVersion
+from trainer.publishing.servable import belonging, is_servable, lacking, with_other_files
+
+BASES: Final = ("base", "other")
+STATES: Final = get_args(PolicyState)
+
+
+def version(name: str, number: int, state: PolicyState = "serving") -> PolicyVersion:
+    return PolicyVersion(
+        name=name,
+        version=number,
+        state=state,
+        served_name=f"{name}@{number}" if number else ("base" if name < "c" else "other"),
+        adapter_path=f"/a/{name}/{number}" if number else None,
+        update_id=None,
+    )
+
+
+def adapter(name: str, number: int, root: str | None = None) -> dict[str, dict[str, str | None]]:
+    path = root or f"/a/{name}/{number}"
+    return {f"{name}@{number}": {"root": path, "parent": "base"}}
+
+
+BASE: Final[dict[str, dict[str, str | None]]] = {"base": {"root": "/m", "parent": None}}
+
+
+def test_what_serves_comes_first_then_the_newest() -> None:
+    versions = [
+        version("a", 0, "published"),
+        version("a", 1, "published"),
+        version("a", 2, "serving"),
+        version("a", 3, "written"),
+        version("a", 4, "rejected"),
+        version("a", 5, "retired"),
+        version("a", 6, "published"),
+    ]
+    assert [one.version for one in belonging(versions, BASE)] == [2, 6, 1]
+
+
+def test_an_adapter_of_another_base_belongs_elsewhere() -> None:
+    versions = [version("a", 0), version("a", 1), version("c", 0), version("c", 1)]
+    assert [one.name for one in belonging(versions, BASE)] == ["a"]
+    # A policy whose name is an adapter's here has no base here.
+    assert belonging(versions, adapter("base", 1)) == []
+
+
+def test_files_are_told_apart_by_their_folder() -> None:
+    versions = [version("a", 1), version("a", 2), version("a", 3)]
+    listed = BASE | adapter("a", 1) | adapter("a", 2, "/elsewhere")
+    assert [one.version for one in lacking(versions, listed)] == [3]
+    assert [one.version for one in with_other_files(versions, listed)] == [2]
+
+
+versions_of = st.lists(
+    st.tuples(st.sampled_from("abcd"), st.integers(0, 4), st.sampled_from(STATES)),
+    unique_by=lambda one: one[:2],
+).map(lambda found: [version(*one) for one in found])
+
+
+@given(versions_of, st.sets(st.sampled_from(BASES)), st.sets(st.integers(1, 4)))
+def test_after_loading_what_is_lacking_nothing_is(
+    versions: list[PolicyVersion], bases: set[str], there: set[int]
+) -> None:
+    listed: dict[str, dict[str, str | None]] = {
+        base: {"root": "/m", "parent": None} for base in bases
+    }
+    for number in there:
+        listed |= adapter("a", number)
+    wanted = belonging(versions, listed)
+    assert all(is_servable(one) for one in wanted)
+    for one in lacking(wanted, listed) + with_other_files(wanted, listed):
+        listed |= adapter(one.name, one.version)
+    assert belonging(versions, listed) == wanted
+    assert lacking(wanted, listed) == with_other_files(wanted, listed) == []

@@ -1,0 +1,60 @@
+"""Tell which versions' files and optimiser states must stay, by the versions' states (pure)."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from store.records import PolicyVersion
+
+# States in which a version's files are read: it is published, or may be.
+IN_USE: Final = ("written", "ready", "serving", "published")
+HAD_TRAFFIC: Final = ("published", "retired")
+
+
+def last_good(versions: Sequence[PolicyVersion]) -> int | None:
+    """Return the version that had the traffic before the one that has it, or None."""
+    serving = max((one.version for one in versions if one.state == "serving"), default=0)
+    before = [one.version for one in versions if one.state in HAD_TRAFFIC and one.version < serving]
+    return max(before, default=None)
+
+
+def kept_files(versions: Sequence[PolicyVersion]) -> set[int]:
+    """Return the versions whose files stay whatever else is known: in use, and the last good."""
+    return _numbers(one for one in versions if one.state in IN_USE) | _last_good(versions)
+
+
+def kept_states(versions: Sequence[PolicyVersion]) -> set[int]:
+    """Return the versions that training may go on from, whose optimiser states stay.
+
+    That is the one with the traffic, the one before it, and those that may still get it.
+    """
+    heads = _numbers(one for one in versions if one.state in ("written", "ready", "serving"))
+    return heads | _last_good(versions)
+
+
+def old_states(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list[int]:
+    """Return the numbers of folders whose optimiser state training cannot go on from.
+
+    A version that is not recorded yet may be the next to serve.
+    """
+    old = _numbers(versions) - kept_states(versions)
+    return [number for number in folders if number in old]
+
+
+def leftovers(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list[int]:
+    """Return the numbers of folders that no reader is left for.
+
+    They are marked as deleted, or no update recorded them. A folder above all versions that have
+    files stays: it keeps its number from being given again.
+    """
+    there = _numbers(one for one in versions if not one.files_deleted)
+    newest = max(there, default=0)
+    return [number for number in folders if number not in there and number < newest]
+
+
+def _last_good(versions: Sequence[PolicyVersion]) -> set[int]:
+    number = last_good(versions)
+    return set() if number is None else {number}
+
+
+def _numbers(versions: Iterable[PolicyVersion]) -> set[int]:
+    return {one.version for one in versions}
