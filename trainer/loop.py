@@ -90,6 +90,18 @@ class Loop:
         if why is not None:
             raise PublishError(why)
 
+    async def try_again(self) -> None:
+        """Try whether updates could go on, if the trainer holds and it is time to.
+
+        Raises:
+            UpstreamAway: no model server answers.
+        """
+        if self._holding.trial_is_due:
+            why = await self._trial.why_not()
+            self._holding.note_trial(why)
+            log.warning("trial", policy=self._policy, passed=why is None, reason=why)
+        HELD.labels(self._policy).set(int(self._holding.is_held))
+
     async def sync_adapters(self) -> None:
         """Load the adapters that the store lists as servable, and unload those that are retired.
 
@@ -118,7 +130,7 @@ class Loop:
             # An update made now would not build on that version.
             return False
         try:
-            if not await self._may_claim() or not await self._update_from(parent):
+            if not await self._update_from(parent):
                 return False
         except asyncio.CancelledError:
             await self._recovery.finish_if_possible("the trainer was stopped")
@@ -150,19 +162,6 @@ class Loop:
         if self._holding.is_held:
             HELD.labels(self._policy).set(1)
             log.error("trainer_holds", policy=self._policy, reason=why)
-
-    async def _may_claim(self) -> bool:
-        """Return whether the trainer does not hold; try now and then whether it could go on.
-
-        Raises:
-            UpstreamAway: no model server answers.
-        """
-        if self._holding.trial_is_due:
-            why = await self._trial.why_not()
-            self._holding.note_trial(why)
-            log.warning("trial", policy=self._policy, passed=why is None, reason=why)
-        HELD.labels(self._policy).set(int(self._holding.is_held))
-        return not self._holding.is_held
 
     async def _run(self, claim: Claim, parent: PolicyVersion) -> None:
         """Bring a claim to its end: a version, or none if there is no signal or training fails.

@@ -40,22 +40,29 @@ class Rounds:
         """
         while True:
             await claims.still_connected(self._guard)
+            held = await self._take_up()
+            # Beginning with a policy takes long, and is no check of the store.
             started = perf_counter()
-            updated = await self._turn()
+            updated = await self._turn(held)
             if updated and once:
                 return
             if not updated:
                 check_s = perf_counter() - started
                 await asyncio.sleep(max(poll_s, PAUSE_PER_CHECK * check_s))
 
-    async def _turn(self) -> bool:
+    async def _take_up(self) -> list[Trainee]:
+        """Hold the policies that can be worked on, and return them."""
+        return [
+            one for one in self._trainees.values() if await one.take_up(self._guard, self._engine)
+        ]
+
+    async def _turn(self, held: Sequence[Trainee]) -> bool:
         """Run one update, of the first in turn that has enough for one; return if any had."""
         waiting, alone = [], len(self._trainees) == 1
-        for one in self._trainees.values():
-            if await one.take_up(self._guard, self._engine):
-                signal = await one.waiting(self._guard, alone=alone)
-                if signal is not None:
-                    waiting.append(Waiting(policy=one.policy, updates=signal, turns=one.turns))
+        for one in held:
+            signal = await one.waiting(self._guard, alone=alone)
+            if signal is not None:
+                waiting.append(Waiting(policy=one.policy, updates=signal, turns=one.turns))
         for name in in_turn(waiting):
             if await self._trainees[name].update_once(self._guard):
                 for one in self._trainees.values():

@@ -58,7 +58,8 @@ class Trainee:
         It cannot while another trainer holds it, and for a while after a failure.
         """
         if self._loop is not None:
-            return True
+            await self._of_loop(guard, lambda loop: loop.try_again())
+            return self._loop is not None
         if monotonic() < self._not_before:
             return False
         if not await claims.hold_policy(guard, self.policy):

@@ -53,6 +53,7 @@ def gauge() -> float | None:
 async def try_again(loop: Loop) -> bool:
     """What the loop does once its pause is over."""
     loop._holding._trial_at = 0.0
+    await loop.try_again()
     return await loop.update_once()
 
 

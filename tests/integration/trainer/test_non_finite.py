@@ -169,6 +169,7 @@ async def test_where_nobody_is_to_blame_nothing_is_spent(
         for _ in range(2):
             assert not await loop.update_once()
             loop._holding._trial_at = 0.0
+            await loop.try_again()
         assert not await loop.update_once()
         assert len(await bench.updates()) == 2
         assert re.search("nan|not finite|too far", loop._holding.reason or "")

@@ -142,7 +142,7 @@ class Bench:
     async def look(self, names: Sequence[str] = NAMES) -> None:
         """Let a trainer of these policies look around, and make an update of what is there."""
         async with self.rounds(names) as rounds:
-            await rounds._turn()
+            await rounds._turn(await rounds._take_up())
 
     async def updates(self) -> list[str]:
         query = text("SELECT policy FROM updates WHERE state = 'done' ORDER BY claimed_at")
@@ -208,7 +208,7 @@ async def test_a_rejected_version_of_one_does_not_stop_the_other(bench: Bench) -
     # After two in a row it holds, and its other episodes wait.
     async with bench.rounds() as rounds:
         for _ in range(6):
-            await rounds._turn()
+            await rounds._turn(await rounds._take_up())
     assert sorted(await bench.updates()) == ["checker"] * 2 + ["writer"]
     assert await bench.serving() == {"writer": 1, "checker": 0}
     assert [s for name, s in (await bench.states()).items() if "checker" in name] == [
@@ -229,7 +229,7 @@ async def test_a_policy_that_was_left_may_be_another_trainers(bench: Bench) -> N
     await bench.fill({"writer": 8, "checker": 8})
     bench.learners["checker"].fails = AdapterError("its files are gone")
     async with bench.rounds() as rounds, bench.engine.connect() as other:
-        await rounds._turn()
+        await rounds._turn(await rounds._take_up())
         assert await claims.hold_policy(other, "checker")
         assert not await claims.hold_policy(other, "writer")
         await other.invalidate()
@@ -318,3 +318,22 @@ async def test_a_version_that_waits_is_not_one_that_is_written_again(together: B
     together.together = {}
     await together.look()
     assert await together.serving() == {"writer": 1, "checker": 0}
+
+
+async def test_what_it_takes_to_begin_makes_no_pause(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may take a minute to come up; the store is looked at as often as before."""
+    looks, taken = 0, Trainee.take_up
+
+    async def slowly(self: Trainee, guard: Any, engine: Any) -> bool:
+        nonlocal looks
+        looks += 1
+        await asyncio.sleep(0.5 if looks == 1 else 0.0)
+        return await taken(self, guard, engine)
+
+    monkeypatch.setattr(Trainee, "take_up", slowly)
+    async with bench.rounds(["writer"]) as rounds:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(rounds.run(0.01, once=False), 4.0)
+    assert looks > 1
