@@ -92,7 +92,11 @@ def _compile(root: Path, built: Path) -> None:
     """Compile the package of the checkout `root`; the extensions come to lie in `built`/proxy."""
     # In a copy, which gets the layouts. Paths are relative to it: they are what tracebacks show.
     copy = built / "sources"
-    shutil.copytree(root / PACKAGE, copy / PACKAGE)
+    shutil.copytree(
+        root / PACKAGE, copy / PACKAGE, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    # Before the working directory changes: it may be a relative path.
+    cache = Path(os.environ[CACHE]).absolute() if os.environ.get(CACHE) else None
     with chdir(copy):
         sources = [
             path
@@ -103,23 +107,22 @@ def _compile(root: Path, built: Path) -> None:
         layouts = runpy.run_path(str(root / "class_layouts.py"))["layouts"]
         for path in sources:
             path.with_suffix(".pxd").write_text(layouts(path.read_text()))
-        kept = {path: _kept(path) for path in sources}
+        kept = {path: _kept(path, cache) for path in sources}
         _compile_all([path for path in sources if not _restored(kept[path], path, built)], built)
         for path, cached in kept.items():
             _keep(built / path.with_suffix(_suffix()), cached)
 
 
-def _kept(source: Path) -> Path | None:
+def _kept(source: Path, cache: Path | None) -> Path | None:
     """Return where the cache has a module's extension, or None without a cache."""
-    folder = os.environ.get(CACHE)
-    if not folder:
+    if cache is None:
         return None
     from Cython import __version__ as cython
 
     digest = hashlib.sha256(f"{source} {sys.version} {cython} {OPTIONS} {DIRECTIVES} ".encode())
     digest.update(source.read_bytes())
     digest.update(source.with_suffix(".pxd").read_bytes())
-    return Path(folder, digest.hexdigest()).absolute()
+    return cache / digest.hexdigest()
 
 
 def _restored(cached: Path | None, source: Path, built: Path) -> bool:

@@ -71,24 +71,15 @@ class DriftOutOfBounds(Unusable):
     """Report that server and trainer compute different log-probabilities for the newest version."""
 
     def __init__(
-        self,
-        message: str,
-        episodes: Mapping[UUID, str],
-        metrics: Mapping[str, Any],
-        *,
-        others_agree: bool,
+        self, message: str, episodes: Mapping[UUID, str], metrics: Mapping[str, Any]
     ) -> None:
-        """Store the message, how far off each episode is, and the update's metrics.
-
-        `others_agree` says that some of the version's rows do not drift: the fault is past.
-        """
+        """Store the message, how far off each episode is, and the update's metrics."""
         super().__init__(message, episodes, "drift", metrics)
-        self._others_agree = others_agree
 
     @property
     def is_poison(self) -> bool:
-        """Return whether the next update can succeed, because those to blame are spent."""
-        return self._others_agree
+        """Return False: the server may still be as it was when these were sampled."""
+        return False
 
 
 class Unreplayable(LearnerError):

@@ -19,10 +19,10 @@ from store.errors import TurnedEvaluation
 from store.records import PolicyVersion
 from store.updates import signal
 from store.updates.claims import Claim
-from trainer.errors import LearnerError, PublishError
+from trainer.errors import DriftOutOfBounds, LearnerError, PublishError
 from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import HELD, UPDATE_SECONDS
-from trainer.publishing.adapters import NewVersion
+from trainer.publishing.adapters import NewVersion, version_folder
 from trainer.publishing.publish import Publisher
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
@@ -51,8 +51,12 @@ class Loop:
         publisher: Publisher,
         learner: LearnerProtocol,
         policy: str,
+        holding: Holding | None = None,
     ) -> None:
-        """Connect the stages of an update; `policy` is the name of the policy in training."""
+        """Connect the stages of an update; `policy` is the name of the policy in training.
+
+        `holding` outlives the loop, which ends with a connection to the database.
+        """
         self._folder = settings.adapter_dir
         self._recipe = recipe
         self._policy = policy
@@ -65,9 +69,18 @@ class Loop:
         self._versions = Versions(engine, self._folder, policy)
         self._training = Training(learner, self._folder, self._versions)
         self._recording = Recording(engine, policy)
-        self._holding = Holding()
-        self._trial = Trial(learner, self._folder / policy, publisher.servers, policy, recipe)
+        self._holding = holding or Holding()
+        folder = version_folder(self._folder, policy, 0).parent
+        self._trial = Trial(learner, folder, publisher.servers, policy, recipe)
         self._recovery = Recovery(engine, self._folder, policy, self._versions, self._recording)
+
+    async def finish_killed(self) -> None:
+        """Finish or abandon the update that a killed trainer left.
+
+        Raises:
+            AdapterError: a version's files are missing or differ from its manifest.
+        """
+        await self._recovery.finish("the trainer was killed")
 
     async def recover(self) -> None:
         """Finish or abandon the update that a killed trainer left, and publish what it had written.
@@ -75,7 +88,7 @@ class Loop:
         Raises:
             AdapterError: a version's files are missing or differ from its manifest.
         """
-        await self._recovery.finish("the trainer was killed")
+        await self.finish_killed()
         await self._publisher.clean(self._folder)
         await self._recovery.publish_written(self._publisher)
 
@@ -97,7 +110,8 @@ class Loop:
             UpstreamAway: no model server answers.
         """
         if self._holding.trial_is_due:
-            why = await self._trial.why_not()
+            in_doubt = self._holding.is_in_doubt
+            why = await (self._trial.why_unserved() if in_doubt else self._trial.why_not())
             self._holding.note_trial(why)
             log.warning("trial", policy=self._policy, passed=why is None, reason=why)
         HELD.labels(self._policy).set(int(self._holding.is_held))
@@ -122,12 +136,14 @@ class Loop:
         If it is cancelled, a version that exists already is recorded; else the episodes are free.
         """
         started = perf_counter()
+        if await self._versions.waits_to_go_live():
+            # An update made now would not build on that version.
+            return False
+        # Only after the look above: another trainer may let this policy's version go live, and this
+        # one alone makes any wait.
         parent = await self._versions.serving()
         await self._expiring.expire(parent.version)
         if self._ending.has_come(self._versions.folder(parent.version)):
-            return False
-        if await self._versions.waits_to_go_live():
-            # An update made now would not build on that version.
             return False
         try:
             if not await self._update_from(parent):
@@ -148,18 +164,37 @@ class Loop:
                 await self._run(claim, parent)
             except LearnerError as error:
                 await self._claiming.undo(claim.update_id, error)
-                if not error.is_poison:
-                    self._note_failure(str(error))
+                await self._weigh(error)
             except TurnedEvaluation as error:
                 await self._recovery.give_up(claim.update_id, str(error))
             else:
                 return True
         return False
 
+    async def _weigh(self, error: LearnerError) -> None:
+        """Count an update that failed, unless the next one can do without what made it fail.
+
+        Rows that drift may have been sampled before a fault was repaired: the servers are asked.
+        """
+        if error.is_poison:
+            return
+        why: str | None = str(error)
+        if isinstance(error, DriftOutOfBounds):
+            why = await self._trial.why_unserved()
+        if why is None:
+            self._holding.note_past_fault(str(error))
+            self._tell_if_held()
+        else:
+            self._note_failure(why)
+
     def _note_failure(self, why: str) -> None:
         """Count an update that came to nothing, and hold after some in a row."""
         self._holding.note_failure(why)
-        if self._holding.is_held:
+        self._tell_if_held()
+
+    def _tell_if_held(self) -> None:
+        why = self._holding.reason
+        if why is not None:
             HELD.labels(self._policy).set(1)
             log.error("trainer_holds", policy=self._policy, reason=why)
 

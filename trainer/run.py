@@ -30,6 +30,7 @@ from trainer.recipes.recipe import Recipe
 from trainer.rounds import Rounds
 from trainer.settings import TrainerSettings
 from trainer.trainee import Trainee
+from trainer.updates.holding import Holding
 from trainer.updates.versions import begin_policy
 
 log = structlog.get_logger()
@@ -85,8 +86,11 @@ async def _work(
         host, port = address(settings.trainer_listen)
         httpd, _ = start_http_server(port, host)
         stack.callback(httpd.shutdown)
+        holdings = {policy: Holding() for policy in policies}
         trainees = [
-            _trainee(settings, one, recipe, servers, leader.learners[policy], policy)
+            _trainee(
+                settings, one, recipe, servers, leader.learners[policy], policy, holdings[policy]
+            )
             for one, recipe, policy in zip(chosen, recipes, policies, strict=True)
         ]
         stack.callback(leader.interrupt)
@@ -98,6 +102,9 @@ async def _work(
                 if not (is_unavailable(error) or isinstance(error, UpstreamAway)):
                     raise
                 log.warning("trainer_waits", reason=f"{type(error).__name__}: {error}"[:200])
+                if isinstance(error, UpstreamAway):
+                    for holding in holdings.values():
+                        holding.doubt("the model servers were away, and may be others now")
             await asyncio.sleep(RETRY_S)
 
 
@@ -160,6 +167,7 @@ def _trainee(
     servers: Replicas,
     learner: LearnerProtocol,
     policy: str,
+    holding: Holding,
 ) -> Trainee:
     """Return what works on a policy, and log that it is about to."""
     is_checked = False
@@ -172,10 +180,13 @@ def _trainee(
         nonlocal is_checked
         await begin_policy(engine, policy, chosen.base, settings.policies)
         publisher = Publisher(engine, servers, policy, recipe.publish, chosen.together)
-        loop = Loop(settings, recipe, engine, publisher, learner, policy)
+        loop = Loop(settings, recipe, engine, publisher, learner, policy, holding)
         if not is_checked:
+            # Its episodes are free, or spent, whether a server answers or not.
+            await loop.finish_killed()
             await loop.check_server()
             is_checked = True
+            holding.settle()
         await loop.recover()
         return loop
 

@@ -93,8 +93,7 @@ class ReplicaKeeper:
             return False
         try:
             if name in listed:
-                log.error("adapter_has_other_files", version=name, served=listed[name].get("root"))
-                await self._server.unload(name)
+                await self._unload_others(version)
             await self._server.load(name, Path(version.adapter_path or ""))
         except PublishError as error:
             pause_s = self._refusals.add(name, loop.time())
@@ -110,6 +109,15 @@ class ReplicaKeeper:
         LOADS.labels(self._server.url, "replaced" if name in listed else "loaded").inc()
         log.info("adapter_loaded", version=name, replica=self._server.url)
         return True
+
+    async def _unload_others(self, version: PolicyVersion) -> None:
+        """Unload the other files under a version's name, unless another steward has done so."""
+        served = (await self._server.models()).get(version.served_name)
+        if served is not None and with_other_files([version], {version.served_name: served}):
+            log.error(
+                "adapter_has_other_files", version=version.served_name, served=served.get("root")
+            )
+            await self._server.unload(version.served_name)
 
     def _note(self, up: bool, reason: str | None = None) -> None:
         """Show whether the replica answers; log it only when that changes."""

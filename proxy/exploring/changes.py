@@ -44,7 +44,9 @@ def explored(
     if not changes:
         return None
     changed = with_explored(request, changes)
-    useful = _is_useful(_settings(changed, wire_format, exploring), wire_format.sampling)
+    useful = not _has_several_prompts(request) and _is_useful(
+        _settings(changed, wire_format, exploring), wire_format.sampling
+    )
     text = useful and wire_format.turns.only_text(request.parsed)
     return Explored(changed, changes) if text else None
 
@@ -80,6 +82,12 @@ def _wanted(settings: Mapping[str, Any], rule: Explore) -> dict[str, float | Non
     if rule.drop_strict and STRICT_TOOLS in settings and GRAMMAR not in settings:
         changes[STRICT] = None
     return changes
+
+
+def _has_several_prompts(request: ModelRequest) -> bool:
+    """Return whether a completion asks for a reply to each of several prompts."""
+    prompt = request.fields.get("prompt")
+    return isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], str | list)
 
 
 def _is_useful(settings: Mapping[str, Any], rules: SamplingRules) -> bool:

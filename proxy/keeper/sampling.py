@@ -47,6 +47,8 @@ MOST_UNKNOWN: Final = 8
 # Settings that are remembered, and the most bytes of a request's fields that they are known by.
 MOST_KNOWN: Final = 256
 MOST_FIELD_BYTES: Final = 32 * 1024
+# What the objects of one field take besides its characters.
+FIELD_BYTES: Final = 200
 Fields = tuple[tuple[str, bytes], ...]
 
 
@@ -85,7 +87,8 @@ def judged_settings(captured: CapturedCall, request: ModelRequest) -> Judged:
 
 
 def _length(parsed: Object) -> int:
-    return sum(len(memoryview(raw)) for raw in parsed.values())
+    """Return about how many bytes of memory the fields take as a key."""
+    return sum(FIELD_BYTES + len(name) + len(memoryview(raw)) for name, raw in parsed.items())
 
 
 @lru_cache(maxsize=MOST_KNOWN)

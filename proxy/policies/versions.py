@@ -20,6 +20,8 @@ from store.records import PolicyState, PolicyVersion
 MAX_PINS: Final = 200_000
 SEVERAL: Final = 2
 SERVABLE: Final = ("serving", "published")
+# The states whose adapters every model server should have.
+LOADED: Final = (*SERVABLE, "ready")
 # What a client may ask for by the version's own name: one that waits for others to go live with is
 # loaded, and a retired one may still be.
 ASKABLE: Final = (*SERVABLE, "ready", "retired")
@@ -163,7 +165,10 @@ class Versions:
     def is_servable(self, serving: Serving) -> bool:
         """Return whether every replica should have the version, which is an adapter."""
         policy, version = serving.policy, serving.version
-        return bool(policy and version) and version in self._names.get(policy or "", ())
+        return bool(policy and version) and self._state(policy, version) in LOADED
+
+    def _state(self, policy: str | None, version: int | None) -> PolicyState | None:
+        return self._states.get(policy or "", {}).get(version or 0)
 
     def why_not_served(self, model: str | None) -> str | None:
         """Return what is known of a version that a client asked for and the upstream has not.

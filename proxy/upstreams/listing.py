@@ -38,8 +38,11 @@ class Listing:
         `headers` are those of the call, of which the credentials are shown.
         """
         clock = asyncio.get_running_loop().time
+        asked = clock()
         async with self._looking:
-            if clock() - self._begun > SHARED_S:
+            # A look that another call began after this one asked is as good: a call waits for two
+            # looks at most, however many wait with it.
+            if asked - self._begun > SHARED_S:
                 begun = clock()
                 self._names = await self._look(headers)
                 self._begun = begun
@@ -50,7 +53,10 @@ class Listing:
         try:
             async with asyncio.timeout(LOOK_S):
                 reply = await ask_bodyless(self._pool, "GET", self._target, shown)
-                body = await reply.read() or b""
+                try:
+                    body = await reply.read() or b""
+                finally:
+                    reply.close()
             return {model.id for model in msgspec.json.decode(body, type=_Models).data}
         except (NotSent, NoReply, Torn, TimeoutError, *UNREADABLE) as error:
             log.info("names_unknown", replica=self._pool.authority, reason=type(error).__name__)

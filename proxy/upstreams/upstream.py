@@ -120,9 +120,11 @@ class Upstream:
             headers = self._key.shown(headers, target)
         replicas = self._in_order()
         lists = await asyncio.gather(*(one.listing.has(model, headers) for one in replicas))
+        have = {id(one) for one, listed in zip(replicas, lists, strict=True) if listed}
         until = asyncio.get_running_loop().time() + AVOID_S
-        for replica, listed in zip(replicas, lists, strict=True):
-            if not listed:
+        # In the order of now: those that waited together must not all go to one.
+        for replica in self._in_order():
+            if id(replica) not in have:
                 replica.avoid_until = until
                 continue
             try:

@@ -73,7 +73,7 @@ class Budget:
         self._calm = 0
         self._wait = 1
         self._is_trying = False
-        # The longest row that was ever computed with.
+        # The longest row that was ever trained on.
         self._longest = 0
 
     def begin(self) -> None:
@@ -98,11 +98,14 @@ class Budget:
         run: Callable[[MicroBatches], Result],
         undo: Callable[[], None],
         fits: Callable[[Row], bool],
+        *,
+        trains: bool = True,
     ) -> tuple[Result, MicroBatches]:
         """Run `run` on micro-batches of `rows`, halving them as needed; return result and batches.
 
-        `undo` is called after each attempt that ran out of memory. `fits` says whether a row can be
-        trained on by itself.
+        `undo` is called after each attempt that ran out of memory. `fits` says whether there is
+        memory to do the same with one row by itself. Without `trains` nothing is learned of how
+        long a row may be: to look at one takes less memory.
 
         Raises:
             Unusable: a row is too long to be computed by itself, though others are not; or
@@ -117,7 +120,8 @@ class Budget:
                 undo()
                 self._answer(error, rows, fits)
             else:
-                self._longest = max([self._longest, *(len(row.ids) for row in rows)])
+                if trains:
+                    self._longest = max([self._longest, *(len(row.ids) for row in rows)])
                 return result, micro_batches
 
     def _answer(self, error: NoRoom, rows: Sequence[Row], fits: Callable[[Row], bool]) -> None:

@@ -18,7 +18,7 @@ from trainer.batches.micro_batches import split_steps
 from trainer.batches.rows import Row
 from trainer.errors import Unusable
 from trainer.learners.blame import check_view, fits, to_blame
-from trainer.learners.budget import Budget, MicroBatches
+from trainer.learners.budget import Budget, MicroBatches, NoRoom
 from trainer.learners.grpo import View, make_trainer
 from trainer.learners.imported import check_loaded, check_weights, probe_rows
 from trainer.learners.kernels.memory import give_freed_memory_back
@@ -217,18 +217,35 @@ class Learner:
         """Return the rows as the trainer sees them before the first step, if it needs that."""
         if not self._trainer.needs_view:
             return View.of([])
-        seen, _ = self._fit(rows, lambda cut: self._step.survey(cut, self._trainer.view))
-        return View.of(seen)
+        return View.of(self._survey_in_parts(rows, self._trainer.view))
 
     def _take(self, rows: Sequence[Row], check_drift: Callable[[], None]) -> TrainedStep:
-        (loss, norm), micro_batches = self._fit(rows, lambda cut: self._step.take(cut, check_drift))
+        (loss, norm), micro_batches = self._budget.fit(
+            rows,
+            lambda cut: self._step.take(cut, check_drift),
+            self._forget,
+            partial(fits, self._trainer),
+        )
         return TrainedStep(loss, norm, micro_batches)
 
-    def _fit(
-        self, rows: Sequence[Row], run: Callable[[MicroBatches], Result]
-    ) -> tuple[Result, MicroBatches]:
-        """Run `run` on micro-batches that fit into memory (`Budget.fit`)."""
-        return self._budget.fit(rows, run, self._forget, partial(fits, self._trainer))
+    def _survey_in_parts(
+        self, rows: Sequence[Row], view: Callable[[Sequence[Row]], Result]
+    ) -> list[Result]:
+        """Apply `view` to micro-batches that fit into memory, without training on them."""
+
+        def run(cut: MicroBatches) -> list[Result]:
+            found: list[Result] = self._step.survey(cut, view)
+            return found
+
+        def can_be_seen(row: Row) -> bool:
+            try:
+                run([[row]])
+            except NoRoom:
+                return False
+            return True
+
+        seen, _ = self._budget.fit(rows, run, self._forget, can_be_seen, trains=False)
+        return seen
 
     def _forget(self) -> None:
         """Undo half a step: clear its gradients and figures."""
@@ -298,7 +315,7 @@ class Learner:
             return by_row(micro_batch, found.logprobs)
 
         self._model.eval()
-        seen, _ = self._fit(rows, lambda cut: self._step.survey(cut, scored))
+        seen = self._survey_in_parts(rows, scored)
         values = {key: own for found in seen for key, own in found.items()}
         return [values[row.key] for row in rows]
 

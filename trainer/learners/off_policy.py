@@ -131,15 +131,12 @@ def checked_metrics(
     found = off_policy_metrics(compared, newest)
     if found["drift_kl"] is None or found["drift_kl"] <= bound:
         return found
-    drifted = drifted_episodes(compared, newest, bound)
-    fresh = {row.episode_id for row in compared if row.version == newest}
     raise DriftOutOfBounds(
         f"server and trainer differ by {found['drift_kl']:.3g} nats a token about version {newest}"
         f" (off_policy.max_drift is {bound:g}): nothing was trained; is the server's model,"
         " precision or --logprobs-mode another?",
-        drifted,
+        drifted_episodes(compared, newest, bound),
         found,
-        others_agree=bool(fresh - drifted.keys()),
     )
 
 

@@ -17,12 +17,15 @@ from typing import Any, Final
 from uuid import UUID
 
 import msgspec
+import structlog
 
 from store.files import whole_folder
 from store.records import Record
 from store.updates.claims import Outcome
 from trainer.errors import AdapterError
 from trainer.publishing.probe import ProbeRow
+
+log = structlog.get_logger()
 
 MANIFEST: Final = "manifest.json"
 SERVED: Final = ("adapter_config.json", "adapter_model.safetensors")
@@ -152,10 +155,16 @@ def folders(root: Path, policy: str) -> list[tuple[int, Path]]:
 
 
 def sweep(root: Path, policy: str) -> None:
-    """Remove what killed updates left half-written, and what was being removed."""
+    """Remove what killed updates left half-written, and what was being removed.
+
+    What the disk refuses is logged, and stays until the next time.
+    """
     parent = version_folder(root, policy, 0).parent
     for partial in parent.glob(".*-*"):
-        shutil.rmtree(partial)
+        try:
+            shutil.rmtree(partial)
+        except OSError as error:
+            log.warning("folder_not_removed", folder=str(partial), reason=str(error))
 
 
 def remove(folder: Path) -> None:

@@ -4,7 +4,7 @@ The server needs `VLLM_ALLOW_RUNTIME_LORA_UPDATING`. The proxy refuses these end
 its clients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -14,6 +14,15 @@ import aiohttp
 from trainer.errors import PublishError, TrainerError, UpstreamAway
 
 TIMEOUT_S: Final = 120.0
+# The settings with which nothing but the temperature shapes a distribution.
+NEUTRAL: Final[Mapping[str, float]] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 # A list of models needs no engine: a server that takes longer for it counts as away.
 LIST_S: Final = 10.0
 SERVER_ERROR: Final = 500
@@ -49,7 +58,11 @@ class ModelServer:
         status, body = await self._request("GET", "/models", None, LIST_S)
         if status != 200:
             raise UpstreamAway(f"the model server does not list its models: {status} {body}")
-        return {model["id"]: model for model in body["data"]}
+        try:
+            return {model["id"]: model for model in body["data"]}
+        except (TypeError, KeyError) as error:
+            # Something before the server answers for it, such as a page of an ingress.
+            raise UpstreamAway(f"{self.url} does not list models as a model server does") from error
 
     async def load(self, name: str, folder: Path) -> None:
         """Load the adapter in `folder` under `name`, unless the server has it already.
@@ -145,6 +158,8 @@ class ModelServer:
             "prompt": list(ids),
             "max_tokens": tokens,
             "temperature": temperature,
+            # Whatever the server samples with by default.
+            **NEUTRAL,
             "ignore_eos": True,
             "logprobs": 0,
             "return_token_ids": True,
@@ -187,7 +202,8 @@ class ModelServer:
             async with self._session.request(method, url, json=body, timeout=limit) as response:
                 is_json = response.content_type == "application/json"
                 return response.status, await (response.json() if is_json else response.text())
-        except (aiohttp.ClientError, TimeoutError) as error:
+        # Of these ValueError is an answer that is no JSON, though it says so.
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise UpstreamAway(
                 f"the model server at {self.url} does not answer ({type(error).__name__})"
             ) from error

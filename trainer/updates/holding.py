@@ -14,6 +14,9 @@ FAILURES: Final = 2
 TRIAL_S: Final = 20.0
 # Where trials succeed and updates fail all the same, each pause is twice as long, up to this.
 LONGEST_PAUSE_S: Final = 3600.0
+# Updates in a row of rows that were sampled wrongly, while the server is right by every trial,
+# before the trainer holds nevertheless: the trial may miss something.
+PAST_FAULTS: Final = 8
 
 
 class Holding:
@@ -24,7 +27,9 @@ class Holding:
         self._clock = clock
         self._failures = 0
         self._in_vain = 0
+        self._past_faults = 0
         self._trial_at = 0.0
+        self.is_in_doubt = False
         self.reason: str | None = None
 
     @property
@@ -39,7 +44,7 @@ class Holding:
 
     def note_success(self) -> None:
         """Note an update that made a version which serves: all failures before it are past."""
-        self._failures = self._in_vain = 0
+        self._failures = self._in_vain = self._past_faults = 0
 
     def note_failure(self, why: str) -> None:
         """Note an update that failed, drifted, or made a version that was rejected."""
@@ -47,12 +52,33 @@ class Holding:
         if self._failures >= FAILURES:
             self._hold(why, min(LONGEST_PAUSE_S, TRIAL_S * 2.0 ** max(0, self._in_vain - 1)))
 
+    def note_past_fault(self, why: str) -> None:
+        """Note an update of rows that drift, whose server is right now by a trial."""
+        self._past_faults += 1
+        if self._past_faults >= PAST_FAULTS:
+            self._past_faults = 0
+            self._hold(why, min(LONGEST_PAUSE_S, TRIAL_S * 2.0**self._in_vain))
+
+    def doubt(self, why: str) -> None:
+        """Hold until a trial, which is due at once: the model servers may not be what they were."""
+        if not self.is_held:
+            self._hold(why, 0.0)
+            self.is_in_doubt = True
+
+    def settle(self) -> None:
+        """Go on where nothing but a doubt held, which is settled."""
+        if self.is_in_doubt:
+            self.is_in_doubt, self.reason = False, None
+
     def note_trial(self, why: str | None) -> None:
         """Note a trial that failed for the reason `why`, or succeeded if it is None."""
+        in_doubt, self.is_in_doubt = self.is_in_doubt, False
         if why is not None:
             self._hold(why, TRIAL_S)
             return
         self.reason = None
+        if in_doubt:
+            return
         # One more failure, and it holds again.
         self._failures = FAILURES - 1
         self._in_vain += 1

@@ -68,9 +68,11 @@ class Trial:
         Raises:
             UpstreamAway: no model server answers.
         """
+        # Before anything is computed for nobody.
+        servers = tuple(await self._servers.ask(ModelServer.models))
         try:
             rows = await in_thread(self._learner, self._write)
-            return await self._of_servers(rows)
+            return await self._of_servers(servers, rows)
         except LearnerError as error:
             return str(error)
         finally:
@@ -81,10 +83,11 @@ class Trial:
         self._folder.mkdir(parents=True)
         return self._learner.write_trial(self._folder, 4 * self._recipe.publish.tolerance)
 
-    async def _of_servers(self, rows: Sequence[Row]) -> str | None:
+    async def _of_servers(self, servers: Sequence[ModelServer], rows: Sequence[Row]) -> str | None:
+        """Ask one after the other: the learner computes for one at a time."""
         away: UpstreamAway | None = None
         answers = 0
-        for server in self._servers.each:
+        for server in servers:
             try:
                 why = await self._of_one(server, rows)
             except UpstreamAway as error:

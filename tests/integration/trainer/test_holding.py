@@ -11,7 +11,7 @@ from store.schema.claimable import episode_policies
 from store.schema.trained import consumptions
 from store.updates import claims
 from tests.integration.trainer.test_recovery import Bench, bench
-from trainer.errors import DriftOutOfBounds, LearnerError, PublishError, UpstreamAway
+from trainer.errors import LearnerError, PublishError, UpstreamAway
 from trainer.loop import Loop
 from trainer.publishing.replicas import Replicas
 
@@ -92,17 +92,47 @@ async def test_versions_that_are_rejected_stop_costing_episodes_after_two(bench:
     await bench.assert_spent_once(12)
 
 
-async def test_drift_of_everything_holds_and_drift_of_some_does_not(bench: Bench) -> None:
+async def test_drift_while_the_server_is_wrong_holds_and_is_named(bench: Bench) -> None:
     async with working(bench) as loop:
-        for others_agree in (True, False):
-            bench.learner.fails = DriftOutOfBounds(
-                "server and trainer differ", {}, {}, others_agree=others_agree
-            )
-            error = bench.learner.fails
-            for _ in range(2):
-                if not error.is_poison:
-                    loop._note_failure(str(error))
-            assert loop._holding.is_held == (not others_agree)
+        bench.fake.sampled_logprob, bench.learner.drifts = -4.0, True
+        for name in "uvw":
+            await loop.update_once()
+            await bench.fill(name)
+        assert await consumed(bench) == 2
+        assert "processed_logprobs" in (loop._holding.reason or "")
+
+
+async def test_drift_of_what_was_sampled_before_a_repair_does_not_hold(bench: Bench) -> None:
+    async with working(bench) as loop:
+        bench.learner.drifts = True
+        for name in "uv":
+            await loop.update_once()
+            assert not loop._holding.is_held
+            await bench.fill(name)
+        assert await consumed(bench) >= 2
+        bench.learner.drifts = False
+        assert await loop.update_once()
+    assert (await bench.states())[1] == "serving"
+
+
+async def test_a_server_that_was_away_is_tried_before_the_next_claim(bench: Bench) -> None:
+    async with working(bench) as loop:
+        loop._holding.doubt("the model servers were away")
+        bench.fake.sampled_logprob = -4.0
+        await loop.try_again()
+        assert not await loop.update_once()
+        assert (await states(bench), await consumed(bench)) == ([], 0)
+        bench.fake.sampled_logprob = None
+        assert await try_again(loop)
+    await bench.assert_spent_once(4)
+
+
+async def test_what_a_server_samples_with_by_default_is_not_in_the_trial(bench: Bench) -> None:
+    async with working(bench) as loop:
+        await loop.check_server()
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert bench.fake.sampled_with is not None
+    assert bench.fake.sampled_with.items() >= neutral.items()
 
 
 @pytest.mark.parametrize(

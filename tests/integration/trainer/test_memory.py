@@ -13,6 +13,7 @@ from tests.integration.trainer.test_resuming import same
 from tests.support.training import ppo_recipe, recipe, rows
 from trainer.batches.rows import Row
 from trainer.errors import Unusable
+from trainer.learners import scoring
 from trainer.learners.budget import OUT_OF_MEMORY, TOO_LONG
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import Recipe
@@ -125,3 +126,48 @@ def test_a_row_ten_times_the_budget_costs_its_own_episode(
     made.restore(None)
     made.update(others)
     assert made._budget.tokens == 10 * most
+
+
+@pytest.mark.parametrize("stage", ["view", "training"])
+def test_a_row_too_long_for_ppo_costs_its_own_episode(
+    tiny_model: str, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it could be looked at before: that takes less memory than training on it."""
+    most = max(len(row.ids) for row in rows())
+    made = learner(tiny_model, tmp_path, "ppo", tokens=10 * most)
+    name = "view" if stage == "view" else "loss_of"
+    real = getattr(made._trainer, name)
+
+    def with_little_room(batch: Sequence[Row]) -> Any:
+        if max(len(row.ids) for row in batch) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(batch)
+
+    monkeypatch.setattr(made._trainer, name, with_little_room)
+    first, *others = rows()
+    with pytest.raises(Unusable) as raised:
+        made.update([ten_times(first), *others])
+    assert (raised.value.reason, set(raised.value.episodes)) == (TOO_LONG, {first.episode_id})
+    made.restore(None)
+
+
+def test_a_row_too_long_to_be_scored_costs_its_own_episode(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log-probabilities are not known: it cannot be tried by training on it."""
+    most = max(len(row.ids) for row in rows())
+    made = learner(tiny_model, tmp_path, tokens=10 * most)
+    real = scoring.score_rows
+
+    def with_little_room(model: Any, batch: Sequence[Row], **options: Any) -> Any:
+        if max(len(row.ids) for row in batch) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(model, batch, **options)
+
+    monkeypatch.setattr("trainer.learners.learner.score_rows", with_little_room)
+    first, *others = [
+        msgspec.structs.replace(row, sampled_logprobs=(), recomputed=True) for row in rows()
+    ]
+    with pytest.raises(Unusable) as raised:
+        made.version_logprobs(None, [ten_times(first), *others])
+    assert (raised.value.reason, set(raised.value.episodes)) == (TOO_LONG, {first.episode_id})

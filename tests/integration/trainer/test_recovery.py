@@ -53,6 +53,8 @@ class FakeLearner:
         # What computed missing log-probabilities, and of how many rows.
         self.asked: list[tuple[Path | None, int]] = []
         self.fails: LearnerError | None = None
+        # Set: the first row of each update was sampled from another model.
+        self.drifts = False
         self.interrupted = threading.Event()
         # Set: an update goes on until it is interrupted.
         self.slow = False
@@ -72,6 +74,9 @@ class FakeLearner:
     def update(self, rows: Any, step_share: float = 1.0) -> dict[str, Any]:
         if self.fails:
             raise self.fails
+        if self.drifts:
+            odd = {rows[0].episode_id: "by 0.3"}
+            raise DriftOutOfBounds("server and trainer differ", odd, {})
         if self.slow:
             self.begun.set()
             assert self.interrupted.wait(10.0)
@@ -391,7 +396,7 @@ async def test_an_update_past_the_bound_on_drift_spends_what_drifts_and_says_so(
     async with bench.engine.connect() as connection:
         [odd, *_] = await episode_ids(connection)
     bench.learner.fails = DriftOutOfBounds(
-        "server and trainer differ", {odd: "by 0.3"}, {"drift_kl": 0.3}, others_agree=False
+        "server and trainer differ", {odd: "by 0.3"}, {"drift_kl": 0.3}
     )
     assert not await run_once(bench)
     assert await bench.states() == {0: "serving"}

@@ -19,6 +19,8 @@ class FakeModelServer:
         self.refuse_load = False
         # What it reports of what it samples, if not what it says of a prompt.
         self.sampled_logprob: float | None = None
+        # The last request for a sample.
+        self.sampled_with: dict[str, Any] | None = None
         self.refused: set[str] = set()
         self.tries: Counter[str] = Counter()
         self.slow_load: asyncio.Event | None = None
@@ -57,6 +59,7 @@ class FakeModelServer:
         body: dict[str, Any] = await request.json()
         value = self.logprobs.get(body["model"], -1.0)
         if "logprobs" in body:
+            self.sampled_with = body
             count = body["max_tokens"]
             reported = value if self.sampled_logprob is None else self.sampled_logprob
             told = {"token_logprobs": [reported] * count}

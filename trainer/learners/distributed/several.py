@@ -13,7 +13,8 @@ import structlog
 
 from store.values.distribution import Distribution
 from trainer.batches.rows import Row
-from trainer.errors import TrainerError
+from trainer.errors import TrainerError, Unusable
+from trainer.learners.budget import OUT_OF_MEMORY, REMEDY, is_out_of_memory
 from trainer.learners.distributed.processes import Processes
 from trainer.learners.learner import Learner
 
@@ -91,7 +92,13 @@ class LeadingLearner:
     def _run_everywhere(self, name: str, *arguments: object) -> Any:
         with self._lock:
             self._processes.broadcast((self._policy, name, *arguments))
-            return getattr(self._learner, name)(*arguments)
+            try:
+                return getattr(self._learner, name)(*arguments)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                why = f"memory ran out ({name}): {REMEDY}: {error}"
+                raise Unusable(why, reason=OUT_OF_MEMORY) from error
 
 
 class Leader:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.updates.holding import FAILURES, LONGEST_PAUSE_S, TRIAL_S, Holding
+from trainer.updates.holding import FAILURES, LONGEST_PAUSE_S, PAST_FAULTS, TRIAL_S, Holding
 
 
 class Clock:
@@ -72,3 +72,26 @@ def test_it_is_held_exactly_if_some_failures_followed_each_other(outcomes: list[
         if in_a_row == FAILURES:
             break
     assert holding.is_held == (in_a_row >= FAILURES)
+
+
+def test_rows_of_a_past_fault_do_not_hold_until_there_are_many() -> None:
+    holding = Holding(Clock())
+    for _ in range(PAST_FAULTS - 1):
+        holding.note_past_fault("they drift")
+        assert not holding.is_held
+    holding.note_past_fault("they drift")
+    assert holding.is_held
+
+
+def test_a_doubt_is_settled_by_a_trial_and_leaves_the_count_as_it_was() -> None:
+    holding = Holding(Clock())
+    holding.doubt("the server was away")
+    assert (holding.is_held, holding.trial_is_due) == (True, True)
+    holding.note_trial(None)
+    holding.note_failure("no")
+    assert not holding.is_held
+    holding.doubt("the server was away")
+    holding.note_trial("its base model is another")
+    assert (holding.reason, holding.trial_is_due) == ("its base model is another", False)
+    holding.doubt("the server was away")
+    assert holding.reason == "its base model is another"
