@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from msgspec import convert, to_builtins
 
-from store.records import Record
+from store.records import Group, Record
 from store.updates.claims import Claim, Outcome
 from store.updates.ready import ClaimRule
 from trainer.batches.rows import Row, training_rows
@@ -88,7 +88,7 @@ def plan_update(
     is_carried = baselines()[recipe.credit.baseline].needs_moving_averages
     rows = training_rows(credited.transitions)
     outcomes = _outcomes(claim, credited.transitions)
-    signal = _signal_groups(claim, outcomes, recipe.claim.group_size)
+    signal = _signal_groups(claim, credited, outcomes, recipe)
     step_share = min(1.0, signal / recipe.claim.groups)
     return Plan(
         credited=credited.transitions,
@@ -124,12 +124,28 @@ def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outco
     )
 
 
-def _signal_groups(claim: Claim, outcomes: Sequence[Outcome], group_size: int) -> int:
-    """Return how many groups have an episode that is trained; in groups of one each is its own."""
+def _signal_groups(
+    claim: Claim, credited: Credited, outcomes: Sequence[Outcome], recipe: Recipe
+) -> float:
+    """Return how many groups have an episode that is trained; in groups of one each is its own.
+
+    A group of which nothing but AIR differs counts for what AIR weighs without any spread: else
+    what is left once a policy has learned its tasks would move it by whole steps.
+    """
     trained = {outcome.episode_id for outcome in outcomes if outcome.trained}
-    if group_size == 1:
+    if recipe.claim.group_size == 1:
         return len(trained)
-    return sum(any(one.id in trained for one in group.episodes) for group in claim.groups)
+    rule = recipe.credit
+    of_air = 1.0 if rule.air_spread is None else min(1.0, rule.air_lambda / rule.air_spread)
+    groups = [group for group in claim.groups if any(one.id in trained for one in group.episodes)]
+    return sum(1.0 if _finals_differ(group, credited) else of_air for group in groups)
+
+
+def _finals_differ(group: Group, credited: Credited) -> bool:
+    """Return whether the group's final rewards differ, or are compared with earlier ones."""
+    found = [credited.returns.get(one.id) for one in group.episodes]
+    finals = {one.r_final for one in found if one is not None and one.r_final is not None}
+    return bool(group.earlier) or len(finals) > 1
 
 
 def _metrics(

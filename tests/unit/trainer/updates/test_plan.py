@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from store.ids import new_id
-from store.records import Episode, Group
+from store.records import Episode, Group, ToolCall, ToolEvent, ToolStatus
 from store.updates.claims import Claim
 from tests.support.stored import episode, transition
 from trainer.recipes.credit import CreditOptions
@@ -71,6 +71,24 @@ def test_an_update_of_less_signal_takes_a_step_that_is_smaller_by_as_much() -> N
 
 def test_no_update_takes_more_than_a_whole_step() -> None:
     assert of_groups((1.0, 0.0), (1.0, 0.5), (0.0, 0.5), groups=2).step_share == 1.0
+
+
+def with_tool(reward: float, status: ToolStatus) -> Episode:
+    call = transition(
+        tool_calls=(ToolCall(id="c1", name="search", arguments="{}"),),
+        tool_events=(ToolEvent(id=new_id(), tool_id="c1", name="search", status=status),),
+    )
+    return msgspec.structs.replace(episode(reward), calls=(call,))
+
+
+def test_a_group_whose_tools_alone_differ_counts_for_what_air_weighs() -> None:
+    """What is left once a policy has learned its tasks: the noise of tools."""
+    noisy = Group(task="t", episodes=(with_tool(1.0, "ok"), with_tool(1.0, "error")))
+    held = Claim(update_id=new_id(), policy="m", parent_version=0, groups=(noisy,) * 8)
+    found = plan_update(held, Recipe.model_validate({"claim": {"groups": 8}}))
+    assert found.metrics["trained_episodes"] > 0
+    # λ 0.2 against a spread of 0.5.
+    assert found.step_share == pytest.approx(0.4)
 
 
 def test_of_groups_of_one_each_episode_counts() -> None:
