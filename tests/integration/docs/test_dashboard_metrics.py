@@ -10,7 +10,12 @@ from tests.unit.deploy.test_dashboards import Selector, dashboard_queries, selec
 
 # The trainer's metrics, once it trains, and the steward's; they are checked against their
 # registries alone.
-TRAINERS: Final = ("pawl_update", "pawl_episodes_consumed", "pawl_trained_", "pawl_steward_")
+TRAINERS: Final = (
+    *("pawl_update", "pawl_episodes_consumed", "pawl_trained_", "pawl_steward_"),
+    *("pawl_trainer_held", "pawl_policy_left"),
+)
+# What only a policy that explores makes; `test_exploring.py` looks at its samples.
+EXPLORING: Final = "pawl_calls_explored"
 STRICT: Final[dict[str, Any]] = {"name": "f", "strict": True, "parameters": {"type": "object"}}
 TRIES: Final = 50
 
@@ -57,7 +62,7 @@ async def test_what_the_dashboard_asks_for_is_in_the_scrape(proxy: Proxy) -> Non
         selector
         for query in dashboard_queries()
         for selector in selectors(query.expression)
-        if not selector.series.startswith(TRAINERS)
+        if not selector.series.startswith((*TRAINERS, EXPLORING))
     }
     assert len({selector.series for selector in asked}) > 15
 
