@@ -139,7 +139,7 @@ def trainers_differences(
         [version] = {call.policy_version or 0 for call in own}
         path = folders[version]
         learner.restore(None if path is None else Path(path))
-        batch = learner._checked(list(map(row_of, own)))
+        batch = learner._base.checked(list(map(row_of, own)))
         served = torch.tensor([value for one in batch for value in one.sampled_logprobs])
         for merge in (True, False):
             with torch.no_grad():
