@@ -33,6 +33,11 @@ class Processes:
             dist.new_group(backend="gloo", timeout=COMMAND_TIMEOUT) if self.count > 1 else None
         )
 
+    def close(self) -> None:
+        """End the connections: a process that exits with open ones may abort instead."""
+        if self.count > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
     def broadcast(self, value: T) -> T:
         """Return rank 0's `value` in every process."""
         if self.count == 1:

@@ -123,6 +123,7 @@ class Leader:
         """Let the other processes end, once the command in progress is done."""
         with self._lock:
             self._processes.broadcast(None)
+            self._processes.close()
 
 
 def follow(learners: Mapping[str, Learner]) -> None:
@@ -138,3 +139,4 @@ def follow(learners: Mapping[str, Learner]) -> None:
             method(*arguments)
         except TrainerError as error:
             log.debug("follower_failed", policy=policy, method=name, reason=str(error))
+    processes.close()
