@@ -1,4 +1,4 @@
-"""Declares the proxy's classes to Cython, from their sources, for `hatch_build.py` (pure).
+"""Declare the proxy's classes to Cython, from their sources, for `hatch_build.py` (pure).
 
 Cython leaves a Python class as it is: each attribute is looked up by its name, in the class and in
 the object's dictionary. Of a class that is declared in a `.pxd` file it makes one of C's, whose

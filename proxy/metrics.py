@@ -20,7 +20,7 @@ Metric = TypeVar("Metric", bound=MetricWrapperBase)
 
 
 class Counter(prometheus_client.Counter):
-    """A counter whose `inc` is on a call's path: without exemplars and without checks.
+    """Count things; `inc` is on a call's path: without exemplars and without checks.
 
     One with labels raises `AttributeError` where prometheus_client's raises `ValueError`.
     """

@@ -31,7 +31,7 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class Explore(BaseModel):
-    """How a policy explores: in which share of its episodes, and what it changes of their calls.
+    """Say how a policy explores: in which share of its episodes, and what it changes of calls.
 
     A lower temperature is raised to `temperature`; with `drop_strict`, tools are not strict.
     """

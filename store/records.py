@@ -19,6 +19,8 @@ ToolStatus = Literal["ok", "error", "timeout", "malformed", "denied"]
 ToolSource = Literal["header", "feedback", "is_error", "reader", "assumed"]
 TargetKind = Literal["episode", "call", "response"]
 PolicyState = Literal["written", "ready", "published", "serving", "retired", "rejected"]
+# The states of versions whose adapters every model server should have loaded.
+SERVABLE: Final[tuple[PolicyState, ...]] = ("serving", "ready", "published")
 EpisodeState = Literal["scored", "unscored", "failed", "open"]
 Confidence = Literal["certain", "likely", "doubtful"]
 Split = Literal["train", "eval"]

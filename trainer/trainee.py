@@ -29,7 +29,7 @@ LONGEST_PAUSE_S: Final = 3600.0
 
 
 class Trainee:
-    """One policy in a trainer.
+    """Work on one policy of a trainer.
 
     Attributes:
         policy: its name.

@@ -1,1 +1,1 @@
-"""`pawl steward`: keeps the adapters of each replica of the model server loaded."""
+"""Keep the adapters of each replica of the model server loaded."""

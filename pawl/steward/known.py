@@ -1,4 +1,4 @@
-"""The versions that the store lists as servable, as the steward last read them."""
+"""Read which versions the store lists as servable, and keep the last reading."""
 
 import asyncio
 from typing import Final
@@ -20,7 +20,7 @@ READ_S: Final = 10.0
 
 
 class Known:
-    """Reads the servable versions again and again, and keeps the last while the store is away.
+    """Read the servable versions again and again, and keep the last while the store is away.
 
     Attributes:
         versions: those versions and each policy's base model; None before the first reading.

@@ -1,4 +1,4 @@
-"""One replica of the model server: what it lacks is loaded, and nothing else serves a name.
+"""Load what one replica of the model server lacks, and let nothing else serve a name.
 
 Each replica is looked at on its own, so that one that is away or slow delays no other.
 """
@@ -23,7 +23,7 @@ LONGEST_PAUSE_S: Final = 60.0
 
 
 class Refusals:
-    """When each version that a replica refused may be tried again: later each time."""
+    """Decide when each version that a replica refused may be tried again: later each time."""
 
     def __init__(self) -> None:
         """Begin with no refusal."""
@@ -46,7 +46,7 @@ class Refusals:
 
 
 class ReplicaKeeper:
-    """Keeps the adapters of one replica loaded."""
+    """Keep the adapters of one replica loaded."""
 
     def __init__(self, server: ModelServer, known: Known, poll_s: float) -> None:
         """Store the replica, what the store lists, and the pause between two looks."""

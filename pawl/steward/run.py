@@ -1,4 +1,4 @@
-"""The steward's process: start it, answer on its port, and stop it at a signal."""
+"""Run the steward's process: start it, answer on its port, and stop it at a signal."""
 
 import asyncio
 import signal

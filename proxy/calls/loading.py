@@ -1,4 +1,4 @@
-"""A call whose version the model server does not have yet: it waits, for a bounded time.
+"""Let a call wait for a version that the model server does not have yet, for a bounded time.
 
 The store lists the version as servable, so its adapter is being loaded (`pawl steward`), or another
 replica has it. A server that does not know a model has not worked on the request, which may be sent

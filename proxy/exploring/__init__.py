@@ -1,1 +1,1 @@
-"""Exploration: a share of a policy's episodes is sampled so that something can be learned of it."""
+"""Explore: sample a share of a policy's episodes so that something can be learned of it."""

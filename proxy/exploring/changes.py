@@ -1,4 +1,4 @@
-"""What exploration changes of a call's settings, where the call can be learned from then (pure).
+"""Choose what exploration changes of a call, where the call can be learned from then (pure).
 
 A change maps a setting's name to its new value, or to None if it is left out. The worker sends and
 records it; the keeper makes it again, and reads of the changed request what was sampled with.
@@ -22,7 +22,7 @@ SEED: Final = "seed"
 
 
 class Explored(NamedTuple):
-    """A request as it explores, and what was changed of the client's."""
+    """Hold a request as it explores, and what was changed of the client's."""
 
     request: ModelRequest
     changes: Changes

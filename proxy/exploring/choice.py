@@ -1,4 +1,4 @@
-"""Chooses the episodes that explore, by their names alone (pure).
+"""Choose the episodes that explore, by their names alone (pure).
 
 The choice has no state: every worker and proxy makes the same one, also after a restart. It does
 not depend on the policy, so that an episode of several policies explores with all or none of those
@@ -20,7 +20,7 @@ _ALL: Final = 2 ** (8 * _BYTES)
 
 
 class Exploring(msgspec.Struct, frozen=True):
-    """What the calls of an exploring episode may change, and what their server does by itself."""
+    """Hold what an exploring episode's calls may change, and what their server does by itself."""
 
     rule: Explore
     defaults: SamplingDefaults

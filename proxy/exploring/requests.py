@@ -1,4 +1,4 @@
-"""The request of an exploring call, equal to the client's but for what is changed (pure)."""
+"""Make the request of an exploring call, the client's but for what is changed (pure)."""
 
 from collections.abc import Mapping
 from typing import Final

@@ -53,7 +53,7 @@ Fields = tuple[tuple[str, bytes], ...]
 
 
 class Judged(msgspec.Struct, frozen=True):
-    """A call's settings as they are recorded (JSON), and why they forbid to train on it.
+    """Hold a call's settings as they are recorded (JSON), and why they forbid to train on it.
 
     The reason may be another where the server gave no log-probabilities: then `unrated` counts.
     """

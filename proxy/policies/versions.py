@@ -15,16 +15,15 @@ import msgspec
 from proxy.exploring.choice import Exploring
 from proxy.identity.identify import DEFAULT_AGENT
 from store.policy_table import Explore, PolicyTable
-from store.records import PolicyState, PolicyVersion
+from store.records import SERVABLE, PolicyState, PolicyVersion
 
 MAX_PINS: Final = 200_000
 SEVERAL: Final = 2
-SERVABLE: Final = ("serving", "published")
-# The states whose adapters every model server should have.
-LOADED: Final = (*SERVABLE, "ready")
+# The states in which an episode may keep a version.
+WITH_TRAFFIC: Final = ("serving", "published")
 # What a client may ask for by the version's own name: one that waits for others to go live with is
 # loaded, and a retired one may still be.
-ASKABLE: Final = (*SERVABLE, "ready", "retired")
+ASKABLE: Final = (*SERVABLE, "retired")
 # How many versions a message names.
 MOST_NAMED: Final = 8
 MOST_DIGITS: Final = 9
@@ -82,7 +81,7 @@ class Versions:
             self._states.setdefault(name, {})[number] = version.state
             if version.files_deleted:
                 self._deleted.add((name, number))
-            if version.state in SERVABLE or number == 0:
+            if version.state in WITH_TRAFFIC or number == 0:
                 self._names.setdefault(name, {})[number] = version.served_name
             if version.state in ASKABLE or number == 0:
                 serving = Serving(name, number, version.served_name)
@@ -165,7 +164,7 @@ class Versions:
     def is_servable(self, serving: Serving) -> bool:
         """Return whether every replica should have the version, which is an adapter."""
         policy, version = serving.policy, serving.version
-        return bool(policy and version) and self._state(policy, version) in LOADED
+        return bool(policy and version) and self._state(policy, version) in SERVABLE
 
     def _state(self, policy: str | None, version: int | None) -> PolicyState | None:
         return self._states.get(policy or "", {}).get(version or 0)

@@ -1,4 +1,4 @@
-"""What a replica lists as served right now, looked up once for all calls that ask meanwhile."""
+"""Look up what a replica lists as served, once for all calls that ask meanwhile."""
 
 import asyncio
 from collections.abc import Collection
@@ -24,7 +24,7 @@ NO_LIST: Final = (NotSent, NoReply, Torn, TimeoutError, *UNREADABLE)
 
 
 class Listing:
-    """The names that one replica lists, a moment old at most."""
+    """Keep the names that one replica lists, a moment old at most."""
 
     def __init__(self, pool: Pool, target: str) -> None:
         """Store where the list is: the connections to the replica, and the path."""

@@ -1,4 +1,4 @@
-"""The versions whose files nothing can ask for any more, and the mark that they are deleted."""
+"""Find the versions whose files nothing can ask for any more, and mark them as deleted."""
 
 from collections.abc import Collection
 from typing import Final

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import UnknownPolicy
 from store.read.pages import version_of
-from store.records import PolicyState, PolicyVersion, policy_name
+from store.records import SERVABLE, PolicyState, PolicyVersion, policy_name
 from store.schema.trained import policies
 
 
@@ -45,9 +45,7 @@ async def list_servable(
     connection: AsyncConnection, name: str | None = None
 ) -> list[PolicyVersion]:
     """Return the servable versions of policy `name` (None: of every policy), and its base model."""
-    query = select(policies).where(
-        (policies.c.version == 0) | policies.c.state.in_(("serving", "ready", "published"))
-    )
+    query = select(policies).where((policies.c.version == 0) | policies.c.state.in_(SERVABLE))
     if name is not None:
         query = query.where(policies.c.name == name)
     return [version_of(row) for row in await connection.execute(query)]

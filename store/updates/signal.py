@@ -1,4 +1,4 @@
-"""How much signal waits for a policy: what whose turn it is depends on."""
+"""Count the signal that waits for a policy, on which it depends whose turn it is."""
 
 from typing import Final
 

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import torch
-from safetensors import SafetensorError
 
 from store.updates.damage import NON_FINITE
 from store.values.distribution import Distribution
@@ -29,8 +28,8 @@ from trainer.learners.off_policy import checked_metrics
 from trainer.learners.passes import Step, TrainedStep, update_figures
 from trainer.learners.ppo import make_ppo_trainer
 from trainer.learners.scoring import score_rows
-from trainer.learners.state import OPTIMIZER, load_state, save_state
-from trainer.learners.trial import nudge, rehearsal_rows
+from trainer.learners.state import OPTIMIZER, load_state, save_adapter, save_state
+from trainer.learners.trial import nudge, rehearsal_rows, with_logprobs
 from trainer.recipes.recipe import Recipe
 
 TRAINERS = {"grpo": make_trainer, "ppo": make_ppo_trainer}
@@ -115,13 +114,16 @@ class Learner:
         """Write a new adapter with an effect into `folder`, and return rows to compare it by.
 
         `effect` is the least mean change of their log-probabilities, in nats a token.
+
+        Raises:
+            OSError: the disk refused a write.
         """
         self.restore(None)
         self._stands_at = IN_BETWEEN
         rows = probe_rows(self._tokenizer)
         nudge(self._model, rows, effect, self._seed)
         if self.processes.rank == 0:
-            self._model.save_pretrained(str(folder), safe_serialization=True)
+            save_adapter(self._model, folder)
         return rows
 
     def rehearse(self) -> None:
@@ -133,13 +135,7 @@ class Learner:
         self.restore(None)
         tokens = self._recipe.batch.micro_batch_tokens
         rows = rehearsal_rows(probe_rows(self._tokenizer), tokens)
-        values = self.version_logprobs(None, rows)
-        self.update(
-            [
-                msgspec.structs.replace(row, sampled_logprobs=tuple(own))
-                for row, own in zip(rows, values, strict=True)
-            ]
-        )
+        self.update(with_logprobs(rows, self.version_logprobs(None, rows)))
 
     def adopt(self, adapter: Path) -> list[Row]:
         """Begin from an adapter that was trained elsewhere, with a new optimiser state.
@@ -341,11 +337,7 @@ class Learner:
         """
         if self.processes.rank > 0:
             return
-        try:
-            self._model.save_pretrained(str(folder), safe_serialization=True)
-        except SafetensorError as error:
-            raise OSError(f"the adapter was not written: {error}") from error
-        (folder / "README.md").unlink(missing_ok=True)
+        save_adapter(self._model, folder)
         save_state(self._resumed(), self._step.taken, self._base.hash, folder)
 
     def saved_as(self, adapter: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import structlog
 import torch
+from safetensors import SafetensorError
 
 from trainer.errors import AdapterError
 from trainer.publishing.adapters import STATE
@@ -43,6 +44,19 @@ def save_state(
         torch.save(one.state_dict(), written)
         (folder / f"{name}.pt").write_bytes(written.getvalue())
     write_progress(version_folder, steps_taken, base)
+
+
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write the adapter of `model`, a PEFT model, into `folder`, as a model server reads it.
+
+    Raises:
+        OSError: the disk refused a write.
+    """
+    try:
+        model.save_pretrained(str(folder), safe_serialization=True)
+    except SafetensorError as error:
+        raise OSError(f"the adapter was not written: {error}") from error
+    (folder / "README.md").unlink(missing_ok=True)
 
 
 def load_state(objects: Mapping[str, Any], version_folder: Path) -> int:

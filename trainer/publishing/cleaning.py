@@ -6,6 +6,7 @@ either all of its files or the reason why there are none, and a kill leaves what
 
 import asyncio
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -26,8 +27,16 @@ log = structlog.get_logger()
 LEAST_IDLE_S: Final = 2 * TIMEOUT_S
 
 
+def _remove_if_possible(remove: Callable[[Path], None], folder: Path) -> None:
+    """Remove a folder, or log why the disk refuses."""
+    try:
+        remove(folder)
+    except OSError as error:
+        log.error("files_not_deleted", folder=str(folder), reason=str(error))
+
+
 class Cleaning:
-    """Keeps the folder of one policy's versions small."""
+    """Keep the folder of one policy's versions small."""
 
     def __init__(
         self, engine: AsyncEngine, servers: Replicas, policy: str, root: Path, idle_s: float
@@ -96,13 +105,11 @@ class Cleaning:
         """Remove the folders that are left over, and the optimiser states that are not kept."""
         folders = dict(adapters.folders(self._root, self._policy))
         for number in leftovers(versions, folders):
-            folder = folders.pop(number)
-            try:
-                adapters.remove(folder)
-            except OSError as error:
-                log.error("files_not_deleted", folder=str(folder), reason=str(error))
+            _remove_if_possible(adapters.remove, folders.pop(number))
         for number in old_states(versions, folders):
-            shutil.rmtree(folders[number] / adapters.STATE, ignore_errors=True)
+            state = folders[number] / adapters.STATE
+            if state.exists():
+                _remove_if_possible(shutil.rmtree, state)
 
     async def _versions(self) -> list[PolicyVersion]:
         async with self._engine.connect() as connection:

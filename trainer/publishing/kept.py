@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from store.records import PolicyVersion
+from store.records import SERVABLE, PolicyVersion
 
 # States in which a version's files are read: it is published, or may be.
-IN_USE: Final = ("written", "ready", "serving", "published")
+IN_USE: Final = ("written", *SERVABLE)
 HAD_TRAFFIC: Final = ("published", "retired")
 
 

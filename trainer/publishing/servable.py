@@ -1,13 +1,12 @@
 """Tell which adapters a model server lacks of those that the store lists as servable (pure)."""
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Final
+from typing import Any
 
-from store.records import PolicyVersion
+from store.records import SERVABLE, PolicyVersion
 
 # What a server lists: `root` and `parent` of each model, by its name.
 Listed = Mapping[str, Mapping[str, Any]]
-SERVABLE: Final = ("serving", "ready", "published")
 
 
 def is_servable(version: PolicyVersion) -> bool:

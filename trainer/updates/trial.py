@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import structlog
 
 from store.values.distribution import Distribution
 from trainer.batches.rows import Row, bare_row
@@ -22,6 +23,8 @@ from trainer.publishing.replicas import Replicas
 from trainer.publishing.server import ModelServer
 from trainer.recipes.recipe import Recipe
 from trainer.updates.threads import in_thread
+
+log = structlog.get_logger()
 
 TRIAL: Final = "trial"
 # Far from one, so that log-probabilities before and after it differ.
@@ -44,7 +47,6 @@ class Trial:
         self._learner = learner
         self._folder = folder / TRIAL
         self._servers = servers
-        self._policy = policy
         self._name = f"{policy}@{TRIAL}"
         self._recipe = recipe
 
@@ -80,7 +82,7 @@ class Trial:
 
     def _write(self) -> Sequence[Row]:
         shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
         return self._learner.write_trial(self._folder, 4 * self._recipe.publish.tolerance)
 
     async def _of_servers(self, servers: Sequence[ModelServer], rows: Sequence[Row]) -> str | None:
@@ -150,6 +152,6 @@ async def _unload(server: ModelServer, name: str) -> None:
     """Take the trial's adapter from the server, if it is there and has not gone away."""
     try:
         await server.unload(name)
-    except (PublishError, UpstreamAway):
+    except (PublishError, UpstreamAway) as error:
         # A restarted server has it no more; one that refuses lists it under a name nobody asks for.
-        return
+        log.warning("trial_not_unloaded", replica=server.url, reason=str(error))
