@@ -1,6 +1,7 @@
 """A whole stack with a real vLLM: embedded PostgreSQL, proxy and trainer as processes."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from benchmarks.small_stack import small_plan
 from pawl.stack.stack import Stack, running_stack
 
 POLICY = "calculator"
+PATIENCE_S = 400.0
 RECIPE = """
 learner = "grpo"
 dtype = "float32"
@@ -33,3 +35,12 @@ async def stack(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Asy
     recipe.write_text(RECIPE)
     async with running_stack(small_plan(folder, model_dir, POLICY, str(recipe))) as running:
         yield running
+
+
+async def until(check: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until `check` is true."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            if await check():
+                return
+            await asyncio.sleep(0.05)

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -15,25 +15,15 @@ from store.connection.engine import make_engine
 from store.read.stats import totals
 from store.updates import claims
 from store.updates.policies import list_versions
-from tests.e2e.conftest import POLICY
+from tests.e2e.conftest import POLICY, until
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.timeout(900),
 ]
-PATIENCE_S = 400.0
 # What an agent may see while its model server is away, or has not been given the version yet.
 MEANWHILE = {502, 503}
-
-
-async def until(check: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until `check` is true."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            if await check():
-                return
-            await asyncio.sleep(0.05)
 
 
 class Asker:

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 import pytest
 import torch
+from sqlalchemy import text
 
 from pawl.stack.process import Process
 from pawl.stack.stack import Stack
@@ -18,7 +19,7 @@ from store.connection.engine import make_engine
 from store.read.episodes import episode_ids, read_episodes
 from store.records import PolicyVersion, TransitionRow
 from store.updates.policies import list_versions
-from tests.e2e.conftest import POLICY
+from tests.e2e.conftest import POLICY, until
 from tests.e2e.test_replayed_sampling import row_of
 from tests.integration.conftest import eventually
 from tests.support.training import recipe, write_adapter
@@ -43,6 +44,22 @@ async def imported(trainer: Process, adapter: Path) -> tuple[int, str]:
     )
     out, _ = await process.communicate()
     return process.returncode or 0, out.decode()
+
+
+async def until_held(stack: Stack) -> None:
+    """Wait until a trainer holds the policy: one that was just started takes seconds."""
+    lock = text(
+        "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND granted"
+        " AND objid = (hashtext(:name)::bigint & 4294967295)::oid"
+    )
+    engine = make_engine(stack.database_url)
+
+    async def held() -> bool:
+        async with engine.connect() as connection:
+            return bool(await connection.scalar(lock, {"name": f"pawl-trainer:{POLICY}"}))
+
+    await until(held)
+    await engine.dispose()
 
 
 CARD = {"temperature": 0.8, "top_p": 0.95, "top_k": 20}
@@ -81,6 +98,7 @@ async def stored(stack: Stack, keys: Sequence[str]) -> tuple[PolicyVersion, list
 async def test_vllm_serves_what_was_imported(stack: Stack, model_dir: str, tmp_path: Path) -> None:
     adapter = await asyncio.to_thread(write_adapter, model_dir, tmp_path / "sft")
     trainer = stack.processes["trainer"]
+    await until_held(stack)
     refused = await imported(trainer, adapter)
     assert refused == (2, "")
     await trainer.stop()
