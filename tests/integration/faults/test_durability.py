@@ -115,6 +115,35 @@ async def test_a_segment_cut_at_any_byte_loses_only_what_was_cut(
     assert_adds_up()
 
 
+async def test_records_that_come_one_by_one_are_stored_many_at_once(
+    database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(database_url)
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    drainer = Drainer(tmp_path, lambda: engine, batch=500)
+    batches: list[int | None] = []
+    drain_once = drainer.drain_once
+
+    async def counted() -> int | None:
+        batches.append(await drain_once())
+        return batches[-1]
+
+    monkeypatch.setattr(drainer, "drain_once", counted)
+    running_drain = asyncio.create_task(drainer.run())
+    for number in range(200):
+        await spool.append(encode_frame(captured(f"e{number}")))
+        await asyncio.sleep(0.002)
+    await eventually(lambda: _all_moved(batches, 200))
+    drainer.stop()
+    await running_drain
+    assert len([moved for moved in batches if moved]) <= 100
+    await engine.dispose()
+
+
+async def _all_moved(batches: list[int | None], count: int) -> bool:
+    return sum(moved or 0 for moved in batches) == count
+
+
 async def test_one_record_that_cannot_be_stored_stops_no_other(
     database_url: str, tmp_path: Path
 ) -> None:
