@@ -1,9 +1,11 @@
 """Properties may take long on a busy machine, the long run as long as it takes; so may inputs."""
 
+from collections.abc import Iterator
 from typing import Final
 
 import pytest
 
+from tests.fuzz.database import SharedDatabase, shared_database
 from tests.fuzz.profile import is_long
 
 TIMEOUT_S: Final = 300
@@ -16,3 +18,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         item.add_marker(pytest.mark.filterwarnings("ignore:Generating overly large repr"))
         item.add_marker(pytest.mark.timeout(0 if is_long() else TIMEOUT_S))
+
+
+@pytest.fixture
+def shared(database_url: str) -> Iterator[SharedDatabase]:
+    """A database of the property's own, for all of its examples."""
+    with shared_database(database_url) as database:
+        yield database

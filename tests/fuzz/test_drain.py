@@ -1,6 +1,5 @@
 """Any segment through the drain: each whole record ends somewhere, and the drain goes on."""
 
-import asyncio
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,9 +16,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.calls.capture import CapturedCall
 from proxy.keeper.drain import Drainer
 from proxy.spool.segments import HEADER, MARK, decode_payload, encode_frame, read_frames
-from store.connection.engine import make_engine
 from store.ids import new_id
 from tests.fuzz import calls
+from tests.fuzz.database import SharedDatabase
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made_of
 from tests.fuzz.texts import anything
@@ -111,33 +110,30 @@ def test_any_segment_is_read_to_an_end(data: bytes) -> None:
 @fuzzing(40, slow=True)
 @given(segments)
 def test_every_whole_record_is_stored_or_a_dead_letter_with_its_reason(
-    database_url: str, pieces: list[Piece]
+    shared: SharedDatabase, pieces: list[Piece]
 ) -> None:
     with TemporaryDirectory() as folder:
         root = Path(folder)
         (root / "0").mkdir()
         name = f"{new_id()}_{MARK.hex()}.seg"
         (root / "0" / name).write_bytes(b"".join(piece.data for piece in pieces))
-        asyncio.run(_drained(root, database_url, [p for p in pieces if p.record is not None]))
+        whole = [piece for piece in pieces if piece.record is not None]
+        shared.run(_drained(root, shared.engine, whole))
 
 
-async def _drained(root: Path, url: str, whole: list[Piece]) -> None:
-    engine = make_engine(url)
+async def _drained(root: Path, engine: AsyncEngine, whole: list[Piece]) -> None:
     drainer = Drainer(root, lambda: engine, batch=3)
     before = _counted()
     ids = [piece.record.id for piece in whole if piece.record is not None]
     # An id that no worker makes may have come in an earlier example, with another record.
     taken = await _stored(engine, ids)
-    try:
-        for _ in range(TURNS):
-            if not await drainer.drain_once() and not list(root.glob("0/*.seg")):
-                break
-        assert not list(root.glob("0/*")), "the drain did not come to the segment's end"
-        letters = {path.read_bytes() for path in root.glob("dead/*.letter")}
-        reasons = [path.read_text() for path in root.glob("dead/*.reason")]
-        stored = await _stored(engine, ids)
-    finally:
-        await engine.dispose()
+    for _ in range(TURNS):
+        if not await drainer.drain_once() and not list(root.glob("0/*.seg")):
+            break
+    assert not list(root.glob("0/*")), "the drain did not come to the segment's end"
+    letters = {path.read_bytes() for path in root.glob("dead/*.letter")}
+    reasons = [path.read_text() for path in root.glob("dead/*.reason")]
+    stored = await _stored(engine, ids)
     assert len(letters) <= len(reasons)
     assert all(reasons)
     for piece in whole:

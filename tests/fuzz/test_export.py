@@ -1,21 +1,21 @@
 """Any calls and statements, stored and exported: each line is one JSON document of one episode."""
 
-import asyncio
 import json
 from io import BytesIO
 from typing import Any
 
 from hypothesis import given
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.export import Selection, export
 from proxy.keeper.transcribe import transcribe
-from store.connection.engine import make_engine
 from store.errors import Damaged, Refused
 from store.ids import new_id
 from store.records import SpoolRecord
 from store.write.ingest import Ingester
 from tests.fuzz import calls
+from tests.fuzz.database import SharedDatabase
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made_of
 from tests.fuzz.texts import BLANKS, anything
@@ -43,14 +43,14 @@ def _call(tape: Tape) -> dict[str, Any]:
 @fuzzing(40, slow=True)
 @given(made_of(lambda tape: [_call(tape) for _ in range(1 + tape.below(4))]))
 def test_any_recorded_call_is_exported_as_one_line(
-    database_url: str, told: list[dict[str, Any]]
+    shared: SharedDatabase, told: list[dict[str, Any]]
 ) -> None:
     agent = str(new_id())
     keys = [str(new_id()) for _ in told]
     records = [
         transcribe(captured(key, agent=agent, **call)) for key, call in zip(keys, told, strict=True)
     ]
-    exported, stored, damaged = asyncio.run(_exported(database_url, agent, records))
+    exported, stored, damaged = shared.run(_exported(shared.engine, agent, records))
     lines = exported.split(b"\n")
     assert lines.pop() == b""
     found = [json.loads(line) for line in lines]
@@ -62,28 +62,27 @@ def test_any_recorded_call_is_exported_as_one_line(
         assert len(line["calls"]) == 1
 
 
-async def _exported(url: str, agent: str, records: list[Any]) -> tuple[bytes, set[str], set[str]]:
+async def _exported(
+    engine: AsyncEngine, agent: str, records: list[Any]
+) -> tuple[bytes, set[str], set[str]]:
     """Store them, each by itself; returns the export, the episodes stored, and those damaged."""
-    engine, ingester, out = make_engine(url), Ingester(), BytesIO()
+    ingester, out = Ingester(), BytesIO()
     stored: set[str] = set()
-    try:
-        for record in records:
-            batch: list[SpoolRecord] = [record, reward(0.5, episode=record.episode)]
-            try:
-                await ingester.store(engine, batch)
-            except Refused:
-                continue
-            stored.add(record.episode)
-        async with engine.connect() as connection:
-            rows = await connection.execute(
-                text("SELECT id, key FROM episodes WHERE key = ANY(:keys)"), {"keys": list(stored)}
-            )
-            key_of = {row.id: row.key for row in rows}
-        damaged: set[str] = set()
+    for record in records:
+        batch: list[SpoolRecord] = [record, reward(0.5, episode=record.episode)]
         try:
-            await export(engine, Selection(agent=agent), out)
-        except Damaged as error:
-            damaged = {key_of[one] for one in error.episodes}
-    finally:
-        await engine.dispose()
+            await ingester.store(engine, batch)
+        except Refused:
+            continue
+        stored.add(record.episode)
+    async with engine.connect() as connection:
+        rows = await connection.execute(
+            text("SELECT id, key FROM episodes WHERE key = ANY(:keys)"), {"keys": list(stored)}
+        )
+        key_of = {row.id: row.key for row in rows}
+    damaged: set[str] = set()
+    try:
+        await export(engine, Selection(agent=agent), out)
+    except Damaged as error:
+        damaged = {key_of[one] for one in error.episodes}
     return out.getvalue(), stored, damaged
