@@ -12,6 +12,9 @@ from store.records import Record
 
 # vLLM's parser of tool calls for most models, Qwen's among them.
 USUAL_TOOL_PARSER: Final = "hermes"
+# Only whole blocks of a prompt are kept for the next request. vLLM's 128 tokens on a CPU are more
+# than many an agent's prompt, which is then computed again for each sample of its group.
+CPU_BLOCK_TOKENS: Final = 32
 
 
 class VllmOptions(Record, frozen=True, kw_only=True):
@@ -69,7 +72,7 @@ def vllm_command(options: VllmOptions) -> list[str]:
     if options.chat_template is not None:
         command += ["--chat-template", str(options.chat_template)]
     if not has_gpu():
-        command.append("--enforce-eager")
+        command += ["--enforce-eager", "--block-size", str(CPU_BLOCK_TOKENS)]
     return command
 
 

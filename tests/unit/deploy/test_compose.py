@@ -312,8 +312,8 @@ def test_vllm_is_started_as_the_local_stack_starts_it() -> None:
             )
         )
     )
-    # The model is the first word of `vllm serve`; listening and eager mode are a machine's own.
-    own = {"--model", "--served-model-name", "--host", "--enforce-eager", "-m"}
+    # The model is the first word of `vllm serve`; listening, eager mode and blocks are a machine's.
+    own = {"--model", "--served-model-name", "--host", "--enforce-eager", "--block-size", "-m"}
     given = options(service("vllm")["command"])
     assert {name: given.get(name, "left out") for name in wanted.keys() - own} == {
         name: wanted[name] for name in wanted.keys() - own

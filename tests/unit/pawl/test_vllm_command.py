@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+
+from pawl.stack import vllm
 from pawl.stack.vllm import VllmOptions, vllm_command
 
 
@@ -29,3 +32,15 @@ def test_the_proxys_defaults_are_the_servers() -> None:
     given = command(temperature=0.6, top_p=0.95, top_k=20)
     said = json.loads(given[given.index("--override-generation-config") + 1])
     assert said == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_short_prompts_are_kept_on_a_cpu_and_a_gpu_has_its_own_blocks(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "has_gpu", lambda: gpu)
+    given = command()
+    assert ("--block-size" in given) is not gpu
+    if not gpu:
+        # vLLM's kernels on a CPU want multiples of 32.
+        assert given[given.index("--block-size") + 1] == "32"
