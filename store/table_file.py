@@ -1,4 +1,4 @@
-"""A TOML file that is a list of tables of one kind: `[[policy]]`, `[[upstream]]`.
+"""Read a TOML file that is a list of tables of one kind: `[[policy]]`, `[[upstream]]`.
 
 Parsing is pure; `text_of` reads the file. An error names the file, the table and the key, and says
 what to write instead.
@@ -16,7 +16,7 @@ Spec = TypeVar("Spec", bound=BaseModel)
 
 
 class TableFile(Generic[Spec]):
-    """One kind of such a file: what its tables hold, and how its errors are worded."""
+    """Define one kind of such a file: what its tables hold, and how its errors are worded."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Finished updates, with the episodes as they were when the update claimed them."""
+"""Read finished updates, with the episodes as they were when the update claimed them."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -17,7 +17,7 @@ from store.updates.claims import IMPORTED_FROM, Claim, Outcome, load_claim
 
 
 class PastUpdate(Record, frozen=True, kw_only=True):
-    """A finished update: its claim, its recipe, and the metrics and outcomes that it recorded."""
+    """Describe a finished update: its claim, recipe, recorded metrics and outcomes."""
 
     claim: Claim
     recipe: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Policy versions, and which one has the traffic.
+"""Record policy versions, and decide which one has the traffic.
 
 After a version's row is inserted, only its state (and the time of its change) changes.
 """

@@ -1,4 +1,4 @@
-"""The settings that shape what a token is sampled from, read as vLLM reads them (pure).
+"""Read the settings that shape what a token is sampled from, as vLLM reads them (pure).
 
 vLLM changes a model's logits in this order before it samples (`vllm/v1/sample/sampler.py`): masks
 of a grammar, `allowed_token_ids`, `bad_words` and `min_tokens`; `logit_bias`; the penalties for
@@ -22,7 +22,7 @@ _ID: Final = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 
 class Distribution(Record, frozen=True, kw_only=True):
-    """The settings that one call's tokens were sampled with; equal ones are equal and hashable.
+    """Hold the settings that one call's tokens were sampled with; equal ones hash alike.
 
     A setting without effect has its default. `bad_words` are words; `banned_ids` are the token ids
     that they stand for, and `stop_token_ids` of use with `min_tokens` or a grammar alone: both are
