@@ -1,4 +1,4 @@
-"""The proxy's settings: one frozen object, read once when the process starts."""
+"""Define the proxy's settings: one frozen object, read once when the process starts."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ def _defaults(value: object) -> object:
 
 
 class ProxySettings(StoreSettings):
-    """The settings of `pawl proxy`, from `PAWL_*` environment variables or `.env`."""
+    """Hold the settings of `pawl proxy`, from `PAWL_*` environment variables or `.env`."""
 
     model_config = SettingsConfigDict(
         env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True

@@ -1,4 +1,4 @@
-"""The second step of a call: the version that serves it, the upstream, and the request for both."""
+"""Take the second step of a call: choose version and upstream, and fit the request to both."""
 
 from collections.abc import Coroutine
 from typing import Any, Final
@@ -29,7 +29,7 @@ UNKNOWN_MODEL: Final = 404
 
 
 class Routed(msgspec.Struct, frozen=True):
-    """The policy version that serves a call, and the request as the upstream gets it.
+    """Name the policy version that serves a call, with the request as the upstream gets it.
 
     `explored` is what exploration changed of the request, None if it changed nothing.
     """
@@ -40,7 +40,7 @@ class Routed(msgspec.Struct, frozen=True):
 
 
 class CallRouter:
-    """Chooses version and upstream of one worker's calls, and rewrites their requests for both."""
+    """Choose version and upstream of one worker's calls, and rewrite their requests for both."""
 
     def __init__(
         self, upstreams: Upstreams, versions: Versions, lookup: Lookup, intake: Intake

@@ -1,4 +1,4 @@
-"""Which grammar a request holds its reply to, as vLLM makes it of the request's fields (pure).
+"""Find the grammar that a request holds its reply to, as vLLM makes it of the fields (pure).
 
 Only what vLLM does in the same way whatever it was started with is read: exactly one constraint,
 and no tools beside a form, since some servers then allow both. A forced call is held to a JSON

@@ -1,4 +1,4 @@
-"""The settings that a call was sampled with, as the model server understood them (pure).
+"""Read the settings that a call was sampled with, as the model server understood them (pure).
 
 vLLM's request classes accept more than they document: a number in a string, true for 1. It also
 never samples at a temperature between 0 and 0.01. The value that it used is recorded. A setting

@@ -9,6 +9,10 @@ import proxy
 from proxy import errors
 from proxy.errors import ProxyError
 
+from ..markdown import sentence
+
+# How the docstring of an error's class begins, before what happened.
+REPORTED: Final = "Report that "
 CALL: Final = "call"
 FORWARD: Final = "forward"
 FEEDBACK: Final = "feedback"
@@ -105,7 +109,7 @@ def _described(
         status=error.status,
         fault=error.fault,
         kind=error.kind,
-        meaning=(error.__doc__ or "").strip(),
+        meaning=sentence((error.__doc__ or "").strip().removeprefix(REPORTED)),
         codes=tuple(sorted(codes.get(error.__name__, set()))),
         where=where,
         retry_after_s=error.retry_after_s,
