@@ -1,4 +1,4 @@
-"""The settings of the command line, and the start-up error for unknown `PAWL_*` variables."""
+"""Define the command line's settings, and the start-up error for unknown `PAWL_*` variables."""
 
 import os
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 class StackSettings(StoreSettings):
-    """Settings of `pawl up`, `pawl demo` and the commands that open the database.
+    """Hold the settings of `pawl up`, `pawl demo` and the commands that open the database.
 
     The processes that `pawl up` and `pawl demo` start have settings of their own.
     """
@@ -53,7 +53,7 @@ class StackSettings(StoreSettings):
 
 
 class JudgeSettings(StoreSettings):
-    """Settings of `pawl judge`; `pawl up` runs a judge if `PAWL_JUDGE_COMMAND` is set."""
+    """Hold the settings of `pawl judge`; `pawl up` runs a judge if `PAWL_JUDGE_COMMAND` is set."""
 
     model_config = SettingsConfigDict(
         env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
@@ -78,7 +78,7 @@ class JudgeSettings(StoreSettings):
 
 
 class StewardSettings(ServerSettings):
-    """Settings of `pawl steward`."""
+    """Hold the settings of `pawl steward`."""
 
     steward_listen: Listen = Field(
         default="127.0.0.1:8103", description="address of the steward's /healthz and /metrics"
@@ -91,7 +91,7 @@ class StewardSettings(ServerSettings):
 
 
 class UnreadSettings(Exception):
-    """An unknown `PAWL_*` variable, or a setting with a value that cannot be used."""
+    """Report an unknown `PAWL_*` variable, or a setting with a value that cannot be used."""
 
 
 def known_variables() -> set[str]:

@@ -1,4 +1,4 @@
-"""`pawl judge`: combines options and settings, and runs the judge until it is stopped."""
+"""Combine options and settings of `pawl judge`, and run the judge until it is stopped."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ OUTCOMES: Final = ("judged", "cannot_tell", "failed")
 
 
 class JudgeOptions(Record, frozen=True, kw_only=True):
-    """The options of `pawl judge`; None where a setting decides. The CLI's help explains them."""
+    """Hold the options of `pawl judge`, explained by its help; None where a setting decides."""
 
     command: tuple[str, ...] = ()
     model: str | None = None

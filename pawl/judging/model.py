@@ -1,4 +1,4 @@
-"""A judge that asks a model for a score by a rubric, on any OpenAI-compatible server."""
+"""Ask a model for a score by a rubric, on any OpenAI-compatible server."""
 
 import asyncio
 from hashlib import sha256
@@ -17,7 +17,7 @@ SHOWN: Final = 300
 
 
 class RubricJudge:
-    """A judge that asks a model for a score from 0 to 1, and states it as the episode's reward."""
+    """Ask a model for a score from 0 to 1, and state it as the episode's reward."""
 
     def __init__(
         self,
