@@ -1,4 +1,4 @@
-"""The errors of the data port: classes, statuses, codes, and where each can occur."""
+"""List the errors of the data port: classes, statuses, codes, and where each can occur."""
 
 import ast
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ NOT_READ: Final = {
 
 
 class ErrorClass(NamedTuple):
-    """One class of `proxy.errors`, as a client sees it."""
+    """Describe one class of `proxy.errors`, as a client sees it."""
 
     name: str
     status: int

@@ -1,4 +1,4 @@
-"""The routes of the data port, as `proxy.door.routes` and `proxy.door.openai_paths` have them."""
+"""List the routes of the data port, as `proxy.door.routes` and `proxy.door.openai_paths` do."""
 
 import re
 from typing import Final, NamedTuple
@@ -17,7 +17,7 @@ GROUP: Final = re.compile(r"\(\?:((?:[^()]|\([^()]*\))*)\)(\??)")
 
 
 class Forwarded(NamedTuple):
-    """Routes that are forwarded unrecorded: methods, readable paths, and whose account it is."""
+    """Describe routes forwarded unrecorded: methods, readable paths, and whose account it is."""
 
     methods: tuple[str, ...]
     paths: tuple[str, ...]
