@@ -38,7 +38,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """One batch: `groups` to go through one by one, or `spread` to do at once if not None."""
+    """Divide one batch: `groups` to go through one by one, or `spread` to do at once (not None)."""
 
     row_count: int
     groups: tuple[Group, ...]
