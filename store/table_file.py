@@ -73,8 +73,9 @@ class TableFile(Generic[Spec]):
             specs: tuple[Spec, ...] = getattr(self._file.model_validate(values), self._table)
         except ValidationError as error:
             # Of a list whose tables are invalid, pydantic also says that it is too short.
-            found = [one for one in error.errors() if one["type"] != "too_short"] or error.errors()
-            problems = "; ".join(self._problem(detail, values) for detail in found)
+            every = error.errors()
+            details = [one for one in every if one["type"] != "too_short"] or every
+            problems = "; ".join(self._problem(detail, values) for detail in details)
             raise self._error(f"{where}: {problems}") from error
         return specs
 

@@ -126,10 +126,10 @@ def _grouped(
     rows: Iterable[Any], call_of: Callable[[Any], UUID | None]
 ) -> dict[UUID | None, list[Any]]:
     """Return the rows by the call that they are about; each call's are in the order of `rows`."""
-    found: dict[UUID | None, list[Any]] = {}
+    by_call: dict[UUID | None, list[Any]] = {}
     for row in rows:
-        found.setdefault(call_of(row), []).append(row)
-    return found
+        by_call.setdefault(call_of(row), []).append(row)
+    return by_call
 
 
 def whole_texts(rows: Iterable[Any]) -> WholeTexts:

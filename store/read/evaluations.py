@@ -75,11 +75,11 @@ _CURVE: Final = text(
 
 async def evaluations(connection: AsyncConnection, policy: str | None = None) -> list[Evaluation]:
     """Return the evaluation of each version of `policy` (None: of every policy) that has any."""
-    found: list[Evaluation] = []
+    curve: list[Evaluation] = []
     for row in await connection.execute(_CURVE, {"policy": policy}):
         interval = _interval(row.mean, row.spread, row.scored, row.zero_or_one)
         low, high = interval or (None, None)
-        found.append(
+        curve.append(
             Evaluation(
                 policy=row.policy,
                 version=row.version,
@@ -90,7 +90,7 @@ async def evaluations(connection: AsyncConnection, policy: str | None = None) ->
                 high=high,
             )
         )
-    return found
+    return curve
 
 
 def _interval(

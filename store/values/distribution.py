@@ -159,17 +159,17 @@ def distribution_of(settings: Mapping[str, Any]) -> Distribution:
     Raises:
         ValueError: a setting has a value that no server samples with; the message names it.
     """
-    found = {"temperature": _read("temperature", settings.get("temperature"), _temperature)}
+    shaping = {"temperature": _read("temperature", settings.get("temperature"), _temperature)}
     for name, read in _READERS.items():
         if name in settings and settings[name] is not None:
-            found[name] = _read(name, settings[name], read)
+            shaping[name] = _read(name, settings[name], read)
     if GRAMMAR in settings and settings[GRAMMAR] is not None:
-        found[GRAMMAR] = _read(GRAMMAR, settings[GRAMMAR], read_grammar)
+        shaping[GRAMMAR] = _read(GRAMMAR, settings[GRAMMAR], read_grammar)
     # Without `min_tokens` or a grammar a stop only ends what was sampled.
-    held = found.get("min_tokens") or GRAMMAR in found
+    held = shaping.get("min_tokens") or GRAMMAR in shaping
     if held and settings.get("stop_token_ids") is not None:
-        found["stop_token_ids"] = _read("stop_token_ids", settings["stop_token_ids"], _ids)
-    return Distribution(**found)
+        shaping["stop_token_ids"] = _read("stop_token_ids", settings["stop_token_ids"], _ids)
+    return Distribution(**shaping)
 
 
 def parse_defaults(values: Mapping[str, Any]) -> dict[str, float]:
@@ -187,7 +187,7 @@ def parse_defaults(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
-    found = read(value)
-    if found is None:
+    meant = read(value)
+    if meant is None:
         raise ValueError(f"{name} is {value!r:.80}, which nothing is sampled with")
-    return found
+    return meant
