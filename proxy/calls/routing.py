@@ -159,11 +159,11 @@ def _exploring(arrived: Arrived, serving: Serving, exploring: Exploring) -> Rout
     A request that must get no fields for ids could not be trained on. One that has them of its own
     is left alone too: whoever reads token ids measures what was asked for.
     """
-    found = explored(arrived.request, arrived.format, exploring)
-    if found is None:
+    changed = explored(arrived.request, arrived.format, exploring)
+    if changed is None:
         return None
-    request = arrived.format.rewrite(found.request, serving.served_name, want_ids=True)
-    return Routed(serving, request, found.changes) if request.injected else None
+    request = arrived.format.rewrite(changed.request, serving.served_name, want_ids=True)
+    return Routed(serving, request, changed.changes) if request.injected else None
 
 
 def is_changed(arrived: Arrived, routed: Routed) -> bool:

@@ -87,9 +87,9 @@ class Recorder:
 
     def _committed(self, outcome: Outcome, marks: list[str]) -> None:
         if GAP in marks:
-            told, self._telling = self._telling, ()
+            written, self._telling = self._telling, ()
             if outcome == "lost":
-                self._gaps = dict.fromkeys(told) | self._gaps
+                self._gaps = dict.fromkeys(written) | self._gaps
         # A frame of gaps is no client's record: it is not lost, but written again later.
         lost = [mark for mark in marks if mark != GAP]
         if outcome == "durable":

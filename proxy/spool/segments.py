@@ -169,11 +169,11 @@ def _head(data: bytes, at: int, mark: bytes | None) -> _Head | None:
     if not data.startswith(MAGIC, at) or len(data) - at < HEAD_BYTES:
         return None
     sync, number, length, checksum, check = _HEAD.unpack_from(data, at)
-    found = sync[len(MAGIC) :]
-    if crc32(data[at : at + _FIELDS.size]) != check or (mark is not None and mark != found):
+    own_mark = sync[len(MAGIC) :]
+    if crc32(data[at : at + _FIELDS.size]) != check or (mark is not None and mark != own_mark):
         return None
     begin = at + HEAD_BYTES
-    return _Head(begin, begin + length, checksum, number, found)
+    return _Head(begin, begin + length, checksum, number, own_mark)
 
 
 def _head_before(data: bytes, at: int) -> _Head | None:
