@@ -54,8 +54,8 @@ async def policies_of(
     for version in versions:
         stored.setdefault(version.name, []).append(version)
     lines = _said(table, recipe)
-    said = {line.name for line in lines}
-    lines += [_unsaid(own, table, recipe) for name, own in stored.items() if name not in said]
+    in_file = {line.name for line in lines}
+    lines += [_unsaid(own, table, recipe) for name, own in stored.items() if name not in in_file]
     return [_with_versions(line, stored.get(line.name, ()), waiting) for line in lines]
 
 

@@ -84,14 +84,14 @@ def subclasses(root: type[ProxyError] = ProxyError) -> Iterator[type[ProxyError]
 
 def codes_by_class() -> dict[str, set[str]]:
     """Return the values of `code` that the proxy's sources give each class of error."""
-    found: dict[str, set[str]] = {}
+    by_class: dict[str, set[str]] = {}
     for path in sorted(Path(next(iter(proxy.__path__))).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                found.setdefault(node.func.id, set()).update(_codes(node))
+                by_class.setdefault(node.func.id, set()).update(_codes(node))
     for name, codes in CHOSEN_CODES.items():
-        found.setdefault(name, set()).update(codes)
-    return found
+        by_class.setdefault(name, set()).update(codes)
+    return by_class
 
 
 def _codes(call: ast.Call) -> Iterator[str]:

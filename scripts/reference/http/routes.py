@@ -69,13 +69,13 @@ def _expanded(text: str) -> list[str]:
     Raises:
         ValueError: it has something else in it.
     """
-    found = GROUP.search(text)
-    if found is None:
+    group = GROUP.search(text)
+    if group is None:
         if re.search(r"[()|?*+{}\\]", text):
             raise ValueError(f"{text!r} is not as simple as a route's pattern is expected to be")
         return [text]
-    before, after = text[: found.start()], text[found.end() :]
-    middles = [*([""] if found[2] else []), *_alternatives(found[1])]
+    before, after = text[: group.start()], text[group.end() :]
+    middles = [*([""] if group[2] else []), *_alternatives(group[1])]
     return [path for middle in middles for path in _expanded(before + middle + after)]
 
 
