@@ -18,7 +18,7 @@ from pawl.export import Selection
 from pawl.judging.answers import Judge
 from pawl.judging.desk import FeedbackDesk
 from pawl.judging.errors import JudgeError
-from pawl.judging.model import RubricJudge
+from pawl.judging.model import JudgingModel, RubricJudge
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging, JudgingPlan
 from pawl.settings import JudgeSettings, StackSettings, read_settings
@@ -117,15 +117,18 @@ def _judge(
             f"{base_url} is the proxy: the judge's calls would be recorded, and trained on like "
             "an agent's. Name the model's own server with --base-url"
         )
+    model = JudgingModel(
+        base_url=base_url,
+        name=options.model,
+        temperature=options.temperature,
+        api_key=os.environ.get("OPENAI_API_KEY"),
+    )
     return RubricJudge(
         session,
-        base_url=base_url,
-        model=options.model,
+        model,
         rubric=_rubric(options.rubric),
         timeout_s=timeout_s,
         max_chars=options.max_chars,
-        temperature=options.temperature,
-        api_key=os.environ.get("OPENAI_API_KEY"),
         name=options.name,
     )
 

@@ -23,7 +23,7 @@ from pawl.export import Selection, export
 from pawl.judging.answers import Statement, idempotency_key
 from pawl.judging.desk import FeedbackDesk
 from pawl.judging.errors import Away, JudgeError, JudgeFailed
-from pawl.judging.model import RubricJudge
+from pawl.judging.model import JudgingModel, RubricJudge
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging, JudgingPlan
 from store.records import SpoolRecord
@@ -475,15 +475,16 @@ async def model() -> AsyncIterator[FakeModel]:
     await runner.cleanup()
 
 
-def by_rubric(session: aiohttp.ClientSession, model: FakeModel, **changes: Any) -> RubricJudge:
-    given: dict[str, Any] = {
-        "base_url": model.url,
-        "model": "big",
-        "rubric": "Is it polite?",
-        "timeout_s": 5,
-        "max_chars": 1000,
-    }
-    return RubricJudge(session, **given | changes)
+def by_rubric(
+    session: aiohttp.ClientSession,
+    model: FakeModel,
+    *,
+    api_key: str | None = None,
+    rubric: str = "Is it polite?",
+    timeout_s: float = 5,
+) -> RubricJudge:
+    asked = JudgingModel(base_url=model.url, name="big", api_key=api_key)
+    return RubricJudge(session, asked, rubric=rubric, timeout_s=timeout_s, max_chars=1000)
 
 
 async def test_a_models_score_is_the_reward(
