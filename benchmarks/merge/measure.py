@@ -106,7 +106,6 @@ def share_of_peak(
     *,
     merge: bool = True,
     quick: bool = False,
-    say: Say = lambda _: None,
 ) -> Result:
     """Measure a whole update (forward, backward, clipped AdamW step) against the machine's best."""
     model = make_model(source, dtype, device)
@@ -122,10 +121,7 @@ def share_of_peak(
 
     update()
     before = peaks(dtype, device, quick=quick)
-    taken = []
-    for _ in range(repeats):
-        say(f"{str(dtype)[6:]}, {'merged' if merge else 'separate'}")
-        taken.append(seconds(update))
+    taken = [seconds(update) for _ in range(repeats)]
     after = peaks(dtype, device, quick=quick)
     flops, best = needed_flops(model, batches, merge=merge), min(taken)
     peak = {name: max(before[name], after[name]) for name in before}
@@ -170,18 +166,11 @@ def everything(
     result["gradient"] = real_gradient(source, few, budget)
     result["groups"] = against_trl(source, shared, budget, repeats, lambda s: say(f"groups, {s}"))
     result["thread"] = against_trl(source, turns, budget, repeats, lambda s: say(f"thread, {s}"))
-    result["updates"] = [
-        share_of_peak(
-            source,
-            shared,
-            budget,
-            repeats,
-            dtype,
-            quick=options.quick,
-            say=lambda s: say(f"peak, {s}"),
-        )
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
+    result["updates"] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        say(f"peak, {str(dtype)[6:]}")
+        measured = share_of_peak(source, shared, budget, repeats, dtype, quick=options.quick)
+        result["updates"].append(measured)
     say("gradient, bf16")
     result["half"] = half_precision(source, few, budget)
     return result
