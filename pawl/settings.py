@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeVar
 
 from dotenv import dotenv_values
 from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from proxy.settings import ProxySettings
@@ -130,10 +131,19 @@ def read_settings(kind: type[Settings]) -> Settings:
     try:
         return kind()
     except ValidationError as error:
-        problems = "; ".join(
-            f"{_variable(str(detail['loc'][0]))}: {detail['msg']}" for detail in error.errors()
-        )
+        problems = "; ".join(_problem(kind, detail) for detail in error.errors())
         raise UnreadSettings(problems) from error
+
+
+def _problem(kind: type[BaseSettings], detail: ErrorDetails) -> str:
+    field, message = str(detail["loc"][0]), detail["msg"].removeprefix("Value error, ")
+    name = _variable(field)
+    if detail["type"] == "value_error":
+        # Our own checks say what to write instead.
+        return message if message.startswith(name) else f"{name}: {message}"
+    # A URL with a password in it is not for a log.
+    shown = "" if "@" in str(detail["input"]) else f" is {detail['input']!r:.80}"
+    return f"{name}{shown}: {message}; it sets: {kind.model_fields[field].description}"
 
 
 def _variable(field: str) -> str:

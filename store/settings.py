@@ -22,7 +22,7 @@ PoliciesFile = Annotated[
     Path | None,
     Field(
         description="TOML file that names the policies: what each answers, its base model, and "
-        "whether it is trained; unset: every model is one"
+        "whether it is trained; unset: every model is a policy"
     ),
 ]
 Listen = Annotated[str, AfterValidator(_host_and_port)]

@@ -62,10 +62,11 @@ async def _find(connection: AsyncConnection, which: int | UUID, policy: str | No
     rows = (await connection.execute(query.order_by(updates.c.policy))).all()
     name = f"version {which}" if isinstance(which, int) else f"update {which}"
     if not rows:
-        raise UnknownUpdate(f"no update made {name}" if isinstance(which, int) else f"no {name}")
+        what = f"no update made {name}" if isinstance(which, int) else f"there is no {name}"
+        raise UnknownUpdate(f"{what}: `pawl policies show` lists a policy's versions")
     if len(rows) > 1:
         policies = ", ".join(row.policy for row in rows)
-        raise UnknownUpdate(f"several policies have {name}: name one of {policies}")
+        raise UnknownUpdate(f"several policies have {name}: name one of {policies} (--policy)")
     if rows[0].state != "done":
         raise UnknownUpdate(f"{name} is {rows[0].state}: only finished updates (done) can be read")
     if IMPORTED_FROM in rows[0].metrics:
