@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.formats.base import ModelRequest
-from proxy.formats.messages.as_chat import chat_request
+from proxy.formats.messages.as_chat import SAME, chat_request
 from proxy.formats.messages.messages import CHAT_PATH, MESSAGES
 from proxy.formats.messages.readers import StreamedMessageReader, WholeMessageReader
 from proxy.formats.requests import read_request
@@ -259,7 +259,14 @@ JSON = st.recursive(
     st.dictionaries(st.sampled_from(sorted(HI | {"tools": 0, "system": 0, "thinking": 0})), JSON)
 )
 def test_no_request_breaks_the_rewriting(fields: dict[str, Any]) -> None:
-    chat_request(HI | fields)
+    told = HI | fields
+    request = chat_request(told)
+    # What cannot be expressed is forwarded as it is; what is translated loses no field unseen.
+    if request is not None:
+        assert json.loads(json.dumps(request)) == request
+        assert request["model"] == told["model"]
+        assert request["messages"]
+        assert set(request) >= {name for name in SAME if told.get(name) is not None}
 
 
 def chunk(delta: dict[str, Any], *ids: int, **choice: Any) -> dict[str, Any]:
