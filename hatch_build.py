@@ -1,4 +1,4 @@
-"""Compiles the proxy when a wheel of Pawl is built; hatchling calls this hook.
+"""Compile the proxy when a wheel of Pawl is built; hatchling calls this hook.
 
 Cython translates each module into a C extension of the same behaviour; a call then takes about
 a tenth less time (docs/decisions/028-compiled.md). A checkout always runs its sources: an
@@ -40,7 +40,7 @@ DIRECTIVES: Final = {"language_level": "3", "annotation_typing": False, "auto_pi
 
 
 class Compiled(BuildHookInterface[Any]):  # type: ignore[misc]
-    """The build hook; it adds extensions to a wheel, each beside its source."""
+    """Add compiled extensions to a wheel, each beside its source."""
 
     PLUGIN_NAME = "custom"
 

@@ -1,1 +1,1 @@
-"""Measurements that back the figures in the documents; each module runs with `python -m`."""
+"""Measure the figures in the documents; each module runs with `python -m`."""

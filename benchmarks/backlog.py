@@ -1,4 +1,4 @@
-"""`python -m benchmarks.backlog`: what a claim costs while many episodes wait; storing beside it.
+"""Measure what a claim costs while many episodes wait, and storing beside it.
 
 A ledger with a history (300,000 consumed episodes), and a backlog of `--waiting` episodes in
 seven shapes. For each: the look at what is ready (once a second where there is too little for
@@ -116,7 +116,7 @@ SPEND = f"""
 
 
 async def fill_history(connection: AsyncConnection) -> None:
-    """Updates, versions, and the episodes that they consumed."""
+    """Store updates, versions, and the episodes that they consumed."""
     await ensure_base(connection, "m")
     await connection.execute(text("UPDATE policies SET state = 'published'"))
     count = HISTORY // PER_UPDATE + 1
@@ -136,14 +136,14 @@ async def fill_history(connection: AsyncConnection) -> None:
 async def fill(
     connection: AsyncConnection, tag: str, count: int, per_task: int, state: str
 ) -> None:
-    """Episodes of the newest four versions."""
+    """Store episodes of the newest four versions."""
     values = {"tag": tag, "count": count, "per_task": per_task or count + 1, "state": state}
     await connection.execute(text(EPISODES), values | {"version": VERSIONS - 3})
     await connection.execute(text(CLAIMABLE), {"tag": tag})
 
 
 async def settled(engine: AsyncEngine) -> None:
-    """What autovacuum would have done by now."""
+    """Do what autovacuum would have done by now."""
     async with engine.connect() as connection:
         await connection.execution_options(isolation_level="AUTOCOMMIT")
         await connection.execute(text(f"VACUUM ANALYZE {TABLES}"))
@@ -153,7 +153,7 @@ Work = Callable[[AsyncConnection], Awaitable[Any]]
 
 
 async def timed(engine: AsyncEngine, work: Work) -> float:
-    """Median milliseconds of `work` in a transaction that is undone."""
+    """Return the median milliseconds of `work` in a transaction that is undone."""
     found = []
     for _ in range(TIMES):
         async with engine.connect() as connection:
@@ -166,7 +166,7 @@ async def timed(engine: AsyncEngine, work: Work) -> float:
 
 
 async def measure_shape(engine: AsyncEngine, shape: str, waiting: int) -> dict[str, Any]:
-    """One line of the table."""
+    """Measure one line of the table."""
     rule, per_task, state = SHAPES[shape]
     async with engine.begin() as connection:
         for statement in EMPTY:
@@ -185,7 +185,7 @@ async def measure_shape(engine: AsyncEngine, shape: str, waiting: int) -> dict[s
 
 
 async def measure_storing(engine: AsyncEngine, batches: int) -> list[float]:
-    """Sorted milliseconds that batches of 50 calls took to be stored."""
+    """Return the sorted milliseconds that batches of 50 calls took to be stored."""
     ingester = Ingester()
     found = []
     for number in range(batches):
@@ -197,7 +197,7 @@ async def measure_storing(engine: AsyncEngine, batches: int) -> list[float]:
 
 
 async def claim_and_release(engine: AsyncEngine) -> None:
-    """Claims of groups, made and given back, until cancelled."""
+    """Claim groups and give them back, until cancelled."""
     while True:
         async with engine.begin() as connection:
             update_id = await claim(connection, GROUPS, VERSIONS, {})
@@ -207,7 +207,7 @@ async def claim_and_release(engine: AsyncEngine) -> None:
 
 
 async def measure(waiting: int, batches: int) -> dict[str, Any]:
-    """All of it, on a PostgreSQL of its own."""
+    """Measure everything, on a PostgreSQL of its own."""
     with tempfile.TemporaryDirectory() as folder:
         server = EmbeddedPostgres(Path(folder))
         url = server.ensure_running()
@@ -254,7 +254,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Read the command line and measure."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--waiting", type=int, default=100_000)
     parser.add_argument("--batches", type=int, default=200)

@@ -1,4 +1,4 @@
-"""Runs a client, in the clients' own environment, that is told nothing but where the server is."""
+"""Run a client, in the clients' own environment, that is told nothing but where the server is."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ BINARIES: Final = ROOT / ".venv-clients" / "bin"
 
 
 class ClientFailed(Exception):
-    """A client cannot be run, ended with an error, or did not end in time."""
+    """Report that a client cannot be run, ended with an error, or did not end in time."""
 
 
 def require_clients() -> None:

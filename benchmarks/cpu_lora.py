@@ -1,4 +1,4 @@
-"""vLLM's CPU LoRA operations against those of plugins/cpu_lora: speed and equality.
+"""Compare vLLM's CPU LoRA operations with those of plugins/cpu_lora: speed and equality.
 
     python -m benchmarks.cpu_lora [--model DIR] [--streams 32] [--dtype float32] [--json]
 
@@ -51,7 +51,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What --json prints; rates are sampled tokens a second over all streams."""
+    """Hold what --json prints; rates are sampled tokens a second over all streams."""
 
     stock_tokens_per_s: float
     plugin_tokens_per_s: float
@@ -119,7 +119,7 @@ def _title(options: Options) -> str:
 
 
 def make_adapter(model: Path, folder: Path) -> Path:
-    """A random rank-16 adapter on every linear layer, B not zero, as PEFT saves it."""
+    """Make a random rank-16 adapter on every linear layer, B not zero, as PEFT saves it."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -141,14 +141,14 @@ def make_adapter(model: Path, folder: Path) -> Path:
 def measure_server(
     options: Options, adapter: Path, plugins: str, models: list[str]
 ) -> dict[str, float]:
-    """Tokens a second for each of `models`, on one server that allows `plugins`."""
+    """Return tokens a second for each of `models`, on one server that allows `plugins`."""
     with serving(options, adapter, plugins) as url:
         return {model: asyncio.run(_measure(url, model, options)) for model in models}
 
 
 @contextmanager
 def serving(options: Options, adapter: Path, plugins: str) -> Iterator[str]:
-    """A server with the adapter loaded, and with `plugins` in place."""
+    """Run a server with the adapter loaded, and with `plugins` in place."""
     arguments = ["--model", str(options.model), "--served-model-name", BASE]
     arguments += ["--dtype", options.dtype, "--max-model-len", "1024"]
     arguments += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", str(RANK)]
@@ -159,7 +159,7 @@ def serving(options: Options, adapter: Path, plugins: str) -> Iterator[str]:
 
 
 async def _measure(url: str, model: str, options: Options) -> float:
-    """Tokens a second over all streams, first byte asked to last byte read."""
+    """Return tokens a second over all streams, first byte asked to last byte read."""
     unlimited = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(url, connector=unlimited, timeout=timeout) as session:
@@ -172,14 +172,14 @@ async def _measure(url: str, model: str, options: Options) -> float:
 
 
 def _prompt(stream: int, length: int) -> list[int]:
-    """Token ids that differ from the first on, so that no stream finds another's cached prefix."""
+    """Return token ids that differ from the first on, so that no stream finds a cached prefix."""
     return [1000 + stream, *range(2000, 2000 + length - 1)]
 
 
 async def _stream(
     session: aiohttp.ClientSession, model: str, prompt: list[int], tokens: int
 ) -> int:
-    """One streamed completion of exactly `tokens` tokens; returns how many the server counted."""
+    """Stream one completion of exactly `tokens` tokens; return how many the server counted."""
     request = {
         "model": model,
         "prompt": prompt,
@@ -202,7 +202,7 @@ async def _stream(
 
 
 def largest_difference() -> float:
-    """Largest absolute difference between stock and plugin operations on the same inputs.
+    """Return the largest absolute difference of stock and plugin operations on the same inputs.
 
     In float32, on batches where every row has an adapter: without one the
     stock operations are wrong, so there is nothing to agree on.

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.first_chunk`: how much later a stream's first chunk comes through Pawl.
+"""Measure how much later a stream's first chunk comes through Pawl than without it.
 
 The same scripted upstream, asked directly and through `pawl proxy` in turn, one stream at a
 time, recording durably. Delay: from the upstream's write to the client's read, in ms.
@@ -33,13 +33,13 @@ MIB = 2**20
 
 
 class Upstream:
-    """Writes one chunk, notes when, and ends."""
+    """Write one chunk, note when, and end."""
 
     def __init__(self) -> None:
         self.written = 0.0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Chat completions, and a list of models that says vLLM."""
+        """Answer chat completions, and a list of models that says vLLM."""
         if request.method == "GET":
             return web.json_response({"data": [{"id": "m", "owned_by": "vllm"}]})
         await request.read()
@@ -55,7 +55,7 @@ class Upstream:
 
 @asynccontextmanager
 async def running_proxy(folder: Path, upstream_port: int, port: int) -> AsyncIterator[int]:
-    """`pawl proxy` on an embedded PostgreSQL; gives its process id."""
+    """Run `pawl proxy` on an embedded PostgreSQL, and yield its process id."""
     postgres = EmbeddedPostgres(folder)
     environment = dict(os.environ) | {
         "DATABASE_URL": postgres.ensure_running(),
@@ -79,7 +79,7 @@ async def running_proxy(folder: Path, upstream_port: int, port: int) -> AsyncIte
 
 
 async def wait_ready(url: str) -> None:
-    """Until the proxy answers, and has its database."""
+    """Wait until the proxy answers, and has its database."""
     async with aiohttp.ClientSession() as session:
         while True:
             with suppress(aiohttp.ClientError):
@@ -90,7 +90,7 @@ async def wait_ready(url: str) -> None:
 
 
 async def delay(session: aiohttp.ClientSession, url: str, upstream: Upstream) -> float:
-    """Milliseconds from the upstream's write to our read of the first chunk."""
+    """Return the milliseconds from the upstream's write to our read of the first chunk."""
     async with session.post(f"{url}/v1/chat/completions", json=BODY) as response:
         await response.content.readany()
         arrived = time.perf_counter()
@@ -99,7 +99,7 @@ async def delay(session: aiohttp.ClientSession, url: str, upstream: Upstream) ->
 
 
 async def measure(streams: int, port: int) -> dict[str, float]:
-    """Direct and proxied in turn, so that a noisy moment hits both."""
+    """Measure direct and proxied in turn, so that a noisy moment hits both."""
     check_ports({"proxy": port, "proxy admin": port + 1})
     upstream = Upstream()
     app = web.Application()
@@ -130,7 +130,7 @@ async def measure(streams: int, port: int) -> dict[str, float]:
 
 
 def p95(values: list[float]) -> float:
-    """The 95th percentile."""
+    """Return the 95th percentile."""
     return statistics.quantiles(values, n=20)[-1]
 
 

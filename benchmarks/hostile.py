@@ -1,4 +1,4 @@
-"""`python -m benchmarks.hostile`: requests that are made to cost more than their sender pays.
+"""Send requests that are made to cost more than their sender pays, and measure the cost.
 
 One worker of a real `pawl proxy`, compiled as it is deployed, is sent each kind 16 at once, each by
 a connection of its own, while an ordinary call is made again and again beside them. Measured: the
@@ -44,7 +44,7 @@ ORDINARY: Final = b'{"model":"m","messages":[{"role":"user","content":"q"}]}'
 
 
 class Found(NamedTuple):
-    """What one kind of request did to a worker."""
+    """Hold what one kind of request did to a worker."""
 
     kind: str
     answers: dict[str, int]
@@ -58,31 +58,31 @@ class Found(NamedTuple):
 
     @property
     def missed(self) -> bool:
-        """Whether a bar is."""
+        """Return whether a bar is missed."""
         slow = self.slowest_ms > MOST_MS or self.ordinary_failed or not self.ordinary
         return bool(self.peak_mb > MOST_MB or slow)
 
 
 def filled(before: bytes, unit: bytes, after: bytes) -> bytes:
-    """A body of about `SIZE`, of the same again and again."""
+    """Return a body of about `SIZE`, of the same again and again."""
     return before + unit * (SIZE // len(unit)) + after
 
 
 def sized(path: str, body: bytes) -> bytes:
-    """A request that says how long it is."""
+    """Return a request that says how long it is."""
     head = f"POST {path} HTTP/1.1\r\nHost: h\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 
 def chunked(path: str, chunks: Iterable[bytes], trailers: bytes = b"") -> bytes:
-    """A request in chunks."""
+    """Return a request in chunks."""
     head = f"POST {path} HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
     told = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
     return head.encode() + told + b"0\r\n" + trailers + b"\r\n"
 
 
 def in_twos(body: bytes) -> Iterable[bytes]:
-    """Two bytes at a time."""
+    """Yield two bytes at a time."""
     return (body[start : start + 2] for start in range(0, len(body), 2))
 
 
@@ -148,7 +148,7 @@ def attack_at_once(port: int, kind: str, at_once: int) -> dict[str, int]:
 
 
 class Ordinary:
-    """An ordinary call, made again and again until told to stop."""
+    """Make an ordinary call again and again until told to stop."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -184,7 +184,7 @@ class Ordinary:
 
 
 class Peak:
-    """The highest resident memory of a process, looked at all the time."""
+    """Watch the highest resident memory of a process, all the time."""
 
     def __init__(self, process: psutil.Process) -> None:
         self._process = process
@@ -207,7 +207,7 @@ class Peak:
 
 
 def measure(stand: Stand, kind: str, at_once: int) -> Found:
-    """One kind of request, so many at once."""
+    """Measure one kind of request, so many at once."""
     [worker] = stand.processes("worker")
     # In a process of its own: the ordinary calls must not wait for the attackers' GIL.
     with (
@@ -230,7 +230,7 @@ def measure(stand: Stand, kind: str, at_once: int) -> Found:
 
 
 def measure_all(stand: Stand, kinds: Iterable[str], at_once: int) -> list[Found]:
-    """Each kind, at a worker that has seen no other."""
+    """Measure each kind, at a worker that has seen no other."""
     found = []
     for kind in kinds:
         run(stand.ready())
@@ -240,7 +240,7 @@ def measure_all(stand: Stand, kinds: Iterable[str], at_once: int) -> list[Found]
 
 
 def show(found: Iterable[Found]) -> None:
-    """As a table."""
+    """Show the figures as a table."""
     table = Table("request", "answers", "MB before", "MB at most", "calm ms", "slowest ms", "calls")
     for one in found:
         answers = ", ".join(f"{how} × {count}" for how, count in sorted(one.answers.items()))

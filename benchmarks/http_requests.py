@@ -1,4 +1,4 @@
-"""How fast requests are parsed and answered on connections that need no network.
+"""Measure how fast requests are parsed and answered on connections that need no network.
 
 `python -m benchmarks.http_requests`: calls of a usual size, a stream's chunks, and a body of many
 small chunks, each as items a second of processor time (the best of several rounds).
@@ -28,24 +28,24 @@ SMALL: Final = CHUNKED + b"2\r\nab\r\n" * CHUNKS + b"0\r\n\r\n"
 
 
 class Nowhere(asyncio.Transport):
-    """Takes what is written."""
+    """Take what is written."""
 
     def write(self, data: Any) -> None:
         """Throw it away."""
 
     def get_write_buffer_size(self) -> int:
-        """Nothing waits."""
+        """Return 0: nothing waits."""
         return 0
 
     def is_closing(self) -> bool:
-        """It never closes."""
+        """Return False: it never closes."""
         return False
 
     def pause_reading(self) -> None:
-        """Nothing comes by itself."""
+        """Do nothing: nothing comes by itself."""
 
     def resume_reading(self) -> None:
-        """Nothing comes by itself."""
+        """Do nothing: nothing comes by itself."""
 
 
 async def _answer(exchange: Exchange) -> None:

@@ -1,4 +1,4 @@
-"""The plan of a whole stack with the packaged model, on free ports, in a folder of its own."""
+"""Plan a whole stack with the packaged model, on free ports, in a folder of its own."""
 
 from pathlib import Path
 

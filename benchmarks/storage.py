@@ -1,4 +1,4 @@
-"""`python -m benchmarks.storage`: what a call costs to keep, in bytes and in time.
+"""Measure what a call costs to keep, in bytes and in time.
 
 Bytes: an agent with tools makes 40 calls, each repeating all before; what its rows take in
 PostgreSQL (table and TOAST; the indexes apart) against its plain JSON: the request and reply
@@ -46,7 +46,7 @@ VOCABULARY = 150_000
 
 
 def prose(length: int, dice: random.Random) -> str:
-    """Words, about as compressible as a prompt is."""
+    """Write words, about as compressible as a prompt is."""
     words: list[str] = []
     size = 0
     while size < length:
@@ -57,7 +57,7 @@ def prose(length: int, dice: random.Random) -> str:
 
 
 def some_ids(count: int, dice: random.Random) -> list[int]:
-    """Token ids of a model of today."""
+    """Return token ids of a model of today."""
     return [dice.randrange(VOCABULARY) for _ in range(count)]
 
 
@@ -69,7 +69,7 @@ def record(
     episode: str | None = None,
     tool_calls: tuple[ToolCall, ...] = (),
 ) -> CallRecord:
-    """A complete call, as the proxy records it."""
+    """Make a complete call, as the proxy records it."""
     call_id = new_id()
     provided = bytes([PREFIX]) + sha256(reply + call_id.bytes).digest()[:15]
     return CallRecord(
@@ -107,7 +107,7 @@ def record(
 
 
 def single_call(dice: random.Random) -> bytes:
-    """What a worker spools of one question of 4 KB (200 ids), a reply of 2.9 KB with 20 ids."""
+    """Make what a worker spools of a question of 4 KB (200 ids), a reply of 2.9 KB with 20 ids."""
     call_id = new_id()
     captured = CapturedCall(
         id=call_id.bytes,
@@ -148,7 +148,7 @@ def _read(payload: bytes) -> CallRecord:
 
 
 def agent_calls(dice: random.Random, turns: int = TURNS) -> list[CallRecord]:
-    """An agent's run: a system prompt, tools, and a tool call each turn, its result up to 2 KB."""
+    """Make an agent's run: a system prompt, tools, a tool call each turn, results up to 2 KB."""
     tools = [_tool(number, dice) for number in range(6)]
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": prose(1500, dice)},
@@ -213,7 +213,7 @@ def _json(value: Any) -> bytes:
 
 @contextmanager
 def database(folder: Path) -> Iterator[str]:
-    """An embedded PostgreSQL of this run's own."""
+    """Run an embedded PostgreSQL of this run's own."""
     postgres = EmbeddedPostgres(folder)
     try:
         yield postgres.ensure_running()
@@ -222,7 +222,7 @@ def database(folder: Path) -> Iterator[str]:
 
 
 def server_seconds(pid: int) -> float:
-    """The processor time of all of the server's processes."""
+    """Return the processor time of all of the server's processes."""
     postmaster = psutil.Process(pid)
     total = 0.0
     for process in (postmaster, *postmaster.children(recursive=True)):
@@ -289,7 +289,7 @@ async def size(engine: AsyncEngine, episodes: Sequence[list[CallRecord]]) -> dic
 
 
 async def measure(calls: int, batch: int, runs: int) -> dict[str, dict[str, float]]:
-    """All figures, on one core."""
+    """Measure all figures, on one core."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     dice = random.Random(7)
     with tempfile.TemporaryDirectory() as folder, database(Path(folder)) as url:

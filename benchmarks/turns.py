@@ -1,4 +1,4 @@
-"""`python -m benchmarks.turns`: what it costs that several policies share one trainer.
+"""Measure what it costs that several policies share one trainer.
 
 For one policy and for three, in a process each: the memory that the trainer's learners take with
 one base model, and how long it takes until the next policy can begin its update, whose adapter
@@ -55,7 +55,7 @@ def _in_a_process(way: Callable[[str, int], dict[str, float]], model: str, count
 
 
 def in_turn(model: str, count: int) -> dict[str, float]:
-    """As the trainer does it: the base carries the adapter of whose turn it is."""
+    """Train as the trainer does: the base carries the adapter of whose turn it is."""
     keep_freed_memory()
     recipe = load_recipe("default")
     base = Base(model, recipe)
@@ -91,7 +91,7 @@ def _update(learner: Learner, folder: Path) -> float:
 
 
 def all_resident(model: str, count: int) -> dict[str, float]:
-    """The other way: every adapter and its moments in memory, switched by PEFT."""
+    """Train the other way: every adapter and its moments in memory, switched by PEFT."""
     keep_freed_memory()
     base, _ = load_base(model, load_recipe("default"))
     before = _memory()
@@ -121,7 +121,7 @@ def all_resident(model: str, count: int) -> dict[str, float]:
 
 
 def _memory() -> float:
-    """The memory of this process that is in use, in MiB."""
+    """Return the memory of this process that is in use, in MiB."""
     give_freed_memory_back()
     line = next(one for one in Path("/proc/self/status").read_text().splitlines() if "VmRSS" in one)
     return round(int(line.split()[1]) / 1024, 1)

@@ -1,4 +1,4 @@
-"""A bare vLLM for the length of a block: what benchmarks and tests measure against.
+"""Run a bare vLLM for the length of a block, for benchmarks and tests to measure against.
 
 The stack's own (`pawl.stack`) is kept up and restarted; here a server that ends is a failure.
 """
@@ -24,7 +24,7 @@ QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_ST
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
+    """Return a port that nothing listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -34,7 +34,7 @@ def free_port() -> int:
 def vllm_server(
     arguments: Sequence[str], environment: Mapping[str, str], port: int | None = None
 ) -> Iterator[str]:
-    """Its root URL, once it answers; its whole process group is gone when the block is left.
+    """Yield its root URL once it answers; end its whole process group when the block is left.
 
     Raises:
         RuntimeError: it did not come up; the message ends with its log's last lines.
@@ -79,7 +79,7 @@ async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """The engine is a child of the server: the whole group goes, and is waited for."""
+    """Stop the whole group, as the engine is a child of the server, and wait for it."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
     try:

@@ -30,7 +30,7 @@ CACHE: Final = {"COMPILED_PROXY_CACHE": str(ROOT / "var" / "compiled")}
 
 
 class NotBuilt(Exception):
-    """The wheel could not be built or its proxy is not compiled; the message says why."""
+    """Report that the wheel could not be built or its proxy is not compiled, and why."""
 
 
 def installed_wheel() -> Path:

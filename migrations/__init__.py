@@ -1,1 +1,1 @@
-"""Alembic's migration scripts. The schema changes through them only (`store.schema.migrate`)."""
+"""Change the schema: these scripts of Alembic's are the only way (`store.schema.migrate`)."""

@@ -1,4 +1,4 @@
-"""Alembic's environment: runs migrations on the connection that `store.schema.migrate` passes."""
+"""Run migrations on the connection that `store.schema.migrate` passes to Alembic."""
 
 from alembic import context
 from sqlalchemy import Connection

@@ -1,1 +1,1 @@
-"""The command line and the local stack. Composition root: nothing imports it."""
+"""Compose the command line and the local stack; nothing imports this package."""

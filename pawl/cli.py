@@ -1,4 +1,4 @@
-"""The command line: put the commands together, run one, report what is expected in one line.
+"""Put the commands together, run one, and report what is expected in one line.
 
 Each command imports only what it needs, so that none starts slower for the sake of another.
 """

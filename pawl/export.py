@@ -1,4 +1,4 @@
-"""`pawl export`: writes recorded episodes as JSON lines, one episode each, oldest first."""
+"""Write recorded episodes as JSON lines (`pawl export`), one episode each, oldest first."""
 
 from datetime import UTC, datetime
 from typing import IO
@@ -13,7 +13,7 @@ from store.records import Record
 
 
 class Selection(Record, frozen=True, kw_only=True):
-    """The condition by which episodes are selected; a field that is None selects all.
+    """Select episodes by a condition; a field that is None selects all.
 
     Attributes:
         since: select episodes with a call at or after this time.

@@ -1,4 +1,4 @@
-"""Command lines that run this Python, and import nothing from the working directory.
+"""Make command lines that run this Python and import nothing from the working directory.
 
 `python -m` and `python -c` look for modules in the working directory first. An agent's project may
 well have a folder `proxy` or `store` there.

@@ -1,4 +1,4 @@
-"""Logging of all processes with structlog: readable on a terminal, JSON lines elsewhere."""
+"""Log in all processes with structlog: readable on a terminal, JSON lines elsewhere."""
 
 import asyncio
 import atexit
@@ -78,7 +78,7 @@ def _line(logger: object, level: str, event: structlog.typing.EventDict) -> byte
 
 
 class LineLogger(structlog.make_filtering_bound_logger(logging.INFO)):  # type: ignore[misc]
-    """A logger whose lines at level `info`, one for each call, skip structlog's own steps.
+    """Log the lines of level `info`, one for each call, past structlog's own steps.
 
     They take longer than writing the line. The result is the same where `_line` is the only
     processor.
@@ -94,7 +94,7 @@ class LineLogger(structlog.make_filtering_bound_logger(logging.INFO)):  # type: 
 
 
 class SureFile:
-    """A file that never raises when it is written to: a full disk must not stop a call.
+    """Write to a file and never raise: a full disk must not stop a call.
 
     Lines that could not be written are counted. Their number is logged (`log_lines_lost`) with
     the next write that succeeds.
@@ -132,7 +132,7 @@ class SureFile:
 
 
 class GatheringLogger:
-    """A logger that gathers lines and writes them a few times a second.
+    """Gather lines, and write them a few times a second.
 
     One write for each line would slow calls down. Warnings and errors are written at once,
     after the lines that were gathered before them.

@@ -1,4 +1,4 @@
-"""Writes a command's result: a table to a terminal, JSON lines to anything else."""
+"""Write a command's result: a table to a terminal, JSON lines to anything else."""
 
 import sys
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""The settings of the command line, and the start-up error for unknown `PAWL_*` variables."""
+"""Define the command line's settings, and the start-up error for unknown `PAWL_*` variables."""
 
 import os
 from collections.abc import Mapping
@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeVar
 
 from dotenv import dotenv_values
 from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from proxy.settings import ProxySettings
@@ -19,7 +20,7 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 class StackSettings(StoreSettings):
-    """Settings of `pawl up`, `pawl demo` and the commands that open the database.
+    """Hold the settings of `pawl up`, `pawl demo` and the commands that open the database.
 
     The processes that `pawl up` and `pawl demo` start have settings of their own.
     """
@@ -53,7 +54,7 @@ class StackSettings(StoreSettings):
 
 
 class JudgeSettings(StoreSettings):
-    """Settings of `pawl judge`; `pawl up` runs a judge if `PAWL_JUDGE_COMMAND` is set."""
+    """Hold the settings of `pawl judge`; `pawl up` runs a judge if `PAWL_JUDGE_COMMAND` is set."""
 
     model_config = SettingsConfigDict(
         env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
@@ -78,7 +79,7 @@ class JudgeSettings(StoreSettings):
 
 
 class StewardSettings(ServerSettings):
-    """Settings of `pawl steward`."""
+    """Hold the settings of `pawl steward`."""
 
     steward_listen: Listen = Field(
         default="127.0.0.1:8103", description="address of the steward's /healthz and /metrics"
@@ -91,7 +92,7 @@ class StewardSettings(ServerSettings):
 
 
 class UnreadSettings(Exception):
-    """An unknown `PAWL_*` variable, or a setting with a value that cannot be used."""
+    """Report an unknown `PAWL_*` variable, or a setting with a value that cannot be used."""
 
 
 def known_variables() -> set[str]:
@@ -130,10 +131,19 @@ def read_settings(kind: type[Settings]) -> Settings:
     try:
         return kind()
     except ValidationError as error:
-        problems = "; ".join(
-            f"{_variable(str(detail['loc'][0]))}: {detail['msg']}" for detail in error.errors()
-        )
+        problems = "; ".join(_problem(kind, detail) for detail in error.errors())
         raise UnreadSettings(problems) from error
+
+
+def _problem(kind: type[BaseSettings], detail: ErrorDetails) -> str:
+    field, message = str(detail["loc"][0]), detail["msg"].removeprefix("Value error, ")
+    name = _variable(field)
+    if detail["type"] == "value_error":
+        # Our own checks say what to write instead.
+        return message if message.startswith(name) else f"{name}: {message}"
+    # A URL with a password in it is not for a log.
+    shown = "" if "@" in str(detail["input"]) else f" is {detail['input']!r:.80}"
+    return f"{name}{shown}: {message}; it sets: {kind.model_fields[field].description}"
 
 
 def _variable(field: str) -> str:

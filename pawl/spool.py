@@ -1,4 +1,4 @@
-"""`pawl spool`: shows the records that wait on disk and the dead letters, and replays letters."""
+"""Show the records that wait on disk and the dead letters, and replay letters (`pawl spool`)."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from store.write.ingest import Ingester
 
 
 class DeadLetter(Record, frozen=True, kw_only=True):
-    """A record that the store refused, or a frame of the spool that cannot be read.
+    """Describe a record that the store refused, or a frame of the spool that cannot be read.
 
     Attributes:
         path: the letter's file.
@@ -36,7 +36,7 @@ class DeadLetter(Record, frozen=True, kw_only=True):
 
 
 class SpoolView(Record, frozen=True, kw_only=True):
-    """The contents of a spool directory.
+    """Describe the contents of a spool directory.
 
     Attributes:
         segments: number of segment files.

@@ -1,4 +1,4 @@
-"""The proxy: forwards calls, records them, and takes feedback.
+"""Forward calls, record them, and take feedback on them.
 
 A call passes these modules in this order: `door.routes` (the allow-list), `calls.handler` and
 `intake` (its body is read), then `calls.call`, which drives its steps: `calls.asking` with

@@ -1,4 +1,4 @@
-"""The proxy's errors, each with its HTTP status and the party at fault."""
+"""Define the proxy's errors, each with its HTTP status and the party at fault."""
 
 from typing import ClassVar, Literal
 
@@ -6,7 +6,7 @@ Fault = Literal["client", "proxy", "upstream"]
 
 
 class ProxyError(Exception):
-    """Base of the proxy's errors; each class sets its HTTP status and who is at fault.
+    """Be the root of the proxy's errors; each class sets its HTTP status and who is at fault.
 
     `kind` is the `type` of the error object that the client gets.
     """
@@ -26,7 +26,7 @@ class ProxyError(Exception):
 
 
 class NotAllowed(ProxyError):
-    """The path or method is not one that the proxy forwards."""
+    """Report that the path or method is not one that the proxy forwards."""
 
     status = 404
     fault = "client"
@@ -34,7 +34,7 @@ class NotAllowed(ProxyError):
 
 
 class Forbidden(ProxyError):
-    """The request needs a setting that is off; the message names it."""
+    """Report that the request needs a setting that is off; the message names it."""
 
     status = 403
     fault = "client"
@@ -42,7 +42,7 @@ class Forbidden(ProxyError):
 
 
 class BadRequest(ProxyError):
-    """The request cannot be understood; the message names the field and the remedy."""
+    """Report that the request cannot be understood; the message names the field and the remedy."""
 
     status = 400
     fault = "client"
@@ -50,29 +50,29 @@ class BadRequest(ProxyError):
 
 
 class KeyReused(BadRequest):
-    """An idempotency key came back with another body."""
+    """Report that an idempotency key came back with another body."""
 
     status = 409
 
 
 class TooSlow(BadRequest):
-    """The request's body came more slowly than `PAWL_BODY_S` allows."""
+    """Report that the request's body came more slowly than `PAWL_BODY_S` allows."""
 
     status = 408
 
 
 class Unexpected(ProxyError):
-    """An unexpected error in the proxy; the log has the traceback."""
+    """Report that the proxy failed unexpectedly; the log has the traceback."""
 
 
 class TooLarge(BadRequest):
-    """The request's body is larger than its limit, or holds too many values."""
+    """Report that the request's body is larger than its limit, or holds too many values."""
 
     status = 413
 
 
 class Overloaded(ProxyError):
-    """The memory budget `PAWL_IN_FLIGHT_MB` has no room for the request now."""
+    """Report that the memory budget `PAWL_IN_FLIGHT_MB` has no room for the request now."""
 
     status = 503
     kind = "overloaded_error"
@@ -80,19 +80,19 @@ class Overloaded(ProxyError):
 
 
 class NoUpstream(BadRequest):
-    """No upstream serves the requested model."""
+    """Report that no upstream serves the requested model."""
 
     status = 404
 
 
 class NotServed(BadRequest):
-    """The request names a version of a policy that the model server does not have."""
+    """Report that the model server does not have the version of a policy that the request names."""
 
     status = 404
 
 
 class NotLoaded(ProxyError):
-    """No replica of the model server has the version that serves the request, for now."""
+    """Report that no replica of the model server has the serving version loaded, for now."""
 
     status = 503
     fault = "upstream"
@@ -101,7 +101,7 @@ class NotLoaded(ProxyError):
 
 
 class UpstreamUnreachable(ProxyError):
-    """No connection to the upstream could be made."""
+    """Report that no connection to the upstream could be made."""
 
     status = 502
     fault = "upstream"
@@ -109,7 +109,7 @@ class UpstreamUnreachable(ProxyError):
 
 
 class UpstreamBroke(ProxyError):
-    """The connection broke after the request was sent, and before any reply."""
+    """Report that the connection broke after the request was sent, and before any reply."""
 
     status = 502
     fault = "upstream"
@@ -117,11 +117,11 @@ class UpstreamBroke(ProxyError):
 
 
 class ReplyTorn(UpstreamBroke):
-    """A reply in one piece broke off before any of it was passed on."""
+    """Report that a reply in one piece broke off before any of it was passed on."""
 
 
 class UnreadableCoding(ProxyError):
-    """A reply came in a content coding that was not requested and cannot be decoded."""
+    """Report that a reply's content coding was not requested and cannot be decoded."""
 
     status = 502
     fault = "upstream"
@@ -129,7 +129,7 @@ class UnreadableCoding(ProxyError):
 
 
 class UpstreamSilent(UpstreamBroke):
-    """The upstream was silent for longer than `PAWL_SILENCE_S` after the request was sent."""
+    """Report that the upstream was silent beyond `PAWL_SILENCE_S` after the request was sent."""
 
     status = 504
     fault = "upstream"
@@ -137,7 +137,7 @@ class UpstreamSilent(UpstreamBroke):
 
 
 class NoModels(ProxyError):
-    """The upstream's answer to a request for its models was not a list of models."""
+    """Report that the upstream's answer to a request for its models was not a list of models."""
 
     status = 502
     fault = "upstream"
@@ -145,7 +145,7 @@ class NoModels(ProxyError):
 
 
 class ReplyTooLarge(ProxyError):
-    """A recorded reply in one piece is larger than `PAWL_MAX_REPLY_MB`."""
+    """Report that a recorded reply in one piece is larger than `PAWL_MAX_REPLY_MB`."""
 
     status = 502
     fault = "proxy"
@@ -153,19 +153,19 @@ class ReplyTooLarge(ProxyError):
 
 
 class SpoolFull(ProxyError):
-    """A record that must be durable before the answer could not be written to disk."""
+    """Report that a record that must be durable before the answer could not be written to disk."""
 
     status = 507
     kind = "storage_error"
 
 
 class SpoolInUse(ProxyError):
-    """Another process holds the spool directory."""
+    """Report that another process holds the spool directory."""
 
 
 class DoesNotStart(ProxyError):
-    """A process of the proxy ends repeatedly right after its start."""
+    """Report that a process of the proxy ends repeatedly right after its start."""
 
 
 class BadUpstreams(ProxyError):
-    """The file that `PAWL_UPSTREAMS` names cannot be used."""
+    """Report that the file that `PAWL_UPSTREAMS` names cannot be used."""

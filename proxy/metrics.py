@@ -1,4 +1,4 @@
-"""The proxy's Prometheus metrics, in one place so that names and labels stay few and stable.
+"""Define the proxy's Prometheus metrics in one place, so that names and labels stay few.
 
 Workers and keeper count in shared memory, and the keeper adds up (`proxy.counting`); a gauge's
 `multiprocess_mode` says how its values are joined.
@@ -31,7 +31,7 @@ class Counter(prometheus_client.Counter):
 
 
 class Histogram(prometheus_client.Histogram):
-    """A histogram whose `observe` is on a call's path, as `Counter` has it."""
+    """Observe values on a call's path as cheaply as `Counter` counts."""
 
     def observe(self, amount: float, exemplar: object = None) -> None:
         """Count `amount`, which is a number, in its bucket; the last bound is infinite."""

@@ -1,4 +1,4 @@
-"""The proxy's settings: one frozen object, read once when the process starts."""
+"""Define the proxy's settings: one frozen object, read once when the process starts."""
 
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ def _defaults(value: object) -> object:
 
 
 class ProxySettings(StoreSettings):
-    """The settings of `pawl proxy`, from `PAWL_*` environment variables or `.env`."""
+    """Hold the settings of `pawl proxy`, from `PAWL_*` environment variables or `.env`."""
 
     model_config = SettingsConfigDict(
         env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
@@ -43,8 +43,12 @@ class ProxySettings(StoreSettings):
         "is the only one",
     )
     policies: PoliciesFile = None
-    listen: Listen = Field(default="127.0.0.1:8100", description="data port: calls and feedback")
-    admin_listen: Listen = Field(default="127.0.0.1:8101", description="health and metrics")
+    listen: Listen = Field(
+        default="127.0.0.1:8100", description="address of the data port: calls and feedback"
+    )
+    admin_listen: Listen = Field(
+        default="127.0.0.1:8101", description="address of the admin port: health and metrics"
+    )
     spool_dir: Path = Field(
         default=Path("var/spool"), description="directory where records wait on disk"
     )
@@ -67,7 +71,7 @@ class ProxySettings(StoreSettings):
     )
     eval_tasks: str = Field(
         default=EVAL_TASKS,
-        description="how the names of tasks begin whose episodes are evaluation: they are never "
+        description="beginning of the names of tasks whose episodes are evaluation, and never "
         "trained on",
     )
     allow_model_delete: bool = Field(
@@ -124,7 +128,9 @@ class ProxySettings(StoreSettings):
         default=ResultReaders(),
         description="how each tool's results are read, such as search=json_error,shell=exit_code",
     )
-    drain_batch: int = Field(default=256, ge=1, description="records stored in one transaction")
+    drain_batch: int = Field(
+        default=256, ge=1, description="most records that are stored in one transaction"
+    )
 
     @property
     def sampling_defaults(self) -> dict[str, int | float]:

@@ -1,4 +1,4 @@
-"""A worker: takes calls and feedback on the data port. It needs only its disk and the upstream."""
+"""Work on the data port: take calls and feedback, with only the disk and the upstream at hand."""
 
 import asyncio
 import socket

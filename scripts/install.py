@@ -1,4 +1,4 @@
-"""`make install`: creates `.venv` with all packages, and with Pawl as this checkout has it.
+"""Create `.venv` (`make install`) with all packages, and with Pawl as this checkout has it.
 
 Uses the standard library only, and syntax that any Python 3 reads, so that an unfit Python gets
 a clear message. The machine is checked before anything is changed. A second run with nothing

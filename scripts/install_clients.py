@@ -1,4 +1,4 @@
-"""Installs the clients that tests drive: `.venv-clients`, `tests/clients/node/node_modules`.
+"""Install the clients that tests drive: `.venv-clients`, `tests/clients/node/node_modules`.
 
 Their packages conflict with the model server's, so they get an environment of their own, made
 by the uv in `.venv`. It contains Node too. A second run with nothing changed returns at once.

@@ -1,4 +1,4 @@
-"""`make serving`: runs the serving role's tests on the Python that runs this, without torch.
+"""Run the serving role's tests on the Python that runs this, without torch (`make serving`).
 
 They run in an environment of their own, `var/serving-3.13` for Python 3.13, that holds what
 `requirements/serving-tests.txt` locks. A second run with nothing changed installs nothing. The

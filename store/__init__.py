@@ -1,4 +1,4 @@
-"""The ledger: the only package that contains SQL.
+"""Keep the ledger; no other package contains SQL.
 
 Proxy and trainer both depend on it, and it depends on neither. The keeper's drainer writes
 calls and feedback; the trainer claims episodes, records updates and moves policies. Callers

@@ -1,19 +1,19 @@
-"""The store's errors. All derive from `StoreError`; the driver's error is kept as the cause."""
+"""Define the store's errors under `StoreError`; the driver's error is kept as the cause."""
 
 from collections.abc import Mapping
 from uuid import UUID
 
 
 class StoreError(Exception):
-    """The store could not complete an operation."""
+    """Report that the store could not complete an operation."""
 
 
 class Refused(StoreError):
-    """The database refuses a record of a batch; the other records may be stored without it."""
+    """Report that the database refuses a record; its batch may be stored without it."""
 
 
 class Damaged(StoreError):
-    """A call cannot be read back as it was written.
+    """Report that a call cannot be read back as it was written.
 
     `episodes` maps the id of each episode that cannot be read to the reason.
     """
@@ -25,27 +25,28 @@ class Damaged(StoreError):
 
 
 class ClaimLost(StoreError):
-    """An update does not hold its episodes: it has ended, or another of its policy is running."""
+    """Report that an update does not hold its episodes: it ended, or another of its policy runs."""
 
 
 class TurnedEvaluation(StoreError):
-    """An episode that an update holds turned out to be evaluation: the update cannot be recorded.
+    """Report that an update holds an episode that turned out to be evaluation.
 
-    The update still runs. Once it is released, that episode is not claimed again.
+    Such an update cannot be recorded. It still runs; once it is released, that episode is not
+    claimed again.
     """
 
 
 class BadPolicies(StoreError):
-    """The file that `PAWL_POLICIES` names cannot be used."""
+    """Report that the file that `PAWL_POLICIES` names cannot be used."""
 
 
 class UnknownPolicy(StoreError):
-    """No policy has that name, or the policy has no such version."""
+    """Report that no policy has that name, or that the policy has no such version."""
 
 
 class UnknownUpdate(StoreError):
-    """No finished update has that version or id, or more than one has."""
+    """Report that no finished update, or more than one, has that version or id."""
 
 
 class BadPage(StoreError):
-    """A page was asked for in a way that names none: its size, or the item that it begins after."""
+    """Refuse a request for a page, because of its size or the item that it begins after."""

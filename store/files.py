@@ -1,4 +1,4 @@
-"""Durable writing of files and folders."""
+"""Write files and folders so that they survive a loss of power."""
 
 # Not about the database. It is here because proxy and trainer need it and share `store` only.
 

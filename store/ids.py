@@ -1,4 +1,4 @@
-"""Identifiers: UUIDv7 (RFC 9562, section 5.7), so that ids sort by the time they were made."""
+"""Make ids as UUIDv7 (RFC 9562, section 5.7), which sort by the time they were made."""
 
 from datetime import UTC, datetime, timedelta
 from uuid import UUID

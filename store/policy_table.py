@@ -1,4 +1,4 @@
-"""The TOML file of policies: what each answers, its base model, and whether it is trained.
+"""Read the TOML file of policies: what each answers, its base model, and whether it is trained.
 
 Proxy and trainer both read it (`PAWL_POLICIES`). Parsing is pure; `load_policies` reads the file.
 """
@@ -55,7 +55,7 @@ class Explore(BaseModel):
 
 
 class PolicySpec(BaseModel):
-    """One table of the file: a policy.
+    """Describe a policy by one table of the file.
 
     It answers calls for a model of its own name, or of one of `models`; and those for `base` by one
     of its `agents`.
@@ -81,7 +81,7 @@ class PolicySpec(BaseModel):
 
 
 class PolicyTable:
-    """The policies of one file, and which of them answers a call (pure)."""
+    """Decide which of one file's policies answers a call (pure)."""
 
     def __init__(self, specs: Iterable[PolicySpec]) -> None:
         """Store the policies; no two answer the same call (`parse_policies`)."""

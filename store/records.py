@@ -1,4 +1,4 @@
-"""The terms of the project (docs/glossary.md) as frozen values.
+"""Define the terms of the project (docs/glossary.md) as frozen values.
 
 `CallRecord`, `FeedbackRecord` and `GapRecord` are made by the proxy and kept in the spool. Each has
 its id from the start, so that storing a record twice has the same effect as storing it once.
@@ -44,14 +44,14 @@ OWN_EPISODE: Final = "own"
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Base of all records: frozen, keyword-only, and not tracked by the garbage collector.
+    """Make records frozen, keyword-only, and not tracked by the garbage collector.
 
     `gc=False` is safe because records cannot refer to each other in a cycle.
     """
 
 
 class ToolCall(Record, frozen=True, kw_only=True):
-    """A tool execution that a reply asked for."""
+    """Describe a tool execution that a reply asked for."""
 
     id: str
     name: str
@@ -59,7 +59,7 @@ class ToolCall(Record, frozen=True, kw_only=True):
 
 
 class ToolEvent(Record, frozen=True, kw_only=True):
-    """The end of one tool execution: its status, and where that is known from.
+    """State how one tool execution ended, and where that is known from.
 
     `ms` is the execution's duration in milliseconds, if it was stated.
     """
@@ -74,7 +74,7 @@ class ToolEvent(Record, frozen=True, kw_only=True):
 
 
 class Tokens(Record, frozen=True, kw_only=True):
-    """The token ids of a prompt and of its sampled reply, with log-probabilities.
+    """Hold the token ids of a prompt and of its sampled reply, with log-probabilities.
 
     Shapes: `prompt_ids` (P,), `sampled_ids` (S,), `sampled_logprobs` (S,) in nats. They are the
     little-endian int32 and float32 arrays that the store keeps (`store.values.tokens`). A server
@@ -88,7 +88,7 @@ class Tokens(Record, frozen=True, kw_only=True):
 
 
 class Kept(NamedTuple):
-    """Marks a field of a call that is a column of its name in `transitions`.
+    """Mark a field of a call that is a column of its name in `transitions`.
 
     `about` is the column's meaning, for docs/reference/database.md; if it is empty, that is said in
     `scripts.reference.columns`. With `json` the value is stored as JSON: bytes that hold JSON as
@@ -100,7 +100,7 @@ class Kept(NamedTuple):
 
 
 class CallFacts(Record, frozen=True, kw_only=True):
-    """What is said of a call both by its record and by its stored row, in equal words.
+    """Define what a call's record and its stored row both state, in equal words.
 
     A field that is added here is stored and read back (docs/howto/add-a-field-of-a-call.md).
     `policy_version` is the version that the upstream was asked for; it is the same for the whole
@@ -127,7 +127,7 @@ class CallFacts(Record, frozen=True, kw_only=True):
 
 
 class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
-    """One request to a model and its single outcome, as the proxy saw them.
+    """Describe one request to a model and its single outcome, as the proxy saw them.
 
     `request`, `reply`, `sampling` and `usage` are JSON as text, so that numbers of any size are
     kept. A body that is not JSON is in `request_raw` or `reply_raw` instead. What has no `Kept` is
@@ -177,7 +177,7 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
 
 
 class FeedbackItem(Record, frozen=True, kw_only=True):
-    """One statement about a target: a metric with a value, or (if `tool` is set) a tool event."""
+    """State one thing about a target: a metric with a value, or (if `tool` is set) a tool event."""
 
     id: UUID
     metric: str
@@ -188,7 +188,7 @@ class FeedbackItem(Record, frozen=True, kw_only=True):
 
 
 class FeedbackRecord(Record, frozen=True, kw_only=True, tag="feedback"):
-    """The items of one POST to /feedback; they are stored all or none."""
+    """Hold the items of one POST to /feedback; they are stored all or none."""
 
     id: UUID
     at: datetime
@@ -198,7 +198,7 @@ class FeedbackRecord(Record, frozen=True, kw_only=True, tag="feedback"):
 
 
 class GapRecord(Record, frozen=True, kw_only=True, tag="gap"):
-    """A mark that calls of these episodes were lost before they could be kept."""
+    """Mark episodes that lost calls before these could be kept."""
 
     id: UUID
     episodes: tuple[str, ...]
@@ -208,7 +208,7 @@ SpoolRecord = CallRecord | FeedbackRecord | GapRecord
 
 
 class Feedback(Record, frozen=True, kw_only=True):
-    """A stored statement about an episode or one of its calls."""
+    """Describe a stored statement about an episode or one of its calls."""
 
     metric: str
     value: float
@@ -216,7 +216,7 @@ class Feedback(Record, frozen=True, kw_only=True):
 
 
 class TransitionRow(CallFacts, frozen=True, kw_only=True):
-    """A stored call, with the events of the tools that its reply asked for."""
+    """Describe a stored call, with the events of the tools that its reply asked for."""
 
     episode_id: UUID
     request: bytes | None
@@ -230,7 +230,7 @@ class TransitionRow(CallFacts, frozen=True, kw_only=True):
 
 
 class Episode(Record, frozen=True, kw_only=True):
-    """One run of an agent system on one task: its calls in order, and the feedback on it."""
+    """Describe one run of an agent system on one task: its calls in order, with their feedback."""
 
     id: UUID
     key: str
@@ -249,7 +249,7 @@ class Episode(Record, frozen=True, kw_only=True):
 
 
 class Group(Record, frozen=True, kw_only=True):
-    """The episodes of one task that are compared with each other.
+    """Gather the episodes of one task that are compared with each other.
 
     Earlier updates have consumed the members in `earlier`: their returns count in mean and spread,
     and they are not trained again.
@@ -261,7 +261,7 @@ class Group(Record, frozen=True, kw_only=True):
 
 
 class PolicyVersion(Record, frozen=True, kw_only=True):
-    """One immutable version of a policy. Version 0 is the base model.
+    """Describe one immutable version of a policy. Version 0 is the base model.
 
     `files_deleted` says that its files are gone, as nothing could ask for them any more.
     """
@@ -276,7 +276,7 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
 
 
 class UpdateRow(Record, frozen=True, kw_only=True):
-    """A row of `updates`: the update's state, its parent version and the version it made."""
+    """Describe a row of `updates`: the update's state, its parent version and the one it made."""
 
     id: UUID
     policy: str

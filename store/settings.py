@@ -1,4 +1,4 @@
-"""Settings that proxy and trainer share: the database, and the format of addresses."""
+"""Define the settings that proxy and trainer share: the database, and the format of addresses."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +22,7 @@ PoliciesFile = Annotated[
     Path | None,
     Field(
         description="TOML file that names the policies: what each answers, its base model, and "
-        "whether it is trained; unset: every model is one"
+        "whether it is trained; unset: every model is a policy"
     ),
 ]
 Listen = Annotated[str, AfterValidator(_host_and_port)]
@@ -35,7 +35,7 @@ def address(listen: str) -> tuple[str, int]:
 
 
 class StoreSettings(BaseSettings):
-    """The database: `DATABASE_URL`, or the embedded PostgreSQL in `PAWL_DATA_DIR` if unset."""
+    """Name the database: `DATABASE_URL`, or the embedded PostgreSQL in `PAWL_DATA_DIR` if unset."""
 
     model_config = SettingsConfigDict(
         env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True

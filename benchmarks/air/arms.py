@@ -1,4 +1,4 @@
-"""One arm: a policy at work and its learner, wave after wave, and looks at it in between."""
+"""Run one arm: a policy at work and its learner, wave after wave, and looks at it in between."""
 
 import random
 import tempfile
@@ -50,7 +50,7 @@ def run_arm(world: World, base: str, arm: Arm, seed: int) -> list[Look]:
 
 
 def _train(learner: Learner, sampler: Sampler, rows: Sequence[Row], scratch: Path) -> None:
-    """One update, and the sampler on what came of it; none where no group has a spread."""
+    """Train one update, and sample with what came of it; do nothing where no group has a spread."""
     if not rows:
         return
     learner.update(rows)
@@ -61,7 +61,7 @@ def _train(learner: Learner, sampler: Sampler, rows: Sequence[Row], scratch: Pat
 
 
 def recipe_of(world: World, arm: Arm) -> Recipe:
-    """Credit as the default recipe has it; the rest is of a size that suits a tiny model."""
+    """Return a recipe with the default's credit, and else of a size that suits a tiny model."""
     return Recipe(
         dtype="float32",
         claim=ClaimOptions(group_size=GROUP_SIZE, groups=world.groups),
@@ -73,12 +73,12 @@ def recipe_of(world: World, arm: Arm) -> Recipe:
 
 
 def new_tasks(world: World, count: int, draw: random.Random) -> list[Task]:
-    """So many fresh tasks."""
+    """Make so many fresh tasks."""
     return [new_task(str(number), world.tools, world.turns, draw) for number in range(count)]
 
 
 def credited_rows(played: Sequence[Played], arm: Arm, rule: CreditOptions) -> list[Row]:
-    """What the trainer makes of a wave."""
+    """Return what the trainer makes of a wave."""
     rewards = [episode.state.reward for episode in played]
     if arm.unbounded:
         rewards = [
@@ -93,7 +93,7 @@ def _credit(groups: Sequence[Group], rule: CreditOptions) -> Sequence[Transition
 
 
 def sum_of_scores(episode: Played, rule: CreditOptions) -> float:
-    """The counter-example: every tool event counts, however often and however cheap."""
+    """Return the counter-example: every tool event counts, however often and however cheap."""
     return sum(rule.air_scores[turn.outcome.status] for turn in episode.turns)
 
 

@@ -1,4 +1,4 @@
-"""The base model: a tiny Llama that has read clumsy work with the tools.
+"""Make the base model: a tiny Llama that has read clumsy work with the tools.
 
 It has to know a little, as a real base model does: from random weights not one episode in
 a million would end well. It learns from a worker that does the right next thing with the
@@ -40,7 +40,7 @@ PREFERENCE: Final = 0.75
 
 
 def demonstrate(world: World, task: Task, draw: random.Random) -> tuple[list[str], list[bool]]:
-    """One episode of the careless worker: its words, and which of them it said itself."""
+    """Return one episode of the careless worker: its words, and which of them it said itself."""
     words, own = list(task.prompt), [False] * len(task.prompt)
     state = begin(task)
     while not state.ended:
@@ -53,7 +53,7 @@ def demonstrate(world: World, task: Task, draw: random.Random) -> tuple[list[str
 
 
 def careless_call(world: World, task: Task, state: State, draw: random.Random) -> list[str]:
-    """What the worker says next."""
+    """Return what the worker says next."""
     if draw.random() < world.notes:
         return [NOTE, draw.choice(TAKES[NOTE]), END]
     tool, word, end = right_call(task, state, draw)
@@ -72,7 +72,7 @@ def careless_call(world: World, task: Task, state: State, draw: random.Random) -
 
 
 def right_call(task: Task, state: State, draw: random.Random) -> list[str]:
-    """The chain's next call, with either key."""
+    """Return the chain's next call, with either key."""
     key = draw.random() >= PREFERENCE
     for other in (int(key), int(not key)):
         for place in (2, 1):
@@ -125,7 +125,7 @@ def _tokenizer() -> Any:
 
 
 def _batch(world: World, draw: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels (B, T); only the worker's own words are to be learned."""
+    """Return ids and labels (B, T); only the worker's own words are to be learned."""
     length = len(["begin", "k", "k", "call"]) + world.turns * (CALL_WORDS + 4)
     ids = torch.zeros(BATCH, length, dtype=torch.long)
     labels = torch.full((BATCH, length), IGNORED)

@@ -1,4 +1,4 @@
-"""What the curves come to: episodes until 0.6, and final reward at the end. Pure."""
+"""Read off the curves the episodes until 0.6, and the final reward at the end (pure)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ Curves = Mapping[str, Mapping[int, Curve]]
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Episodes until held-out success was `SUCCESS`, with AIR and without; None: it never was."""
+    """Count the episodes until held-out success was `SUCCESS`, by arm; None: it never was."""
 
     seed: int
     start: float
@@ -35,17 +35,17 @@ class Reach:
 
     @property
     def ratio(self) -> float | None:
-        """With AIR / without. Where it was never reached without, an upper bound of it."""
+        """Return with AIR / without; where it was never reached without, an upper bound of it."""
         return None if self.with_air is None else self.with_air / (self.without or self.most)
 
 
 def reached(curve: Curve) -> int | None:
-    """The episodes before the first look that saw `SUCCESS`."""
+    """Return the episodes before the first look that saw `SUCCESS`."""
     return next((look.episodes for look in curve if look.r_final >= SUCCESS), None)
 
 
 def reaches(curves: Curves) -> list[Reach]:
-    """One for each seed."""
+    """Return what each seed reached."""
     return [
         Reach(
             seed=seed,
@@ -59,24 +59,24 @@ def reaches(curves: Curves) -> list[Reach]:
 
 
 def median_ratio(found: Sequence[Reach]) -> float | None:
-    """The median over seeds; None where AIR did not get most of them there."""
+    """Return the median over seeds; None where AIR did not get most of them there."""
     ratios = [float("inf") if reach.ratio is None else reach.ratio for reach in found]
     middle = median(ratios) if ratios else float("inf")
     return middle if middle < float("inf") else None
 
 
 def at_end(curve: Curve, what: str = "r_final") -> float:
-    """The mean of a curve's last looks."""
+    """Return the mean of a curve's last looks."""
     return fmean(getattr(look, what) for look in curve[-LAST_LOOKS:])
 
 
 def mean_at_end(curves: Mapping[int, Curve], what: str = "r_final") -> float:
-    """Over seeds."""
+    """Return the mean over seeds of what the curves end at."""
     return fmean(at_end(curve, what) for curve in curves.values())
 
 
 def bars(world: Mapping[str, Curves]) -> list[Bar]:
-    """The promises, from `sparse` and `easy`."""
+    """Judge the promises by `sparse` and `easy`."""
     easy = world[EASY.name]
     start = fmean(curve[0].r_final for curve in easy[WITH.name].values())
     end = mean_at_end(easy[WITH.name])
@@ -88,7 +88,7 @@ def bars(world: Mapping[str, Curves]) -> list[Bar]:
 
 
 def reach_table(title: str, found: Sequence[Reach]) -> Rows:
-    """The sparse task, a line for each seed and one for the median."""
+    """Return the sparse task's table, with a line for each seed and one for the median."""
     heads = ["seed", "success at the start", "episodes with AIR", "without", "ratio"]
     lines = [
         [
@@ -115,7 +115,7 @@ def _ratio(reach: Reach) -> str:
 
 
 def easy_table(title: str, curves: Curves) -> Rows:
-    """The task with easy calls: how it began and what became of it, over seeds."""
+    """Return the table of the task with easy calls: how it began and what became of it."""
     heads = ["", "r_final at the start", "at the end", "least of a seed"]
     heads += ["calls an episode", "of them notes"]
     lines = [

@@ -1,4 +1,4 @@
-"""Both tasks as curves in one picture: medians over seeds, and the band of all of them."""
+"""Draw both tasks as curves in one picture: medians over seeds, and the band of all of them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ COLOURS: Final = {WITH.name: "#0b7285", WITHOUT.name: "#e8590c", UNBOUNDED.name:
 
 
 def draw(path: Path, found: Mapping[str, Curves]) -> None:
-    """Held-out final reward over episodes, and the notes of the task that has them."""
+    """Draw held-out final reward over episodes, and the notes of the task that has them."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""Episodes as the ledger would give them to the trainer."""
+"""Make episodes as the ledger would give them to the trainer."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -25,7 +25,7 @@ NOW: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 def as_groups(played: Sequence[Played], rewards: Sequence[float]) -> list[Group]:
-    """Groups of neighbours with the same task, each episode with its reward as feedback."""
+    """Group neighbours with the same task, each episode with its reward as feedback."""
     episodes = [_episode(*pair) for pair in zip(played, rewards, strict=True)]
     return [
         Group(task=task or "", episodes=tuple(members))

@@ -1,4 +1,4 @@
-"""All arms of all seeds, in processes of one thread each."""
+"""Run all arms of all seeds, in processes of one thread each."""
 
 import multiprocessing
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ def run_worlds(
     folder: Path,
     say: Said,
 ) -> dict[str, Curves]:
-    """World → arm → seed → curve; the base models are written into `folder`."""
+    """Return world → arm → seed → curve; the base models are written into `folder`."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare) as pool:
         writing = {
@@ -44,7 +44,7 @@ def run_worlds(
 
 
 def _prepare() -> None:
-    """A worker computes in one thread and shows no progress of its own."""
+    """Make a worker compute in one thread and show no progress of its own."""
     import torch
     from transformers.utils import logging
 

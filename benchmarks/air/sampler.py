@@ -1,4 +1,4 @@
-"""The policy at work: all episodes of a wave in step, token ids and log-probabilities kept."""
+"""Play all episodes of a wave in step, and keep token ids and log-probabilities."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from benchmarks.air.task import CALL_WORDS, END, WORDS, Outcome, State, Task, be
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One call, and what came of it."""
+    """Hold one call, and what came of it."""
 
     prompt_ids: tuple[int, ...]
     sampled_ids: tuple[int, ...]
@@ -27,7 +27,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Played:
-    """An episode as far as it came."""
+    """Hold an episode as far as it came."""
 
     task: Task
     ids: list[int]
@@ -36,7 +36,7 @@ class Played:
 
 
 class Sampler:
-    """Samples with a version that the learner saved, or with the base model."""
+    """Sample with a version that the learner saved, or with the base model."""
 
     def __init__(self, base: str, seed: int) -> None:
         self._base = AutoModelForCausalLM.from_pretrained(base).eval()
@@ -44,7 +44,7 @@ class Sampler:
         self._random = torch.Generator().manual_seed(seed)
 
     def load(self, adapter: Path) -> None:
-        """Sample with this version from now on."""
+        """Load the version to sample with from now on."""
         if self._model is self._base:
             self._model = get_peft_model(self._base, LoraConfig.from_pretrained(str(adapter)))
             self._model.eval()
@@ -53,7 +53,7 @@ class Sampler:
 
     @torch.inference_mode()
     def play(self, tasks: Sequence[Task]) -> list[Played]:
-        """One episode of each task (a task may be there many times), at temperature one."""
+        """Play one episode of each task (a task may be there many times), at temperature one."""
         episodes = [
             Played(task, [ID[word] for word in task.prompt], begin(task), []) for task in tasks
         ]
@@ -68,7 +68,7 @@ class Sampler:
     def _say(
         self, reader: "_Reader", logits: Tensor, silent: list[bool]
     ) -> list[list[tuple[int, float]]]:
-        """Each row's next call, token by token, with the log-probabilities of its tokens."""
+        """Sample each row's next call, token by token, with the log-probabilities of its tokens."""
         said: list[list[tuple[int, float]]] = [[] for _ in silent]
         ended = list(silent)
         for place in range(CALL_WORDS):
@@ -104,7 +104,7 @@ def _answer(episode: Played, said: list[tuple[int, float]]) -> list[int]:
 
 
 class _Reader:
-    """Reads on, all rows at once: a row that has less to read is padded, and the pads masked."""
+    """Read on, all rows at once: a row that has less to read is padded, and the pads masked."""
 
     def __init__(self, model: Any, rows: int) -> None:
         self._model = model
@@ -112,7 +112,7 @@ class _Reader:
         self._mask = torch.zeros(rows, 0, dtype=torch.long)
 
     def read(self, pieces: Sequence[Sequence[int]]) -> Tensor:
-        """Logits (B, V) after each row's piece; of no meaning for a row that has none."""
+        """Return logits (B, V) after each row's piece; of no meaning for a row that has none."""
         width = max(1, *(len(piece) for piece in pieces))
         padded = [[0] * (width - len(piece)) + list(piece) for piece in pieces]
         mask = [[0] * (width - len(piece)) + [1] * len(piece) for piece in pieces]

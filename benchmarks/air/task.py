@@ -1,4 +1,4 @@
-"""The toy task: three tools in a chain, and a reward for its right end alone. Pure.
+"""Define the toy task: three tools in a chain, and a reward for its right end alone (pure).
 
 A task gives two keys. `lookup` turns a key into a value, `convert` a value into a result,
 `submit` hands a result in and ends the episode. All of this works with either key, and the
@@ -32,7 +32,7 @@ CALL_WORDS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an episode is about; `answers` are what the tools would say to each key in turn."""
+    """Define what an episode is about; `answers` are what tools would say to each key in turn."""
 
     name: str
     tools: tuple[str, ...]
@@ -42,13 +42,13 @@ class Task:
 
     @property
     def prompt(self) -> tuple[str, ...]:
-        """The words before the first call."""
+        """Return the words before the first call."""
         return ("begin", *self.keys, "call")
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where an episode stands: the words that the task and its tools gave so far."""
+    """Note where an episode stands: the words that the task and its tools gave so far."""
 
     given: frozenset[str]
     turn: int = 0
@@ -58,7 +58,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of one call."""
+    """State what came of one call."""
 
     state: State
     tool: str
@@ -68,12 +68,12 @@ class Outcome:
 
     @property
     def reply(self) -> tuple[str, ...]:
-        """The words between this call and the next."""
+        """Return the words between this call and the next."""
         return ("result", self.status, self.answer, "call")
 
 
 def new_task(name: str, tools: Sequence[str], turns: int, draw: random.Random) -> Task:
-    """A task of fresh words."""
+    """Make a task of fresh words."""
     keys = draw.sample(KEYS, 2)
     values = draw.sample(VALUES, 2)
     results = draw.sample(RESULTS, 2)
@@ -87,12 +87,12 @@ def new_task(name: str, tools: Sequence[str], turns: int, draw: random.Random) -
 
 
 def begin(task: Task) -> State:
-    """Nothing is known but the keys."""
+    """Begin with nothing known but the keys."""
     return State(given=frozenset(task.keys))
 
 
 def take(task: Task, state: State, said: Sequence[str]) -> Outcome:
-    """What the words `said` (one or more) do: always a call, be it of no known tool."""
+    """Apply the words `said` (one or more): always a call, be it of no known tool."""
     after = replace(state, turn=state.turn + 1, ended=state.turn + 1 >= task.turns)
     tool, arguments = said[0], " ".join(word for word in said[1:] if word != END)
     taken = TAKES[tool] if tool in task.tools else ()

@@ -1,4 +1,4 @@
-"""What is measured: two kinds of task, the arms compared on each, and what is looked at. Pure."""
+"""Define two kinds of task, the arms compared on each, and what is looked at (pure)."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -8,7 +8,7 @@ from benchmarks.air.task import CHAIN, NOTE
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A kind of task, and how well the base model knows it."""
+    """Define a kind of task, and how well the base model knows it."""
 
     name: str
     tools: tuple[str, ...]
@@ -23,8 +23,10 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How reward is made. `unbounded` is no recipe of ours: `air_lambda` times the plain sum
-    of all tool scores, as if nobody had thought of heaps of easy calls.
+    """Define how reward is made.
+
+    `unbounded` is no recipe of ours: `air_lambda` times the plain sum of all tool scores, as if
+    nobody had thought of heaps of easy calls.
     """
 
     name: str
@@ -34,7 +36,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The policy on the held-out tasks, after so many episodes of training; means of episodes."""
+    """Look at the policy on the held-out tasks, after so many episodes; means of episodes."""
 
     episodes: int
     r_final: float

@@ -1,1 +1,1 @@
-"""Processes killed, a database taken away, many calls: what is lost."""
+"""Kill processes and take a database away under many calls, and count what is lost."""

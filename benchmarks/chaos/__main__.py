@@ -1,4 +1,4 @@
-"""`python -m benchmarks.chaos`: processes killed, a database taken away, memory, under load.
+"""Kill processes, take the database away, and watch memory, all under load.
 
 `--target proxy`: a model server that answers at once, an embedded PostgreSQL and `pawl proxy`
 are started; one of three things is done (`--kills`, `--outage`, `--calls`), and what the
@@ -121,7 +121,7 @@ def _options() -> argparse.Namespace:
 
 
 def broken_promises(found: dict[str, Any]) -> list[str]:
-    """Which of the promises that a run is about it broke; empty if none."""
+    """Return which of the promises that a run is about it broke; empty if none."""
     nothing = (
         *("missing", "twice", "failed", "failed_otherwise", "scrapes_off", "scrapes_failed"),
         *("lost", "spent_otherwise", "states_differ", "files_differ", "by_themselves"),
@@ -147,7 +147,7 @@ def _table(name: str, found: dict[str, Any], broken: list[str]) -> Table:
 
 
 def _counted(value: Any) -> str:
-    """The members of a list, each once and how often; anything else as it is said."""
+    """Count the members of a list; return anything else as it is."""
     if not isinstance(value, list):
         return _said(value)
     times = Counter(map(_said, value))

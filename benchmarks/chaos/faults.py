@@ -1,4 +1,4 @@
-"""A disk that is full for a while, and one that gives I/O errors: the kernel's own, on demand."""
+"""Make a disk full for a while, or give I/O errors: the kernel's own, on demand."""
 
 import asyncio
 import errno
@@ -21,14 +21,14 @@ SOURCE: Final = Path(__file__).with_name("io_errors.c")
 
 
 class CannotInjectFaults(Exception):
-    """This machine does not let us; the message says what is missing."""
+    """Report that this machine does not let us; the message says what is missing."""
 
 
 class Disk:
-    """A folder on a filesystem of its own, and what can go wrong with it."""
+    """Keep a folder on a filesystem of its own, and make it go wrong."""
 
     def __init__(self, folder: Path, beside: Path) -> None:
-        """`beside` is a folder on another disk, for what makes the errors."""
+        """Set up in `beside`, a folder on another disk, what makes the errors."""
         self.folder = folder
         self._balloon = folder / "balloon"
         self._switch = beside / "io-errors"

@@ -1,4 +1,4 @@
-"""`kill -9` at random moments, of random processes, under load; the disk fails in between.
+"""Kill random processes at random moments (`kill -9`) under load, and fail the disk in between.
 
 With faults, the spool's disk is full or gives I/O errors for a while between two kills, and one
 call in 200 gets a reply that is hard to keep. A call that is answered meanwhile is stored, or its
@@ -42,7 +42,7 @@ COSTLY: Final[frozenset[Part]] = frozenset({"worker", "supervisor"})
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """One kill: from when to when all was back."""
+    """Describe one kill: from when to when all was back."""
 
     part: Part
     at: float
@@ -51,7 +51,7 @@ class Kill:
 
 @dataclass(slots=True)
 class Happened:
-    """What was done to the proxy."""
+    """Note what was done to the proxy."""
 
     kills: list[Kill] = field(default_factory=list)
     faults: Counter[Fault] = field(default_factory=Counter)
@@ -99,7 +99,7 @@ async def kills(stand: Stand, count: int, seed: int) -> dict[str, Any]:
 
 
 def _events(count: int, dice: random.Random, *, faulty: bool) -> Sequence[Fault | None]:
-    """None for each kill, and faults between them."""
+    """Yield None for each kill, and faults between them."""
     if not faulty:
         return [None] * count
     faults = [FAULTS[n % len(FAULTS)] for n in range(max(len(FAULTS), count // KILLS_A_FAULT))]
@@ -154,7 +154,7 @@ def _poison(stand: Stand, outcome: Outcome, done: Happened, dice: random.Random)
 async def _compared(
     stand: Stand, outcome: Outcome, done: Happened, scrapes: Scrapes
 ) -> dict[str, Any]:
-    """What the clients saw, and what was laid down, against what is kept."""
+    """Compare what the clients saw, and what was laid down, with what is kept."""
     answered = outcome.episodes | done.laid.whole
     found = await kept(stand.url, list(answered), own_episodes=True)
     if stand.disk is None:
@@ -204,7 +204,7 @@ def _middle_and_worst(times: list[float]) -> list[float]:
 
 
 def blame(at: float, done: list[Kill]) -> Part | None:
-    """The kill that a failure at that time is due to."""
+    """Return the kill that a failure at that time is due to."""
     for kill in reversed(done):
         if kill.part in COSTLY and kill.at <= at <= kill.back + SLACK_S:
             return kill.part

@@ -1,4 +1,4 @@
-"""What PostgreSQL and the dead letters have of the calls whose end the clients saw."""
+"""Read what PostgreSQL and the dead letters have of the calls whose end the clients saw."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _REPEATED: Final = """
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Calls that were answered, against those that are stored."""
+    """Compare calls that were answered with those that are stored."""
 
     answered: int
     stored: int
@@ -45,7 +45,7 @@ async def kept(url: str, answered: Sequence[str], *, own_episodes: bool) -> Kept
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Where the calls ended that are not stored."""
+    """Tell where the calls ended that are not stored."""
 
     # The disk refused the record, and the ledger says that the episode misses a call.
     marked: list[str]

@@ -1,4 +1,4 @@
-"""A lean load: kept connections that ask one call after another, and remember how each ended.
+"""Load the proxy leanly: kept connections ask one call after another, and note how each ended.
 
 Where `poisoned`, one call in `benchmarks.chaos.poison.EVERY` asks for a reply that is hard to keep.
 """
@@ -21,7 +21,7 @@ BROKEN: Final = (OSError, EOFError, ValueError, asyncio.LimitOverrunError)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A reply that was read to its end."""
+    """Hold a reply that was read to its end."""
 
     status: int
     headers: dict[str, str]
@@ -30,7 +30,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the clients saw."""
+    """Count what the clients saw."""
 
     # The ids of calls whose reply's end arrived.
     complete: list[str] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Outcome:
 
 
 class Load:
-    """So many clients at once; every third call is a stream."""
+    """Run so many clients at once; every third call is a stream."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Load:
             connection.close()
 
     async def _call(self, connection: "_Connection") -> "_Connection | None":
-        """One call; the connection, if it may be used again."""
+        """Make one call, and return the connection if it may be used again."""
         self._sent += 1
         number = self._sent
         began = time.monotonic()
@@ -154,7 +154,7 @@ def _streams(number: int) -> bool:
 
 
 def _check(answer: Answer, *, streamed: bool) -> None:
-    """Whether it is what was asked for.
+    """Check that the reply is what was asked for.
 
     Raises:
         ValueError: it is not.
@@ -192,7 +192,7 @@ class _Connection:
 
 
 async def fetch(port: int, path: str) -> Answer:
-    """One GET on a connection of its own.
+    """Send one GET on a connection of its own.
 
     Raises:
         OSError, EOFError: nobody is there, or it broke off.

@@ -1,4 +1,4 @@
-"""Many calls: does a process of the proxy grow with them?"""
+"""Measure whether a process of the proxy grows with many calls."""
 
 import asyncio
 from typing import Any, Final
@@ -16,7 +16,7 @@ DRAIN_S: Final = 300.0
 
 
 async def memory(stand: Stand, calls: int) -> dict[str, Any]:
-    """Resident memory of worker and keeper over so many calls, once their caches are full."""
+    """Return memory of worker and keeper over so many calls, once their caches are full."""
     await stand.ready()
     load = Load(stand.port, at_once=AT_ONCE, pause_s=0.0, calls_per_episode=10)
     load.start()
@@ -40,7 +40,7 @@ async def memory(stand: Stand, calls: int) -> dict[str, Any]:
 
 
 def _resident(stand: Stand) -> dict[str, float]:
-    """MiB by process."""
+    """Return resident MiB by process."""
     found = {}
     for kind in ("keeper", "worker"):
         for number, process in enumerate(stand.processes(kind)):
@@ -49,7 +49,7 @@ def _resident(stand: Stand) -> dict[str, float]:
 
 
 def slope(points: list[dict[str, float]], name: str) -> float:
-    """Bytes a call by which a process grows: a line through the points, least squares."""
+    """Return the bytes by which a process grows a call: a line through the points."""
     xs, ys = [p["calls"] for p in points], [p[name] * 2**20 for p in points]
     middle_x, middle_y = sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - middle_x) ** 2 for x in xs)

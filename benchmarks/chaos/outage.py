@@ -1,4 +1,4 @@
-"""The database gone for minutes under load: does any request notice?"""
+"""Take the database away for minutes under load, and see whether any request notices."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ async def outage(stand: Stand, seconds: float) -> dict[str, Any]:
 
 
 async def _drained_under_load(stand: Stand, load: Load, scrapes: Scrapes) -> float | None:
-    """How long the backlog takes, with the clients still asking."""
+    """Return how long the backlog takes, with the clients still asking."""
     began = time.monotonic()
     for _ in range(int(4 * DRAIN_S)):
         if await _is_level(stand, scrapes):
@@ -66,7 +66,7 @@ async def _drained_under_load(stand: Stand, load: Load, scrapes: Scrapes) -> flo
 
 
 async def _is_level(stand: Stand, scrapes: Scrapes) -> bool:
-    """Whether no more waits than a moment's calls."""
+    """Return whether no more waits than a moment's calls."""
     probe = Scrapes()
     await drained(stand.admin, probe, within_s=0.01)
     scrapes.off += probe.off
@@ -74,7 +74,7 @@ async def _is_level(stand: Stand, scrapes: Scrapes) -> bool:
 
 
 def latency(took: list[float]) -> dict[str, float]:
-    """Median, p99 and the longest, in milliseconds."""
+    """Return median, p99 and the longest, in milliseconds."""
     ordered = sorted(took)
     if not ordered:
         return {"calls": 0}

@@ -1,4 +1,4 @@
-"""Records that nobody can read, or that the database refuses: some by a reply, some on disk.
+"""Lay down records that nobody can read or the database refuses, by a reply or on disk.
 
 A call whose request has a mark gets a reply that is hard to keep. It is stored all the same, or
 becomes a dead letter. A segment that lies in the spool holds what can only be a dead letter: a
@@ -60,7 +60,7 @@ def reply_to(request: bytes) -> bytes | None:
 
 @dataclass(slots=True)
 class Laid:
-    """What was laid into the spool: calls that must be stored, and segments with poison in them."""
+    """List what was laid into the spool: calls that must be stored, and poisoned segments."""
 
     whole: dict[str, str] = field(default_factory=dict)
     poisoned: list[str] = field(default_factory=list)

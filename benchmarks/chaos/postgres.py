@@ -1,4 +1,4 @@
-"""PostgreSQL killed and started again."""
+"""Kill PostgreSQL, and start it again."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ UP_S: Final = 60.0
 
 
 async def kill(process: psutil.Process) -> None:
-    """`kill -9`, until it is reaped: before that it is still listed."""
+    """Kill it (`kill -9`), and wait until it is reaped: before that it is still listed."""
     process.kill()
     await asyncio.to_thread(psutil.wait_procs, [process], UP_S)
 
@@ -34,7 +34,7 @@ async def start_again(postgres: EmbeddedPostgres) -> None:
 
 
 async def kill_and_start(postgres: EmbeddedPostgres) -> None:
-    """Both."""
+    """Kill it and start it again."""
     assert postgres.pid is not None
     await kill(psutil.Process(postgres.pid))
     await start_again(postgres)

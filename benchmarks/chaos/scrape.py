@@ -1,4 +1,4 @@
-"""`/metrics` read again and again: do the four outcomes add up to what was recorded?"""
+"""Read `/metrics` again and again: do the four outcomes add up to what was recorded?"""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ EVERY_S: Final = 0.25
 
 @dataclass(slots=True)
 class Scrapes:
-    """What was seen."""
+    """Count what was seen."""
 
     read: int = 0
     # The keeper was away, or not up yet.
@@ -34,7 +34,7 @@ class Scrapes:
     _last_dropped: float = 0.0
 
     def note(self, samples: dict[str, float]) -> None:
-        """One scrape."""
+        """Note one scrape."""
         self.read += 1
         self.most_spooled = max(self.most_spooled, samples.get(SPOOLED, 0.0))
         dropped = samples.get(DROPPED, 0.0)
@@ -45,18 +45,18 @@ class Scrapes:
 
 
 def adds_up(samples: dict[str, float]) -> bool:
-    """recorded = stored + spooled + dead letters + dropped."""
+    """Return whether recorded = stored + spooled + dead letters + dropped."""
     return samples.get(RECORDED, 0.0) == sum(samples.get(name, 0.0) for name in OUTCOMES)
 
 
 def parsed(text: str) -> dict[str, float]:
-    """The samples without labels (Prometheus' text format)."""
+    """Parse the samples without labels (Prometheus' text format)."""
     pairs = [line.split(" ") for line in text.splitlines() if line[:1] != "#" and "{" not in line]
     return {name: float(value) for name, value in pairs}
 
 
 async def scrape(admin: int, found: Scrapes) -> dict[str, float] | None:
-    """Once; None if there was no answer."""
+    """Read the metrics once; None if there was no answer."""
     try:
         answer = await asyncio.wait_for(fetch(admin, "/metrics"), 10)
     except (*BROKEN, TimeoutError):
@@ -71,7 +71,7 @@ async def scrape(admin: int, found: Scrapes) -> dict[str, float] | None:
 
 
 async def scraping(admin: int, found: Scrapes) -> None:
-    """Until cancelled."""
+    """Read the metrics until cancelled."""
     while True:
         await scrape(admin, found)
         await asyncio.sleep(EVERY_S)

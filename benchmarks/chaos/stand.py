@@ -1,4 +1,4 @@
-"""What is set up: a model server, PostgreSQL, and `pawl proxy`, each of which can be killed."""
+"""Set up a model server, PostgreSQL, and `pawl proxy`, each of which can be killed."""
 
 import asyncio
 import json
@@ -28,11 +28,11 @@ POLL_S: Final = 0.05
 
 
 class NotReady(Exception):
-    """What was killed did not come back; the message ends with the proxy's last log lines."""
+    """Report that what was killed did not come back; the message has the proxy's last log lines."""
 
 
 class Stand:
-    """A running proxy and what it needs."""
+    """Run a proxy and what it needs."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Stand:
             return subprocess.Popen(command, env=self._environment, stdout=log, stderr=log)
 
     def processes(self, kind: str) -> list[psutil.Process]:
-        """The supervisor's workers, or its keeper; of an empty kind all of them."""
+        """Return the supervisor's workers, or its keeper; of an empty kind all of them."""
         found = []
         with suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.supervisor.pid).children():
@@ -89,7 +89,7 @@ class Stand:
         return found
 
     async def kill(self, part: Part, which: int) -> None:
-        """`kill -9`; of several workers that with number `which`. Returns when all is back.
+        """Kill one (`kill -9`), of several workers number `which`, and return when all is back.
 
         Raises:
             NotReady: see there.
@@ -121,7 +121,7 @@ class Stand:
         await start_again(self.postgres)
 
     async def ready(self) -> None:
-        """Until keeper and workers are there and the database is up.
+        """Wait until keeper and workers are there and the database is up.
 
         A supervisor that has ended is noted, and started again: what it did to the calls is to be
         seen, too.
@@ -149,12 +149,12 @@ class Stand:
         return said["database"] == "up" and models.status == 200
 
     def _last_words(self, count: int = 40) -> str:
-        """The end of the proxy's log, less its lines about calls."""
+        """Return the end of the proxy's log, less its lines about calls."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join([line for line in lines if '"event":"call"' not in line][-count:])
 
     def stop(self) -> None:
-        """SIGTERM; what is spooled is stored first, as far as it can be.
+        """Stop it by SIGTERM; what is spooled is stored first, as far as it can be.
 
         Raises:
             subprocess.TimeoutExpired: it did not end; all of it is killed.
@@ -185,7 +185,7 @@ def _program(*, compiled: bool) -> tuple[list[str], Mapping[str, str]]:
 def standing(
     folder: Path, workers: int, *, faults: bool = False, compiled: bool = False
 ) -> Iterator[Stand]:
-    """All of it, up; gone when the block is left. With `faults` the spool's disk can go wrong.
+    """Bring everything up, and down after the block; `faults` lets the spool's disk go wrong.
 
     Raises:
         CannotInjectFaults: see `benchmarks.chaos.faults`.

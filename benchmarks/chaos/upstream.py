@@ -1,4 +1,4 @@
-"""A model server that answers at once: `python -m benchmarks.chaos.upstream PORT`.
+"""Serve a model that answers at once: `python -m benchmarks.chaos.upstream PORT`.
 
 Whole replies of 20 tokens; streams of five chunks, five milliseconds apart. A request that asks
 for poison (`benchmarks.chaos.poison`) gets that, whole or as a stream's one event.
@@ -22,22 +22,22 @@ WHOLE: Final = wire.reply(20).encode()
 
 
 class Connection(asyncio.Protocol):
-    """One connection: requests one after another."""
+    """Answer the requests of one connection, one after another."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
+        """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """Forget the transport."""
         self._transport = None
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Answer each request that is complete."""
         self._received += data
         request = whole_request(self._received)
         if request is not None and self._transport is not None:
@@ -68,13 +68,13 @@ class Connection(asyncio.Protocol):
 
 
 def whole(said: bytes) -> bytes:
-    """A whole reply."""
+    """Return a whole reply."""
     head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(said)}"
     return head.encode() + b"\r\n\r\n" + said
 
 
 async def serve(port: int) -> None:
-    """Until the process is ended."""
+    """Serve until the process is ended."""
     loop = asyncio.get_running_loop()
     server = await loop.create_server(Connection, "127.0.0.1", port, backlog=4096)
     await server.serve_forever()

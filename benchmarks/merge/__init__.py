@@ -1,1 +1,1 @@
-"""Merged prefixes: the same gradient, fewer tokens, less time; and how near the peak."""
+"""Measure merged prefixes: the same gradient, fewer tokens, less time; and how near the peak."""

@@ -1,4 +1,4 @@
-"""Merged prefixes against separate rows and TRL's GRPO: gradients, tokens, time, and the peak.
+"""Compare merged prefixes with separate rows and TRL's GRPO: gradients, tokens, time, the peak.
 
     python -m benchmarks.merge [--quick] [--model DIR] [--write] [--json]
     python -m benchmarks.merge --device cuda [--json]
@@ -55,7 +55,7 @@ def _measure(options: argparse.Namespace, say: Any) -> dict[str, Any]:
 
 
 def _text(model: Path) -> list[int]:
-    """This repository's own documents, as the model reads them."""
+    """Return this repository's own documents, as the model reads them."""
     from transformers import AutoTokenizer
 
     documents = [Path("ARCHITECTURE.md"), Path("README.md"), *sorted(Path("docs").glob("*.md"))]

@@ -1,4 +1,4 @@
-"""What is trained: groups that share a prompt, a thread of many turns, random trees."""
+"""Make what is trained: groups that share a prompt, a thread of many turns, random trees."""
 
 import random
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from trainer.batches.rows import Row
 
 
 class Size(NamedTuple):
-    """Of groups, and of a thread; `quick` is for a test."""
+    """Set the size of groups, and of a thread; `quick` is for a test."""
 
     groups: int
     members: int
@@ -29,7 +29,7 @@ QUICK = Size(groups=2, members=4, prompt=24, sampled=6, turns=4, turn=12)
 
 
 def groups(size: Size, words: Sequence[int]) -> list[Row]:
-    """`groups` × `members` rows; a group has one prompt of about `prompt` tokens."""
+    """Make `groups` × `members` rows; a group has one prompt of about `prompt` tokens."""
     dice = random.Random(0)
     rows = []
     for _ in range(size.groups):
@@ -41,7 +41,7 @@ def groups(size: Size, words: Sequence[int]) -> list[Row]:
 
 
 def thread(size: Size, words: Sequence[int]) -> list[Row]:
-    """One conversation: each turn's prompt is all that was before it."""
+    """Make one conversation: each turn's prompt is all that was before it."""
     dice = random.Random(1)
     rows = []
     said = _ids(dice, words, size.prompt)
@@ -53,7 +53,7 @@ def thread(size: Size, words: Sequence[int]) -> list[Row]:
 
 
 def random_tree(seed: int, vocabulary: int) -> list[Row]:
-    """Rows that fork anywhere, of mixed temperature, some the same, some without a fellow."""
+    """Make rows that fork anywhere, of mixed temperature, some the same, some without a fellow."""
     dice = random.Random(seed)
     words = random_words(vocabulary)
     known: list[tuple[int, ...]] = [()]
@@ -68,13 +68,13 @@ def random_tree(seed: int, vocabulary: int) -> list[Row]:
 
 
 def random_words(vocabulary: int) -> list[int]:
-    """Ids for models that were never taught a text."""
+    """Draw ids for models that were never taught a text."""
     dice = random.Random(0)
     return [dice.randrange(vocabulary) for _ in range(10_000)]
 
 
 def _ids(dice: random.Random, words: Sequence[int], count: int) -> tuple[int, ...]:
-    """A piece of `words`, from anywhere."""
+    """Cut a piece of `words`, from anywhere."""
     start = dice.randrange(len(words) - count)
     return tuple(words[start : start + count])
 
@@ -101,5 +101,5 @@ def _row(
 
 
 def _weighted(rows: Sequence[Row]) -> list[Row]:
-    """Rows as they are, each with the same share of the loss."""
+    """Give each row the same share of the loss."""
     return [replace(row, weight=1 / len(rows)) for row in rows]

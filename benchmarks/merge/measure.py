@@ -1,4 +1,4 @@
-"""The measurements, each a plain dictionary: gradients, against TRL, share of the peak."""
+"""Measure gradients, time against TRL, and the share of the peak, each as a plain dictionary."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Result = dict[str, Any]
 
 
 def tiny_gradients(seeds: int) -> Result:
-    """float64, random trees: the largest difference of merged from separate over all seeds."""
+    """Compare merged with separate in float64 on random trees: the most they differ by."""
     model = make_model(TINY, torch.float64)
     reference = make_model(TINY, torch.float64, lean=False)
     worst = 0.0
@@ -32,7 +32,7 @@ def tiny_gradients(seeds: int) -> Result:
 
 
 def real_gradient(source: Any, rows: Sequence[Row], budget: int) -> Result:
-    """float32: merged against separate, and against transformers' and PEFT's own layers."""
+    """Compare merged in float32 with separate, and with transformers' and PEFT's own layers."""
     model = make_model(source, torch.float32)
     train(model, plan(rows, budget), merge=True)
     merged = gradient(model)
@@ -53,7 +53,7 @@ def real_gradient(source: Any, rows: Sequence[Row], budget: int) -> Result:
 def against_trl(
     source: Any, rows: Sequence[Row], budget: int, repeats: int, say: Say = lambda _: None
 ) -> Result:
-    """Tokens and seconds (best of `repeats`, after a warm-up) of one update, and TRL's."""
+    """Measure one update against TRL's: tokens, and seconds (best of `repeats`, once warm)."""
     taken, tokens, merged = _ours(source, rows, budget, repeats, say)
     trl_taken, trl_tokens, theirs = _trls(source, rows, repeats, say)
     return {
@@ -106,9 +106,8 @@ def share_of_peak(
     *,
     merge: bool = True,
     quick: bool = False,
-    say: Say = lambda _: None,
 ) -> Result:
-    """A whole update (forward, backward, clipped AdamW step) against the machine's best."""
+    """Measure a whole update (forward, backward, clipped AdamW step) against the machine's best."""
     model = make_model(source, dtype, device)
     batches = plan(rows, budget, merge=merge)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -122,10 +121,7 @@ def share_of_peak(
 
     update()
     before = peaks(dtype, device, quick=quick)
-    taken = []
-    for _ in range(repeats):
-        say(f"{str(dtype)[6:]}, {'merged' if merge else 'separate'}")
-        taken.append(seconds(update))
+    taken = [seconds(update) for _ in range(repeats)]
     after = peaks(dtype, device, quick=quick)
     flops, best = needed_flops(model, batches, merge=merge), min(taken)
     peak = {name: max(before[name], after[name]) for name in before}
@@ -145,7 +141,7 @@ def share_of_peak(
 
 
 def half_precision(source: Any, rows: Sequence[Row], budget: int) -> Result:
-    """The gradient in bf16 against float32's."""
+    """Compare the gradient in bf16 with float32's."""
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model(source, dtype)
@@ -160,7 +156,7 @@ def half_precision(source: Any, rows: Sequence[Row], budget: int) -> Result:
 def everything(
     source: Path | Any, words: Sequence[int], size: Size, options: Any, say: Say
 ) -> Result:
-    """All of it, on a CPU."""
+    """Measure all of it, on a CPU."""
     shared, turns = groups(size, words), thread(size, words)
     budget, repeats = options.budget, options.repeats
     say("gradients, random trees")
@@ -170,25 +166,18 @@ def everything(
     result["gradient"] = real_gradient(source, few, budget)
     result["groups"] = against_trl(source, shared, budget, repeats, lambda s: say(f"groups, {s}"))
     result["thread"] = against_trl(source, turns, budget, repeats, lambda s: say(f"thread, {s}"))
-    result["updates"] = [
-        share_of_peak(
-            source,
-            shared,
-            budget,
-            repeats,
-            dtype,
-            quick=options.quick,
-            say=lambda s: say(f"peak, {s}"),
-        )
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
+    result["updates"] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        say(f"peak, {str(dtype)[6:]}")
+        measured = share_of_peak(source, shared, budget, repeats, dtype, quick=options.quick)
+        result["updates"].append(measured)
     say("gradient, bf16")
     result["half"] = half_precision(source, few, budget)
     return result
 
 
 def on_gpu(sources: dict[str, Any], size: Size, options: Any, say: Say) -> Result:
-    """Tokens a second and share of the peak in bf16, merged and not."""
+    """Measure tokens a second and share of the peak in bf16, merged and not."""
     cases = {"groups": groups, "thread": thread}
     found = []
     for name, case, merge in itertools.product(sources, cases, (True, False)):

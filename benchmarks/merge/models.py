@@ -1,4 +1,4 @@
-"""The models that are measured: each a PEFT model whose adapter has an effect."""
+"""Make the models that are measured: each a PEFT model whose adapter has an effect."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -48,7 +48,7 @@ BILLION: Final = LlamaConfig(
 def make_model(
     source: LlamaConfig | Path, dtype: torch.dtype, device: str = "cpu", *, lean: bool = True
 ) -> Any:
-    """The model in a folder, or one of random weights; the same weights each time.
+    """Load the model in a folder, or make one of random weights; the same weights each time.
 
     `lean` False leaves transformers' and PEFT's own code as it is: the reference.
     """

@@ -1,4 +1,4 @@
-"""The tables, and the picture in docs/."""
+"""Make the tables, and the picture in docs/."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ BARS = {"groups": (4.0, 2.8), "thread": (10.0, 8.0)}
 
 
 def tables(result: Result) -> list[Table]:
-    """What was measured on a CPU, beside what it should be."""
+    """Show what was measured on a CPU, beside what it should be."""
     return [_gradients(result), _against_trl(result), _updates(result["updates"])]
 
 
@@ -69,14 +69,14 @@ def _updates(updates: list[Result]) -> Table:
 
 
 def gpu_table(result: Result) -> Table:
-    """What was measured on a GPU."""
+    """Show what was measured on a GPU."""
     table = _updates(result["updates"])
     table.title = f"{result['device']}, torch {result['torch']}"
     return table
 
 
 def draw(result: Result, path: Path) -> None:
-    """Tokens and seconds of one update, ours and TRL's."""
+    """Draw tokens and seconds of one update, ours and TRL's."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained")

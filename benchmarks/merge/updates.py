@@ -1,4 +1,4 @@
-"""One update in three ways: ours merged, ours separate, and TRL's own GRPO."""
+"""Make one update in three ways: ours merged, ours separate, and TRL's own GRPO."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,19 +19,19 @@ TRL_TOKENS = 2400
 
 
 def gradient(model: Any) -> Tensor:
-    """All gradients in one vector, in float64; they are taken away."""
+    """Return all gradients in one vector, in float64; they are taken away."""
     found = [p.grad.flatten().double() for p in model.parameters() if p.grad is not None]
     model.zero_grad(set_to_none=True)
     return torch.cat(found)
 
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
-    """Between two gradients, as a share of the largest entry."""
+    """Return the largest difference of two gradients, as a share of the largest entry."""
     return float((one - other).abs().max() / other.abs().max())
 
 
 def train(model: Any, batches: Sequence[Sequence[Row]], *, merge: bool) -> None:
-    """Gradients of truncated importance-weighted policy gradient, micro-batch by micro-batch."""
+    """Compute truncated importance-weighted policy gradients, micro-batch by micro-batch."""
     for rows in batches:
         logprobs = score_rows(model, rows, merge=merge).logprobs
         sampled, worth = _columns(rows, logprobs)
@@ -49,12 +49,12 @@ def _columns(rows: Sequence[Row], like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plan(rows: Sequence[Row], budget: int, *, merge: bool = True) -> list[list[Row]]:
-    """The micro-batches of `rows`."""
+    """Return the micro-batches of `rows`."""
     return plan_micro_batches(rows, budget, merge=merge)
 
 
 def trl_update(model: Any, rows: Sequence[Row]) -> tuple[Callable[[], None], int]:
-    """TRL's own GRPO loss (cispo) over padded rows: what runs it, and the tokens it computes."""
+    """Return what runs TRL's own GRPO loss (cispo) over padded rows, and the tokens it computes."""
     trainer = _trl_trainer(model)
     at_once = max(1, min(TRL_ROWS, TRL_TOKENS // max(len(row.ids) for row in rows)))
     batches = [_padded(rows[start : start + at_once]) for start in range(0, len(rows), at_once)]
@@ -99,7 +99,7 @@ def _trl_trainer(model: Any) -> Any:
 
 
 def _words() -> Any:
-    """TRL wants a tokenizer; nothing is tokenised."""
+    """Make a tokenizer, as TRL wants one; nothing is tokenised."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
@@ -109,7 +109,7 @@ def _words() -> Any:
 
 
 def _padded(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """TRL's tensors: prompts padded on the left, completions on the right."""
+    """Return TRL's tensors: prompts padded on the left, completions on the right."""
     prompts = [torch.tensor(row.prompt_ids) for row in rows]
     sampled = [torch.tensor(row.sampled_ids) for row in rows]
     old = [torch.tensor(row.sampled_logprobs) for row in rows]

@@ -1,4 +1,4 @@
-"""What an update costs: multiplications that it needs, and what the machine can do at best."""
+"""Measure the multiplications that an update needs, and what the machine can do at best."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from trainer.learners.kernels.products import product
 
 
 def needed_flops(model: Any, batches: Sequence[Sequence[Row]], *, merge: bool = True) -> float:
-    """Floating-point operations of forward and backward, a multiply-add as two.
+    """Return the floating-point operations of forward and backward, a multiply-add as two.
 
     Of a frozen matrix there is no weight gradient; nothing is computed twice; a token attends
     to what it sees; the first layer's inputs need no gradient; the head sees the nodes before
@@ -65,7 +65,7 @@ def _per_token(model: Any) -> float:
 
 
 def peaks(dtype: torch.dtype, device: str, *, quick: bool = False) -> dict[str, float]:
-    """The best matrix products of this machine, now, operations a second.
+    """Measure the best matrix products of this machine, now, in operations a second.
 
     `mm` is torch's own, `best` that or oneDNN's (`trainer.learners.kernels.products`), each the
     best over large matrices and over shapes of the model, the second matrix as it is or transposed.
@@ -84,7 +84,7 @@ def peaks(dtype: torch.dtype, device: str, *, quick: bool = False) -> dict[str, 
 def _operands(
     shape: tuple[int, int, int], dtype: torch.dtype, device: str
 ) -> list[tuple[Tensor, Tensor]]:
-    """Two matrices; and the same, the second laid out by columns."""
+    """Return two matrices; and the same, the second laid out by columns."""
     rows, inner, columns = shape
     left = torch.randn(rows, inner, dtype=dtype, device=device)
     right = torch.randn(inner, columns, dtype=dtype, device=device)
@@ -94,7 +94,7 @@ def _operands(
 def _rate(
     multiply: Callable[[Tensor, Tensor], Tensor], left: Tensor, right: Tensor, least: float
 ) -> float:
-    """Operations a second, the best of five times at least `least` of them."""
+    """Return operations a second, the best of five times at least `least` of them."""
     operations = 2.0 * left.numel() * right.shape[1]
     repeats = max(1, int(least / operations))
     return max(
@@ -104,7 +104,7 @@ def _rate(
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long `work` takes, the GPU's part included."""
+    """Return how long `work` takes, the GPU's part included."""
     wait()
     started = time.perf_counter()
     work()
@@ -113,6 +113,6 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def wait() -> None:
-    """Until the GPU, if there is one, has nothing left to do."""
+    """Wait until the GPU, if there is one, has nothing left to do."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()

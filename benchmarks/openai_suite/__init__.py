@@ -1,1 +1,1 @@
-"""openai-python's own test-suite, direct and through `pawl proxy`."""
+"""Run openai-python's own test-suite, direct and through `pawl proxy`."""

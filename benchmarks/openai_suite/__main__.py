@@ -1,4 +1,4 @@
-"""`python -m benchmarks.openai_suite`: openai-python's own tests, direct and through the proxy.
+"""Run openai-python's own tests, direct and through the proxy.
 
 The suite runs twice against the same mock server: straight, and with `pawl proxy` between them,
 recording durably. Every test must end alike; those that fail because the allow-list refuses an
@@ -41,7 +41,7 @@ FORMATS = [f"--validator-{of}-format=brackets" for of in ("query-array", "form-a
 
 @contextmanager
 def mock_server(suite: Suite, log: Path) -> Iterator[int]:
-    """The mock server's port, once it answers."""
+    """Run the mock server, and yield its port once it answers."""
     port = free_port()
     command = [str(suite.mock), "--host", "127.0.0.1", "--port", str(port), *FORMATS]
     with log.open("wb") as out:
@@ -90,7 +90,7 @@ def run_suite(suite: Suite, base_url: str, report: Path, selection: list[str]) -
 
 
 async def measure(suite: Suite, folder: Path, selection: list[str]) -> dict[str, object]:
-    """Both runs, compared."""
+    """Compare both runs."""
     log, here, there = folder / "mock.log", folder / "direct.xml", folder / "proxied.xml"
     port = free_port()
     with mock_server(suite, log) as mock:

@@ -1,4 +1,4 @@
-"""What two runs of one suite came to, test by test, and what was asked of the server (pure)."""
+"""Compare two runs of one suite, test by test, and what was asked of the server (pure)."""
 
 import re
 from collections import Counter
@@ -16,14 +16,14 @@ REQUEST = re.compile(r"\] (?P<method>[A-Z]+) (?P<path>/v1/[^? ]*)")
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """How one test ended; `text` is its failure's."""
+    """State how one test ended; `text` is its failure's."""
 
     state: str
     text: str = ""
 
 
 class Comparison(Record, frozen=True, kw_only=True):
-    """Tests by what became of them: the same, refused by the allow-list, or different."""
+    """Sort tests by what became of them: the same, refused by the allow-list, or different."""
 
     same: Mapping[str, int]
     refused: tuple[str, ...]
@@ -31,7 +31,7 @@ class Comparison(Record, frozen=True, kw_only=True):
 
 
 def outcomes(report: Path) -> dict[str, Outcome]:
-    """Each test's outcome, from a JUnit report."""
+    """Return each test's outcome, from a JUnit report."""
     found: dict[str, Outcome] = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
@@ -46,7 +46,7 @@ def outcomes(report: Path) -> dict[str, Outcome]:
 
 
 def compare(direct: Mapping[str, Outcome], proxied: Mapping[str, Outcome]) -> Comparison:
-    """Each test of either run in exactly one place."""
+    """Put each test of either run in exactly one place."""
     same: Counter[str] = Counter()
     refused, different = [], []
     missing = Outcome(state="missing")
@@ -62,7 +62,7 @@ def compare(direct: Mapping[str, Outcome], proxied: Mapping[str, Outcome]) -> Co
 
 
 def requests_seen(log: str, known: Iterable[str]) -> Counter[tuple[str, str]]:
-    """Requests in the mock server's log, counted by method and path template."""
+    """Count the requests in the mock server's log by method and path template."""
     patterns = [(re.compile(_pattern(path)), path) for path in known]
     seen: Counter[tuple[str, str]] = Counter()
     for match in REQUEST.finditer(log):
@@ -78,7 +78,7 @@ def _pattern(template: str) -> str:
 
 
 def is_served(method: str, template: str) -> bool:
-    """Whether the proxy lets such a request through."""
+    """Return whether the proxy lets such a request through."""
     try:
         find_route(method, re.sub(r"\{[^}]*\}", "x", template))
     except NotAllowed:

@@ -1,4 +1,4 @@
-"""What the suite needs, fetched once into `var/openai_suite`: sources, packages, mock server.
+"""Fetch what the suite needs once into `var/openai_suite`: sources, packages, mock server.
 
 The sources come from openai-python's repository, whose tag also holds the description of the
 API that the mock server (`@stdy/cli`, at the version that the sources name) answers from: the
@@ -24,7 +24,7 @@ SPEC = "api_reference/openapi.transformed.yml"
 
 
 class Suite(Record, frozen=True, kw_only=True):
-    """Where everything is."""
+    """Name where everything is."""
 
     sources: Path
     python: Path
@@ -97,14 +97,14 @@ def _mock(folder: Path) -> Path:
 
 
 def _spec(folder: Path, sources: Path) -> Path:
-    """The description with its paths under /v1, where a server has them."""
+    """Write the description with its paths under /v1, where a server has them."""
     mounted = folder / "openapi.v1.yml"
     mounted.write_text("\n".join(under_v1((sources / SPEC).read_text().split("\n"))))
     return mounted
 
 
 def under_v1(lines: list[str]) -> Iterator[str]:
-    """An OpenAPI description's lines, each path of it prefixed with /v1 (pure)."""
+    """Prefix each path in an OpenAPI description's lines with /v1 (pure)."""
     inside = False
     for line in lines:
         if re.match(r"\S", line):
@@ -113,7 +113,7 @@ def under_v1(lines: list[str]) -> Iterator[str]:
 
 
 def templates(spec: Path) -> list[str]:
-    """The paths of a description, with their parameters in braces."""
+    """Return the paths of a description, with their parameters in braces."""
     found, inside = [], False
     for line in spec.read_text().split("\n"):
         if re.match(r"\S", line):

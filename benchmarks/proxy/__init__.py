@@ -1,1 +1,1 @@
-"""`python -m benchmarks.proxy`: what Pawl costs, beside nginx, LiteLLM and Agent Lightning."""
+"""Measure what Pawl costs, beside nginx, LiteLLM and Agent Lightning."""

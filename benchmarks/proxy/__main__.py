@@ -1,4 +1,4 @@
-"""`python -m benchmarks.proxy`: Pawl beside nginx, LiteLLM and Agent Lightning, a core each.
+"""Measure Pawl beside nginx, LiteLLM and Agent Lightning, a core each.
 
 Whole calls (wrk, 1 and 64 at once, 4 KB prompts, 2.9 KB replies with ids; a 100 KB reply) and
 streams (1, 256 and 1,000 at once, ten chunks a second each), in one run. For whole calls all are
@@ -125,7 +125,7 @@ def _as_json(peers: dict[str, Peer], promises: list[Bar], busy: float) -> dict[s
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Replace NaN by None, as JSON has none."""
     if isinstance(value, dict):
         return {key: _finite(held) for key, held in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value

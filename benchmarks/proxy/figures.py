@@ -1,4 +1,4 @@
-"""What is measured, and the bars it is held against. Pure."""
+"""Define what is measured, and the bars it is held against (pure)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ STREAMS: Final = (1, 256, 1000)
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Whole calls, so many at once. CPU is given a call, by group of processes."""
+    """Measure whole calls, so many at once. CPU is given a call, by group of processes."""
 
     at_once: int
     calls: int
@@ -29,19 +29,19 @@ class Calls:
 
     @property
     def cpu_us_in_all(self) -> float:
-        """Of all groups."""
+        """Return the sum of all groups."""
         return sum(self.cpu_us.values())
 
     @property
     def sustained_per_s(self) -> float:
-        """Calls a second, counted until all were stored."""
+        """Return calls a second, counted until all were stored."""
         if self.drain_s is None:
             return self.calls_per_s
         return self.calls / (self.calls / self.calls_per_s + self.drain_s)
 
 
 def combined(rounds: Sequence[Calls]) -> Calls:
-    """Several rounds of one load as one: counts are added up, of the rest the median stands."""
+    """Combine several rounds of one load: add counts up, and take the median of the rest."""
     first = rounds[0]
     kept = [one for one in rounds if one.stored is not None and one.drain_s is not None]
     return Calls(
@@ -59,7 +59,7 @@ def combined(rounds: Sequence[Calls]) -> Calls:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Streams of ten chunks a second, so many at once; `failed` counts by reason."""
+    """Measure streams of ten chunks a second, so many at once; `failed` counts by reason."""
 
     at_once: int
     started: int
@@ -74,18 +74,18 @@ class Streams:
 
     @property
     def failures(self) -> int:
-        """For whatever reason."""
+        """Return the number of failures, for whatever reason."""
         return sum(self.failed.values())
 
     @property
     def cpu_us_in_all(self) -> float:
-        """Of all groups, a chunk."""
+        """Return the sum of all groups, a chunk."""
         return sum(self.cpu_us.values())
 
 
 @dataclass(slots=True)
 class Peer:
-    """One row: what was found, or why nothing was. `no_streams` says why there are none."""
+    """Hold one row: what was found, or why nothing was. `no_streams` says why there are none."""
 
     name: str
     version: str = ""
@@ -101,7 +101,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A promise: `value` at least, or at most, `limit`. None: it was not measured."""
+    """Promise that `value` is at least, or at most, `limit`. None: it was not measured."""
 
     name: str
     value: float | None
@@ -110,14 +110,14 @@ class Bar:
 
     @property
     def holds(self) -> bool | None:
-        """None where there is nothing to judge."""
+        """Return whether the promise holds; None where there is nothing to judge."""
         if self.value is None:
             return None
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that `share` of all do not exceed (nearest rank); NaN of none."""
+    """Return the smallest value that `share` of all do not exceed (nearest rank); NaN of none."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -125,12 +125,12 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def batched(stamps: Sequence[float]) -> int:
-    """How many chunks of one delivered piece had waited for a later one."""
+    """Count the chunks of one delivered piece that had waited for a later one."""
     return sum(later - earlier >= BATCH_GAP_S for earlier, later in pairwise(stamps))
 
 
 def bars(peers: Mapping[str, Peer]) -> list[Bar]:
-    """Pawl's promises, as far as this run can judge them."""
+    """Judge Pawl's promises, as far as this run can."""
     pawl = peers.get("pawl", Peer("pawl"))
     return [
         Bar("calls_per_nginx", _ratio(peers, "nginx"), 1 / 9, at_least=True),
@@ -164,7 +164,7 @@ def _bars_of_streams(found: Streams | None) -> list[Bar]:
 
 
 def _ratio(peers: Mapping[str, Peer], other: str) -> float | None:
-    """The median over the rounds: what disturbs the machine disturbs both of a round."""
+    """Return the median over the rounds: what disturbs the machine disturbs both of a round."""
     if "pawl" not in peers or other not in peers:
         return None
     rounds = zip(peers["pawl"].rounds_per_s, peers[other].rounds_per_s, strict=False)

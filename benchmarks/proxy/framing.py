@@ -1,4 +1,4 @@
-"""HTTP/1.1 replies in chunked transfer coding, taken apart (RFC 9112 §7.1). Pure."""
+"""Take HTTP/1.1 replies in chunked transfer coding apart (RFC 9112 §7.1; pure)."""
 
 import re
 from typing import Final
@@ -8,7 +8,7 @@ CHUNKED: Final = re.compile(rb"\r\ntransfer-encoding:\s*chunked", re.IGNORECASE)
 
 
 class ChunkedReply:
-    """Fed with what comes, gives the content; `status` once the head is there, `ended` at last."""
+    """Give the content of what comes; `status` once the head is there, `ended` at last."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -17,7 +17,7 @@ class ChunkedReply:
         self._left = 0
 
     def feed(self, data: bytes) -> bytes:
-        """The content in this piece.
+        """Return the content in this piece.
 
         Raises:
             ValueError: this is no reply in chunked coding.
@@ -43,7 +43,7 @@ class ChunkedReply:
         return bool(found)
 
     def _take_size(self) -> bool:
-        """A size line, and the line end of the chunk before it."""
+        """Take a size line, and the line end of the chunk before it."""
         line, found, rest = self._rest.removeprefix(b"\r\n").partition(b"\r\n")
         if not found:
             return False

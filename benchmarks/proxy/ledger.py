@@ -1,4 +1,4 @@
-"""How many calls Pawl has stored, and how long it takes until all are."""
+"""Count how many calls Pawl has stored, and how long it takes until all are."""
 
 import asyncio
 import time
@@ -10,17 +10,17 @@ TIMEOUT_S = 600.0
 
 
 class NotStored(Exception):
-    """Calls that were answered are not in PostgreSQL after ten minutes."""
+    """Report that answered calls are not in PostgreSQL after ten minutes."""
 
 
 class Ledger:
-    """Counts the rows of `transitions`."""
+    """Count the rows of `transitions`."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     def stored(self) -> int:
-        """Calls stored now."""
+        """Return the number of calls stored now."""
         return asyncio.run(self._count())
 
     def settled(self, wanted: int) -> tuple[int, float]:

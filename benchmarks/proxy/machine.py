@@ -1,4 +1,4 @@
-"""Processes held to a core, and what they take of CPU and memory."""
+"""Hold processes to a core, and measure what they take of CPU and memory."""
 
 import os
 import subprocess
@@ -19,12 +19,12 @@ READY_TIMEOUT_S: Final = 120.0
 
 
 class NotUp(Exception):
-    """A process did not come up; the message ends with its log's last lines."""
+    """Report that a process did not come up; the message ends with its log's last lines."""
 
 
 @contextmanager
 def on_core(core: int) -> Iterator[None]:
-    """What is started inside the block, and its children, run on this core alone."""
+    """Run what is started inside the block, and its children, on this core alone."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -37,7 +37,7 @@ def on_core(core: int) -> Iterator[None]:
 def running(
     command: Sequence[str], core: int, log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process on one core, its output in a file; ended when the block is left."""
+    """Run a process on one core, its output in a file, and end it when the block is left."""
     with log.open("ab") as output, on_core(core):
         process = subprocess.Popen(
             command, env=dict(os.environ) | dict(environment or {}), stdout=output, stderr=output
@@ -54,12 +54,12 @@ def running(
 
 
 def last_lines(log: Path, count: int = 20) -> str:
-    """The end of a log, for a message."""
+    """Return the end of a log, for a message."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
 
 
 class Watch:
-    """CPU and memory of process trees.
+    """Measure CPU and memory of process trees.
 
     `roots` names each tree's first process. Of the tree called `proxy`, the processes that
     listen on `port` are told apart as `serving`; what else it has is `beside`.
@@ -76,11 +76,11 @@ class Watch:
                 self._serving.add(process.pid)
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Used so far, by group; that of children which have ended counts for their parent."""
+        """Return what was used so far, by group; children that ended count for their parent."""
         return self._sum(lambda process: sum(process.cpu_times()[:4]))
 
     def memory_mib(self) -> dict[str, float]:
-        """Resident now, pages that are shared counted once (proportional set size)."""
+        """Return what is resident now, shared pages counted once (proportional set size)."""
         return self._sum(lambda process: process.memory_full_info().pss / MIB)
 
     def _sum(self, of: Callable[[psutil.Process], float]) -> dict[str, float]:
@@ -106,7 +106,7 @@ class Watch:
 
 
 def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    """Until `ready`.
+    """Wait until `ready`.
 
     Raises:
         NotUp: the process ended, or is not ready after two minutes.
@@ -120,5 +120,5 @@ def wait_for(ready: Callable[[], bool], process: subprocess.Popen[bytes], log: P
 
 
 def busy_share(seconds: float = 1.0) -> float:
-    """How much of all cores is in use by others now, 0 to 1."""
+    """Return how much of all cores is in use by others now, 0 to 1."""
     return psutil.cpu_percent(seconds) / 100

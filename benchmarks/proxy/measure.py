@@ -1,4 +1,4 @@
-"""All peers through everything: whole calls and the large reply in turns, then streams."""
+"""Take all peers through everything: whole calls and the large reply in turns, then streams."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ SMALL_PROMPT_CHARS = 10
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long each load lasts, in how many rounds, and how many streams at once in turn."""
+    """Set how long each load lasts, in how many rounds, and how many streams at once in turn."""
 
     seconds: int
     rounds: int
@@ -41,14 +41,14 @@ class Lengths:
 
     @property
     def round_s(self) -> int:
-        """A round's part of whole calls, in whole seconds as wrk wants them."""
+        """Return a round's part of whole calls, in whole seconds as wrk wants them."""
         return max(1, self.seconds // self.rounds)
 
 
 def measured(
     contenders: Sequence[Contender], lengths: Lengths, console: Console
 ) -> dict[str, Peer]:
-    """Each one's row; one that cannot be had says why."""
+    """Return each one's row; one that cannot be had says why."""
     peers = {c.name: Peer(c.name, c.version, no_streams=c.no_streams) for c in contenders}
     there = [c for c in contenders if _installed(c, peers[c.name], console)]
     there = _whole_calls(there, peers, lengths, console)
@@ -62,7 +62,7 @@ def measured(
 
 @contextmanager
 def _missing_unless_ours(contender: Contender, peer: Peer, console: Console) -> Iterator[None]:
-    """A peer that fails is missing from the table; where it is no peer, nothing is measured."""
+    """Note a peer that fails as missing from the table; where it is no peer, measure nothing."""
     try:
         yield
     except (CannotInstall, NotUp, probe.WrongAnswer) as error:
@@ -81,14 +81,14 @@ def _installed(contender: Contender, peer: Peer, console: Console) -> bool:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """A place of its own, on the disk that the checkout is on: syncs must be real ones."""
+    """Make a folder on the disk that the checkout is on: syncs must be real ones."""
     WORK.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=WORK.resolve()) as name:
         yield Path(name)
 
 
 class Up(NamedTuple):
-    """A contender that answers, the folder that its load may use, and its row."""
+    """Hold a contender that answers, the folder that its load may use, and its row."""
 
     contender: Contender
     running: Running
@@ -99,7 +99,7 @@ class Up(NamedTuple):
 def _whole_calls(
     contenders: Sequence[Contender], peers: Mapping[str, Peer], lengths: Lengths, console: Console
 ) -> list[Contender]:
-    """All are up at once and take turns, round after round; those that answered to the end."""
+    """Bring all up at once, and let them take turns; return those that answered to the end."""
     with ExitStack() as stack:
         up: list[Up] = []
         for contender in contenders:
@@ -118,7 +118,7 @@ def _whole_calls(
 
 
 def _brought_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
-    """With a model server of its own, asked whether it answers right, and warm."""
+    """Bring one up with a model server of its own, check that it answers right, and warm it."""
     upstream = free_port()
     with ExitStack() as own:
         folder = own.enter_context(_folder())
@@ -134,7 +134,7 @@ def _brought_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
 def _rounds(
     up: Sequence[Up], lengths: Lengths, console: Console, at_once: int, chars: int
 ) -> list[tuple[Up, list[Calls]]]:
-    """Each one's rounds; whoever fails in one is missing from then on."""
+    """Run each one's rounds; whoever fails in one is missing from then on."""
     console.print(f"{at_once} at once, prompts of {chars} characters, {lengths.rounds} rounds")
     found: list[tuple[Up, list[Calls]]] = [(one, []) for one in up]
     for _ in range(lengths.rounds):
@@ -158,7 +158,7 @@ def _check(up: Running) -> None:
 def _calls(
     up: Running, folder: Path, seconds: int, at_once: int, chars: int = PROMPT_CHARS
 ) -> Calls:
-    """One run of wrk; a peer that stores has stored all before and after."""
+    """Run wrk once; a peer that stores has stored all before and after."""
     before_stored = 0 if up.ledger is None else up.ledger.settled(0)[0]
     watch = Watch(up.roots, up.port)
     before = watch.cpu_seconds()
@@ -192,7 +192,7 @@ def _each_us(
 
 
 def _note_memory(peer: Peer, up: Running) -> None:
-    """The most that was seen."""
+    """Note the most that was seen."""
     for group, now in Watch(up.roots, up.port).memory_mib().items():
         peer.memory_mib[group] = max(now, peer.memory_mib.get(group, 0.0))
 
@@ -214,7 +214,7 @@ def _streams(contender: Contender, peer: Peer, lengths: Lengths, console: Consol
 
 
 def _streams_at_once(up: Running, folder: Path, at_once: int, seconds: int) -> Streams:
-    """Streams of five seconds. One at a time, first chunks come from streams of one chunk."""
+    """Run streams of five seconds; one at a time, first chunks come from streams of one chunk."""
     found = _load(up, folder, Plan(up.port, up.path, at_once, CHUNKS, INTERVAL_S, seconds))
     if at_once == ALONE:
         single = _load(up, folder, Plan(up.port, up.path, at_once, 1, INTERVAL_S, seconds / 2))
@@ -227,7 +227,7 @@ def _streams_at_once(up: Running, folder: Path, at_once: int, seconds: int) -> S
 
 
 def _load(up: Running, folder: Path, plan: Plan) -> dict[str, Any]:
-    """One run of the generator; CPU is what was used while its window was open."""
+    """Run the generator once; CPU is what was used while its window was open."""
     stored = 0 if up.ledger is None else up.ledger.settled(0)[0]
     watch = Watch(up.roots, up.port)
     cpu: list[dict[str, float]] = []

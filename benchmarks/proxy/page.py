@@ -1,4 +1,4 @@
-"""A page of figures: the page's own words stay, the figures between its marks are replaced."""
+"""Write a page of figures: its own words stay, the figures between its marks are replaced."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
 
 
 class NoMarks(Exception):
-    """The page has no place for the figures: a line for their begin, and one for their end."""
+    """Report that the page has no lines that mark where the figures begin and end."""
 
 
 def with_figures(page: str, tables: Sequence[Rows], machine: str, picture: Path = PICTURE) -> str:

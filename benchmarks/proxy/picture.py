@@ -1,4 +1,4 @@
-"""The figures as one picture: calls a second, latency, chunk delay."""
+"""Draw the figures as one picture: calls a second, latency, chunk delay."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ OTHERS: Final = "#adb5bd"
 
 
 def draw(path: Path, peers: Mapping[str, Peer]) -> None:
-    """Three panels of bars on logarithmic scales, Pawl's own in its colour."""
+    """Draw three panels of bars on logarithmic scales, Pawl's own in its colour."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""A few calls by hand: is it up, and does it answer as it should."""
+"""Make a few calls by hand: is it up, and does it answer as it should?"""
 
 import http.client
 import json
@@ -12,11 +12,11 @@ from benchmarks.proxy import wire
 
 
 class WrongAnswer(Exception):
-    """A peer answers, and not with what the model server said."""
+    """Report that a peer answers, and not with what the model server said."""
 
 
 def answers(url: str) -> bool:
-    """Whether a GET of it is a 200."""
+    """Return whether a GET of it is a 200."""
     try:
         with urlopen(url, timeout=2) as response:
             return bool(response.status == 200)
@@ -25,7 +25,7 @@ def answers(url: str) -> bool:
 
 
 def fetched(url: str, body: object | None = None) -> Any:
-    """The JSON that is there, or that a POST of `body` gives."""
+    """Return the JSON that is there, or that a POST of `body` gives."""
     data = None if body is None else json.dumps(body).encode()
     request = Request(url, data, {"Content-Type": "application/json"})
     with urlopen(request, timeout=30) as response:
@@ -33,7 +33,7 @@ def fetched(url: str, body: object | None = None) -> Any:
 
 
 def one_call(url: str, mark: str, chars: int = wire.PROMPT_CHARS) -> tuple[Mapping[str, str], Any]:
-    """Headers and reply of one call.
+    """Return headers and reply of one call.
 
     Raises:
         WrongAnswer: it is not a 200.

@@ -1,4 +1,4 @@
-"""The load of streams: `python -m benchmarks.proxy.stream_client` with a `Plan` as JSON.
+"""Load with streams: `python -m benchmarks.proxy.stream_client` with a `Plan` as JSON.
 
 So many streams are kept open: they begin spread over one stream's length, and each is
 followed by another, until the window closes. Prints a JSON line when the window opens, one
@@ -27,7 +27,7 @@ GRACE_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do. `path` and `port` are the proxy's."""
+    """Plan what to do. `path` and `port` are the proxy's."""
 
     port: int
     path: str
@@ -38,12 +38,12 @@ class Plan:
 
     @property
     def life_s(self) -> float:
-        """How long a stream lasts."""
+        """Return how long a stream lasts."""
         return self.chunks * self.interval_s
 
 
 class Load:
-    """What all streams share: the plan, the clock's window, what was seen."""
+    """Share between all streams the plan, the clock's window, and what was seen."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -60,7 +60,7 @@ class Load:
         self.delays: list[float] = []
 
     def note(self, now: float, began: float | None, stamps: list[float]) -> None:
-        """A piece came; `began` is when its request was sent, if these are the first chunks."""
+        """Note that a piece came; `began` is when its request was sent, if it is the first."""
         self.batched += batched(stamps)
         if not self.opens <= now < self.closes:
             return
@@ -69,11 +69,11 @@ class Load:
         self.delays += [(now - stamp) * 1000 for stamp in stamps]
 
     def is_closed(self) -> bool:
-        """Whether no stream is to begin any more."""
+        """Return whether no stream is to begin any more."""
         return time.perf_counter() >= self.closes
 
     def ended(self, stream: "Stream", failure: str | None) -> None:
-        """One stream is over; another takes its place while the window is not closed."""
+        """End one stream; another takes its place while the window is not closed."""
         self.open.discard(stream)
         if failure is not None:
             self.failed[failure] += 1
@@ -88,7 +88,7 @@ class Load:
             self._idle.set()
 
     async def _connect(self) -> None:
-        """A stream on a connection of its own."""
+        """Start a stream on a connection of its own."""
         try:
             await self.loop.create_connection(lambda: Stream(self), "127.0.0.1", self.plan.port)
         except OSError as error:
@@ -130,7 +130,7 @@ class Load:
 
 
 class Stream(asyncio.Protocol):
-    """One connection, and the stream on it."""
+    """Keep one connection, and the stream on it."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -148,7 +148,7 @@ class Stream(asyncio.Protocol):
         self._problem: str | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
+        """Begin the stream, once connected."""
         self.transport = cast(asyncio.Transport, transport)
         if self._load.is_closed():
             self.transport.close()
@@ -156,7 +156,7 @@ class Stream(asyncio.Protocol):
             self.begin()
 
     def is_connected(self) -> bool:
-        """Whether another stream can follow on the same connection."""
+        """Return whether another stream can follow on the same connection."""
         return self.transport is not None and not self.transport.is_closing()
 
     def begin(self) -> None:
@@ -170,7 +170,7 @@ class Stream(asyncio.Protocol):
         self.transport.write(wire.post("127.0.0.1", load.plan.path, body))
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Read the chunks that came."""
         now = time.perf_counter()
         if self._over:
             return
@@ -195,7 +195,7 @@ class Stream(asyncio.Protocol):
         self._finish(f"status {status}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """End the stream as failed, if it was not at its end."""
         self.transport = None
         if not self._over:
             self._finish(None if self._done else "torn")
@@ -208,12 +208,12 @@ class Stream(asyncio.Protocol):
 
 
 async def main(plan: Plan) -> None:
-    """One load."""
+    """Run one load."""
     await Load(plan).run()
 
 
 def as_argument(plan: Plan) -> str:
-    """The plan as this module reads it from the command line."""
+    """Return the plan as this module reads it from the command line."""
     return json.dumps(asdict(plan))
 
 

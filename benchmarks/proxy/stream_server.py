@@ -1,4 +1,4 @@
-"""A model server for streams: `python -m benchmarks.proxy.stream_server PORT INTERVAL_S`.
+"""Serve streams: `python -m benchmarks.proxy.stream_server PORT INTERVAL_S`.
 
 Each chunk says when it was written (`perf_counter`, CLOCK_MONOTONIC: the same for every
 process of a machine). The number of chunks is the request's `max_tokens`.
@@ -25,7 +25,7 @@ END: Final = wire.framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
 class Connection(asyncio.Protocol):
-    """One connection: requests one after another, each answered with a stream."""
+    """Answer the requests of one connection one after another, each with a stream."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
         self._loop = loop
@@ -35,17 +35,17 @@ class Connection(asyncio.Protocol):
         self._received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
+        """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """Stop the stream, as nobody reads it."""
         self._transport = None
         if self._timer is not None:
             self._timer.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Answer each request that is complete."""
         self._received += data
         request = whole_request(self._received)
         if request is not None:
@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
 
 
 def whole_request(received: bytes) -> bytes | None:
-    """The request once all of it is there."""
+    """Return the request once all of it is there."""
     head, found, body = received.partition(HEAD_END)
     if not found:
         return None
@@ -91,7 +91,7 @@ def whole_request(received: bytes) -> bytes | None:
 
 
 async def serve(port: int, interval_s: float) -> None:
-    """Until the process is ended."""
+    """Serve until the process is ended."""
     loop = asyncio.get_running_loop()
     server = await loop.create_server(
         lambda: Connection(loop, interval_s), "127.0.0.1", port, backlog=4096

@@ -1,4 +1,4 @@
-"""The figures as rows: on the terminal, and as Markdown. Pure."""
+"""Write the figures as rows: on the terminal, and as Markdown (pure)."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ NONE = "–"
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A table: title, heads, lines, and what is to be said below it."""
+    """Hold a table: title, heads, lines, and what is to be said below it."""
 
     title: str
     heads: Sequence[str]
@@ -22,7 +22,7 @@ class Rows:
     notes: Sequence[str] = ()
 
     def rich(self) -> Table:
-        """For the terminal."""
+        """Return the table for the terminal."""
         table = Table(title=self.title, title_justify="left", caption_justify="left")
         table.caption = Text("\n".join(self.notes))
         for number, head in enumerate(self.heads):
@@ -32,7 +32,7 @@ class Rows:
         return table
 
     def markdown(self) -> str:
-        """For a page."""
+        """Return the table for a page."""
         rule = ["---", *["--:"] * (len(self.heads) - 1)]
         lines = [self.heads, rule, *self.lines]
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -40,12 +40,12 @@ class Rows:
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """With thousands set apart; a dash for what there is not."""
+    """Write a number with thousands set apart; a dash for what there is not."""
     return NONE if value is None or math.isnan(value) else f"{value:,.{digits}f}"
 
 
 def calls_table(peers: Iterable[Peer]) -> Rows:
-    """Whole calls; a peer that is missing says why in its line."""
+    """Return the table of whole calls; a peer that is missing says why in its line."""
     heads = [
         "through",
         f"calls/s at {MANY}",
@@ -84,7 +84,7 @@ def _calls_line(peer: Peer, width: int) -> list[str]:
 
 
 def streams_table(peers: Iterable[Peer]) -> Rows:
-    """Streams; a peer without them says why."""
+    """Return the table of streams; a peer without them says why."""
     heads = ["through", "at once", "started", "failed", "batched", "first chunk: median ms", "p99"]
     heads += ["chunk delay: median ms", "p99", "CPU µs a chunk"]
     lines: list[list[str]] = []
@@ -118,7 +118,7 @@ def _stream_lines(peer: Peer) -> list[list[str]]:
 
 
 def bars_table(bars: Iterable[Bar]) -> Rows:
-    """The promises."""
+    """Return the table of the promises."""
     verdicts = {True: "yes", False: "NO", None: "not measured"}
     lines = [
         [
@@ -133,7 +133,7 @@ def bars_table(bars: Iterable[Bar]) -> Rows:
 
 
 def parts(of: Mapping[str, float]) -> str:
-    """A sum, and what it is made of where that is more than one thing."""
+    """Write a sum, and what it is made of where that is more than one thing."""
     if not of:
         return NONE
     whole = number(sum(of.values()))

@@ -1,4 +1,4 @@
-"""What is said on the wire: prompts, canned replies and chunks, in vLLM's words. Pure."""
+"""Write prompts, canned replies and chunks as they are on the wire, in vLLM's words (pure)."""
 
 import json
 import re
@@ -20,7 +20,7 @@ IDS_SHOWN: Final = re.compile(rb'"(?:prompt_)?token_ids":\s?\[')
 
 
 def reply(tokens: int) -> str:
-    """A chat completion with ids and log-probabilities; 20 tokens make 2.9 KB, 1,240 100 KB."""
+    """Write a chat completion with ids and log-probabilities; 20 tokens are 2.9 KB, 1240 100 KB."""
     logprob = {"token": "x", "logprob": -0.5, "bytes": [120], "top_logprobs": []}
     choice = {
         "index": 0,
@@ -46,18 +46,18 @@ def reply(tokens: int) -> str:
 
 
 def prompt(mark: str, chars: int = PROMPT_CHARS) -> str:
-    """A request's body; `mark` begins its message, so that no two calls say the same."""
+    """Write a request's body; `mark` begins its message, so that no two calls say the same."""
     message = {"role": "user", "content": mark + "x" * chars}
     return json.dumps({"model": MODEL, "messages": [message]}, separators=(",", ":"))
 
 
 def stream_prompt(mark: str, chunks: int) -> bytes:
-    """A body that asks for a stream of so many chunks."""
+    """Write a body that asks for a stream of so many chunks."""
     return f'{prompt(mark)[:-1]},"max_tokens":{chunks},"stream":true}}'.encode()
 
 
 def post(host: str, path: str, body: bytes) -> bytes:
-    """The whole HTTP request."""
+    """Write the whole HTTP request."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -66,7 +66,7 @@ def post(host: str, path: str, body: bytes) -> bytes:
 
 
 def chunk(written: float, *, first: bool, last: bool, ids: bool) -> bytes:
-    """One event as vLLM sends it; `written` is the time it says it was written at."""
+    """Write one event as vLLM sends it; `written` is the time it says it was written at."""
     role = '"role":"assistant",' if first else ""
     finish = '"stop"' if last else "null"
     logprobs = (
@@ -83,5 +83,5 @@ def chunk(written: float, *, first: bool, last: bool, ids: bool) -> bytes:
 
 
 def framed(piece: bytes) -> bytes:
-    """One piece in HTTP/1.1's chunked transfer coding (RFC 9112 §7.1)."""
+    """Write one piece in HTTP/1.1's chunked transfer coding (RFC 9112 §7.1)."""
     return b"%x\r\n%b\r\n" % (len(piece), piece)

@@ -1,4 +1,4 @@
-"""Whole calls by wrk: its script, its run, what its output says."""
+"""Make whole calls with wrk: write its script, run it, read its output."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ MILLISECONDS: Final = {"us": 0.001, "ms": 1.0, "s": 1000.0, "m": 60_000.0}
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What wrk counted; a failed call is one without a 2xx, or a broken or late connection."""
+    """Hold what wrk counted; a failed call has no 2xx, or a broken or late connection."""
 
     calls: int
     failed: int
@@ -39,7 +39,7 @@ def run(url: str, folder: Path, seconds: int, at_once: int, chars: int) -> Seen:
 
 
 def lua(url: str, run_mark: str, chars: int) -> str:
-    """A script whose requests differ in a number of fixed width."""
+    """Write a script whose requests differ in a number of fixed width."""
     at = urlsplit(url)
     zeros = MARK % 0
     whole = wire.post(at.netloc, at.path, wire.prompt(f"{run_mark} {zeros} ", chars).encode())
@@ -55,7 +55,7 @@ end
 
 
 def parse(output: str) -> Seen:
-    """Raises `ValueError` for output that is not wrk's with --latency."""
+    """Parse wrk's output with --latency; raise `ValueError` for any other."""
     calls = int(_found(r"(\d+) requests in", output)[0])
     refused = _count(r"Non-2xx or 3xx responses: (\d+)", output)
     broken = _count(r"Socket errors: connect (\d+), read (\d+), write (\d+), timeout (\d+)", output)

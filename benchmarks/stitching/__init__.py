@@ -1,1 +1,1 @@
-"""`python -m benchmarks.stitching`: are calls without a name joined into their episodes?"""
+"""Measure whether calls without a name are joined into their episodes."""

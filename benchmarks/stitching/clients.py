@@ -1,4 +1,4 @@
-"""Real agents for `benchmarks.stitching`: each client's own code runs a plan's turns.
+"""Run real agents for `benchmarks.stitching`: each client's own code runs a plan's turns.
 
 None of them is told an episode's name. Imports are local: a client whose package is not
 installed is replayed from its recording.
@@ -56,7 +56,7 @@ def _chat_tools() -> Any:
 
 
 async def run_openai(url: str, plan: Plan) -> None:
-    """The plain SDK, as its documentation does it: the reply's message is sent back."""
+    """Run the plain SDK as its documentation does: the reply's message is sent back."""
     from openai import AsyncOpenAI
 
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
@@ -77,7 +77,7 @@ async def run_openai(url: str, plan: Plan) -> None:
 
 
 async def run_langchain(url: str, plan: Plan) -> None:
-    """LangChain's chat model with bound tools."""
+    """Run LangChain's chat model with bound tools."""
     from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
     from langchain_core.utils.function_calling import convert_to_openai_tool
     from langchain_openai import ChatOpenAI
@@ -98,7 +98,7 @@ async def run_langchain(url: str, plan: Plan) -> None:
 
 
 async def run_agents(url: str, plan: Plan) -> None:
-    """OpenAI's Agents SDK on the Responses API; a `retried` plan's state is kept by the server."""
+    """Run OpenAI's Agents SDK on the Responses API; the server keeps a `retried` plan's state."""
     from agents import Agent, OpenAIResponsesModel, RunConfig, Runner, function_tool
     from openai import AsyncOpenAI
 
@@ -127,7 +127,7 @@ async def run_agents(url: str, plan: Plan) -> None:
 
 
 async def run_autogen(url: str, plan: Plan) -> None:
-    """AutoGen's assistant, which reflects on its tools' results without tools."""
+    """Run AutoGen's assistant, which reflects on its tools' results without tools."""
     from autogen_agentchat.agents import AssistantAgent
     from autogen_ext.models.openai import OpenAIChatCompletionClient
 
@@ -157,7 +157,7 @@ async def run_autogen(url: str, plan: Plan) -> None:
 
 
 async def run_anthropic(url: str, plan: Plan) -> None:
-    """Anthropic's SDK; the mark of what is to be cached moves on with each call."""
+    """Run Anthropic's SDK; the mark of what is to be cached moves on with each call."""
     from anthropic import AsyncAnthropic
 
     tools: Any = [{"name": name, "input_schema": _schema(name)} for name in TOOLS]
@@ -205,7 +205,7 @@ RUNNERS: Final[dict[str, Callable[[str, Plan], Awaitable[None]]]] = {
 
 
 def versions(client: str) -> dict[str, str] | None:
-    """The versions of a client's packages; None if one is not installed."""
+    """Return the versions of a client's packages; None if one is not installed."""
     try:
         return {package: metadata.version(package) for package in PACKAGES[client]}
     except metadata.PackageNotFoundError:

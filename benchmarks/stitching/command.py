@@ -1,4 +1,4 @@
-"""`python -m benchmarks.stitching`: are calls without a name joined into their episodes?
+"""Measure whether calls without a name are joined into their episodes.
 
 A thousand episodes of five clients (openai, LangChain, the Agents SDK on the Responses API,
 AutoGen, anthropic), all at once in a random order, with no header that names anything. The
@@ -58,7 +58,7 @@ async def run_live(plans: list[Plan]) -> Runs:
 def run_recorded(
     recording: dict[str, Any], plan: Plan, number: int, random: Random
 ) -> list[Exchange]:
-    """An episode as its client ran it when it was recorded, under ids and a number of its own."""
+    """Run an episode as its client did when it was recorded, under ids and a number of its own."""
     text = json.dumps(recording[plan.client]["runs"][plan.kind])
     for old in set(_IDS.findall(text)):
         text = text.replace(old, f"{old[:-32]}{random.getrandbits(128):032x}")
@@ -67,7 +67,7 @@ def run_recorded(
 
 
 async def exchanges_of(plans: list[Plan], installed: set[str], seed: int) -> Runs:
-    """Every plan's exchanges, live where the client is installed."""
+    """Return every plan's exchanges, live where the client is installed."""
     random = Random(f"recorded {seed}")
     live = [number for number, plan in enumerate(plans) if plan.client in installed]
     runs: dict[int, list[Exchange]] = dict(
@@ -99,13 +99,13 @@ async def record(installed: set[str]) -> None:
 
 
 def figures_of(name: str, result: Score) -> dict[str, float]:
-    """A score under the figure's name."""
+    """Return a score under the figure's name."""
     counts = msgspec.to_builtins(result) | {"share": round(result.share, 4)}
     return {f"{name}_{key}": value for key, value in counts.items()}
 
 
 def methods_of(seen: list[Seen]) -> dict[str, int]:
-    """How many calls were found by each method."""
+    """Count how many calls were found by each method."""
     counts: dict[str, int] = {}
     for call in seen:
         counts[call.who.method] = counts.get(call.who.method, 0) + 1
@@ -113,7 +113,7 @@ def methods_of(seen: list[Seen]) -> dict[str, int]:
 
 
 async def measure(episodes: int, seed: int, installed: set[str]) -> dict[str, Any]:
-    """Both figures, and how long identity took."""
+    """Measure both figures, and how long identity took."""
     plans = make_plans(episodes, seed)
     runs = await exchanges_of(plans, installed, seed)
     one, three = replay(runs, 1, seed), replay(runs, 3, seed)
@@ -130,7 +130,7 @@ async def measure(episodes: int, seed: int, installed: set[str]) -> dict[str, An
 
 
 def show(figures: dict[str, Any]) -> None:
-    """The figures as a table."""
+    """Show the figures as a table."""
     table = Table("", "one proxy", "three proxies")
     for key in ("joins", "right", "false", "quarantined", "own", "share"):
         table.add_row(key, str(figures[f"one_{key}"]), str(figures[f"three_{key}"]))

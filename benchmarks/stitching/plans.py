@@ -1,4 +1,4 @@
-"""What `benchmarks.stitching` has agents do: plans of turns, and the replies they get.
+"""Plan what `benchmarks.stitching` has agents do: turns, and the replies they get.
 
 Every kind of run that a client can be told apart by, or not: tools, plain chat, first turns
 that are equal to the letter, whole runs that differ in nothing but their tool calls' ids, an
@@ -17,7 +17,7 @@ KINDS: Final = (("tools", 40), ("twins", 20), ("chat", 29), ("retried", 10), ("a
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A tool call within a reply."""
+    """Plan a tool call within a reply."""
 
     id: str
     name: str
@@ -25,7 +25,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """One reply; `attempts` before it fail."""
+    """Plan one reply; `attempts` before it fail."""
 
     text: str
     calls: tuple[Call, ...] = ()
@@ -33,14 +33,14 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """A user's words, and the replies until the next."""
+    """Plan a user's words, and the replies until the next."""
 
     question: str
     replies: tuple[Reply, ...]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """One episode: who runs it, and what is said."""
+    """Plan one episode: who runs it, and what is said."""
 
     client: str
     kind: str
@@ -48,12 +48,12 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def replies(self) -> list[Reply]:
-        """All replies in order."""
+        """Return all replies in order."""
         return [reply for turn in self.turns for reply in turn.replies]
 
 
 def make_plan(client: str, kind: str, number: int, random: Random) -> Plan:
-    """The plan of episode `number`, its tool calls' ids as vLLM makes them: random."""
+    """Make the plan of episode `number`, its tool calls' ids as vLLM makes them: random."""
     name = f"run {number}"
     if kind == "chat":
         turns = [_talk(f"{name}, question {turn}", f"Answer {turn} of {name}.") for turn in "123"]
@@ -75,7 +75,7 @@ def _talk(question: str, answer: str) -> Turn:
 
 
 def _tool_replies(name: str, random: Random, kind: str) -> tuple[Reply, ...]:
-    """One call, then two beside each other with some words, then the answer."""
+    """Reply with one call, then two beside each other with some words, then the answer."""
     return (
         Reply("", (_call(random, "add", a=2, b=2.0),), attempts=int(kind == "retried")),
         Reply(
@@ -91,7 +91,7 @@ def _call(random: Random, name: str, **arguments: Any) -> Call:
 
 
 def make_plans(episodes: int, seed: int) -> list[Plan]:
-    """As many plans for every client, of all kinds in their shares."""
+    """Make as many plans for every client, of all kinds in their shares."""
     random = Random(seed)
     share = [kind for kind, count in KINDS for _ in range(count)]
     return [

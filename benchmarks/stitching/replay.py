@@ -1,4 +1,4 @@
-"""Replays exchanges through identity as proxies and ledger do, and scores what came of it."""
+"""Replay exchanges through identity as proxies and ledger do, and score what came of it."""
 
 import json
 from collections import defaultdict
@@ -20,7 +20,7 @@ from store.ids import new_id
 
 
 class Seen(msgspec.Struct):
-    """One call as its proxy recorded it; `run` is the truth."""
+    """Hold one call as its proxy recorded it; `run` is the truth."""
 
     run: int
     id: UUID
@@ -30,7 +30,7 @@ class Seen(msgspec.Struct):
 
 
 def replay(runs: list[list[Exchange]], proxies: int, seed: int) -> list[Seen]:
-    """All runs at once, each call at a proxy drawn at random, in the order they arrived."""
+    """Replay all runs at once, each call at a proxy drawn at random, in the order they arrived."""
     random = Random(seed)
     memories = [CallMemory() for _ in range(proxies)]
     left = {run: list(exchanges) for run, exchanges in enumerate(runs)}
@@ -75,7 +75,7 @@ def _finish(call: Seen, exchange: Exchange, body: bytes, memory: CallMemory) -> 
 
 
 def summary_of(wire_format: WireFormat, reply: dict[str, Any]) -> ReplySummary:
-    """What a whole reply said."""
+    """Return what a whole reply said."""
     if "error" in reply:
         return ReplySummary()
     transcript = wire_format.whole(ModelRequest(body=b""), None)
@@ -85,7 +85,7 @@ def summary_of(wire_format: WireFormat, reply: dict[str, Any]) -> ReplySummary:
 
 
 def join_in_ledger(seen: list[Seen]) -> list[tuple[str, bool]]:
-    """Each call's episode, and whether it is in doubt, once the ledger knows all records.
+    """Return each call's episode, and whether it is in doubt, once the ledger knows all records.
 
     Of what a call needs, the surest fingerprint that other episodes provided counts. If they are
     one episode, the call's is that one, too; if not, all of them are in doubt. Joins are made
@@ -117,7 +117,7 @@ def join_in_ledger(seen: list[Seen]) -> list[tuple[str, bool]]:
 
 
 def _answer(call: Seen, provided: dict[bytes, set[str]]) -> set[str]:
-    """The other episodes that provided the surest fingerprint needed; all ids of a kind are one."""
+    """Return the episodes that provide the surest fingerprint needed; a kind's ids are one."""
     found: dict[int, set[str]] = defaultdict(set)
     for place, digest in enumerate(call.who.needs):
         level = digest[0] if digest[0] <= RESPONSE else RESPONSE + 1 + place
@@ -132,7 +132,7 @@ def _root(roots: dict[str, str], key: str) -> str:
 
 
 class Score(msgspec.Struct, frozen=True):
-    """What became of the calls that continue a run."""
+    """Count what became of the calls that continue a run."""
 
     joins: int
     right: int
@@ -142,12 +142,12 @@ class Score(msgspec.Struct, frozen=True):
 
     @property
     def share(self) -> float:
-        """Of all calls to be joined, those that were, rightly."""
+        """Return the share of all calls to be joined that were, rightly."""
         return self.right / self.joins
 
 
 def score(seen: list[Seen], outcome: list[tuple[str, bool]]) -> Score:
-    """An episode with a doubtful call is quarantined whole, as it is trained whole."""
+    """Score an episode with a doubtful call as quarantined whole, as it is trained whole."""
     doubted = {key for key, doubtful in outcome if doubtful}
     owner: dict[str, int] = {}
     first: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""The scripted server of `benchmarks.stitching`: three APIs that answer by a plan.
+"""Script the server of `benchmarks.stitching`: three APIs that answer by a plan.
 
 Which episode a request is of stands in its URL (`/e/7/v1/…`), so that what identity makes of
 the request can be held against the truth; identity never sees it.
@@ -17,7 +17,7 @@ from benchmarks.stitching.plans import Plan, Reply
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """A request as a client sent it, and what it got."""
+    """Hold a request as a client sent it, and what it got."""
 
     dialect: str
     headers: dict[str, str]
@@ -27,14 +27,14 @@ class Exchange(msgspec.Struct, frozen=True):
 
 
 class Server:
-    """Answers each episode's requests by its plan, and keeps the exchanges."""
+    """Answer each episode's requests by its plan, and keep the exchanges."""
 
     def __init__(self, plans: list[Plan]) -> None:
         self._left = [list(plan.replies) for plan in plans]
         self.exchanges: list[list[Exchange]] = [[] for _ in plans]
 
     async def handle(self, request: web.Request) -> web.Response:
-        """Any POST."""
+        """Answer any POST."""
         number = int(request.match_info["number"])
         dialect, answer = _APIS[request.match_info["path"]]
         body = await request.json()
@@ -55,7 +55,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(server: Server) -> AsyncIterator[str]:
-    """The server's address while it runs."""
+    """Yield the server's address while it runs."""
     app = web.Application()
     app.router.add_post("/e/{number}/{path:.+}", server.handle)
     runner = web.AppRunner(app)

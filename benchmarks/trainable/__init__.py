@@ -1,1 +1,1 @@
-"""Which share of real frameworks' calls can be trained, each at its own defaults."""
+"""Measure which share of real frameworks' calls can be trained, each at its own defaults."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.trainable`: the share of real frameworks' calls that can be trained.
+"""Measure the share of real frameworks' calls that can be trained.
 
 Each framework runs, unchanged and at its own defaults, in the clients' own environment
 (`scripts/install_clients.py`) against a whole stack with a real vLLM and the packaged model. It is

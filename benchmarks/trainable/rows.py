@@ -1,4 +1,4 @@
-"""The frameworks that are measured, each by a program of its own in `programs/`."""
+"""List the frameworks that are measured, each by a program of its own in `programs/`."""
 
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -9,7 +9,7 @@ MODEL: Final = "agent"
 
 
 class Row(NamedTuple):
-    """A framework in one way of using it; `key` names its calls in the ledger."""
+    """Name a framework in one way of using it; `key` names its calls in the ledger."""
 
     key: str
     title: str

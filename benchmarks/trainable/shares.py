@@ -1,4 +1,4 @@
-"""Which share of a row's calls can be trained, and why the others cannot (pure)."""
+"""Count which share of a row's calls can be trained, and why the others cannot (pure)."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ BAR: Final = 0.95
 
 
 class Found(Record, frozen=True, kw_only=True):
-    """A row's calls.
+    """Count a row's calls.
 
     Attributes:
         key: the row's.

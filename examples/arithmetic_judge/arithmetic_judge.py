@@ -1,4 +1,4 @@
-"""Was a sum worked out right?
+"""Judge whether a sum was worked out right.
 
     pawl judge -- python examples/arithmetic_judge/arithmetic_judge.py
 

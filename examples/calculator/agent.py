@@ -191,7 +191,7 @@ async def arriving(source: int, stop: asyncio.Event) -> AsyncIterator[bytes]:
 
 
 class Run:
-    """Asks every question `samples` times, at most `concurrency` at once."""
+    """Ask every question `samples` times, at most `concurrency` at once."""
 
     def __init__(self, model: Model, out: TextIO, samples: int, concurrency: int) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""What a model's reply comes to: the tool call in it, what the tool says, and the answer."""
+"""Read a model's reply: the tool call in it, what the tool says, and the answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Call:
-    """A tool call as the API returned it."""
+    """Hold a tool call as the API returned it."""
 
     id: str | None
     name: str
@@ -47,7 +47,7 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One output line."""
+    """Hold one output line."""
 
     id: str
     question: str

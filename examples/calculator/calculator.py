@@ -1,4 +1,4 @@
-"""The agent's tool: exact arithmetic on text, and nothing else that Python can do."""
+"""Give the agent its tool: exact arithmetic on text, and nothing else that Python can do."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
 
 
 class MalformedExpression(ValueError):
-    """There is no expression, or none that this calculator reads."""
+    """Report that there is no expression, or none that this calculator reads."""
 
 
 class CalculationError(ArithmeticError):
-    """The expression was read, and has no result."""
+    """Report that the expression was read and has no result."""
 
 
 def calculator(expression: str) -> str:

@@ -84,7 +84,7 @@ def feedback(result: Item, verdict: Verdict) -> list[Item]:
 
 @dataclass
 class Tally:
-    """What the judge has seen, for the summary it ends with."""
+    """Count what the judge has seen, for the summary it ends with."""
 
     verdicts: dict[str, list[Verdict]] = field(default_factory=lambda: defaultdict(list))
     failed_calls: int = 0
@@ -114,7 +114,7 @@ def mean(values: Iterable[float]) -> float | None:
 
 
 class Undelivered(Exception):
-    """A batch that the endpoint refused, or that could not reach it in time."""
+    """Report a batch that the endpoint refused, or that could not reach it in time."""
 
 
 def post(url: str, key: str | None, body: bytes) -> None:

@@ -28,7 +28,7 @@ Rule = Callable[[int, int, int], int]
 
 @dataclass(frozen=True)
 class Kind:
-    """A wording of {a}, {b} (two digits each) and {c} (one digit), and what it comes to."""
+    """Word a question about {a}, {b} (two digits each) and {c} (one digit), with its result."""
 
     name: str
     text: str

@@ -1,4 +1,4 @@
-"""The ledger: tables for calls, episodes, tool events, feedback, policies, updates and keys."""
+"""Create the ledger: calls, episodes, tool events, feedback, policies, updates and keys."""
 
 import sqlalchemy as sa
 from alembic import op

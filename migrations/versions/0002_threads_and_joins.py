@@ -1,4 +1,4 @@
-"""Calls stored as additions to earlier calls, and joins of episodes in the store."""
+"""Store calls as additions to earlier calls, and join episodes in the store."""
 
 from collections.abc import Iterator
 from typing import Any

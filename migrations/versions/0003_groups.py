@@ -1,4 +1,4 @@
-"""Groups: indexes for the claim query, and an update's group size, limits and moving baselines."""
+"""Index for the claim query, and record an update's group size, limits and moving baselines."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""More sources of tool events, and a table of judgements."""
+"""Allow more sources of tool events, and add a table of judgements."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Rewards on single calls: episodes that have no other rewards may be claimed."""
+"""Let episodes be claimed that have rewards on single calls only."""
 
 import sqlalchemy as sa
 from alembic import op

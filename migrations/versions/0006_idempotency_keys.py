@@ -1,4 +1,4 @@
-"""Idempotency keys: taken before bodies are stored; two bodies with one key are both kept."""
+"""Take idempotency keys before bodies are stored; keep both bodies that share one key."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Splits: episodes of evaluation are never claimed."""
+"""Add splits: episodes of evaluation are never claimed."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Several policies: claims and consumptions are per episode and policy."""
+"""Keep claims and consumptions per episode and policy, of which there may be several."""
 
 import sqlalchemy as sa
 from alembic import op

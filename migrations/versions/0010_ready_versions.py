@@ -1,4 +1,4 @@
-"""Versions that wait for those of other policies, to go live together with them."""
+"""Let versions wait for those of other policies, to go live together with them."""
 
 from alembic import op
 

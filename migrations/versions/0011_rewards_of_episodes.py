@@ -1,4 +1,4 @@
-"""Rewards of episodes, which tell whether a task's differ; and failures that are outcomes."""
+"""Keep rewards of episodes, which tell whether a task's differ; count failures as outcomes."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Versions whose files were deleted, because nothing could ask for them any more."""
+"""Mark versions whose files were deleted, because nothing could ask for them any more."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,1 +1,1 @@
-"""The commands of `pawl`, one module for each group of them."""
+"""Define the commands of `pawl`, one module for each group of them."""

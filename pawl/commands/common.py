@@ -1,4 +1,4 @@
-"""What several commands share: the options that select episodes, and the end with status 2."""
+"""Share what several commands need: options that select episodes, and the end with status 2."""
 
 import sys
 from datetime import datetime

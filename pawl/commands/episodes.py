@@ -1,4 +1,4 @@
-"""`pawl export` and `pawl credit`: what was recorded, and what it is worth."""
+"""Define `pawl export` and `pawl credit`, which show what was recorded and what it is worth."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""`pawl judge`: have a program or a model score finished episodes."""
+"""Define `pawl judge`, which has a program or a model score finished episodes."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`pawl up` and `pawl demo`: all of Pawl on this machine."""
+"""Define `pawl up` and `pawl demo`, which run all of Pawl on this machine."""
 
 import asyncio
 import sys

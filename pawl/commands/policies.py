@@ -1,4 +1,4 @@
-"""`pawl policies`: which there are, their versions, and adapters that come and go."""
+"""Define `pawl policies`: list policies, show versions, import and export adapters."""
 
 import asyncio
 from pathlib import Path

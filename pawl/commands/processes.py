@@ -1,4 +1,4 @@
-"""`pawl proxy`, `pawl trainer` and `pawl steward`: each one process of this machine."""
+"""Define `pawl proxy`, `pawl trainer` and `pawl steward`, each one process of this machine."""
 
 import asyncio
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`pawl spool` and `pawl migrate`: records on disk, and the database's schema."""
+"""Define `pawl spool` and `pawl migrate`, for records on disk and the database's schema."""
 
 import asyncio
 import json

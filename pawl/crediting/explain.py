@@ -38,7 +38,9 @@ def explain_file(file: str, recipe: Recipe) -> Explained:
             with Path(file).open("rb") as lines:
                 episodes = read_lines(lines, file)
         except OSError as error:
-            raise CreditLineError(f"{file} cannot be read: {error.strerror}") from error
+            raise CreditLineError(
+                f"{file} cannot be read: {error.strerror}; name a file that `pawl export` wrote"
+            ) from error
     return Explained(credit_lines(episodes, recipe.credit), warnings(recipe))
 
 

@@ -47,7 +47,8 @@ def _recipe(past: PastUpdate) -> Recipe:
         return recorded_recipe(past.recipe)
     except ValidationError as error:
         raise RecipeError(
-            f"the update's recipe is of another version of Pawl: {error.errors()[0]['msg']}"
+            "this version of Pawl cannot read the recipe that the update recorded"
+            f" ({error.errors()[0]['msg']}): explain it with the version that trained it"
         ) from error
 
 

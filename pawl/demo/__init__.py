@@ -1,1 +1,1 @@
-"""The demo: an unchanged agent works through the proxy and gets better."""
+"""Show that an unchanged agent works through the proxy and gets better."""

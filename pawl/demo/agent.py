@@ -1,4 +1,4 @@
-"""Runs the example agent and its judge as separate programs, as a user would."""
+"""Run the example agent and its judge as separate programs, as a user would."""
 
 import asyncio
 import json
@@ -77,7 +77,7 @@ def client_environment(base_url: str, model: str) -> dict[str, str]:
 
 
 class WorkingAgent:
-    """A running example agent that is given questions, and the judge that follows its results.
+    """Give questions to a running example agent, and follow its results with the judge.
 
     Attributes:
         results_file: where the agent writes its results, one JSON line each.

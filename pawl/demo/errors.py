@@ -1,5 +1,5 @@
-"""The demo's exception."""
+"""Define the demo's exception."""
 
 
 class DemoFailed(Exception):
-    """The demo could not go on; the message says why, and which log to look at."""
+    """Report that the demo could not go on; the message says why, and which log to look at."""

@@ -1,4 +1,4 @@
-"""The figures of a running demo, and the table that shows them on a terminal (rich)."""
+"""Keep the figures of a running demo, and show them on a terminal as a table (rich)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ WELL_FORMED = ("ok", "error")
 
 @dataclass
 class Wave:
-    """One wave of questions and its results.
+    """Describe one wave of questions and its results.
 
     Attributes:
         number: the wave's number, from 1.
@@ -49,7 +49,7 @@ class Wave:
 
 @dataclass
 class Progress:
-    """The figures of a demo run.
+    """Keep the figures of a demo run.
 
     Attributes:
         phase: what the demo does now, in words.

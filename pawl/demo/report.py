@@ -1,4 +1,4 @@
-"""Writes the report of a demo run: `summary.json`, `reward.png` and `report.html`."""
+"""Write the report of a demo run: `summary.json`, `reward.png` and `report.html`."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""`pawl demo`: asks held-out questions, works and learns in waves, asks the questions again.
+"""Run `pawl demo`: ask held-out questions, work and learn in waves, ask the questions again.
 
 The agent is the unchanged program in `examples/calculator`; it only gets a base URL.
 """
@@ -73,7 +73,7 @@ async def run_demo(*, model: str | None, recipe: str, minutes: float, seed: int,
 
 
 class Demo:
-    """One run of the demo; `progress` has its figures."""
+    """Run the demo once; `progress` has its figures."""
 
     def __init__(
         self, *, model: str | None, recipe: str, minutes: float, seed: int, var: Path

@@ -1,1 +1,1 @@
-"""Judges: programs or models that read finished episodes and score them."""
+"""Let programs or models read finished episodes and score them."""

@@ -1,4 +1,4 @@
-"""Reads judges' answers as statements for `/feedback` (pure)."""
+"""Read judges' answers as statements for `/feedback` (pure)."""
 
 from hashlib import sha256
 from typing import Any, Final, Protocol
@@ -15,7 +15,7 @@ MAX_ANSWER: Final = 2**20
 
 
 class Judge(Protocol):
-    """The interface of a judge: a program (`ProgramJudge`) or a model (`RubricJudge`)."""
+    """Answer about an episode: by a program (`ProgramJudge`) or by a model (`RubricJudge`)."""
 
     @property
     def name(self) -> str:

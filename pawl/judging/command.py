@@ -1,4 +1,4 @@
-"""`pawl judge`: combines options and settings, and runs the judge until it is stopped."""
+"""Combine options and settings of `pawl judge`, and run the judge until it is stopped."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from pawl.export import Selection
 from pawl.judging.answers import Judge
 from pawl.judging.desk import FeedbackDesk
 from pawl.judging.errors import JudgeError
-from pawl.judging.model import RubricJudge
+from pawl.judging.model import JudgingModel, RubricJudge
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging, JudgingPlan
 from pawl.settings import JudgeSettings, StackSettings, read_settings
@@ -34,7 +34,7 @@ OUTCOMES: Final = ("judged", "cannot_tell", "failed")
 
 
 class JudgeOptions(Record, frozen=True, kw_only=True):
-    """The options of `pawl judge`; None where a setting decides. The CLI's help explains them."""
+    """Hold the options of `pawl judge`, explained by its help; None where a setting decides."""
 
     command: tuple[str, ...] = ()
     model: str | None = None
@@ -117,15 +117,18 @@ def _judge(
             f"{base_url} is the proxy: the judge's calls would be recorded, and trained on like "
             "an agent's. Name the model's own server with --base-url"
         )
+    model = JudgingModel(
+        base_url=base_url,
+        name=options.model,
+        temperature=options.temperature,
+        api_key=os.environ.get("OPENAI_API_KEY"),
+    )
     return RubricJudge(
         session,
-        base_url=base_url,
-        model=options.model,
+        model,
         rubric=_rubric(options.rubric),
         timeout_s=timeout_s,
         max_chars=options.max_chars,
-        temperature=options.temperature,
-        api_key=os.environ.get("OPENAI_API_KEY"),
         name=options.name,
     )
 

@@ -1,4 +1,4 @@
-"""Posts a judge's statements to the proxy's `/feedback`, like any other client."""
+"""Post a judge's statements to the proxy's `/feedback`, like any other client."""
 
 import asyncio
 from typing import Final
@@ -20,7 +20,7 @@ SHOWN: Final = 300
 
 
 class FeedbackDesk:
-    """A client of the proxy's `/feedback` that retries for a while if there is no answer."""
+    """Post to the proxy's `/feedback`, and retry for a while if there is no answer."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, *, patience_s: float = 10.0

@@ -1,13 +1,13 @@
-"""The exceptions of judging."""
+"""Define the exceptions of judging."""
 
 
 class JudgeError(Exception):
-    """The judge cannot run as it is configured; the message says what to do."""
+    """Report that the judge cannot run as it is configured; the message says what to do."""
 
 
 class JudgeFailed(JudgeError):
-    """The judge gave no usable answer about an episode; the episode stays unscored."""
+    """Report that the judge gave no usable answer about an episode, which stays unscored."""
 
 
 class Away(JudgeError):
-    """A server does not answer now. No episode's judgement counts as failed; it is retried."""
+    """Report that a server does not answer now; the judgement is retried, and not a failure."""

@@ -1,6 +1,7 @@
-"""A judge that asks a model for a score by a rubric, on any OpenAI-compatible server."""
+"""Ask a model for a score by a rubric, on any OpenAI-compatible server."""
 
 import asyncio
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Final
 
@@ -16,43 +17,51 @@ OF_THIS_REQUEST: Final = (400, 413, 422)
 SHOWN: Final = 300
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgingModel:
+    """Name the model that judges, and how it is asked.
+
+    `base_url` is that of the model's server, with its `/v1`, and `name` the model's name there.
+    `api_key` is sent as bearer token if it is not None.
+    """
+
+    base_url: str
+    name: str
+    temperature: float = 0.0
+    api_key: str | None = None
+
+
 class RubricJudge:
-    """A judge that asks a model for a score from 0 to 1, and states it as the episode's reward."""
+    """Ask a model for a score from 0 to 1, and state it as the episode's reward."""
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
+        model: JudgingModel,
         *,
-        base_url: str,
-        model: str,
         rubric: str,
         timeout_s: float,
         max_chars: int,
-        temperature: float = 0.0,
-        api_key: str | None = None,
         name: str | None = None,
     ) -> None:
-        """Store how the model is asked.
+        """Store what the model is asked.
 
         Args:
             session: the HTTP client.
-            base_url: base URL of the model's server, with its `/v1`.
-            model: the model's name on that server.
+            model: the model, and where it is.
             rubric: what good work is, in words.
             timeout_s: time limit of one judgement, in seconds.
             max_chars: characters of a transcript that the model is shown.
-            temperature: the temperature at which the model is sampled.
-            api_key: sent as bearer token if given.
             name: the judge's name; None: model and a digest of the rubric.
         """
-        self.name = name or f"{model} by rubric {sha256(rubric.encode()).hexdigest()[:12]}"
+        self.name = name or f"{model.name} by rubric {sha256(rubric.encode()).hexdigest()[:12]}"
         self._session = session
-        self._url = base_url.rstrip("/") + "/chat/completions"
-        self._parameters = {"model": model, "temperature": temperature}
+        self._url = model.base_url.rstrip("/") + "/chat/completions"
+        self._parameters = {"model": model.name, "temperature": model.temperature}
         self._rubric = rubric
         self._timeout_s = timeout_s
         self._max_chars = max_chars
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = {"Authorization": f"Bearer {model.api_key}"} if model.api_key else {}
 
     async def judge(self, episode: str, line: bytes) -> list[Statement]:
         """Return the model's score as one statement about the episode, or none if it cannot tell.

@@ -1,4 +1,4 @@
-"""A judge that runs a program for each episode: one JSON line in, its answer out."""
+"""Judge by a program that runs for each episode: one JSON line in, its answer out."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ LAST_LINE_CHARS: Final = 300
 
 
 class ProgramJudge:
-    """A judge that runs a command for each episode, and reads its answer from standard output."""
+    """Run a command for each episode, and read its answer from standard output."""
 
     def __init__(self, command: Sequence[str], *, timeout_s: float, name: str | None = None):
         """Store the command, after a check that its program exists.

@@ -1,4 +1,4 @@
-"""Writes the request to a model that judges, and reads the score from its answer (pure).
+"""Write the request to a model that judges, and read the score from its answer (pure).
 
 A transcript holds text of agents, users and tools, which may try to instruct the judge. It
 stands between marks that it cannot itself close, and the model is told that nothing in it is

@@ -1,4 +1,4 @@
-"""Shows finished episodes to a judge, several at a time, and posts its answers.
+"""Show finished episodes to a judge, several at a time, and post its answers.
 
 An episode whose judgement failed is judged again, after growing pauses and a bounded number of
 times. Each outcome is written to the ledger at once, so that a restart goes on where the last
@@ -43,7 +43,7 @@ MAX_REASON: Final = 1000
 
 
 class JudgingPlan(Record, frozen=True, kw_only=True):
-    """The rules by which a judge works.
+    """Set the rules by which a judge works.
 
     Attributes:
         selection: which episodes are judged.
@@ -68,7 +68,7 @@ def retry_at(failures: int, attempts: int, now: datetime) -> datetime | None:
 
 
 class Judging:
-    """A running judge; `tally` counts episodes by outcome."""
+    """Judge until stopped; `tally` counts episodes by outcome."""
 
     def __init__(
         self, engine: AsyncEngine, judge: Judge, desk: FeedbackDesk, plan: JudgingPlan

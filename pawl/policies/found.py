@@ -1,4 +1,4 @@
-"""Finds a policy and its versions by what the user named; an error says which there are."""
+"""Find a policy and its versions by what the user named; an error says which there are."""
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 

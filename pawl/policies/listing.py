@@ -1,4 +1,4 @@
-"""Lists the policies: what each answers, what it is trained from, and how far it is."""
+"""List the policies: what each answers, what it is trained from, and how far it is."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -21,7 +21,7 @@ NUMBERS = ("versions", "waiting")
 
 
 class PolicyLine(Record, frozen=True, kw_only=True):
-    """One policy, with the fields in the order in which they are written.
+    """Describe one policy, with the fields in the order in which they are written.
 
     It answers calls for one of `models`, and those for `base` by one of `agents`. `serving` is the
     version that has the traffic, `versions` are those with an adapter, and `waiting` are the
@@ -54,8 +54,8 @@ async def policies_of(
     for version in versions:
         stored.setdefault(version.name, []).append(version)
     lines = _said(table, recipe)
-    said = {line.name for line in lines}
-    lines += [_unsaid(own, table, recipe) for name, own in stored.items() if name not in said]
+    in_file = {line.name for line in lines}
+    lines += [_unsaid(own, table, recipe) for name, own in stored.items() if name not in in_file]
     return [_with_versions(line, stored.get(line.name, ()), waiting) for line in lines]
 
 

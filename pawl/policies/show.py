@@ -1,4 +1,4 @@
-"""Shows the versions of a policy with their evaluation."""
+"""Show the versions of a policy with their evaluation."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ TEXTS = ("version", "state")
 
 
 class VersionLine(Record, frozen=True, kw_only=True):
-    """One version of a policy, with the fields in the order in which they are written.
+    """Describe one version of a policy, with the fields in the order in which they are written.
 
     `eval_episodes` were evaluated and `scored` of them have a reward; the mean of these rewards
     lies in the 95 % interval from `low` to `high`. `files_deleted` says that its adapter is gone,

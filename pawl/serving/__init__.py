@@ -1,1 +1,1 @@
-"""The processes of `pawl proxy`: a supervisor, a keeper, and workers."""
+"""Run the processes of `pawl proxy`: a supervisor, a keeper, and workers."""

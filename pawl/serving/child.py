@@ -1,4 +1,4 @@
-"""`python -m pawl.serving.child keeper|worker …`: runs one process of the supervisor's."""
+"""Run one process of the supervisor's: `python -m pawl.serving.child keeper|worker …`."""
 
 import argparse
 import asyncio

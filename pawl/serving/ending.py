@@ -1,4 +1,4 @@
-"""Ends a process of the proxy: by which signal, and how long it may take."""
+"""End a process of the proxy: by which signal, and how long it may take."""
 
 import asyncio
 import signal

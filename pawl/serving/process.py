@@ -1,4 +1,4 @@
-"""Keeps one process of the supervisor's running: restarts it after pauses that grow.
+"""Keep one process of the supervisor's running: restart it after pauses that grow.
 
 A process reports over a pipe that it is up. If one was never up and ends again and again, its
 settings or its code cannot work, and the operator is told by `DoesNotStart`. One that was up
@@ -35,11 +35,11 @@ ENDING_S: Final = 2.0
 
 
 class NotReplaced(ProxyError):
-    """The process that was to replace another did not come up; the other one goes on serving."""
+    """Report that a replacement did not come up; the process that it was for goes on serving."""
 
 
 class Running:
-    """A process that was started.
+    """Describe a process that was started.
 
     Attributes:
         process: the process.
@@ -66,7 +66,7 @@ class Running:
 
 
 class Child:
-    """A process that is restarted whenever it ends by itself, and can be replaced."""
+    """Restart a process whenever it ends by itself, and replace it when asked."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`pawl proxy`: runs one keeper and N workers on one port, and restarts those that end.
+"""Run one keeper and N workers on one port (`pawl proxy`), and restart those that end.
 
 The supervisor owns the sockets: while a worker is replaced, connections wait in their queues.
 SIGTERM and SIGINT end all processes, calls in progress first, within `PAWL_STOP_GRACE_S`. SIGHUP
@@ -99,7 +99,7 @@ async def serve(settings: ProxySettings) -> None:
 
 
 class Fleet:
-    """The keeper and the workers, with the shared memory of their metrics and states.
+    """Keep the keeper and the workers, with the shared memory of their metrics and states.
 
     Attributes:
         keeper: the keeper.

@@ -1,1 +1,1 @@
-"""The local stack: PostgreSQL, vLLM, proxy and trainer as processes of this machine."""
+"""Run PostgreSQL, vLLM, proxy and trainer as processes of this machine."""

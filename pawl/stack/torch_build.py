@@ -1,4 +1,4 @@
-"""Finds out before anything is started whether this machine's torch can be imported.
+"""Find out before anything is started whether this machine's torch can be imported.
 
 A build of torch for another machine (the CUDA build where there is no CUDA, or none at all for
 this Python) fails at its import.

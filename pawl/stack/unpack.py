@@ -1,4 +1,4 @@
-"""`python -m pawl.stack.unpack GGUF FOLDER`: unpacks a GGUF model to a folder of safetensors."""
+"""Unpack a model to safetensors files: `python -m pawl.stack.unpack GGUF FOLDER`."""
 
 import shutil
 import sys

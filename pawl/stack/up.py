@@ -1,4 +1,4 @@
-"""`pawl up`: runs the local stack as it is configured, until it is stopped."""
+"""Run the local stack as it is configured, until it is stopped (`pawl up`)."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""Builds vLLM's command line and environment: the CPU build with our LoRA plugin, or a GPU."""
+"""Build vLLM's command line and environment: the CPU build with our LoRA plugin, or a GPU."""
 
 import json
 import os
@@ -18,7 +18,7 @@ CPU_BLOCK_TOKENS: Final = 32
 
 
 class VllmOptions(Record, frozen=True, kw_only=True):
-    """The options of a vLLM server that differ from one stack to another.
+    """Set the options of a vLLM server that differ from one stack to another.
 
     Attributes:
         model: folder or hub name of the base model.

@@ -1,1 +1,1 @@
-"""Recorded calls: forwarded, answered and captured."""
+"""Take recorded calls: forward, answer and capture them."""

@@ -1,4 +1,4 @@
-"""The third step of a call: its reply, passed back as it comes, all but its end.
+"""Take the third step of a call: pass its reply back as it comes, all but its end.
 
 An answer is received first (`receive`) and its end released later (`release`): between the two the
 call is recorded, so that the end leaves only once the record is durable. An answer changes while it
@@ -33,7 +33,7 @@ REPLY_COPIES: Final = 3
 
 
 class Answer(Protocol):
-    """A reply on its way to the client, and how far it has come.
+    """Pass a reply on to the client, and know how far it has come.
 
     `first_chunk_ms` is the time from the request's arrival to the first chunk of a stream;
     `streamed` says whether it is one.
@@ -96,7 +96,7 @@ def own_headers(arrived: Arrived, asked: Asked, routed: Routed) -> Headers:
 
 
 class StreamedAnswer:
-    """A reply of server-sent events, which the client gets event by event."""
+    """Give the client a reply of server-sent events, event by event."""
 
     streamed = True
     __slots__ = (
@@ -129,7 +129,7 @@ class StreamedAnswer:
         self.first_chunk_ms: float | None = None
 
     async def receive(self) -> CallStatus:
-        """See `Answer`."""
+        """Pass the reply on as it comes, and return how it ended, but keep its end back."""
         arrived, reply, sent, tape = self._arrived, self._reply, self._routed, self.tape
         exchange, follow = arrived.exchange, arrived.format.streamed
         transcript = self.transcript = follow(sent.request, sent.serving.served_name)
@@ -153,7 +153,7 @@ class StreamedAnswer:
         return "complete" if transcript.ended else "truncated"
 
     async def release(self) -> None:
-        """See `Answer`; a reply that broke off is torn, as a clean end would make it look whole."""
+        """Send the end; tear a reply that broke off, as a clean end would make it look whole."""
         if self._why_torn is not None:
             self._tear(self._why_torn)
             return
@@ -178,7 +178,7 @@ class StreamedAnswer:
 
 
 class WholeAnswer:
-    """A reply in one piece, which the client gets once it is recorded."""
+    """Give the client a reply in one piece, once it is recorded."""
 
     streamed = False
     __slots__ = (
@@ -217,7 +217,7 @@ class WholeAnswer:
         self.first_chunk_ms: float | None = None
 
     async def receive(self) -> CallStatus:
-        """See `Answer`; nothing of the reply is passed on before its record is durable."""
+        """Read the whole reply; nothing of it is passed on before its record is durable."""
         arrived, reply, sent = self._arrived, self._reply, self._routed
         length = reply.header(b"content-length")
         if length is not None and length.isdigit():
@@ -231,7 +231,7 @@ class WholeAnswer:
         return "complete"
 
     async def release(self) -> None:
-        """See `Answer`."""
+        """Send the reply, once its record is durable."""
         reply = self._reply
         as_sent, out = as_came(reply, self._body, self._out)
         headers = [*for_client(as_sent), *self._headers]

@@ -1,4 +1,4 @@
-"""The first step of a call: who asks, for which episode and task, and what the headers state.
+"""Take the first step of a call: who asks, for which episode and task, and what headers state.
 
 `Arrived` is what every later step starts from. It is enough to record a call, whatever fails next.
 """
@@ -19,7 +19,7 @@ from store.records import OWN_EPISODE, ToolEvent
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A call whose request was read.
+    """Hold a call whose request was read.
 
     `id` is the bytes of a UUIDv7 and `name` the same as text. `at` is when the request arrived, by
     `time.perf_counter`; `started_at` is Unix time in seconds. `request` is as the client sent it.
@@ -41,7 +41,7 @@ class Arrived(msgspec.Struct, frozen=True):
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """Whose call it is, which tools ended before it, and what the client is warned of."""
+    """Tell whose call it is, which tools ended before it, and what the client is warned of."""
 
     identity: Identity
     tool_events: tuple[ToolEvent, ...] = ()

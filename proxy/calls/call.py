@@ -1,4 +1,4 @@
-"""One recorded call: takes it through its steps, and answers and records it whatever fails.
+"""Take one recorded call through its steps, and answer and record it whatever fails.
 
 The steps are `asking`, `routing`, `answering` and `recording`; each makes a value, and the later
 ones start from it. The order matters. The request leaves at once, chunks are passed on as they
@@ -45,7 +45,7 @@ REFUSED_AS_MALFORMED: Final = (400, 422)
 
 
 class Shared(msgspec.Struct, frozen=True):
-    """The parts that all calls of a worker share.
+    """Hold the parts that all calls of a worker share.
 
     `max_reply` is in bytes; `eval_tasks` is how the names of tasks begin that are evaluation.
     """
@@ -58,7 +58,7 @@ class Shared(msgspec.Struct, frozen=True):
 
 
 class Call:
-    """One call on its way through the proxy.
+    """Take one call through the proxy.
 
     It holds the newest value of each step: a step that fails leaves the one before it, which is
     enough to answer and to record the call. All that can fail is done in `run`.

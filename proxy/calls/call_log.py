@@ -1,4 +1,4 @@
-"""Logs and counts a call that has ended: one log line, and its metrics.
+"""Log and count a call that has ended: one log line, and its metrics.
 
 The line never holds a prompt, a key or a body.
 """

@@ -1,4 +1,4 @@
-"""The capture of a call: its bytes as they were, and what only the worker could know.
+"""Capture a call: its bytes as they were, and what only the worker could know.
 
 A worker parses only what serving needs. The keeper reads the bytes again through the same format
 and makes the ledger's record of them (`proxy.keeper.transcribe`).
@@ -26,7 +26,7 @@ MOST_INFLATED: Final = 256 * 2**20
 
 
 class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like=True):
-    """One call as its worker saw it.
+    """Describe one call as its worker saw it.
 
     `id` is the bytes of a UUIDv7. `request` is the client's body; `reply` is the upstream's, token
     ids included, deflated if `deflated` is set. `started_at` is Unix time in seconds. `provides`
@@ -71,7 +71,7 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
 
 
 class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):
-    """Episodes that are incomplete, because records of their calls could not be written."""
+    """Mark episodes as incomplete, because records of their calls could not be written."""
 
     id: bytes
     episodes: tuple[str, ...]
@@ -81,7 +81,7 @@ Frame = CapturedCall | FeedbackRecord | Gap
 
 
 class Tape:
-    """Keeps a reply's bytes as they come; a long stream is compressed in memory."""
+    """Keep a reply's bytes as they come; a long stream is compressed in memory."""
 
     __slots__ = ("_deflater", "_grown", "_packed", "_pieces", "_size")
 
@@ -122,7 +122,7 @@ class Tape:
 
 
 class ReplyTooLong(Exception):
-    """A reply is longer than the limit for reading it into memory."""
+    """Report that a reply is longer than the limit for reading it into memory."""
 
 
 def inflate(reply: bytes, deflated: bool, most: int = MOST_INFLATED) -> bytes:

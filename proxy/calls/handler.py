@@ -1,4 +1,4 @@
-"""Takes recorded calls: holds what all calls share, and turns each request into a `Call`."""
+"""Take recorded calls: hold what all calls share, and turn each request into a `Call`."""
 
 from time import perf_counter
 
@@ -18,7 +18,7 @@ from proxy.upstreams.members import Upstreams
 
 
 class CallHandler:
-    """Answers the recorded calls of one worker."""
+    """Answer the recorded calls of one worker."""
 
     def __init__(
         self,

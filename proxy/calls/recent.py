@@ -1,4 +1,4 @@
-"""A bounded memory of recent calls and idempotency keys, to look up without the database."""
+"""Remember recent calls and idempotency keys within bounds, to look up without the database."""
 
 from collections import OrderedDict
 from typing import Final, TypeVar
@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 class Recent:
-    """The last `CAPACITY` targets of one worker with their policy version, and idempotency keys."""
+    """Remember the last `CAPACITY` targets with their policy version, and idempotency keys."""
 
     def __init__(self) -> None:
         """Begin empty."""

@@ -1,4 +1,4 @@
-"""The last step of a call: its record, made exactly once, whatever the call came to."""
+"""Take the last step of a call: make its record exactly once, whatever the call came to."""
 
 import asyncio
 from typing import Final
@@ -25,7 +25,7 @@ ERRORS: Final = 400
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """What a call came to: how it ended, and how far its reply had come by then."""
+    """State what a call came to: how it ended, and how far its reply had come by then."""
 
     status: CallStatus
     reply: Reply | None
@@ -33,14 +33,14 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class Recorded(msgspec.Struct, frozen=True):
-    """A call's capture, None if it could not be made; and the future of its being durable."""
+    """Hold a call's capture, None if it could not be made; and the future of its being durable."""
 
     capture: CapturedCall | None
     on_disk: "asyncio.Future[bool]"
 
 
 class CallRecorder:
-    """Makes the records of one worker's calls, and remembers what later calls may repeat."""
+    """Make the records of one worker's calls, and remember what later calls may repeat."""
 
     def __init__(self, recorder: Recorder, stitches: CallMemory, router: CallRouter) -> None:
         """Store the way to the disk, the memory of calls, and who knows a call's upstream."""

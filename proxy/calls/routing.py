@@ -1,4 +1,4 @@
-"""The second step of a call: the version that serves it, the upstream, and the request for both."""
+"""Take the second step of a call: choose version and upstream, and fit the request to both."""
 
 from collections.abc import Coroutine
 from typing import Any, Final
@@ -29,7 +29,7 @@ UNKNOWN_MODEL: Final = 404
 
 
 class Routed(msgspec.Struct, frozen=True):
-    """The policy version that serves a call, and the request as the upstream gets it.
+    """Name the policy version that serves a call, with the request as the upstream gets it.
 
     `explored` is what exploration changed of the request, None if it changed nothing.
     """
@@ -40,7 +40,7 @@ class Routed(msgspec.Struct, frozen=True):
 
 
 class CallRouter:
-    """Chooses version and upstream of one worker's calls, and rewrites their requests for both."""
+    """Choose version and upstream of one worker's calls, and rewrite their requests for both."""
 
     def __init__(
         self, upstreams: Upstreams, versions: Versions, lookup: Lookup, intake: Intake
@@ -159,11 +159,11 @@ def _exploring(arrived: Arrived, serving: Serving, exploring: Exploring) -> Rout
     A request that must get no fields for ids could not be trained on. One that has them of its own
     is left alone too: whoever reads token ids measures what was asked for.
     """
-    found = explored(arrived.request, arrived.format, exploring)
-    if found is None:
+    changed = explored(arrived.request, arrived.format, exploring)
+    if changed is None:
         return None
-    request = arrived.format.rewrite(found.request, serving.served_name, want_ids=True)
-    return Routed(serving, request, found.changes) if request.injected else None
+    request = arrived.format.rewrite(changed.request, serving.served_name, want_ids=True)
+    return Routed(serving, request, changed.changes) if request.injected else None
 
 
 def is_changed(arrived: Arrived, routed: Routed) -> bool:

@@ -1,4 +1,4 @@
-"""Decides whether a call can carry loss, and gives the reason if it cannot (pure).
+"""Decide whether a call can carry loss, and give the reason if it cannot (pure).
 
 A trainable call has ids that the policy sampled under a distribution that the trainer can compute
 again (`store.values.distribution`). The log-probabilities that they had are recorded, or left to

@@ -1,1 +1,1 @@
-"""Counters of several processes in shared memory, which no full or failing disk can stop."""
+"""Count in several processes, in shared memory, which no full or failing disk can stop."""

@@ -1,4 +1,4 @@
-"""The workers' states in shared memory: the supervisor writes them, the keeper's `/readyz` reads.
+"""Keep the workers' states in shared memory: the supervisor writes, the keeper's `/readyz` reads.
 
 The supervisor rewrites the page at each change without waiting for a reader, so that a keeper
 that was just started reads the present state.
@@ -20,7 +20,7 @@ _HEAD: Final = struct.Struct("<QI")
 
 
 class ProcessState(msgspec.Struct, frozen=True):
-    """The state of one process that the supervisor runs; times are Unix time in seconds."""
+    """Describe one process that the supervisor runs; times are Unix time in seconds."""
 
     name: str
     state: State
@@ -32,7 +32,7 @@ class ProcessState(msgspec.Struct, frozen=True):
 
 
 class Board:
-    """The page of states; writer and reader share its descriptor."""
+    """Keep the page of states; writer and reader share its descriptor."""
 
     def __init__(self, page: int) -> None:
         """Store the descriptor `page` of an existing page."""

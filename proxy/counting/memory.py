@@ -1,4 +1,4 @@
-"""Blocks of shared memory that the supervisor makes: named numbers that outlive a process.
+"""Make blocks of shared memory in the supervisor: named numbers that outlive a process.
 
 A block is an anonymous file in memory (memfd_create(2)). It has no name in any file system, so
 that no disk can be too full for it, and it is gone when its last process is. Each process that
@@ -28,11 +28,11 @@ _MFD_NOEXEC_SEAL: Final = 0x0008
 
 
 class NoBlock(Exception):
-    """Every block is held by a process that is alive."""
+    """Report that every block is held by a process that is alive."""
 
 
 class Number(NamedTuple):
-    """A number in a block."""
+    """Name a number in a block, with its value."""
 
     name: str
     value: float
@@ -98,7 +98,7 @@ def take_block(blocks: Sequence[int]) -> "Block":
 
 
 class Block:
-    """A block that this process holds for as long as it lives."""
+    """Keep numbers in a block that this process holds for as long as it lives."""
 
     def __init__(self, handle: int) -> None:
         """Map the block that `handle` has locked, and find the numbers that are in it.

@@ -1,4 +1,4 @@
-"""prometheus_client's counters in shared memory: each process counts, the keeper adds up.
+"""Put prometheus_client's counters in shared memory: each process counts, the keeper adds up.
 
 A gauge's `multiprocess_mode` says how the values of several processes are joined. Of the living
 processes' values `livesum` is the sum, `livemax` the largest and `livemostrecent` the newest;
@@ -29,7 +29,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class _Shared:
-    """The blocks that this process inherited from the supervisor; None: it counts alone."""
+    """Hold the blocks that this process inherited from the supervisor; None: it counts alone."""
 
     blocks: Sequence[int] | None = None
     lock: Final = threading.Lock()
@@ -73,7 +73,7 @@ def _check_mode(metric: str, mode: str) -> None:
 
 
 class _SharedValue:
-    """One number in a block; if memory is short, one that only this process sees.
+    """Keep one number in a block or, if memory is short, where only this process sees it.
 
     Its interface is that of `prometheus_client.values.MutexValue`.
     """
@@ -140,7 +140,7 @@ def _value_class(block: Block) -> type[_SharedValue]:
 
 
 class Together(Collector):
-    """Collects the numbers of all blocks, joined over the processes."""
+    """Collect the numbers of all blocks, joined over the processes."""
 
     def __init__(self, blocks: Sequence[int]) -> None:
         """Store the descriptors of the blocks."""

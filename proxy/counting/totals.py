@@ -1,4 +1,4 @@
-"""Totals of which other processes count a part, joined when they are read."""
+"""Join totals of which other processes count a part, when they are read."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -11,7 +11,7 @@ TOTAL: Final = "_total"
 
 
 class Totals(Collector):
-    """The metrics of a registry, where some counters include another one."""
+    """Collect the metrics of a registry, where some counters include another one."""
 
     def __init__(self, registry: CollectorRegistry, part: str, wholes: Sequence[str]) -> None:
         """Store the registry, the counter that is a part, and those that include it.

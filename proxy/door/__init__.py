@@ -1,1 +1,1 @@
-"""The data port's door: routes, refusals, and requests that are only passed on."""
+"""Open the data port's door: routes, refusals, and requests that are only passed on."""

@@ -1,4 +1,4 @@
-"""Forwards requests that are not recorded: untouched, streamed both ways, of any size.
+"""Forward requests that are not recorded: untouched, streamed both ways, of any size.
 
 With several upstreams, the body is read first to find the model's upstream, and the upstreams'
 lists of models are joined.

@@ -1,4 +1,4 @@
-"""Paths of OpenAI's API beside calls, which are forwarded untouched and unrecorded (pure).
+"""List the paths of OpenAI's API beside calls, forwarded untouched and unrecorded (pure).
 
 This is an allow-list of methods and paths, as in `proxy.door.routes`: files, audio, images,
 batches, stored conversations and the like. No rule matches a path of vLLM that is not OpenAI's too.
@@ -19,7 +19,7 @@ STORES: Final = (
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """Paths of one kind; `administers` marks those that manage the account at the provider.
+    """Allow paths of one kind; `administers` marks those that manage the account at the provider.
 
     Those need a key that may do so, and are therefore forwarded only with the client's own.
     Deleting a model needs no key at many servers, and takes it from everybody: see

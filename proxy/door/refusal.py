@@ -1,4 +1,4 @@
-"""Answers a client with an error, in the format of its API, and with the party at fault."""
+"""Answer a client with an error, in the format of its API, and with the party at fault."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Routes of the requests that are let through, decided on method and path alone (pure).
+"""Decide on method and path alone which requests are let through, and how (pure).
 
 The routes of recorded calls are those of the wire formats (`proxy.formats.registry`).
 
@@ -23,7 +23,7 @@ FEEDBACK: Final = "/feedback"
 
 
 class Kind(Enum):
-    """The ways in which a request is handled."""
+    """Name the ways in which a request is handled."""
 
     CALL = "call"
     FORWARD = "forward"
@@ -31,7 +31,7 @@ class Kind(Enum):
 
 
 class Route(msgspec.Struct, frozen=True):
-    """An allowed request: its kind, the upstream's path, and the names in the URL's prefix."""
+    """Describe an allowed request: its kind, the upstream's path, and the names in its prefix."""
 
     kind: Kind
     path: str

@@ -1,1 +1,1 @@
-"""Explore: sample a share of a policy's episodes so that something can be learned of it."""
+"""Sample a share of a policy's episodes with changed settings, so that something can be learned."""

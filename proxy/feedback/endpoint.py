@@ -33,7 +33,7 @@ LONG_BYTES: Final = 128 * 1024
 
 
 class FeedbackDesk:
-    """Takes one worker's feedback: parses it, makes it durable, and answers."""
+    """Take one worker's feedback: parse it, make it durable, and answer."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Parses the body of POST /feedback; its errors name the field and the remedy (pure)."""
+"""Parse the body of POST /feedback; its errors name the field and the remedy (pure)."""
 
 import math
 from datetime import datetime
@@ -101,7 +101,7 @@ def _as_float(value: Any) -> float | None:
 
 
 class _Statement:
-    """One statement that is being parsed; `where` names it in error messages."""
+    """Parse one statement; `where` names it in error messages."""
 
     def __init__(self, value: object, where: str) -> None:
         self._where = where

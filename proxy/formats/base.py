@@ -1,4 +1,4 @@
-"""The contract of a wire format: what its room offers, and the values that pass through it (pure).
+"""Define what a wire format's room offers, and the values that pass through it (pure).
 
 Adding a format is a room that keeps `WireFormat`, and a line in `proxy.formats.registry`. Nothing
 outside this package knows any format by its name.
@@ -15,7 +15,7 @@ from store.records import Record, ToolCall
 
 
 class ModelRequest(msgspec.Struct, frozen=True):
-    """A request as it goes to the upstream, and what must be removed again from its reply.
+    """Hold a request as it goes to the upstream, and what must be removed again from its reply.
 
     `parsed` is the body's top level with values unparsed (None if it is not a JSON object);
     `fields` is the same with values parsed, as the client sent them. `injected` names the fields
@@ -33,7 +33,7 @@ class ModelRequest(msgspec.Struct, frozen=True):
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """The token ids of one reply, their log-probabilities, and the counts to check them against.
+    """Hold one reply's token ids, their log-probabilities, and the counts to check them against.
 
     Log-probabilities that the server gives for some of the ids only are None.
     """
@@ -51,7 +51,7 @@ NOTHING_SAMPLED = Sampled(
 
 
 class ReplySummary(msgspec.Struct, frozen=True):
-    """The parts of a reply that a later call may repeat: its id, and its first choice's content."""
+    """Hold what of a reply a later call may repeat: its id, and its first choice's content."""
 
     response_id: str | None = None
     text: str = ""
@@ -59,7 +59,7 @@ class ReplySummary(msgspec.Struct, frozen=True):
 
 
 class ReplyFacts(msgspec.Struct, frozen=True):
-    """The facts of a reply that are stored, whether it is whole or broke off.
+    """State the facts of a reply that are stored, whether it is whole or broke off.
 
     `reply` is JSON as the client saw it, with a stream's events merged into one object, or None if
     it was not JSON. `whole` says whether the reply came to its proper end. `too_deep` says that a
@@ -77,7 +77,7 @@ class ReplyFacts(msgspec.Struct, frozen=True):
 
 
 class ToolResult(Record, frozen=True, kw_only=True):
-    """The result of one tool call; `is_error` is None if the client did not state it."""
+    """Give the result of one tool call; `is_error` is None if the client did not state it."""
 
     tool_id: str
     name: str | None
@@ -86,7 +86,7 @@ class ToolResult(Record, frozen=True, kw_only=True):
 
 
 class Transcript(Protocol):
-    """Follows one reply in a worker: passes on what the client is to see, and what it says."""
+    """Follow one reply in a worker: pass on what the client is to see, and note what it says."""
 
     @property
     def ended(self) -> bool:
@@ -103,7 +103,7 @@ class Transcript(Protocol):
 
 
 class StreamTranscript(Transcript, Protocol):
-    """Follows a reply of server-sent events, whose sender may keep it open after the last event."""
+    """Follow a reply of server-sent events, whose sender may keep it open after the last event."""
 
     @property
     def at_end(self) -> bool:
@@ -114,7 +114,7 @@ class StreamTranscript(Transcript, Protocol):
 
 
 class ReplyReader(Transcript, Protocol):
-    """Follows one recorded reply in the keeper, as the worker did, for all that is stored of it."""
+    """Follow one recorded reply in the keeper, as the worker did, for all that is stored of it."""
 
     def read(self, raw: bytes) -> None:
         """Take all bytes that the upstream sent, for their facts only."""
@@ -124,7 +124,7 @@ class ReplyReader(Transcript, Protocol):
 
 
 class ErrorShape(Protocol):
-    """The form in which an API states an error."""
+    """State an error in the form of an API."""
 
     @property
     def api(self) -> str:
@@ -157,7 +157,7 @@ class ErrorShape(Protocol):
 
 
 class Turns(Protocol):
-    """How the requests of a format hold a conversation; `proxy.formats.turns` has most of it."""
+    """Read the conversation that a format's requests hold; `proxy.formats.turns` has most of it."""
 
     @property
     def states_errors(self) -> bool:
@@ -184,7 +184,7 @@ class Turns(Protocol):
 
 
 class SamplingRules(Protocol):
-    """The request fields of a format that tell how it was sampled, and those that do not.
+    """Tell the request fields of a format that say how it was sampled from those that do not.
 
     What a model server understands in every format is known to `proxy.keeper.sampling`.
     """
@@ -216,7 +216,7 @@ class SamplingRules(Protocol):
 
 
 class WireFormat(Protocol):
-    """One API that clients speak: its routes, and how its requests and replies are read."""
+    """Speak one API of clients: know its routes, and read its requests and replies."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Removes members from JSON that cannot be parsed, or whose shape is not the API's (pure).
+"""Remove members from JSON that cannot be parsed, or whose shape is not the API's (pure).
 
 A lone surrogate, NaN, bytes that are not UTF-8, an object that is cut off or has something beside
 it: Python represents none of these, and a client must get them as they came, without what it did
@@ -23,7 +23,7 @@ NO_CONTENT: Final = re.compile(rb"\[\s*\]")
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A member to replace by `instead`, where its value begins with one of the bytes `opens`.
+    """Name a member to replace by `instead`, where its value begins with one of the bytes `opens`.
 
     With `only`, just a value equal to that is replaced; with `unless_empty`, no empty list.
     """

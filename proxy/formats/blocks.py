@@ -1,4 +1,4 @@
-"""Blocks of a message's content, in Anthropic's API and in some clients' chats (pure)."""
+"""Read blocks of a message's content, in Anthropic's API and in some clients' chats (pure)."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Texts and objects within a message's content, in whichever form its API writes it (pure)."""
+"""Find texts and objects in a message's content, in whichever form its API writes it (pure)."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, Final

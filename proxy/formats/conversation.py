@@ -1,4 +1,4 @@
-"""A conversation in one form, in whichever of many ways a client sends it back (pure).
+"""Bring a conversation into one form, in whichever of many ways a client sends it back (pure).
 
 Clients rebuild what a server said: content as null, "" or a list of parts, arguments encoded anew,
 reasoning left out or repeated, marks added, system prompts changed. What they keep is who said
@@ -37,7 +37,7 @@ def is_unique(tool_id: str) -> bool:
 
 
 class Conversation:
-    """A hash chain over the pieces of a conversation.
+    """Compute a hash chain over the pieces of a conversation.
 
     `replies` holds a digest of each prefix that ends with a run of the assistant's messages which
     something followed, and whether that prefix contains a unique tool call id. `results` holds the

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's form, which the proxy also uses where no format is spoken (pure).
+"""State errors in OpenAI's form, which the proxy also uses where no format is spoken (pure).
 
 `{"error": {…}}`, in a stream as one more `data:` line (openai-python, `_streaming.py`, raises for
 any event whose data has `error`).
@@ -10,7 +10,7 @@ import msgspec
 
 
 class OpenAIErrors:
-    """The errors of chat and text completions."""
+    """State the errors of chat and text completions."""
 
     api = "OpenAI"
 

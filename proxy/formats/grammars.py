@@ -1,4 +1,4 @@
-"""Which grammar a request holds its reply to, as vLLM makes it of the request's fields (pure).
+"""Find the grammar that a request holds its reply to, as vLLM makes it of the fields (pure).
 
 Only what vLLM does in the same way whatever it was started with is read: exactly one constraint,
 and no tools beside a form, since some servers then allow both. A forced call is held to a JSON
@@ -46,13 +46,13 @@ def the_grammar(
         functions: its tools, likewise.
     """
     own = fields.get("structured_outputs")
-    found = [] if own is None else [of_structured_outputs(own)]
-    found += [] if free_form(form) else [read_form(form)]
+    constraints = [] if own is None else [of_structured_outputs(own)]
+    constraints += [] if free_form(form) else [read_form(form)]
     if forced is not None:
         single = fields.get("parallel_tool_calls")
-        return None if found else of_forced_call(forced, functions, single)
+        return None if constraints else of_forced_call(forced, functions, single)
     offered = bool(fields.get("tools")) and fields.get("tool_choice") != "none"
-    return None if offered or len(found) != 1 else found[0]
+    return None if offered or len(constraints) != 1 else constraints[0]
 
 
 def of_structured_outputs(value: Any) -> Recorded | None:
@@ -60,16 +60,16 @@ def of_structured_outputs(value: Any) -> Recorded | None:
     if not isinstance(value, dict):
         return None
     given = [(n, v) for n, v in value.items() if v is not None and (n not in OPTIONS or v)]
-    kind, said = given[0] if len(given) == 1 else (None, None)
-    match kind, said:
+    kind, constraint = given[0] if len(given) == 1 else (None, None)
+    match kind, constraint:
         case "json", dict():
-            return _schema(said)
-        case "json" | "regex" | "grammar", str() if said:
-            return {"kind": kind, "text": said}
+            return _schema(constraint)
+        case "json" | "regex" | "grammar", str() if constraint:
+            return {"kind": kind, "text": constraint}
         case "json_object", True:
             return OBJECT
-        case "choice", list() if said and all(isinstance(one, str) for one in said):
-            return {"kind": "choice", "text": json.dumps(said)}
+        case "choice", list() if constraint and all(isinstance(one, str) for one in constraint):
+            return {"kind": "choice", "text": json.dumps(constraint)}
         case _:
             return None
 
@@ -160,8 +160,8 @@ def _any_call(functions: Sequence[Fields], *, single: bool) -> Recorded | None:
 
 
 def _call(function: Fields) -> Fields:
-    said = function.get("parameters")
-    own = {name: part for name, part in said.items() if name != "$defs"} if said else NO_PARAMETERS
+    schema = function.get("parameters")
+    own = {n: part for n, part in schema.items() if n != "$defs"} if schema else NO_PARAMETERS
     return {
         "properties": {"name": {"type": "string", "enum": [function["name"]]}, "parameters": own},
         "required": ["name", "parameters"],

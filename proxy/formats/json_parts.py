@@ -1,4 +1,4 @@
-"""Parts of JSON as a wire format reads them: values stay bytes until somebody needs them (pure)."""
+"""Read parts of JSON for a wire format: values stay bytes until somebody needs them (pure)."""
 
 from typing import Any, Final
 

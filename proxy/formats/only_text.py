@@ -1,4 +1,4 @@
-"""Tells whether what a request shows the model is all text (pure).
+"""Tell whether what a request shows the model is all text (pure).
 
 The prompt's token ids hold an image, a sound or a file as a placeholder at most: what the model saw
 cannot be computed again from them. A part of a type that nobody knows may be anything.

@@ -1,4 +1,4 @@
-"""All wire formats by name."""
+"""List all wire formats by name."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""Requests as the client sent them, and what is put into them for the upstream (pure)."""
+"""Read requests as clients sent them, and put in what the upstream needs (pure)."""
 
 import msgspec
 

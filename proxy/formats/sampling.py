@@ -1,4 +1,4 @@
-"""What the sampling rules of all formats have in common (pure)."""
+"""Share what the sampling rules of all formats have in common (pure)."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -28,7 +28,7 @@ EVERYWHERE: Final = SERVERS_OWN | TOOLS_OWN | {"tools", "stream_options", "paral
 
 
 class BaseSamplingRules:
-    """Rules for a format that adds no setting to those that a model server understands in all."""
+    """Define the rules of a format that adds no setting to those of the model server."""
 
     settings: frozenset[str] = frozenset()
     objects: tuple[str, ...] = ()

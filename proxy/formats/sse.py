@@ -1,4 +1,4 @@
-"""Server-sent events (WHATWG HTML §9.2), followed line by line (pure).
+"""Follow server-sent events (WHATWG HTML §9.2) line by line (pure).
 
 Every complete line leaves at once. An unfinished line waits for its end. A `data:` line that cannot
 be read by itself waits for the rest of its event, for it may be a part of the event's data. From
@@ -16,7 +16,7 @@ CR: Final = 13
 
 
 class Lines:
-    """Splits a stream into lines at LF, CR or both (WHATWG HTML §9.2.6), each as soon as it ends.
+    """Split a stream into lines at LF, CR or both (WHATWG HTML §9.2.6), each as soon as it ends.
 
     A CR that is the last byte so far may be half of a line's end: it waits for the next byte.
     """
@@ -47,11 +47,11 @@ class Lines:
 
 
 class Unread(Exception):
-    """A payload is not a JSON object; it may be one line of an event with several."""
+    """Report a payload that is not a JSON object; it may be one line of an event with several."""
 
 
 class EventStream:
-    """Splits a stream into events, hands their data to be rewritten, and holds back the end.
+    """Split a stream into events, hand their data on to be rewritten, and hold back the end.
 
     `on_data` returns the payload to pass on (the same object if nothing changed), or None to drop
     the event; it raises `Unread` for data that it cannot parse. `hide` removes from such data what

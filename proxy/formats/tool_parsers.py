@@ -1,4 +1,4 @@
-"""Tool parsers of vLLM that hold no reply to a grammar of their own (pure).
+"""List the tool parsers of vLLM that hold no reply to a grammar of their own (pure).
 
 Where xgrammar knows the syntax of a model's calls, vLLM makes a structural tag if tools are strict,
 or one call at most is allowed. The parsers named here have none: `strict` changes nothing that is

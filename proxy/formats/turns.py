@@ -1,4 +1,4 @@
-"""The turns of a conversation in a request, as far as all formats have them alike (pure).
+"""Read the turns of a conversation, as far as all formats have them alike (pure).
 
 A format's own class says where its messages lie and how they are written. Only tool results that
 answer the assistant's last turn are read: every later request of the thread repeats them.
@@ -26,7 +26,7 @@ Named = tuple[Any, Any]
 
 
 class BaseTurns:
-    """Turns of a format whose requests repeat the conversation in a list of members.
+    """Read the turns of a format whose requests repeat the conversation in a list of members.
 
     As it stands it is for a format without turns: it finds nothing in any request.
     """

@@ -1,1 +1,1 @@
-"""HTTP/1.1 server and client: httptools parses, asyncio carries (docs/decisions/014-serving.md)."""
+"""Serve and ask by HTTP/1.1: httptools parses, asyncio carries (docs/decisions/014-serving.md)."""

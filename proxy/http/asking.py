@@ -1,4 +1,4 @@
-"""Sends requests to a server: with a whole body, without one, or with one that comes in pieces."""
+"""Send requests to a server: with a whole body, without one, or with one that comes in pieces."""
 
 import asyncio
 from collections.abc import Coroutine

@@ -1,4 +1,4 @@
-"""The client side of HTTP/1.1: kept connections to one server, and replies as they come."""
+"""Ask servers by HTTP/1.1: keep connections to each, and take replies as they come."""
 
 import asyncio
 import ssl
@@ -21,23 +21,23 @@ MAX_HEAD_BYTES: Final = 256 * 1024
 
 
 class NotSent(ConnectionError):
-    """No connection could be made: nothing of the request was sent."""
+    """Report that no connection could be made: nothing of the request was sent."""
 
 
 class NoReply(ConnectionError):
-    """The connection broke before a reply began."""
+    """Report that the connection broke before a reply began."""
 
 
 class Silent(NoReply):
-    """The server was silent for too long before a reply began."""
+    """Report that the server was silent for too long before a reply began."""
 
 
 class Torn(ConnectionError):
-    """A reply broke off before its end."""
+    """Report that a reply broke off before its end."""
 
 
 class Reply:
-    """A reply whose head has come; its body may still be on its way."""
+    """Give a reply whose head has come; its body may still be on its way."""
 
     __slots__ = ("_connection", "body", "headers", "reason", "status")
 
@@ -93,7 +93,7 @@ class Reply:
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection to a server, which takes the callbacks of asyncio and httptools."""
+    """Keep one connection to a server; asyncio and httptools call it back."""
 
     transport: asyncio.Transport
 
@@ -269,7 +269,7 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class Pool:
-    """The connections to one server, as many as are needed at once."""
+    """Keep the connections to one server, as many as are needed at once."""
 
     def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None) -> None:
         """Store the server's address; connections are opened as they are needed."""

@@ -1,4 +1,4 @@
-"""A client's connection: its requests are answered one after another, within its deadlines."""
+"""Answer the requests of a client's connection one after another, within its deadlines."""
 
 import asyncio
 from collections import deque
@@ -26,7 +26,7 @@ GONE: Final = "the client closed its connection"
 
 
 class Connection(asyncio.Protocol):
-    """A client's connection, which takes the callbacks of asyncio."""
+    """Serve a client's connection; asyncio calls it back."""
 
     transport: asyncio.Transport
     brake: SharedBrake

@@ -1,4 +1,4 @@
-"""Deadlines of a client, and how its progress is measured (pure).
+"""Set deadlines for a client, and measure its progress against them (pure).
 
 No deadline has a timer of its own: a sweep looks at every connection now and then and checks
 whether it made progress. A deadline is late by at most two sweeps, which nobody notices.
@@ -18,7 +18,7 @@ LATEST_S: Final = 5.0
 
 
 class ClientDeadlines(msgspec.Struct, frozen=True):
-    """Seconds that a client may take for a head, and for each `STEP` bytes of a body.
+    """Limit the seconds that a client may take for a head, and for each `STEP` bytes of a body.
 
     `write_s` counts only while there are bytes that the client could take.
     """
@@ -45,7 +45,7 @@ class ClientDeadlines(msgspec.Struct, frozen=True):
 
 
 class Clock:
-    """Measures for how long a count has not grown by a step."""
+    """Measure for how long a count has not grown by a step."""
 
     __slots__ = ("_count", "_since")
 

@@ -1,4 +1,4 @@
-"""One request and its reply: a handler's view of a client's connection."""
+"""Give a handler its view of a client's connection: one request and its reply."""
 
 from typing import TYPE_CHECKING
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 class ClientGone(ConnectionError):
-    """The client closed its connection before it had its answer."""
+    """Report that the client closed its connection before it had its answer."""
 
 
 class BodyTooSlow(ConnectionError):
-    """The client sent too little of its request's body within the time allowed."""
+    """Report that the client sent too little of its request's body within the time allowed."""
 
 
 class Exchange:
-    """One request, and the reply that is being sent to it."""
+    """Read one request, and send the reply to it."""
 
     __slots__ = (
         "_connection",

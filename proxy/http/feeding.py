@@ -1,4 +1,4 @@
-"""Gives a connection's bytes to its parser, and no turn of the event loop more than it can take.
+"""Give a connection's bytes to its parser, and no turn of the event loop more than it can take.
 
 Of 256 KB in chunks of two bytes the parser makes 37,000 pieces, which takes longer than an ordinary
 call. So bytes are parsed in slices. Connections whose slices fall into many pieces wait for each
@@ -51,7 +51,7 @@ class Turns:
 
 
 class Feeding:
-    """The bytes of one connection that its parser has not seen yet."""
+    """Keep the bytes of one connection that its parser has not seen yet."""
 
     def __init__(self, feed: Callable[[bytes], None], source: Brake, turns: Turns) -> None:
         """Begin with no bytes.

@@ -1,4 +1,4 @@
-"""A body on its way: the pieces that arrived, and a brake on senders that are too fast."""
+"""Carry a body on its way: the pieces that arrived, and a brake on senders that are too fast."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Grown = Callable[[int], None]
 
 
 class Brake(Protocol):
-    """A source of bytes that can be paused, such as a transport."""
+    """Pause and resume a source of bytes, such as a transport."""
 
     def pause_reading(self) -> None:
         """Stop reading."""
@@ -22,7 +22,7 @@ class Brake(Protocol):
 
 
 class SharedBrake:
-    """The brake of a connection that several parts of it pause, each for a reason of its own."""
+    """Share the brake of a connection between parts that pause it, each for a reason of its own."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         """Store the transport, which is reading."""
@@ -43,7 +43,7 @@ class SharedBrake:
 
 
 class BodyStream:
-    """The pieces of one body, passed from the parser to a reader."""
+    """Pass the pieces of one body from the parser to a reader."""
 
     __slots__ = (
         "_braked",

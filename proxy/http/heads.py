@@ -1,4 +1,4 @@
-"""Checks of request heads that parse and must still be refused, by RFC 9112 (pure)."""
+"""Check heads of requests that parse and must still be refused, by RFC 9112 (pure)."""
 
 import re
 from functools import lru_cache
@@ -12,7 +12,7 @@ _HOST: Final = re.compile(rb"(?:\[[0-9A-Za-z:._~%-]+\]|[0-9A-Za-z._~!$&'()*+,;=%
 
 
 class Refused(ValueError):
-    """A request that cannot be answered; the message says why."""
+    """Report a request that cannot be answered; the message says why."""
 
     def __init__(self, status: int, why: str) -> None:
         """Store the status to answer with, and the reason."""

@@ -1,4 +1,4 @@
-"""Requests out of a connection's bytes: heads are checked, and bodies handed to their exchange."""
+"""Make requests of a connection's bytes: check heads, and hand bodies to their exchange."""
 
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +21,7 @@ MAX_HEAD_BYTES: Final = 256 * 1024
 
 
 class RequestParser:
-    """Parses the requests of one connection, and takes the callbacks of httptools."""
+    """Parse the requests of one connection; httptools calls it back."""
 
     def __init__(self, connection: "Connection") -> None:
         """Begin with no bytes; requests and refusals go to `connection`, which is made."""

@@ -1,4 +1,4 @@
-"""The server side of HTTP/1.1: a listening socket, its connections, and their deadlines."""
+"""Serve HTTP/1.1: a listening socket, its connections, and their deadlines."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -37,7 +37,7 @@ def _nobody_told(_what: str, _allowed_s: float, _exchange: Exchange | None) -> N
 
 
 class Server:
-    """All connections of one listening socket, and the handler of their requests."""
+    """Keep all connections of one listening socket, and the handler of their requests."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Heads of requests and replies as bytes: what is passed on, removed and added (pure).
+"""Write heads of requests and replies as bytes: what is passed on, removed and added (pure).
 
 Names and values stay the bytes they came as, in their order, so that whatever need not change
 reaches the other side unchanged.

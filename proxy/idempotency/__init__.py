@@ -1,1 +1,1 @@
-"""Idempotency keys: each stands for one body, whichever worker or proxy a repeat reaches."""
+"""Let each idempotency key stand for one body, whichever worker or proxy a repeat reaches."""

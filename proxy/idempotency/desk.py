@@ -1,4 +1,4 @@
-"""Accepts one body for each idempotency key: in this worker, on this machine, at other proxies.
+"""Accept one body for each idempotency key: in this worker, on this machine, at other proxies.
 
 The key is taken first in this worker's memory, before anything is awaited; then on this machine
 (`key_files`); then in PostgreSQL, if that answers in time. Another body under the same key is
@@ -24,7 +24,7 @@ LOOK_UP_S: Final = 0.25
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The reply to a client: HTTP status and JSON body."""
+    """Reply to a client with an HTTP status and a JSON body."""
 
     status: int
     body: bytes
@@ -35,14 +35,14 @@ State = Callable[[FeedbackRecord, bool], Awaitable[Answer]]
 
 
 class _Running(msgspec.Struct):
-    """A body that is being taken; `outcome` is its answer, or None if taking it failed."""
+    """Note a body that is being taken; `outcome` is its answer, or None if taking it failed."""
 
     body_hash: str
     outcome: "asyncio.Future[Answer | None]"
 
 
 class KeyDesk:
-    """One worker's check of keys, against its memory, the machine's files and the database."""
+    """Check one worker's keys against its memory, the machine's files and the database."""
 
     def __init__(self, files: KeyFiles, recent: Recent, lookup: Lookup) -> None:
         """Store the three places where keys are looked up."""

@@ -1,4 +1,4 @@
-"""Keys that the workers of one machine have taken, each a symbolic link to its body's hash.
+"""Keep the keys that one machine's workers have taken, each a symbolic link to its body's hash.
 
 symlink(2) is atomic: it succeeds for one worker only, and the link's target can never be read
 half written. Nothing is synced: after a crash of the machine a key may be taken again, even for
@@ -24,7 +24,7 @@ MOST: Final = 200_000
 
 
 class KeyFiles:
-    """The key links under one spool directory."""
+    """Keep the key links under one spool directory."""
 
     def __init__(self, spool_dir: Path) -> None:
         """Use the folder `keys` of `spool_dir`; it is created with the first key."""

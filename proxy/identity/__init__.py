@@ -1,1 +1,1 @@
-"""Identity of a call: its episode, agent and task, from names and from what it repeats (pure)."""
+"""Identify a call: its episode, agent and task, from names and from what it repeats (pure)."""

@@ -1,4 +1,4 @@
-"""W3C trace context and baggage: the names that a call carries of the work it belongs to (pure).
+"""Read W3C trace context and baggage, where a call names the work it belongs to (pure).
 
 https://www.w3.org/TR/baggage/ and https://www.w3.org/TR/trace-context/. A malformed header is
 treated as absent: the specifications ask receivers not to fail because of one.

@@ -1,4 +1,4 @@
-"""Fingerprints that join calls without a name: 16-byte digests whose first byte is the kind.
+"""Compute fingerprints that join calls without a name: 16 bytes, the first is the kind (pure).
 
 A call provides fingerprints of what a later call may repeat of it, and needs those of what it
 repeats itself. They go to the ledger with the record. The ledger knows what the calls of all

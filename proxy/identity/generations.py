@@ -1,4 +1,4 @@
-"""A bounded mapping that keeps what was used last, in constant time and space (pure).
+"""Map keys to values within bounds: what was used last is kept, in constant time (pure).
 
 It has two dictionaries instead of a list in order of use. When the young one is full it becomes the
 old one, and the entries of the former old one are forgotten.

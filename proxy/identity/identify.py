@@ -35,7 +35,7 @@ _LONGEST_COUNT: Final = 3
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Episode, agent, task and split of a call; how the episode was found, and how surely.
+    """State a call's episode, agent, task and split; how the episode was found, and how surely.
 
     `needs` are the fingerprints that the ledger joins by. `follows` is the episode whose policy
     version the call keeps: its own, or the one that this proxy believes it continues (a wrong guess

@@ -1,4 +1,4 @@
-"""Names of sessions, agents and tasks that tools and frameworks send with a call (pure).
+"""Read names of sessions, agents and tasks that tools and frameworks send with a call (pure).
 
 A name of ours (`pawl_episode`, `pawl.episode`) is an episode's key as it is. A foreign name gets a
 namespace before it (`claude-code:UUID`), so that equal ids of two tools are two episodes. The
@@ -68,7 +68,7 @@ _ROLE_HEADERS: Final = frozenset((*_SUB_AGENT_HEADERS, *(name for name, _ in _AG
 
 
 class Name(msgspec.Struct, frozen=True):
-    """A name that a call goes by, with its method and, for warnings, its place in the request."""
+    """Give a name that a call goes by, its method and, for warnings, its place in the request."""
 
     value: str
     method: str
@@ -82,7 +82,7 @@ class Name(msgspec.Struct, frozen=True):
 
 
 class SessionHints(msgspec.Struct, frozen=True):
-    """A request's headers, metadata and baggage, as sources of names beside our headers and URL."""
+    """Look for names in a request's headers, metadata and baggage, beside our headers and URL."""
 
     headers: Mapping[str, str]
     metadata: dict[str, Any]

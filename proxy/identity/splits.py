@@ -1,4 +1,4 @@
-"""The split of a call: training, or evaluation that must never be trained on (pure)."""
+"""Decide a call's split: training, or evaluation that must never be trained on (pure)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Final

@@ -1,4 +1,4 @@
-"""Finds the episode of a call without a name, from what the call repeats (pure, bounded memory).
+"""Find the episode of a call without a name, from what the call repeats (pure, bounded memory).
 
 The fingerprints that each call provides are remembered with its episode. A call that needs one
 joins that episode, if only one call can have provided it. If two episodes did, the call is in doubt
@@ -27,7 +27,7 @@ MOST_ATTEMPTS: Final = 64
 
 
 class Joined(msgspec.Struct, frozen=True):
-    """The episode that a call's content points to, by which kind of fingerprint, and how surely.
+    """Name the episode that a call's content points to, by which fingerprint, and how surely.
 
     `follows` is the episode that the call continues, as far as this proxy can see: see `Identity`.
     """
@@ -39,18 +39,18 @@ class Joined(msgspec.Struct, frozen=True):
 
 
 class Doubt(msgspec.Struct, frozen=True):
-    """The finding that a call's content points to several episodes."""
+    """Report that a call's content points to several episodes."""
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """A call that ended without a reply."""
+    """Remember a call that ended without a reply."""
 
     episode: str
     call_id: UUID
 
 
 class _Provider(msgspec.Struct, frozen=True):
-    """The episode that provided a fingerprint."""
+    """Name the episode that provided a fingerprint."""
 
     episode: str
     follows: str
@@ -60,7 +60,7 @@ _SEVERAL: Final = _Provider("", "")
 
 
 class CallMemory:
-    """Memory of the fingerprints that calls provided, and of attempts that failed."""
+    """Remember the fingerprints that calls provided, and attempts that failed."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         """Begin empty, with room for at least `capacity` fingerprints and as many attempts."""

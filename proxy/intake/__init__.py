@@ -1,1 +1,1 @@
-"""Limits that a request must pass before it is handled: size, shape, and room in memory."""
+"""Limit a request before it is handled: its size, its shape, and its room in memory."""

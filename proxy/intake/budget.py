@@ -1,4 +1,4 @@
-"""The memory budget for requests and replies in flight at one worker (pure bookkeeping).
+"""Budget the memory of requests and replies in flight at one worker (pure bookkeeping).
 
 A request claims room before it is read, and as it grows; if there is none, it is refused. A reply
 is charged without being asked, because the model has done the work already.
@@ -20,7 +20,7 @@ SET_ASIDE: Final = 4
 
 
 class Budget:
-    """The bytes that all requests and replies in flight may hold together."""
+    """Limit the bytes that all requests and replies in flight may hold together."""
 
     def __init__(self, limit: int) -> None:
         """Begin with nothing held of `limit` bytes."""
@@ -60,7 +60,7 @@ class Budget:
 
 
 class Claim:
-    """One request's part of the budget: `held` bytes."""
+    """Hold one request's part of the budget: `held` bytes."""
 
     __slots__ = ("_budget", "held")
 

@@ -1,4 +1,4 @@
-"""Reads request bodies within their limits: memory, size, and the cost of parsing them."""
+"""Read request bodies within their limits: memory, size, and the cost of parsing them."""
 
 import asyncio
 import sys
@@ -22,7 +22,7 @@ USUAL_S: Final = sys.getswitchinterval()
 
 
 class Intake:
-    """One worker's intake: a memory budget, and one thread for work that would block the loop.
+    """Let bodies into one worker: a memory budget, and a thread for work that blocks the loop.
 
     There is only one thread, so that two long bodies are never parsed at the same time: Python's
     parsers hold the GIL, and the event loop gets its turn between two bodies.

@@ -1,4 +1,4 @@
-"""Reads a call's request, beside the event loop if that takes long."""
+"""Read a call's request, beside the event loop if that takes long."""
 
 import msgspec
 
@@ -11,7 +11,7 @@ from proxy.intake.intake import Intake
 
 
 class Read(msgspec.Struct, frozen=True):
-    """A parsed request; for one that takes long, its conversation was read as well."""
+    """Hold a parsed request; for one that takes long, its conversation was read as well."""
 
     asked: ModelRequest
     conversation: Conversation | None = None

@@ -1,4 +1,4 @@
-"""Limits on the content of a parsed body, and the cost of parsing it (pure).
+"""Limit the content of a parsed body, and the cost of parsing it (pure).
 
 The numbers were measured: docs/decisions/030-limits-on-what-is-parsed.md.
 """

@@ -1,1 +1,1 @@
-"""The keeper: moves records from the spool to PostgreSQL, migrates it, and reports metrics."""
+"""Keep what workers recorded: move it to PostgreSQL, migrate the schema, and report metrics."""

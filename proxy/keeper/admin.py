@@ -1,4 +1,4 @@
-"""The admin port: `/healthz`, `/readyz` and `/metrics`."""
+"""Serve the admin port: `/healthz`, `/readyz` and `/metrics`."""
 
 from collections.abc import Callable
 from typing import Final

@@ -1,4 +1,4 @@
-"""Segments on their way into the database: how far each is counted, and how far it is stored.
+"""Follow segments into the database: how far each is counted, and how far it is stored.
 
 The offset up to which a segment is stored is kept beside it, in `ID.at`, so that a new keeper
 goes on where a killed one stopped. That file is not synced: if it is lost, or cannot be read or
@@ -38,7 +38,7 @@ _MARK_BEFORE: Final = struct.Struct(">Q")
 
 
 class Place(NamedTuple):
-    """An offset at which a piece begins, and the number of the frame there (None: not known)."""
+    """Mark where a piece begins: its offset, and the number of the frame there (None: unknown)."""
 
     offset: int
     number: int | None
@@ -48,7 +48,7 @@ BEGIN: Final = Place(0, None)
 
 
 class Segment:
-    """One segment file, with the keeper's position in it."""
+    """Follow one segment file, with the keeper's position in it."""
 
     def __init__(self, path: Path) -> None:
         """Read the position that an earlier keeper left beside the segment at `path`."""

@@ -1,4 +1,4 @@
-"""Deletes idempotency keys that are a day old, on this machine and in the database."""
+"""Delete idempotency keys that are a day old, on this machine and in the database."""
 
 import asyncio
 from collections.abc import Callable

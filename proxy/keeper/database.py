@@ -1,4 +1,4 @@
-"""The keeper's connection to PostgreSQL: connects, migrates, and watches the policy versions.
+"""Connect the keeper to PostgreSQL, migrate it, and watch the policy versions.
 
 The versions are read twice a second and kept in a file that every worker watches. A proxy that
 starts while the database is away therefore routes as the last one did.
@@ -31,7 +31,7 @@ LOOK_S: Final = 5.0
 
 
 class Database:
-    """Connects to PostgreSQL, migrates it, and keeps the workers' policy file up to date."""
+    """Connect to PostgreSQL, migrate it, and keep the workers' policy file up to date."""
 
     def __init__(self, settings: ProxySettings) -> None:
         """Read the last known policy versions from the spool directory; `run` connects."""

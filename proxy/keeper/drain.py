@@ -1,4 +1,4 @@
-"""Moves records from the spool to PostgreSQL, in batches, off every request's path.
+"""Move records from the spool to PostgreSQL, in batches, off every request's path.
 
 A batch is stored in one transaction and only then counted as drained. Records carry their ids,
 so that draining one twice stores it once. A batch that the database refuses is halved until the
@@ -54,7 +54,7 @@ GATHER_S: Final = 0.03
 
 
 class Drainer:
-    """Drains every worker's folder under `root` until told to stop."""
+    """Drain every worker's folder under `root` until told to stop."""
 
     def __init__(
         self,

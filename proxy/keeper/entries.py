@@ -1,4 +1,4 @@
-"""Turns a piece of a segment into the ledger's record, or a reason why there is none (pure)."""
+"""Turn a piece of a segment into the ledger's record, or a reason why there is none (pure)."""
 
 import gc
 from pathlib import Path
@@ -15,7 +15,7 @@ CANNOT_BE_READ: Final = "cannot be read"
 
 
 class Entry(NamedTuple):
-    """A piece of a segment with its record, or with the reason why it has none."""
+    """Hold a piece of a segment with its record, or with the reason why it has none."""
 
     piece: Piece
     record: SpoolRecord | None

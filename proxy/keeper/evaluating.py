@@ -1,4 +1,4 @@
-"""Shows the rewards of evaluation as metrics: a curve over the versions of each policy."""
+"""Show the rewards of evaluation as metrics: a curve over the versions of each policy."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Records that are passed over for now, so that the records behind them need not wait (pure).
+"""Pass over records for now, so that the records behind them need not wait (pure).
 
 They stay in their segment, which is kept until they are settled.
 """
@@ -26,7 +26,7 @@ TOLD: Final[dict[Why, str]] = {
 
 
 class Held(NamedTuple):
-    """A piece that was passed over, and why.
+    """Note a piece that was passed over, and why.
 
     `kind` is its record's type, None for a letter. `turn` (the settler's count of rounds) and
     `at` (seconds of the monotonic clock) say when it was last tried.

@@ -1,4 +1,4 @@
-"""The process beside the workers: drains their spool, migrates the database, serves metrics.
+"""Run the process beside the workers: drain their spool, migrate the database, serve metrics.
 
 Serving does not need it: while the keeper is away, records wait on disk.
 """

@@ -1,4 +1,4 @@
-"""Dead letters: records that cannot be stored, kept with the reason until somebody looks.
+"""Keep dead letters: records that cannot be stored, with the reason, until somebody looks.
 
 They hold prompts, and are the only copy of their records. So only the proxy's user may read them,
 and they are durable before their segment is deleted.
@@ -21,7 +21,7 @@ REASON: Final = ".reason"
 
 
 class Letter(NamedTuple):
-    """A record's bytes, and the reason why it is not stored; `name` is unique to the record."""
+    """Hold a record's bytes, and why it is not stored; `name` is unique to the record."""
 
     name: str
     data: bytes

@@ -1,4 +1,4 @@
-"""The drain's state as `/readyz` and the metrics report it (pure, except for its clock)."""
+"""Report the drain's state to `/readyz` and the metrics (pure, except for its clock)."""
 
 from collections.abc import Callable
 from time import monotonic
@@ -9,7 +9,7 @@ MOST_REASON: Final = 200
 
 
 class Progress:
-    """The drain's present state, since when, and why.
+    """Tell the drain's present state, since when, and why.
 
     `moving`: records are being stored, or there are none. `waiting`: PostgreSQL is away, and
     records wait on disk, as intended. `stuck`: something else keeps records from being stored.

@@ -1,4 +1,4 @@
-"""The settings that a call was sampled with, as the model server understood them (pure).
+"""Read the settings that a call was sampled with, as the model server understood them (pure).
 
 vLLM's request classes accept more than they document: a number in a string, true for 1. It also
 never samples at a temperature between 0 and 0.01. The value that it used is recorded. A setting
@@ -193,10 +193,10 @@ def _allows_one_call(request: Mapping[str, Any]) -> bool:
     (`DelegatingParser._apply_structural_tag`), also where no tool need be called.
     """
     choice = request.get("tool_choice")
-    said = choice if isinstance(choice, dict) else {}
+    as_object = choice if isinstance(choice, dict) else {}
     several = request.get("parallel_tool_calls") in (None, True)
-    limited = not several or said.get("disable_parallel_tool_use") not in (None, False)
-    return limited and "none" not in (choice, said.get("type"))
+    limited = not several or as_object.get("disable_parallel_tool_use") not in (None, False)
+    return limited and "none" not in (choice, as_object.get("type"))
 
 
 def _has_strict_tool(tools: list[Any]) -> bool:

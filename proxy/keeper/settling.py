@@ -1,4 +1,4 @@
-"""Settles records, each in one of three ways: stored, a dead letter, or held for later.
+"""Settle records, each in one of three ways: stored, a dead letter, or held for later.
 
 No error over one record keeps those after it from being settled (`proxy.keeper.held`).
 """
@@ -33,7 +33,7 @@ CANNOT_READ: Final = "a segment cannot be read or deleted"
 
 
 class Settler:
-    """Settles the records of one drainer; the caller must not run two settlings at once."""
+    """Settle the records of one drainer; the caller must not run two settlings at once."""
 
     def __init__(self, root: Path, readers: ResultReaders, most_reply: int) -> None:
         """Settle records under `root`; replies longer than `most_reply` bytes are not read."""

@@ -1,4 +1,4 @@
-"""Counts stored records in the metrics, by their content."""
+"""Count stored records in the metrics, by their content."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Turns a worker's capture into the ledger's record (pure), by reading it again in its format."""
+"""Turn a worker's capture into the ledger's record (pure), by reading it again in its format."""
 
 from datetime import UTC, datetime
 from typing import Final

@@ -1,1 +1,1 @@
-"""Policies and their versions as the workers see them."""
+"""Look up policies and their versions as the workers see them."""

@@ -1,4 +1,4 @@
-"""Queries to PostgreSQL from the serving path: few, and each with a short time limit."""
+"""Query PostgreSQL from the serving path: seldom, and each time within a short limit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

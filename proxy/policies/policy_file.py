@@ -1,4 +1,4 @@
-"""The policies and their versions as a file, written by the keeper and watched by the workers."""
+"""Pass policies and versions on as a file, written by the keeper and watched by the workers."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,7 +17,7 @@ WATCH_S: Final = 0.1
 
 
 class PolicyFile:
-    """A file with all versions of all policies, as the keeper last read them from the store."""
+    """Keep all versions of all policies in a file, as the keeper last read them from the store."""
 
     def __init__(self, spool_dir: Path) -> None:
         """Place the file in `spool_dir`; nothing is read yet."""

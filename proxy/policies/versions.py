@@ -1,4 +1,4 @@
-"""Chooses the version of a policy that serves an episode (pure).
+"""Choose the version of a policy that serves an episode (pure).
 
 The model name that an agent asks for names a policy; or, where a file names the policies, model
 name and agent do (`store.policy_table`). An episode's first call of a policy takes the version that
@@ -39,7 +39,7 @@ _WHY_NOT: Final[Mapping[PolicyState, str]] = {
 
 
 class Serving(msgspec.Struct, frozen=True):
-    """The policy and version that a call gets, and the model name to ask the upstream for.
+    """Name the policy and version that a call gets, and the model name to ask the upstream for.
 
     A policy that is not trained has no version: the base model serves it. `exploring` is set for
     an episode that explores.
@@ -52,7 +52,7 @@ class Serving(msgspec.Struct, frozen=True):
 
 
 class Versions:
-    """The serving versions of every policy, and the versions that episodes keep.
+    """Know the serving versions of every policy, and the versions that episodes keep.
 
     This class has no clock and does no I/O: the process that reads the store calls `replace`.
     """

@@ -1,1 +1,1 @@
-"""The spool: records on disk before their replies end, in segments that survive damage."""
+"""Spool records to disk before their replies end, in segments that survive damage."""

@@ -1,4 +1,4 @@
-"""The folders of a spool: one process holds each, by a lock that ends with the process."""
+"""Lock a spool's folders: one process holds each, by a lock that ends with the process."""
 
 import errno
 import fcntl
@@ -18,7 +18,7 @@ PASSING: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, 
 
 
 class Lock:
-    """A file that this process holds for as long as it lives, or until `release`."""
+    """Hold a file for as long as this process lives, or until `release`."""
 
     def __init__(self, handle: int) -> None:
         """Store the descriptor that the file was locked through."""
@@ -61,7 +61,7 @@ def is_held(path: Path) -> bool:
 
 
 class Home:
-    """A worker's own folder."""
+    """Hold a worker's own folder."""
 
     def __init__(self, folder: Path) -> None:
         """Lock `folder`, which is created if it is missing.

@@ -1,4 +1,4 @@
-"""Hands records to the spool; a record that cannot be written is counted, and leaves a gap.
+"""Hand records to the spool; count one that cannot be written, and leave a gap.
 
 A `Gap` names the episodes that miss a record. It is written with the failed commit itself, into
 the spool's reserve. If that fails too (the disk gives I/O errors), the episodes are remembered, and
@@ -29,7 +29,7 @@ GAP: Final = "\0gap"
 
 
 class Recorder:
-    """A worker's way to the disk: a record is durable, or it is dropped, counted and marked."""
+    """Bring one worker's records to disk: each is durable, or it is dropped, counted and marked."""
 
     def __init__(self, root: Path, *, segment_bytes: int, recent: Recent) -> None:
         """Take a folder under `root`.
@@ -87,9 +87,9 @@ class Recorder:
 
     def _committed(self, outcome: Outcome, marks: list[str]) -> None:
         if GAP in marks:
-            told, self._telling = self._telling, ()
+            written, self._telling = self._telling, ()
             if outcome == "lost":
-                self._gaps = dict.fromkeys(told) | self._gaps
+                self._gaps = dict.fromkeys(written) | self._gaps
         # A frame of gaps is no client's record: it is not lost, but written again later.
         lost = [mark for mark in marks if mark != GAP]
         if outcome == "durable":

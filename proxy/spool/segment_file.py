@@ -1,4 +1,4 @@
-"""One segment that this worker writes: bytes are durable at its end, or an error is raised."""
+"""Write one segment: bytes are durable at its end, or an error is raised."""
 
 import ctypes
 import errno
@@ -16,7 +16,7 @@ _KEEP_SIZE: Final = 1
 
 
 class SegmentFile:
-    """A new segment file."""
+    """Write a new segment file."""
 
     def __init__(self, folder: Path, *, allocated: int = 0) -> None:
         """Create it in `folder`, with `allocated` bytes of the disk set aside for it.

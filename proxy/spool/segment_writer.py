@@ -1,4 +1,4 @@
-"""The segments that a worker is writing: bytes are durable in one, or cut off again.
+"""Write the segments of one worker: bytes are durable in one, or cut off again.
 
 Nothing here raises: a disk that fails now may work in a moment, and the writer must still run
 then. Failures are logged, and `append` returns False.
@@ -23,7 +23,7 @@ RESERVE_BYTES: Final = 2**20
 
 
 class SegmentWriter:
-    """Writes one segment after another into a folder; used by one thread."""
+    """Write one segment after another into a folder; only one thread may use it."""
 
     def __init__(self, take: Callable[[], Home], home: Home | None, *, segment_bytes: int) -> None:
         """Write into `home`; if it is None, call `take` for a folder once one is needed."""

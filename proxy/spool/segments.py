@@ -1,4 +1,4 @@
-"""The spool's file format (pure): frames that can be found again after damage.
+"""Define the spool's file format (pure): frames that can be found again after damage.
 
     | magic | mark | number | length | crc32(payload) | crc32(all before it) | payload |
 
@@ -52,7 +52,7 @@ LONG_ARRAYS: Final = (0xDC, 0xDD)
 
 
 class Piece(NamedTuple):
-    """One frame of a segment, or a damaged stretch of it; offsets are within the segment.
+    """Hold one frame of a segment, or a damaged stretch of it; offsets are within the segment.
 
     Attributes:
         start: where the piece begins, with its header.
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
 
 
 class _Head(msgspec.Struct, frozen=True, gc=False):
-    """A frame's header, with the payload's place; `number` is None in the earlier format."""
+    """Hold a frame's header, with the payload's place; `number` is None in the earlier format."""
 
     begin: int
     end: int
@@ -169,11 +169,11 @@ def _head(data: bytes, at: int, mark: bytes | None) -> _Head | None:
     if not data.startswith(MAGIC, at) or len(data) - at < HEAD_BYTES:
         return None
     sync, number, length, checksum, check = _HEAD.unpack_from(data, at)
-    found = sync[len(MAGIC) :]
-    if crc32(data[at : at + _FIELDS.size]) != check or (mark is not None and mark != found):
+    own_mark = sync[len(MAGIC) :]
+    if crc32(data[at : at + _FIELDS.size]) != check or (mark is not None and mark != own_mark):
         return None
     begin = at + HEAD_BYTES
-    return _Head(begin, begin + length, checksum, number, found)
+    return _Head(begin, begin + length, checksum, number, own_mark)
 
 
 def _head_before(data: bytes, at: int) -> _Head | None:

@@ -1,4 +1,4 @@
-"""The spool: append-only segments with group commit, durable before a reply's end leaves.
+"""Append records to segments with group commit, durable before a reply's end leaves.
 
 The event loop gathers frames; one writer thread takes all that wait, writes them at once, and
 makes them durable with one `fdatasync`. Long frames wait for each other: no commit takes more than
@@ -63,7 +63,7 @@ def _no_note(_marks: list[str]) -> bytes:
 
 
 class Spool:
-    """One worker's segments, and the thread that writes them."""
+    """Keep one worker's segments, and the thread that writes them."""
 
     def __init__(
         self,

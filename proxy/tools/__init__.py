@@ -1,1 +1,1 @@
-"""Tool executions: how each tool ended, by headers and by tool results (pure)."""
+"""Tell how each tool execution ended, by headers and by tool results (pure)."""

@@ -1,4 +1,4 @@
-"""Rules that read from a tool's result how the tool ended, chosen by the user (pure).
+"""Read from a tool's result how the tool ended, by rules that the user chose (pure).
 
 `PAWL_TOOL_RESULTS` names them tool by tool: `search=json_error,shell=exit_code+timeout`. A rule
 that recognises nothing in a result gives no verdict.
@@ -31,7 +31,7 @@ _LINE: Final = 300
 
 
 class Reading(Record, frozen=True, kw_only=True):
-    """A rule's verdict on how a tool ended, with the detail that it rests on."""
+    """Give a rule's verdict on how a tool ended, with the detail that it rests on."""
 
     status: ToolStatus
     detail: str | None = None
@@ -41,11 +41,11 @@ Rule = Callable[[str, Any], Reading | None]
 
 
 class BadReaders(ValueError):
-    """`PAWL_TOOL_RESULTS` is invalid; the message says where, and what is allowed."""
+    """Report that `PAWL_TOOL_RESULTS` is invalid; the message says where, and what is allowed."""
 
 
 class ResultReaders(Record, frozen=True, kw_only=True):
-    """The rules of each tool by its name; those of `*` hold for tools without their own."""
+    """Read the results of tools by each one's rules; `*` is for tools without their own."""
 
     rules: Mapping[str, tuple[str, ...]] = {}
 

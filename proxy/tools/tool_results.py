@@ -1,4 +1,4 @@
-"""The tool events of a call's request: how each tool ended whose result it brings (pure).
+"""Read the tool events of a call's request: how each tool ended whose result it brings (pure).
 
 Where a format's requests hold results is known to its `Turns`. A client may state how a tool ended;
 where it does not, some APIs mean that the tool succeeded. The ledger keeps the two apart

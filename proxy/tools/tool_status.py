@@ -1,4 +1,4 @@
-"""The header `x-pawl-tool-status`: how the tools ended that ran since the last call (pure).
+"""Read the header `x-pawl-tool-status`: how the tools ended that ran since the last call (pure).
 
 It is an RFC 9651 list of tokens with parameters: `ok;id="call_1", error;id="call_2";detail="exit
 2"`.
@@ -19,7 +19,7 @@ PARAMETERS: Final = ("id", "name", "detail", "ms")
 
 
 class ToolStatusError(ValueError):
-    """The header breaks RFC 9651 or docs/howto/tool-status.md; the message says where."""
+    """Report that the header breaks RFC 9651 or docs/howto/tool-status.md; the message says how."""
 
 
 def parse_tool_status(value: str) -> tuple[ToolEvent, ...]:

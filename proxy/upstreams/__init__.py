@@ -1,1 +1,1 @@
-"""Upstreams: servers and their replicas, chosen by a model's name, or a library in their place."""
+"""Find the upstream of a call: servers and their replicas, by model name, or a library instead."""

@@ -1,4 +1,4 @@
-"""Decodes replies that came in a content coding, so that token ids can be removed from them.
+"""Decode replies that came in a content coding, so that token ids can be removed from them.
 
 A request for ids asks for `identity`, but some servers and balancers compress all the same. A
 stream then leaves without its coding. A whole reply from which nothing had to be removed leaves as
@@ -60,7 +60,7 @@ def as_came(reply: Reply, body: bytes, out: bytes) -> tuple[Headers, bytes]:
 
 
 class Decoder:
-    """Decodes a body piece by piece, including all members of a gzip file."""
+    """Decode a body piece by piece, including all members of a gzip file."""
 
     def __init__(self) -> None:
         """Begin before the first byte."""
@@ -106,7 +106,7 @@ class Decoder:
 
 
 class Decoded:
-    """A reply with its content coding removed."""
+    """Pass a reply on with its content coding removed."""
 
     def __init__(self, reply: Reply) -> None:
         """Wrap `reply`, whose coding is one of `KNOWN`."""

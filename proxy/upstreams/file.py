@@ -1,4 +1,4 @@
-"""The TOML file of upstreams: which servers there are, and which models each answers for.
+"""Read the TOML file of upstreams: which servers there are, and which models each answers for.
 
 Parsing is pure; `load_upstreams` reads the file.
 """
@@ -80,7 +80,7 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
 class UpstreamSpec(BaseModel):
-    """One table of the file: a server, or several replicas that serve the same models."""
+    """Describe a server, or replicas that serve the same models, by one table of the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,4 +1,4 @@
-"""An upstream's key, sent in place of the client's credentials (pure)."""
+"""Send an upstream's key in place of the client's credentials (pure)."""
 
 from typing import Final, Literal
 
@@ -16,7 +16,7 @@ VERSION: Final = (b"anthropic-version", b"2023-06-01")
 
 
 class Key:
-    """A secret, and the style of header that it is sent in."""
+    """Hold a secret, and the style of header that it is sent in."""
 
     __slots__ = ("_bearer", "_plain", "_style")
 

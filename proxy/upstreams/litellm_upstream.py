@@ -1,4 +1,4 @@
-"""Providers that litellm knows, in place of a server: recorded, never trained.
+"""Answer by providers that litellm knows, in place of a server: recorded, never trained.
 
 litellm is imported only if an upstream needs it.
 """
@@ -33,7 +33,7 @@ EVENTS: Final = (b"Content-Type", b"text/event-stream; charset=utf-8")
 
 
 class LitellmUpstream:
-    """Sends requests to one provider."""
+    """Send requests to one provider."""
 
     def __init__(self, spec: UpstreamSpec, key: str | None, *, silence_s: float) -> None:
         """Import litellm, and prepare the arguments that each request gets.
@@ -145,7 +145,7 @@ class LitellmUpstream:
 
 
 class WholeReply:
-    """A reply in one piece."""
+    """Give a reply in one piece."""
 
     def __init__(self, status: int, headers: Headers, body: bytes) -> None:
         """Store the status, headers and body."""
@@ -184,7 +184,7 @@ class WholeReply:
 
 
 class StreamedReply(WholeReply):
-    """A reply as OpenAI's events, made of litellm's chunks as they come."""
+    """Give a reply as OpenAI's events, made of litellm's chunks as they come."""
 
     def __init__(self, upstream: LitellmUpstream, stream: Any, model: str) -> None:
         """Wrap `stream`; its events name the model `model`."""

@@ -1,4 +1,4 @@
-"""Translates between OpenAI's API and litellm's arguments (pure).
+"""Translate between OpenAI's API and litellm's arguments (pure).
 
 Only fields that OpenAI's API defines become arguments: litellm also takes a server's address, keys
 and credential files as arguments, which a client must not choose.
@@ -44,7 +44,7 @@ RETRY: Final = ("retry-after", "retry-after-ms")
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """A request as litellm's arguments."""
+    """Hold a request as litellm's arguments."""
 
     path: str
     model: str

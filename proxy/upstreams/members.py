@@ -1,4 +1,4 @@
-"""All upstreams of a proxy, and the choice of the one that answers for a model."""
+"""Choose the upstream that answers for a model, of all that a proxy has."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ TEMPERATURE: Final = "temperature"
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What a server samples with if a request does not say: the temperature, and other settings.
+    """State what a server samples with unless a request says: the temperature, and other settings.
 
     `tool_grammars` says whether it may hold calls of strict tools to a grammar.
     """
@@ -43,7 +43,7 @@ VLLMS_DEFAULTS: Final = SamplingDefaults()
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One upstream: its name, the models it answers for, and the server or library that answers."""
+    """Describe one upstream: its name, its models, and the server or library that answers."""
 
     name: str
     models: tuple[str, ...]
@@ -53,7 +53,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Upstreams:
-    """Finds the upstream that a request goes to."""
+    """Find the upstream that a request goes to."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         """Build the table of models from the upstreams' claims."""

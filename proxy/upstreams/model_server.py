@@ -1,4 +1,4 @@
-"""The interface of whatever answers for a model: a server, or a library in its place."""
+"""Define the interface of whatever answers for a model: a server, or a library in its place."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Protocol
@@ -9,7 +9,7 @@ from proxy.http.wire import Headers
 
 
 class Reply(Protocol):
-    """A reply whose head has come; its body may still be on its way."""
+    """Give a reply whose head has come; its body may still be on its way."""
 
     @property
     def status(self) -> int:
@@ -55,7 +55,7 @@ class Reply(Protocol):
 
 
 class ModelServer(Protocol):
-    """An upstream that answers requests for some models."""
+    """Answer requests for some models."""
 
     async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> Reply:
         """Send a request with its whole body, and return the reply once its head has come.

@@ -1,4 +1,4 @@
-"""Reads recorded replies from an upstream: whole ones, and what follows a stream's last event."""
+"""Read recorded replies from an upstream: whole ones, and what follows a stream's last event."""
 
 from collections.abc import AsyncIterator
 from typing import Final

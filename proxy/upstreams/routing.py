@@ -1,4 +1,4 @@
-"""Finds the upstream that answers for a model (pure)."""
+"""Find the upstream that answers for a model (pure)."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ def shown(model: str) -> str:
 
 
 class ModelTable:
-    """Maps a model's name to the number of the upstream that claims it.
+    """Map a model's name to the number of the upstream that claims it.
 
     The name itself is looked up first, then the name of the policy that it is a version of, then
     the longest prefix that is claimed, then the default.

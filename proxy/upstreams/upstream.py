@@ -1,4 +1,4 @@
-"""A model server: one or several replicas that serve the same models."""
+"""Ask a model server: one or several replicas that serve the same models."""
 
 import asyncio
 import ssl
@@ -36,7 +36,7 @@ REFUSED: Final = range(400, 500)
 
 
 class Replica:
-    """One server: its address, and the connections to it."""
+    """Keep one server's address, and the connections to it."""
 
     def __init__(self, base_url: str, tls: ssl.SSLContext | None) -> None:
         """Parse the address; connections are opened as they are needed."""
@@ -52,7 +52,7 @@ class Replica:
 
 
 class Upstream:
-    """Sends requests to one model server's replicas, the least busy first.
+    """Send requests to one model server's replicas, the least busy first.
 
     A request goes to another replica only if nothing of it was sent: a model must not answer one
     call twice.

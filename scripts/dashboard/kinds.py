@@ -1,4 +1,4 @@
-"""The words that the dashboard is described in: queries, kinds of panels, bands and rows."""
+"""Define the words that the dashboard is described in: queries, kinds of panels, bands and rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ OF_POLICY: Final = '{policy=~"$policy"}'
 
 
 class Query(NamedTuple):
-    """A PromQL expression, and the legend of each series that it gives.
+    """Ask Prometheus: a PromQL expression, and the legend of each series that it gives.
 
     An `instant` query is asked once, for the end of the time shown.
     """
@@ -54,7 +54,7 @@ def quantiles(metric: str) -> list[Query]:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A panel: what it asks, and the parts of Grafana's model that make its kind.
+    """Describe a panel: what it asks, and the parts of Grafana's model that make its kind.
 
     Attributes:
         kind: Grafana's `type`.
@@ -78,7 +78,7 @@ class Panel:
 
 
 class Band:
-    """Panels side by side, which share the width; `height` is in Grafana's units."""
+    """Put panels side by side, which share the width; `height` is in Grafana's units."""
 
     def __init__(self, height: int, *panels: Panel) -> None:
         """Store the height and the panels, from left to right."""
@@ -87,7 +87,7 @@ class Band:
 
 
 class Row:
-    """A titled part of the dashboard: bands below each other."""
+    """Title a part of the dashboard: bands below each other."""
 
     def __init__(self, title: str, *bands: Band) -> None:
         """Store the title and the bands, from top to bottom."""

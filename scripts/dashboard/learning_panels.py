@@ -1,4 +1,4 @@
-"""The panels of what the trainer does: reward and learning, and versions."""
+"""List the panels of what the trainer does: reward and learning, and versions."""
 
 from typing import Final
 

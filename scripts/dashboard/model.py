@@ -1,4 +1,4 @@
-"""The dashboard as Grafana's JSON model: lay the panels out, number them, add what frames them."""
+"""Make Grafana's JSON model: lay the panels out, number them, add what frames them."""
 
 import json
 from collections.abc import Iterator, Sequence

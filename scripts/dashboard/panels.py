@@ -1,4 +1,4 @@
-"""The dashboard's rows, and the panels of what the proxy does: title, sentence, unit and queries.
+"""List the dashboard's rows, and the proxy's panels: title, sentence, unit and queries.
 
 A metric gets its panel by one line in a band; the band's panels then share the width again.
 """

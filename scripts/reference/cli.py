@@ -1,4 +1,4 @@
-"""The page of commands: every command and option of `pawl`, with the exit statuses."""
+"""Write the page of commands: every command and option of `pawl`, with the exit statuses."""
 
 import re
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ HEAD: Final = ("option", "default, limits", "meaning")
 
 
 class Parameter(NamedTuple):
-    """One option or argument: how it is written, its default and limits, and its help."""
+    """Describe an option or argument: how it is written, its default and limits, and its help."""
 
     usage: str
     limits: str

@@ -1,4 +1,4 @@
-"""The meaning of each table and column of the database.
+"""Explain each table and column of the database.
 
 A column with `doc=` or `comment=` in `store.schema` needs no entry here, and its own text
 counts.

@@ -1,4 +1,4 @@
-"""The page of the database: tables, columns, constraints and indexes."""
+"""Write the page of the database: tables, columns, constraints and indexes."""
 
 from collections.abc import Iterator
 from typing import Any, Final

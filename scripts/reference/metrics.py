@@ -1,4 +1,4 @@
-"""The page of metrics: every Prometheus metric of the proxy, the trainer and the steward."""
+"""Write the page of metrics: every Prometheus metric of proxy, trainer and steward."""
 
 from collections.abc import Iterator
 from types import ModuleType

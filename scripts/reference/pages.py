@@ -1,4 +1,4 @@
-"""The reference pages by file name."""
+"""List the reference pages by file name."""
 
 from pathlib import Path
 from typing import Final

@@ -1,4 +1,4 @@
-"""The page of recipes: every key, and how the packaged recipes differ."""
+"""Write the page of recipes: every key, and how the packaged recipes differ."""
 
 from importlib.resources import files
 from typing import Any, Final

@@ -1,4 +1,4 @@
-"""The page of settings: every environment variable that Pawl reads."""
+"""Write the page of settings: every environment variable that Pawl reads."""
 
 from typing import Final, NamedTuple
 
@@ -32,7 +32,7 @@ LISTS: Final = {
 
 
 class Section(NamedTuple):
-    """One settings class: the title of its section, and the commands that read it."""
+    """Describe one settings class: its section's title, and the commands that read it."""
 
     kind: type[BaseSettings]
     title: str

@@ -1,1 +1,1 @@
-"""Connections to PostgreSQL, and what their errors mean."""
+"""Connect to PostgreSQL, and tell what its errors mean."""

@@ -1,4 +1,4 @@
-"""Database connections: one engine per process, with time limits so that nothing waits forever."""
+"""Make one engine per process, with time limits so that nothing waits for the database forever."""
 
 import asyncio
 

@@ -1,1 +1,1 @@
-"""The embedded PostgreSQL: a cluster in a folder, shared by several processes."""
+"""Run the embedded PostgreSQL: a cluster in a folder, shared by several processes."""

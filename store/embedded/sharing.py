@@ -1,4 +1,4 @@
-"""File locks between processes: exclusive ones for turns, shared ones to count users.
+"""Lock files between processes: exclusively to take turns, shared to count users.
 
 The kernel releases a lock (flock(2)) when the process that holds it ends, however it ends, so that
 a killed process never leaves anything locked. Child processes do not inherit locks, because Python
@@ -18,7 +18,7 @@ POLL_S: Final = 0.05
 
 
 class Hold:
-    """A lock on a file, held until `release` or until the process ends."""
+    """Hold the lock on a file until `release`, or until the process ends."""
 
     def __init__(self, handle: int) -> None:
         """Store the descriptor of the open, locked file."""
@@ -50,7 +50,7 @@ def try_to_hold(path: Path, *, shared: bool = False) -> Hold | None:
 
 
 class Wait:
-    """A limited wait that raises an error when its time is over or it is cancelled."""
+    """Limit a wait: raise an error when its time is over or it is cancelled."""
 
     def __init__(self, within_s: float, unwanted: Callable[[], bool]) -> None:
         """Start a wait of `within_s` seconds, which is cancelled once `unwanted` returns True."""

@@ -1,1 +1,1 @@
-"""Episodes for judges, and the results of judging."""
+"""Read the episodes that wait for a judge, and record the results of judging."""

@@ -1,4 +1,4 @@
-"""Judgements: which episodes wait for a judge, and the results of those it was asked about.
+"""Find the episodes that wait for a judge, and record what came of those it was asked about.
 
 A judge's scores are stored as feedback. This table only records that the judge was asked, so that
 neither a restart nor an answer without a score makes Pawl ask about an episode forever. An episode
@@ -26,14 +26,14 @@ Outcome = Literal["judged", "cannot_tell", "failed"]
 
 
 class Awaiting(Record, frozen=True, kw_only=True):
-    """An episode that waits for a judge, and how often the judge failed on it so far."""
+    """Describe an episode that waits for a judge, and how often the judge failed on it so far."""
 
     episode_id: UUID
     failures: int
 
 
 class Judgement(Record, frozen=True, kw_only=True):
-    """The result of asking a judge about an episode.
+    """Name the result of asking a judge about an episode.
 
     `due_at` is the time at which a failed judgement is tried again; None: never.
     """

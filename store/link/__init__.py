@@ -1,1 +1,1 @@
-"""Links between records: calls of one episode, and feedback with its target."""
+"""Link records: calls of one episode with each other, and feedback with its target."""

@@ -1,4 +1,4 @@
-"""What each policy may claim of an episode, kept in step with the episode and its parts.
+"""Keep what each policy may claim of an episode in step with the episode and its parts.
 
 Every row of `episode_policies` is computed from all that is stored of its episode, so neither the
 order of arrival nor a repetition changes it (docs/decisions/041-several-policies.md). Whoever

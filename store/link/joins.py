@@ -1,4 +1,4 @@
-"""Joins: decide which recorded episodes are one (pure), independent of the order of arrival.
+"""Decide which recorded episodes are one (pure), independent of the order of arrival.
 
 A call that the proxy could not join needs fingerprints of what it repeats. A link states that an
 episode provides one of them. The rules (docs/decisions/011-joins-in-the-store.md):
@@ -33,7 +33,7 @@ _BY_PREFIX: tuple[str, Confidence] = ("prefix", "likely")
 
 
 class EpisodePart(Record, frozen=True, kw_only=True):
-    """An episode made of the calls under its own key only, before joins.
+    """Describe an episode made of the calls under its own key only, before joins.
 
     `held` is true if any policy has claimed it, by itself or as a part of another.
     """
@@ -49,7 +49,7 @@ class EpisodePart(Record, frozen=True, kw_only=True):
 
 
 class Link(Record, frozen=True, kw_only=True):
-    """A match: a call of episode `needed_by` needs a fingerprint that `provided_by` provides."""
+    """Note a match: episode `needed_by` needs a fingerprint that episode `provided_by` provides."""
 
     call_id: UUID
     level: int
@@ -58,7 +58,7 @@ class Link(Record, frozen=True, kw_only=True):
 
 
 class Place(Record, frozen=True, kw_only=True):
-    """The result for a part. `root` is None if the part itself stands for the whole episode."""
+    """Tell where a part belongs. `root` is None if the part itself stands for the whole episode."""
 
     root: UUID | None = None
     joined_task: str | None = None
@@ -66,7 +66,7 @@ class Place(Record, frozen=True, kw_only=True):
 
 
 class Joins(Record, frozen=True, kw_only=True):
-    """The place of each part, and each needing call's method and confidence (None: not joined).
+    """Give each part's place, and each needing call's method and confidence (None: not joined).
 
     `evaluation` are the parts, held ones too, of episodes with a part in the `eval` split.
     """

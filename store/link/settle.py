@@ -1,4 +1,4 @@
-"""Resolution of references: feedback to its target, and calls to the calls that they repeat.
+"""Resolve references: feedback to its target, and calls to the calls that they repeat.
 
 An advisory lock allows one transaction at a time. Most batches refer to nothing and nothing refers
 to them: for these `meets_others` returns False, and no transaction is needed. Every result is
@@ -22,7 +22,7 @@ SETTLE_LOCK: Final = 0x5041574D
 
 
 class Written(msgspec.Struct):
-    """The parts of a written batch that refer to other records, or may be referred to.
+    """Collect the parts of a written batch that refer to other records, or may be referred to.
 
     `calls` are pairs of a call and its episode's id.
     """

@@ -15,7 +15,7 @@ _STORED: Final[Mapping[str, str]] = {
 
 
 class Target(NamedTuple):
-    """A name that feedback may use as its target, with the episode and call that it stands for."""
+    """Name a target that feedback may use, with the episode and call that it stands for."""
 
     kind: str
     name: str

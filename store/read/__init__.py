@@ -1,1 +1,1 @@
-"""Reading of what is stored: episodes, finished updates, and counts."""
+"""Read what is stored: episodes, finished updates, and counts."""

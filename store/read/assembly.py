@@ -1,4 +1,4 @@
-"""Assembly of database rows into an episode as it was recorded (pure).
+"""Assemble database rows into an episode as it was recorded (pure).
 
 An episode may have several parts (`store.link.joins`), the earliest first; it has that part's key.
 A call that a later call repeats as a retry (`retry_of`) is left out: the two count as one call.
@@ -43,7 +43,7 @@ _ToolCalls = tuple[ToolCall, ...]
 
 
 class Readable(NamedTuple):
-    """The parts of a call that had to be rebuilt, checked or parsed."""
+    """Hold the parts of a call that had to be rebuilt, checked or parsed."""
 
     request: bytes | None
     prompt_ids: bytes
@@ -52,7 +52,7 @@ class Readable(NamedTuple):
 
 
 class WholeTexts(NamedTuple):
-    """Each call's full request and prompt ids, by call id, or why they cannot be read back.
+    """Map call ids to full requests and prompt ids, or to why they cannot be read back.
 
     A call's id is a key of exactly one of `of` and `damaged`.
     """
@@ -126,10 +126,10 @@ def _grouped(
     rows: Iterable[Any], call_of: Callable[[Any], UUID | None]
 ) -> dict[UUID | None, list[Any]]:
     """Return the rows by the call that they are about; each call's are in the order of `rows`."""
-    found: dict[UUID | None, list[Any]] = {}
+    by_call: dict[UUID | None, list[Any]] = {}
     for row in rows:
-        found.setdefault(call_of(row), []).append(row)
-    return found
+        by_call.setdefault(call_of(row), []).append(row)
+    return by_call
 
 
 def whole_texts(rows: Iterable[Any]) -> WholeTexts:

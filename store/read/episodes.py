@@ -1,4 +1,4 @@
-"""Reading of episodes as they were recorded, for the trainer's claims and for `pawl export`."""
+"""Read episodes as they were recorded, for the trainer's claims and for `pawl export`."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -53,7 +53,7 @@ def matching(
 
 
 class Reading(NamedTuple):
-    """Episodes in the order of the requested ids, and why the others cannot be read, by id."""
+    """Hold episodes in the order of the requested ids, and why the others cannot be read, by id."""
 
     episodes: list[Episode]
     damaged: dict[UUID, str]

@@ -1,4 +1,4 @@
-"""The rewards of evaluation: a curve over a policy's versions, with confidence intervals.
+"""Read the rewards of evaluation: a curve over a policy's versions, with confidence intervals.
 
 An episode of the `eval` split counts for each policy that has calls in it, at the version of that
 policy's first call. Left out are episodes that are quarantined, and those that an update of the
@@ -20,7 +20,7 @@ LARGEST: Final = 1e100
 
 
 class Evaluation(Record, frozen=True, kw_only=True):
-    """The evaluation of one policy version.
+    """Describe the evaluation of one policy version.
 
     `scored` of its `episodes` have a reward. `mean` is the mean of these, and the interval from
     `low` to `high` holds the expected reward with a confidence of 95 %; None: too few are scored.
@@ -75,11 +75,11 @@ _CURVE: Final = text(
 
 async def evaluations(connection: AsyncConnection, policy: str | None = None) -> list[Evaluation]:
     """Return the evaluation of each version of `policy` (None: of every policy) that has any."""
-    found: list[Evaluation] = []
+    curve: list[Evaluation] = []
     for row in await connection.execute(_CURVE, {"policy": policy}):
         interval = _interval(row.mean, row.spread, row.scored, row.zero_or_one)
         low, high = interval or (None, None)
-        found.append(
+        curve.append(
             Evaluation(
                 policy=row.policy,
                 version=row.version,
@@ -90,7 +90,7 @@ async def evaluations(connection: AsyncConnection, policy: str | None = None) ->
                 high=high,
             )
         )
-    return found
+    return curve
 
 
 def _interval(

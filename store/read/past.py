@@ -1,4 +1,4 @@
-"""Finished updates, with the episodes as they were when the update claimed them."""
+"""Read finished updates, with the episodes as they were when the update claimed them."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -17,7 +17,7 @@ from store.updates.claims import IMPORTED_FROM, Claim, Outcome, load_claim
 
 
 class PastUpdate(Record, frozen=True, kw_only=True):
-    """A finished update: its claim, its recipe, and the metrics and outcomes that it recorded."""
+    """Describe a finished update: its claim, recipe, recorded metrics and outcomes."""
 
     claim: Claim
     recipe: Mapping[str, Any]
@@ -62,10 +62,11 @@ async def _find(connection: AsyncConnection, which: int | UUID, policy: str | No
     rows = (await connection.execute(query.order_by(updates.c.policy))).all()
     name = f"version {which}" if isinstance(which, int) else f"update {which}"
     if not rows:
-        raise UnknownUpdate(f"no update made {name}" if isinstance(which, int) else f"no {name}")
+        what = f"no update made {name}" if isinstance(which, int) else f"there is no {name}"
+        raise UnknownUpdate(f"{what}: `pawl policies show` lists a policy's versions")
     if len(rows) > 1:
         policies = ", ".join(row.policy for row in rows)
-        raise UnknownUpdate(f"several policies have {name}: name one of {policies}")
+        raise UnknownUpdate(f"several policies have {name}: name one of {policies} (--policy)")
     if rows[0].state != "done":
         raise UnknownUpdate(f"{name} is {rows[0].state}: only finished updates (done) can be read")
     if IMPORTED_FROM in rows[0].metrics:

@@ -1,4 +1,4 @@
-"""Counts over everything stored, for the demo's display and summary."""
+"""Count everything stored, for the demo's display and summary."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from store.schema.recorded import SPLIT
 
 
 class Totals(Record, frozen=True, kw_only=True):
-    """Counts of calls and episodes over everything stored.
+    """Count calls and episodes over everything stored.
 
     An episode counts as consumed, or trained, once for each policy that consumed it.
     """

@@ -1,1 +1,1 @@
-"""The database's schema: tables, day partitions, and migrations."""
+"""Define the database's schema: tables, day partitions, and migrations."""

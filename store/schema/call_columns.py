@@ -1,4 +1,4 @@
-"""The columns that follow from the definition of a call's record (`store.records.CallRecord`)."""
+"""Derive columns from the definition of a call's record (`store.records.CallRecord`)."""
 
 from collections.abc import Mapping
 from datetime import datetime

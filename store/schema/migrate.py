@@ -1,4 +1,4 @@
-"""Schema migrations: Alembic, run from code without a configuration file, on any PostgreSQL."""
+"""Migrate the schema with Alembic, from code without a configuration file, on any PostgreSQL."""
 
 from collections.abc import Callable
 from importlib.resources import files

@@ -1,4 +1,4 @@
-"""Day partitions of `transitions`, created when the first call of a day is stored."""
+"""Create the day partitions of `transitions`, each when the first call of its day is stored."""
 
 from collections.abc import Iterable
 from datetime import UTC, date, datetime, timedelta

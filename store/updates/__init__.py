@@ -1,1 +1,1 @@
-"""The episodes of updates: selection, claims, expiry and damage; and policy versions."""
+"""Select, claim, expire and set aside the episodes of updates, and keep policy versions."""

@@ -35,7 +35,7 @@ IMPORTED_FROM: Final = "imported_from"
 
 
 class Claim(Record, frozen=True, kw_only=True):
-    """The whole groups held for one update, and everything else that their credit depends on.
+    """Hold the whole groups claimed for one update, and all else that their credit depends on.
 
     Episodes with a call sampled by a version before `oldest_version` are stale. `baselines` is
     the state of the moving baselines after the policy's last update, as JSON; None before the
@@ -51,7 +51,7 @@ class Claim(Record, frozen=True, kw_only=True):
 
 
 class Outcome(Record, frozen=True, kw_only=True):
-    """The result of an update for one episode: trained, or the reason why not."""
+    """State what an update came to for one episode: trained, or the reason why not."""
 
     episode_id: UUID
     trained: bool

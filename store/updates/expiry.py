@@ -1,4 +1,4 @@
-"""Expiry: consume episodes that can never be trained any more, so that they do not wait forever.
+"""Consume episodes that can never be trained any more, so that they do not wait forever.
 
 Each policy consumes such an episode once, in an update in state `expired` that does nothing else,
 with a reason: `stale` (sampled by an older version than the recipe allows) or `aged` (without a

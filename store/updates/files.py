@@ -34,8 +34,8 @@ _RUNNING: Final = text(
 async def versions_with_files(connection: AsyncConnection, name: str) -> list[PolicyVersion]:
     """Return the versions of a policy whose files were not deleted, oldest first."""
     query = select(policies).where(policies.c.name == name, policies.c.files_deleted_at.is_(None))
-    found = await connection.execute(query.order_by(policies.c.version))
-    return [version_of(row) for row in found]
+    rows = await connection.execute(query.order_by(policies.c.version))
+    return [version_of(row) for row in rows]
 
 
 async def unasked_versions(
@@ -53,12 +53,12 @@ async def unasked_versions(
         *await idle_versions(connection, name, "retired", idle_s),
         *await idle_versions(connection, name, "rejected", idle_s),
     ]
-    found = {one.version: one for one in idle if one.version not in keep}
-    if not found:
+    unasked = {one.version: one for one in idle if one.version not in keep}
+    if not unasked:
         return []
-    values = {"policy": name, "versions": list(found), "newest": max(found)}
+    values = {"policy": name, "versions": list(unasked), "newest": max(unasked)}
     waited_for = set((await connection.execute(_WAITED_FOR, values)).scalars())
-    return [one for number, one in sorted(found.items()) if number not in waited_for]
+    return [one for number, one in sorted(unasked.items()) if number not in waited_for]
 
 
 async def mark_deleted(

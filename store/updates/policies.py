@@ -1,4 +1,4 @@
-"""Policy versions, and which one has the traffic.
+"""Record policy versions, and decide which one has the traffic.
 
 After a version's row is inserted, only its state (and the time of its change) changes.
 """
@@ -156,8 +156,8 @@ async def idle_versions(
     )
     idle = list(rows.scalars())
     query = select(policies).where(policies.c.name == name, policies.c.version.in_(idle))
-    found = await connection.execute(query.order_by(policies.c.version))
-    return [version_of(row) for row in found]
+    versions = await connection.execute(query.order_by(policies.c.version))
+    return [version_of(row) for row in versions]
 
 
 async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[str, str, int]]:

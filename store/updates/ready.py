@@ -1,4 +1,4 @@
-"""Selection of the episodes for the next update: complete groups, the freshest first.
+"""Select the episodes of the next update: complete groups, the freshest first.
 
 Episodes of newer versions come before those of older ones; among equals, those that waited longest
 come first. If more episodes arrive than are trained, the stale ones are left over.
@@ -23,7 +23,7 @@ EARLIER_UPDATES = 32
 
 
 class ClaimRule(Record, frozen=True, kw_only=True):
-    """The rule for when a group is complete, and when there are enough groups for an update.
+    """Decide when a group is complete, and when there are enough groups for an update.
 
     A group of `group_size` scored episodes is complete, and `groups` groups make an update. Once a
     group has waited `max_age_s` seconds since its first reward, fewer groups are enough; and that

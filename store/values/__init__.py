@@ -1,1 +1,1 @@
-"""Encoding, limits and conversion of the values that are stored (pure)."""
+"""Encode, limit and convert the values that are stored (pure)."""

@@ -1,4 +1,4 @@
-"""The fields of a call's record that are columns of `transitions`, read off the record (pure).
+"""Read off a call's record the fields that are columns of `transitions` (pure).
 
 `store.records.Kept` marks them. The table, the rows that are written and the rows that are read
 back all follow from it (docs/howto/add-a-field-of-a-call.md).
@@ -11,7 +11,7 @@ from store.records import Kept, Record
 
 
 class KeptField(NamedTuple):
-    """A field that is a column of its name: its type without None, and whether it may be null."""
+    """Describe a field that is its own column: its type without None, and if it may be null."""
 
     name: str
     type: Any

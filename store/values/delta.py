@@ -1,4 +1,4 @@
-"""Delta encoding of byte strings: a shared prefix, a shared suffix, and the bytes between (pure).
+"""Encode byte strings as deltas: a shared prefix, a shared suffix, and the bytes between (pure).
 
 A later request of a thread repeats the earlier request's messages before the bytes that it
 adds, and its tools and settings after them. Two lengths and the added bytes describe it fully.
@@ -11,7 +11,7 @@ LEAST_SHARED: Final = 64
 
 
 class Delta(NamedTuple):
-    """A byte string as an addition to a base.
+    """Express a byte string as an addition to a base.
 
     `prefix` and `suffix` count the bytes taken from the base's two ends.
     """

@@ -1,4 +1,4 @@
-"""Fingerprints that calls provide and need: digests of 16 bytes, the first is the kind (pure).
+"""Compute the fingerprints that calls provide and need: 16 bytes, the first is the kind (pure).
 
 The proxy makes them (`proxy.identity.fingerprints`), the store matches them (`store.link.settle`).
 """

@@ -1,4 +1,4 @@
-"""The settings that shape what a token is sampled from, read as vLLM reads them (pure).
+"""Read the settings that shape what a token is sampled from, as vLLM reads them (pure).
 
 vLLM changes a model's logits in this order before it samples (`vllm/v1/sample/sampler.py`): masks
 of a grammar, `allowed_token_ids`, `bad_words` and `min_tokens`; `logit_bias`; the penalties for
@@ -22,7 +22,7 @@ _ID: Final = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
 
 class Distribution(Record, frozen=True, kw_only=True):
-    """The settings that one call's tokens were sampled with; equal ones are equal and hashable.
+    """Hold the settings that one call's tokens were sampled with; equal ones hash alike.
 
     A setting without effect has its default. `bad_words` are words; `banned_ids` are the token ids
     that they stand for, and `stop_token_ids` of use with `min_tokens` or a grammar alone: both are
@@ -159,17 +159,17 @@ def distribution_of(settings: Mapping[str, Any]) -> Distribution:
     Raises:
         ValueError: a setting has a value that no server samples with; the message names it.
     """
-    found = {"temperature": _read("temperature", settings.get("temperature"), _temperature)}
+    shaping = {"temperature": _read("temperature", settings.get("temperature"), _temperature)}
     for name, read in _READERS.items():
         if name in settings and settings[name] is not None:
-            found[name] = _read(name, settings[name], read)
+            shaping[name] = _read(name, settings[name], read)
     if GRAMMAR in settings and settings[GRAMMAR] is not None:
-        found[GRAMMAR] = _read(GRAMMAR, settings[GRAMMAR], read_grammar)
+        shaping[GRAMMAR] = _read(GRAMMAR, settings[GRAMMAR], read_grammar)
     # Without `min_tokens` or a grammar a stop only ends what was sampled.
-    held = found.get("min_tokens") or GRAMMAR in found
+    held = shaping.get("min_tokens") or GRAMMAR in shaping
     if held and settings.get("stop_token_ids") is not None:
-        found["stop_token_ids"] = _read("stop_token_ids", settings["stop_token_ids"], _ids)
-    return Distribution(**found)
+        shaping["stop_token_ids"] = _read("stop_token_ids", settings["stop_token_ids"], _ids)
+    return Distribution(**shaping)
 
 
 def parse_defaults(values: Mapping[str, Any]) -> dict[str, float]:
@@ -187,7 +187,7 @@ def parse_defaults(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read(name: str, value: Any, read: Callable[[Any], Any]) -> Any:
-    found = read(value)
-    if found is None:
+    meant = read(value)
+    if meant is None:
         raise ValueError(f"{name} is {value!r:.80}, which nothing is sampled with")
-    return found
+    return meant

@@ -1,4 +1,4 @@
-"""Checking and parsing of JSON documents that clients and servers wrote (pure).
+"""Check and parse JSON documents that clients and servers wrote (pure).
 
 They are kept as text and never re-encoded, so that a number such as 1.10 or 1e400 is unchanged.
 """

@@ -1,4 +1,4 @@
-"""A grammar that a reply was held to, as it is recorded and replayed (pure)."""
+"""Describe a grammar that a reply was held to, as it is recorded and replayed (pure)."""
 
 from typing import Any, Final, Literal, get_args
 
@@ -11,7 +11,7 @@ GRAMMAR: Final = "grammar"
 
 
 class Grammar(Record, frozen=True, kw_only=True):
-    """What a model server was given to make its masks of; equal ones are equal and hashable.
+    """Hold what a model server makes its masks of; equal grammars are equal and hashable.
 
     `text` is a JSON schema (`json`) or a list of texts (`choice`) as JSON, whose order of keys
     counts, a regular expression, or a grammar in EBNF or Lark.

@@ -1,4 +1,4 @@
-"""95 % confidence intervals of a mean (pure).
+"""Compute 95 % confidence intervals of a mean (pure).
 
 Student's t interval, mean ± t · s / √n, takes the mean for normally distributed; for rewards of 0
 and 1 it may leave the range from 0 to 1, and has no width where all are equal. Wilson's score
@@ -20,7 +20,7 @@ HALVINGS: Final = 60
 
 
 class Interval(NamedTuple):
-    """The limits of a confidence interval."""
+    """Bound a mean by the limits of its confidence interval."""
 
     low: float
     high: float

@@ -1,4 +1,4 @@
-"""Limits of depth and size for JSON that is parsed (pure), the same for all readers.
+"""Limit the depth and size of JSON that is parsed (pure), equally for all readers.
 
 The JSON parsers are recursive, and so is the code that walks over parsed values. JSON that nests
 deeper than `MAX_DEPTH` is therefore refused, or kept as bytes, before a parser reads it.
@@ -30,7 +30,7 @@ _PASSES: Final = 12
 
 
 class Size(NamedTuple):
-    """The size of a JSON document: its lists and objects, and (approximately) all its values."""
+    """Measure a JSON document: its lists and objects, and (approximately) all its values."""
 
     containers: int
     values: int

@@ -1,4 +1,4 @@
-"""The temperature that vLLM samples with, given the requested one (pure).
+"""Find the temperature that vLLM samples with, given the requested one (pure).
 
 vLLM raises temperatures between 0 and its least temperature to the latter
 (`SamplingParams.__post_init__` in `vllm/sampling_params.py`); 0 is greedy. The proxy records

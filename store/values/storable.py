@@ -1,4 +1,4 @@
-"""Conversion of texts to a form that PostgreSQL can store (pure), so that no record is refused.
+"""Convert texts to a form that PostgreSQL can store (pure), so that no record is refused.
 
 PostgreSQL's text columns accept neither U+0000 nor a lone surrogate, and a B-tree index accepts no
 entry of more than 2,704 bytes. Such characters are replaced by their escapes. Request and reply are

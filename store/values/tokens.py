@@ -1,4 +1,4 @@
-"""Token ids and log-probabilities as the store keeps them: little-endian int32 and float32."""
+"""Pack token ids and log-probabilities as the store keeps them: little-endian int32 and float32."""
 
 import struct
 import sys

@@ -1,1 +1,1 @@
-"""Writing of recorded calls and feedback."""
+"""Write recorded calls and feedback to the database."""

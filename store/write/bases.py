@@ -1,4 +1,4 @@
-"""The calls that later calls may be stored as additions to: the tips of recent threads.
+"""Remember the calls that later calls may be stored as additions to: the tips of recent threads.
 
 The cache of one drainer, limited in size. It holds only calls whose rows are committed. A call
 whose base is not in it is stored whole, so an evicted entry costs disk space and nothing else.
@@ -21,7 +21,7 @@ TIPS: Final = 4
 
 
 class Base(Record, frozen=True, kw_only=True):
-    """A stored call; the next prompt of its thread may begin with its prompt and sampled ids."""
+    """Describe a stored call, whose prompt and sampled ids its thread's next prompt may repeat."""
 
     call_id: UUID
     request: bytes
@@ -31,7 +31,7 @@ class Base(Record, frozen=True, kw_only=True):
 
 
 class Stored(Record, frozen=True, kw_only=True):
-    """The columns that hold a call's request and prompt ids, whole or as an addition.
+    """Hold a call's columns for request and prompt ids, whole or as an addition.
 
     With a `parent_id`, `request` and `prompt_ids` hold only the bytes that the call adds;
     `request_prefix`, `request_suffix` and `prompt_prefix` count the bytes taken from the parent.
@@ -46,7 +46,7 @@ class Stored(Record, frozen=True, kw_only=True):
 
 
 class Bases:
-    """A cache of tips by episode; the episodes updated longest ago are evicted first."""
+    """Cache tips by episode; the episodes updated longest ago are evicted first."""
 
     def __init__(self, capacity: int = CAPACITY_BYTES) -> None:
         """Open an empty cache of at most `capacity` bytes."""
@@ -91,7 +91,7 @@ class Bases:
 
 
 class Batch:
-    """The tips that one batch adds, kept apart from the cache until its rows are committed."""
+    """Keep the tips that one batch adds apart from the cache until its rows are committed."""
 
     def __init__(self, bases: Bases) -> None:
         """Store the cache that the batch reads now, and changes on `commit`."""

@@ -1,4 +1,4 @@
-"""Writing of a batch's rows, by COPY on the driver's own connection.
+"""Write a batch's rows by COPY, on the driver's own connection.
 
 Row locks are taken in the order of episode keys, so that drainers cannot deadlock. A call that is
 stored already shows as a violation of its primary key. That is rare, so only then the batch is

@@ -1,4 +1,4 @@
-"""Idempotency keys of feedback, shared by all proxies of one database.
+"""Keep the idempotency keys of feedback, shared by all proxies of one database.
 
 A body takes its key here when it is accepted; it is stored later, maybe much later
 (`store.write.batches`). Keys that were taken are deleted after a day. Keys of stored bodies are
@@ -28,7 +28,7 @@ _CLEAN: Final = text(f"DELETE FROM feedback_keys WHERE at < now() - interval '{K
 
 
 class KeyState(Enum):
-    """The owner of a key: the same body, already stored; the same body, not yet stored; another."""
+    """Tell who owns a key: the same body, stored already; the same body, not stored; another."""
 
     STORED = "stored"
     OWN = "own"

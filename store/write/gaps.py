@@ -1,4 +1,4 @@
-"""Gaps: episodes that lost a call before it could be kept are excluded from training."""
+"""Exclude episodes from training that lost a call before it could be kept."""
 
 from collections.abc import Sequence
 from typing import Any

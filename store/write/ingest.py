@@ -1,4 +1,4 @@
-"""Ingestion of spooled records: one transaction per batch, and a second where records meet.
+"""Ingest spooled records: one transaction per batch, and a second where records meet.
 
 Storing is idempotent and independent of order: every row has the id that its record was made
 with, an episode's fields are merged by rules that commute, and a reference to something that
@@ -31,7 +31,7 @@ from store.write.batches import key_conflicts, write
 
 
 class Ingester:
-    """Stores the batches of one drainer, and caches the calls that later ones may add to."""
+    """Store the batches of one drainer, and cache the calls that later ones may add to."""
 
     def __init__(self, on_conflicts: Callable[[list[UUID]], None] | None = None) -> None:
         """Store the callback for idempotency conflicts.

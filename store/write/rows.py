@@ -1,4 +1,4 @@
-"""Conversion of records to rows (pure): the columns given to COPY, and the values in that order."""
+"""Convert records to rows (pure): the columns given to COPY, and the values in that order."""
 
 from collections.abc import Sequence
 from datetime import datetime

@@ -1,4 +1,4 @@
-"""Records that two keepers store in batches, in the order of their making or in any other."""
+"""Make records that two keepers store in batches, in the order of their making or any other."""
 
 import random
 from collections.abc import Sequence

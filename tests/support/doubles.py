@@ -1,4 +1,4 @@
-"""A model server and a spool without a network and a disk: they say what they are told to."""
+"""Stand in for a model server and a spool, without network and disk: answer as they are told."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -31,7 +31,7 @@ MOST = 2**20
 
 
 class SaidReply:
-    """A reply of such a status, head and body; it breaks off at its end where it is `torn`."""
+    """Reply with a given status, head and body; break off at its end where it is `torn`."""
 
     def __init__(self, status: int, headers: Headers, pieces: list[bytes], *, torn: bool) -> None:
         self.status = status
@@ -41,16 +41,16 @@ class SaidReply:
         self._torn = torn
 
     def header(self, wanted: bytes) -> bytes | None:
-        """See `Reply`."""
+        """Return a header's value, or None."""
         return next((value for name, value in self.headers if name.lower() == wanted), None)
 
     @property
     def ended(self) -> bool:
-        """See `Reply`."""
+        """Return whether the whole body was read."""
         return not self._pieces and not self._torn
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """See `Reply`."""
+        """Yield the body, then break off if it is torn."""
         while self._pieces:
             await asyncio.sleep(0)
             if piece := self._pieces.pop(0):
@@ -59,26 +59,26 @@ class SaidReply:
             raise Torn("it was said to")
 
     async def read(self, limit: int | None = None) -> bytes | None:
-        """See `Reply`."""
+        """Return the whole body."""
         if self._torn:
             raise Torn("it was said to")
         body = self.unread()
         return None if limit is not None and len(body) > limit else body
 
     def unread(self) -> bytes:
-        """See `Reply`."""
+        """Return what was not read yet."""
         body, self._pieces = b"".join(self._pieces), []
         return body
 
     def close(self) -> None:
-        """See `Reply`."""
+        """Do nothing: there is no connection."""
 
     def discard(self) -> None:
-        """See `Reply`."""
+        """Do nothing: there is no connection."""
 
 
 class SaidServer:
-    """Gives one reply to whatever it is asked; None: it breaks off before one."""
+    """Give one reply to whatever it is asked; None: break off before one."""
 
     def __init__(self, make: Any, *, gives: bool) -> None:
         self._make = make
@@ -86,7 +86,7 @@ class SaidServer:
         self.asked: list[bytes] = []
 
     async def ask(self, method: str, target: str, headers: Headers, body: bytes) -> Any:
-        """See `ModelServer`."""
+        """Note the request, and give the reply."""
         self.asked.append(body)
         reply = self._make()
         if reply is None:
@@ -96,33 +96,33 @@ class SaidServer:
     async def ask_where_served(
         self, model: str, method: str, target: str, headers: Headers, body: bytes
     ) -> Any:
-        """See `ModelServer`."""
+        """Note the request, and give the reply, whichever model it is for."""
         return await self.ask(method, target, headers, body)
 
     async def fetch(self, target: str, headers: Headers) -> Any:
-        """See `ModelServer`."""
+        """Note the request, and give the reply."""
         return await self.ask("GET", target, headers, b"")
 
     async def models(self, headers: Headers) -> Mapping[str, msgspec.Raw]:
-        """See `ModelServer`."""
+        """Return one model, `m`."""
         return {"m": msgspec.Raw(b'{"id":"m"}')}
 
     async def gives_ids(self, model: str | None) -> bool:
-        """See `ModelServer`."""
+        """Return what the test chose."""
         return self._gives
 
     def learn(self, served_names: Iterable[str]) -> None:
-        """See `ModelServer`."""
+        """Do nothing: the reply is the same whatever is served."""
 
     async def sweep(self) -> None:
-        """See `ModelServer`."""
+        """Do nothing: there are no connections."""
 
     async def close(self) -> None:
-        """See `ModelServer`."""
+        """Do nothing: there are no connections."""
 
 
 class Remembered:
-    """Takes records as `Recorder` does; they must be such that the spool could hold them."""
+    """Take records as `Recorder` does; they must be such that the spool could hold them."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []
@@ -130,14 +130,14 @@ class Remembered:
     def take(
         self, record: CapturedCall, call: str, response_id: str | None
     ) -> "asyncio.Future[bool]":
-        """See `Recorder`."""
+        """Keep the record as the spool would."""
         self._keep(record)
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         future.set_result(True)
         return future
 
     async def append(self, record: Frame) -> bool:
-        """See `Recorder`."""
+        """Keep the record, durable at once."""
         self._keep(record)
         return True
 
@@ -147,16 +147,16 @@ class Remembered:
 
 
 class NoDatabase:
-    """A database that is away."""
+    """Stand in for a database that is away."""
 
     async def ask(self, question: object, *, within_s: float) -> None:
-        """See `Lookup`."""
+        """Return None: no answer."""
 
 
 def data_port(
     server: SaidServer, kept: Remembered, intake: Intake, folder: Path
 ) -> tuple[Connection, Wire]:
-    """A client's connection to a worker's whole data port."""
+    """Connect a client to a worker's whole data port."""
     versions, recent, away = Versions(), Recent(), NoDatabase()
     versions.replace([PolicyVersion(**vars_of("m", 0)), PolicyVersion(**vars_of("m@1", 1))])
     relay = CallHandler(
@@ -178,7 +178,7 @@ def data_port(
 
 
 def vars_of(served_name: str, version: int) -> dict[str, Any]:
-    """A version of the policy `m`; the newest serves."""
+    """Return the fields of a version of the policy `m`; the newest serves."""
     return {
         "name": "m",
         "version": version,

@@ -1,4 +1,4 @@
-"""Both ends of a connection without a network: a transport that remembers, and messages."""
+"""Connect both ends without a network: a transport that remembers, and messages."""
 
 import asyncio
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ from proxy.http.server import Handler, Server
 
 
 class Wire(asyncio.Transport):
-    """What was written to it, and whether it was closed."""
+    """Remember what was written to it, and whether it was closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Wire(asyncio.Transport):
 
 
 def client(handle: Handler, **server: Any) -> tuple[Connection, Wire]:
-    """A client's connection to a server that does `handle`; `server`: what else it is told."""
+    """Connect a client to a server that does `handle`; `server`: what else it is told."""
     connection, wire = Connection(Server(handle, **server)), Wire()
     wire.protocol = connection
     connection.connection_made(wire)
@@ -77,7 +77,7 @@ def client(handle: Handler, **server: Any) -> tuple[Connection, Wire]:
 
 
 def upstream() -> tuple[Pool, UpstreamConnection, Wire]:
-    """A connection of a pool's."""
+    """Make a connection of a pool's."""
     pool = Pool("model", 80, tls=None)
     connection, wire = UpstreamConnection(pool), Wire()
     wire.protocol = connection
@@ -95,7 +95,7 @@ async def swept(connection: Connection, *after_s: float, **patience: float) -> N
 
 
 async def refusing(exchange: Exchange) -> None:
-    """A handler that tells a slow client why it has no answer, and others their body."""
+    """Tell a slow client why it has no answer, and others their body."""
     try:
         body = await exchange.read(2**20) or b""
     except BodyTooSlow:
@@ -119,7 +119,7 @@ async def feed(connection: asyncio.Protocol, pieces: Iterable[bytes]) -> None:
 
 
 def cuts(data: bytes) -> st.SearchStrategy[list[bytes]]:
-    """Every way of cutting it into pieces."""
+    """Yield every way of cutting it into pieces."""
     offsets = st.lists(st.integers(0, len(data)), max_size=12).map(sorted)
     return offsets.map(
         lambda at: [data[a:b] for a, b in zip([0, *at], [*at, len(data)], strict=True)]
@@ -127,7 +127,7 @@ def cuts(data: bytes) -> st.SearchStrategy[list[bytes]]:
 
 
 class Seen:
-    """A handler that notes each exchange and answers with its body."""
+    """Note each exchange, and answer with its body."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, list[tuple[bytes, bytes]], bytes]] = []

@@ -1,4 +1,4 @@
-"""A process that dies between two steps, without dying."""
+"""Let a process die between two steps, without dying."""
 
 import inspect
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 
 
 class Killed(BaseException):
-    """Stands for kill -9: nothing catches it."""
+    """Stand for kill -9: nothing catches it."""
 
 
 def killing(target: Any, name: str, *, after: bool) -> Callable[[pytest.MonkeyPatch], None]:

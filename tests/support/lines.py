@@ -1,4 +1,4 @@
-"""Lines as `pawl export` writes them, and the credit of such lines."""
+"""Write lines as `pawl export` does, and give such lines their credit."""
 
 import json
 from collections.abc import Sequence
@@ -9,12 +9,12 @@ from trainer.recipes.credit import CreditOptions
 
 
 def reward(value: float, at: int = 0, metric: str = "reward") -> dict[str, Any]:
-    """A statement made `at` seconds past noon."""
+    """Make a statement `at` seconds past noon."""
     return {"metric": metric, "value": value, "at": f"2026-01-01T12:00:{at:02}+00:00"}
 
 
 def call(name: str = "1", **changes: Any) -> dict[str, Any]:
-    """A trainable call of two sampled tokens."""
+    """Make a trainable call of two sampled tokens."""
     return {
         "call": name,
         "agent": "default",
@@ -27,17 +27,17 @@ def call(name: str = "1", **changes: Any) -> dict[str, Any]:
 
 
 def calls(count: int) -> list[dict[str, Any]]:
-    """So many calls, named from 1."""
+    """Make so many calls, named from 1."""
     return [call(str(number + 1)) for number in range(count)]
 
 
 def event(status: str, name: str = "calc", **changes: Any) -> dict[str, Any]:
-    """A tool event."""
+    """Make a tool event."""
     return {"id": None, "name": name, "status": status} | changes
 
 
 def episode(name: str, *feedback: Any, **changes: Any) -> dict[str, Any]:
-    """An episode of one call; a number among `feedback` is a reward."""
+    """Make an episode of one call; a number among `feedback` is a reward."""
     said = [reward(one) if isinstance(one, int | float) else one for one in feedback]
     line = {
         "episode": name,
@@ -50,7 +50,7 @@ def episode(name: str, *feedback: Any, **changes: Any) -> dict[str, Any]:
 
 
 def credited(lines: Sequence[dict[str, Any]], **rule: Any) -> dict[tuple[str, str], CreditLine]:
-    """What each call is worth, by episode and call."""
+    """Return what each call is worth, by episode and call."""
     read = read_lines([json.dumps(line).encode() for line in lines], "test")
     found = credit_lines(read, CreditOptions(**rule))
     return {(line.episode, line.call): line for line in found}

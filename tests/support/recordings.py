@@ -1,4 +1,4 @@
-"""Recorded exchanges with a real vLLM (`tests/support/recorded`), and ways to replay them."""
+"""Replay recorded exchanges with a real vLLM (`tests/support/recorded`)."""
 
 import json
 import re
@@ -20,37 +20,37 @@ TIMES = re.compile(rb'"created_at":\s*\d+')
 
 
 def recordings(api: str) -> dict[str, dict[str, str]]:
-    """Every exchange of one API, by its name."""
+    """Return every exchange of one API, by its name."""
     found: dict[str, dict[str, str]] = json.loads((FOLDER / f"{api}.json").read_text())
     return found
 
 
 def normalised(body: bytes) -> bytes:
-    """Without what differs between any two answers."""
+    """Remove what differs between any two answers."""
     return TIMES.sub(b'"created_at":0', IDS.sub(rb'"\1":"X"', body))
 
 
 def renamed(text: str) -> str:
-    """With the name that our client asks for in place of the served one."""
+    """Put the name that our client asks for in place of the served one."""
     return text.replace(f'"model":"{SERVED}"', f'"model":"{ASKED}"').replace(
         f'"model": "{SERVED}"', f'"model": "{ASKED}"'
     )
 
 
 def asked(api: str, recording: dict[str, str]) -> ModelRequest:
-    """The rewritten request of a client that asks for `agent`, served as `calculator`."""
+    """Rewrite the request of a client that asks for `agent`, served as `calculator`."""
     request = read_request(renamed(recording["request"]).encode())
     return FORMATS[api].rewrite(request, SERVED, want_ids=True)
 
 
 def cut(data: bytes, at: Iterable[int]) -> list[bytes]:
-    """`data` in pieces."""
+    """Cut `data` into pieces."""
     points = [0, *sorted(min(point, len(data)) for point in at), len(data)]
     return [data[a:b] for a, b in pairwise(points)]
 
 
 def follow(api: str, request: ModelRequest, pieces: list[bytes]) -> tuple[bytes, ReplyFacts, Any]:
-    """What the client sees of a reply in pieces, its facts and its summary."""
+    """Return what the client sees of a reply in pieces, its facts and its summary."""
     spoken = FORMATS[api]
     reader = spoken.stream_reader if request.stream else spoken.whole_reader
     transcript: Any = reader(request, SERVED)

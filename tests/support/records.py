@@ -1,4 +1,4 @@
-"""Records for tests: whole by default, and any field otherwise."""
+"""Make records for tests: whole by default, and any field otherwise."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -20,7 +20,7 @@ START = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
 def tokens(prompt: list[int], sampled: list[int], logprob: float = -1.0) -> Tokens:
-    """Packed ids with the same log-probability everywhere."""
+    """Pack ids with the same log-probability everywhere."""
     return Tokens(
         prompt_ids=pack_ids(prompt),
         sampled_ids=pack_ids(sampled),
@@ -29,7 +29,7 @@ def tokens(prompt: list[int], sampled: list[int], logprob: float = -1.0) -> Toke
 
 
 def call(episode: str = "e1", **changes: Any) -> CallRecord:
-    """A complete, trainable call."""
+    """Make a complete, trainable call."""
     record = CallRecord(
         id=new_id(),
         episode=episode,
@@ -65,7 +65,7 @@ def call(episode: str = "e1", **changes: Any) -> CallRecord:
 
 
 def captured(episode: str = "e1", **changes: Any) -> CapturedCall:
-    """A whole call as a worker writes it down."""
+    """Make a whole call as a worker writes it down."""
     record = CapturedCall(
         id=new_id().bytes,
         episode=episode,
@@ -98,14 +98,14 @@ def captured(episode: str = "e1", **changes: Any) -> CapturedCall:
 
 
 def reward(value: float, *, at: int = 0, key: str | None = None, **target: str) -> FeedbackRecord:
-    """One POST with one reward; `at` in seconds after START."""
+    """Make one POST with one reward; `at` in seconds after START."""
     return statement("reward", value, at=at, key=key, **target)
 
 
 def statement(
     metric: str, value: float, *, at: int = 0, key: str | None = None, **target: str
 ) -> FeedbackRecord:
-    """One POST with one statement about `episode=…`, `call=…` or `response=…`."""
+    """Make one POST with one statement about `episode=…`, `call=…` or `response=…`."""
     [(kind, name)] = target.items()
     item = msgspec.convert(
         {
@@ -127,7 +127,7 @@ def statement(
 
 
 def tool_event(status: str, tool_id: str | None, event_id: UUID | None = None) -> ToolEvent:
-    """An event about a tool call."""
+    """Make an event about a tool call."""
     return msgspec.convert(
         {"id": event_id or new_id(), "tool_id": tool_id, "name": "tool", "status": status},
         ToolEvent,

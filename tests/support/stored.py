@@ -1,4 +1,4 @@
-"""Episodes as the store gives them."""
+"""Make episodes as the store gives them."""
 
 from datetime import timedelta
 from typing import Any
@@ -11,7 +11,7 @@ from tests.support.records import START, tokens
 
 
 def transition(**changes: Any) -> TransitionRow:
-    """A complete, trainable call."""
+    """Make a complete, trainable call."""
     row = TransitionRow(
         id=new_id(),
         episode_id=new_id(),
@@ -32,12 +32,12 @@ def transition(**changes: Any) -> TransitionRow:
 
 
 def said(value: float, at: int = 0, metric: str = "reward") -> Feedback:
-    """A statement made `at` seconds past noon."""
+    """Make a statement `at` seconds past noon."""
     return Feedback(metric=metric, value=value, at=START + timedelta(seconds=at))
 
 
 def episode(reward: float | None, calls: int = 1, **changes: Any) -> Episode:
-    """An episode with a reward, or without one."""
+    """Make an episode with a reward, or without one."""
     made = Episode(
         id=new_id(),
         key=str(new_id()),

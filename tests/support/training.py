@@ -1,4 +1,4 @@
-"""A tiny model and rows to train it on."""
+"""Make a tiny model, and rows to train it on."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ PLAIN = Distribution(temperature=1.0)
 
 
 def write_tiny_model(folder: Path, seed: int = 0, hidden_size: int = 32) -> str:
-    """Three layers, grouped-query attention, random weights, 97 words."""
+    """Write a model of three layers: grouped-query attention, random weights, 97 words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -51,7 +51,7 @@ def write_tiny_model(folder: Path, seed: int = 0, hidden_size: int = 32) -> str:
 
 
 def write_adapter(model: str, folder: Path, *, seed: int = 1, **config: Any) -> Path:
-    """An adapter of `model` as another program saves it: with dropout, and an effect."""
+    """Write an adapter of `model` as another program saves it: with dropout, and an effect."""
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     torch.manual_seed(seed)
     rank = {"r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}
@@ -66,7 +66,7 @@ def write_adapter(model: str, folder: Path, *, seed: int = 1, **config: Any) -> 
 
 
 def recipe(**batch: Any) -> Recipe:
-    """A recipe for the tiny model."""
+    """Make a recipe for the tiny model."""
     return Recipe(
         dtype="float32",
         lora=LoraOptions(rank=4, alpha=8),
@@ -78,7 +78,7 @@ def recipe(**batch: Any) -> Recipe:
 
 
 def ppo_recipe(*, steps: int = 1, kl: KlOptions | None = None, **ppo: Any) -> Recipe:
-    """The same with PPO."""
+    """Make the same recipe with PPO."""
     return recipe(steps=steps).model_copy(
         update={
             "learner": "ppo",
@@ -90,7 +90,7 @@ def ppo_recipe(*, steps: int = 1, kl: KlOptions | None = None, **ppo: Any) -> Re
 
 
 def rows(seed: int = 0, groups: int = 3, members: int = 4) -> list[Row]:
-    """Groups that share a prompt, some of two turns, of mixed temperature."""
+    """Make groups that share a prompt, some of two turns, of mixed temperature."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> tuple[int, ...]:

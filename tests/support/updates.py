@@ -1,4 +1,4 @@
-"""What a learner's update leaves in the ledger, without a learner."""
+"""Leave in the ledger what a learner's update leaves, without a learner."""
 
 from collections.abc import Mapping
 from typing import Any

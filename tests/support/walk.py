@@ -1,4 +1,4 @@
-"""`python -m tests.support.walk`: which files a streamed call and a reward pass through.
+"""Walk through the code (`python -m tests.support.walk`): the files of a call and a reward.
 
 A keeper and a worker run in this process. A profile function notes each entry into one of the
 project's files, and the file it was entered from (the nearest of the project's on the stack, or
@@ -33,7 +33,7 @@ LOOP: Final = "the event loop"
 
 
 class Walk:
-    """The files that were entered, in order, and the hand-overs between them."""
+    """Note the files that were entered, in order, and the hand-overs between them."""
 
     def __init__(self) -> None:
         self.order: dict[str, None] = {}
@@ -62,7 +62,7 @@ class Walk:
 
 
 class Walks:
-    """The profile function of all threads, which notes into the walk under way."""
+    """Profile all threads, and note what they enter into the walk under way."""
 
     def __init__(self) -> None:
         self.current = Walk()
@@ -79,7 +79,7 @@ class Walks:
 
 
 async def call_and_reward(proxy: Proxy) -> None:
-    """A streamed call of an episode, its reward, and the time in which both are stored."""
+    """Make a streamed call of an episode and its reward, and wait until both are stored."""
     messages = [{"role": "user", "content": "q"}]
     body = {"model": "m", "stream": True, "messages": messages}
     url = f"{proxy.url}/v1/chat/completions"
@@ -93,7 +93,7 @@ async def call_and_reward(proxy: Proxy) -> None:
 
 
 async def walk(url: str, folder: Path) -> tuple[Walk, Walk]:
-    """What happens while nobody calls, and what while one call and one reward come in."""
+    """Return what happens while nobody calls, and what while one call and one reward come in."""
     engine = make_engine(url)
     async with engine.begin() as connection:
         await ensure_base(connection, "m")

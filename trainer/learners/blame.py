@@ -37,7 +37,11 @@ def check_ids(rows: Sequence[Row], vocabulary: int) -> None:
         or max(row.distribution.token_ids, default=0) >= vocabulary
     }
     if strange:
-        raise Unusable("some rows have ids of another vocabulary", strange, reason="damaged")
+        raise Unusable(
+            "some rows have ids of another vocabulary: was another base model served then?",
+            strange,
+            reason="damaged",
+        )
 
 
 def check_view(rows: Sequence[Row], view: View) -> None:
@@ -53,7 +57,7 @@ def check_view(rows: Sequence[Row], view: View) -> None:
     ]
     if odd:
         blamed = {} if len(odd) == len(rows) else {row.episode_id: NOT_FINITE for row in odd}
-        raise Unusable("log-probabilities or values are not finite", blamed)
+        raise Unusable("log-probabilities or values of some rows are not finite", blamed)
 
 
 def to_blame(

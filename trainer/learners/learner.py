@@ -230,8 +230,8 @@ class Learner:
         """Apply `view` to micro-batches that fit into memory, without training on them."""
 
         def run(cut: MicroBatches) -> list[Result]:
-            found: list[Result] = self._step.survey(cut, view)
-            return found
+            results: list[Result] = self._step.survey(cut, view)
+            return results
 
         def can_be_seen(row: Row) -> bool:
             try:
@@ -307,12 +307,12 @@ class Learner:
 
         def scored(micro_batch: Sequence[Row]) -> ByRow:
             with torch.no_grad():
-                found = score_rows(self._model, micro_batch, merge=bool(self._merge))
-            return by_row(micro_batch, found.logprobs)
+                scores = score_rows(self._model, micro_batch, merge=bool(self._merge))
+            return by_row(micro_batch, scores.logprobs)
 
         self._model.eval()
         seen = self._survey_in_parts(rows, scored)
-        values = {key: own for found in seen for key, own in found.items()}
+        values = {key: own for part in seen for key, own in part.items()}
         return [values[row.key] for row in rows]
 
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:

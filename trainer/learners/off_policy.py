@@ -128,15 +128,15 @@ def checked_metrics(
     """
     if not can_be_summed(compared):
         raise Unusable("what sampled some rows is too far from the policy to be calculated")
-    found = off_policy_metrics(compared, newest)
-    if found["drift_kl"] is None or found["drift_kl"] <= bound:
-        return found
+    metrics = off_policy_metrics(compared, newest)
+    if metrics["drift_kl"] is None or metrics["drift_kl"] <= bound:
+        return metrics
     raise DriftOutOfBounds(
-        f"server and trainer differ by {found['drift_kl']:.3g} nats a token about version {newest}"
-        f" (off_policy.max_drift is {bound:g}): nothing was trained; is the server's model,"
-        " precision or --logprobs-mode another?",
+        f"server and trainer differ by {metrics['drift_kl']:.3g} nats a token about version"
+        f" {newest} (off_policy.max_drift is {bound:g}): nothing was trained; is the server's"
+        " model, precision or --logprobs-mode another?",
         drifted_episodes(compared, newest, bound),
-        found,
+        metrics,
     )
 
 

@@ -84,11 +84,11 @@ class Step:
             NoRoom: memory ran out.
             Interrupted: the update was stopped; the learner must be restored.
         """
-        found = []
+        results = []
         for rows in self._share(micro_batches):
             with needs_memory(rows):
-                found.append(view(rows))
-        return [one for share in self._processes.gather(found) for one in share]
+                results.append(view(rows))
+        return [one for share in self._processes.gather(results) for one in share]
 
     def _share(self, micro_batches: Sequence[Sequence[Row]]) -> Iterator[Sequence[Row]]:
         for rows in share_out(micro_batches, self._processes.count)[self._processes.rank]:
@@ -144,8 +144,8 @@ class Step:
         ]
         if not all(map(math.isfinite, norms)):
             self._trainer.optimizer.zero_grad()
-            told = " and ".join(map(str, norms))
-            raise Unusable(f"the gradients' norms are {told}: the update was not applied")
+            figures = " and ".join(map(str, norms))
+            raise Unusable(f"the gradients' norms are {figures}: the update was not applied")
         share = self.share * rate_share(self._rule, self.taken)
         for group, rate in zip(self._trainer.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * share

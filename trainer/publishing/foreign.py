@@ -120,10 +120,10 @@ def why_other_layers(
             )
         inputs, outputs = layers[layer]
         for side, shape in zip(SIDES, ([rank, inputs], [outputs, rank]), strict=True):
-            found = shapes.get(layer + side)
-            if found is None or list(found) != shape:
+            own = shapes.get(layer + side)
+            if own is None or list(own) != shape:
                 return (
-                    f"its {layer + side} is {'missing' if found is None else list(found)} and"
+                    f"its {layer + side} is {'missing' if own is None else list(own)} and"
                     f" {shape} is needed: is it of this base model and of rank {rank}?"
                 )
     return None if shapes else "it has no weights: save the adapter again"

@@ -62,7 +62,7 @@ class Replicas:
         """
         asked = self.each if servers is None else tuple(servers)
         ended = await asyncio.gather(*(_settled(what(server)) for server in asked))
-        found: Answers[T] = {}
+        answers: Answers[T] = {}
         away: list[UpstreamAway] = []
         for server, result in zip(asked, ended, strict=True):
             if isinstance(result, UpstreamAway):
@@ -72,10 +72,10 @@ class Replicas:
                 raise result
             else:
                 self._away.discard(server)
-                [found[server]] = result
-        if not found:
+                [answers[server]] = result
+        if not answers:
             raise away[0]
-        return found
+        return answers
 
     def _note_away(self, server: ModelServer, error: UpstreamAway) -> None:
         """Log that a replica is away, once for as long as it stays away."""

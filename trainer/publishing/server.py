@@ -57,12 +57,18 @@ class ModelServer:
         """
         status, body = await self._request("GET", "/models", None, LIST_S)
         if status != 200:
-            raise UpstreamAway(f"the model server does not list its models: {status} {body}")
+            raise UpstreamAway(
+                f"the model server does not list its models: {status} {body}; is {self.url} its"
+                " base URL, with /v1?"
+            )
         try:
             return {model["id"]: model for model in body["data"]}
         except (TypeError, KeyError) as error:
             # Something before the server answers for it, such as a page of an ingress.
-            raise UpstreamAway(f"{self.url} does not list models as a model server does") from error
+            raise UpstreamAway(
+                f"{self.url} does not list models as a model server does: is it the base URL of"
+                " one, with /v1?"
+            ) from error
 
     async def load(self, name: str, folder: Path) -> None:
         """Load the adapter in `folder` under `name`, unless the server has it already.

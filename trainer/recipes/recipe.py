@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
+from store.table_file import instead
 from trainer.credit.baselines.registry import baselines
 from trainer.credit.normalisations.registry import normalisations
 from trainer.errors import RecipeError
@@ -109,7 +110,8 @@ def parse_recipe(text: str, where: str) -> Recipe:
 
 
 def _problem(detail: Any) -> str:
-    key = ".".join(str(part) for part in detail["loc"]) or "recipe"
+    path = [str(part) for part in detail["loc"]]
+    key = ".".join(path) or "recipe"
     if detail["type"] == "extra_forbidden":
-        return f"unknown key {key!r}"
-    return f"{key}: {detail['msg']}"
+        return f"unknown key {key!r}: {instead(Recipe, path)}"
+    return f"{key}: {detail['msg'].removeprefix('Value error, ')}"

@@ -1,4 +1,4 @@
-"""Calls whose ids are exact and whose log-probabilities the server did not give (pure).
+"""Find calls with exact ids whose log-probabilities the server did not give (pure).
 
 The version that sampled them is immutable, so it gives the same ones again. Such rows are
 `recomputed`: by this version, as the update begins. Where a version is lost, its calls are not

@@ -1,4 +1,4 @@
-"""Calls whose grammar the trainer cannot replay: they are not trained, with their reason (pure)."""
+"""Leave out calls whose grammar the trainer cannot replay, with their reason (pure)."""
 
 from collections.abc import Mapping
 from typing import Any, Final

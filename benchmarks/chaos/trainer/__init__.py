@@ -1,1 +1,1 @@
-"""The trainer killed in mid-update, again and again: does it end where an undisturbed one ends?"""
+"""Kill the trainer in mid-update, again and again: does it end as an undisturbed one ends?"""

@@ -1,4 +1,4 @@
-"""The places between two steps of an update, and a trainer that dies at one of them.
+"""List the places between two steps of an update, and die at one of them.
 
 What is patched is the trainer's own process, before it starts: the product knows nothing of
 it. A boundary that a life does not come by (a release, where there is nothing to release)
@@ -29,7 +29,7 @@ Patch = Callable[[], None]
 
 
 def die() -> None:
-    """`kill -9`, from within: at exactly this instruction."""
+    """Die by `kill -9`, from within: at exactly this instruction."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 

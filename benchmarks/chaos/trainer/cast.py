@@ -1,4 +1,4 @@
-"""Who speaks in an episode, and which policy answers."""
+"""Define who speaks in an episode, and which policy answers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -9,7 +9,7 @@ FIXED: Final = "rest"
 
 
 class Agent(NamedTuple):
-    """An agent; `policy` is None if an outside model answers it."""
+    """Name an agent; `policy` is None if an outside model answers it."""
 
     name: str
     policy: str | None
@@ -50,10 +50,10 @@ trained = false
 
 
 def agents(policies: int) -> list[Agent]:
-    """Each of the agents in a ledger with so many policies in training, once."""
+    """Return each of the agents in a ledger with so many policies in training, once."""
     return list(dict.fromkeys(agent for cast in CASTS[policies] for agent in cast))
 
 
 def trained(policies: int) -> list[str]:
-    """The names of so many policies in training."""
+    """Return the names of so many policies in training."""
     return [agent.policy for agent in agents(policies) if agent.policy and agent.trained]

@@ -1,4 +1,4 @@
-"""One PostgreSQL under the trainers of several policies."""
+"""Keep one PostgreSQL under the trainers of several policies."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from store.embedded.server import EmbeddedPostgres
 
 
 class Database:
-    """A PostgreSQL that one run may kill under the trainers of all, while no run counts on it."""
+    """Keep a PostgreSQL that one run may kill under all trainers, while no run counts on it."""
 
     def __init__(self, postgres: EmbeddedPostgres) -> None:
         self._postgres = postgres
@@ -22,7 +22,7 @@ class Database:
 
     @contextmanager
     def up(self) -> Iterator[None]:
-        """Nobody kills it within this block."""
+        """Let nobody kill it within this block."""
         with self._changed:
             self._counting_on_it += 1
         try:
@@ -39,7 +39,7 @@ class Database:
             asyncio.run(kill_and_start(self._postgres))
 
     def create(self, name: str) -> str:
-        """An empty database; its URL."""
+        """Create an empty database, and return its URL."""
         asyncio.run(_create(self._postgres.url.replace("/pawl?", "/postgres?"), name))
         return self._postgres.url.replace("/pawl?", f"/{name}?")
 

@@ -1,4 +1,4 @@
-"""The scored episodes of a ledger: what their agents were told and sampled, as records."""
+"""Make a ledger's scored episodes: what their agents were told and sampled, as records."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -24,7 +24,7 @@ START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Said(NamedTuple):
-    """One sampled reply."""
+    """Hold one sampled reply."""
 
     prompt_ids: list[int]
     sampled_ids: list[int]
@@ -36,7 +36,7 @@ UNKNOWN: Final = Said([], [], [])
 
 
 def scored_episodes(model: str, updates: int, seed: int, policies: int) -> list[SpoolRecord]:
-    """Enough for so many updates of each of so many policies."""
+    """Make enough for so many updates of each of so many policies."""
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -60,7 +60,7 @@ def scored_episodes(model: str, updates: int, seed: int, policies: int) -> list[
 
 
 def _conversations(base: Any, tasks: int, dice: torch.Generator) -> list[list[Said]]:
-    """One agent's replies, by episode; the members of a group are asked the same at first."""
+    """Return one agent's replies, by episode; a group's members are asked the same at first."""
     opening = torch.randint(2, WORDS, (tasks, PROMPT), generator=dice)
     contexts = opening.repeat_interleave(MEMBERS, 0)
     turns: list[list[Said]] = [[] for _ in range(tasks * MEMBERS)]
@@ -74,7 +74,7 @@ def _conversations(base: Any, tasks: int, dice: torch.Generator) -> list[list[Sa
 def _sample(
     base: Any, contexts: torch.Tensor, dice: torch.Generator, turns: list[list[Said]]
 ) -> torch.Tensor:
-    """A reply to each context; the contexts with it."""
+    """Sample a reply to each context, and return the contexts with it."""
     length = contexts.shape[1]
     logprobs = []
     with torch.no_grad():
@@ -91,7 +91,7 @@ def _sample(
 def _episode(
     number: int, cast: Sequence[Agent], turns: Mapping[Agent, Sequence[Said]]
 ) -> list[SpoolRecord]:
-    """Its calls, and a reward: the share of even words that policies in training said.
+    """Make an episode: its calls, and as reward the share of even words of policies in training.
 
     No two have the same, so that each group has a spread and counts for an update.
     """

@@ -1,4 +1,4 @@
-"""The other end of the zygote: processes started, waited for, killed."""
+"""Ask the zygote for processes: start them, wait for them, kill them."""
 
 import json
 import os
@@ -17,7 +17,7 @@ POLL_S: Final = 0.005
 
 
 class Zygote:
-    """Starts processes in no time; see `benchmarks.chaos.trainer.zygote`.
+    """Start processes in no time; `benchmarks.chaos.trainer.zygote` is the other end.
 
     Threads may share it: none waits in the pipe for what another started.
     """
@@ -34,7 +34,7 @@ class Zygote:
         return int(self._ask(wish)["pid"])
 
     def wait(self, pid: int, within_s: float) -> int | None:
-        """How the process ended (negative: the signal); None if it lives on."""
+        """Return how the process ended (negative: the signal); None if it lives on."""
         deadline = time.monotonic() + within_s
         while True:
             status: int | None = self._ask({"ended": pid})["status"]
@@ -62,7 +62,7 @@ class Zygote:
 
 @contextmanager
 def zygote(log: Path) -> Iterator[Zygote]:
-    """One that runs; gone when the block is left. Its children have one thread for sums."""
+    """Run a zygote within the block; its children have one thread for sums."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PAWL_")}
     kept.pop("DATABASE_URL", None)
     env = kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -1,4 +1,4 @@
-"""What a run left of a policy: who was spent on what, and every version's bytes."""
+"""Read what a run left of a policy: who was spent on what, and every version's bytes."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ _UPDATES: Final = "SELECT state, count(*) FROM updates WHERE policy = $1 GROUP B
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A policy's end in a run."""
+    """Describe a policy's end in a run."""
 
     # By episode: the version it was spent on, and how; None where it was not.
     outcomes: Mapping[str, tuple[int | None, bool, str | None] | None]
@@ -57,17 +57,17 @@ class Found:
 
     @property
     def lost(self) -> list[str]:
-        """Episodes that no update that is done has spent."""
+        """Return the episodes that no update that is done has spent."""
         return [key for key, outcome in self.outcomes.items() if outcome is None]
 
 
 async def all_spent(url: str, policies: Sequence[str]) -> bool:
-    """Whether the policies have nothing left to train, to record or to publish."""
+    """Return whether the policies have nothing left to train, to record or to publish."""
     return bool(await _ask(url, _SPENT, policies))
 
 
 async def held_by(url: str, policies: Sequence[str]) -> set[UUID]:
-    """The policies' updates that hold episodes now."""
+    """Return the policies' updates that hold episodes now."""
     return set(await _ask(url, _HELD, policies) or ())
 
 
@@ -119,6 +119,6 @@ def _twice(folders: list[Path]) -> list[str]:
 
 
 def differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> list[str]:
-    """The keys under which two mappings do not hold the same."""
+    """Return the keys under which two mappings do not hold the same."""
     keys = sorted({*one, *other}, key=str)
     return [str(key) for key in keys if one.get(key) != other.get(key)]

@@ -1,4 +1,4 @@
-"""The same ledger trained twice: by trainers that are left alone, and by ones that are killed.
+"""Train the same ledger twice: by trainers that are left alone, and by ones that are killed.
 
 Where one trainer of all policies is killed, it is compared with one trainer for each, left alone.
 """
@@ -28,7 +28,7 @@ KILLS_AN_UPDATE: Final = 2
 
 
 class NotStaged(Exception):
-    """The ledger could not be made; the message ends with what was said of it."""
+    """Report that the ledger could not be made; the message ends with what was said of it."""
 
 
 # What is done to a trainer's run; with the seconds that an undisturbed update takes.
@@ -37,7 +37,7 @@ Disturb = Callable[[Run, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is trained in both runs."""
+    """Define what is trained in both runs."""
 
     folder: Path
     updates: int
@@ -107,7 +107,7 @@ def compared(task: Task, disturb: Disturb) -> dict[str, dict[str, Any]]:
 def _places(
     task: Task, name: str, database: Database, trainers: list[tuple[str, ...]]
 ) -> list[Place]:
-    """The places of a run, one for each of its trainers, with a database that is empty yet.
+    """Make the places of a run, one for each of its trainers, with a database that is empty yet.
 
     `trainers` are the policies of each.
     """

@@ -1,4 +1,4 @@
-"""One trainer's run over a ledger: it is left alone, or has one life after another."""
+"""Run one trainer over a ledger: it is left alone, or has one life after another."""
 
 import asyncio
 import random
@@ -39,7 +39,7 @@ LOOK_S: Final = 0.1
 
 
 class Run:
-    """A trainer over the ledger of `place`, in lives that end as they are told."""
+    """Run a trainer over the ledger of `place`, in lives that end as they are told."""
 
     def __init__(
         self, zygote: Zygote, database: Database, place: Place, upstream_port: int
@@ -59,14 +59,14 @@ class Run:
         self.lives.seconds = time.monotonic() - started
 
     def kill_at_each_boundary(self) -> None:
-        """A life for each of the boundaries, which it dies at."""
+        """Start a life for each of the boundaries, which it dies at."""
         for name in self._zygote.boundaries:
             if name in OF_A_RELEASE:
                 self._life(CLAIMED, LONGEST_S)
             self._life(name, LONGEST_S)
 
     def kill(self, times: int, dice: random.Random, update_s: float) -> None:
-        """So many lives, ended at boundaries and at random, spread over the whole ledger.
+        """Start so many lives, ended at boundaries and at random, spread over the whole ledger.
 
         The choice keeps the updates in step with the kills: while they are ahead, lives end
         before anything is written. `update_s` is what an undisturbed update takes.
@@ -93,7 +93,7 @@ class Run:
                 self._life(None, dice.uniform(0.0, longest))
 
     def _life(self, boundary: str | None, seconds: float, *, once_up: bool = True) -> None:
-        """One that dies at a boundary, or after so many seconds (of work, if `once_up`)."""
+        """Start a life that dies at a boundary, or after so many seconds (at work if `once_up`)."""
         pid, status = self._begin(boundary, once_up=once_up)
         if status is None:
             status = self._zygote.wait(pid, seconds)
@@ -107,7 +107,7 @@ class Run:
             self._note(f"status {status}, to be killed: {by}")
 
     def _life_without_postgres(self, seconds: float) -> None:
-        """One at whose work PostgreSQL is killed and started again; it lives on, and is killed."""
+        """Start a life, kill PostgreSQL at its work and start it again, then kill the life."""
         pid, status = self._begin(None, once_up=True)
         if status is None:
             status = self._zygote.wait(pid, seconds)
@@ -122,7 +122,7 @@ class Run:
             self._note(f"status {status}, without PostgreSQL")
 
     def _asked(self, seconds: float) -> None:
-        """One that is asked to stop at work (SIGTERM): soon gone, and nothing held by it."""
+        """Start a life, and ask it to stop at work (SIGTERM): it goes soon, and holds nothing."""
         held = self._held()
         pid, status = self._begin(None, once_up=True)
         if status is None:
@@ -138,7 +138,7 @@ class Run:
             self._note("asked to stop, it kept its claim")
 
     def _note(self, what: str) -> None:
-        """Something that is not to be, with the end of the log."""
+        """Note something that is not to be, with the end of the log."""
         self.lives.by_themselves.append(f"{what}: {self.place.said()[-1500:].decode()}")
 
     def _begin(self, boundary: str | None, *, once_up: bool) -> tuple[int, int | None]:
@@ -153,7 +153,7 @@ class Run:
         return pid, status
 
     def _finish(self) -> None:
-        """A life that is left alone until every episode is spent, and then asked to stop."""
+        """Start a life that is left alone until every episode is spent, and then asked to stop."""
         pid = self._start(None)
         status, progress, deadline = None, -1.0, 0.0
         while status is None and not self._all_spent():
@@ -183,7 +183,7 @@ class Run:
 
 @contextmanager
 def model_server(zygote: Zygote, folder: Path, model: Path) -> Iterator[int]:
-    """A model server of a run's own, which is never killed; its port."""
+    """Run a model server for one run, which is never killed, and yield its port."""
     port = free_port()
     server = zygote.start("server", folder / "server.log", {}, model=str(model), port=port)
     try:

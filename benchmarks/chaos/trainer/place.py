@@ -1,4 +1,4 @@
-"""Where policies are trained by one trainer, and how it went."""
+"""Describe where policies are trained by one trainer, and how it went."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from benchmarks.vllm_server import free_port
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a trainer of one policy or more works."""
+    """Name where a trainer of one policy or more works."""
 
     folder: Path
     database_url: str
@@ -23,25 +23,25 @@ class Place:
 
     @property
     def adapters(self) -> Path:
-        """Where versions are, of every policy."""
+        """Return the folder of the versions of every policy."""
         return self.folder / "adapters"
 
     @property
     def log(self) -> Path:
-        """What its trainers said."""
+        """Return the file that its trainers log to."""
         return self.folder / f"{'+'.join(self.names)}.log"
 
     def said(self) -> bytes:
-        """The log as it is now."""
+        """Return the log as it is now."""
         return self.log.read_bytes() if self.log.exists() else b""
 
     def progress(self) -> float:
-        """The share of the updates that exist as versions."""
+        """Return the share of the updates that exist as versions."""
         made = [1 for name in self.names for _ in (self.adapters / name).glob("[0-9]*")]
         return len(made) / (self.updates * len(self.names))
 
     def env(self, upstream_port: int) -> dict[str, str]:
-        """The settings of its trainers; each of them listens on the same port."""
+        """Return the settings of its trainers; each of them listens on the same port."""
         of_policies = {} if self.policies is None else {"PAWL_POLICIES": str(self.policies)}
         if len(self.names) == 1:
             of_policies["PAWL_POLICY"] = self.names[0]
@@ -58,7 +58,7 @@ class Place:
 
 @dataclass(slots=True)
 class Lives:
-    """How a run went."""
+    """Count how a run went."""
 
     killed: Counter[str] = field(default_factory=Counter)
     # Kills after the last episode was spent: they find a trainer without work.

@@ -1,4 +1,4 @@
-"""What is trained in a run, and how."""
+"""Define what is trained in a run, and how."""
 
 from typing import Final
 
@@ -8,7 +8,7 @@ STEPS: Final = 2
 
 
 def recipe_toml(updates: int, learner: str, baseline: str) -> str:
-    """Two optimiser steps an update, on a rate that rises and falls within the run.
+    """Return a recipe of two optimiser steps an update, its rate rising and falling within the run.
 
     PPO has its critic as the baseline, whatever `baseline` says.
     """

@@ -1,4 +1,4 @@
-"""What is said of a policy's two runs, and of the ledger that they were over."""
+"""Report a policy's two runs, and the ledger that they were over."""
 
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -24,7 +24,7 @@ _CALLS: Final = """
 
 
 class Trained(NamedTuple):
-    """A policy after one of its runs."""
+    """Describe a policy after one of its runs."""
 
     found: Found
     lives: Lives
@@ -33,7 +33,7 @@ class Trained(NamedTuple):
 
 
 def policy_report(updates: int, calm: Trained, killed: Trained) -> dict[str, Any]:
-    """What became of one policy: in a run that was undisturbed, and in one that was killed."""
+    """Report what became of one policy: in a run left undisturbed, and in one with kills."""
     one, other, lives = calm.found, killed.found, killed.lives
     adapter = f"{max(one.states)}/adapter_model.safetensors"
     kills = sum(lives.killed.values())
@@ -67,7 +67,7 @@ def policy_report(updates: int, calm: Trained, killed: Trained) -> dict[str, Any
 
 
 async def ledger_report(url: str, adapters: Path, policies: list[str]) -> dict[str, Any]:
-    """Who called in a run's ledger, and what it has of policies that no trainer is for."""
+    """Report who called in a run's ledger, and what it has of policies that no trainer is for."""
     connection = await asyncpg.connect(url)
     try:
         first, calls = await connection.fetch(_FIRST), await connection.fetch(_CALLS)

@@ -1,4 +1,4 @@
-"""A model server that computes: vLLM's adapter endpoints over transformers and PEFT.
+"""Serve a model that computes: vLLM's adapter endpoints over transformers and PEFT.
 
 So the trainer's probe is a real one: log-probabilities of an adapter read from its files,
 by another process. A name that comes back with other bytes is refused, for ever.
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 
 class Server:
-    """One base model and the adapters that were loaded."""
+    """Keep one base model and the adapters that were loaded."""
 
     def __init__(self, base_name: str, model: Path) -> None:
         self._base_name = base_name
@@ -26,7 +26,7 @@ class Server:
         self._bytes: dict[str, str] = {}
 
     def app(self) -> web.Application:
-        """Its routes."""
+        """Return its routes."""
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/load_lora_adapter", self._load)
@@ -75,7 +75,7 @@ class Server:
         return web.json_response({"choices": [{"prompt_logprobs": [None, *entries]}]})
 
     def _logprobs(self, name: str, ids: list[int]) -> list[float]:
-        """log p of each token after the first, shape (T − 1,)."""
+        """Return log p of each token after the first, shape (T − 1,)."""
         distribution = torch.log_softmax(self._logits(name, ids)[:-1], -1)
         found: list[float] = distribution.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
         return found
@@ -83,7 +83,7 @@ class Server:
     def _sample(
         self, name: str, ids: list[int], temperature: float, tokens: int
     ) -> list[tuple[int, float]]:
-        """`tokens` sampled tokens after `ids`, each with what its log-probability was."""
+        """Sample `tokens` tokens after `ids`, each with what its log-probability was."""
         sampled: list[tuple[int, float]] = []
         for _ in range(tokens):
             seen = [*ids, *(token for token, _ in sampled)]
@@ -93,7 +93,7 @@ class Server:
         return sampled
 
     def _logits(self, name: str, ids: list[int]) -> torch.Tensor:
-        """The logits after each token, (T, V)."""
+        """Return the logits after each token, (T, V)."""
         tokens = torch.tensor([ids])
         with torch.no_grad():
             if self._adapted is None:
@@ -109,5 +109,5 @@ class Server:
 
 
 def serve(base_name: str, model: Path, port: int) -> None:
-    """Until the process is ended."""
+    """Serve until the process is ended."""
     web.run_app(Server(base_name, model).app(), host="127.0.0.1", port=port, print=None)

@@ -1,4 +1,4 @@
-"""What a run is about: a tiny model, and a ledger of scored episodes that it sampled."""
+"""Make what a run is about: a tiny model, and a ledger of scored episodes that it sampled."""
 
 import random
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ BATCH: Final = 50
 
 
 def write_model(folder: Path) -> None:
-    """Two layers of random weights with grouped-query attention, and 97 words."""
+    """Write a model of two layers: random weights, grouped-query attention, 97 words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

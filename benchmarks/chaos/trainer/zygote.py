@@ -1,4 +1,4 @@
-"""A process that has imported everything and forks the others: a life begins in no time.
+"""Import everything once and fork the other processes: a life begins in no time.
 
 `python -m benchmarks.chaos.trainer.zygote` reads a JSON line a wish and answers with one.
 It has one thread, no event loop and no model; each child reads its settings, loads its model
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _import_all() -> list[str]:
-    """All that the roles need; the names of the boundaries."""
+    """Import all that the roles need, and return the names of the boundaries."""
     for name in NEEDED:
         import_module(name)
     from benchmarks.chaos.trainer.boundaries import BOUNDARIES
@@ -86,7 +86,7 @@ def _be(role: str, arguments: dict[str, Any]) -> None:
 
 
 def _ended(child: int) -> int | None:
-    """The child's exit status (negative: the signal); None if it lives on."""
+    """Return the child's exit status (negative: the signal); None if it lives on."""
     pid, status = os.waitpid(child, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if pid else None
 

@@ -1,1 +1,1 @@
-"""Who is measured beside Pawl, how each is installed, and how each is started."""
+"""Define who is measured beside Pawl, how each is installed, and how each is started."""

@@ -1,4 +1,4 @@
-"""Who is measured, and how each is started: as a fair user would, one worker, one core.
+"""Start each contender as a fair user would: one worker, one core.
 
 Pawl's own proxy is measured as it is deployed: compiled, from the wheel that is built of this
 checkout. LiteLLM is set up by its own advice for production (log level, no cost map from the
@@ -37,7 +37,7 @@ ROLLOUT = "bench"
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A peer that is up. `roots` names its process trees; `ledger` is where Pawl's calls end."""
+    """Hold a peer that is up: `roots` names its process trees, `ledger` is where calls end."""
 
     port: int
     path: str = PATH
@@ -46,7 +46,7 @@ class Running:
 
     @property
     def url(self) -> str:
-        """Where chat completions are asked for."""
+        """Return where chat completions are asked for."""
         return f"http://127.0.0.1:{self.port}{self.path}"
 
 
@@ -55,7 +55,7 @@ Start = Callable[[Path, int], AbstractContextManager[Running]]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One peer: how it starts in a folder in front of an upstream's port, what it needs."""
+    """Define a peer: how it starts in a folder in front of an upstream's port, what it needs."""
 
     name: str
     start: Start
@@ -66,13 +66,13 @@ class Contender:
 
 @contextmanager
 def direct(_folder: Path, upstream: int) -> Iterator[Running]:
-    """Nothing between."""
+    """Put nothing between."""
     yield Running(upstream)
 
 
 @contextmanager
 def floor(folder: Path, upstream: int) -> Iterator[Running]:
-    """nginx, passing on."""
+    """Start nginx, passing on."""
     port = free_port()
     with nginx(folder, port, passing_on(port, upstream), MEASURED_CORE) as pid:
         yield Running(port, roots={"proxy": pid})
@@ -80,7 +80,7 @@ def floor(folder: Path, upstream: int) -> Iterator[Running]:
 
 @contextmanager
 def pawl(folder: Path, upstream: int) -> Iterator[Running]:
-    """Everything on: ids, durable records, PostgreSQL on the same core, log lines to a file."""
+    """Start Pawl with everything on: ids, durable records, PostgreSQL on its core, a log file."""
     port, admin, log = free_port(), free_port(), folder / "pawl.log"
     postgres = EmbeddedPostgres(folder)
     with ExitStack() as stack:
@@ -125,7 +125,7 @@ def _check_compiled(supervisor: int, wheel: Path) -> None:
 
 @contextmanager
 def litellm(folder: Path, upstream: int) -> Iterator[Running]:
-    """Its proxy, without a database: it keeps nothing."""
+    """Start LiteLLM's proxy, without a database: it keeps nothing."""
     port, config, log = free_port(), folder / "litellm.json", folder / "litellm.log"
     to = {"model": f"hosted_vllm/{wire.MODEL}", "api_base": f"http://127.0.0.1:{upstream}/v1"}
     settings = {"model_list": [{"model_name": wire.MODEL, "litellm_params": to}]}
@@ -142,7 +142,7 @@ def litellm(folder: Path, upstream: int) -> Iterator[Running]:
 
 @contextmanager
 def agent_lightning(folder: Path, upstream: int) -> Iterator[Running]:
-    """Its server, which keeps calls in memory."""
+    """Start Agent Lightning's server, which keeps calls in memory."""
     port, log = free_port(), folder / "agent-lightning.log"
     root = f"http://127.0.0.1:{port}"
     command = [AGENT_LIGHTNING.program("python"), "-m", "agentlightning.server"]

@@ -1,4 +1,4 @@
-"""The peers' own environments: one venv each under `var/peers`, versions pinned."""
+"""Install the peers' own environments: one venv each under `var/peers`, versions pinned."""
 
 import subprocess
 import sys
@@ -14,23 +14,23 @@ TRIES = 3
 
 
 class CannotInstall(Exception):
-    """The package index did not give it, three times; the message ends with pip's reason."""
+    """Report that the package index failed three times; the message ends with pip's reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What pip is asked for, in steps: each a list of its arguments."""
+    """Define what pip is asked for, in steps: each a list of its arguments."""
 
     name: str
     steps: Sequence[Sequence[str]]
 
     @property
     def folder(self) -> Path:
-        """Where it lies."""
+        """Return where it lies."""
         return (PEERS / self.name).resolve()
 
     def program(self, name: str) -> str:
-        """The path of one of its console scripts, or of its `python`."""
+        """Return the path of one of its console scripts, or of its `python`."""
         return str(self.folder / "bin" / name)
 
     def ensure(self, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""nginx twice: as the model server, with canned replies, and as the floor, passing on."""
+"""Run nginx twice: as the model server, with canned replies, and as the floor, passing on."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ KINDS = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 
 
 def model_server(port: int, folder: Path) -> str:
-    """A small body is answered with the 100 KB reply, any other with the 2.9 KB one."""
+    """Answer a small body with the 100 KB reply, any other with the 2.9 KB one."""
     (folder / "large.json").write_text(wire.reply(LARGE_TOKENS))
     small = f"^\\d{{1,{len(str(wire.SMALL_BODY)) - 1}}}$"
     return f"""server {{ listen 127.0.0.1:{port}; default_type application/json;
@@ -27,7 +27,7 @@ def model_server(port: int, folder: Path) -> str:
 
 
 def passing_on(port: int, upstream: int) -> str:
-    """A reverse proxy that does nothing else, streams not held back."""
+    """Configure a reverse proxy that does nothing else, and does not hold streams back."""
     return f"""upstream model {{ server 127.0.0.1:{upstream}; keepalive 1100; }}
 server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://model; proxy_buffering off;
  proxy_http_version 1.1; proxy_set_header Connection ""; }} }}"""
@@ -35,7 +35,7 @@ server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass http://model; proxy_
 
 @contextmanager
 def nginx(folder: Path, port: int, server: str, core: int) -> Iterator[int]:
-    """nginx on one core, one worker; gives its process id."""
+    """Run nginx on one core, with one worker, and yield its process id."""
     folder.mkdir(parents=True, exist_ok=True)
     config, log = folder / "nginx.conf", folder / "nginx.log"
     config.write_text(_whole(folder, server))

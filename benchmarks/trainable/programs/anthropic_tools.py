@@ -1,4 +1,4 @@
-"""anthropic-sdk-python: its tool runner, `whole` or `streamed`."""
+"""Run anthropic-sdk-python: its tool runner, `whole` or `streamed`."""
 
 import asyncio
 import sys

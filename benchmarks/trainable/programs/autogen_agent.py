@@ -1,4 +1,4 @@
-"""AutoGen: its assistant agent, which reflects on what its tools said."""
+"""Run AutoGen: its assistant agent, which reflects on what its tools said."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""LangGraph: a graph of two agents of LangChain's `create_agent`, a writer and its checker."""
+"""Run LangGraph: a graph of two of LangChain's agents (`create_agent`), writer and checker."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""OpenAI Agents SDK: `chat`, `responses` or `streamed`, and `loose` for tools that are not strict.
+"""Run OpenAI's Agents SDK: `chat`, `responses` or `streamed`, `loose` for tools not strict.
 
 Its own defaults are responses and strict tools.
 """

@@ -1,4 +1,4 @@
-"""openai-python: chat completions with the settings that the argument names.
+"""Run openai-python: chat completions with the settings that the argument names.
 
 Every second reply is streamed.
 """

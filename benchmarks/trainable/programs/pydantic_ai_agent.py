@@ -1,4 +1,4 @@
-"""pydantic-ai: its agent, with a tool and a structured output."""
+"""Run pydantic-ai: its agent, with a tool and a structured output."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ from task import EXAMPLES, INSTRUCTIONS, MODEL, TOKENS, ask_all, calculator
 
 
 class Answer(BaseModel):
-    """The answer to a question."""
+    """Answer a question."""
 
     value: int
 

@@ -1,4 +1,4 @@
-"""What every framework is made to do: nothing here, nor in the programs beside it, knows of Pawl.
+"""Define what every framework is made to do; no program beside this knows of Pawl.
 
 The programs set no setting of their framework's but what a row is about, and the numbers of tokens
 and turns, because a small model rambles.
@@ -46,7 +46,7 @@ def search(query: str) -> str:
 
 
 def messages(question: str) -> list[dict[str, str]]:
-    """The examples and a question, as most APIs take them."""
+    """Return the examples and a question, as most APIs take them."""
     told = []
     for asked, answered in EXAMPLES:
         told.append({"role": "user", "content": asked})

@@ -1,1 +1,1 @@
-"""The format of chat completions."""
+"""Read and write chat completions."""

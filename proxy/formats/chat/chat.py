@@ -1,4 +1,4 @@
-"""`/v1/chat/completions` (pure)."""
+"""Speak `/v1/chat/completions` (pure)."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""The fields of a chat completion's request that tell how it was sampled (pure).
+"""List the fields of a chat completion's request that tell how it was sampled (pure).
 
 Sources: https://platform.openai.com/docs/api-reference/chat/create, and vLLM's
 `entrypoints/openai/chat_completion/protocol.py`.
@@ -18,7 +18,7 @@ from proxy.formats.sampling import (
 
 
 class ChatSampling(BaseSamplingRules):
-    """The settings of chat completions; `thinking` is what litellm passes on to Anthropic."""
+    """Read the settings of chat completions; `thinking` is what litellm passes on to Anthropic."""
 
     settings = frozenset({"max_completion_tokens", "response_format", "thinking", "function_call"})
     objects = ("thinking",)

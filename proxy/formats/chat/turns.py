@@ -1,4 +1,4 @@
-"""The turns of a chat: messages with roles, tool calls beside their content (pure)."""
+"""Read the turns of a chat: messages with roles, tool calls beside their content (pure)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -16,7 +16,7 @@ TEXT_ALONE: Final[tuple[object, ...]] = (None, [], ["text"])
 
 
 class ChatTurns(BaseTurns):
-    """The messages of a chat."""
+    """Read the messages of a chat."""
 
     field = "messages"
 

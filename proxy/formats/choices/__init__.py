@@ -1,1 +1,1 @@
-"""What chat completions and text completions share: both answer in `choices`."""
+"""Share what chat completions and text completions have alike: both answer in `choices`."""

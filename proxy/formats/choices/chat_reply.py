@@ -1,4 +1,4 @@
-"""The parts of a chat completion, whole or in chunks, that a message is made of.
+"""Parse the parts of a chat completion, whole or in chunks, that a message is made of.
 
 Each is parsed once into these types; all other fields are skipped unparsed.
 """
@@ -22,14 +22,14 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Function(msgspec.Struct):
-    """A tool call's name, which comes whole, and its arguments, which come in pieces."""
+    """Hold a tool call's name, which comes whole, and its arguments, which come in pieces."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class Call(msgspec.Struct):
-    """A tool call, or a piece of one."""
+    """Hold a tool call, or a piece of one."""
 
     index: int = 0
     id: str | None = None
@@ -37,7 +37,7 @@ class Call(msgspec.Struct):
 
 
 class Said(msgspec.Struct):
-    """A message, or a piece of one."""
+    """Hold a message, or a piece of one."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -45,19 +45,19 @@ class Said(msgspec.Struct):
 
 
 class Token(msgspec.Struct):
-    """The log-probability of one sampled token."""
+    """Hold the log-probability of one sampled token."""
 
     logprob: float
 
 
 class Logprobs(msgspec.Struct):
-    """The log-probabilities of a choice, or of a piece of one."""
+    """Hold the log-probabilities of a choice, or of a piece of one."""
 
     content: list[Token] | None = None
 
 
 class Choice(msgspec.Struct):
-    """The only choice of a whole reply (`message`) or of a chunk (`delta`)."""
+    """Hold the only choice of a whole reply (`message`) or of a chunk (`delta`)."""
 
     message: Said | None = None
     delta: Said | None = None
@@ -68,14 +68,14 @@ class Choice(msgspec.Struct):
 
 
 class Details(msgspec.Struct):
-    """The numbers of prompt tokens that were read from a cache, or written to it."""
+    """Count the prompt tokens that were read from a cache, or written to it."""
 
     cached_tokens: int | None = None
     created_cache_tokens: int | None = None
 
 
 class Usage(msgspec.Struct):
-    """The numbers of tokens that the server counted."""
+    """Count tokens, as the server states them."""
 
     prompt_tokens: int = 0
     completion_tokens: int | None = None
@@ -83,7 +83,7 @@ class Usage(msgspec.Struct):
 
 
 class Reply(msgspec.Struct):
-    """A chat completion, a chunk of one, or an error in its place."""
+    """Hold a chat completion, a chunk of one, or an error in its place."""
 
     id: str | None = None
     model: str | None = None
@@ -108,7 +108,7 @@ def read_repaired(body: bytes) -> Reply | None:
 
 
 class Tokens:
-    """Gathers ids and log-probabilities, chunk by chunk."""
+    """Gather ids and log-probabilities, chunk by chunk."""
 
     def __init__(self) -> None:
         """Begin with nothing gathered."""

@@ -1,4 +1,4 @@
-"""The rewriting of chat completions and text completions, and the replies to both (pure).
+"""Rewrite requests for chat and text completions, and name the readers of their replies (pure).
 
 `return_token_ids`, `logprobs` and the version's name as `model` are added to a request. In the
 reply the resulting values are set to `null` again, as vLLM sends them to clients that did not ask,
@@ -27,7 +27,7 @@ from proxy.formats.requests import with_changes
 
 
 class ChoicesFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """Chat completions or text completions.
+    """Speak chat completions or text completions.
 
     `wanted` are the fields that make vLLM send ids and log-probabilities. `asked` returns whether a
     client's own value of such a field is kept. `spoilt` returns whether a request must get none of

@@ -1,4 +1,4 @@
-"""Merges the deltas of a completion's chunks into one message (pure)."""
+"""Merge the deltas of a completion's chunks into one message (pure)."""
 
 from typing import Any, Final
 

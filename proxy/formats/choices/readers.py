@@ -1,4 +1,4 @@
-"""Readers of recorded replies in `choices`: all that the ledger stores of them (pure).
+"""Read recorded replies in `choices` for all that the ledger stores of them (pure).
 
 A reader follows a reply as the worker did, and gathers what it removes.
 """
@@ -28,7 +28,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class WholeReader(WholeReply):
-    """Reads a completion in one piece."""
+    """Read a completion in one piece."""
 
     _filters = TokenReader
     _filter: TokenReader
@@ -51,7 +51,7 @@ class WholeReader(WholeReply):
 
 
 class StreamReader(StreamedReply):
-    """Reads a completion's server-sent events, and merges them into one reply."""
+    """Read a completion's server-sent events, and merge them into one reply."""
 
     _filters = TokenReader
     _filter: TokenReader

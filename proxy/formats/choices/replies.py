@@ -1,4 +1,4 @@
-"""Transcripts of replies in `choices`, whole or streamed, as far as serving needs them (pure).
+"""Follow replies in `choices`, whole or streamed, as far as serving needs them (pure).
 
 The keeper reads the same bytes again (`proxy.formats.choices.readers`).
 """
@@ -21,7 +21,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class WholeReply:
-    """A completion in one piece, of which nothing leaves before all of it has come."""
+    """Follow a completion in one piece, of which nothing leaves before all of it has come."""
 
     _filters: type[ReplyFilter] = ReplyFilter
 
@@ -68,7 +68,7 @@ class WholeReply:
 
 
 class StreamedReply:
-    """A completion's server-sent events, restored one by one as they pass."""
+    """Follow a completion's server-sent events, and restore them one by one as they pass."""
 
     _filters: type[ReplyFilter] = ReplyFilter
 

@@ -1,4 +1,4 @@
-"""Removes from a reply in `choices` what was added because of the request's rewriting (pure)."""
+"""Remove from a reply in `choices` what was added because of the request's rewriting (pure)."""
 
 from typing import Final
 
@@ -22,7 +22,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 class ReplyFilter:
-    """Restores a reply event by event."""
+    """Restore a reply event by event."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         """Begin with what `request` was given beside the client's own fields."""

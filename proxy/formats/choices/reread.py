@@ -1,4 +1,4 @@
-"""Reads a recorded event in `choices` again, faster than when it was passed on (pure).
+"""Read a recorded event in `choices` again, faster than when it was passed on (pure).
 
 To pass an event on, its values are kept as bytes, taken apart level by level and put together
 again. The keeper only needs their contents: for an event of the usual shape one untyped parse gives

@@ -1,4 +1,4 @@
-"""Gathers the token data that is removed from a reply in `choices` (pure)."""
+"""Gather the token data that is removed from a reply in `choices` (pure)."""
 
 from typing import Annotated, Any, Final, TypeVar
 
@@ -17,7 +17,7 @@ class _Token(msgspec.Struct, gc=False):
 
 
 class Logprobs(msgspec.Struct, gc=False):
-    """Log-probabilities, in a chat's form (`content`) or in a completion's (`token_logprobs`)."""
+    """Hold log-probabilities in a chat's form (`content`) or a completion's (`token_logprobs`)."""
 
     content: list[_Token] | None = None
     token_logprobs: list[float | None] | None = None
@@ -37,7 +37,7 @@ _logprobs: Final = msgspec.json.Decoder(Logprobs)
 
 
 class TokenReader(ReplyFilter):
-    """Restores a reply as the worker does, and gathers what is removed from it."""
+    """Restore a reply as the worker does, and gather what is removed from it."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         """Begin with what `request` was given beside the client's own fields."""

@@ -1,4 +1,4 @@
-"""The words and tool calls of a reply in `choices` that a later call may repeat (pure)."""
+"""Gather the words and tool calls of a reply in `choices` that a later call may repeat (pure)."""
 
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ class _ToolPiece(msgspec.Struct, gc=False):
 
 
 class Said(msgspec.Struct):
-    """A message or a delta, with the fields that a later call repeats."""
+    """Hold the fields of a message or a delta that a later call repeats."""
 
     content: Any = None
     tool_calls: list[_ToolPiece] | None = None
@@ -34,7 +34,7 @@ _text: Final = msgspec.json.Decoder(str)
 
 
 class Gathering:
-    """Gathers the first choice's words and tool calls, piece by piece."""
+    """Gather the first choice's words and tool calls, piece by piece."""
 
     def __init__(self) -> None:
         """Begin with nothing gathered."""

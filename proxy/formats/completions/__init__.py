@@ -1,1 +1,1 @@
-"""The format of text completions."""
+"""Read and write text completions."""

@@ -1,4 +1,4 @@
-"""`/v1/completions`: a text goes on; a request holds no turns of a conversation (pure)."""
+"""Speak `/v1/completions`: a text goes on; a request holds no turns of a conversation (pure)."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""The fields of a text completion's request that tell how it was sampled (pure).
+"""List the fields of a text completion's request that tell how it was sampled (pure).
 
 Sources: https://platform.openai.com/docs/api-reference/completions/create, and vLLM's
 `entrypoints/openai/completion/protocol.py`.
@@ -12,7 +12,7 @@ from proxy.formats.sampling import EVERYWHERE, BaseSamplingRules, free_form
 
 
 class CompletionsSampling(BaseSamplingRules):
-    """The settings of text completions."""
+    """Read the settings of text completions."""
 
     settings = frozenset({"response_format"})
     harmless = EVERYWHERE | {"prompt", "prompt_embeds", "logprobs", "echo", "suffix"}

@@ -1,4 +1,4 @@
-"""A text completion's request: a prompt, and no turns (pure)."""
+"""Read a text completion's request: a prompt, and no turns (pure)."""
 
 from proxy.formats.json_parts import Object
 from proxy.formats.only_text import is_given
@@ -6,7 +6,7 @@ from proxy.formats.turns import BaseTurns
 
 
 class CompletionsTurns(BaseTurns):
-    """The prompt of a completion."""
+    """Read the prompt of a completion."""
 
     def only_text(self, parsed: Object) -> bool:
         """Return whether the prompt is text or ids, and nothing of it embeddings."""

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API, through chat completions or passed on as it is."""
+"""Speak Anthropic's Messages API, through chat completions or passed on as it is."""

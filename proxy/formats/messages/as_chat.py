@@ -1,4 +1,4 @@
-"""Translates a request to Anthropic's Messages API into one to chat completions (pure).
+"""Translate a request to Anthropic's Messages API into one to chat completions (pure).
 
 The translation is vLLM's own (`vllm/entrypoints/anthropic/serving.py`), so that a chat template
 renders the same prompt whichever way a request came. A request that it cannot express whole
@@ -41,7 +41,7 @@ LEAST_THINKING: Final = 1024
 
 
 class Inexpressible(Exception):
-    """A part of a request that chat completions cannot express."""
+    """Report a part of a request that chat completions cannot express."""
 
 
 def chat_request(fields: Fields) -> dict[str, Any] | None:

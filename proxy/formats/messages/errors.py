@@ -1,4 +1,4 @@
-"""Errors in Anthropic's form (pure).
+"""State errors in Anthropic's form (pure).
 
 `{"type": "error", "error": {"type": …, "message": …}}`, in a stream as event `error`
 (https://docs.anthropic.com/en/api/messages-streaming, "Error events").
@@ -40,7 +40,7 @@ ERRORS: Final = range(400, 600)
 
 
 class AnthropicErrors:
-    """The errors of Anthropic's API."""
+    """State the errors of Anthropic's API."""
 
     api = "Anthropic"
 

@@ -1,4 +1,4 @@
-"""Messages made of chat completions, whole or as events, as far as serving needs them (pure).
+"""Make messages of chat completions, whole or as events, as far as serving needs them (pure).
 
 The keeper reads the same bytes again (`proxy.formats.messages.readers`).
 """
@@ -23,7 +23,7 @@ UNREADABLE: Final = "The model server sent data that is not a chunk of a chat co
 
 
 class WholeMessage:
-    """A message made of a chat completion in one piece, or of the error in its place."""
+    """Make a message of a chat completion in one piece, or of the error in its place."""
 
     def __init__(
         self, request: ModelRequest, served_name: str | None, *, status: int | None = None
@@ -67,7 +67,7 @@ class WholeMessage:
 
 
 class StreamedMessage:
-    """A message's events, made of a chat completion's chunks as they come."""
+    """Make a message's events of a chat completion's chunks, as they come."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         """Begin the reply to `request`."""

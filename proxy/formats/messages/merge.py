@@ -1,4 +1,4 @@
-"""Merges the events of Anthropic's stream into one message (pure)."""
+"""Merge the events of Anthropic's stream into one message (pure)."""
 
 from typing import Any, Final
 

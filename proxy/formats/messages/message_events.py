@@ -1,4 +1,4 @@
-"""Turns a chat completion into Anthropic's message, whole or as events (pure).
+"""Turn a chat completion into Anthropic's message, whole or as events (pure).
 
 The events are those that vLLM makes of its own chat completions for `/v1/messages`
 (`vllm/entrypoints/anthropic/serving.py`), as https://docs.anthropic.com/en/api/messages-streaming
@@ -115,7 +115,7 @@ def _is_json(text: str) -> bool:
 
 
 class MessageEvents:
-    """Turns a completion's chunks into events; `model`, if given, replaces the model's name."""
+    """Turn a completion's chunks into events; `model`, if given, replaces the model's name."""
 
     def __init__(self, model: str | None) -> None:
         """Begin before the first chunk."""

@@ -1,4 +1,4 @@
-"""`/v1/messages`, answered through chat completions where vLLM serves the model (pure).
+"""Speak `/v1/messages`, answered through chat completions where vLLM serves the model (pure).
 
 vLLM gives ids with its chat completions and none with its messages, which it makes of chat
 completions anyway. So the request is sent there, and the reply is turned into a message. A request
@@ -40,7 +40,7 @@ ASKED_FOR: Final = {"logprobs": True, "return_token_ids": True}
 
 
 class MessagesFormat(msgspec.Struct, frozen=True):
-    """Anthropic's API, through chat completions if token ids are wanted."""
+    """Speak Anthropic's API, through chat completions if token ids are wanted."""
 
     name: str = "messages"
     title: str = "Anthropic messages"

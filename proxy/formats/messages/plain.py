@@ -1,4 +1,4 @@
-"""Anthropic's messages forwarded to a server as they are: recorded, and not trainable.
+"""Forward Anthropic's messages to a server as they are: recorded, and not trainable.
 
 Nothing but the version's name is added to a request. In a reply the client's name for the model is
 put back at the top level, and in the `message` of a stream's first event.
@@ -77,7 +77,7 @@ def _tool_calls(message: Message) -> tuple[ToolCall, ...]:
 
 
 class Renaming:
-    """Puts back the client's name for the model in place of the version's."""
+    """Put the client's name for the model back in place of the version's."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         """Begin with the client's name from `request`, and the version's name."""
@@ -115,7 +115,7 @@ def _rename(holder: Object, model: msgspec.Raw) -> bool:
 
 
 class PlainReply:
-    """A message in one piece."""
+    """Follow a message in one piece."""
 
     def __init__(self, renaming: Renaming) -> None:
         """Begin a reply in which `renaming` puts the model's name back."""
@@ -146,7 +146,7 @@ class PlainReply:
 
 
 class PlainReader(PlainReply):
-    """Reads a recorded message in one piece."""
+    """Read a recorded message in one piece."""
 
     def read(self, raw: bytes) -> None:
         """Take the reply's bytes."""
@@ -158,7 +158,7 @@ class PlainReader(PlainReply):
 
 
 class PlainStream:
-    """A message as server-sent events, each of which names its type."""
+    """Follow a message as server-sent events, each of which names its type."""
 
     def __init__(self, renaming: Renaming) -> None:
         """Begin a stream in which `renaming` puts the model's name back."""
@@ -202,7 +202,7 @@ class PlainStream:
 
 
 class PlainStreamReader(PlainStream):
-    """Reads the recorded events of a message."""
+    """Read the recorded events of a message."""
 
     def read(self, raw: bytes) -> None:
         """Take the reply's bytes."""

@@ -1,4 +1,4 @@
-"""Readers of recorded replies that became messages: all that the ledger stores of them (pure)."""
+"""Read recorded replies that became messages, for all that the ledger stores of them (pure)."""
 
 from proxy.formats.base import ModelRequest, ReplyFacts
 from proxy.formats.choices.chat_reply import Reply, Tokens, read_reply
@@ -8,7 +8,7 @@ from store.values.json_limits import MAX_DEPTH, most_of, nests_too_deep
 
 
 class WholeMessageReader(WholeMessage):
-    """Reads a chat completion in one piece as the message that it became."""
+    """Read a chat completion in one piece as the message that it became."""
 
     def __init__(
         self, request: ModelRequest, served_name: str | None, *, status: int | None = None
@@ -38,7 +38,7 @@ class WholeMessageReader(WholeMessage):
 
 
 class StreamedMessageReader(StreamedMessage):
-    """Reads a chat completion's chunks as the message that they became."""
+    """Read a chat completion's chunks as the message that they became."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         """Begin the reply to `request`."""

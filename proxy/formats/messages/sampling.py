@@ -1,4 +1,4 @@
-"""The fields of a request for a message that tell how it was sampled (pure).
+"""List the fields of a request for a message that tell how it was sampled (pure).
 
 Sources: https://docs.anthropic.com/en/api/messages, its beta fields, and vLLM's
 `entrypoints/anthropic/protocol.py`.
@@ -18,7 +18,7 @@ from proxy.formats.sampling import (
 
 
 class MessagesSampling(BaseSamplingRules):
-    """The settings of messages."""
+    """Read the settings of messages."""
 
     settings = frozenset({"stop_sequences", "output_config", "thinking"})
     objects = ("output_config", "thinking")

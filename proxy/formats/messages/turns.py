@@ -1,4 +1,4 @@
-"""The turns of Anthropic's messages: tool calls and results are blocks of a content (pure).
+"""Read the turns of Anthropic's messages: tool calls and results are blocks of a content (pure).
 
 `is_error` of a result is a statement. Where it is left out the API means false.
 """
@@ -15,7 +15,7 @@ from proxy.formats.turns import UNHEARD_ROLES, BaseTurns, Named, tool_result
 
 
 class MessagesTurns(BaseTurns):
-    """The messages of Anthropic's API."""
+    """Read the messages of Anthropic's API."""
 
     field = "messages"
     states_errors = True

@@ -1,4 +1,4 @@
-"""Errors of the Responses API: OpenAI's as a whole reply, an event of their own in a stream (pure).
+"""State errors of the Responses API: OpenAI's if whole, an event of their own in a stream (pure).
 
 In a stream it is an event `error` with its fields at the top level
 (https://platform.openai.com/docs/api-reference/responses-streaming/error).
@@ -12,7 +12,7 @@ from proxy.formats.errors import OpenAIErrors
 
 
 class ResponsesErrors(OpenAIErrors):
-    """The errors of responses."""
+    """State the errors of responses."""
 
     def event(
         self,

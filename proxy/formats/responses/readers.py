@@ -1,4 +1,4 @@
-"""Readers of recorded responses: all that the ledger stores of them (pure)."""
+"""Read recorded responses for all that the ledger stores of them (pure)."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from proxy.formats.responses.response_filter import ResponseFilter
 
 
 class WholeResponseReader(WholeResponse):
-    """Reads a response in one piece."""
+    """Read a response in one piece."""
 
     def read(self, raw: bytes) -> None:
         """Take the reply's bytes."""
@@ -27,7 +27,7 @@ class WholeResponseReader(WholeResponse):
 
 
 class StreamedResponseReader(StreamedResponse):
-    """Reads a response's events."""
+    """Read a response's events."""
 
     def read(self, raw: bytes) -> None:
         """Take the reply's bytes."""

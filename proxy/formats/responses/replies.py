@@ -1,4 +1,4 @@
-"""Transcripts of responses, whole or streamed, as far as serving needs them (pure).
+"""Follow responses, whole or streamed, as far as serving needs them (pure).
 
 The keeper reads the same bytes again (`proxy.formats.responses.readers`).
 """
@@ -17,7 +17,7 @@ LAST_EVENTS: Final = frozenset({"response.completed", "response.incomplete", "re
 
 
 class WholeResponse:
-    """A response in one piece."""
+    """Follow a response in one piece."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         """Begin the reply to `request`."""
@@ -58,7 +58,7 @@ class WholeResponse:
 
 
 class StreamedResponse:
-    """A response's events; the first and the last carry the response itself."""
+    """Follow a response's events; the first and the last carry the response itself."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         """Begin the reply to `request`."""

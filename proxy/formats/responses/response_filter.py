@@ -1,4 +1,4 @@
-"""Removes from a response what was added because of the request's rewriting (pure)."""
+"""Remove from a response what was added because of the request's rewriting (pure)."""
 
 from typing import Annotated, Any, Final
 
@@ -26,7 +26,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class ResponseFilter:
-    """Restores a response or its events, and gathers the token data that it removes."""
+    """Restore a response or its events, and gather the token data that this removes."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         """Begin with what `request` was given beside the client's own fields."""

@@ -1,4 +1,4 @@
-"""`/v1/responses`: ids through `enable_response_messages`, log-probabilities through `include`.
+"""Speak `/v1/responses`: ids by `enable_response_messages`, log-probabilities by `include`.
 
 vLLM's additional values stand in `input_messages`, `output_messages`, `top_logprobs` and in each
 text's `logprobs` (`vllm/entrypoints/openai/responses/protocol.py`). They are replaced by what vLLM
@@ -37,7 +37,7 @@ LOGPROBS: Final = "message.output_text.logprobs"
 
 
 class ResponsesFormat(msgspec.Struct, frozen=True):
-    """OpenAI's Responses API."""
+    """Speak OpenAI's Responses API."""
 
     name: str = "responses"
     title: str = "OpenAI responses"

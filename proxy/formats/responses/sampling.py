@@ -1,4 +1,4 @@
-"""The fields of a response's request that tell how it was sampled (pure).
+"""List the fields of a response's request that tell how it was sampled (pure).
 
 Sources: https://platform.openai.com/docs/api-reference/responses/create, and vLLM's
 `entrypoints/openai/responses/protocol.py`.
@@ -20,7 +20,7 @@ NOT_APPLIED: Final = ("min_tokens", "bad_words", "allowed_token_ids")
 
 
 class ResponsesSampling(BaseSamplingRules):
-    """The settings of responses."""
+    """Read the settings of responses."""
 
     settings = frozenset({"max_output_tokens", "text"})
     objects = ("text",)

@@ -1,4 +1,4 @@
-"""The turns of a response's input: messages and items of other types, side by side (pure)."""
+"""Read the turns of a response's input: messages and items of other types, side by side (pure)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
@@ -26,7 +26,7 @@ TEXT_ITEMS: Final = frozenset(
 
 
 class ResponsesTurns(BaseTurns):
-    """The input of a response, which may go on from an earlier one that the server keeps."""
+    """Read a response's input, which may go on from an earlier one that the server keeps."""
 
     field = "input"
     continued_by_id = True

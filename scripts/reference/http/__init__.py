@@ -1,1 +1,1 @@
-"""The pages of the HTTP API: `http.md` for people, and `openapi.json` for programs."""
+"""Write the pages of the HTTP API: `http.md` for people, and `openapi.json` for programs."""

@@ -1,4 +1,4 @@
-"""The errors of the data port: classes, statuses, codes, and where each can occur."""
+"""List the errors of the data port: classes, statuses, codes, and where each can occur."""
 
 import ast
 from collections.abc import Iterator
@@ -9,6 +9,10 @@ import proxy
 from proxy import errors
 from proxy.errors import ProxyError
 
+from ..markdown import sentence
+
+# How the docstring of an error's class begins, before what happened.
+REPORTED: Final = "Report that "
 CALL: Final = "call"
 FORWARD: Final = "forward"
 FEEDBACK: Final = "feedback"
@@ -51,7 +55,7 @@ NOT_READ: Final = {
 
 
 class ErrorClass(NamedTuple):
-    """One class of `proxy.errors`, as a client sees it."""
+    """Describe one class of `proxy.errors`, as a client sees it."""
 
     name: str
     status: int
@@ -80,14 +84,14 @@ def subclasses(root: type[ProxyError] = ProxyError) -> Iterator[type[ProxyError]
 
 def codes_by_class() -> dict[str, set[str]]:
     """Return the values of `code` that the proxy's sources give each class of error."""
-    found: dict[str, set[str]] = {}
+    by_class: dict[str, set[str]] = {}
     for path in sorted(Path(next(iter(proxy.__path__))).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                found.setdefault(node.func.id, set()).update(_codes(node))
+                by_class.setdefault(node.func.id, set()).update(_codes(node))
     for name, codes in CHOSEN_CODES.items():
-        found.setdefault(name, set()).update(codes)
-    return found
+        by_class.setdefault(name, set()).update(codes)
+    return by_class
 
 
 def _codes(call: ast.Call) -> Iterator[str]:
@@ -105,7 +109,7 @@ def _described(
         status=error.status,
         fault=error.fault,
         kind=error.kind,
-        meaning=(error.__doc__ or "").strip(),
+        meaning=sentence((error.__doc__ or "").strip().removeprefix(REPORTED)),
         codes=tuple(sorted(codes.get(error.__name__, set()))),
         where=where,
         retry_after_s=error.retry_after_s,

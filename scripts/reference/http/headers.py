@@ -1,4 +1,4 @@
-"""The headers and fields that the proxy reads, and the headers that it adds to a reply."""
+"""List the headers and fields that the proxy reads, and the headers that it adds to a reply."""
 
 from typing import Final, NamedTuple
 
@@ -8,7 +8,7 @@ from store.records import TOOL_STATUSES
 
 
 class Header(NamedTuple):
-    """One header: name, meaning, and an example."""
+    """Describe a header: name, meaning, and an example."""
 
     name: str
     meaning: str
@@ -74,7 +74,7 @@ RETRY_AFTER: Final = Header("Retry-After", "Seconds after which to send it again
 
 
 class Source(NamedTuple):
-    """One place outside of Pawl's own names that may name an episode, and its namespace."""
+    """Describe a place outside of Pawl's own names that may name an episode, and its namespace."""
 
     place: str
     name: str

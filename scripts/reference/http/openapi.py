@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the data port and the admin port."""
+"""Write the OpenAPI 3.1 document of the data port and the admin port."""
 
 import json
 from typing import Any, Final

@@ -1,4 +1,4 @@
-"""The page of the HTTP API: routes, headers, feedback and errors."""
+"""Write the page of the HTTP API: routes, headers, feedback and errors."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The routes of the data port, as `proxy.door.routes` and `proxy.door.openai_paths` have them."""
+"""List the routes of the data port, as `proxy.door.routes` and `proxy.door.openai_paths` do."""
 
 import re
 from typing import Final, NamedTuple
@@ -17,7 +17,7 @@ GROUP: Final = re.compile(r"\(\?:((?:[^()]|\([^()]*\))*)\)(\??)")
 
 
 class Forwarded(NamedTuple):
-    """Routes that are forwarded unrecorded: methods, readable paths, and whose account it is."""
+    """Describe routes forwarded unrecorded: methods, readable paths, and whose account it is."""
 
     methods: tuple[str, ...]
     paths: tuple[str, ...]
@@ -69,13 +69,13 @@ def _expanded(text: str) -> list[str]:
     Raises:
         ValueError: it has something else in it.
     """
-    found = GROUP.search(text)
-    if found is None:
+    group = GROUP.search(text)
+    if group is None:
         if re.search(r"[()|?*+{}\\]", text):
             raise ValueError(f"{text!r} is not as simple as a route's pattern is expected to be")
         return [text]
-    before, after = text[: found.start()], text[found.end() :]
-    middles = [*([""] if found[2] else []), *_alternatives(found[1])]
+    before, after = text[: group.start()], text[group.end() :]
+    middles = [*([""] if group[2] else []), *_alternatives(group[1])]
     return [path for middle in middles for path in _expanded(before + middle + after)]
 
 

@@ -1,4 +1,4 @@
-"""The JSON schemas of what Pawl itself reads and writes over HTTP, from the code's own limits."""
+"""Derive JSON schemas of what Pawl reads and writes over HTTP from the code's own limits."""
 
 from typing import Any, Final, get_args
 

@@ -1,4 +1,4 @@
-"""The explanations in the page of the HTTP API, between its generated tables."""
+"""Explain what stands between the generated tables of the HTTP API's page."""
 
 from typing import Final
 

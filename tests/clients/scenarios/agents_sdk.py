@@ -1,4 +1,4 @@
-"""OpenAI Agents SDK: its runner, its sessions."""
+"""Run OpenAI's Agents SDK: its runner, its sessions."""
 
 import asyncio
 import json

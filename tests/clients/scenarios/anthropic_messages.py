@@ -1,4 +1,4 @@
-"""anthropic-sdk-python: its tool runner, and its stream helper."""
+"""Run anthropic-sdk-python: its tool runner, and its stream helper."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""AutoGen: its assistant agent, whole and streamed."""
+"""Run AutoGen: its assistant agent, whole and streamed."""
 
 import asyncio
 import json

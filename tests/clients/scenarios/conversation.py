@@ -1,4 +1,4 @@
-"""What every client is made to say, and what it reports: nothing here knows of Pawl.
+"""Define what every client is made to say and reports; nothing here knows of Pawl.
 
 Two worked examples let a model of 135M parameters call the tool and answer by itself. The
 client's name is said in each conversation, so that no two clients hold the same one.
@@ -20,13 +20,13 @@ ran: list[str] = []
 
 
 def weather(city: str) -> str:
-    """The weather in a city."""
+    """Return the weather in a city."""
     ran.append(city)
     return "sunny"
 
 
 def chat_history(client: str) -> list[dict[str, object]]:
-    """The worked examples and the question, as messages of OpenAI's chat API."""
+    """Return the worked examples and the question, as messages of OpenAI's chat API."""
     messages: list[dict[str, object]] = [
         {"role": "system", "content": SYSTEM.format(client=client)}
     ]
@@ -46,7 +46,7 @@ def chat_history(client: str) -> list[dict[str, object]]:
 
 
 def turns(client: str) -> list[str]:
-    """What the user says in the streamed conversation."""
+    """Return what the user says in the streamed conversation."""
     return [turn.format(client=client) for turn in TURNS]
 
 

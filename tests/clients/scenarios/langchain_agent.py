@@ -1,4 +1,4 @@
-"""LangChain: its agent, and its chat model streamed."""
+"""Run LangChain: its agent, and its chat model streamed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""litellm's completion()."""
+"""Run litellm's completion()."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""openai-python, chat completions."""
+"""Run openai-python's chat completions."""
 
 import json
 from typing import Any

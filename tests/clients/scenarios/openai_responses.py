@@ -1,4 +1,4 @@
-"""openai-python, the Responses API."""
+"""Run openai-python's Responses API."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""pydantic-ai: its agent, whole and streamed."""
+"""Run pydantic-ai: its agent, whole and streamed."""
 
 import asyncio
 

@@ -202,17 +202,18 @@ async def test_what_a_full_disk_cut_off_hides_nothing_that_comes_later(
     spool = Spool(tmp_path / "0", segment_bytes=2**20)
     assert await spool.append(encode_frame(captured("first")))
     real = os.write
-    read_by_keeper = threading.Event()
+    half_written, read_by_keeper = threading.Event(), threading.Event()
 
     def half(handle: int, data: memoryview) -> int:
         if len(data) < 2 * len(encode_frame(captured("lost"))):
+            half_written.set()
             read_by_keeper.wait(5)
             raise OSError(28, "No space left on device")
         return real(handle, data[: len(data) // 2])
 
     monkeypatch.setattr(os, "write", half)
     lost = asyncio.gather(*[spool.append(encode_frame(captured("lost"))) for _ in range(2)])
-    await asyncio.sleep(0.1)
+    assert await asyncio.to_thread(half_written.wait, 5)
     assert await drainer.drain_once() == 2
     read_by_keeper.set()
     assert await lost == [False, False]

@@ -23,7 +23,7 @@ from pawl.export import Selection, export
 from pawl.judging.answers import Statement, idempotency_key
 from pawl.judging.desk import FeedbackDesk
 from pawl.judging.errors import Away, JudgeError, JudgeFailed
-from pawl.judging.model import RubricJudge
+from pawl.judging.model import JudgingModel, RubricJudge
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging, JudgingPlan
 from store.records import SpoolRecord
@@ -91,9 +91,11 @@ class Desk(FeedbackDesk):
     def __init__(self) -> None:
         self.posted: dict[str, list[Statement]] = {}
         self.away = False
+        self.refused = asyncio.Event()
 
     async def post(self, statements: list[Statement], key: str) -> None:
         if self.away:
+            self.refused.set()
             raise Away("closed")
         self.posted[key] = statements
 
@@ -396,11 +398,21 @@ async def test_whoever_scores_meanwhile_is_not_contradicted(engine: AsyncEngine)
 
 async def test_one_judge_runs_once_at_a_time(engine: AsyncEngine) -> None:
     first = asyncio.create_task(Judging(engine, Opinion(), Desk(), PLAN).run())
-    await asyncio.sleep(0.3)
+    await eventually(lambda: somebody_judges(engine))
     with pytest.raises(JudgeError, match="at work already"):
         await Judging(engine, Opinion(), Desk(), PLAN).run(once=True)
     await cancelled(first)
     assert await Judging(engine, Opinion(), Desk(), PLAN).run(once=True) == {}
+
+
+async def somebody_judges(engine: AsyncEngine) -> bool:
+    """Whether somebody holds the lock of a judge's name."""
+    held = (
+        "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database"
+        " WHERE l.locktype = 'advisory' AND l.granted AND d.datname = current_database()"
+    )
+    async with engine.connect() as connection:
+        return bool(await connection.scalar(text(held)))
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:
@@ -419,8 +431,9 @@ async def test_a_desk_that_is_closed_costs_no_episode_and_no_second_judgement(
         await Judging(engine, judge, desk, PLAN).run(once=True)
     assert await outcomes(engine) == {}
     judging = Judging(engine, judge, desk, PLAN)
+    desk.refused.clear()
     task = asyncio.create_task(judging.run())
-    await asyncio.sleep(0.5)
+    await desk.refused.wait()
     desk.away = False
 
     async def posted() -> Any:
@@ -475,15 +488,16 @@ async def model() -> AsyncIterator[FakeModel]:
     await runner.cleanup()
 
 
-def by_rubric(session: aiohttp.ClientSession, model: FakeModel, **changes: Any) -> RubricJudge:
-    given: dict[str, Any] = {
-        "base_url": model.url,
-        "model": "big",
-        "rubric": "Is it polite?",
-        "timeout_s": 5,
-        "max_chars": 1000,
-    }
-    return RubricJudge(session, **given | changes)
+def by_rubric(
+    session: aiohttp.ClientSession,
+    model: FakeModel,
+    *,
+    api_key: str | None = None,
+    rubric: str = "Is it polite?",
+    timeout_s: float = 5,
+) -> RubricJudge:
+    asked = JudgingModel(base_url=model.url, name="big", api_key=api_key)
+    return RubricJudge(session, asked, rubric=rubric, timeout_s=timeout_s, max_chars=1000)
 
 
 async def test_a_models_score_is_the_reward(

@@ -137,7 +137,11 @@ async def test_several_stewards_at_once_load_each_adapter_once(
         await publish(engine, 1, 2)
         for _ in range(4):
             await exits.enter_async_context(stewarding(database_url, server.url))
-        await asyncio.sleep(0.5)
+
+        async def all_ask() -> bool:
+            return server.tries.total() >= 4
+
+        await eventually(all_ask)
         server.slow_load.set()
         await has(server, "m@1", "m@2")
         await asyncio.sleep(5 * POLL_S)
@@ -182,12 +186,15 @@ async def test_what_was_known_is_loaded_while_the_database_is_away(
     async with stewarding(database_url, server.url):
         await has(server, "m@1")
 
+        refused = asyncio.Event()
+
         async def away(_: object) -> None:
+            refused.set()
             raise ConnectionRefusedError
 
         with monkeypatch.context() as patched:
             patched.setattr("pawl.steward.known.list_servable", away)
-            await asyncio.sleep(4 * POLL_S)
+            await refused.wait()
             server.loaded.clear()
             await has(server, "m@1")
         await publish(engine, 2)

@@ -14,6 +14,7 @@ from store.updates.claims import Claim
 from store.updates.policies import ensure_base, idle_versions, list_versions, promote, set_state
 from store.updates.ready import ClaimRule
 from store.write.ingest import ingest
+from tests.integration.conftest import eventually
 from tests.support.records import call, reward
 from tests.support.updates import claimed, consume_all
 
@@ -110,12 +111,22 @@ async def test_the_same_ledger_gives_the_same_claim(engine: AsyncEngine) -> None
     assert found[0] == found[1] == found[2]
 
 
+async def somebody_waits(engine: AsyncEngine) -> bool:
+    """Whether somebody waits for a lock that another connection to this database holds."""
+    waiting = (
+        "SELECT count(*) FROM pg_stat_activity"
+        " WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    async with engine.connect() as connection:
+        return bool(await connection.scalar(text(waiting)))
+
+
 async def test_a_group_is_claimed_with_the_member_that_somebody_holds(engine: AsyncEngine) -> None:
     await fill(engine)
     async with engine.connect() as other:
         await other.execute(text("SELECT FROM episodes WHERE key = 't0-1' FOR UPDATE"))
         taking = asyncio.create_task(take(engine))
-        await asyncio.sleep(0.2)
+        await eventually(lambda: somebody_waits(engine))
         assert not taking.done()
         await other.rollback()
     claim = await taking

@@ -16,7 +16,7 @@ from store.updates.claims import list_updates
 from store.updates.files import mark_deleted
 from store.updates.policies import set_state
 from store.write.ingest import ingest
-from tests.integration.trainer.test_learner import plain_logprobs, shake
+from tests.integration.trainer.learners.test_learner import plain_logprobs, shake
 from tests.integration.trainer.test_recovery import Bench, bench, run_once
 from tests.integration.trainer.test_resuming import same
 from tests.support.records import call, reward

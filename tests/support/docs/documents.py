@@ -14,7 +14,7 @@ INLINE_CODE: Final = re.compile(r"`[^`\n]+`")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced code block: its language (the word after the fence), its text, its first line."""
+    """Hold a fenced code block: its language (the word after the fence), text, and first line."""
 
     page: Path
     line: int

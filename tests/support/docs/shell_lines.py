@@ -30,7 +30,7 @@ TARGETS: Final = frozenset(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_te
 
 
 class NoSuchCommand(Exception):
-    """A line of a document that does not work as it is written."""
+    """Report a line of a document that does not work as it is written."""
 
 
 def check_script(text: str, folder: Path = ROOT) -> None:

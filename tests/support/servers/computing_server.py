@@ -1,4 +1,4 @@
-"""A model server that computes what it is asked, on a free port."""
+"""Serve a model that computes what it is asked, on a free port."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,7 +11,7 @@ from benchmarks.chaos.trainer.server import Server
 
 @asynccontextmanager
 async def computing_server(base_name: str, model: str) -> AsyncIterator[str]:
-    """The URL, with its `/v1`, of one that serves `model` as `base_name`, and adapters of it."""
+    """Yield the URL, with `/v1`, of one that serves `model` as `base_name`, and its adapters."""
     runner = web.AppRunner(Server(base_name, Path(model)).app())
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -1,4 +1,4 @@
-"""vLLM's adapter endpoints, scripted: for publishing under faults."""
+"""Script vLLM's adapter endpoints, for publishing under faults."""
 
 import asyncio
 from collections import Counter
@@ -10,7 +10,7 @@ from aiohttp import web
 
 
 class FakeModelServer:
-    """Loads names, answers prompt log-probabilities; can be told to fail."""
+    """Load names and answer prompt log-probabilities, or fail where told to."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -70,7 +70,7 @@ class FakeModelServer:
 
 @asynccontextmanager
 async def fake_model_server(port: int = 0) -> AsyncIterator[FakeModelServer]:
-    """A running one, on a free port unless one is named."""
+    """Run one, on a free port unless one is named."""
     server = FakeModelServer()
     app = web.Application()
     app.router.add_get("/v1/models", server.models)

@@ -1,4 +1,4 @@
-"""A scripted model server: for faults and load only. Speaks just enough of vLLM's API."""
+"""Script a model server for faults and load; it speaks just enough of vLLM's API."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FakeUpstream:
-    """Answers chat completions by script, and keeps what it was asked."""
+    """Answer chat completions by script, and keep what was asked."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -29,7 +29,7 @@ class FakeUpstream:
         self.cancelled = asyncio.Event()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Any path."""
+        """Answer any path."""
         body = await request.read()
         if request.path == "/v1/models":
             return self.list_models()
@@ -51,7 +51,7 @@ class FakeUpstream:
         return web.json_response(reply(asked, len(self.requests)))
 
     def list_models(self) -> web.Response:
-        """As vLLM lists its base model, unless another status is wanted."""
+        """List the base model as vLLM does, unless another status is wanted."""
         self.looks += 1
         if self.list_status != 200:
             return web.Response(status=self.list_status)
@@ -60,7 +60,7 @@ class FakeUpstream:
         return web.json_response({"object": "list", "data": listed})
 
     async def stream(self, request: web.Request, asked: dict[str, Any]) -> web.StreamResponse:
-        """Three chunks and the end."""
+        """Send three chunks and the end."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for chunk in stream_chunks(asked, len(self.requests)):
@@ -70,12 +70,12 @@ class FakeUpstream:
 
 
 async def echo(request: web.Request) -> web.Response:
-    """Says again what was said."""
+    """Say again what was said."""
     return web.Response(body=b"other:" + await request.read(), headers={"x-upstream": "1"})
 
 
 def whole_reply(asked: dict[str, Any], number: int) -> dict[str, Any]:
-    """A reply of two tokens; ids and log-probabilities where they were asked for."""
+    """Make a reply of two tokens; ids and log-probabilities where they were asked for."""
     ids = asked.get("return_token_ids") is True
     logprobs = (
         {"content": [{"logprob": -0.5}, {"logprob": -1.5}]} if asked.get("logprobs") else None
@@ -98,7 +98,7 @@ def whole_reply(asked: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def tool_call_reply(asked: dict[str, Any], number: int) -> dict[str, Any]:
-    """A reply that asks for a tool, under an id of its own."""
+    """Make a reply that asks for a tool, under an id of its own."""
     reply = whole_reply(asked, number)
     function = {"name": "calc", "arguments": "{}"}
     call = {"id": f"chatcmpl-tool-{uuid4().hex}", "type": "function", "function": function}
@@ -107,7 +107,7 @@ def tool_call_reply(asked: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def stream_chunks(asked: dict[str, Any], number: int) -> list[bytes]:
-    """The same as a stream."""
+    """Make the same as a stream."""
     ids = asked.get("return_token_ids") is True
     wants = asked.get("logprobs") is True
 
@@ -124,7 +124,7 @@ def stream_chunks(asked: dict[str, Any], number: int) -> list[bytes]:
 
 @asynccontextmanager
 async def fake_upstream(port: int = 0) -> AsyncIterator[FakeUpstream]:
-    """A running one, on a free port unless one is named."""
+    """Run one, on a free port unless one is named."""
     upstream = FakeUpstream()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", upstream.handle)

@@ -1,4 +1,4 @@
-"""A TCP server of one test, which leaves no connection open."""
+"""Serve TCP for one test, and leave no connection open."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,4 +1,4 @@
-"""A model server that says exactly the bytes it is told to, and notes what becomes of it."""
+"""Say exactly the bytes that a test gives, and note what becomes of them."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ Script = Callable[["RawUpstream", asyncio.StreamWriter], Awaitable[None]]
 
 
 class RawUpstream:
-    """Answers `/v1/models`, and anything else by script; a connection is asked once."""
+    """Answer `/v1/models`, and anything else by script; a connection is asked once."""
 
     def __init__(self, owned_by: str) -> None:
         self.port = 0
@@ -26,11 +26,11 @@ class RawUpstream:
 
     @property
     def url(self) -> str:
-        """As `PAWL_UPSTREAM_URL` has it."""
+        """Return the address as `PAWL_UPSTREAM_URL` has it."""
         return f"http://127.0.0.1:{self.port}/v1"
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection."""
+        """Serve one connection."""
         try:
             await self._converse(reader, writer)
         finally:
@@ -82,7 +82,7 @@ class RawUpstream:
 
 
 def says(*pieces: bytes, then: str = "close", pause_s: float = 0.0) -> Script:
-    """These bytes, and then: `close`, `reset`, or `hang`."""
+    """Say these bytes, and then `close`, `reset`, or `hang`."""
 
     async def script(upstream: RawUpstream, writer: asyncio.StreamWriter) -> None:
         for piece in pieces:
@@ -100,7 +100,7 @@ def says(*pieces: bytes, then: str = "close", pause_s: float = 0.0) -> Script:
 
 @asynccontextmanager
 async def raw_upstream(owned_by: str = "somebody") -> AsyncIterator[RawUpstream]:
-    """A running one, on a free port."""
+    """Run one, on a free port."""
     upstream = RawUpstream(owned_by)
     async with listening(upstream.serve, limit=2**20) as upstream.port:
         yield upstream
@@ -119,7 +119,7 @@ async def raw_ask(port: int, request: bytes) -> bytes:
 
 
 def post(path: str, body: bytes, *headers: bytes) -> bytes:
-    """A request whose connection is to be closed."""
+    """Write a request whose connection is to be closed."""
     lines = [b"Host: x", b"Content-Type: application/json", b"Connection: close", *headers]
     head = b"POST %b HTTP/1.1\r\n%b\r\n" % (path.encode(), b"\r\n".join(lines))
     return head + b"Content-Length: %d\r\n\r\n" % len(body) + body

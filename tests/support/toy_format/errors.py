@@ -1,10 +1,10 @@
-"""Errors of the toy API: `{"oops": …}`."""
+"""State errors of the toy API: `{"oops": …}`."""
 
 import msgspec
 
 
 class ToyErrors:
-    """Whole, or as an event."""
+    """State errors whole, or as an event."""
 
     api = "Toy"
 

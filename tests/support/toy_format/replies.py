@@ -1,4 +1,4 @@
-"""Replies of the toy API; `tokens` are `[prompt ids, sampled ids, log-probabilities]`."""
+"""Follow replies of the toy API; `tokens` are `[prompt ids, sampled ids, log-probabilities]`."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from proxy.formats.sse import EventStream, Unread, is_done
 
 
 class Restoring:
-    """Puts the client's name back, and takes the tokens out."""
+    """Put the client's name back, and take the tokens out."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         self._model = own_name(request, served_name)
@@ -20,7 +20,7 @@ class Restoring:
         self._words: list[str] = []
 
     def restore(self, payload: bytes) -> bytes:
-        """What the client may see."""
+        """Return what the client may see."""
         parsed = parse_object(payload)
         if parsed is None:
             raise Unread
@@ -36,23 +36,23 @@ class Restoring:
         self._words.append(value_of(parsed.get("words")) or "")
 
     def summary(self) -> ReplySummary:
-        """See `Transcript`."""
+        """Return what a later call may repeat."""
         return ReplySummary(response_id=self._id, text="".join(self._words))
 
 
 class ToyReply(Restoring):
-    """In one piece."""
+    """Follow a reply in one piece."""
 
     ended = False
     _body = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """See `Transcript`."""
+        """Pass on nothing before the end."""
         self._body += chunk
         return b""
 
     def finish(self) -> bytes:
-        """See `Transcript`."""
+        """Return the whole reply, restored."""
         self.ended = True
         try:
             return self.restore(self._body)
@@ -61,7 +61,7 @@ class ToyReply(Restoring):
 
 
 class ToyStream(Restoring):
-    """In events, of which `[DONE]` is the last."""
+    """Follow a reply in events, of which `[DONE]` is the last."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         super().__init__(request, served_name)
@@ -71,30 +71,30 @@ class ToyStream(Restoring):
         return payload if payload == b"[DONE]" else self.restore(payload)
 
     def feed(self, chunk: bytes) -> bytes:
-        """See `Transcript`."""
+        """Pass each event on, restored."""
         return self._events.feed(chunk)
 
     @property
     def at_end(self) -> bool:
-        """See `StreamTranscript`."""
+        """Return whether the last event has come."""
         return self._events.at_end
 
     @property
     def ended(self) -> bool:
-        """See `Transcript`."""
+        """Return whether the reply is complete."""
         return self._events.ended
 
     def release(self) -> bytes:
-        """See `StreamTranscript`."""
+        """Return the end that was held back."""
         return self._events.release()
 
     def finish(self) -> bytes:
-        """See `Transcript`."""
+        """Return what is left."""
         return self._events.finish()
 
 
 class _Tokens(Restoring):
-    """Keeps what `Restoring` takes out."""
+    """Keep what `Restoring` takes out."""
 
     def __init__(self, request: ModelRequest, served_name: str | None) -> None:
         super().__init__(request, served_name)
@@ -115,24 +115,24 @@ class _Tokens(Restoring):
 
 
 class ToyReader(_Tokens, ToyReply):
-    """Reads a recorded reply in one piece."""
+    """Read a recorded reply in one piece."""
 
     def read(self, raw: bytes) -> None:
-        """See `ReplyReader`."""
+        """Take the recorded bytes."""
         self.feed(raw)
 
     def facts(self) -> ReplyFacts:
-        """See `ReplyReader`."""
+        """Return the facts that are stored of it."""
         return self._facts_of(whole=self.ended)
 
 
 class ToyStreamReader(_Tokens, ToyStream):
-    """Reads recorded events."""
+    """Read recorded events."""
 
     def read(self, raw: bytes) -> None:
-        """See `ReplyReader`."""
+        """Take the recorded bytes."""
         self.feed(raw)
 
     def facts(self) -> ReplyFacts:
-        """See `ReplyReader`."""
+        """Return the facts that are stored of them."""
         return self._facts_of(whole=self.ended)

@@ -1,4 +1,4 @@
-"""Settings of the toy API: `only` names the words that may be sampled."""
+"""Read the settings of the toy API: `only` names the words that may be sampled."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from proxy.formats.sampling import EVERYWHERE, BaseSamplingRules
 
 
 class ToySampling(BaseSamplingRules):
-    """Anything but a list of words leaves the model free."""
+    """Leave the model free, unless there is a list of words."""
 
     settings = frozenset({"only"})
     harmless = EVERYWHERE | {"said", "colour"}

@@ -1,4 +1,4 @@
-"""The toy API: `{"model", "said": [{"by", "words"}], "heat"}` is answered by `{"id", "words"}`."""
+"""Speak the toy API: `{"model", "said": [{"by", "words"}], "heat"}` gets `{"id", "words"}`."""
 
 from typing import Final
 
@@ -21,7 +21,7 @@ from tests.support.toy_format.turns import ToyTurns
 
 
 class ToyFormat(msgspec.Struct, frozen=True):
-    """The toy API."""
+    """Speak the toy API."""
 
     name: str = "toy"
     title: str = "Toy"

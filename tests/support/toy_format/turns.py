@@ -1,4 +1,4 @@
-"""Turns of the toy API: who said what, and what a tool gave back."""
+"""Read the turns of the toy API: who said what, and what a tool gave back."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from proxy.formats.turns import BaseTurns, Named, tool_result
 
 
 class ToyTurns(BaseTurns):
-    """`said` is a list of `{"by": "me" | "toy" | "tool", "words": …}`."""
+    """Read `said`, a list of `{"by": "me" | "toy" | "tool", "words": …}`."""
 
     field = "said"
     states_errors = True

@@ -2,11 +2,13 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 from urllib.parse import unquote
 
 import pytest
 
 from pawl.settings import known_variables
+from store.records import PolicyState
 from tests.conftest import ROOT
 from tests.support.docs.documents import anchors, links, slug
 
@@ -106,6 +108,17 @@ def test_each_experiment_has_its_date() -> None:
     dates = [heading[:10] for heading in headings]
     assert all(re.fullmatch(r"\d{4}-\d{2}-\d{2} · .+", heading) for heading in headings)
     assert dates == sorted(dates)
+
+
+def test_the_glossary_is_in_order_and_has_each_state_of_a_version() -> None:
+    text = (DOCS / "glossary.md").read_text()
+    rows = [
+        re.sub(r"[^a-z0-9_, ]", "", row.lower()) for row in re.findall(r"^\| (.+?) \|", text, re.M)
+    ]
+    terms = [row.split(", ") for row in rows[1:]]
+    first = [names[0] for names in terms]
+    assert first == sorted(set(first))
+    assert {*get_args(PolicyState), "servable"} <= {name for names in terms for name in names}
 
 
 def test_pictures_are_shown_somewhere() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pawl.serving.process as kept
-from pawl.serving.process import Child, NotReplaced
+from pawl.serving.process import Child, NotReplaced, Running
 from proxy.counting.board import Board, ProcessState, readiness
 from proxy.errors import DoesNotStart
 
@@ -105,6 +105,11 @@ async def test_a_healthy_life_makes_the_pauses_short_again(
         await one.up(restarts)
         one.end()
     await one.up(10)
+    pairs = zip(one.seen, one.seen[1:], strict=False)
+    pauses = [b.since - a.since for a, b in pairs if a.state == "restarting"]
+    assert len(pauses) == 10
+    # Doubled each time, the last would be ten seconds.
+    assert pauses[-1] < 5
     await one.child.stop()
 
 
@@ -152,15 +157,26 @@ async def test_an_old_one_that_ends_while_it_is_replaced_in_vain_is_started_agai
     await one.child.stop()
 
 
-async def test_a_machine_that_starts_no_process_now_is_asked_again(tmp_path: Path) -> None:
+async def test_a_machine_that_starts_no_process_now_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = Kept(tmp_path)
     await one.child.start()
     await one.up(0)
     good = one.child._command
     one.child._command = [str(tmp_path / "nothing")]
+    refused, spawn = asyncio.Event(), one.child._spawn
+
+    async def noted() -> Running:
+        try:
+            return await spawn()
+        except OSError:
+            refused.set()
+            raise
+
+    monkeypatch.setattr(one.child, "_spawn", noted)
     one.end()
-    await one.until(lambda s: s.restarts == 1)
-    await asyncio.sleep(0.3)
+    await refused.wait()
     one.child._command = good
     await one.up(1)
     await one.child.stop()

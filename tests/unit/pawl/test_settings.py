@@ -62,6 +62,27 @@ def test_a_value_that_cannot_be_used_is_named(
         read_settings(ProxySettings)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "PAWL_WORKERS",
+            "many",
+            r"PAWL_WORKERS is 'many': .* valid integer.*; it sets: processes that take calls",
+        ),
+        ("PAWL_LISTEN", "8100", "PAWL_LISTEN: '8100' is not an address: write HOST:PORT"),
+        ("DATABASE_URL", "mysql://x/y", "^DATABASE_URL must be a postgresql:// URL"),
+        ("PAWL_UPSTREAM_URL", "ftp://me:secret@x", "^PAWL_UPSTREAM_URL: (?!.*secret).*; it sets:"),
+    ],
+)
+def test_an_unusable_value_is_explained(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UnreadSettings, match=message):
+        read_settings(ProxySettings)
+
+
 def test_what_a_server_samples_with_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_settings(ProxySettings).sampling_defaults == {"temperature": 1.0}
     monkeypatch.setenv("PAWL_DEFAULT_TEMPERATURE", "0.6")

@@ -1,1 +1,1 @@
-"""PPO's critic: its head beside the adapter, and the advantages that follow from its values."""
+"""Learn PPO's critic, beside the adapter, and estimate advantages from its values."""

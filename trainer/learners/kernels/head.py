@@ -81,13 +81,13 @@ class HeadLogprobs(Function):
             at, chosen = rows[tokens] - start, labels[tokens]
             logits, states = _wide_product(hidden[start:stop], head), hidden[start:stop]
             if shaping is None:
-                found = [*_plain(logits, states, head, temperatures[start:stop], at, chosen)]
+                results = [*_plain(logits, states, head, temperatures[start:stop], at, chosen)]
             else:
                 part = shaping.part(start, stop)
-                *found, corrections = _shaped(logits, states, head, part, at, chosen)
+                *results, corrections = _shaped(logits, states, head, part, at, chosen)
                 assert replayed is not None
                 replayed[:, tokens] = corrections
-            logprobs[tokens], entropies[start:stop], expected[start:stop] = found
+            logprobs[tokens], entropies[start:stop], expected[start:stop] = results
         ctx.save_for_backward(expected, head, temperatures, rows, labels, replayed)
         ctx.dtype = hidden.dtype
         spread = entropies[rows]
@@ -130,9 +130,9 @@ def _shaped(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the same of shaped logits, and each token's share and factor, (2, M)."""
     shaped = shape(logits, shaping.distribution, shaping.history, at, chosen)
-    found = replay(shaped, at, chosen)
-    mean = _wide_product(found.weights.to(states.dtype), head.T)
-    return found.logprobs, found.entropies, mean, torch.stack([found.shares, found.factors])
+    values = replay(shaped, at, chosen)
+    mean = _wide_product(values.weights.to(states.dtype), head.T)
+    return values.logprobs, values.entropies, mean, torch.stack([values.shares, values.factors])
 
 
 def _chunks(

@@ -123,9 +123,9 @@ def allowed(masks: Sequence[bytes], words: int, device: torch.device) -> torch.T
     """Return which of the `words` tokens each of R packed masks allows, (R, V)."""
     packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).to(device)
     bits = packed.view(len(masks), -1, 1) >> torch.arange(8, dtype=torch.uint8, device=device)
-    found = (bits & 1).bool().flatten(1)[:, :words]
+    bits_of_words = (bits & 1).bool().flatten(1)[:, :words]
     # Rows of the head that stand for no token are never sampled.
-    return torch.nn.functional.pad(found, (0, words - found.shape[1]))
+    return torch.nn.functional.pad(bits_of_words, (0, words - bits_of_words.shape[1]))
 
 
 def _library() -> Any:

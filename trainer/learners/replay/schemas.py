@@ -47,8 +47,10 @@ def _is_odd(one: Schema) -> bool:
 
 
 def _types(one: Schema) -> set[str]:
-    said = one.get("type")
-    return {part for part in (said if isinstance(said, list) else [said]) if isinstance(part, str)}
+    types = one.get("type")
+    return {
+        part for part in (types if isinstance(types, list) else [types]) if isinstance(part, str)
+    }
 
 
 def _is_odd_text(one: Schema) -> bool:

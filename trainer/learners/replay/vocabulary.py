@@ -58,11 +58,11 @@ def banned_sequences(
 
     A word that follows a space counts where that makes another first token of an equal number.
     """
-    found: list[Ids] = []
+    sequences: list[Ids] = []
     for word in words:
         alone, inside = (tuple(encode(space + word.lstrip())) for space in ("", " "))
         if alone:
-            found.append(alone)
+            sequences.append(alone)
         if alone and inside and inside[0] != alone[0] and len(inside) == len(alone):
-            found.append(inside)
-    return tuple(found)
+            sequences.append(inside)
+    return tuple(sequences)

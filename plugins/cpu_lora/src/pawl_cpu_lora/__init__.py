@@ -1,1 +1,1 @@
-"""LoRA for vLLM's CPU build: `ops` computes, `patch` puts it in vLLM's place."""
+"""Compute LoRA in vLLM's CPU build: `ops` computes, `patch` puts it in vLLM's place."""

@@ -1,4 +1,4 @@
-"""Which rows of a batch belong to which adapter, and how to multiply them."""
+"""Find which rows of a batch belong to which adapter, and how to multiply them."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +17,7 @@ _CACHED_GROUPINGS = 32
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rows of one adapter: a slice where they are neighbours, else their int64 numbers."""
+    """Name the rows of one adapter: a slice where they are neighbours, else their int64 numbers."""
 
     slot: int
     rows: slice | torch.Tensor
@@ -25,7 +25,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Where each row finds its own result after a multiplication over all slots.
+    """Tell where each row finds its own result after a multiplication over all slots.
 
     All three are int64 of shape (active,): `rows` are the rows with an adapter,
     `by_row` indexes (rows x slots) results and `by_slot` (slots x rows) ones.
@@ -38,7 +38,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """One batch: `groups` to go through one by one, or `spread` to do at once if not None."""
+    """Divide one batch: `groups` to go through one by one, or `spread` to do at once (not None)."""
 
     row_count: int
     groups: tuple[Group, ...]

@@ -1,4 +1,4 @@
-"""vLLM's LoRA operations for the CPU, as grouped matrix multiplications.
+"""Compute vLLM's LoRA operations on the CPU, as grouped matrix multiplications.
 
 Names, parameters and meaning are those of `vllm.lora.ops.torch_ops.lora_ops`
 in vLLM 0.32, but for index -1: a row without an adapter is never written,

@@ -1,4 +1,4 @@
-"""Puts `ops` in the place of vLLM's operations, or says why it cannot."""
+"""Put `ops` in the place of vLLM's operations, or say why it cannot be."""
 
 import importlib
 import inspect
@@ -31,7 +31,7 @@ _log = logging.getLogger("vllm.plugins.pawl_cpu_lora")
 
 
 class UnsupportedVLLMError(RuntimeError):
-    """This vLLM does not have the LoRA operations that the plugin replaces."""
+    """Report that this vLLM lacks the LoRA operations that the plugin replaces."""
 
     def __init__(self, found: str, difference: str) -> None:
         super().__init__(

@@ -88,17 +88,21 @@ async def test_work_that_fails_does_not_keep_others_from_their_turn() -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda *_: None)
     turns.wait(fail)
-    turns.wait(lambda: done.append(1))
-    await asyncio.sleep(0.02)
+    turned = asyncio.Event()
+    turns.wait(lambda: (done.append(1), turned.set()))  # type: ignore[func-returns-value]
+    await asyncio.wait_for(turned.wait(), 5)
     assert done == [1]
 
 
 async def test_a_request_in_tiny_chunks_is_read_whole_beside_another() -> None:
     bodies: list[bytes | None] = []
+    both = asyncio.Event()
 
     async def handle(exchange: Exchange) -> None:
         bodies.append(await exchange.read(2**24))
         exchange.reply(200, b"OK", [], b"")
+        if len(bodies) == 2:
+            both.set()
 
     connection, wire = client(handle)
     body = bytes(range(256)) * 400
@@ -111,8 +115,7 @@ async def test_a_request_in_tiny_chunks_is_read_whole_beside_another() -> None:
     await settle()
     # The other does not wait for the end of the first.
     assert bodies == [b"x"]
-    while len(bodies) < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await both.wait()
     assert bodies[1] == body
     assert not wire.paused
 

@@ -1,6 +1,5 @@
 """The file of upstreams: every key known, every value usable, and the message names what is not."""
 
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -103,8 +102,19 @@ def test_what_is_wrong_is_named(text: str, named: str) -> None:
 
 @given(st.text())
 def test_any_text_is_read_or_refused(text: str) -> None:
-    with suppress(BadUpstreams):
-        parse_upstreams(text, "u.toml")
+    assert_read_or_refused(text)
+
+
+def assert_read_or_refused(text: str) -> None:
+    """A file has a table at least, each of which a request reaches; an error names the file."""
+    specs, why = (), ""
+    try:
+        specs = parse_upstreams(text, "u.toml")
+    except BadUpstreams as error:
+        why = error.message
+    assert bool(specs) != why.startswith("u.toml")
+    assert len({spec.name for spec in specs}) == len(specs)
+    assert all(spec.models or spec.default for spec in specs)
 
 
 _values = st.recursive(
@@ -132,8 +142,7 @@ def _toml(value: object) -> str:
 )
 def test_any_table_is_read_or_refused(table: dict[str, object]) -> None:
     text = "[[upstream]]\n" + "\n".join(f"{name} = {_toml(value)}" for name, value in table.items())
-    with suppress(BadUpstreams):
-        parse_upstreams(text, "u.toml")
+    assert_read_or_refused(text)
 
 
 def test_keys_come_from_the_environment(tmp_path: Path) -> None:

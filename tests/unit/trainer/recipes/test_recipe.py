@@ -31,7 +31,11 @@ def test_a_recipe_that_names_no_precision_has_float32() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("[optimizer]\nlerning_rate = 1", "unknown key 'optimizer.lerning_rate'"),
+        (
+            "[optimizer]\nlerning_rate = 1",
+            "unknown key 'optimizer.lerning_rate': did you mean learning_rate",
+        ),
+        ("zzz = 1", "unknown key 'zzz': there are learner, dtype, "),
         ("colour = 1", "unknown key 'colour'"),
         ("[optimizer]\nlearning_rate = 0", "optimizer.learning_rate"),
         ("[optimizer]\nlearning_rate = 'fast'", "optimizer.learning_rate"),

@@ -10,7 +10,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.integration.trainer.test_learner import gradients, plain_logprobs, plain_loss, shake
+from tests.integration.trainer.learners.test_learner import (
+    gradients,
+    plain_logprobs,
+    plain_loss,
+    shake,
+)
 from tests.support.training import PLAIN, ppo_recipe, recipe, rows
 from trainer.batches.rows import Row
 from trainer.learners.critic.value_head import values_of

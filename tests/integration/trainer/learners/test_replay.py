@@ -20,7 +20,7 @@ from benchmarks.merge.models import TINY, make_model
 from benchmarks.merge.updates import gradient, largest_difference, train
 from store.values.distribution import Distribution
 from store.values.grammars import Grammar
-from tests.integration.trainer.test_learner import gradients, shake
+from tests.integration.trainer.learners.test_learner import gradients, shake
 from tests.support.training import PLAIN, ppo_recipe, recipe, rows
 from trainer.batches.rows import Row
 from trainer.errors import Unusable
