@@ -1,18 +1,24 @@
 """Plan a whole stack with the packaged model, on free ports, in a folder of its own."""
 
 from pathlib import Path
+from typing import Final
 
 from benchmarks.vllm_server import free_port
 from pawl.demo.run import TEMPLATE
 from pawl.stack.stack import StackPlan
 from pawl.stack.vllm import VllmOptions
 
+# It holds calls to no syntax of its own.
+TOOL_PARSER: Final = "pythonic"
 
-def small_plan(folder: Path, model: str, policy: str, recipe: str) -> StackPlan:
+
+def small_plan(
+    folder: Path, model: str, policy: str, recipe: str, *, tool_parser: str = TOOL_PARSER
+) -> StackPlan:
     """Return a plan for PostgreSQL, vLLM, proxy and trainer.
 
     `folder` holds all that they write, `model` is the packaged model's folder, and `recipe` a
-    recipe's name or file.
+    recipe's name or file. The template writes calls as the usual `tool_parser` reads them.
     """
     return StackPlan(
         vllm=VllmOptions(
@@ -22,7 +28,7 @@ def small_plan(folder: Path, model: str, policy: str, recipe: str) -> StackPlan:
             dtype="float32",
             max_model_len=1024,
             max_lora_rank=16,
-            tool_parser="pythonic",
+            tool_parser=tool_parser,
             chat_template=TEMPLATE,
         ),
         database_url=None,

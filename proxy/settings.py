@@ -67,7 +67,7 @@ class ProxySettings(StoreSettings):
     tool_parser: str | None = Field(
         default=None,
         description="the upstream's parser of tool calls, as vLLM's --tool-call-parser has it; it "
-        "tells whether strict tools are held to a grammar",
+        "tells to which grammar strict tools and forced calls are held",
     )
     eval_tasks: str = Field(
         default=EVAL_TASKS,

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks.chaos.scrape import Scrapes, drained
 from benchmarks.client_process import BINARIES, ROOT, ClientFailed, require_clients, run_client
-from benchmarks.small_stack import small_plan
+from benchmarks.small_stack import TOOL_PARSER, small_plan
 from benchmarks.trainable.rows import MODEL, PROGRAMS, ROWS, Row
 from benchmarks.trainable.shares import Found, count, reasons_table, shares_table
 from pawl.stack.model import unpacked_model
@@ -41,8 +41,8 @@ COLUMNS: Final = (
 )
 
 
-async def measure(rows: Sequence[Row]) -> list[Found]:
-    """Measure the rows, one after another, on one stack.
+async def measure(rows: Sequence[Row], tool_parser: str) -> list[Found]:
+    """Measure the rows, one after another, on one stack whose vLLM has this parser.
 
     Raises:
         ClientFailed: the clients are not installed.
@@ -54,7 +54,7 @@ async def measure(rows: Sequence[Row]) -> list[Found]:
     with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
         task = progress.add_task("unpacking the model", total=len(rows))
         model = str(await asyncio.to_thread(unpacked_model, ROOT / "var" / "models"))
-        plan = small_plan(VAR / "data", model, MODEL, "demo")
+        plan = small_plan(VAR / "data", model, MODEL, "demo", tool_parser=tool_parser)
         async with running_stack(
             plan, lambda waiting: progress.update(task, description=f"waiting for {waiting}")
         ) as stack:
@@ -103,9 +103,10 @@ def main() -> None:
     """Parse, run, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=[row.key for row in ROWS], metavar="ROW")
+    parser.add_argument("--tool-parser", default=TOOL_PARSER, help="vLLM's --tool-call-parser")
     options = parser.parse_args()
     chosen = [row for row in ROWS if not options.only or row.key in options.only]
-    found = asyncio.run(measure(chosen))
+    found = asyncio.run(measure(chosen, options.tool_parser))
     write(found, FIGURES)
     console = Console()
     console.print(shares_table(found))

@@ -68,6 +68,8 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     tool_grammars: bool = True
     # What exploration changed of the request, as `proxy.exploring.requests` makes it.
     explored: Mapping[str, float | None] | None = None
+    # The syntax of that grammar (`proxy.formats.tool_parsers`), where it is known.
+    tool_tag: str | None = None
 
 
 class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):

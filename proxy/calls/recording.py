@@ -106,6 +106,7 @@ class CallRecorder:
             split=identity.split,
             tool_grammars=defaults.tool_grammars,
             explored=routed.explored,
+            tool_tag=defaults.tool_tag,
         )
 
     def _summary_and_provided(

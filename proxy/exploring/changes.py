@@ -14,7 +14,6 @@ from proxy.formats.base import ModelRequest, SamplingRules, WireFormat
 from proxy.keeper.sampling import sampling_settings
 from store.policy_table import Explore
 from store.values.distribution import distribution_of
-from store.values.grammars import GRAMMAR
 from store.values.sampling import number_of
 
 TEMPERATURE: Final = "temperature"
@@ -40,7 +39,7 @@ def explored(
     settings = _settings(request, wire_format, exploring)
     if UNREADABLE in settings:
         return None
-    changes = _wanted(settings, exploring.rule)
+    changes = _wanted(settings, exploring.rule, wire_format.sampling)
     if not changes:
         return None
     changed = with_explored(request, changes)
@@ -67,10 +66,13 @@ def _settings(
         wire_format.sampling,
         defaults.others,
         tool_grammars=defaults.tool_grammars,
+        tool_tag=defaults.tool_tag,
     )
 
 
-def _wanted(settings: Mapping[str, Any], rule: Explore) -> dict[str, float | None]:
+def _wanted(
+    settings: Mapping[str, Any], rule: Explore, rules: SamplingRules
+) -> dict[str, float | None]:
     """Return the changes that a policy's rule makes of settings as they were understood."""
     changes: dict[str, float | None] = {}
     if rule.temperature is not None and settings[TEMPERATURE] < rule.temperature:
@@ -79,7 +81,7 @@ def _wanted(settings: Mapping[str, Any], rule: Explore) -> dict[str, float | Non
             # With it, all episodes would explore the same reply to the same prompt.
             changes[SEED] = None
     # A forced call is held to a grammar whether its tool is strict or not.
-    if rule.drop_strict and STRICT_TOOLS in settings and GRAMMAR not in settings:
+    if rule.drop_strict and STRICT_TOOLS in settings and not rules.constrains(settings):
         changes[STRICT] = None
     return changes
 

@@ -207,11 +207,12 @@ class SamplingRules(Protocol):
     def constrains(self, settings: Mapping[str, Any]) -> bool:
         """Return whether a setting of this format's lets some tokens never be sampled."""
 
-    def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
+    def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
         """Return the grammar that a request's fields hold its reply to, as it is recorded.
 
         None if there is none, or if it is not certain what a server makes of the fields. Only
-        asked where the request `constrains` the reply or has `structured_outputs`.
+        asked where something may hold the reply. `tag` is the syntax that the server holds calls
+        of tools to (`proxy.formats.tool_parsers`), if that is known.
         """
 
 

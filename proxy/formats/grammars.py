@@ -2,10 +2,12 @@
 
 Only what vLLM does in the same way whatever it was started with is read: exactly one constraint,
 and no tools beside a form, since some servers then allow both. A forced call is held to a JSON
-schema of the tools by servers whose tool parser reads JSON (`vllm/tool_parsers/utils.py`); others
-have a syntax of their own, whose replies do not fit the schema, and the trainer sees that.
+schema of the tools by servers whose tool parser reads JSON (`vllm/tool_parsers/utils.py`). Others
+have a syntax of their own. Where it is known (`proxy.formats.tool_parsers`), a structural tag of it
+is read; where not, replies do not fit the schema, and the trainer sees that.
 
-Sources: vLLM's `entrypoints/generate/base/protocol.py` and `tool_parsers/abstract_tool_parser.py`.
+Sources: vLLM's `entrypoints/generate/base/protocol.py`, `tool_parsers/abstract_tool_parser.py`,
+`tool_parsers/structural_tag_registry.py` and `parser/abstract_parser.py`.
 """
 
 import json
@@ -13,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from proxy.formats.sampling import free_form
+from store.values.tool_tags import Choice, OfferedTool, ToolTag, text_of
 
 Fields = Mapping[str, Any]
 # What a grammar is recorded as (`store.values.grammars`).
@@ -35,6 +38,7 @@ def the_grammar(
     read_form: Callable[[Any], Recorded | None],
     forced: Recorded | None = None,
     functions: Sequence[Fields] | None = None,
+    tag: str | None = None,
 ) -> Recorded | None:
     """Return the grammar of a request that has one constraint which can be read, else None.
 
@@ -44,15 +48,20 @@ def the_grammar(
         read_form: reads it, if it is not plain text.
         forced: the call that its `tool_choice` forces, as `of_forced_call` takes it.
         functions: its tools, likewise.
+        tag: the syntax that the server holds calls to, if it is known.
     """
     own = fields.get("structured_outputs")
     constraints = [] if own is None else [of_structured_outputs(own)]
     constraints += [] if free_form(form) else [read_form(form)]
-    if forced is not None:
-        single = fields.get("parallel_tool_calls")
-        return None if constraints else of_forced_call(forced, functions, single)
     offered = bool(fields.get("tools")) and fields.get("tool_choice") != "none"
-    return None if offered or len(constraints) != 1 else constraints[0]
+    if forced is None and not offered:
+        return constraints[0] if len(constraints) == 1 else None
+    single = fields.get("parallel_tool_calls")
+    if constraints or not functions or not _is_flag(single) or not _have_own_names(functions):
+        return None
+    if tag is not None:
+        return of_tag(tag, fields, forced, functions)
+    return None if forced is None else of_forced_call(forced, functions, single=single is False)
 
 
 def of_structured_outputs(value: Any) -> Recorded | None:
@@ -94,24 +103,48 @@ def of_text_form(form: Any) -> Recorded | None:
 
 
 def of_forced_call(
-    forced: Recorded, functions: Sequence[Fields] | None, single: Any
+    forced: Recorded, functions: Sequence[Fields], *, single: bool
 ) -> Recorded | None:
-    """Return the grammar of a `tool_choice` that forces a call, of a tool or of any.
+    """Return the grammar of a `tool_choice` that forces a call, of a tool or of any, as JSON.
 
     Args:
         forced: `ANY_CALL`, or the name of the one function.
-        functions: all tools, each with its name and parameters; None if one is no function.
-        single: `parallel_tool_calls`.
+        functions: all tools, each with its name and parameters.
+        single: whether there may be one call at most.
     """
-    if not functions or single not in (None, True, False):
-        return None
-    named = {function["name"]: function.get("parameters") for function in functions}
-    if len(named) < len(functions):
-        return None
     if forced is ANY_CALL:
-        return _any_call(functions, single=single is False)
+        return _any_call(functions, single=single)
+    named = {function["name"]: function.get("parameters") for function in functions}
     name = forced.get("name")
     return _schema(named[name] or NO_PARAMETERS) if name in named else None
+
+
+def of_tag(
+    model: str, fields: Fields, forced: Recorded | None, functions: Sequence[Fields]
+) -> Recorded | None:
+    """Return the structural tag of a request with tools, or None if vLLM makes none.
+
+    It holds what is outside of the arguments for all tools, and the arguments of strict ones.
+    """
+    if not all(_is_flag(function.get("strict")) for function in functions):
+        return None
+    one_call = fields.get("parallel_tool_calls") is False
+    choice: Choice = "forced"
+    if forced is None:
+        # Where the choice is null, or an object, vLLM makes no tag.
+        held = one_call or any(function.get("strict") for function in functions)
+        if not held or fields.get("tool_choice", "auto") != "auto":
+            return None
+        choice = "auto"
+    elif forced is ANY_CALL:
+        choice = "required"
+    else:
+        functions = [one for one in functions if one["name"] == forced.get("name")]
+        if not functions:
+            return None
+    tools = tuple(map(_offered, functions))
+    tag = ToolTag(model=model, choice=choice, tools=tools, one_call=one_call)
+    return {"kind": "tools", "text": text_of(tag)}
 
 
 def forced_by(choice: Any, named: Any) -> Recorded:
@@ -137,6 +170,20 @@ def _is_function(tool: Any) -> bool:
     if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
         return False
     return isinstance(tool.get("parameters"), dict | None)
+
+
+def _is_flag(value: Any) -> bool:
+    """Return whether a flag is what it seems: vLLM takes 0 and "no" for false, too."""
+    return isinstance(value, bool | None)
+
+
+def _have_own_names(functions: Sequence[Fields]) -> bool:
+    return len({function["name"] for function in functions}) == len(functions)
+
+
+def _offered(function: Fields) -> OfferedTool:
+    parameters = function.get("parameters") if function.get("strict") else None
+    return OfferedTool(name=function["name"], parameters=parameters)
 
 
 def _schema(schema: Any) -> Recorded | None:

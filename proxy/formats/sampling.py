@@ -42,7 +42,7 @@ class BaseSamplingRules:
         """Return whether a setting of this format's lets some tokens never be sampled."""
         return not free_choice(settings.get("tool_choice"))
 
-    def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
+    def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
         """Return the grammar that a request holds its reply to, if that can be read of it."""
         return None
 

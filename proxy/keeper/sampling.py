@@ -42,6 +42,8 @@ NUMBERS: Final = frozenset(
     }
 )
 NO_DEFAULTS: Final[Mapping[str, float]] = {}
+# Marks of free choices that a known syntax of calls holds.
+TAGGED: Final = frozenset({STRICT_TOOLS, ONE_CALL})
 # How many unknown fields are named.
 MOST_UNKNOWN: Final = 8
 # Settings that are remembered, and the most bytes of a request's fields that they are known by.
@@ -80,7 +82,13 @@ def judged_settings(captured: CapturedCall, request: ModelRequest) -> Judged:
     wire_format = FORMATS[captured.dialect]
     parsed = request.parsed
     defaults = tuple(captured.sampling_defaults.items())
-    how = (captured.dialect, captured.default_temperature, defaults, captured.tool_grammars)
+    how = (
+        captured.dialect,
+        captured.default_temperature,
+        defaults,
+        captured.tool_grammars,
+        captured.tool_tag,
+    )
     if parsed is None or not wire_format.unread or _length(parsed) > MOST_FIELD_BYTES:
         return _judge(None if parsed is None else request.fields, *how)
     return _known(tuple((name, bytes(raw)) for name, raw in parsed.items()), *how)
@@ -98,9 +106,10 @@ def _known(
     temperature: float,
     defaults: tuple[tuple[str, float], ...],
     tool_grammars: bool,
+    tool_tag: str | None,
 ) -> Judged:
     read = {name: readable_value(msgspec.Raw(raw)) for name, raw in fields}
-    return _judge(read, dialect, temperature, defaults, tool_grammars)
+    return _judge(read, dialect, temperature, defaults, tool_grammars, tool_tag)
 
 
 def _judge(
@@ -109,10 +118,16 @@ def _judge(
     temperature: float,
     defaults: tuple[tuple[str, float], ...],
     tool_grammars: bool,
+    tool_tag: str | None,
 ) -> Judged:
     rules = FORMATS[dialect].sampling
     settings = sampling_settings(
-        fields, temperature, rules, dict(defaults), tool_grammars=tool_grammars
+        fields,
+        temperature,
+        rules,
+        dict(defaults),
+        tool_grammars=tool_grammars,
+        tool_tag=tool_tag,
     )
     rated = why_not_replayed(settings, rules, rated=True)
     unrated = why_not_replayed(settings, rules, rated=False) if GRAMMAR in settings else rated
@@ -126,6 +141,7 @@ def sampling_settings(
     defaults: Mapping[str, float] = NO_DEFAULTS,
     *,
     tool_grammars: bool = True,
+    tool_tag: str | None = None,
 ) -> dict[str, Any]:
     """Return a request's sampling settings; the temperature is always among them.
 
@@ -135,6 +151,7 @@ def sampling_settings(
         rules: what the request's format says about its fields.
         defaults: what the server uses for other settings that the request does not name.
         tool_grammars: whether the server may hold calls of strict tools to a grammar.
+        tool_tag: the syntax of that grammar, if it is known.
     """
     if request is None:
         return {UNREADABLE: ["request"]}
@@ -159,13 +176,26 @@ def sampling_settings(
             settings[STRICT_TOOLS] = True
         if _allows_one_call(request):
             settings[ONE_CALL] = True
-    if STRUCTURED in settings or rules.constrains(settings):
-        grammar = rules.grammar(request) if settings.keys().isdisjoint(GUIDED) else None
-        if grammar is not None:
-            settings[GRAMMAR] = grammar
+    grammar = _grammar(request, settings, rules, tool_tag)
+    if grammar is not None:
+        settings[GRAMMAR] = grammar
     if unreadable:
         settings[UNREADABLE] = unreadable
     return settings
+
+
+def _grammar(
+    request: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    rules: SamplingRules,
+    tool_tag: str | None,
+) -> Mapping[str, str] | None:
+    """Return the grammar that held the reply, or None if there is none that can be read."""
+    tagged = tool_tag is not None and not TAGGED.isdisjoint(settings)
+    held = tagged or STRUCTURED in settings or rules.constrains(settings)
+    if not held or not settings.keys().isdisjoint(GUIDED):
+        return None
+    return rules.grammar(request, tool_tag)
 
 
 def _read_numbers(settings: dict[str, Any]) -> list[str]:

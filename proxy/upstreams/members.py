@@ -10,7 +10,7 @@ import structlog
 from dotenv import dotenv_values
 
 from proxy.errors import NoUpstream, ProxyError, UpstreamUnreachable
-from proxy.formats.tool_parsers import has_grammars
+from proxy.formats.tool_parsers import has_grammars, tag_model
 from proxy.http.wire import Headers
 from proxy.settings import ProxySettings
 from proxy.upstreams.file import UpstreamSpec, load_upstreams
@@ -30,12 +30,14 @@ TEMPERATURE: Final = "temperature"
 class SamplingDefaults(msgspec.Struct, frozen=True):
     """State what a server samples with unless a request says: the temperature, and other settings.
 
-    `tool_grammars` says whether it may hold calls of strict tools to a grammar.
+    `tool_grammars` says whether it may hold calls of strict tools to a grammar, and `tool_tag` in
+    which syntax, where that is known.
     """
 
     temperature: float = 1.0
     others: Mapping[str, float] = {}
     tool_grammars: bool = True
+    tool_tag: str | None = None
 
 
 # vLLM's own, where the model's folder says nothing else.
@@ -203,7 +205,7 @@ def _defaults(
     others = settings.sampling_defaults | own
     temperature = others.pop(TEMPERATURE)
     parser = tool_parser or settings.tool_parser
-    return SamplingDefaults(temperature, others, has_grammars(parser))
+    return SamplingDefaults(temperature, others, has_grammars(parser), tag_model(parser))
 
 
 def _specs(settings: ProxySettings, environment: Mapping[str, str]) -> tuple[UpstreamSpec, ...]:

@@ -4,7 +4,7 @@ from typing import Any, Final, Literal, get_args
 
 from store.records import Record
 
-Kind = Literal["json", "regex", "choice", "grammar"]
+Kind = Literal["json", "regex", "choice", "grammar", "tools"]
 KINDS: Final = get_args(Kind)
 # The setting that holds it; no request has a field of this name that a server reads.
 GRAMMAR: Final = "grammar"
@@ -14,7 +14,8 @@ class Grammar(Record, frozen=True, kw_only=True):
     """Hold what a model server makes its masks of; equal grammars are equal and hashable.
 
     `text` is a JSON schema (`json`) or a list of texts (`choice`) as JSON, whose order of keys
-    counts, a regular expression, or a grammar in EBNF or Lark.
+    counts, a regular expression, a grammar in EBNF or Lark, or what a structural tag is made of
+    (`tools`, see `store.values.tool_tags`).
     """
 
     kind: Kind

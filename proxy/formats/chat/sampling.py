@@ -40,18 +40,18 @@ class ChatSampling(BaseSamplingRules):
             return True
         return super().constrains(settings) or not free_form(settings.get("response_format"))
 
-    def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
-        """Return the grammar of the form that is asked for, or of the call that is forced."""
-        return grammar_of_chat(fields) if free_choice(fields.get("function_call")) else None
+    def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
+        """Return the grammar of the form that is asked for, or of calls of tools."""
+        return grammar_of_chat(fields, tag) if free_choice(fields.get("function_call")) else None
 
 
-def grammar_of_chat(fields: Mapping[str, Any]) -> Mapping[str, str] | None:
+def grammar_of_chat(fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
     """Return the grammar of a chat request, if it has one that can be read."""
     choice, forced = fields.get("tool_choice"), None
     if not free_choice(choice):
         forced = forced_by(choice, choice.get("function") if isinstance(choice, dict) else None)
     functions = functions_of(list(map(_function, _tools(fields))))
-    return the_grammar(fields, fields.get("response_format"), of_form, forced, functions)
+    return the_grammar(fields, fields.get("response_format"), of_form, forced, functions, tag)
 
 
 def _tools(fields: Mapping[str, Any]) -> list[Any]:

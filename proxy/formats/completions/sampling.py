@@ -21,6 +21,6 @@ class CompletionsSampling(BaseSamplingRules):
         """Return whether a form of the reply is imposed."""
         return super().constrains(settings) or not free_form(settings.get("response_format"))
 
-    def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
+    def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
         """Return the grammar of the form that is asked for."""
         return the_grammar(fields, fields.get("response_format"), of_form)

@@ -36,7 +36,7 @@ class MessagesSampling(BaseSamplingRules):
         """Return whether a tool or a form of the reply is imposed."""
         return super().constrains(settings) or not free_form_within(settings.get("output_config"))
 
-    def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
+    def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
         """Return the grammar of the chat request that such a message is sent as."""
         as_chat = chat_request(fields)
-        return None if as_chat is None else grammar_of_chat(as_chat)
+        return None if as_chat is None else grammar_of_chat(as_chat, tag)

@@ -40,13 +40,12 @@ class ResponsesSampling(BaseSamplingRules):
         """Return whether a tool or a form of the text is imposed."""
         return super().constrains(settings) or not free_form_within(settings.get("text"))
 
-    def grammar(self, fields: Mapping[str, Any]) -> Mapping[str, str] | None:
-        """Return the grammar of the text that is asked for, or of the call that is forced."""
+    def grammar(self, fields: Mapping[str, Any], tag: str | None) -> Mapping[str, str] | None:
+        """Return the grammar of the text that is asked for, or of calls of tools."""
         text, choice, tools = fields.get("text"), fields.get("tool_choice"), fields.get("tools")
         form = text.get("format") if isinstance(text, dict) else None
         forced = None if free_choice(choice) else forced_by(choice, choice)
         listed = tools if isinstance(tools, list) else []
         plain = all(isinstance(tool, dict) and tool.get("type") == "function" for tool in listed)
-        return the_grammar(
-            fields, form, of_text_form, forced, functions_of(listed) if plain else None
-        )
+        functions = functions_of(listed) if plain else None
+        return the_grammar(fields, form, of_text_form, forced, functions, tag)

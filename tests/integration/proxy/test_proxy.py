@@ -326,9 +326,12 @@ async def test_what_the_server_uses_by_itself_is_recorded(
 
 @pytest.mark.parametrize(
     ("parser", "reason"),
-    [(None, "constrained_sampling"), ("hermes", "constrained_sampling"), ("pythonic", None)],
+    [
+        *((None, "constrained_sampling"), ("glm47", "constrained_sampling")),
+        *(("hermes", None), ("pythonic", None)),
+    ],
 )
-async def test_strict_tools_are_free_where_the_servers_parser_has_no_grammar(
+async def test_strict_tools_are_trained_where_the_servers_parser_is_known(
     database_url: str,
     engine: AsyncEngine,
     upstream: FakeUpstream,
@@ -347,6 +350,8 @@ async def test_strict_tools_are_free_where_the_servers_parser_has_no_grammar(
         assert (await proxy.chat(tools=[tool])).status == 200
         call = await proxy.only_call()
     assert call.reason == reason
+    # With a syntax of its own the server held the call to it; nothing else holds one.
+    assert ("grammar" in call.sampling) == (parser == "hermes")
 
 
 async def test_a_tool_conversation_without_any_name_is_one_episode(proxy: Proxy) -> None:

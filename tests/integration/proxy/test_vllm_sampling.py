@@ -88,12 +88,12 @@ def body_of(api: str, more: str) -> str:
 
 
 def recorded(
-    api: str, body: str, *, tool_grammars: bool = True
+    api: str, body: str, *, tool_grammars: bool = True, tool_tag: str | None = None
 ) -> tuple[dict[str, Any], str | None]:
     request = read_request(body.encode())
     fields = None if request.parsed is None else request.fields
     rules = FORMATS[api].sampling
-    found = sampling_settings(fields, 1.0, rules, tool_grammars=tool_grammars)
+    found = sampling_settings(fields, 1.0, rules, tool_grammars=tool_grammars, tool_tag=tool_tag)
     # It is written down as JSON.
     assert msgspec.json.decode(msgspec.json.encode(found)) == found
     return found, why_not_trainable("complete", 200, 0, found, SAMPLED, rules, only_text=True)

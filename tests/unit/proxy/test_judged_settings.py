@@ -14,15 +14,34 @@ from proxy.formats.requests import read_request
 from proxy.keeper import sampling
 from proxy.keeper.sampling import Judged, judged_settings, sampling_settings
 
-VALUES = st.sampled_from([None, 0, 0.7, 1, "1", "x", True, [], ["a"], {"type": "json_object"}])
+VALUES = st.sampled_from(
+    [
+        *(None, 0, 0.7, 1, "1", "x", True, False, [], ["a"], {"type": "json_object"}),
+        *("required", [{"type": "function", "function": {"name": "f", "strict": True}}]),
+    ]
+)
 NAMES = (
     *("temperature", "top_p", "min_tokens", "stop_token_ids", "tools", "tool_choice", "n", "user"),
-    *("response_format", "guided_json", "structured_outputs", "logit_bias", "metadata", "unknown"),
+    *(
+        "parallel_tool_calls",
+        "response_format",
+        "guided_json",
+        "structured_outputs",
+        "logit_bias",
+        "metadata",
+        "unknown",
+    ),
 )
 FIELDS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5)
 
 
-def captured(dialect: str, defaults: dict[str, float], *, tool_grammars: bool) -> CapturedCall:
+def captured(
+    dialect: str,
+    defaults: dict[str, float],
+    *,
+    tool_grammars: bool,
+    tool_tag: str | None = None,
+) -> CapturedCall:
     """A call of which only what its settings follow from is said."""
     return CapturedCall(
         id=bytes(16),
@@ -53,6 +72,7 @@ def captured(dialect: str, defaults: dict[str, float], *, tool_grammars: bool) -
         total_ms=1.0,
         sampling_defaults=defaults,
         tool_grammars=tool_grammars,
+        tool_tag=tool_tag,
     )
 
 
@@ -60,14 +80,18 @@ def captured(dialect: str, defaults: dict[str, float], *, tool_grammars: bool) -
     st.sampled_from(sorted(FORMATS)),
     FIELDS,
     st.sampled_from([{}, {"top_p": 0.9}, {"top_k": 3.0, "top_p": 1.0}]),
-    st.booleans(),
+    st.sampled_from([(False, None), (True, None), (True, "hermes")]),
 )
 def test_it_is_what_the_call_s_own_fields_give(
-    dialect: str, fields: dict[str, Any], defaults: dict[str, float], tool_grammars: bool
+    dialect: str,
+    fields: dict[str, Any],
+    defaults: dict[str, float],
+    parser: tuple[bool, str | None],
 ) -> None:
-    call = captured(dialect, defaults, tool_grammars=tool_grammars)
+    known = dict(zip(("tool_grammars", "tool_tag"), parser, strict=True))
+    call = captured(dialect, defaults, **known)  # type: ignore[arg-type]
     rules = FORMATS[dialect].sampling
-    settings = sampling_settings(fields, 0.5, rules, defaults, tool_grammars=tool_grammars)
+    settings = sampling_settings(fields, 0.5, rules, defaults, **known)  # type: ignore[arg-type]
     request = read_request(msgspec.json.encode(fields))
     for _ in range(2):
         found = judged_settings(call, request)

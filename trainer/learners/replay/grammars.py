@@ -20,6 +20,7 @@ from store.values.grammars import Grammar
 from trainer.batches.rows import Row
 from trainer.errors import Unreplayable
 from trainer.learners.replay.schemas import is_for_another
+from trainer.learners.replay.tags import structural_tag
 
 log = structlog.get_logger()
 
@@ -151,6 +152,9 @@ _COMPILE: Final[dict[str, Callable[[Any, str], Any]]] = {
     "regex": lambda compiler, text: compiler.compile_regex(text),
     "choice": lambda compiler, text: compiler.compile_grammar(ebnf_of(json.loads(text))),
     "grammar": _grammar,
+    "tools": lambda compiler, text: compiler.compile_structural_tag(
+        structural_tag(_library(), text)
+    ),
 }
 
 

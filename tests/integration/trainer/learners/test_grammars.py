@@ -4,7 +4,6 @@ import builtins
 import json
 import math
 import random
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 import xgrammar
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from store.values.distribution import Distribution
 from store.values.grammars import Grammar
@@ -45,33 +43,6 @@ KINDS = {
     "ebnf": Grammar(kind="grammar", text='root ::= "In " [a-z]+ "."'),
     "lark": Grammar(kind="grammar", text='start: "In " /[a-z]+/ "."'),
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_dir: str) -> Any:
-    return AutoTokenizer.from_pretrained(model_dir)
-
-
-@pytest.fixture(scope="module")
-def grammars(tokenizer: Any) -> Grammars:
-    return Grammars(tokenizer, 49152)
-
-
-@pytest.fixture(scope="module")
-def vllm_own() -> Any:
-    pytest.importorskip("vllm")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-        from vllm.v1.structured_output import backend_xgrammar, utils
-        from vllm.v1.structured_output.request import get_structured_output_key
-    return SimpleNamespace(
-        backend=backend_xgrammar,
-        utils=utils,
-        SamplingParams=SamplingParams,
-        Params=StructuredOutputsParams,
-        key=get_structured_output_key,
-    )
 
 
 def held(grammar: Grammar, stops: tuple[int, ...]) -> Distribution:

@@ -86,6 +86,17 @@ def test_strict_is_dropped_where_the_server_would_hold_calls_to_it(name: str) ->
     assert changes(name, BOTH, free, tools=tools, temperature=0) == {"temperature": 0.7}
 
 
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_strict_tools_of_a_known_syntax_stay_strict_unless_they_are_to_be_free(name: str) -> None:
+    tagged, tools = SamplingDefaults(tool_tag="hermes"), [STRICT[name]]
+    assert changes(name, WARMER, tagged, tools=tools, temperature=0) == {"temperature": 0.7}
+    assert changes(name, LOOSER, tagged, tools=tools) == {"strict": None}
+    asked = {"tools": tools, "parallel_tool_calls": False}
+    if name != "messages":
+        assert changes(name, LOOSER, tagged, **asked) == {"strict": None}
+        assert changes(name, LOOSER, tagged, tool_choice="required", **asked) is None
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -205,15 +216,16 @@ TOOLS = st.lists(
     st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=4), VALUES, max_size=5),
     st.none() | TOOLS,
     st.sampled_from([0.0, 0.2, 0.7, 1.0]),
-    st.booleans(),
+    st.sampled_from([(False, None), (True, None), (True, "hermes")]),
 )
 def test_whatever_is_asked_a_call_that_explores_is_recorded_as_it_is_sampled(
-    name: str, fields: dict[str, Any], tools: Any, temperature: float, grammars: bool
+    name: str, fields: dict[str, Any], tools: Any, temperature: float, parser: tuple[bool, Any]
 ) -> None:
     """The keeper reads of the client's own request what the server reads of the changed one."""
     asked = ASKED[name] | fields | ({} if tools is None else {"tools": tools})
     request = read_request(msgspec.json.encode(asked))
-    defaults = SamplingDefaults(temperature, {}, grammars)
+    grammars, tag = parser
+    defaults = SamplingDefaults(temperature, {}, grammars, tag)
     spoken = FORMATS[name]
     found = explored(request, spoken, Exploring(BOTH, defaults))
     if found is None:
@@ -227,6 +239,7 @@ def test_whatever_is_asked_a_call_that_explores_is_recorded_as_it_is_sampled(
             wanted_ids=bool(sent.injected),
             default_temperature=temperature,
             tool_grammars=grammars,
+            tool_tag=tag,
             explored=found.changes,
         )
     )
@@ -237,6 +250,7 @@ def test_whatever_is_asked_a_call_that_explores_is_recorded_as_it_is_sampled(
         temperature,
         spoken.sampling,
         tool_grammars=grammars,
+        tool_tag=tag,
     )
     assert recorded == msgspec.json.decode(msgspec.json.encode(served))
     assert why_not_replayed(recorded, spoken.sampling, rated=True) is None

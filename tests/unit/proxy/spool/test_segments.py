@@ -71,3 +71,13 @@ def test_fingerprints_of_a_spool_from_before_their_new_names_are_read() -> None:
     fields = msgspec.msgpack.decode(WRITTEN_BEFORE)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(record))[: len(fields)] == fields
     assert record.split == "train"
+    assert (record.tool_grammars, record.explored, record.tool_tag) == (True, None, None)
+
+
+def test_a_spool_from_before_the_last_field_is_read() -> None:
+    """What a call's tools were held to is then unknown, as it was."""
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(captured(tool_tag="hermes")))
+    assert fields[-1] == "hermes"
+    old = decode_payload(msgspec.msgpack.encode(fields[:-1]))
+    assert isinstance(old, CapturedCall)
+    assert old.tool_tag is None

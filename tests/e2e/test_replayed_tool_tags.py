@@ -1,0 +1,126 @@
+"""What a real vLLM with Hermes' tool parser sampled has the probabilities that we compute.
+
+The tools are strict, forced, or one at most may be called: each is held to a structural tag.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+from benchmarks.small_stack import small_plan
+from pawl.stack.stack import Stack, running_stack
+from tests.e2e.conftest import POLICY, RECIPE
+from tests.e2e.test_replayed_sampling import ALL, recorded_calls, row_of, trainers_differences
+from tests.support.training import recipe
+from trainer.learners.learner import Learner
+from trainer.learners.replay.grammars import OUTSIDE
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(600),
+]
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"name": "weather", "description": "Tells the weather.", "parameters": SCHEMA}
+GIVE_UP = {"name": "give_up", "parameters": {"type": "object", "properties": {}}}
+FREE = [{"type": "function", "function": one} for one in (WEATHER, GIVE_UP)]
+STRICT = [{"type": "function", "function": WEATHER | {"strict": True}}, FREE[1]]
+ONE: dict[str, Any] = {"parallel_tool_calls": False}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+# The template shows the model no tools: it learns the syntax of calls from these.
+CITIES = ("Rome", "Oslo", "Lima")
+EXAMPLES = [
+    message
+    for city in CITIES
+    for message in (
+        {"role": "user", "content": f"The weather of {city}, for two days?"},
+        {
+            "role": "assistant",
+            "content": '<tool_call>\n{"name": "weather", "arguments": '
+            f'{{"city": "{city}", "days": 2}}}}\n</tool_call>',
+        },
+    )
+]
+MESSAGES = [*EXAMPLES, {"role": "user", "content": "The weather of Paris, for two days?"}]
+CHAT: dict[str, dict[str, Any]] = {
+    "strict": {"tools": STRICT},
+    "strict, streamed": {"tools": STRICT, "stream": True},
+    "strict and all settings": {"tools": STRICT, **ALL, "bad_words": ["Rome"]},
+    "one at most": {"tools": FREE, **ONE},
+    "strict, one at most": {"tools": STRICT, **ONE},
+    "required": {"tools": FREE, "tool_choice": "required"},
+    "required, one": {"tools": STRICT, "tool_choice": "required", **ONE},
+    "named": {"tools": STRICT, "tool_choice": NAMED},
+}
+EACH = {name: ("chat/completions", said) for name, said in CHAT.items()}
+EACH["messages"] = (
+    "messages",
+    {
+        "tools": [{"name": "weather", "input_schema": SCHEMA, "strict": True}],
+        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+    },
+)
+SEEDS = range(3)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def hermes(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """A stack whose model server reads Hermes' syntax, as `pawl up` starts it."""
+    folder: Path = tmp_path_factory.mktemp("hermes")
+    (folder / "small.toml").write_text(RECIPE)
+    recipe_file = str(folder / "small.toml")
+    plan = small_plan(folder, model_dir, POLICY, recipe_file, tool_parser="hermes")
+    async with running_stack(plan) as running:
+        yield running
+
+
+async def ask(stack: Stack, name: str, seed: int) -> None:
+    path, said = EACH[name]
+    body = {"model": POLICY, "messages": MESSAGES, "max_tokens": 48, "temperature": 1.0, **said}
+    if path != "messages":
+        body["seed"] = seed
+    headers = {"x-pawl-episode": f"{name}-{seed}"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{stack.base_url}/{path}", json=body, headers=headers) as response,
+    ):
+        assert response.status == 200, await response.text()
+        await response.read()
+
+
+async def test_calls_in_hermes_syntax_are_replayed_to_a_thousandth_of_a_nat(
+    hermes: Stack, model_dir: str, tmp_path: Path
+) -> None:
+    # At once: the server makes the masks of a whole batch.
+    await asyncio.gather(*(ask(hermes, name, seed) for name in EACH for seed in SEEDS))
+    wanted = {f"{name}-{seed}": name for name in EACH for seed in SEEDS}
+    calls, folders = await recorded_calls(hermes, wanted)
+    recorded = [call for own in calls.values() for call in own]
+    assert {call.reason for call in recorded} == {None}
+    assert {call.sampling["grammar"]["kind"] for call in recorded} == {"tools"}
+    # Where none need be called, the examples let the model call all the same.
+    for name in ("strict", "one at most", "required", "named", "messages"):
+        assert any(call.tool_calls for call in calls[name]), name
+    means = trainers_differences(model_dir, tmp_path, calls, folders)
+    (tmp_path / "nats_a_token.json").write_text(json.dumps(means))
+    assert max(means.values()) <= 1e-3, means
+
+    learner = Learner(model_dir, recipe(), seed=0, scratch=tmp_path)
+    for call in recorded:
+        row = row_of(call)
+        assert learner.why_unreplayable(row.distribution, row.sampled_ids) is None
+    forced = row_of(calls["named"][0]).distribution
+    free = learner._tokenizer.encode("It rains in Paris.")
+    assert learner.why_unreplayable(forced, free) == OUTSIDE
