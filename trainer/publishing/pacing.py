@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.updates import slots
 from store.updates.slots import Live, free_slots, is_due
+from trainer.errors import UpstreamAway
 from trainer.metrics import LIVE, SLOTS
 from trainer.publishing.publish import PROXY_REFRESH_S
 from trainer.publishing.replicas import Replicas
@@ -52,28 +53,29 @@ class Pacing:
         self.waits = False
 
     async def allows(self, connection: AsyncConnection) -> bool:
-        """Return whether one more version may be made; nobody else may take a slot until a commit.
-
-        Raises:
-            UpstreamAway: no model server answers.
-        """
-        if self._slots is None:
-            self._slots = await self._told()
+        """Return whether one more version may be made; no other takes a slot until a commit."""
+        known = await self._known()
         await slots.lock_slots(connection)
         live = await slots.live_versions(connection, self._policy, PROXY_REFRESH_S, self._longest_s)
-        free = free_slots(live, self._slots)
+        free = free_slots(live, known)
         if not free and not live.unloading:
             await self._retire_longest(connection)
-        self._tell(live, self._slots, is_free=free > 0)
-        allowed = free > 0 and is_due(live, self._slots)
+        self._tell(live, known, is_free=free > 0)
+        allowed = free > 0 and is_due(live, known)
         self.waits = not allowed
         return allowed
 
-    async def _told(self) -> int:
+    async def _known(self) -> int:
         """Return the fewest slots that a replica names, or the usual number if none does."""
-        texts = (await self._servers.ask(ModelServer.metrics)).values()
-        told = [told_slots(text) for text in texts]
-        return min((one for one in told if one is not None), default=USUAL_SLOTS)
+        if self._slots is None:
+            try:
+                texts = (await self._servers.ask(ModelServer.metrics)).values()
+            except UpstreamAway:
+                # They are asked again; training needs no model server.
+                return USUAL_SLOTS
+            told = [told_slots(text) for text in texts]
+            self._slots = min((one for one in told if one is not None), default=USUAL_SLOTS)
+        return self._slots
 
     async def _retire_longest(self, connection: AsyncConnection) -> None:
         name = await slots.retire_longest(connection, self._policy, self._longest_s)

@@ -48,7 +48,6 @@ class Claiming:
 
         Raises:
             ClaimLost: another update of the policy is running.
-            UpstreamAway: no model server answers that could say how many slots there are.
         """
         while True:
             async with self._engine.begin() as connection:
