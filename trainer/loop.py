@@ -12,6 +12,7 @@ version, bit by bit, however often it is begun.
 import asyncio
 from time import perf_counter
 
+import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -23,6 +24,7 @@ from trainer.errors import DriftOutOfBounds, LearnerError, PublishError
 from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import HELD, UPDATE_SECONDS
 from trainer.publishing.adapters import NewVersion, version_folder
+from trainer.publishing.pacing import Pacing
 from trainer.publishing.publish import Publisher
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
@@ -31,8 +33,10 @@ from trainer.updates.ending import Ending
 from trainer.updates.expiring import Expiring
 from trainer.updates.holding import Holding
 from trainer.updates.plan import Plan, claim_rule, plan_update
+from trainer.updates.recomputed import with_logprobs
 from trainer.updates.recording import Recording
 from trainer.updates.recovery import Recovery
+from trainer.updates.staleness import smallest_in, too_far
 from trainer.updates.training import Training
 from trainer.updates.trial import Trial
 from trainer.updates.versions import Versions
@@ -63,7 +67,9 @@ class Loop:
         self._publisher = publisher
         rule, recorded_recipe = claim_rule(recipe, policy), recipe.model_dump(mode="json")
         self._engine, self._rule = engine, rule
-        self._claiming = Claiming(engine, rule, recorded_recipe)
+        pin_s = recipe.publish.longest_pin_s
+        pacing = Pacing(publisher.servers, policy, settings.adapter_slots, pin_s)
+        self._claiming = Claiming(engine, rule, recorded_recipe, pacing)
         self._expiring = Expiring(engine, rule, recorded_recipe)
         self._ending = Ending(recipe.optimizer)
         self._versions = Versions(engine, self._folder, policy)
@@ -205,14 +211,37 @@ class Loop:
             LearnerError: it cannot be computed; the claim still runs.
         """
         number = await self._versions.next_number()
-        lost = await self._training.lost_versions(claim)
-        unreplayed = await self._training.unreplayed(claim)
-        plan = plan_update(claim, self._recipe, lost, unreplayed)
+        plan = await self._plan(claim, parent)
         log.info("update_begun", update=str(claim.update_id), version=number, **plan.metrics)
         if not plan.rows:
             await self._recording.without_version(claim, plan)
             return
         await self._make_version(claim, plan, parent, number)
+
+    async def _plan(self, claim: Claim, parent: PolicyVersion) -> Plan:
+        """Plan an update of `parent`, without the episodes that the policy is too far from.
+
+        Its rows have all their log-probabilities.
+
+        Raises:
+            LearnerError: some rows cannot be computed with.
+        """
+        lost = await self._training.lost_versions(claim)
+        unreplayed = await self._training.unreplayed(claim)
+        plan = plan_update(claim, self._recipe, lost, unreplayed)
+        if not plan.rows:
+            return plan
+        limits = self._recipe.off_policy
+        whole, shares = await self._training.measure(parent.version, plan.rows, limits.ratio_cap)
+        far = too_far(shares, limits.min_effective_sample)
+        if far:
+            plan = plan_update(claim, self._recipe, lost, unreplayed, far)
+        logprobs = {row.key: row.sampled_logprobs for row in whole}
+        return msgspec.structs.replace(
+            plan,
+            rows=tuple(with_logprobs(plan.rows, logprobs)),
+            metrics=plan.metrics | smallest_in(shares),
+        )
 
     async def _make_version(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, number: int

@@ -35,6 +35,8 @@ UPDATE: Final = {
         "ratio_cut_share": "Share of tokens whose ratio was truncated",
         "masked_share": "Share of calls that are too far off the policy to carry loss",
         "effective_sample_size": "Effective sample size, as a share of the tokens",
+        "smallest_effective_sample": "Smallest effective sample size, as a share of its tokens, of"
+        " an episode that an older version sampled",
         "recomputed_rows": "Calls whose log-probabilities the version that sampled them computed",
         "drift_kl": "Divergence of server and trainer about one version, nats per token",
         "drift_logp_mean_abs": "Mean |trainer − server| log-probability about one version",
@@ -51,5 +53,13 @@ LEFT = Gauge(
     "pawl_policy_left",
     "1 while the trainer does not work on a policy because it failed; else 0.",
     ["policy"],
+)
+LIVE = Gauge(
+    "pawl_live_versions",
+    "Versions that need an adapter slot of the policy's model server, of all its policies.",
+    ["policy"],
+)
+SLOTS = Gauge(
+    "pawl_adapter_slots", "Adapter slots of the policy's model server, as far as known.", ["policy"]
 )
 VERSION = Gauge("pawl_trained_version", "Newest version that was promoted.", ["policy"])

@@ -1,12 +1,15 @@
 """Define the trainer's settings: one frozen object, read once at start-up."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from pydantic import BeforeValidator, Field, HttpUrl
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from store.settings import Listen, PoliciesFile, StoreSettings
+
+# Adapter slots of a server that does not say: what `pawl up` and the Compose file give their vLLM.
+USUAL_SLOTS: Final = 8
 
 
 def _separated(value: object) -> object:
@@ -63,6 +66,13 @@ class TrainerSettings(ServerSettings):
     )
     poll_s: float = Field(
         default=1.0, gt=0, description="pause between checks of the store, in seconds"
+    )
+    adapter_slots: int | None = Field(
+        default=None,
+        ge=1,
+        description="adapters that the model server computes with at once, of all policies (vLLM's "
+        "--max-loras); while as many versions may have traffic, no update begins; unset: as the "
+        "server's /metrics says, else 8",
     )
     seed: int = Field(default=0, ge=0, description="random seed of the first adapter's weights")
 

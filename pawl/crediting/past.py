@@ -14,6 +14,7 @@ from trainer.errors import RecipeError
 from trainer.recipes.recipe import Recipe
 from trainer.recipes.recorded import recorded_recipe
 from trainer.updates.plan import Plan, lost_in, plan_update
+from trainer.updates.staleness import far_in
 from trainer.updates.unreplayed import unreplayed_in
 
 
@@ -34,7 +35,7 @@ async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | N
         past = await past_update(connection, which, policy)
     recipe = _recipe(past)
     lost, unreplayed = lost_in(past.metrics), unreplayed_in(past.metrics)
-    plan = plan_update(past.claim, recipe, lost, unreplayed)
+    plan = plan_update(past.claim, recipe, lost, unreplayed, far_in(past.metrics))
     lines = [
         credit_line(credit.episode, str(credit.call.id), credit.call.agent, credit)
         for credit in plan.credited

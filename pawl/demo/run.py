@@ -36,7 +36,7 @@ from store.updates.claims import list_updates
 from store.updates.policies import list_versions
 from trainer.credit.baselines.registry import baselines
 from trainer.recipes.recipe import Recipe, load_recipe
-from trainer.settings import TrainerSettings
+from trainer.settings import USUAL_SLOTS, TrainerSettings
 
 POLICY: Final = "calculator"
 TEMPLATE: Final = Path(__file__).parent / "smollm2_tools.jinja"
@@ -151,6 +151,7 @@ class Demo:
                 tool_parser="pythonic" if template else proxy.tool_parser or USUAL_TOOL_PARSER,
                 chat_template=template,
                 sampling_defaults=proxy.sampling_defaults,
+                adapter_slots=trainer.adapter_slots or USUAL_SLOTS,
             ),
             database_url=None,
             upstream_url=None,

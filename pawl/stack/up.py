@@ -12,7 +12,7 @@ from pawl.stack.vllm import USUAL_TOOL_PARSER, VllmOptions
 from proxy.settings import ProxySettings
 from store.policy_table import open_policies
 from trainer.chosen import chosen_policies, load_recipes
-from trainer.settings import TrainerSettings
+from trainer.settings import USUAL_SLOTS, TrainerSettings
 
 DEFAULT_POLICY = "smollm2"
 CHECK_S = 1.0
@@ -70,6 +70,7 @@ def _plan(settings: StackSettings) -> StackPlan:
             max_lora_rank=max(recipe.lora.rank for recipe in load_recipes(chosen)),
             tool_parser=proxy.tool_parser or USUAL_TOOL_PARSER,
             sampling_defaults=proxy.sampling_defaults,
+            adapter_slots=trainer.adapter_slots or USUAL_SLOTS,
         ),
         database_url=settings.database_url.get_secret_value() if settings.database_url else None,
         upstream_url=str(proxy.upstream_url) if outside else None,

@@ -9,6 +9,7 @@ from typing import Final
 
 from pawl.interpreter import run_module
 from store.records import Record
+from trainer.settings import USUAL_SLOTS
 
 # vLLM's parser of tool calls for most models, Qwen's among them.
 USUAL_TOOL_PARSER: Final = "hermes"
@@ -27,6 +28,7 @@ class VllmOptions(Record, frozen=True, kw_only=True):
         dtype: number format; None: float32 on a CPU, bfloat16 on a GPU.
         max_model_len: longest context, in tokens.
         max_lora_rank: highest rank of an adapter.
+        adapter_slots: adapters that it computes with at once.
         tool_parser: vLLM's parser of tool calls for this model.
         chat_template: chat template file; None: the model's own.
         sampling_defaults: what it samples with if a request does not say, by setting; where one is
@@ -41,6 +43,7 @@ class VllmOptions(Record, frozen=True, kw_only=True):
     max_lora_rank: int
     tool_parser: str = USUAL_TOOL_PARSER
     chat_template: Path | None = None
+    adapter_slots: int = USUAL_SLOTS
     sampling_defaults: Mapping[str, float] = {}
 
 
@@ -59,7 +62,9 @@ def vllm_command(options: VllmOptions) -> list[str]:
         *("--host", "127.0.0.1", "--port", str(options.port)),
         *("--dtype", dtype),
         *("--max-model-len", str(options.max_model_len)),
-        *("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16"),
+        *("--enable-lora", "--max-loras", str(options.adapter_slots)),
+        # Those that were retired a moment ago are unloaded at leisure.
+        *("--max-cpu-loras", str(2 * options.adapter_slots)),
         *("--max-lora-rank", str(options.max_lora_rank)),
         # Log-probabilities are of the distribution that was sampled from, and sampling defaults
         # are those that the proxy knows, not the model's own.

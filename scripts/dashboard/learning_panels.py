@@ -134,6 +134,9 @@ LEARNING: Final = Row(
             "What the last update's tokens are worth, as a share of as many from the policy itself.",
             "percentunit",
             newest("pawl_update_effective_sample_size"),
+            newest(
+                "pawl_update_smallest_effective_sample", "{{policy}}: an older version's, least"
+            ),
             max=1,
         ),
         stairs(
@@ -169,6 +172,14 @@ VERSIONS: Final = Row(
             "none",
             newest("pawl_serving_version", "{{policy}} serving"),
             newest("pawl_trained_version", "{{policy}} trained"),
+            decimals=0,
+        ),
+        stairs(
+            "Live versions and adapter slots",
+            "Versions that may have traffic, of all policies of the model server. While all slots are taken, no update begins.",
+            "none",
+            newest("pawl_live_versions", "{{policy}} live"),
+            newest("pawl_adapter_slots", "{{policy}} slots"),
             decimals=0,
         ),
         stairs(

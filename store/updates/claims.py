@@ -63,18 +63,21 @@ async def claim(
     rule: ClaimRule,
     parent_version: int,
     recipe: Mapping[str, Any],
+    *,
+    takes_most: bool = False,
 ) -> UUID | None:
     """Claim the freshest complete groups for a new update and return the update's id.
 
-    Return None while there are too few. The same ledger gives the same claim. Read the claimed
-    episodes with `load_claim` after this transaction is committed, so that writers of these
-    episodes' calls and feedback block only while the rows are marked.
+    Return None while there are too few. With `takes_most` there may be more groups (`ClaimRule`).
+    The same ledger gives the same claim. Read the claimed episodes with `load_claim` after this
+    transaction is committed, so that writers of these episodes' calls and feedback block only while
+    the rows are marked.
 
     Raises:
         ClaimLost: another update of the policy is running.
     """
     oldest = await oldest_version(connection, rule.policy, parent_version, rule.max_staleness)
-    taken = await find_ready(connection, rule, oldest)
+    taken = await find_ready(connection, rule, oldest, takes_most=takes_most)
     if not taken:
         return None
     limits = {"group_size": rule.group_size, "oldest_version": oldest}

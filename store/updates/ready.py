@@ -1,7 +1,9 @@
 """Select the episodes of the next update: complete groups, the freshest first.
 
-Episodes of newer versions come before those of older ones; among equals, those that waited longest
-come first. If more episodes arrive than are trained, the stale ones are left over.
+Those whose reward is of the latest minute come first, whatever version sampled them: an episode of
+half an hour began with an older one than those of two minutes, and must not be left over for that.
+Within a minute newer versions come first; among equals, those that waited longest. If more episodes
+arrive than are trained, those that have waited longer than others are left over.
 
 Groups whose final rewards are all equal teach nothing, or little (AIR may differ), and do not make
 an update: they are taken along, or by themselves, and so consumed
@@ -29,7 +31,7 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     group has waited `max_age_s` seconds since its first reward, fewer groups are enough; and that
     group may itself be smaller if it has `smallest_group` members, counting those that earlier
     updates consumed. With a `group_size` of 1 every episode is its own group, with or without a
-    task.
+    task. An update that had to wait takes up to `most_groups` (None: `groups`, as others do).
 
     With `needs_spread` only groups whose rewards differ count for this. As many others are taken
     along; and where too few differ, `groups` others, or fewer that have waited as long, are taken
@@ -54,6 +56,7 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     call_rewards_after_s: float | None = None
     needs_spread: bool = False
     failed_reward: float | None = None
+    most_groups: int | None = None
 
 
 _SCORED = f"""
@@ -108,10 +111,10 @@ _GROUPS = """
         GROUP BY task),
     found AS (
         SELECT task, count(*) AS members, min(at) AS first, max(version) AS newest,
-            min(reward) AS least, max(reward) AS most
+            min(reward) AS least, max(reward) AS most, max(at) AS last
         FROM ready WHERE task IS NOT NULL GROUP BY task),
     complete AS (
-        SELECT task, newest, first, COALESCE(c.members, 0) AS earlier,
+        SELECT task, newest, first, last, COALESCE(c.members, 0) AS earlier,
             NOT CAST(:needs_spread AS boolean) OR COALESCE(
                 CASE WHEN g.members >= :group_size THEN g.least < g.most
                 ELSE LEAST(g.least, c.least) < GREATEST(g.most, c.most) END, false) AS has_spread
@@ -121,18 +124,19 @@ _GROUPS = """
                 AND first < now() - make_interval(secs => :max_age_s)))
     SELECT task, extract(epoch FROM now() - first) AS age_s, earlier, has_spread
     FROM (SELECT *, row_number() OVER (
-              PARTITION BY has_spread ORDER BY newest DESC, first, task) AS place
+              PARTITION BY has_spread
+              ORDER BY date_trunc('minute', last) DESC, newest DESC, first, task) AS place
           FROM complete) placed
-    WHERE place <= :groups ORDER BY newest DESC, first, task
+    WHERE place <= :groups ORDER BY date_trunc('minute', last) DESC, newest DESC, first, task
 """
 _MEMBERS = """
     SELECT m.id, t.task FROM unnest(CAST(:tasks AS text[])) AS t (task) CROSS JOIN LATERAL (
         SELECT id FROM ({ready}) r WHERE r.task = t.task
-        ORDER BY version DESC, at, id LIMIT :group_size) m
+        ORDER BY date_trunc('minute', at) DESC, version DESC, at, id LIMIT :group_size) m
 """
 _SINGLES = """
     SELECT id, extract(epoch FROM now() - at) AS age_s FROM ({ready}) r
-    ORDER BY version DESC, at, id LIMIT :groups
+    ORDER BY date_trunc('minute', at) DESC, version DESC, at, id LIMIT :groups
 """
 # This waits for transactions that hold a member (SKIP LOCKED would claim a group that is not
 # whole). Locks are taken in the order of keys, as everywhere, so that there are no deadlocks.
@@ -162,15 +166,18 @@ async def waiting_episodes(connection: AsyncConnection) -> dict[str, int]:
     return {row.policy: int(row.episodes) for row in await connection.execute(_WAITING)}
 
 
-async def find_ready(connection: AsyncConnection, rule: ClaimRule, oldest: int) -> list[UUID]:
+async def find_ready(
+    connection: AsyncConnection, rule: ClaimRule, oldest: int, *, takes_most: bool = False
+) -> list[UUID]:
     """Select and lock the episodes of the next update; return none while there are too few.
 
-    `oldest` is the first version whose episodes may be trained.
+    `oldest` is the first version whose episodes may be trained. With `takes_most` there are up to
+    `rule.most_groups` groups.
     """
     values = {
         "policy": rule.policy,
         "oldest": oldest,
-        "groups": rule.groups,
+        "groups": (takes_most and rule.most_groups) or rule.groups,
     }
     ready = _SCORED
     if rule.call_rewards_after_s is not None:
@@ -220,7 +227,7 @@ async def _groups(
         "failed_reward": rule.failed_reward,
     }
     query = text(_GROUPS.format(ready=ready, earlier=_EARLIER))
-    rows = _chosen((await connection.execute(query, values | limits)).all(), rule)
+    rows = chosen_groups((await connection.execute(query, values | limits)).all(), rule)
     if not rows:
         return []
     earlier = {row.task: row.earlier for row in rows}
@@ -241,7 +248,7 @@ async def _groups(
     return taken
 
 
-def _chosen(rows: Sequence[Any], rule: ClaimRule) -> Sequence[Any]:
+def chosen_groups(rows: Sequence[Any], rule: ClaimRule) -> Sequence[Any]:
     """Return the groups to take, in their order: none while there are too few."""
     if _enough([row for row in rows if row.has_spread], rule):
         return rows

@@ -1,6 +1,7 @@
 """Assign credit for the trainer: groups of episodes in, credited transitions out (pure)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 from uuid import UUID
 
 import msgspec
@@ -11,6 +12,8 @@ from trainer.credit.calls import CallCredit, credit_accounts
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.credit.returns import MeanReturn
 from trainer.recipes.credit import CreditOptions
+
+NONE_WITHHELD: Final[Mapping[UUID, str]] = {}
 
 
 class TransitionCredit(CallCredit, frozen=True, kw_only=True):
@@ -37,6 +40,7 @@ def assign_credit(
     policy: str,
     oldest_version: int,
     baselines: MovingBaselines = NO_MOVING_BASELINES,
+    withheld: Mapping[UUID, str] = NONE_WITHHELD,
 ) -> Credited:
     """Return the credit of every transition of an update, ordered by group, episode and call.
 
@@ -45,11 +49,16 @@ def assign_credit(
     - A group's `earlier` episodes count in the baseline of the others and get no credit.
     - An episode with a trainable call from a version before `oldest_version` is stale: it
       counts in the baseline of the others and is not trained.
+    - So is an episode in `withheld`, which says why by episode id.
 
     `baselines` are the moving baselines that the last update left; only the recipe's
     `baseline = "moving"` uses them.
     """
-    accounted = [one for group in groups for one in _account(group, policy, oldest_version)]
+
+    def why(episode: Episode) -> str | None:
+        return _stale(episode, oldest_version) or withheld.get(episode.id)
+
+    accounted = [one for group in groups for one in _account(group, policy, why)]
     accounts = [[account for _, account in group] for group in accounted]
     credited = credit_accounts(accounts, rule, baselines)
     flat = [pair for group in accounted for pair in group]
@@ -74,10 +83,12 @@ def assign_credit(
 AccountedGroup = list[tuple[Episode, EpisodeAccount]]
 
 
-def _account(group: Group, policy: str, oldest_version: int) -> list[AccountedGroup]:
+def _account(
+    group: Group, policy: str, why_withheld: Callable[[Episode], str | None]
+) -> list[AccountedGroup]:
     """Return the group's episodes with their accounts, one list for each set to compare."""
     accounted = [
-        (episode, account_of(episode, withheld=_stale(episode, oldest_version)))
+        (episode, account_of(episode, withheld=why_withheld(episode)))
         for episode in (_for_policy(episode, policy) for episode in group.episodes)
     ]
     if not group.task:

@@ -70,6 +70,16 @@ class ModelServer:
                 " one, with /v1?"
             ) from error
 
+    async def metrics(self) -> str:
+        """Return what the server says at `/metrics`, or "" if it says nothing there.
+
+        Raises:
+            UpstreamAway: the server does not answer.
+        """
+        root = self.url.removesuffix("/v1")
+        status, body = await self._ask("GET", f"{root}/metrics", None, LIST_S)
+        return body if status == 200 and isinstance(body, str) else ""
+
     async def load(self, name: str, folder: Path) -> None:
         """Load the adapter in `folder` under `name`, unless the server has it already.
 

@@ -18,7 +18,7 @@ class LoraOptions(RecipeOptions):
 
 
 class PublishOptions(RecipeOptions):
-    """Set `[publish]`: when a version passes the probe, and when an idle one is retired."""
+    """Set `[publish]`: when a version passes the probe, and when one is retired."""
 
     tolerance: Positive = Field(
         default=0.15,
@@ -29,6 +29,12 @@ class PublishOptions(RecipeOptions):
     retire_after_s: Positive = Field(
         default=900.0,
         description="A version that lost the traffic is retired after this long without a call.",
+    )
+    longest_pin_s: Positive = Field(
+        default=3600.0,
+        description="Where all adapter slots of the model server are taken, a version that lost "
+        "the traffic this long ago is retired for the next; its episodes go on with the version "
+        "that serves.",
     )
     wait_for_others_s: Positive = Field(
         default=600.0,

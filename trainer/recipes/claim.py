@@ -21,6 +21,11 @@ class ClaimOptions(RecipeOptions):
         "whose rewards differ count, and as many others are taken along; an update of fewer takes "
         "a step that is smaller by as much.",
     )
+    most_groups: Count | None = Field(
+        default=None,
+        description="Most groups in an update that had to wait for an adapter slot of the model "
+        "server. Unset: four times groups.",
+    )
     smallest_group: Count = Field(
         default=2,
         description="Fewest episodes of a group that is taken although it is incomplete. The "
@@ -31,9 +36,11 @@ class ClaimOptions(RecipeOptions):
         description="An incomplete group is taken this long after its first reward.",
     )
     max_staleness: Annotated[int, Field(ge=0)] = Field(
-        default=4,
+        default=64,
         description="Versions with traffic that may lie between sampling and training; older "
-        "episodes are consumed, untrained.",
+        "episodes are consumed, untrained. It only keeps anything from waiting for ever: what is "
+        "too far off the policy is measured (off_policy.min_effective_sample). Not less than twice "
+        "the model server's adapter slots, or long episodes are lost.",
     )
     max_episode_age_s: Positive | None = Field(
         default=None,
@@ -60,6 +67,8 @@ class ClaimOptions(RecipeOptions):
 
     @model_validator(mode="after")
     def _limits_fit(self) -> "ClaimOptions":
+        if self.most_groups is not None and self.most_groups < self.groups:
+            raise ValueError("most_groups must not be smaller than groups")
         if self.smallest_group > self.group_size:
             raise ValueError("smallest_group must not be larger than group_size")
         if self.max_episode_age_s is not None and self.max_episode_age_s <= self.max_age_s:

@@ -71,6 +71,11 @@ class OffPolicyOptions(RecipeOptions):
         description="Sampled tokens of the call that the two bounds are for. The logarithms of a "
         "longer call's are smaller, and of a shorter one's larger: by the root of the lengths.",
     )
+    min_effective_sample: Share = Field(
+        default=0.5,
+        description="An episode that another version sampled is consumed, untrained, if its "
+        "effective sample size under the policy is below this share of its tokens. 0: never.",
+    )
     max_drift: Positive = Field(
         default=0.1,
         description="Largest divergence of model server and trainer about the newest version, in "

@@ -14,6 +14,7 @@ from store.updates.damage import DAMAGED, set_aside
 from store.updates.ready import ClaimRule
 from trainer.errors import LearnerError, Unusable
 from trainer.metrics import EPISODES, UPDATES
+from trainer.publishing.pacing import Pacing
 
 log = structlog.get_logger()
 
@@ -21,15 +22,27 @@ log = structlog.get_logger()
 class Claiming:
     """Claim the episodes of one update after the other."""
 
-    def __init__(self, engine: AsyncEngine, rule: ClaimRule, recipe: dict[str, Any]) -> None:
-        """Store the claim rule, and the recipe (as JSON) that each update is recorded with."""
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        rule: ClaimRule,
+        recipe: dict[str, Any],
+        pacing: Pacing | None = None,
+    ) -> None:
+        """Store the claim rule, the recipe (as JSON) of each update, and what paces them, if any.
+
+        Without `pacing` an update never waits for an adapter slot.
+        """
         self._engine = engine
+        self._pacing = pacing
         self._rule = rule
         self._recipe = recipe
 
     async def take(self, parent: int) -> Claim | None:
         """Claim the episodes of an update of version `parent`, or return None if too few are ready.
 
+        Return None, too, while the model server has no adapter slot for what the update would make.
+        An update that had to wait for one takes what has waited with it.
         If some of a claim cannot be read back, they are set aside and the claim is made anew: a
         group that lost a member is then as short as any other short group, and waits.
 
@@ -38,7 +51,12 @@ class Claiming:
         """
         while True:
             async with self._engine.begin() as connection:
-                update_id = await claims.claim(connection, self._rule, parent, self._recipe)
+                has_waited = self._pacing is not None and self._pacing.waits
+                if self._pacing is not None and not await self._pacing.allows(connection):
+                    return None
+                update_id = await claims.claim(
+                    connection, self._rule, parent, self._recipe, takes_most=has_waited
+                )
             if update_id is None:
                 return None
             try:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, Final
+from uuid import UUID
 
 from msgspec import convert, to_builtins
 
@@ -15,13 +16,17 @@ from trainer.credit.baselines.registry import baselines
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.recipes.recipe import Recipe
 from trainer.updates.recomputed import without_versions
+from trainer.updates.staleness import FAR, OFF_POLICY
 from trainer.updates.unreplayed import UNREPLAYED, without_calls
 
 # The versions that could not compute the log-probabilities of what they had sampled, and why; an
 # update's metrics have it if there are any.
 LOST: Final = "lost_versions"
+# How many times `claim.groups` an update takes that had to wait for an adapter slot.
+PACED: Final = 4
 NO_VERSION: Final[Mapping[int, str]] = {}
 NO_CALL: Final[Mapping[str, str]] = {}
+NO_EPISODE: Final[Mapping[UUID, float]] = {}
 
 
 class Plan(Record, frozen=True, kw_only=True):
@@ -57,6 +62,7 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
         needs_spread=baselines()[recipe.credit.baseline].needs_group
         and not recipe.credit.pays_single_calls,
         failed_reward=recipe.credit.failed_reward,
+        most_groups=rule.most_groups or PACED * rule.groups,
     )
 
 
@@ -65,12 +71,15 @@ def plan_update(
     recipe: Recipe,
     lost: Mapping[int, str] = NO_VERSION,
     unreplayed: Mapping[str, str] = NO_CALL,
+    far: Mapping[UUID, float] = NO_EPISODE,
 ) -> Plan:
     """Assign credit to a claim and derive rows, outcomes and metrics.
 
     The result is the same for a claim that was consumed long ago, unless feedback was added since.
     `lost` says why, by version, for those that can no longer compute missing log-probabilities,
-    `unreplayed` why, by call id, for calls whose grammar cannot be replayed.
+    `unreplayed` why, by call id, for calls whose grammar cannot be replayed. Episodes that are too
+    `far` off the policy, with their effective sample sizes, count in the baseline of the others and
+    are not trained.
     """
     claim = without_calls(without_versions(claim, lost), unreplayed)
     before = (
@@ -84,6 +93,7 @@ def plan_update(
         policy=claim.policy,
         oldest_version=claim.oldest_version,
         baselines=before,
+        withheld=dict.fromkeys(far, OFF_POLICY),
     )
     is_carried = baselines()[recipe.credit.baseline].needs_moving_averages
     rows = training_rows(credited.transitions)
@@ -96,7 +106,7 @@ def plan_update(
         outcomes=outcomes,
         metrics={
             **_metrics(claim, credited, rows, outcomes),
-            **_told(lost, unreplayed),
+            **_told(lost, unreplayed, far),
             "signal_groups": signal,
             "step_share": step_share,
         },
@@ -177,9 +187,12 @@ def _metrics(
     }
 
 
-def _told(lost: Mapping[int, str], unreplayed: Mapping[str, str]) -> dict[str, Any]:
+def _told(
+    lost: Mapping[int, str], unreplayed: Mapping[str, str], far: Mapping[UUID, float]
+) -> dict[str, Any]:
     by_version = {str(version): reason for version, reason in lost.items()}
-    told = {LOST: by_version, UNREPLAYED: dict(unreplayed)}
+    by_episode = {str(episode): share for episode, share in far.items()}
+    told = {LOST: by_version, UNREPLAYED: dict(unreplayed), FAR: by_episode}
     return {name: reasons for name, reasons in told.items() if reasons}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from uuid import UUID
 
 import structlog
 
@@ -27,6 +28,7 @@ from trainer.updates.recomputed import (
     versions_to_ask,
     with_logprobs,
 )
+from trainer.updates.staleness import sampled_by_others, shares_by_episode
 from trainer.updates.threads import in_thread
 from trainer.updates.unreplayed import calls_with_grammar
 from trainer.updates.versions import Versions
@@ -97,10 +99,35 @@ class Training:
 
         return await in_thread(self._learner, work)
 
+    async def measure(
+        self, parent: int, rows: Sequence[Row], cap: float
+    ) -> tuple[Sequence[Row], dict[UUID, float]]:
+        """Return `rows` with all log-probabilities, and what episodes of other versions are worth.
+
+        That is the effective sample size of each, under version `parent`, as a share of its tokens;
+        ratios are truncated at `cap`. Log-probabilities that the server did not give are computed
+        first.
+
+        Raises:
+            Unusable: some of the rows cannot be computed with.
+        """
+        folder = self._versions.folder(parent)
+
+        def work() -> tuple[Sequence[Row], dict[UUID, float]]:
+            self._learner.restore(folder)
+            whole = self._recomputed(rows)
+            others = sampled_by_others(whole, parent)
+            if not others:
+                return whole, {}
+            # Another version may have been computed with since.
+            self._learner.restore(folder)
+            policy = self._learner.version_logprobs(folder, others)
+            return whole, shares_by_episode(others, policy, cap)
+
+        return await in_thread(self._learner, work)
+
     async def train(self, parent: int, rows: Sequence[Row], step_share: float) -> dict[str, Any]:
         """Train version `parent` on `rows` by a share of a whole step, and return the metrics.
-
-        Log-probabilities that the server did not give are computed first.
 
         Raises:
             Unusable: some of the rows cannot be computed with.
@@ -109,10 +136,7 @@ class Training:
 
         def work() -> dict[str, Any]:
             self._learner.restore(self._versions.folder(parent))
-            whole = self._recomputed(rows)
-            # Another version may have been computed with since.
-            self._learner.restore(self._versions.folder(parent))
-            return self._learner.update(whole, step_share)
+            return self._learner.update(rows, step_share)
 
         return await in_thread(self._learner, work)
 

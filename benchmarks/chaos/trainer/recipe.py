@@ -36,6 +36,7 @@ micro_batch_tokens = 64
 sequence_min = 0.0
 sequence_max = 1e9
 max_drift = 1e9
+min_effective_sample = 0.0
 [lora]
 rank = 4
 alpha = 8

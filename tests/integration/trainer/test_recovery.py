@@ -110,7 +110,8 @@ class FakeLearner:
         return None
 
     def version_logprobs(self, adapter: Path | None, rows: Any) -> list[list[float]]:
-        self.asked.append((adapter, len(rows)))
+        if not all(row.sampled_logprobs for row in rows):
+            self.asked.append((adapter, len(rows)))
         return [[-0.5] * len(row.sampled_ids) for row in rows]
 
     def saved_as(self, adapter: Path) -> None:

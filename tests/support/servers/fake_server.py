@@ -26,6 +26,8 @@ class FakeModelServer:
         self.slow_load: asyncio.Event | None = None
         self.engine_is_dead = False
         self.loads: list[str] = []
+        # What its metrics say of them; None: nothing.
+        self.adapter_slots: int | None = None
 
     async def models(self, _: web.Request) -> web.Response:
         listed = [{"id": "m", "root": "/base", "parent": None}]
@@ -47,6 +49,12 @@ class FakeModelServer:
         self.loads.append(body["lora_name"])
         self.loaded[body["lora_name"]] = body["lora_path"]
         return web.Response(text="Success")
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        if self.adapter_slots is None:
+            return web.Response(status=404)
+        told = f'vllm:lora_requests_info{{max_lora="{self.adapter_slots}"}} 1.0\n'
+        return web.Response(text=told)
 
     async def health(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if self.engine_is_dead else 200)
@@ -75,6 +83,7 @@ async def fake_model_server(port: int = 0) -> AsyncIterator[FakeModelServer]:
     app = web.Application()
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/health", server.health)
+    app.router.add_get("/metrics", server.metrics)
     app.router.add_post("/v1/load_lora_adapter", server.load)
     app.router.add_post("/v1/unload_lora_adapter", server.unload)
     app.router.add_post("/v1/completions", server.completions)

@@ -1,0 +1,121 @@
+"""Which versions need an adapter slot of a model server that several policies share."""
+
+import asyncio
+from math import inf
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.updates.claims import begin_update, release
+from store.updates.policies import ensure_base, list_versions
+from store.updates.slots import Live, live_versions, lock_slots, retire_longest
+
+VERSION = text(
+    """
+    WITH made AS (
+        INSERT INTO updates (id, policy, parent_version, version, state, recipe)
+        VALUES (uuidv7(), :name, 0, :version, 'done', '{}') RETURNING id)
+    INSERT INTO policies (name, version, state, served_name, adapter_path, update_id, changed_at)
+    SELECT :name, :version, :state, :name || '@' || CAST(:version AS integer), '/a', id,
+        now() - make_interval(secs => :ago_s) FROM made
+    """
+)
+
+
+async def add(engine: AsyncEngine, name: str, *states: tuple[str, float], base: str = "b") -> None:
+    """Add versions 1, 2, … of a policy: each its state, and the seconds since it has it."""
+    async with engine.begin() as connection:
+        await ensure_base(connection, name, base)
+        for version, (state, ago_s) in enumerate(states, 1):
+            if state == "serving":
+                serving = (
+                    "UPDATE policies SET state = 'published' WHERE name = :name AND version = 0"
+                )
+                await connection.execute(text(serving), {"name": name})
+            values = {"name": name, "version": version, "state": state, "ago_s": ago_s}
+            await connection.execute(VERSION, values)
+
+
+async def live(engine: AsyncEngine, name: str = "m") -> Live:
+    async with engine.connect() as connection:
+        return await live_versions(connection, name, unload_s=10.0, longest_s=3600.0)
+
+
+def counts(found: Live) -> tuple[int, int, int, int]:
+    """How many serve, are published, are being unloaded and are coming."""
+    return found.serving, found.published, found.unloading, found.coming
+
+
+async def test_versions_of_all_policies_of_the_server_count(engine: AsyncEngine) -> None:
+    await add(
+        engine, "m", ("published", 9e3), ("rejected", 0.0), ("serving", 5.0), ("written", 5.0)
+    )
+    await add(engine, "n", ("ready", 5.0), ("retired", 5.0), ("retired", 50.0), ("written", 9e3))
+    await add(engine, "elsewhere", ("published", 5.0), ("serving", 5.0), base="another")
+    assert counts(await live(engine)) == counts(await live(engine, "n")) == (2, 1, 1, 1)
+    assert counts(await live(engine, "elsewhere")) == (1, 1, 0, 0)
+
+
+async def test_a_base_model_needs_no_slot(engine: AsyncEngine) -> None:
+    await add(engine, "m")
+    assert (await live(engine)).total == 0
+
+
+async def test_a_running_update_reserves_one_until_it_ends(engine: AsyncEngine) -> None:
+    await add(engine, "m")
+    await add(engine, "n")
+    async with engine.begin() as connection:
+        update = await begin_update(connection, "n", 0, {})
+    assert (await live(engine)).coming == 1
+    async with engine.begin() as connection:
+        await release(connection, update, "test")
+    assert (await live(engine)).coming == 0
+
+
+async def test_what_a_trainer_that_is_gone_left_running_reserves_nothing_for_ever(
+    engine: AsyncEngine,
+) -> None:
+    await add(engine, "m")
+    async with engine.begin() as connection:
+        await begin_update(connection, "m", 0, {})
+        await connection.execute(text("UPDATE updates SET claimed_at = now() - interval '1 day'"))
+    assert (await live(engine)).coming == 0
+
+
+async def test_what_lost_the_traffic_first_is_retired_for_the_next(engine: AsyncEngine) -> None:
+    await add(engine, "m", ("published", 4000.0), ("published", 100.0), ("serving", 9e3))
+    await add(engine, "n", ("published", 5000.0))
+    async with engine.begin() as connection:
+        names = [await retire_longest(connection, "m", 3600.0) for _ in range(3)]
+        assert names == ["n@1", "m@1", None]
+        states = {v.served_name: v.state for v in await list_versions(connection)}
+    assert (states["m@2"], states["m@3"]) == ("published", "serving")
+
+
+async def test_two_trainers_do_not_take_the_last_slot_at_once(engine: AsyncEngine) -> None:
+    async with engine.connect() as one, engine.connect() as other:
+        await lock_slots(one)
+        waiting = asyncio.create_task(lock_slots(other))
+        await asyncio.sleep(0.2)
+        assert not waiting.done()
+        await one.commit()
+        await asyncio.wait_for(waiting, 10.0)
+
+
+async def test_what_was_retired_tells_how_long_a_version_is_kept(engine: AsyncEngine) -> None:
+    await add(engine, "m")
+    assert (await live(engine)).since_s == inf
+    await add(
+        engine, "n", ("retired", 50.0), ("rejected", 0.0), ("retired", 20.0), ("serving", 0.0)
+    )
+    spread = text(
+        "UPDATE policies SET created_at = now() - make_interval(secs => 1000 - 100 * version)"
+    )
+    async with engine.begin() as connection:
+        await connection.execute(spread)
+        await connection.execute(text("UPDATE updates SET claimed_at = now() - interval '30 s'"))
+    found = await live(engine)
+    # Kept from when the next version with traffic came: 700 to 50 and 600 to 20 seconds ago.
+    assert found.tail_s == pytest.approx((650 + 580) / 2, abs=5.0)
+    assert found.since_s == pytest.approx(30.0, abs=5.0)

@@ -1,0 +1,177 @@
+"""Updates wait for an adapter slot, and leave out what the policy is too far from."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from sqlalchemy import text
+
+from store.read.past import past_update
+from store.records import SpoolRecord
+from store.updates.claims import list_updates
+from store.write.ingest import ingest
+from tests.integration.trainer.test_recovery import Bench, bench
+from tests.support.records import call, reward, tokens
+from trainer.loop import Loop
+from trainer.publishing.adapters import version_folder
+from trainer.publishing.publish import Publisher
+from trainer.publishing.replicas import Replicas
+from trainer.recipes.adapter import PublishOptions
+from trainer.recipes.claim import ClaimOptions
+from trainer.recipes.recipe import Recipe
+from trainer.settings import TrainerSettings
+from trainer.updates.plan import plan_update
+from trainer.updates.staleness import far_in
+
+__all__ = ["bench"]
+
+
+@asynccontextmanager
+async def working(bench: Bench, slots: int | None, **publish: float) -> AsyncIterator[Loop]:
+    async with Replicas([bench.fake.url]) as servers:
+        recipe = Recipe(
+            claim=ClaimOptions(group_size=2, groups=2, max_age_s=1e9),
+            publish=PublishOptions.model_validate({"retire_after_s": 1e9, **publish}),
+        )
+        given = {"adapter_dir": bench.folder, "adapter_slots": slots}
+        settings = TrainerSettings.model_validate(given)
+        publisher = Publisher(bench.engine, servers, "m", recipe.publish)
+        yield Loop(settings, recipe, bench.engine, publisher, bench.learner, "m")
+
+
+def gauge(name: str) -> float | None:
+    return REGISTRY.get_sample_value(name, {"policy": "m"})
+
+
+async def later(bench: Bench, seconds: float) -> None:
+    """Let all changes of state be so long ago."""
+    query = text("UPDATE policies SET changed_at = changed_at - make_interval(secs => :s)")
+    async with bench.engine.begin() as connection:
+        await connection.execute(query, {"s": seconds})
+
+
+async def test_no_more_versions_are_live_than_the_server_has_slots(bench: Bench) -> None:
+    async with working(bench, 2) as loop:
+        for name in "uv":
+            assert await loop.update_once()
+            await bench.fill(name)
+        assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+        assert not await loop.update_once()
+        assert (gauge("pawl_live_versions"), gauge("pawl_adapter_slots")) == (2.0, 2.0)
+        # Nothing is claimed, and nothing spent, while it waits.
+        await bench.assert_spent_once(8)
+
+
+async def test_an_idle_version_makes_room_once_the_proxies_know(bench: Bench) -> None:
+    async with working(bench, 2, retire_after_s=900.0) as loop:
+        for name in "uv":
+            assert await loop.update_once()
+            await bench.fill(name)
+        await later(bench, 1000.0)
+        await loop.sync_adapters()
+        assert (await bench.states())[1] == "retired"
+        assert not await loop.update_once()
+        await later(bench, 11.0)
+        assert await loop.update_once()
+    assert (await bench.states())[3] == "serving"
+
+
+async def test_a_version_that_is_in_use_for_ever_blocks_nothing_for_ever(bench: Bench) -> None:
+    async with working(bench, 2, longest_pin_s=3600.0) as loop:
+        for name in "uv":
+            assert await loop.update_once()
+            await bench.fill(name)
+        assert not await loop.update_once()
+        assert (await bench.states())[1] == "published"
+        await later(bench, 3700.0)
+        assert not await loop.update_once()
+        assert (await bench.states())[1] == "retired"
+        await later(bench, 11.0)
+        assert await loop.update_once()
+    assert (await bench.states())[3] == "serving"
+
+
+async def test_with_one_slot_the_next_version_waits_for_all_but_the_one_that_serves(
+    bench: Bench,
+) -> None:
+    async with working(bench, 1) as loop:
+        for name in "uv":
+            assert await loop.update_once()
+            await bench.fill(name)
+        assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
+        assert not await loop.update_once()
+
+
+async def test_the_server_says_how_many_slots_it_has(bench: Bench) -> None:
+    bench.fake.adapter_slots = 3
+    async with working(bench, None) as loop:
+        await loop.update_once()
+    assert gauge("pawl_adapter_slots") == 3.0
+    bench.fake.adapter_slots = None
+    async with working(bench, None) as loop:
+        await loop.update_once()
+    assert gauge("pawl_adapter_slots") == 8.0
+
+
+async def test_an_update_that_had_to_wait_takes_what_has_waited_with_it(bench: Bench) -> None:
+    for name in "uvw":
+        await bench.fill(name)
+    async with working(bench, 2, retire_after_s=900.0) as loop:
+        assert await loop.update_once()
+        assert await loop.update_once()
+        assert not await loop.update_once()
+        await later(bench, 1000.0)
+        await loop.sync_adapters()
+        await later(bench, 11.0)
+        assert await loop.update_once()
+    async with bench.engine.connect() as connection:
+        sizes = [one.metrics["episodes"] for one in await list_updates(connection, "m")]
+    assert sizes == [4, 4, 8]
+
+
+# Staleness
+
+
+async def fill_long(bench: Bench, name: str) -> None:
+    """A group of two episodes whose replies have four tokens, sampled by version 0."""
+    records: list[SpoolRecord] = []
+    for task in range(2):
+        for member in range(2):
+            episode = f"{name}{task}-{member}"
+            made = tokens([1, 2, task], [4, 5, 6, 7])
+            records += [call(episode, task=f"{name}{task}", tokens=made)]
+            records += [reward(float(member), episode=episode)]
+    async with bench.engine.begin() as connection:
+        await ingest(connection, records)
+
+
+async def test_what_the_policy_is_too_far_from_is_spent_and_the_others_are_trained(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with working(bench, 8) as loop:
+        assert await loop.update_once()
+        await fill_long(bench, "old")
+        measured: list[Any] = []
+
+        def first_is_gone(adapter: Any, rows: Any) -> list[list[float]]:
+            measured.append((adapter, len(rows)))
+            own = [list(row.sampled_logprobs) for row in rows]
+            own[0] = [own[0][0], -90.0, -90.0, -90.0]
+            return own
+
+        monkeypatch.setattr(bench.learner, "version_logprobs", first_is_gone)
+        assert await loop.update_once()
+    # Version 1, which is trained on, measures what version 0 sampled.
+    assert measured == [(version_folder(bench.folder, "m", 1), 4)]
+    async with bench.engine.connect() as connection:
+        past = await past_update(connection, 2, "m")
+    assert past.metrics["dropped"] == {"off_policy": 1}
+    assert past.metrics["trained_episodes"] == past.metrics["rows"] == 3
+    assert past.metrics["smallest_effective_sample"] == pytest.approx(0.25)
+    # What was measured is kept, so that the update's credit can be computed again.
+    recipe = Recipe.model_validate(past.recipe)
+    again = plan_update(past.claim, recipe, far=far_in(past.metrics))
+    assert again.outcomes == tuple(past.outcomes)
+    await bench.assert_spent_once(8)

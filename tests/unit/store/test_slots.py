@@ -1,0 +1,62 @@
+"""However versions come and go, they never need more adapter slots than a server has."""
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.updates.slots import Live, free_slots, is_due
+
+COUNTS = st.integers(min_value=0, max_value=20)
+LIVE = st.builds(Live, serving=COUNTS, published=COUNTS, unloading=COUNTS, coming=COUNTS)
+SLOTS = st.integers(min_value=1, max_value=16)
+
+
+@given(LIVE, SLOTS)
+def test_a_slot_is_free_only_below_the_limit(live: Live, slots: int) -> None:
+    limit = max(slots, live.serving + 1)
+    assert free_slots(live, slots) == max(0, limit - live.total)
+
+
+@given(st.lists(st.sampled_from(["claim", "publish", "give up", "retire", "unload"])), SLOTS)
+def test_live_versions_never_exceed_the_slots(events: list[str], slots: int) -> None:
+    serving = published = unloading = coming = 0
+    for event in events:
+        live = Live(serving=serving, published=published, unloading=unloading, coming=coming)
+        if event == "claim" and not coming and free_slots(live, slots):
+            coming = 1
+        elif event == "publish" and coming:
+            coming, published, serving = 0, published + serving, 1
+        elif event == "give up":
+            coming = 0
+        elif event == "retire" and published:
+            published, unloading = published - 1, unloading + 1
+        elif event == "unload":
+            unloading = 0
+        # One that serves and one that replaces it are the least there can be.
+        assert serving + published + unloading + coming <= max(slots, 2)
+
+
+@given(SLOTS)
+def test_what_serves_and_nothing_else_always_has_room_for_the_next(slots: int) -> None:
+    for serving in range(20):
+        alone = Live(serving=serving, published=0, unloading=0, coming=0)
+        assert free_slots(alone, slots) >= 1
+
+
+@given(
+    LIVE, SLOTS, st.floats(min_value=0.0, max_value=1e6), st.floats(min_value=0.0, max_value=1e6)
+)
+def test_slots_are_taken_at_even_intervals(
+    live: Live, slots: int, tail_s: float, since_s: float
+) -> None:
+    timed = msgspec.structs.replace(live, tail_s=tail_s, since_s=since_s)
+    others = max(1, slots - live.serving)
+    # One version after the other, each kept for `tail_s`, then needs just the other slots.
+    assert is_due(timed, slots) is (since_s * others >= tail_s)
+
+
+@given(LIVE, SLOTS)
+def test_where_nothing_was_retired_yet_or_nothing_made_it_is_due(live: Live, slots: int) -> None:
+    assert is_due(live, slots)
+    assert is_due(msgspec.structs.replace(live, tail_s=1e6), slots)
+    assert is_due(msgspec.structs.replace(live, since_s=0.0), slots)
