@@ -8,7 +8,10 @@ that out, and needs neither root nor a C compiler.
 
 `--target trainer`: a ledger of scored episodes is trained twice, once by a `pawl trainer` that
 is left alone and once by one that is killed (`--kills`), at boundaries of its steps and at
-random; what became of every episode and every version's bytes are compared.
+random; what became of every episode and every version's bytes are compared. Two kills in five are
+of the model server, which has no adapters when it is back, and of `pawl steward`, which gives them
+back; callers ask for every version through a `pawl proxy` meanwhile. `--plain` kills trainers
+alone; `--vllm` kills a real vLLM, which takes half a minute to start.
 
 Ends with status 1 where a promise is broken.
 """
@@ -79,8 +82,12 @@ def _of_the_trainer(options: argparse.Namespace, folder: Path) -> dict[str, dict
         baseline=options.baseline,
         policies=options.policies,
         shared=options.shared,
+        beside=None if options.plain else "vllm" if options.vllm else "computing",
     )
-    return {"kills": found[BASE]} if options.policies == 1 else found
+    if options.policies > 1:
+        return found
+    of_the_rest = {"beside": found["beside"]} if "beside" in found else {}
+    return {"kills": found[BASE]} | of_the_rest
 
 
 def _options() -> argparse.Namespace:
@@ -108,8 +115,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--shared", action="store_true", help="one trainer of all --policies is killed"
     )
-    parser.add_argument(
-        "--plain", action="store_true", help="of the proxy: kills alone, no faults of the disk"
+    others = parser.add_mutually_exclusive_group()
+    others.add_argument(
+        "--plain",
+        action="store_true",
+        help="of the proxy: no faults of the disk; of the trainer: nothing else is killed",
+    )
+    others.add_argument(
+        "--vllm", action="store_true", help="the model server beside the trainer is a real vLLM"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the moments and victims (1)")
     what = parser.add_mutually_exclusive_group()
@@ -126,6 +139,7 @@ def broken_promises(found: dict[str, Any]) -> list[str]:
         *("missing", "twice", "failed", "failed_otherwise", "scrapes_off", "scrapes_failed"),
         *("lost", "spent_otherwise", "states_differ", "files_differ", "by_themselves"),
         *("ended_by_itself", "stalled", "dropped_uncounted", "poison_not_dead", "of_untrained"),
+        *("not_loaded", "not_found"),
     )
     broken = [f"{name}: {_counted(found[name])}" for name in nothing if found.get(name)]
     if found.get("drain_s", 0.0) is None:

@@ -1,4 +1,8 @@
-"""Read which versions the store lists as servable, and keep the last reading."""
+"""Read which versions the store lists as servable, and keep the last reading.
+
+A reading does not keep for ever: the trainer, which may reach the database when the steward does
+not, deletes the files of a version a while after it was retired.
+"""
 
 import asyncio
 from typing import Final
@@ -12,11 +16,16 @@ from store.connection.availability import is_unavailable
 from store.records import PolicyVersion
 from store.settings import StoreSettings
 from store.updates.policies import list_servable
+from trainer.publishing.cleaning import LEAST_IDLE_S
 from trainer.publishing.servable import is_servable
+from trainer.publishing.server import LIST_S, TIMEOUT_S
 
 log = structlog.get_logger()
 
 READ_S: Final = 10.0
+# A load that begins by a reading of this age ends before the files of what was retired just after
+# that reading can be deleted.
+OLDEST_S: Final = LEAST_IDLE_S - TIMEOUT_S - LIST_S
 
 
 class Known:
@@ -31,11 +40,20 @@ class Known:
         self._settings = settings
         self._poll_s = poll_s
         self._up: bool | None = None
+        self._read_at = 0.0
         self.versions: list[PolicyVersion] | None = None
 
     def wants(self, version: PolicyVersion) -> bool:
         """Return whether the version was servable at the last reading."""
         return is_servable(version) and version in (self.versions or ())
+
+    def may_load(self, version: PolicyVersion) -> bool:
+        """Return whether the last reading is young enough for the version to have its files yet.
+
+        That which had the traffic must first lose it, and be idle, before it is retired.
+        """
+        age_s = asyncio.get_running_loop().time() - self._read_at
+        return version.state == "serving" or age_s <= OLDEST_S
 
     async def follow(self) -> None:
         """Keep `versions` as the store has them; never return."""
@@ -50,8 +68,10 @@ class Known:
 
     async def _read_on(self, engine: AsyncEngine) -> None:
         while True:
+            read_at = asyncio.get_running_loop().time()
             async with asyncio.timeout(READ_S), engine.connect() as connection:
                 self.versions = await list_servable(connection)
+            self._read_at = read_at
             self._note(True, log.info)
             await asyncio.sleep(self._poll_s)
 

@@ -89,7 +89,7 @@ class ReplicaKeeper:
         # Loading the others took a while: this one may have been retired meanwhile.
         if not self._known.wants(version):
             return True
-        if not self._refusals.allow(name, loop.time()):
+        if not (self._known.may_load(version) and self._refusals.allow(name, loop.time())):
             return False
         try:
             if name in listed:

@@ -150,13 +150,18 @@ class Call:
 
     async def _past_refusal(self, upstream: ModelServer, reply: Reply) -> Reply:
         """Send the request again where that can help: elsewhere, later, or as it came."""
-        if self._shared.router.lacks_version(self._routed.serving, reply):
-            reply = await when_loaded(upstream, self._arrived, self._routed, reply)
+        reply = await self._once_loaded(upstream, reply)
         if reply.status in REFUSED_AS_MALFORMED and self._routed.request.injected:
             reply = await self._send_again(upstream, reply)
-            if self._shared.router.lacks_version(self._routed.serving, reply):
-                reply = await when_loaded(upstream, self._arrived, self._routed, reply)
+            reply = await self._once_loaded(upstream, reply)
         return reply
+
+    async def _once_loaded(self, upstream: ModelServer, reply: Reply) -> Reply:
+        """Return the reply of a server that has the call's version, if this one's lacks it."""
+        router, routed = self._shared.router, self._routed
+        if not router.lacks_version(routed.serving, reply):
+            return reply
+        return await when_loaded(router, upstream, self._arrived, routed, reply)
 
     async def _send_again(self, upstream: ModelServer, refusal: Reply) -> Reply:
         """Send a request that was refused as malformed again, as the client wrote it.

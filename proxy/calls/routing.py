@@ -96,7 +96,20 @@ class CallRouter:
 
     def lacks_version(self, serving: Serving, reply: Reply) -> bool:
         """Return whether the upstream may lack a version that the store lists as servable."""
-        return reply.status == UNKNOWN_MODEL and self._versions.is_servable(serving)
+        return reply.status == UNKNOWN_MODEL and self.is_servable(serving)
+
+    def is_servable(self, serving: Serving) -> bool:
+        """Return whether the store lists a call's version as one that every replica should have."""
+        return self._versions.is_servable(serving)
+
+    def why_not_served(self, arrived: Arrived, serving: Serving) -> str | None:
+        """Return what is known of a version that the request names, unless it is servable.
+
+        The result is None if the request names none.
+        """
+        if self._versions.is_servable(serving):
+            return None
+        return self._versions.why_not_served(arrived.request.model)
 
     def check_served(self, arrived: Arrived, serving: Serving, reply: Reply) -> None:
         """Check that a version which the request names is served.
@@ -104,9 +117,9 @@ class CallRouter:
         Raises:
             NotServed: the upstream does not have it.
         """
-        if reply.status != UNKNOWN_MODEL or self._versions.is_servable(serving):
+        if reply.status != UNKNOWN_MODEL:
             return
-        why = self._versions.why_not_served(arrived.request.model)
+        why = self.why_not_served(arrived, serving)
         if why is not None:
             reply.discard()
             raise NotServed(why, param="model", code="model_not_found")

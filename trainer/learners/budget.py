@@ -55,6 +55,21 @@ def needs_memory(rows: Sequence[Row]) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def says_no_room() -> Iterator[None]:
+    """Raise `Unusable` where the block, which cannot be cut into less, runs out of memory."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        torch.cuda.empty_cache()
+        raise Unusable(
+            f"the memory has no room for an adapter of the model: {REMEDY}: {error}",
+            reason=OUT_OF_MEMORY,
+        ) from error
+
+
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Return whether an error of torch's says that the memory of a GPU or of the CPU ran out."""
     return isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error)

@@ -17,7 +17,7 @@ from trainer.batches.micro_batches import split_steps
 from trainer.batches.rows import Row
 from trainer.errors import Unusable
 from trainer.learners.blame import check_view, fits, to_blame
-from trainer.learners.budget import Budget, MicroBatches, NoRoom
+from trainer.learners.budget import Budget, MicroBatches, NoRoom, says_no_room
 from trainer.learners.grpo import View, make_trainer
 from trainer.learners.imported import check_loaded, check_weights, probe_rows
 from trainer.learners.kernels.memory import give_freed_memory_back
@@ -34,10 +34,7 @@ from trainer.recipes.recipe import Recipe
 
 TRAINERS = {"grpo": make_trainer, "ppo": make_ppo_trainer}
 # TRL's metric names and Pawl's: the policy's entropy, and the share of clipped ratios.
-FIGURES = {
-    "entropy": "entropy",
-    "clip_ratio/region_mean": "clip_share",
-}
+FIGURES = {"entropy": "entropy", "clip_ratio/region_mean": "clip_share"}
 Result = TypeVar("Result")
 IN_BETWEEN = "trained on, and not saved as a version"
 
@@ -96,11 +93,13 @@ class Learner:
         )
         self._step = Step(self._trainer, self._recipe.optimizer, self._interrupted, self.processes)
 
+    @says_no_room()
     def restore(self, adapter: Path | None) -> None:
         """Continue from `adapter`, optimiser state included, or from the base model if it is None.
 
         Raises:
             AdapterError: a state file cannot be read.
+            Unusable: memory ran out.
         """
         if adapter == self._stands_at:
             return
@@ -110,12 +109,14 @@ class Learner:
             self._step.taken = load_state(self._resumed(), adapter)
         self._stands_at = adapter
 
+    @says_no_room()
     def write_trial(self, folder: Path, effect: float) -> list[Row]:
         """Write a new adapter with an effect into `folder`, and return rows to compare it by.
 
         `effect` is the least mean change of their log-probabilities, in nats a token.
 
         Raises:
+            LearnerError: nothing gives it an effect, or memory ran out.
             OSError: the disk refused a write.
         """
         self.restore(None)

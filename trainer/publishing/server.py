@@ -128,7 +128,7 @@ class ModelServer:
 
         Raises:
             PublishError: the server refuses the request.
-            UpstreamAway: the server does not answer.
+            UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
         """
         body = {
             "model": name,
@@ -139,9 +139,7 @@ class ModelServer:
         }
         status, answer = await self._request("POST", "/completions", body)
         if status != 200:
-            raise await self._refusal(
-                status, f"the model server refused a probe of {name}: {status} {answer}"
-            )
+            raise await self._refused_probe(name, status, answer)
         entries = answer["choices"][0]["prompt_logprobs"]
         return [
             float(entry[str(token)]["logprob"])
@@ -167,7 +165,7 @@ class ModelServer:
 
         Raises:
             PublishError: the server refuses the request, or reports no ids or log-probabilities.
-            UpstreamAway: the server does not answer.
+            UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
         """
         body = {
             "model": name,
@@ -182,9 +180,7 @@ class ModelServer:
         }
         status, answer = await self._request("POST", "/completions", body)
         if status != 200:
-            raise await self._refusal(
-                status, f"the model server refused a probe of {name}: {status} {answer}"
-            )
+            raise await self._refused_probe(name, status, answer)
         choice = answer["choices"][0]
         sampled = choice.get("token_ids")
         logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
@@ -194,6 +190,19 @@ class ModelServer:
                 " samples: use a vLLM that knows return_token_ids"
             )
         return list(zip(sampled, map(float, logprobs), strict=True))
+
+    async def _refused_probe(self, name: str, status: int, answer: object) -> TrainerError:
+        """Return the error for a probe that was refused.
+
+        A server that has not the model any more was restarted: it says nothing about the version.
+        """
+        if name not in await self.models():
+            return UpstreamAway(
+                f"{self.url} has not {name} any more: it was restarted meanwhile, or several"
+                " servers share that address (list each in PAWL_REPLICA_URLS)"
+            )
+        why = f"the model server refused a probe of {name}: {status} {answer}"
+        return await self._refusal(status, why)
 
     async def _refusal(self, status: int, why: str) -> TrainerError:
         """Return the error for a request that was not answered as asked.

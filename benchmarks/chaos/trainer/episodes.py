@@ -1,5 +1,6 @@
 """Make a ledger's scored episodes: what their agents were told and sampled, as records."""
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple
@@ -107,14 +108,33 @@ def _episode(
     )
     at = START + timedelta(seconds=number)
     calls = [
-        _call(key, task, agent, turns[agent][turn] if agent in turns else UNKNOWN, number)
+        call_record(key, task, agent, _told(turns[agent][turn], number), START)
+        if agent in turns
+        else call_record(key, task, agent, UNKNOWN, START)
         for turn in range(CALLS)
         for agent in cast
     ]
     return [*calls, FeedbackRecord(id=new_id(), at=at, items=(item,))]
 
 
-def _call(key: str, task: str, agent: Agent, said: Said, number: int) -> CallRecord:
+def _told(said: Said, number: int) -> Said:
+    """What is recorded of it: what some were sampled with nobody told, and the trainer computes."""
+    return said if number % SILENT else said._replace(logprobs=[])
+
+
+def call_record(
+    key: str,
+    task: str,
+    agent: Agent,
+    said: Said,
+    at: datetime,
+    version: int = 0,
+    temperature: float = 1.0,
+) -> CallRecord:
+    """A call of an episode, in the words that a proxy records it in.
+
+    `version` is that of the agent's policy, if it is trained.
+    """
     reason = "unknown_policy" if agent.policy is None else "fixed_policy"
     return CallRecord(
         id=new_id(),
@@ -124,7 +144,7 @@ def _call(key: str, task: str, agent: Agent, said: Said, number: int) -> CallRec
         task=task,
         dialect="chat",
         policy=agent.policy,
-        policy_version=0 if agent.trained else None,
+        policy_version=version if agent.trained else None,
         served_model="hosted" if agent.policy is None else BASE,
         status="complete",
         http_status=200,
@@ -137,17 +157,16 @@ def _call(key: str, task: str, agent: Agent, said: Said, number: int) -> CallRec
         tokens=Tokens(
             prompt_ids=pack_ids(said.prompt_ids),
             sampled_ids=pack_ids(said.sampled_ids),
-            # What some were sampled with nobody told: the trainer computes it.
-            sampled_logprobs=pack_logprobs(said.logprobs if number % SILENT else []),
+            sampled_logprobs=pack_logprobs(said.logprobs),
         ),
-        sampling=b'{"temperature": 1.0}',
+        sampling=json.dumps({"temperature": temperature}).encode(),
         trainable=agent.trained,
         reason=None if agent.trained else reason,
         tool_calls=(),
         tool_events=(),
         usage=None,
         finish="stop",
-        started_at=START,
+        started_at=at,
         first_chunk_ms=1.0,
         total_ms=2.0,
         retry=0,

@@ -10,14 +10,19 @@ from uuid import UUID
 
 import asyncpg
 
+from store.records import TRAIN
 from trainer.publishing.adapters import read_manifest
 
 # All of a version but its manifest, which names the update's id.
 COMPARED: Final = ("adapter_model.safetensors", "adapter_config.json", "progress.json", "trainer/*")
 
-_SPENT: Final = """
+# Beside the ledger there may be callers of the evaluation split, whose episodes nobody trains.
+LEDGER: Final = f"e.split = '{TRAIN}'"
+
+_SPENT: Final = f"""
     SELECT bool_and(
-        (SELECT count(*) FROM consumptions WHERE policy = asked) = (SELECT count(*) FROM episodes)
+        (SELECT count(*) FROM consumptions WHERE policy = asked)
+            = (SELECT count(*) FROM episodes e WHERE {LEDGER})
         AND NOT EXISTS (SELECT FROM policies WHERE name = asked AND state = 'written')
         AND (SELECT version FROM policies WHERE name = asked AND state = 'serving')
             = (SELECT max(version) FROM policies WHERE name = asked))
@@ -28,10 +33,11 @@ _UPDATE_S: Final = """
         SELECT extract(epoch FROM lead(claimed_at) OVER (ORDER BY claimed_at) - claimed_at) AS s
         FROM updates WHERE policy = $1) AS taken
 """
-_OUTCOMES: Final = """
+_OUTCOMES: Final = f"""
     SELECT e.key, u.version, u.state, c.trained, c.reason FROM episodes e
     LEFT JOIN consumptions c ON (c.episode_id, c.policy) = (e.id, $1)
     LEFT JOIN updates u ON (u.id, u.policy) = (c.update_id, c.policy)
+    WHERE {LEDGER}
 """
 
 

@@ -4,9 +4,7 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Final
 from uuid import UUID
 
@@ -14,7 +12,6 @@ from benchmarks.chaos.trainer.database import Database
 from benchmarks.chaos.trainer.forks import Zygote
 from benchmarks.chaos.trainer.found import all_spent, held_by
 from benchmarks.chaos.trainer.place import Lives, Place
-from benchmarks.vllm_server import free_port
 
 # The last step before which an update has left nothing that its successor could finish.
 RENAME: Final = "before the rename"
@@ -42,8 +39,14 @@ class Run:
     """Run a trainer over the ledger of `place`, in lives that end as they are told."""
 
     def __init__(
-        self, zygote: Zygote, database: Database, place: Place, upstream_port: int
+        self,
+        zygote: Zygote,
+        database: Database,
+        place: Place,
+        upstream_port: int,
+        before_a_life: Callable[[], None],
     ) -> None:
+        self._before_a_life = before_a_life
         self._zygote = zygote
         self._database = database
         self.place = place
@@ -143,6 +146,7 @@ class Run:
 
     def _begin(self, boundary: str | None, *, once_up: bool) -> tuple[int, int | None]:
         """Start one, and wait until it is up; its id, and how it ended if it did."""
+        self._before_a_life()
         started, said = time.monotonic(), len(self.place.said())
         pid = self._start(boundary)
         status = None
@@ -179,14 +183,3 @@ class Run:
 
     def _start(self, boundary: str | None) -> int:
         return self._zygote.start("trainer", self.place.log, self._env, dies=boundary)
-
-
-@contextmanager
-def model_server(zygote: Zygote, folder: Path, model: Path) -> Iterator[int]:
-    """Run a model server for one run, which is never killed, and yield its port."""
-    port = free_port()
-    server = zygote.start("server", folder / "server.log", {}, model=str(model), port=port)
-    try:
-        yield port
-    finally:
-        zygote.end(server, signal.SIGKILL)

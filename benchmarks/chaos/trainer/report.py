@@ -5,7 +5,7 @@ from typing import Any, Final, NamedTuple
 
 import asyncpg
 
-from benchmarks.chaos.trainer.found import Found, differing
+from benchmarks.chaos.trainer.found import LEDGER, Found, differing
 from benchmarks.chaos.trainer.place import Lives
 
 # Whatever a trainer could have made or held, by the name of its policy.
@@ -14,12 +14,14 @@ _OF_OTHERS: Final = """
     UNION ALL SELECT 'update of ' || policy FROM updates WHERE policy <> ALL($1)
     UNION ALL SELECT 'claim of ' || policy FROM episode_policies WHERE policy <> ALL($1)
 """
-_FIRST: Final = """
+_FIRST: Final = f"""
     SELECT t.agent, count(*) FROM episodes e JOIN transitions t ON t.id = e.first_call_id
-    GROUP BY 1 ORDER BY 1
+    WHERE {LEDGER} GROUP BY 1 ORDER BY 1
 """
-_CALLS: Final = """
-    SELECT coalesce(policy, 'no policy'), count(*) FROM transitions GROUP BY 1 ORDER BY 1
+_CALLS: Final = f"""
+    SELECT coalesce(t.policy, 'no policy'), count(*)
+    FROM transitions t JOIN episodes e ON e.id = t.episode_id
+    WHERE {LEDGER} GROUP BY 1 ORDER BY 1
 """
 
 

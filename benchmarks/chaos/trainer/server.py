@@ -1,7 +1,8 @@
 """Serve a model that computes: vLLM's adapter endpoints over transformers and PEFT.
 
 So the trainer's probe is a real one: log-probabilities of an adapter read from its files,
-by another process. A name that comes back with other bytes is refused, for ever.
+by another process. A name that comes back with other bytes is refused, for ever: also by one that
+was killed and started again, as it keeps the hashes in a folder.
 """
 
 from hashlib import sha256
@@ -17,13 +18,17 @@ from transformers import AutoModelForCausalLM
 class Server:
     """Keep one base model and the adapters that were loaded."""
 
-    def __init__(self, base_name: str, model: Path) -> None:
+    def __init__(self, base_name: str, model: Path, seen: Path | None = None) -> None:
+        """`seen` is where the hash of each adapter outlives the process; None: nowhere."""
         self._base_name = base_name
         self._root = str(model)
         self._base: Any = AutoModelForCausalLM.from_pretrained(self._root, dtype=torch.float32)
         self._adapted: Any = None
         self._paths: dict[str, str] = {}
         self._bytes: dict[str, str] = {}
+        self._seen = seen
+        if seen is not None:
+            self._bytes = {file.name: file.read_text() for file in seen.iterdir()}
 
     def app(self) -> web.Application:
         """Return its routes."""
@@ -44,7 +49,7 @@ class Server:
         body = await request.json()
         name, path = body["lora_name"], body["lora_path"]
         found = sha256((Path(path) / "adapter_model.safetensors").read_bytes()).hexdigest()
-        if self._bytes.setdefault(name, found) != found:
+        if self._remember(name, found) != found:
             return web.Response(status=409, text=f"{name} was loaded with other bytes")
         if self._adapted is None:
             self._adapted = PeftModel.from_pretrained(self._base, path, adapter_name=name)
@@ -53,6 +58,17 @@ class Server:
         self._adapted.eval()
         self._paths[name] = path
         return web.Response(text="Success")
+
+    def _remember(self, name: str, found: str) -> str:
+        """The hash that an adapter had the first time."""
+        if name not in self._bytes:
+            self._bytes[name] = found
+            if self._seen is not None:
+                # Renamed into place: a kill leaves all of it or nothing.
+                half = self._seen.with_name(f"{name}.half")
+                half.write_text(found)
+                half.rename(self._seen / name)
+        return self._bytes[name]
 
     async def _unload(self, request: web.Request) -> web.Response:
         self._paths.pop((await request.json())["lora_name"], None)
@@ -66,7 +82,7 @@ class Server:
         if "logprobs" in body:
             sampled = self._sample(body["model"], ids, body["temperature"], body["max_tokens"])
             told = {"token_logprobs": [logprob for _, logprob in sampled]}
-            choice = {"token_ids": [token for token, _ in sampled], "logprobs": told}
+            choice = {"token_ids": [token for token, _ in sampled], "logprobs": told, "text": "w"}
             return web.json_response({"choices": [choice]})
         entries = [
             {str(token): {"logprob": value}}
@@ -87,10 +103,14 @@ class Server:
         sampled: list[tuple[int, float]] = []
         for _ in range(tokens):
             seen = [*ids, *(token for token, _ in sampled)]
-            distribution = torch.log_softmax(self._logits(name, seen)[-1] / temperature, -1)
-            token = int(torch.multinomial(distribution.exp(), 1))
-            sampled.append((token, float(distribution[token])))
+            logits = self._logits(name, seen)[-1]
+            token = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1))
+            sampled.append((token, float(self._reported(logits, temperature)[token])))
         return sampled
+
+    def _reported(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Return the log-probabilities told of what is sampled: of the processed logits."""
+        return torch.log_softmax(logits / temperature, -1)
 
     def _logits(self, name: str, ids: list[int]) -> torch.Tensor:
         """Return the logits after each token, (T, V)."""
@@ -108,6 +128,7 @@ class Server:
         return found
 
 
-def serve(base_name: str, model: Path, port: int) -> None:
+def serve(base_name: str, model: Path, port: int, seen: Path) -> None:
     """Serve until the process is ended."""
-    web.run_app(Server(base_name, model).app(), host="127.0.0.1", port=port, print=None)
+    app = Server(base_name, model, seen).app()
+    web.run_app(app, host="127.0.0.1", port=port, print=None)

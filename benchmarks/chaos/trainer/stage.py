@@ -18,13 +18,16 @@ from store.write.ingest import ingest
 BATCH: Final = 50
 
 
-def write_model(folder: Path) -> None:
-    """Write a model of two layers: random weights, grouped-query attention, 97 words."""
+def write_model(folder: Path, seed: int = 0, spread: float = 0.02) -> None:
+    """Write a model of two layers: random weights, grouped-query attention, 97 words.
+
+    The larger the weights' `spread`, the more a distribution says.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=WORDS,
         hidden_size=32,
@@ -32,7 +35,10 @@ def write_model(folder: Path) -> None:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        # vLLM's CPU build has no attention of smaller heads.
+        head_dim=32,
         max_position_embeddings=128,
+        initializer_range=spread,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))

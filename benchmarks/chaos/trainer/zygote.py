@@ -19,6 +19,7 @@ NEEDED: Final = (
     "benchmarks.chaos.trainer.server",
     "benchmarks.chaos.trainer.stage",
     "pawl.cli",
+    "pawl.steward.run",
     "trainer.run",
     "transformers.models.llama.modeling_llama",
 )
@@ -75,13 +76,15 @@ def _be(role: str, arguments: dict[str, Any]) -> None:
         stage.write_model(model)
         asyncio.run(stage.fill(arguments.pop("database_urls"), model, **arguments))
     elif role == "server":
-        server.serve(BASE, Path(arguments["model"]), arguments["port"])
+        seen = Path(arguments["seen"])
+        server.serve(BASE, Path(arguments["model"]), arguments["port"], seen)
     else:
-        if arguments["dies"] is not None:
+        if arguments.get("dies") is not None:
             boundaries.BOUNDARIES[arguments["dies"]]()
         from pawl.cli import main as pawl
 
-        sys.argv = ["pawl", "trainer"]
+        # A trainer or a steward, as anyone starts it.
+        sys.argv = ["pawl", role]
         pawl()
 
 

@@ -201,6 +201,31 @@ async def test_what_was_known_is_loaded_while_the_database_is_away(
         await has(server, "m@1", "m@2")
 
 
+async def test_of_an_old_reading_only_what_served_is_loaded(
+    database_url: str,
+    engine: AsyncEngine,
+    server: FakeModelServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The files of others may be being deleted by a trainer that the database is there for."""
+    await publish(engine, 1, 2)
+    async with stewarding(database_url, server.url):
+        await has(server, "m@1", "m@2")
+
+        async def away(_: object) -> None:
+            raise ConnectionRefusedError
+
+        monkeypatch.setattr("pawl.steward.known.OLDEST_S", 0.3)
+        with monkeypatch.context() as patched:
+            patched.setattr("pawl.steward.known.list_servable", away)
+            await asyncio.sleep(0.5)
+            server.loaded.clear()
+            await has(server, "m@2")
+            await asyncio.sleep(10 * POLL_S)
+            assert set(server.loaded) == {"m@2"}
+        await has(server, "m@1", "m@2")
+
+
 async def test_what_was_retired_meanwhile_is_not_loaded(
     database_url: str, engine: AsyncEngine, server: FakeModelServer
 ) -> None:

@@ -121,6 +121,29 @@ async def test_a_call_that_waited_too_long_may_be_repeated(
     assert (await proxy.chat()).status == 200
 
 
+@pytest.mark.parametrize(
+    ("asked", "status", "said"), [(VERSION, 404, "is retired"), ("m", 503, "was retired meanwhile")]
+)
+async def test_a_version_that_is_retired_meanwhile_is_not_waited_for(
+    proxy: Proxy, upstream: FakeUpstream, engine: AsyncEngine, asked: str, status: int, said: str
+) -> None:
+    waiting = asyncio.create_task(proxy.chat("/episode/e", model=asked))
+
+    async def is_asked() -> bool:
+        return bool(upstream.requests)
+
+    await eventually(is_asked)
+    async with engine.begin() as connection:
+        await promote(connection, "m", 0)
+        await set_state(connection, "m", 1, "retired")
+    # Proxies know within a second; it would be given up after ten.
+    reply = await asyncio.wait_for(waiting, 5.0)
+    assert (reply.status, said in reply.json["error"]["message"]) == (status, True)
+    # Whoever does not insist on that version gets the one that serves now.
+    upstream.models.append("m")
+    assert (await proxy.chat("/episode/e")).status == 200
+
+
 async def test_many_calls_that_wait_share_their_looks(proxy: Proxy, upstream: FakeUpstream) -> None:
     loading = asyncio.create_task(later(upstream, 1.0))
     before = upstream.looks

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.trainer.cast import BASE
-from benchmarks.chaos.trainer.kills import Task, compared
+from benchmarks.chaos.trainer.kills import compared
 from benchmarks.chaos.trainer.recipe import recipe_toml
+from benchmarks.chaos.trainer.runs import Task
 
 UPDATES = 14
 

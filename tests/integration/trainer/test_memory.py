@@ -100,6 +100,33 @@ def test_half_a_step_is_undone(
     assert same(saved(calm, tmp_path / "calm"), saved(short, tmp_path / "short"))
 
 
+@pytest.mark.parametrize("what", ["restore", "write_trial"])
+def test_no_room_for_an_adapter_is_told_with_its_remedy(
+    tiny_model: str, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = learner(tiny_model, tmp_path)
+    parent = saved(made, tmp_path / "1")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def again() -> None:
+        if what == "restore":
+            made.restore(parent)
+        else:
+            made.write_trial(tmp_path, 0.1)
+
+    with monkeypatch.context() as patched:
+        if what == "restore":
+            patched.setattr("trainer.learners.learner.load_state", full)
+        else:
+            patched.setattr("trainer.learners.trial.score_rows", full)
+        with pytest.raises(Unusable, match="micro_batch_tokens") as raised:
+            again()
+    assert (raised.value.reason, raised.value.episodes) == (OUT_OF_MEMORY, {})
+    again()
+
+
 def ten_times(row: Row) -> Row:
     prompt = (row.prompt_ids * 60)[: 10 * len(row.ids)]
     return msgspec.structs.replace(row, prompt_ids=prompt)

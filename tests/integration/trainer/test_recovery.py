@@ -245,6 +245,15 @@ async def test_a_server_whose_engine_died_rejects_no_version(bench: Bench) -> No
     assert await bench.states() == {0: "published", 1: "serving"}
 
 
+async def test_a_server_restarted_between_load_and_probe_rejects_no_version(bench: Bench) -> None:
+    bench.fake.forgets = {"m@1"}
+    with pytest.raises(UpstreamAway):
+        await run_once(bench)
+    assert (await bench.states())[1] == "written"
+    await run_once(bench)
+    assert await bench.states() == {0: "published", 1: "serving"}
+
+
 async def test_with_every_replica_away_a_version_waits(bench: Bench) -> None:
     ports = [free_port(), free_port()]
     async with Replicas([f"http://127.0.0.1:{port}/v1" for port in ports]) as servers:

@@ -28,6 +28,8 @@ class FakeModelServer:
         self.loads: list[str] = []
         # What its metrics say of them; None: nothing.
         self.adapter_slots: int | None = None
+        # Asked for one of these, it has lost all its adapters: it was restarted a moment before.
+        self.forgets: set[str] = set()
 
     async def models(self, _: web.Request) -> web.Response:
         listed = [{"id": "m", "root": "/base", "parent": None}]
@@ -65,6 +67,11 @@ class FakeModelServer:
 
     async def completions(self, request: web.Request) -> web.Response:
         body: dict[str, Any] = await request.json()
+        if body["model"] in self.forgets:
+            self.forgets.clear()
+            self.loaded.clear()
+            said = f"The model `{body['model']}` does not exist."
+            return web.json_response({"error": {"message": said}}, status=404)
         value = self.logprobs.get(body["model"], -1.0)
         if "logprobs" in body:
             self.sampled_with = body

@@ -1,0 +1,50 @@
+"""How far the runs of a comparison are, while they run: bars on standard error."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.chaos.trainer.lives import Run
+
+LOOK_S: Final = 0.5
+
+
+@contextmanager
+def showing(runs: Sequence[Run], title: str) -> Iterator[None]:
+    """Show the updates made and the trainers killed for the length of the block."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("updates, {task.fields[kills]} kills of the trainer"),
+        TimeElapsedColumn(),
+    )
+    is_over = threading.Event()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        wanted = [run.place.updates * len(run.place.names) for run in runs]
+        tasks = [
+            progress.add_task(f"{title}: {', '.join(run.place.names)}", total=total, kills=0)
+            for run, total in zip(runs, wanted, strict=True)
+        ]
+
+        def look() -> None:
+            for task, run, total in zip(tasks, runs, wanted, strict=True):
+                made = round(run.place.progress() * total)
+                progress.update(task, completed=made, kills=run.lives.killed.total())
+
+        def work() -> None:
+            while not is_over.wait(LOOK_S):
+                look()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+            look()

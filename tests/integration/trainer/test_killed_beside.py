@@ -1,0 +1,28 @@
+"""Trainer, model server and steward killed at random: the same bytes, and every version is back."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos.__main__ import broken_promises
+from benchmarks.chaos.trainer.cast import BASE
+from benchmarks.chaos.trainer.kills import trainer_kills
+
+KILLS = 15
+BESIDE = 6
+
+
+@pytest.mark.timeout(300)
+def test_all_killed_at_random(tmp_path: Path) -> None:
+    found = trainer_kills(tmp_path, KILLS, 3)
+    for report in found.values():
+        assert broken_promises(report) == []
+    assert found[BASE]["kills"] == KILLS - BESIDE
+    versions = found[BASE]["versions"]
+    assert versions["undisturbed"] == versions["killed"] == 4
+    beside = found["beside"]
+    killed = beside["killed"]
+    assert killed["model server"] + killed["steward"] == BESIDE
+    # The steward alone brought all back, also once it was killed itself.
+    assert len(beside["loaded_without_trainer_s"]) == 2
+    assert beside["calls"][200] > 0
