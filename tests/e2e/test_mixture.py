@@ -1,6 +1,7 @@
 """A tiny mixture of experts with the default recipe: trained, loaded by vLLM, probed, served."""
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -41,14 +42,16 @@ GROUPS, MEMBERS = 16, 8
 AT_ONCE = 32
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "qwen2_moe", "mixtral"])
-def mixture(
-    request: pytest.FixtureRequest, model_dir: str, tmp_path_factory: pytest.TempPathFactory
-) -> str:
-    """Random weights, and the packaged model's words."""
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def mixture(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Routers, stacked and shared experts, and a gate; random weights, the packaged model's words.
+
+    Set TEST_MIXTURE to another architecture of `MIXTURES`.
+    """
+    folder = tmp_path_factory.mktemp("mixture")
     words = AutoTokenizer.from_pretrained(model_dir)
-    tiny_model(request.param, vocab_size=len(words)).save_pretrained(folder)
+    kind = os.environ.get("TEST_MIXTURE", "qwen2_moe")
+    tiny_model(kind, vocab_size=len(words)).save_pretrained(folder)
     for file in Path(model_dir).glob("*token*"):
         shutil.copy(file, folder)
     return str(folder)

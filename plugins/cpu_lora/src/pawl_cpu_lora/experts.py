@@ -1,7 +1,8 @@
 """Mixtures of experts with LoRA: on a CPU the experts are computed as without, and not adapted.
 
 As soon as LoRA is enabled vLLM wants Triton's kernels for the experts, whichever layers adapters
-have, and a CPU has none. Both functions stand where vLLM has imported its own by name.
+have; without triton-cpu the engine dies at the first request. Both functions stand where vLLM has
+imported its own by name.
 """
 
 from copy import copy
