@@ -31,9 +31,6 @@ PLAIN = Distribution(temperature=1.0)
 
 def write_tiny_model(folder: Path, seed: int = 0, hidden_size: int = 32) -> str:
     """Write a model of three layers: grouped-query attention, random weights, 97 words."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=97,
@@ -45,9 +42,17 @@ def write_tiny_model(folder: Path, seed: int = 0, hidden_size: int = 32) -> str:
         max_position_embeddings=256,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    write_words(folder)
+    return str(folder)
+
+
+def write_words(folder: Path) -> None:
+    """A tokenizer of 97 words, w0 to w96."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(97)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
-    return str(folder)
 
 
 def write_adapter(model: str, folder: Path, *, seed: int = 1, **config: Any) -> Path:

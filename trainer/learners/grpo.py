@@ -247,6 +247,8 @@ def build_trainer(
         off_policy_mask_threshold=recipe.off_policy.sequence_max,
         # TRL's KL term is not weighted by rows; `kl` has one that is.
         beta=0.0,
+        # Routers are not trained: there is no load among experts to balance.
+        router_aux_loss_coef=0.0,
         learning_rate=recipe.optimizer.learning_rate,
         weight_decay=recipe.optimizer.weight_decay,
         max_grad_norm=recipe.optimizer.max_grad_norm,

@@ -13,23 +13,22 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from store.values.distribution import Distribution
 from trainer.batches.rows import Row
 from trainer.errors import LearnerError
+from trainer.learners.adapted.attach import attach_adapter, detach
 from trainer.learners.blame import check_ids
 from trainer.learners.distributed.processes import Processes
 from trainer.learners.fit import base_hash, why_misfit
 from trainer.learners.kernels.determinism import be_deterministic
-from trainer.learners.kernels.lean import make_adapter_lean, make_base_lean
+from trainer.learners.kernels.lean import make_base_lean
 from trainer.learners.replay.grammars import Grammars
 from trainer.learners.replay.vocabulary import Vocabulary
 from trainer.recipes.recipe import Recipe
 
-TASK = "CAUSAL_LM"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -65,42 +64,6 @@ def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
     if recipe.batch.gradient_checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
     return base, tokenizer
-
-
-def attach_adapter(base: Any, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:
-    """Return `base` with the adapter in `adapter`, or with a new one, whose effect is zero."""
-    model = _adapted(base, recipe, adapter, seed)
-    for config in model.peft_config.values():
-        if isinstance(config.target_modules, set):
-            # A set is written in an order that differs between processes: the same update would
-            # have other bytes.
-            config.target_modules = sorted(config.target_modules)
-    make_adapter_lean(model)
-    return model
-
-
-def _adapted(base: Any, recipe: Recipe, adapter: Path | None, seed: int) -> PeftModel:
-    if adapter is not None:
-        config = LoraConfig.from_pretrained(str(adapter))
-        # An adapter from elsewhere may have others. Pawl trains without dropout, and whatever the
-        # weights began as, they are read now.
-        config.lora_dropout, config.init_lora_weights, config.task_type = 0.0, True, TASK
-        return PeftModel.from_pretrained(base, str(adapter), config=config, is_trainable=True)
-    torch.manual_seed(seed)
-    config = LoraConfig(
-        r=recipe.lora.rank,
-        lora_alpha=recipe.lora.alpha,
-        lora_dropout=0.0,
-        target_modules=recipe.lora.target_modules,
-        task_type=TASK,
-    )
-    try:
-        return get_peft_model(base, config, autocast_adapter_dtype=True)
-    except ValueError as error:
-        raise LearnerError(
-            f"no adapter can be made: {error}; set lora.target_modules to names of linear layers of"
-            ' the model, or leave it at "all-linear"'
-        ) from error
 
 
 class Holder(Protocol):
@@ -147,8 +110,8 @@ class Base:
             # The adapter and the moments of the other policy, which refer to each other.
             gc.collect()
         self._holder = holder
-        _detach(self._model)
-        return attach_adapter(self._model, recipe, adapter, seed)
+        detach(self._model)
+        return attach_adapter(self._model, recipe.lora, adapter, seed)
 
     def checked(self, rows: Sequence[Row]) -> list[Row]:
         """Return rows that can be computed with, their settings in terms of tokens.
@@ -174,13 +137,3 @@ class Base:
         """Return why the masks of a call's grammar cannot be made, or None if they can."""
         spelled = Vocabulary(self.tokenizer, self._model).spelled(distribution)
         return self._grammars.why_not(spelled, sampled_ids)
-
-
-def _detach(base: Any) -> None:
-    """Take all adapters off `base`, in place; one whose files could not be read is half on."""
-    for name, layer in list(base.named_modules()):
-        if isinstance(layer, LoraLayer):
-            parent, _, child = name.rpartition(".")
-            setattr(base.get_submodule(parent), child, layer.get_base_layer())
-    if hasattr(base, "peft_config"):
-        del base.peft_config

@@ -43,7 +43,7 @@ def nudge(model: Any, rows: Sequence[Row], effect: float, seed: int) -> None:
         spread *= 2
     raise LearnerError(
         "an adapter of these layers changes nothing: set lora.target_modules to linear layers of"
-        ' the model, or leave it at "all-linear"'
+        " the model, or leave it out"
     )
 
 

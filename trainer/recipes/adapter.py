@@ -1,8 +1,13 @@
 """Define `[lora]` and `[publish]`: an adapter's shape, and when a version of it may serve."""
 
-from pydantic import Field
+from typing import Final
+
+from pydantic import Field, model_validator
 
 from trainer.recipes.options import Count, Positive, RecipeOptions
+
+# The layers are chosen by the model's architecture.
+AUTO: Final = "auto"
 
 
 class LoraOptions(RecipeOptions):
@@ -13,8 +18,26 @@ class LoraOptions(RecipeOptions):
     )
     alpha: Positive = Field(default=32.0, description="LoRA scale: updates count alpha / rank.")
     target_modules: str | list[str] = Field(
-        default="all-linear", description="Layers with an adapter, as PEFT names them."
+        default=AUTO,
+        description="Layers with an adapter, as PEFT names them. "
+        '"auto" chooses by the architecture: every linear layer but the LM head, and of a mixture '
+        "of experts neither the routers nor the experts.",
     )
+    experts: bool = Field(
+        default=False,
+        description='Whether "auto" chooses the experts of a mixture as well. '
+        "Few model servers serve adapters of experts.",
+    )
+
+    @model_validator(mode="after")
+    def _experts_are_chosen_or_named(self) -> "LoraOptions":
+        """Refuse `experts` where layers are named: nothing is chosen then."""
+        if self.experts and self.target_modules != AUTO:
+            raise ValueError(
+                f"lora.experts works with lora.target_modules = {AUTO!r} alone: leave one of them"
+                " out"
+            )
+        return self
 
 
 class PublishOptions(RecipeOptions):

@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pawl_cpu_lora import ops
 from pawl_cpu_lora.grouping import SMALL_BATCH_ROWS, group_rows
-from pawl_cpu_lora.patch import REPLACEMENTS, UnsupportedVLLMError, replace_operations
+from pawl_cpu_lora.patch import (
+    OF_EXPERTS,
+    REPLACEMENTS,
+    UnsupportedVLLMError,
+    replace_operations,
+)
 
 SLOTS, RANK, WIDTH, OUT, OFFSET = 3, 4, 11, 6, 2
 COLUMNS = OFFSET + OUT + 3
@@ -295,6 +300,19 @@ def test_a_changed_signature_fails() -> None:
     module.bgmv_shrink = lambda inputs, weights: None  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedVLLMError, match=r"bgmv_shrink takes \(inputs, weights\)"):
         replace_operations([module], "9.9")
+
+
+@pytest.mark.parametrize("replacements", OF_EXPERTS.values(), ids=OF_EXPERTS.keys())
+def test_what_is_replaced_for_experts_is_checked_alike(
+    replacements: dict[str, Callable[..., object]],
+) -> None:
+    module = ModuleType("stock")
+    for name, replacement in replacements.items():
+        setattr(module, name, _same_parameters(replacement))
+    assert replace_operations([module], "0.32.0", replacements)
+    assert {name: getattr(module, name) for name in replacements} == replacements
+    with pytest.raises(UnsupportedVLLMError, match="lacking has no"):
+        replace_operations([ModuleType("lacking")], "9.9", replacements)
 
 
 def test_prompt_rows_of_one_request_all_go_to_its_adapter() -> None:

@@ -3,10 +3,11 @@
 import importlib
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
+from typing import Any
 
-from pawl_cpu_lora import ops
+from pawl_cpu_lora import experts, ops
 
 SUPPORTED_VLLM = "0.32.0"
 
@@ -17,13 +18,20 @@ PATCHED_MODULES = (
     "vllm.lora.punica_wrapper.punica_cpu",
 )
 
-REPLACEMENTS: dict[str, Callable[..., None]] = {
+REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "bgmv_shrink": ops.bgmv_shrink,
     "bgmv_expand": ops.bgmv_expand,
     "bgmv_expand_slice": ops.bgmv_expand_slice,
     "sgmv_shrink": ops.sgmv_shrink,
     "sgmv_expand": ops.sgmv_expand,
     "sgmv_expand_slice": ops.sgmv_expand_slice,
+}
+# By module that holds a reference.
+OF_EXPERTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "vllm.lora.model_manager": {"get_supported_lora_modules": experts.get_supported_lora_modules},
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
+        "select_unquantized_moe_backend": experts.select_unquantized_moe_backend
+    },
 }
 
 # vLLM sets up logging for its own namespace only; a child of it is seen.
@@ -58,11 +66,19 @@ def install() -> None:
         _log.info("pawl-cpu-lora: not a CPU platform, nothing replaced")
         return
     version = str(vllm.__version__)
-    if replace_operations(_import_patched_modules(version), version):
+    of_experts = [(_imported(name, version), own) for name, own in OF_EXPERTS.items()]
+    modules = [_imported(name, version) for name in PATCHED_MODULES]
+    for module, replacements in of_experts:
+        replace_operations([module], version, replacements)
+    if replace_operations(modules, version):
         _log.info("pawl-cpu-lora: replaced vLLM's CPU LoRA operations")
 
 
-def replace_operations(modules: Iterable[ModuleType], vllm_version: str) -> bool:
+def replace_operations(
+    modules: Iterable[ModuleType],
+    vllm_version: str,
+    replacements: Mapping[str, Callable[..., Any]] = REPLACEMENTS,
+) -> bool:
     """Set every replacement in every module; False where all were there already.
 
     Checks everything before it changes anything: a half-replaced set would
@@ -71,16 +87,16 @@ def replace_operations(modules: Iterable[ModuleType], vllm_version: str) -> bool
     pending = [
         (module, name)
         for module in modules
-        for name, replacement in REPLACEMENTS.items()
+        for name, replacement in replacements.items()
         if _needs_replacing(module, name, replacement, vllm_version)
     ]
     for module, name in pending:
-        setattr(module, name, REPLACEMENTS[name])
+        setattr(module, name, replacements[name])
     return bool(pending)
 
 
 def _needs_replacing(
-    module: ModuleType, name: str, replacement: Callable[..., None], vllm_version: str
+    module: ModuleType, name: str, replacement: Callable[..., Any], vllm_version: str
 ) -> bool:
     stock = getattr(module, name, None)
     if stock is replacement:
@@ -101,8 +117,8 @@ def _parameters(function: Callable[..., object]) -> str:
     return str(inspect.Signature(bare))
 
 
-def _import_patched_modules(vllm_version: str) -> list[ModuleType]:
+def _imported(name: str, vllm_version: str) -> ModuleType:
     try:
-        return [importlib.import_module(name) for name in PATCHED_MODULES]
+        return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise UnsupportedVLLMError(vllm_version, f"no module {error.name}") from error

@@ -48,6 +48,10 @@ def test_a_recipe_that_names_no_precision_has_float32() -> None:
             "malformed must score below",
         ),
         ("learner = 'magic'", "learner"),
+        (
+            "[lora]\nexperts = true\ntarget_modules = ['q_proj']",
+            "lora.experts works with lora.target_modules = 'auto' alone",
+        ),
         ("[claim]\ngroup_size = 1", "claim.group_size = 1 .* credit.baseline = 'group'"),
         (
             "[claim]\ngroup_size = 1\n[credit]\nbaseline = 'leave_one_out'",

@@ -1,0 +1,150 @@
+"""A tiny mixture of experts with the default recipe: trained, loaded by vLLM, probed, served."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+import pytest_asyncio
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from benchmarks.small_stack import small_plan
+from pawl.stack.stack import Stack, running_stack
+from store.connection.engine import make_engine
+from store.records import PolicyVersion
+from store.updates.policies import list_versions
+from tests.integration.conftest import eventually
+from tests.support.mixtures import tiny_model
+from trainer.batches.rows import bare_row
+from trainer.learners.learner import Learner
+from trainer.publishing.adapters import SERVED
+from trainer.publishing.replicas import Replicas
+from trainer.publishing.server import ModelServer
+from trainer.recipes.adapter import LoraOptions
+from trainer.recipes.recipe import load_recipe
+from trainer.updates.trial import Trial
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(900),
+]
+
+POLICY = "mixture"
+RECIPE = "default"
+# As many groups of as many episodes as the recipe waits for.
+GROUPS, MEMBERS = 16, 8
+AT_ONCE = 32
+
+
+@pytest.fixture(scope="module")
+def mixture(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Routers, stacked and shared experts, and a gate; random weights, the packaged model's words.
+
+    Set TEST_MIXTURE to another architecture of `MIXTURES`.
+    """
+    folder = tmp_path_factory.mktemp("mixture")
+    words = AutoTokenizer.from_pretrained(model_dir)
+    kind = os.environ.get("TEST_MIXTURE", "qwen2_moe")
+    tiny_model(kind, vocab_size=len(words)).save_pretrained(folder)
+    for file in Path(model_dir).glob("*token*"):
+        shutil.copy(file, folder)
+    return str(folder)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def stack(mixture: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """Its own: the others' has the packaged model."""
+    plan = small_plan(tmp_path_factory.mktemp("mixture"), mixture, POLICY, RECIPE)
+    vllm = msgspec.structs.replace(plan.vllm, max_model_len=512)
+    async with running_stack(msgspec.structs.replace(plan, vllm=vllm)) as running:
+        yield running
+
+
+async def ask(stack: Stack, session: aiohttp.ClientSession, number: int) -> str:
+    """One try of a task, and its reward; who answered, as the reply's header says."""
+    name = f"mixture-{number}"
+    url = f"http://{stack.plan.listen}/task/mixture-{number // MEMBERS}/episode/{name}/v1"
+    said = [{"role": "user", "content": f"Where does river {number // MEMBERS} end?"}]
+    body = {"model": POLICY, "max_tokens": 8, "seed": number, "messages": said}
+    async with session.post(f"{url}/chat/completions", json=body) as reply:
+        assert reply.status == 200, await reply.text()
+        policy = reply.headers["x-pawl-policy"]
+    stated = {"episode": name, "value": float(number % 2)}
+    async with session.post(stack.feedback_url, json=stated) as reply:
+        assert reply.status == 200
+    return policy
+
+
+async def fill(stack: Stack) -> None:
+    """What one update of the default recipe takes."""
+    async with aiohttp.ClientSession() as session:
+        for first in range(0, GROUPS * MEMBERS, AT_ONCE):
+            numbers = range(first, first + AT_ONCE)
+            await asyncio.gather(*(ask(stack, session, number) for number in numbers))
+
+
+async def trained(stack: Stack) -> PolicyVersion:
+    """The version that the update made, once it is decided whether it serves."""
+    engine = make_engine(stack.database_url)
+    try:
+        while True:
+            stack.check()
+            async with engine.connect() as connection:
+                versions = await list_versions(connection, POLICY)
+            decided = [one for one in versions if one.version and one.state != "written"]
+            if decided:
+                return decided[-1]
+            await asyncio.sleep(0.5)
+    finally:
+        await engine.dispose()
+
+
+async def test_a_mixture_goes_through_the_whole_loop(
+    stack: Stack, mixture: str, tmp_path: Path
+) -> None:
+    await fill(stack)
+    version = await trained(stack)
+    # Probed, and promoted.
+    assert version.state == "serving", version
+    folder = Path(version.adapter_path or "")
+    layers = {name.split(".")[-3] for name in load_file(folder / SERVED[1])}
+    assert {"q_proj", "k_proj", "v_proj", "o_proj"} <= layers
+    assert not layers & {"gate", "shared_expert_gate", "experts", "base_layer"}
+
+    async with aiohttp.ClientSession() as session:
+        numbers = iter(range(GROUPS * MEMBERS, 10**6))
+
+        async def answered() -> bool:
+            return await ask(stack, session, next(numbers)) == f"{POLICY}@{version.version}"
+
+        # The proxy reads twice a second which version serves.
+        assert await eventually(answered)
+    assert await difference(stack, mixture, folder, tmp_path) <= 1e-3
+
+
+async def difference(stack: Stack, mixture: str, folder: Path, scratch: Path) -> float:
+    """The mean between what vLLM serves and what the trainer computes, in nats a token."""
+    words = AutoTokenizer.from_pretrained(mixture)
+    ids = words("Where does the river end, and where does it begin?")["input_ids"]
+    row = bare_row(0, ids[:2], ids[2:])
+    learner = Learner(mixture, load_recipe(RECIPE), seed=0, scratch=scratch)
+    (own,) = learner.version_logprobs(folder, [row])
+    async with ModelServer(f"http://127.0.0.1:{stack.plan.vllm.port}/v1") as server:
+        served = await server.prompt_logprobs(f"{POLICY}@{folder.name}", ids)
+    return sum(abs(a - b) for a, b in zip(served[1:], own, strict=True)) / len(own)
+
+
+async def test_a_server_that_adapts_no_experts_is_named_before_anything_is_trained(
+    stack: Stack, mixture: str, tmp_path: Path
+) -> None:
+    chosen = load_recipe(RECIPE).model_copy(update={"lora": LoraOptions(experts=True)})
+    learner = Learner(mixture, chosen, seed=0, scratch=tmp_path)
+    async with Replicas([f"http://127.0.0.1:{stack.plan.vllm.port}/v1"]) as servers:
+        why = await Trial(learner, tmp_path, servers, POLICY, chosen).why_unserved()
+    assert "lora.experts" in (why or "")

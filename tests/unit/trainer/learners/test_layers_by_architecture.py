@@ -1,0 +1,138 @@
+"""The layers of real architectures: what PEFT is told, and what then has an adapter."""
+
+import json
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+
+from tests.support.mixtures import DENSE, MIXTURES, outline, tiny_model
+from trainer.errors import LearnerError
+from trainer.learners.adapted.attach import attach_adapter, detach, parts_of
+from trainer.learners.adapted.choice import Choice, choose
+from trainer.learners.state import save_adapter
+from trainer.recipes.adapter import LoraOptions
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+GATED = {"gate_proj", "up_proj", "down_proj"}
+LATENT = {"kv_a_proj_with_mqa", "o_proj"}
+LINEAR_ATTENTION = {"in_proj_qkvz", "in_proj_ba", "out_proj"}
+MAMBA = {"in_proj", "x_proj", "dt_proj", "out_proj"}
+# By architecture: what the layers with an adapter are called, and the experts' on request.
+STACKS = {"experts.gate_up_proj", "experts.down_proj"}
+WANTED: dict[str, tuple[Set[str], Set[str]]] = {
+    "mixtral": (ATTENTION, STACKS),
+    "qwen2_moe": (ATTENTION | GATED, STACKS),
+    "qwen3_moe": (ATTENTION, STACKS),
+    "qwen3_next": (ATTENTION | GATED | LINEAR_ATTENTION, STACKS),
+    "deepseek_v2": (LATENT | GATED | {"q_proj"}, STACKS),
+    "deepseek_v3": (LATENT | GATED | {"q_a_proj", "q_b_proj"}, STACKS),
+    "olmoe": (ATTENTION, STACKS),
+    "gpt_oss": (ATTENTION, STACKS),
+    "granitemoe": (ATTENTION, STACKS),
+    "jamba": (ATTENTION | GATED | MAMBA, STACKS),
+    "phimoe": (ATTENTION, STACKS),
+    # Its experts are matrices of two dimensions, one below the other.
+    "dbrx": ({"Wqkv", "out_proj"}, set()),
+}
+
+
+def leaves(paths: Any, parts: int = 1) -> set[str]:
+    return {".".join(path.split(".")[-parts:]) for path in paths}
+
+
+def adapted(model: Any) -> set[str]:
+    """What has an adapter: the paths of layers and of stacked parameters."""
+    found = set()
+    for name, layer in model.get_base_model().named_modules():
+        if isinstance(layer, LoraLayer):
+            parameter = getattr(layer, "parameter_name", None)
+            own = name.replace(".base_layer", "")
+            found.add(f"{own}.{parameter}" if parameter else own)
+    return found
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_dense_models_have_adapters_on_all_linear_layers(kind: str) -> None:
+    assert choose(parts_of(outline(kind)), experts=False) == Choice(layers=None)
+
+
+@pytest.mark.parametrize("kind", DENSE)
+def test_adapters_of_dense_models_are_the_bytes_that_peft_makes(kind: str, tmp_path: Path) -> None:
+    """As they were before anything was chosen: an update of a dense model has the same files."""
+    ours = attach_adapter(tiny_model(kind), LoraOptions(rank=4, alpha=8), None, seed=7)
+    base = tiny_model(kind)
+    torch.manual_seed(7)
+    config = LoraConfig(
+        r=4, lora_alpha=8.0, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    theirs = get_peft_model(base, config, autocast_adapter_dtype=True)
+    theirs.peft_config["default"].target_modules = sorted(
+        theirs.peft_config["default"].target_modules
+    )
+    for name, model in (("ours", ours), ("theirs", theirs)):
+        save_adapter(model, tmp_path / name)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "ours" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes()
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_mixtures_have_neither_routers_nor_experts_unless_experts_are_asked_for(kind: str) -> None:
+    layers, stacks = WANTED[kind]
+    parts = parts_of(outline(kind))
+    plain, asked = choose(parts, experts=False), choose(parts, experts=True)
+    assert leaves(plain.layers) == layers
+    assert (asked.layers, leaves(asked.stacks, 2)) == (plain.layers, stacks)
+    assert plain.stacks == ()
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("experts", [False, True])
+def test_peft_adapts_what_was_chosen_and_nothing_else(
+    kind: str, experts: bool, tmp_path: Path
+) -> None:
+    """PEFT reads names of a mixture's layers as those of its experts, unless it is kept from it."""
+    base = tiny_model(kind)
+    wanted = choose(parts_of(base), experts=experts)
+    every = {*(wanted.layers or ()), *wanted.stacks}
+    lora = LoraOptions(rank=2, experts=experts)
+    model = attach_adapter(base, lora, None, seed=0)
+    assert adapted(model) == every
+    save_adapter(model, tmp_path)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert written["target_modules"] == sorted(written["target_modules"])
+    detach(base)
+    assert not any(isinstance(module, LoraLayer) for module in base.modules())
+    assert adapted(attach_adapter(base, lora, tmp_path, seed=0)) == every
+
+
+# PEFT's own, of the rank that it gives experts.
+@pytest.mark.filterwarnings("ignore:The following:RuntimeWarning")
+def test_named_layers_keep_their_meaning() -> None:
+    """PEFT's own: names as before transformers 5 are the experts of today."""
+    model = attach_adapter(
+        tiny_model("mixtral"), LoraOptions(target_modules=["q_proj", "w1", "w2", "w3"]), None, 0
+    )
+    assert leaves(adapted(model), 2) == STACKS | {"self_attn.q_proj"}
+    everything = attach_adapter(
+        tiny_model("mixtral"), LoraOptions(target_modules="all-linear"), None, 0
+    )
+    attention = {f"self_attn.{name}" for name in ATTENTION}
+    assert leaves(adapted(everything), 2) == STACKS | attention | {"gate.weight"}
+
+
+@pytest.mark.parametrize("names", [["q_proj", "kw_proj"], ["nothing"], "no.*thing"])
+def test_a_name_that_matches_nothing_is_refused_with_those_that_there_are(names: Any) -> None:
+    with pytest.raises(LearnerError, match=r"lora\.target_modules.*q_proj, k_proj.*leave it out"):
+        attach_adapter(tiny_model("llama"), LoraOptions(target_modules=names), None, 0)
+
+
+def test_experts_that_are_not_there_are_refused() -> None:
+    with pytest.raises(LearnerError, match=r"lora\.experts is set, .* no experts: leave it out"):
+        attach_adapter(tiny_model("llama"), LoraOptions(experts=True), None, 0)
+    with pytest.raises(LearnerError, match="no experts that LoRA can adapt"):
+        attach_adapter(outline("dbrx"), LoraOptions(experts=True), None, 0)
