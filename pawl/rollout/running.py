@@ -95,10 +95,14 @@ class Rollout:
         for finished in past.untold:
             self._tell(finished)
         for begun in past.under_way:
-            finished = abandoned(begun.episode)
-            self._journal.append(finished)
-            self._tell(finished)
-            self.figures.add(begun.key.policy, finished)
+            self._give_up(begun.key, begun.episode)
+
+    def _give_up(self, key: Key, episode: str) -> None:
+        """Write down that an attempt was broken off, and tell it."""
+        finished = abandoned(episode)
+        self._journal.append(finished)
+        self._tell(finished)
+        self.figures.add(key.policy, finished)
 
     async def _run_lanes(self, past: Past) -> None:
         left = (key for key in self._job.every_run() if key not in past.settled)
@@ -141,7 +145,7 @@ class Rollout:
         try:
             finished, result = await self._attempts.make(key, episode)
         except asyncio.CancelledError:
-            self._journal.append(abandoned(episode))
+            self._give_up(key, episode)
             raise
         finally:
             self.under_way -= 1

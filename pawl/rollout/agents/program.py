@@ -49,7 +49,8 @@ class CommandAgent:
             return Result(error="too much output", detail=str(error))
         except OSError as error:
             return Result(error="not started", detail=str(error))
-        output = ended.output.decode(errors="replace")
+        # As `$(…)` of a shell does: what a function returns has no line's end either.
+        output = ended.output.decode(errors="replace").rstrip("\n")
         errors = ended.errors.decode(errors="replace")
         return Result(
             output=output,

@@ -33,8 +33,9 @@ class FakeProxy:
             return await self.take(request)
         if request.path.endswith("/v1/models"):
             return web.json_response({"data": [{"id": name} for name in self.models]})
+        asked = await request.json()
         self.calls.append(names_in(request.raw_path))
-        self.asked.append(await request.json())
+        self.asked.append(asked)
         said = self.asked[-1]["messages"][-1]["content"]
         message = {"role": "assistant", "content": f"echo {said}"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
