@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from store.records import Split
 
 Tasks = Annotated[
-    Path,
-    typer.Option(
-        help="File of tasks, one JSON object a line; `id` names a task.", show_default=False
-    ),
+    Path | None, typer.Option(help="File of tasks, one JSON object a line; `id` names a task.")
 ]
 Command = Annotated[
     str | None,
@@ -44,6 +41,13 @@ Judge = Annotated[
     typer.Option(
         help="Program that scores a run: task and output as JSON on its standard input, a number "
         "or an object of metrics on its standard output."
+    ),
+]
+JudgePython = Annotated[
+    str | None,
+    typer.Option(
+        "--judge-python",
+        help="MODULE:FUNCTION that is imported once and called for each run, instead of --judge.",
     ),
 ]
 JudgeTimeout = Annotated[
@@ -89,13 +93,14 @@ Summary = Annotated[Path | None, typer.Option(help="File to write the summary to
 
 
 def rollout(
-    tasks: Tasks,
+    tasks: Tasks = None,
     command: Command = None,
     python: Python = None,
     samples: Samples = 1,
     at_once: AtOnce = 16,
     timeout: Timeout = 600.0,
     judge: Judge = None,
+    judge_python: JudgePython = None,
     judge_timeout: JudgeTimeout = 60.0,
     answer: Answer = None,
     split: SplitOption = None,
@@ -124,6 +129,8 @@ def rollout(
     from proxy.settings import ProxySettings
 
     settings = read_settings(ProxySettings)
+    if tasks is None:
+        fail("say with --tasks which file of tasks to run, one JSON object a line")
     try:
         address = base_address(url or f"http://{settings.listen}")
         options = RolloutOptions(
@@ -136,6 +143,7 @@ def rollout(
             at_once=at_once,
             limit_s=timeout,
             judge=judge,
+            judge_python=judge_python,
             judge_limit_s=judge_timeout,
             answer=answer,
             split=_split(split),

@@ -5,17 +5,19 @@ import json
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
 from rich.console import Console
 
+from pawl.rollout.agents.agent import Agent
 from pawl.rollout.desk import Desk
 from pawl.rollout.display import Display
 from pawl.rollout.errors import RolloutError
 from pawl.rollout.journal_file import JournalFile
+from pawl.rollout.judges import RunJudge
 from pawl.rollout.options import (
     RolloutOptions,
     agent_of,
@@ -40,8 +42,8 @@ async def run_rollout(options: RolloutOptions) -> dict[str, Any]:
     """
     started = time.monotonic()
     tasks = read_tasks(options.tasks, options.answer)
-    judge = judge_of(options)
     path = options.journal or Path(options.tasks.name).with_suffix(".rollout.jsonl")
+    judge = judge_of(options, path)
     agent = agent_of(options, path)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -54,15 +56,34 @@ async def run_rollout(options: RolloutOptions) -> dict[str, Any]:
             desk = Desk(session, f"{options.url}/feedback")
             job = job_of(options, tasks, policies)
             rollout = Rollout(job, agent, judge, journal, desk, view)
-            async with _stopped_by_signals(rollout.stop), _beside(rollout, view, desk):
-                with suppress(asyncio.CancelledError):
-                    await rollout.run(past)
+            async with (
+                running(agent, judge, options.at_once),
+                _stopped_by_signals(rollout.stop),
+                _beside(rollout, view, desk),
+            ):
+                await rollout.run(past)
         finally:
             journal.close()
     summary = _summary(rollout, path, time.monotonic() - started, _hint(rollout, desk))
     if options.summary is not None:
         _write(options.summary, summary)
     return summary
+
+
+@asynccontextmanager
+async def running(agent: Agent, judge: RunJudge, at_once: int) -> AsyncIterator[None]:
+    """Have agent and judge ready; end all that they started when the block is left.
+
+    Raises:
+        RolloutError: one of them cannot be run.
+    """
+    try:
+        await agent.start(at_once)
+        await judge.start()
+        yield
+    finally:
+        await agent.stop()
+        await judge.stop()
 
 
 @asynccontextmanager

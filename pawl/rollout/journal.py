@@ -161,7 +161,7 @@ def differences(old: Plan, new: Plan) -> list[str]:
         "tasks": "--tasks",
         "samples": "-n",
         "agent": "--command or --python",
-        "judge": "--judge or --answer",
+        "judge": "--judge, --judge-python or --answer",
         "split": "--split",
         "policies": "--policy or --every-version",
     }

@@ -1,12 +1,15 @@
-"""What turns a run's output into statements: a program, a field of the task, or nothing."""
+"""What turns a run's output into statements: a program, a function, a field of the task."""
 
+import asyncio
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import msgspec
 
-from pawl.judging.errors import JudgeError
+from pawl.judging.errors import JudgeError, JudgeFailed
 from pawl.judging.program import ProgramJudge
+from pawl.rollout.addresses import Request
+from pawl.rollout.agents.warm import WarmWorker
 from pawl.rollout.errors import RolloutError
 from pawl.rollout.journal import Statement
 from pawl.rollout.tasks import Task
@@ -14,8 +17,18 @@ from pawl.rollout.verdicts import compare, read_verdict
 from store.records import REWARD
 
 
-class RunJudge(Protocol):
-    """The interface of what scores a run that did not fail."""
+class RunJudge:
+    """What scores a run that did not fail; as it is, it says nothing of any."""
+
+    async def start(self) -> None:
+        """Get ready.
+
+        Raises:
+            RolloutError: the judge cannot be run.
+        """
+
+    async def stop(self) -> None:
+        """End all that was started."""
 
     async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
         """Return the statements about a run; an empty list if there is nothing to say.
@@ -23,17 +36,10 @@ class RunJudge(Protocol):
         Raises:
             JudgeFailed: the judge gave no usable answer.
         """
-
-
-class NoJudge:
-    """Says nothing: rewards come from elsewhere, or not at all."""
-
-    async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
-        """Return no statement."""
         return []
 
 
-class AnswerJudge:
+class AnswerJudge(RunJudge):
     """Compares the last line of the output with a field of the task."""
 
     def __init__(self, field: str) -> None:
@@ -46,7 +52,7 @@ class AnswerJudge:
         return [{"metric": REWARD, "value": value, "episode": episode}]
 
 
-class CommandJudge:
+class CommandJudge(RunJudge):
     """Runs a program for each run: task and output in, a number or metrics out."""
 
     def __init__(self, command: Sequence[str], limit_s: float) -> None:
@@ -66,5 +72,52 @@ class CommandJudge:
         Raises:
             JudgeFailed: it did not end well, or said nothing usable.
         """
-        told = {"task": task.fields, "output": output, "episode": episode}
-        return read_verdict(await self._program.answer(msgspec.json.encode(told)), episode)
+        told = msgspec.json.encode(_told(task, episode, output))
+        return read_verdict(await self._program.answer(told), episode)
+
+
+class PythonJudge(RunJudge):
+    """A Python function that one worker imports once; it judges one run after another."""
+
+    def __init__(self, worker: WarmWorker, limit_s: float) -> None:
+        """Store the worker, and the time limit of one judgement."""
+        self._worker = worker
+        self._limit_s = limit_s
+        self._one_at_a_time = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Import the function.
+
+        Raises:
+            RolloutError: it cannot be imported.
+        """
+        await self._worker.ready()
+
+    async def stop(self) -> None:
+        """End the worker."""
+        await self._worker.kill()
+
+    async def judge(self, task: Task, episode: str, output: str) -> list[Statement]:
+        """Call the function, and return what it says.
+
+        Raises:
+            JudgeFailed: it raised, took too long, or said nothing usable.
+        """
+        request = Request(
+            episode=episode,
+            task=_told(task, episode, output),
+            base_url="",
+            model=None,
+            environment={},
+            limit_s=self._limit_s,
+        )
+        async with self._one_at_a_time:
+            result = await self._worker.run(request)
+        if result.error is not None:
+            raise JudgeFailed(f"{result.error}: {result.detail}")
+        return read_verdict(msgspec.json.encode(result.value), episode)
+
+
+def _told(task: Task, episode: str, output: str) -> dict[str, Any]:
+    """Return what a judge is told of a run, the answer included."""
+    return {"task": task.fields, "output": output, "episode": episode}

@@ -6,11 +6,11 @@ from urllib.parse import urlsplit
 
 from pawl.rollout.agents.agent import Agent
 from pawl.rollout.agents.program import CommandAgent
-from pawl.rollout.agents.warm import WarmAgent
+from pawl.rollout.agents.warm import Function, WarmAgent, WarmWorker
 from pawl.rollout.attempts import Job
 from pawl.rollout.errors import RolloutError
 from pawl.rollout.journal import Plan
-from pawl.rollout.judges import AnswerJudge, CommandJudge, NoJudge, RunJudge
+from pawl.rollout.judges import AnswerJudge, CommandJudge, PythonJudge, RunJudge
 from pawl.rollout.proxy_view import check_policy, versions_of
 from pawl.rollout.tasks import Task, digest, parse_tasks
 from store.records import Record, Split
@@ -28,6 +28,7 @@ class RolloutOptions(Record, frozen=True, kw_only=True):
     at_once: int = 16
     limit_s: float = 600.0
     judge: str | None = None
+    judge_python: str | None = None
     judge_limit_s: float = 60.0
     answer: str | None = None
     split: Split | None = None
@@ -51,17 +52,24 @@ def read_tasks(path: Path, needed: str | None) -> tuple[Task, ...]:
     return parse_tasks(text, str(path), needed)
 
 
-def judge_of(options: RolloutOptions) -> RunJudge:
-    """Return what scores the runs.
+def judge_of(options: RolloutOptions, journal: Path) -> RunJudge:
+    """Return what scores the runs; what a Python judge prints goes into a log beside the journal.
 
     Raises:
-        RolloutError: there are two of them, or the program does not exist.
+        RolloutError: there are several of them, or the program does not exist.
     """
-    if options.judge is not None and options.answer is not None:
-        raise RolloutError("--judge and --answer both score a run: give one of them")
+    if sum(one is not None for one in (options.judge, options.judge_python, options.answer)) > 1:
+        raise RolloutError("--judge, --judge-python and --answer all score a run: give one of them")
     if options.judge is not None:
         return CommandJudge(_words("--judge", options.judge), options.judge_limit_s)
-    return NoJudge() if options.answer is None else AnswerJudge(options.answer)
+    if options.judge_python is not None:
+        function = Function(
+            option="--judge-python",
+            name=options.judge_python,
+            log_file=journal.with_suffix(".judge.log"),
+        )
+        return PythonJudge(WarmWorker(function), options.judge_limit_s)
+    return RunJudge() if options.answer is None else AnswerJudge(options.answer)
 
 
 def agent_of(options: RolloutOptions, journal: Path) -> Agent:
@@ -78,11 +86,12 @@ def agent_of(options: RolloutOptions, journal: Path) -> Agent:
     if options.command is not None:
         return CommandAgent(_words("--command", options.command))
     assert options.python is not None
-    return WarmAgent(
-        options.python,
-        model_is_told=options.policy is not None,
+    function = Function(
+        name=options.python,
         log_file=journal.with_suffix(".log"),
+        model_is_told=options.policy is not None,
     )
+    return WarmAgent(function)
 
 
 def _words(option: str, command: str) -> list[str]:
@@ -139,6 +148,8 @@ def plan_of(options: RolloutOptions, tasks: tuple[Task, ...], policies: tuple[st
     """Return what a journal must begin with for these options to go on with it."""
     agent = options.command or f"python {options.python}"
     judge = options.judge or (f"answer {options.answer}" if options.answer else "")
+    if options.judge_python:
+        judge = f"python {options.judge_python}"
     return Plan(
         tasks=digest(tasks),
         samples=options.samples,

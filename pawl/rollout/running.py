@@ -38,9 +38,8 @@ class Rollout:
         *,
         on_end: OnEnd | None = None,
     ) -> None:
-        """Store the parts; `on_end` is called for each attempt that ends."""
+        """Store the parts, which have been started; `on_end` is called for each attempt's end."""
         self._job = job
-        self._agent = agent
         self._journal = journal
         self._desk = desk
         self._view = view
@@ -72,21 +71,17 @@ class Rollout:
         """Do what the journal has not got yet, and return when all is told.
 
         Raises:
-            RolloutError: the agent cannot be run, or the journal cannot be written.
+            RolloutError: the journal cannot be written.
         """
-        await self._agent.start(self._job.at_once)
+        self._resume(past)
+        tellers = [asyncio.create_task(self._tell_all()) for _ in range(TELLERS)]
         try:
-            self._resume(past)
-            tellers = [asyncio.create_task(self._tell_all()) for _ in range(TELLERS)]
-            try:
-                await self._run_lanes(past)
-                await self._all_told(tellers)
-            finally:
-                for teller in tellers:
-                    teller.cancel()
-                await asyncio.wait(tellers)
+            await self._run_lanes(past)
+            await self._all_told(tellers)
         finally:
-            await self._agent.stop()
+            for teller in tellers:
+                teller.cancel()
+            await asyncio.wait(tellers)
 
     def _resume(self, past: Past) -> None:
         """Count what is done, and tell what is not told: also that attempts were broken off."""

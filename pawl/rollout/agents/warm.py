@@ -19,6 +19,7 @@ from pawl.rollout.addresses import Request, keys
 from pawl.rollout.agents import worker as worker_program
 from pawl.rollout.agents.agent import MOST_OUTPUT, Agent, Result, out_of_time, status_words
 from pawl.rollout.errors import RolloutError, RunLost
+from store.records import Record
 
 # Runs that share a worker, where the function can run several at once.
 SHARING: Final = 16
@@ -27,20 +28,30 @@ GRACE_S: Final = 5.0
 MOST_LINE: Final = 8 * MOST_OUTPUT
 
 
+class Function(Record, frozen=True, kw_only=True):
+    """A Python function, and how it is run.
+
+    Attributes:
+        option: the option that names it, for messages.
+        name: as MODULE:FUNCTION.
+        log_file: what it prints goes here.
+        folder: where its module is looked for first; None: the working folder.
+        model_is_told: whether the runner says which model to ask for.
+    """
+
+    option: str = "--python"
+    name: str
+    log_file: Path
+    folder: Path | None = None
+    model_is_told: bool = False
+
+
 class WarmAgent(Agent):
     """A Python function that is imported by a few worker processes, and run by them."""
 
-    def __init__(self, function: str, *, model_is_told: bool, log_file: Path) -> None:
-        """Store what is run.
-
-        Args:
-            function: as MODULE:FUNCTION.
-            model_is_told: whether the runner says which model to ask for.
-            log_file: what the function prints goes here.
-        """
+    def __init__(self, function: Function) -> None:
+        """Store what is run."""
         self._function = function
-        self._model_is_told = model_is_told
-        self._log_file = log_file
         self._workers: list[WarmWorker] = []
 
     async def start(self, at_once: int) -> None:
@@ -49,11 +60,11 @@ class WarmAgent(Agent):
         Raises:
             RolloutError: the function cannot be imported.
         """
-        first = self._worker()
+        first = WarmWorker(self._function)
         self._workers = [first]
         await first.ready()
         count = math.ceil(at_once / SHARING) if first.shared else at_once
-        self._workers += [self._worker() for _ in range(count - 1)]
+        self._workers += [WarmWorker(self._function) for _ in range(count - 1)]
 
     async def stop(self) -> None:
         """End the workers, whatever they do."""
@@ -67,21 +78,17 @@ class WarmAgent(Agent):
         """
         return await min(self._workers, key=lambda worker: worker.busy).run(request)
 
-    def _worker(self) -> "WarmWorker":
-        return WarmWorker(self._function, self._model_is_told, self._log_file)
-
 
 class WarmWorker:
     """One worker process, which is started when it is needed, and again after it has ended."""
 
-    def __init__(self, function: str, model_is_told: bool, log_file: Path) -> None:
-        """Store what it runs; see `WarmAgent`."""
+    def __init__(self, function: Function) -> None:
+        """Store what it runs."""
         self.shared = False
         self.busy = 0
-        self._command = [sys.executable, "-P", worker_program.__file__, function]
-        self._command.append("model" if model_is_told else "no-model")
         self._function = function
-        self._log_file = log_file
+        self._command = [sys.executable, "-P", worker_program.__file__, function.name]
+        self._command.append("model" if function.model_is_told else "no-model")
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._starting = asyncio.Lock()
@@ -98,12 +105,13 @@ class WarmWorker:
         async with self._starting:
             if self._reader is not None and not self._reader.done():
                 return
-            with self._log_file.open("ab") as log:
+            with self._function.log_file.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
                     *self._command,
                     stdin=PIPE,
                     stdout=PIPE,
                     stderr=log,
+                    cwd=self._function.folder,
                     env=environment_at_import(os.environ),
                     limit=MOST_LINE,
                     start_new_session=True,
@@ -125,8 +133,9 @@ class WarmWorker:
             status = await process.wait()
             said = told.get("error") or f"the worker ended with {status_words(status)}"
             raise RolloutError(
-                f"--python {self._function}: {said}. It is imported in the folder where "
-                f"`pawl rollout` is started, by {sys.executable}; see {self._log_file}"
+                f"{self._function.option} {self._function.name}: {said}. It is imported in the "
+                f"folder where `pawl rollout` is started, by {sys.executable}; see "
+                f"{self._function.log_file}"
             )
         self.shared = bool(told["shared"])
 
@@ -196,7 +205,7 @@ class WarmWorker:
             else:
                 words = status_words(status) or "exit status 0"
                 answer.set_result(
-                    {"error": words, "detail": f"the worker ended; see {self._log_file}"}
+                    {"error": words, "detail": f"the worker ended; see {self._function.log_file}"}
                 )
 
     async def kill(self) -> None:
