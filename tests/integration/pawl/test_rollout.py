@@ -131,7 +131,7 @@ async def test_one_that_blocks_is_ended_with_its_worker(runner: Runner) -> None:
     runner.write([{"id": "block", "do": "block"}, {"id": "wait", "do": "wait"}, *TASKS])
     told = await runner.run("--python", "agent:together", "--timeout", "3", "-k", "1")
     found = {task: finished.error for task, finished in runner.by_task().items()}
-    expected = dict.fromkeys((task["id"] for task in TASKS)) | dict.fromkeys(
+    expected = dict.fromkeys(task["id"] for task in TASKS) | dict.fromkeys(
         ("block", "wait"), "time limit"
     )
     assert found == expected

@@ -330,6 +330,18 @@ def test_a_stopped_run_ends_although_its_input_does_not() -> None:
 # --- the judge ----------------------------------------------------------------------------------
 
 
+def test_a_verdict_on_a_run_is_about_the_run_and_its_tool_call() -> None:
+    tool = {"id": "c1", "name": "calculator", "status": "ok"}
+    named = {"id": "c1", "name": "calculator"}
+    result = {"id": "q", "response_id": "r1", "answer": "84", "tool": tool}
+    told = {"task": {"id": "q", "answer": 84}, "output": json.dumps(result), "episode": "e"}
+    assert judge.verdict(told) == [
+        {"metric": "reward", "value": judge.RIGHT},
+        {"metric": "success", "value": 1},
+        {"metric": "tool_status", "value": "ok", "response": "r1", **named},
+    ]
+
+
 def result(answer: str | None, status: str | None, **more: Any) -> dict[str, Any]:
     tool = {"id": "c1", "name": "calculator", "status": status} if status else None
     return {"id": "q", "response_id": "r", "answer": answer, "tool": tool, "error": None} | more
