@@ -14,12 +14,25 @@ from pawl.commands.local import demo, up
 from pawl.commands.policies import app as policies
 from pawl.commands.processes import proxy, steward, trainer
 from pawl.commands.records import migrate, spool
+from pawl.commands.rollout import rollout
 from pawl.logs import configure_logging
 from pawl.settings import UnreadSettings
 from store.errors import StoreError
 
 # In the order of the help.
-COMMANDS: Final = (proxy, trainer, steward, up, demo, export, judge, credit, spool, migrate)
+COMMANDS: Final = (
+    proxy,
+    trainer,
+    steward,
+    up,
+    demo,
+    rollout,
+    export,
+    judge,
+    credit,
+    spool,
+    migrate,
+)
 
 app = typer.Typer(
     no_args_is_help=True,

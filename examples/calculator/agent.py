@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from attempts import TOOL_NAME, Attempt, Call, Question, Reply, conclude
 from openai import AsyncOpenAI, OpenAIError
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 SYSTEM = "Use the calculator."
 MAX_TOKENS = 40
+# A server that restarts is waited for: eight retries take about half a minute.
+RETRIES = 8
 
 TOOLS: list[ChatCompletionFunctionToolParam] = [
     {
@@ -132,6 +135,29 @@ class Model:
                     name += part.function.name or ""
                     arguments += part.function.arguments or ""
         return Reply(response_id, text, Call(call_id, name, arguments) if called else None)
+
+
+# --- as a function ----------------------------------------------------------------------------
+
+
+@functools.cache
+def warm_client() -> AsyncOpenAI:
+    """One client, with its connections, for all questions of a process."""
+    return AsyncOpenAI(timeout=60.0, max_retries=RETRIES)
+
+
+async def answer(task: dict[str, Any], base_url: str, model: str) -> dict[str, Any]:
+    """Answer one question, for a program that asks many in one process; as in an output line."""
+    question = Question(str(task["id"]), task["question"])
+    one = Model(
+        client=warm_client().with_options(base_url=base_url),
+        name=model,
+        examples=len(EXAMPLES),
+        max_tokens=MAX_TOKENS,
+        temperature=float(os.environ.get("AGENT_TEMPERATURE", "1")),
+        stream=False,
+    )
+    return asdict(conclude(question, 0, await one.ask(question.text)))
 
 
 # --- the run ----------------------------------------------------------------------------------
@@ -266,8 +292,7 @@ def arguments() -> argparse.Namespace:
 
 
 async def work(options: argparse.Namespace, source: int, out: TextIO) -> int:
-    # A server that restarts is waited for: eight retries take about half a minute.
-    async with AsyncOpenAI(timeout=options.timeout, max_retries=8) as client:
+    async with AsyncOpenAI(timeout=options.timeout, max_retries=RETRIES) as client:
         model = Model(
             client=client,
             name=options.model,

@@ -82,6 +82,20 @@ def feedback(result: Item, verdict: Verdict) -> list[Item]:
     return items
 
 
+def verdict(told: Item) -> list[Item]:
+    """Judge one run, for a program that runs the agent: its task and its output line.
+
+    The reward is for the whole run, and so names no target; the tool's status is for its call.
+    """
+    result = json.loads(told["output"])
+    items = feedback(result, judge(result, float(told["task"]["answer"])))
+    return [item if item["metric"] == "tool_status" else without_target(item) for item in items]
+
+
+def without_target(item: Item) -> Item:
+    return {name: value for name, value in item.items() if name != "response"}
+
+
 @dataclass
 class Tally:
     """Count what the judge has seen, for the summary it ends with."""

@@ -1,16 +1,38 @@
-"""Run the example agent and its judge as separate programs, as a user would."""
+"""Run the example agent and its judge as `pawl rollout` runs any agent, and keep their results."""
 
 import asyncio
+import itertools
 import json
-import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Final
+
+import aiohttp
 
 from pawl.demo.errors import DemoFailed
+from pawl.rollout.agents.agent import Result
+from pawl.rollout.agents.warm import Function, WarmAgent, WarmWorker
+from pawl.rollout.attempts import Job
+from pawl.rollout.desk import Desk
+from pawl.rollout.errors import RolloutError
+from pawl.rollout.journal import Finished, Key, Plan
+from pawl.rollout.journal_file import JournalFile
+from pawl.rollout.judges import PythonJudge
+from pawl.rollout.proxy_view import ProxyView
+from pawl.rollout.running import Rollout
+from pawl.rollout.tasks import Task, digest, parse_tasks
+from pawl.rollout.verdicts import metrics_of
+from store.records import Split
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
+EXAMPLE: Final = Path(__file__).parents[2] / "examples" / "calculator"
+AGENT: Final = "agent:answer"
+JUDGE: Final = "judge:verdict"
+ANSWER: Final = "answer"
+JUDGE_S: Final = 60.0
+EXAM_CONCURRENCY: Final = 32
 
 
 def script(name: str) -> list[str]:
@@ -47,7 +69,7 @@ async def make_questions(count: int, seed: int, split: str, folder: Path) -> tup
     return plain, answered
 
 
-async def run(command: Sequence[str], environment: dict[str, str] | None = None) -> bytes:
+async def run(command: Sequence[str]) -> bytes:
     """Run a program to its end, and return its standard output.
 
     Raises:
@@ -55,7 +77,6 @@ async def run(command: Sequence[str], environment: dict[str, str] | None = None)
     """
     process = await asyncio.create_subprocess_exec(
         *command,
-        env=os.environ | (environment or {}),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -71,118 +92,162 @@ async def run(command: Sequence[str], environment: dict[str, str] | None = None)
     return out
 
 
-def client_environment(base_url: str, model: str) -> dict[str, str]:
-    """Return the environment variables that point an OpenAI client at the proxy and the model."""
-    return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "unused", "OPENAI_MODEL": model}
-
-
 class WorkingAgent:
-    """Give questions to a running example agent, and follow its results with the judge.
+    """Keep the example agent and its judge warm, and give them questions.
 
     Attributes:
-        results_file: where the agent writes its results, one JSON line each.
-        results: all results collected so far.
+        results: all results collected so far, as the agent's own program writes them.
     """
 
     def __init__(
-        self, base_url: str, feedback_url: str, model: str, answers: Path, folder: Path
+        self, url: str, model: str, answered: Path, folder: Path, *, name: str = "train"
     ) -> None:
-        """Store where the agent calls, where the judge posts, and where files go.
+        """Store where the agent works, and where its files go.
 
         Args:
-            base_url: the proxy's address, as agents get it.
-            feedback_url: where the judge posts rewards.
+            url: the proxy's address, without `/v1`.
             model: the model that the agent asks for.
-            answers: the file of questions with answers, for the judge.
-            folder: where results and logs are written.
+            answered: the file of questions with answers, which only the judge gets to see.
+            folder: where journals and logs are written.
+            name: what the files are called by.
         """
-        self.results_file = folder / "results.jsonl"
-        self._environment = os.environ | client_environment(base_url, model)
-        self._feedback_url = feedback_url
-        self._answers = answers
+        self._url = url
+        self._model = model
         self._folder = folder
-        self._read = 0
+        self._name = name
+        tasks = parse_tasks(answered.read_bytes(), str(answered), ANSWER)
+        self._tasks = {task.name: task for task in tasks}
+        log = folder / "agent.log"
+        function = Function(name=AGENT, log_file=log, folder=EXAMPLE, model_is_told=True)
+        self._agent = WarmAgent(function)
+        self._judge = PythonJudge(
+            WarmWorker(Function(name=JUDGE, log_file=log, folder=EXAMPLE)), JUDGE_S
+        )
+        self._numbers = itertools.count(1)
+        self._rollouts: list[tuple[Rollout, asyncio.Task[None]]] = []
+        self._fresh: list[dict[str, Any]] = []
+        self._unjudged: str | None = None
+        self.verdicts: list[dict[str, float]] = []
         self.results: list[dict[str, Any]] = []
 
-    async def start(self, *, samples: int, concurrency: int) -> None:
-        """Start both programs; each question is asked `samples` times, `concurrency` at a time."""
-        self._log = (self._folder / "agent.log").open("ab")
-        self._agent = await asyncio.create_subprocess_exec(
-            *script("agent.py"),
-            *("-", "--out", str(self.results_file), "--samples", str(samples)),
-            *("--concurrency", str(concurrency)),
-            env=self._environment,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
-        self._judge = await asyncio.create_subprocess_exec(
-            *script("judge.py"),
-            *(str(self.results_file), "--answers", str(self._answers), "--follow"),
-            *("--feedback-url", self._feedback_url),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
-
-    async def ask(self, lines: Sequence[str]) -> None:
-        """Give questions to the agent, one JSON line each."""
-        assert self._agent.stdin is not None
-        self._agent.stdin.write("".join(line + "\n" for line in lines).encode())
-        await self._agent.stdin.drain()
-
-    def collect(self) -> list[dict[str, Any]]:
-        """Return the results that were written since the last call.
+    async def start(self, *, samples: int, concurrency: int, split: Split | None = None) -> None:
+        """Start both; each question is asked `samples` times, `concurrency` at a time.
 
         Raises:
-            DemoFailed: the agent or the judge has ended.
+            DemoFailed: one of them cannot be run.
         """
-        for name, process in (("agent", self._agent), ("judge", self._judge)):
-            if process.returncode is not None:
-                raise DemoFailed(
-                    f"the {name} ended with code {process.returncode}: see {self._log.name}"
-                )
-        if not self.results_file.exists():
-            return []
-        with self.results_file.open("rb") as file:
-            file.seek(self._read)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read += len(whole)
-        new = [json.loads(line) for line in whole.splitlines()]
+        self._samples, self._concurrency, self._split = samples, concurrency, split
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+        try:
+            script("agent.py")
+            await self._agent.start(concurrency)
+            await self._judge.start()
+        except RolloutError as error:
+            await self.stop()
+            raise DemoFailed(str(error)) from error
+
+    def ask(self, lines: Sequence[str]) -> None:
+        """Give questions to the agent, one JSON line each."""
+        tasks = tuple(self._tasks[str(json.loads(line)["id"])] for line in lines)
+        job = Job(
+            url=self._url,
+            tasks=tasks,
+            samples=self._samples,
+            policies=(self._model,),
+            split=self._split,
+            at_once=self._concurrency,
+            hidden=ANSWER,
+        )
+        journal = self._journal()
+        rollout = Rollout(
+            job,
+            self._agent,
+            self._judge,
+            journal,
+            Desk(self._session, f"{self._url}/feedback"),
+            ProxyView(self._session, self._url, f"{self._url}/metrics"),
+            on_end=self._take,
+        )
+        plan = Plan(
+            tasks=digest(tasks),
+            samples=job.samples,
+            agent=AGENT,
+            judge=JUDGE,
+            split=job.split,
+            policies=job.policies,
+        )
+        working = asyncio.create_task(self._work(rollout, journal, plan))
+        self._rollouts.append((rollout, working))
+
+    def _journal(self) -> JournalFile:
+        path = self._folder / f"{self._name}-{next(self._numbers)}.rollout.jsonl"
+        path.unlink(missing_ok=True)
+        return JournalFile(path)
+
+    async def _work(self, rollout: Rollout, journal: JournalFile, plan: Plan) -> None:
+        try:
+            await rollout.run(journal.open_plan(plan))
+        finally:
+            journal.close()
+
+    def _take(self, key: Key, finished: Finished, result: Result) -> None:
+        if finished.outcome == "abandoned":
+            return
+        if finished.outcome == "unjudged":
+            self._unjudged = finished.detail
+        self.verdicts.append(metrics_of(finished.statements))
+        self._fresh.append(as_result(self._tasks[key.task], key.sample, finished, result))
+
+    def collect(self) -> list[dict[str, Any]]:
+        """Return the results that came since the last call.
+
+        Raises:
+            DemoFailed: the agent or the judge cannot go on.
+        """
+        for _, working in self._rollouts:
+            if working.done() and not working.cancelled() and (error := working.exception()):
+                raise DemoFailed(f"the agent cannot go on: {error}") from error
+        if self._unjudged is not None:
+            raise DemoFailed(f"the judge failed: {self._unjudged}")
+        new, self._fresh = self._fresh, []
         self.results += new
         return new
 
+    async def finish(self) -> None:
+        """Wait until all that was asked is answered, and all rewards are taken."""
+        if self._rollouts:
+            await asyncio.wait([working for _, working in self._rollouts])
+
     async def stop(self) -> None:
-        """Stop the agent first and then the judge, so that the judge sees all results."""
-        for process in (self._agent, self._judge):
-            if process.returncode is None:
-                process.terminate()
-                try:
-                    await asyncio.wait_for(process.wait(), 15)
-                except TimeoutError:
-                    process.kill()
-                    await process.wait()
-        self._log.close()
+        """Give up what is under way, and end agent and judge."""
+        for rollout, working in self._rollouts:
+            if not working.done():
+                rollout.stop()
+                rollout.stop()
+            with suppress(RolloutError):
+                await working
+        await self._agent.stop()
+        await self._judge.stop()
+        await self._session.close()
+
+
+def as_result(task: Task, sample: int, finished: Finished, result: Result) -> dict[str, Any]:
+    """Return a run's result as the agent's own program writes it."""
+    if finished.error is None:
+        return {**result.value, "sample": sample}
+    error = f"{finished.error}: {finished.detail}"
+    missing = dict.fromkeys(("response_id", "answer", "tool"))
+    asked = {"id": task.name, "question": task.fields["question"], "sample": sample}
+    return {**asked, **missing, "error": error}
 
 
 async def examine(
-    base_url: str,
-    feedback_url: str,
-    model: str,
-    questions: Path,
-    answers: Path,
-    out: Path,
-    *,
-    samples: int,
+    url: str, model: str, questions: Path, answers: Path, out: Path, *, samples: int
 ) -> dict[str, Any]:
     """Have the agent answer the held-out questions, and judge its answers: an evaluation.
 
     Args:
-        base_url: the proxy's address for evaluation, as agents get it.
-        feedback_url: where the judge posts rewards, which are those of the version that serves.
+        url: the proxy's address, without `/v1`.
         model: the model that the agent asks for.
         questions: the file of questions.
         answers: the file of the same questions with answers.
@@ -190,19 +255,23 @@ async def examine(
         samples: how often each question is asked.
 
     Returns:
-        The judge's summary: `success`, `well_formed`, `results`, `failed_calls`, …
+        `success` (of the answers that came), `results` and `failed_calls`.
 
     Raises:
         DemoFailed: the agent or the judge failed.
     """
-    out.unlink(missing_ok=True)
-    command = [
-        *script("agent.py"),
-        *(str(questions), "--out", str(out), "--samples", str(samples)),
-        *("--concurrency", "32"),
-    ]
-    await run(command, client_environment(base_url, model))
-    judge = [*script("judge.py"), str(out), "--answers", str(answers)]
-    judged = await run([*judge, "--feedback-url", feedback_url])
-    summary: dict[str, Any] = json.loads(judged)
-    return summary
+    agent = WorkingAgent(url, model, answers, out.parent, name=out.stem)
+    await agent.start(samples=samples, concurrency=EXAM_CONCURRENCY, split="eval")
+    try:
+        agent.ask(questions.read_text().splitlines())
+        await agent.finish()
+        results = agent.collect()
+    finally:
+        await agent.stop()
+    out.write_text("".join(json.dumps(result, ensure_ascii=False) + "\n" for result in results))
+    rights = [verdict["success"] for verdict in agent.verdicts if "success" in verdict]
+    return {
+        "success": round(fmean(rights), 4) if rights else None,
+        "results": len(rights),
+        "failed_calls": sum(result["error"] is not None for result in results),
+    }

@@ -186,9 +186,7 @@ class Demo:
         self, stack: Stack, held_out: tuple[Path, Path], name: str
     ) -> dict[str, Any]:
         out = self._data / f"{name}.jsonl"
-        summary = await examine(
-            stack.eval_url, stack.feedback_url, POLICY, *held_out, out, samples=HELD_OUT_SAMPLES
-        )
+        summary = await examine(stack.url, POLICY, *held_out, out, samples=HELD_OUT_SAMPLES)
         self.progress.failed_calls += summary["failed_calls"]
         await self._look()
         return summary
@@ -204,14 +202,14 @@ class Demo:
         plain, answered = await make_questions(groups * MOST_WAVES, self._seed, "train", self._data)
         questions = plain.read_text().splitlines()
         answers = _answers(answered)
-        agent = WorkingAgent(stack.base_url, stack.feedback_url, POLICY, answered, self._data)
+        agent = WorkingAgent(stack.url, POLICY, answered, self._data)
         await agent.start(samples=size, concurrency=CONCURRENCY)
         try:
             for number in itertools.count(1):
                 wave = Wave(number, self.progress.serving, groups * size)
                 self.progress.waves.append(wave)
                 self._phase(f"wave {number}: the agent works")
-                await agent.ask(questions[(number - 1) * groups : number * groups])
+                agent.ask(questions[(number - 1) * groups : number * groups])
                 await self._until(stack, partial(self._take, agent, wave, answers))
                 self._phase(f"wave {number}: the trainer learns")
                 await self._until(stack, partial(self._trained, number))

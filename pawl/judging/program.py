@@ -1,19 +1,12 @@
 """Judge by a program that runs for each episode: one JSON line in, its answer out."""
 
-import asyncio
-import os
 import shlex
 import shutil
-import signal
-from asyncio.subprocess import PIPE
 from collections.abc import Sequence
-from contextlib import suppress
-from typing import Final
 
-from pawl.judging.answers import Statement, read_answer
+from pawl.judging.answers import MAX_ANSWER, Statement, read_answer
 from pawl.judging.errors import JudgeError, JudgeFailed
-
-LAST_LINE_CHARS: Final = 300
+from pawl.programs import TooMuchOutput, last_line, run_program
 
 
 class ProgramJudge:
@@ -47,31 +40,26 @@ class ProgramJudge:
             JudgeFailed: it cannot be started, takes too long, ends with a status other than 0,
                 or prints no usable answer.
         """
-        return read_answer(await self._answer(line), episode)
+        return read_answer(await self.answer(line), episode)
 
-    async def _answer(self, line: bytes) -> bytes:
+    async def answer(self, line: bytes) -> bytes:
+        """Run the program with the line on standard input, and return what it printed.
+
+        Raises:
+            JudgeFailed: it cannot be started, takes too long, prints too much, or ends with a
+                status other than 0.
+        """
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True
+            ended = await run_program(
+                self._command, line + b"\n", limit_s=self._timeout_s, most_bytes=MAX_ANSWER
             )
-        except OSError as error:
-            raise JudgeFailed(f"the judge's program cannot be started: {error}") from error
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                answer, errors = await process.communicate(line + b"\n")
         except TimeoutError as error:
             raise JudgeFailed(f"no answer within {self._timeout_s:g} s") from error
-        finally:
-            # Kill the group: children of the program may outlive it and hold its output open.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        if process.returncode:
-            raise JudgeFailed(f"exit code {process.returncode}{_last_line(errors)}")
-        return answer
-
-
-def _last_line(errors: bytes) -> str:
-    """Return the last line of standard error, as the end of a message."""
-    line = errors.decode(errors="replace").strip().rpartition("\n")[2]
-    return f": {line[-LAST_LINE_CHARS:]}" if line else ""
+        except OSError as error:
+            raise JudgeFailed(f"the judge's program cannot be started: {error}") from error
+        except TooMuchOutput as error:
+            raise JudgeFailed(str(error)) from error
+        if ended.status:
+            said = last_line(ended.errors)
+            raise JudgeFailed(f"exit code {ended.status}{f': {said}' if said else ''}")
+        return ended.output

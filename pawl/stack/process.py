@@ -1,7 +1,6 @@
 """Run a child process with a log file: restarted when it ends, never outliving its parent."""
 
 import asyncio
-import ctypes
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -11,11 +10,12 @@ from typing import Final
 
 import structlog
 
+from pawl.programs import die_with_parent
+
 log = structlog.get_logger()
 
 STOP_S: Final = 10.0
 RESTART_S: Final = 0.2
-PR_SET_PDEATHSIG: Final = 1
 # After more short lives in a row than this, a process is given up: it cannot start.
 MOST_RESTARTS: Final = 5
 LIVED_S: Final = 60.0
@@ -113,7 +113,7 @@ class Process:
                 stderr=output,
                 # Ctrl-C must reach the parent alone, which stops its children in order.
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     async def _keep(self) -> None:
@@ -137,11 +137,3 @@ class Process:
             await asyncio.sleep(RESTART_S)
             self.restarts += 1
             await self._spawn()
-
-
-def _die_with_parent() -> None:
-    """Have the kernel send this child SIGTERM when its parent ends, however it ends.
-
-    Linux only: `PR_SET_PDEATHSIG`, see prctl(2).
-    """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

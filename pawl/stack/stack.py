@@ -85,19 +85,19 @@ class Stack:
         self.processes: dict[str, Process] = {}
 
     @property
-    def base_url(self) -> str:
-        """Return the proxy's address, as an agent sets it in `OPENAI_BASE_URL`."""
-        return f"http://{self.plan.listen}/v1"
+    def url(self) -> str:
+        """Return the proxy's address."""
+        return f"http://{self.plan.listen}"
 
     @property
-    def eval_url(self) -> str:
-        """Return the same for an agent that is evaluated: nothing that it does is trained on."""
-        return f"http://{self.plan.listen}/split/eval/v1"
+    def base_url(self) -> str:
+        """Return the same as an agent sets it in `OPENAI_BASE_URL`."""
+        return f"{self.url}/v1"
 
     @property
     def feedback_url(self) -> str:
         """Return the address that rewards are posted to."""
-        return f"http://{self.plan.listen}/feedback"
+        return f"{self.url}/feedback"
 
     def check(self) -> None:
         """Check that all processes could be kept running.

@@ -148,7 +148,7 @@ class Worker:
         self.engine = make_engine(stack.database_url)
 
     async def ask(self, wave: int) -> None:
-        await self.agent.ask(self.questions[wave * 4 : wave * 4 + 4])
+        self.agent.ask(self.questions[wave * 4 : wave * 4 + 4])
 
     async def until(self, check: Callable[[], Awaitable[bool]]) -> None:
         deadline = asyncio.get_running_loop().time() + 180
@@ -199,8 +199,7 @@ class Worker:
 
 async def test_the_loop_survives_kill_9_of_each_process(stack: Stack, tmp_path: Path) -> None:
     plain, answers = await make_questions(16, 3, "train", tmp_path)
-    feedback = f"http://{stack.plan.listen}/feedback"
-    agent = WorkingAgent(stack.base_url, feedback, POLICY, answers, tmp_path)
+    agent = WorkingAgent(stack.url, POLICY, answers, tmp_path)
     worker = Worker(stack, agent, plain.read_text().splitlines())
     await agent.start(samples=4, concurrency=8)
     try:

@@ -1,6 +1,7 @@
 """The code of the documents, run: clients' programs against a real proxy, SQL, statements."""
 
 import asyncio
+import json
 import os
 import re
 import sys
@@ -12,12 +13,14 @@ from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from pawl.rollout.verdicts import read_verdict
 from proxy.feedback.statements import parse_feedback
 from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
 from tests.support.docs.documents import split_blocks
 from tests.support.docs.shell_lines import commands
 from tests.support.recordings import recordings
+from tests.support.rollouts import Runner
 from tests.support.servers.fake_upstream import FakeUpstream, echo
 
 HOWTO = ROOT / "docs/howto"
@@ -105,3 +108,32 @@ async def test_statements_are_taken(page: Path, proxy: Proxy) -> None:
         url = f"{proxy.url}/feedback"
         async with proxy.session.post(url, data=body.encode()) as reply:
             assert reply.status == 202
+
+
+def rollout_commands() -> list[list[str]]:
+    """The commands of the page about the agent runner, without the program's name."""
+    lines = code_of(HOWTO / "rollout.md", "sh").splitlines()
+    return [words[2:] for line in lines for words in commands(line) if words[1] == "rollout"]
+
+
+@pytest.mark.parametrize("options", rollout_commands(), ids=" ".join)
+async def test_the_agent_of_the_runners_page_runs(
+    options: list[str], proxy: Proxy, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    page = HOWTO / "rollout.md"
+    upstream.models = ["calculator", "calculator@1"]
+    tasks = split_blocks(page, page.read_text())[1][0].text
+    runner = Runner(tmp_path, proxy.url, [json.loads(line) for line in tasks.splitlines()])
+    (tmp_path / "held-out.jsonl").write_text(tasks)
+    (tmp_path / "my_agent.py").write_text(code_of(page, "python"))
+    here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    told = await runner.run(*options, PATH=here)
+    assert told.status == 0, told.errors
+    assert told.summary["rewarded"] == told.summary["planned"]
+    asked = {request["model"] for request in upstream.requests}
+    assert asked <= {"calculator", "calculator@0", "calculator@1"}
+
+
+def test_what_the_runners_page_says_of_judges_is_read() -> None:
+    told = code_of(HOWTO / "rollout.md", "json").splitlines()
+    assert [one["value"] for one in read_verdict(told[-1].encode(), "e")] == [0.8, 212]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import urllib.error
 from email.message import Message
@@ -11,6 +12,18 @@ from typing import Any
 import pytest
 
 from tests.unit.examples.test_calculator_example import judge
+
+
+def test_a_verdict_on_a_run_is_about_the_run_and_its_tool_call() -> None:
+    tool = {"id": "c1", "name": "calculator", "status": "ok"}
+    named = {"id": "c1", "name": "calculator"}
+    result = {"id": "q", "response_id": "r1", "answer": "84", "tool": tool}
+    told = {"task": {"id": "q", "answer": 84}, "output": json.dumps(result), "episode": "e"}
+    assert judge.verdict(told) == [
+        {"metric": "reward", "value": judge.RIGHT},
+        {"metric": "success", "value": 1},
+        {"metric": "tool_status", "value": "ok", "response": "r1", **named},
+    ]
 
 
 def result(answer: str | None, status: str | None, **more: Any) -> dict[str, Any]:

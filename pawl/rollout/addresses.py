@@ -1,0 +1,86 @@
+"""What a run is told: the base URL that names it, its task, and its environment (pure)."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote
+
+import msgspec
+
+from store.records import Record, Split
+
+# Linux refuses a single variable of more than 128 KiB.
+MOST_VARIABLE_BYTES: Final = 100_000
+NO_KEY: Final = "unused"
+
+
+class Request(Record, frozen=True, kw_only=True):
+    """One run to be made: what the agent is given.
+
+    Attributes:
+        episode: the name of its episode.
+        task: the task's fields that the agent may see.
+        base_url: the proxy's address with the run's names, and without `/v1`.
+        model: the model that it is to ask for, as `NAME@N`; None: the agent chooses.
+        environment: the variables that are set for it.
+        limit_s: its time limit.
+    """
+
+    episode: str
+    task: dict[str, Any]
+    base_url: str
+    model: str | None
+    environment: dict[str, str]
+    limit_s: float
+
+
+def named_url(url: str, *, task: str, episode: str, split: Split | None) -> str:
+    """Return the proxy's address that names a run, without `/v1`."""
+    named = f"{url}/task/{quote(task, safe='')}/episode/{quote(episode, safe='')}"
+    return named if split is None else f"{named}/split/{split}"
+
+
+def environment(
+    base_url: str,
+    *,
+    model: str | None,
+    given: Mapping[str, str],
+    names: Mapping[str, str],
+    task: bytes,
+) -> dict[str, str]:
+    """Return the variables that are set for a run, beside those that it inherits.
+
+    Args:
+        base_url: as in `Request`. Anthropic's SDK adds `/v1` itself.
+        model: as in `Request`.
+        given: the runner's own environment: its API keys are kept.
+        names: what `ROLLOUT_*` variables say, by what follows the prefix.
+        task: the task as JSON; a longer one than a variable can hold is on standard input only.
+    """
+    told = {"OPENAI_BASE_URL": f"{base_url}/v1", "ANTHROPIC_BASE_URL": base_url}
+    told |= keys(given)
+    if model is not None:
+        told |= {"OPENAI_MODEL": model, "ANTHROPIC_MODEL": model}
+    told |= {f"ROLLOUT_{name}": value for name, value in names.items()}
+    if len(task) <= MOST_VARIABLE_BYTES and b"\0" not in task:
+        told["ROLLOUT_TASK"] = task.decode()
+    return told
+
+
+def keys(given: Mapping[str, str]) -> dict[str, str]:
+    """Return the API keys that SDKs want to see before they call anybody, where there is none."""
+    told = {}
+    if not given.get("OPENAI_API_KEY"):
+        told["OPENAI_API_KEY"] = NO_KEY
+    if not (given.get("ANTHROPIC_API_KEY") or given.get("ANTHROPIC_AUTH_TOKEN")):
+        told["ANTHROPIC_API_KEY"] = NO_KEY
+    return told
+
+
+def shown(fields: Mapping[str, Any], hidden: str | None) -> dict[str, Any]:
+    """Return a task's fields without the one that holds the answer."""
+    return {name: value for name, value in fields.items() if name != hidden}
+
+
+def as_json(fields: Mapping[str, Any]) -> bytes:
+    """Return fields as one line of JSON."""
+    return msgspec.json.encode(fields)

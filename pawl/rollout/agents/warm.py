@@ -1,0 +1,251 @@
+"""Warm workers, seen from the runner: Python agents whose imports are paid for once."""
+
+import asyncio
+import itertools
+import math
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from pawl.programs import die_with_parent
+from pawl.rollout.addresses import Request, keys
+from pawl.rollout.agents import worker as worker_program
+from pawl.rollout.agents.agent import MOST_OUTPUT, Agent, Result, out_of_time, status_words
+from pawl.rollout.errors import RolloutError, RunLost
+from store.records import Record
+
+# Runs that share a worker, where the function can run several at once.
+SHARING: Final = 16
+# A function that several runs share ends them itself; if it does not, this much later.
+GRACE_S: Final = 5.0
+MOST_LINE: Final = 8 * MOST_OUTPUT
+
+
+class Function(Record, frozen=True, kw_only=True):
+    """A Python function, and how it is run.
+
+    Attributes:
+        option: the option that names it, for messages.
+        name: as MODULE:FUNCTION.
+        log_file: what it prints goes here.
+        folder: where its module is looked for first; None: the working folder.
+        model_is_told: whether the runner says which model to ask for.
+    """
+
+    option: str = "--python"
+    name: str
+    log_file: Path
+    folder: Path | None = None
+    model_is_told: bool = False
+
+
+class WarmAgent(Agent):
+    """A Python function that is imported by a few worker processes, and run by them."""
+
+    def __init__(self, function: Function) -> None:
+        """Store what is run."""
+        self._function = function
+        self._workers: list[WarmWorker] = []
+
+    async def start(self, at_once: int) -> None:
+        """Start the workers: one for each run at once, or a few that runs share.
+
+        Raises:
+            RolloutError: the function cannot be imported.
+        """
+        first = WarmWorker(self._function)
+        self._workers = [first]
+        await first.ready()
+        count = math.ceil(at_once / SHARING) if first.shared else at_once
+        self._workers += [WarmWorker(self._function) for _ in range(count - 1)]
+
+    async def stop(self) -> None:
+        """End the workers, whatever they do."""
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
+
+    async def run(self, request: Request) -> Result:
+        """Run the function in the worker that has least to do.
+
+        Raises:
+            RunLost: its worker was killed because another run in it took too long.
+        """
+        return await min(self._workers, key=lambda worker: worker.busy).run(request)
+
+
+class WarmWorker:
+    """One worker process, which is started when it is needed, and again after it has ended."""
+
+    def __init__(self, function: Function) -> None:
+        """Store what it runs."""
+        self.shared = False
+        self.busy = 0
+        self._function = function
+        self._command = [sys.executable, "-P", worker_program.__file__, function.name]
+        self._command.append("model" if function.model_is_told else "no-model")
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._starting = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._killed = False
+
+    async def ready(self) -> None:
+        """Start the process unless it runs, and wait until it has imported the function.
+
+        Raises:
+            RolloutError: the function cannot be imported.
+        """
+        async with self._starting:
+            if self._reader is not None and not self._reader.done():
+                return
+            with self._function.log_file.open("ab") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=log,
+                    cwd=self._function.folder,
+                    env=environment_at_import(os.environ),
+                    limit=MOST_LINE,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )
+            self._killed = False
+            await self._imported(self._process)
+            self._reader = asyncio.create_task(self._read(self._process))
+
+    async def _imported(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        try:
+            line = await process.stdout.readline()
+        except BaseException:
+            await self.kill()
+            raise
+        told = msgspec.json.decode(line) if line else {"ready": False}
+        if not told["ready"]:
+            status = await process.wait()
+            said = told.get("error") or f"the worker ended with {status_words(status)}"
+            raise RolloutError(
+                f"{self._function.option} {self._function.name}: {said}. It is imported in the "
+                f"folder where `pawl rollout` is started, by {sys.executable}; see "
+                f"{self._function.log_file}"
+            )
+        self.shared = bool(told["shared"])
+
+    async def run(self, request: Request) -> Result:
+        """Run the function once.
+
+        Raises:
+            RunLost: see `WarmAgent.run`.
+        """
+        self.busy += 1
+        try:
+            return await self._run(request)
+        except RolloutError as error:
+            return Result(error="not started", detail=str(error))
+        except TimeoutError:
+            await self.kill()
+            return out_of_time(request.limit_s)
+        except asyncio.CancelledError:
+            # The function may be at work on it, and would be for the next run, too.
+            await self.kill()
+            raise
+        finally:
+            self.busy -= 1
+
+    async def _run(self, request: Request) -> Result:
+        await self.ready()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        line = msgspec.json.encode(
+            {
+                "id": number,
+                "task": request.task,
+                "base_url": f"{request.base_url}/v1",
+                "model": request.model,
+                "environment": request.environment,
+                "limit_s": request.limit_s,
+            }
+        )
+        try:
+            grace_s = GRACE_S if self.shared else 0.0
+            async with asyncio.timeout(request.limit_s + grace_s):
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    self._process.stdin.write(line + b"\n")
+                    await self._process.stdin.drain()
+                return _result(await answer, request)
+        finally:
+            self._waiting.pop(number, None)
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Hand replies to the runs that wait for them; at the worker's end, tell all that wait."""
+        assert process.stdout is not None
+        with suppress(ValueError):  # a reply beyond all measure ends the worker
+            while line := await process.stdout.readline():
+                told = msgspec.json.decode(line)
+                answer = self._waiting.get(told["id"])
+                if answer is not None and not answer.done():
+                    answer.set_result(told)
+        _kill_group(process)
+        status = await process.wait()
+        for answer in self._waiting.values():
+            if answer.done():
+                continue
+            if self._killed:
+                answer.set_exception(RunLost("its worker was stopped for the sake of another run"))
+            else:
+                words = status_words(status) or "exit status 0"
+                answer.set_result(
+                    {"error": words, "detail": f"the worker ended; see {self._function.log_file}"}
+                )
+
+    async def kill(self) -> None:
+        """End the process; runs that are under way in it are lost."""
+        process, reader = self._process, self._reader
+        if process is None:
+            return
+        self._killed = True
+        _kill_group(process)
+        if reader is not None:
+            await asyncio.wait([reader])
+        await process.wait()
+
+
+def _kill_group(process: asyncio.subprocess.Process) -> None:
+    """Kill a worker with all that its runs started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _result(told: dict[str, Any], request: Request) -> Result:
+    if told.get("error") == "time limit":
+        return out_of_time(request.limit_s)
+    value = told.get("value")
+    output = worker_program.as_text(value)
+    if len(output) > MOST_OUTPUT:
+        return Result(
+            error="too much output", detail=f"it returned more than {MOST_OUTPUT} characters"
+        )
+    return Result(
+        output=output,
+        error=told.get("error"),
+        detail=told.get("detail", ""),
+        errors=told.get("errors", ""),
+        value=value,
+    )
+
+
+def environment_at_import(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return a worker's environment before its first run: no base URL that leads anywhere."""
+    url = worker_program.NOWHERE
+    told = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
+    return {**inherited, **keys(inherited), **told}

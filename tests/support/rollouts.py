@@ -1,0 +1,160 @@
+"""`pawl rollout` as a process, and an agent that knows nothing but the variables of its SDK."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pawl.rollout.journal import Finished, Key, replay
+from tests.conftest import ROOT
+
+AGENT = '''
+"""Asks what its task says, and does what else its task says."""
+import asyncio, json, os, sys, time, urllib.request
+
+STARTED = os.environ.get("STARTED")
+if STARTED:
+    with open(STARTED, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+
+
+def ask(base_url, text):
+    body = {"model": os.environ.get("OPENAI_MODEL", "m")}
+    body |= {"messages": [{"role": "user", "content": text}]}
+    request = urllib.request.Request(
+        base_url + "/chat/completions",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
+
+
+def answer(task):
+    said = ask(os.environ["OPENAI_BASE_URL"], task.get("q", "hello"))
+    match task.get("do"):
+        case "exit":
+            print("no idea", file=sys.stderr)
+            sys.exit(3)
+        case "raise":
+            raise ValueError("no idea")
+        case "hang":
+            time.sleep(60)
+        case "die":
+            os.kill(os.getpid(), 9)
+        case "flood":
+            return "x" * 3_000_000
+        case "environment":
+            return {name: value for name, value in os.environ.items() if "ROLLOUT" in name}
+        case "loop":
+            return asyncio.run(slowly(said))
+        case "no json":
+            return {1, 2}
+    time.sleep(task.get("seconds", 0))
+    return said
+
+
+async def slowly(said):
+    await asyncio.sleep(0.01)
+    return said
+
+
+async def together(task, base_url):
+    said = await asyncio.to_thread(ask, base_url, task.get("q", "hello"))
+    match task.get("do"):
+        case "wait":
+            await asyncio.sleep(60)
+        case "block":
+            time.sleep(60)
+        case "raise":
+            raise ValueError("no idea")
+    return said
+
+
+async def alone(task):
+    return await asyncio.to_thread(answer, task)
+
+
+if __name__ == "__main__":
+    told = answer(json.loads(sys.stdin.readline()))
+    print(told if isinstance(told, str) else json.dumps(told))
+'''
+
+
+class Ended(NamedTuple):
+    """How `pawl rollout` ended."""
+
+    status: int
+    summary: dict[str, Any]
+    errors: str
+
+
+class Runner:
+    """`pawl rollout` in a folder of its own, with tasks and the agent in it."""
+
+    def __init__(self, folder: Path, url: str, tasks: Sequence[dict[str, Any]]) -> None:
+        self.folder = folder
+        self.url = url
+        (folder / "agent.py").write_text(AGENT)
+        self.write(tasks)
+        self.journal = folder / "tasks.rollout.jsonl"
+
+    def write(self, tasks: Sequence[dict[str, Any]]) -> None:
+        """Write the file of tasks."""
+        text = "".join(json.dumps(task) + "\n" for task in tasks)
+        (self.folder / "tasks.jsonl").write_text(text)
+
+    async def start(self, *options: str, **environment: str) -> asyncio.subprocess.Process:
+        """Start the command."""
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "pawl.cli", "rollout", "--tasks", "tasks.jsonl"),
+            *("--url", self.url, *options),
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+
+    async def run(self, *options: str, **environment: str) -> Ended:
+        """Run the command to its end."""
+        return await ended(await self.start(*options, **environment))
+
+    def settled(self) -> list[tuple[Key, Finished]]:
+        """The settled runs."""
+        if not self.journal.exists():
+            return []
+        return list(replay(self.journal.read_bytes(), "journal").settled.items())
+
+    def by_task(self) -> dict[str, Finished]:
+        """The settled runs by their task; one run a task."""
+        return {key.task: finished for key, finished in self.settled()}
+
+    async def until_settled(self, count: int) -> None:
+        """Wait until so many runs are settled."""
+        await until(lambda: len(self.settled()) >= count)
+
+
+async def until(check: Callable[[], bool]) -> None:
+    """Wait until something is so; fail after a while."""
+    async with asyncio.timeout(60):
+        while True:
+            if check():
+                return
+            await asyncio.sleep(0.01)
+
+
+async def ended(process: asyncio.subprocess.Process) -> Ended:
+    """How a process ended, once it does."""
+    out, errors = await asyncio.wait_for(process.communicate(), 120)
+    assert process.returncode is not None
+    return Ended(process.returncode, json.loads(out) if out else {}, errors.decode())
+
+
+async def kill(process: asyncio.subprocess.Process) -> None:
+    """`kill -9`."""
+    os.kill(process.pid, signal.SIGKILL)
+    await process.communicate()

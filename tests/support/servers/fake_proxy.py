@@ -1,0 +1,87 @@
+"""A stand-in for the proxy: it answers chat calls, takes feedback, and keeps both by episode."""
+
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import unquote
+
+from aiohttp import web
+
+
+class FakeProxy:
+    """What it was sent. `down` makes it refuse all that comes, as while it restarts."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.models = ["m", "m@1", "m@2"]
+        self.calls: list[dict[str, str]] = []
+        self.asked: list[dict[str, Any]] = []
+        self.statements: list[dict[str, Any]] = []
+        self.keys: Counter[str] = Counter()
+        self.feedback_status: list[int] = []
+        self.down = False
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Any path."""
+        if self.down:
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response(status=500)
+        if request.path == "/feedback":
+            return await self.take(request)
+        if request.path.endswith("/v1/models"):
+            return web.json_response({"data": [{"id": name} for name in self.models]})
+        asked = await request.json()
+        self.calls.append(names_in(request.raw_path))
+        self.asked.append(asked)
+        said = self.asked[-1]["messages"][-1]["content"]
+        message = {"role": "assistant", "content": f"echo {said}"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        reply = {"id": f"c-{len(self.calls)}", "object": "chat.completion", "created": 0}
+        return web.json_response(reply | {"model": "m", "choices": [choice]})
+
+    async def take(self, request: web.Request) -> web.StreamResponse:
+        """Take feedback once under each key, unless another status is wanted first."""
+        if self.feedback_status:
+            return web.Response(status=self.feedback_status.pop(0), text="not now")
+        key = request.headers["Idempotency-Key"]
+        self.keys[key] += 1
+        if self.keys[key] == 1:
+            self.statements += json.loads(await request.read())
+        known = {call.get("episode") for call in self.calls}
+        seen = all(statement["episode"] in known for statement in self.statements)
+        return web.json_response({}, status=200 if seen else 202)
+
+    def rewards(self) -> dict[str, list[float]]:
+        """The rewards of each episode."""
+        found: dict[str, list[float]] = {}
+        for statement in self.statements:
+            if statement["metric"] == "reward":
+                found.setdefault(statement["episode"], []).append(statement["value"])
+        return found
+
+
+def names_in(path: str) -> dict[str, str]:
+    """The names that stand in a path before `/v1`."""
+    parts = path.split("/v1/", maxsplit=1)[0].strip("/").split("/")
+    return {kind: unquote(name) for kind, name in zip(parts[::2], parts[1::2], strict=False)}
+
+
+@asynccontextmanager
+async def fake_proxy() -> AsyncIterator[FakeProxy]:
+    """A stand-in on a free port."""
+    fake = FakeProxy()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", fake.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    fake.url = f"http://{host}:{port}"
+    try:
+        yield fake
+    finally:
+        await runner.cleanup()

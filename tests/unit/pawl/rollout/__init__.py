@@ -1,0 +1,1 @@
+"""The runner's parts, without a proxy."""

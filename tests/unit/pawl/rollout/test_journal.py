@@ -1,0 +1,156 @@
+"""The journal: wherever a rollout is killed, no run is lost and none counts twice."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pawl.rollout.errors import RolloutError
+from pawl.rollout.journal import (
+    Begun,
+    Finished,
+    Key,
+    Line,
+    Plan,
+    Told,
+    abandoned,
+    differences,
+    encoded,
+    replay,
+)
+from pawl.rollout.journal_file import JournalFile
+
+PLAN = Plan(tasks="0", samples=2, agent="a", judge="", split=None, policies=("",))
+KEYS = [Key("", task, sample) for task in ("t1", "t2", "t3") for sample in (0, 1)]
+
+
+class Launch:
+    """A runner in miniature: several lanes, each step of which appends one line."""
+
+    def __init__(self, data: bytes, number: int) -> None:
+        self.past = replay(data, "j")
+        self.data = data[: self.past.size]
+        self.told: list[str] = []
+        self.episode = f"e{number}"
+        if self.past.plan is None:
+            self.write(PLAN)
+        for begun in self.past.under_way:
+            self.write(abandoned(begun.episode))
+        again = [abandoned(begun.episode) for begun in self.past.under_way]
+        self.steps: list[list[Line]] = [
+            [Told(episode=one.episode)] for one in (*self.past.untold, *again)
+        ]
+        for number_of_key, key in enumerate(KEYS):
+            if key not in self.past.settled:
+                self.steps.append(attempt(f"{self.episode}-{number_of_key}", key))
+
+    def write(self, line: Line) -> None:
+        self.data += encoded([line])
+
+    def step(self, lane: int) -> None:
+        steps = self.steps[lane % len(self.steps)]
+        line = steps.pop(0)
+        if isinstance(line, Told):
+            self.told.append(line.episode)
+        self.write(line)
+        self.steps = [left for left in self.steps if left]
+
+
+def attempt(episode: str, key: Key) -> list[Line]:
+    statement = {"metric": "reward", "value": 1.0, "episode": episode}
+    finished = Finished(episode=episode, outcome="done", statements=(statement,))
+    return [Begun(episode=episode, key=key), finished, Told(episode=episode)]
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 20)), st.integers(0, 40)), max_size=6))
+def test_whenever_it_is_killed_each_run_counts_once(
+    launches: list[tuple[list[int], int]],
+) -> None:
+    """Each launch takes some steps and loses the bytes that were being written at its end."""
+    data, told = b"", Counter[str]()
+    for number, (lanes, cut) in enumerate((*launches, ([], 0))):
+        launch = Launch(data, number)
+        is_last = number == len(launches)
+        for lane in lanes:
+            if launch.steps:
+                launch.step(lane)
+        while is_last and launch.steps:
+            launch.step(0)
+        told.update(launch.told)
+        last = launch.data.rfind(b"\n", 0, len(launch.data) - 1) + 1
+        data = launch.data[: max(last, len(launch.data) - cut)] if not is_last else launch.data
+    past = replay(data, "j")
+    assert set(past.settled) == set(KEYS)
+    assert past.under_way == []
+    assert past.untold == []
+    assert {ended.episode for ended in past.settled.values()} <= set(told)
+    assert len({ended.episode for ended in past.settled.values()}) == len(KEYS)
+
+
+@given(st.integers(0, 2000))
+def test_a_journal_that_is_cut_anywhere_is_read(cut: int) -> None:
+    whole = encoded([PLAN, *attempt("e1", KEYS[0]), *attempt("e2", KEYS[1])])
+    past = replay(whole[:cut], "j")
+    assert past.size <= cut
+    assert len(past.settled) + len(past.under_way) <= 2
+
+
+def test_what_failed_is_done_again_only_if_that_is_wanted() -> None:
+    statement = {"metric": "run_failed", "value": 1, "episode": "e1"}
+    failed = Finished(episode="e1", outcome="failed", statements=(statement,))
+    data = encoded([PLAN, Begun(episode="e1", key=KEYS[0]), failed, Told(episode="e1")])
+    assert set(replay(data, "j").settled) == {KEYS[0]}
+    assert replay(data, "j", again=True).settled == {}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b'{"id": "t1"}\n', "line 1 of j is no line"),
+        (b"\n", "line 1 of j is no line"),
+        (encoded([Told(episode="e")]), "begins with no plan"),
+        (encoded([PLAN]) + b"{}\n", "line 2 of j is no line"),
+    ],
+)
+def test_another_file_is_no_journal(data: bytes, said: str) -> None:
+    with pytest.raises(RolloutError, match=said):
+        replay(data, "j")
+
+
+def test_differing_plans_are_told_by_their_options() -> None:
+    other = msgspec.structs.replace(PLAN, samples=3, split="eval")
+    assert differences(PLAN, other) == ["-n", "--split"]
+    assert differences(PLAN, PLAN) == []
+
+
+async def test_a_torn_line_is_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    path.write_bytes(encoded([PLAN, Begun(episode="e1", key=KEYS[0])]) + b'{"line":"en')
+    journal = JournalFile(path)
+    past = journal.open_plan(PLAN)
+    assert [begun.episode for begun in past.under_way] == ["e1"]
+    journal.append(abandoned("e1"))
+    await asyncio.gather(journal.synced(), journal.synced())
+    journal.close()
+    assert replay(path.read_bytes(), "j").under_way == []
+
+
+def test_a_journal_has_one_writer(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    journal = JournalFile(path)
+    with pytest.raises(RolloutError, match="another pawl rollout is writing"):
+        JournalFile(path)
+    journal.close()
+    JournalFile(path).close()
+
+
+def test_another_plan_is_refused(tmp_path: Path) -> None:
+    journal = JournalFile(tmp_path / "j")
+    journal.open_plan(PLAN)
+    with pytest.raises(RolloutError, match="another --command or --python: name another file"):
+        journal.open_plan(msgspec.structs.replace(PLAN, agent="b"))
+    journal.close()

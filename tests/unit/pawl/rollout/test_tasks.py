@@ -1,0 +1,66 @@
+"""Tasks: what a line may be, how a task is named, and what the messages say."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pawl.rollout.errors import RolloutError
+from pawl.rollout.tasks import digest, parse_tasks
+
+FIELDS = st.dictionaries(
+    st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda name: name != "id"),
+    st.integers(-(2**53), 2**53) | st.text(st.characters(codec="utf-8")) | st.none(),
+    min_size=1,
+)
+
+
+def lines(*tasks: Any) -> bytes:
+    return "".join(json.dumps(task) + "\n" for task in tasks).encode()
+
+
+@given(st.lists(FIELDS, min_size=1, unique_by=lambda fields: json.dumps(fields, sort_keys=True)))
+def test_tasks_come_in_order_with_all_their_fields(tasks: list[dict[str, Any]]) -> None:
+    found = parse_tasks(lines(*tasks), "tasks.jsonl")
+    assert [task.fields for task in found] == tasks
+    assert len({task.name for task in found}) == len(tasks)
+
+
+@given(FIELDS)
+def test_a_name_depends_on_what_the_task_says_and_on_nothing_else(fields: dict[str, Any]) -> None:
+    turned = dict(reversed(fields.items()))
+    [one] = parse_tasks(lines(fields), "a.jsonl")
+    [other] = parse_tasks(b"\n\n" + lines(turned), "b.jsonl")
+    assert one.name == other.name
+    assert digest((one,)) == digest((other,))
+
+
+def test_an_id_is_the_name() -> None:
+    tasks = parse_tasks(lines({"id": "t1"}, {"id": 2}), "tasks.jsonl")
+    assert [task.name for task in tasks] == ["t1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"", "tasks.jsonl has no tasks"),
+        (b'{"id": "a"}\n{"id":', r"line 2 is no task .*must be a JSON object"),
+        (b'["a"]\n', "line 1 is no task"),
+        (b'{"id": "a"}\n\n{"id": "a"}\n', r"line 3: the task 'a' stands in line 1 already"),
+        (b'{"q": 1}\n{"q": 1}\n', r"line 2: the task .* use -n"),
+        (b'{"id": true}', "`id` must be a text or a whole number"),
+        (b'{"id": " "}', "`id` must be a text"),
+        (b'{"id": "a\\nb"}', "at most 256 printable"),
+        (json.dumps({"id": "x" * 257}).encode(), "at most 256 printable"),
+    ],
+)
+def test_what_is_no_file_of_tasks_is_said_by_its_line(text: bytes, said: str) -> None:
+    with pytest.raises(RolloutError, match=said):
+        parse_tasks(text, "tasks.jsonl")
+
+
+def test_the_field_that_is_compared_with_must_be_there() -> None:
+    with pytest.raises(RolloutError, match=r"line 2: .* no field 'answer', which --answer names"):
+        parse_tasks(lines({"answer": None}, {"q": 1}), "tasks.jsonl", "answer")
