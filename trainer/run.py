@@ -18,6 +18,7 @@ from store.settings import address
 from trainer.chosen import Chosen, chosen_policies, load_recipes
 from trainer.credit.air import STEP_WARNING
 from trainer.errors import TrainerError, UpstreamAway
+from trainer.learners.budget import says_no_room
 from trainer.learners.distributed.several import Leader, follow, is_follower
 from trainer.learners.kernels.memory import keep_freed_memory
 from trainer.learners.learner import Learner
@@ -121,6 +122,7 @@ async def _learners(
 ) -> dict[str, Learner]:
     """Load the base model once, and return each policy's learner on it."""
 
+    @says_no_room()
     def load() -> dict[str, Learner]:
         base = Base(model, recipes[0])
         return {

@@ -65,7 +65,7 @@ def says_no_room() -> Iterator[None]:
             raise
         torch.cuda.empty_cache()
         raise Unusable(
-            f"the memory has no room for an adapter of the model: {REMEDY}: {error}",
+            f"the memory has no room for the model and its adapter: {REMEDY}: {error}",
             reason=OUT_OF_MEMORY,
         ) from error
 
