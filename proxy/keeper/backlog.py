@@ -64,6 +64,8 @@ class Segment:
         self.held: dict[int, Held] = {}
         # Everything in it is settled or held; once nothing is held, the file can be deleted.
         self.drained = False
+        # Whether the last read left pieces behind those that it gave.
+        self.has_more = False
         # After a failure: when it may be tried again (seconds of the monotonic clock).
         self.not_before = 0.0
 
@@ -94,6 +96,7 @@ class Segment:
             )
             pieces = list(islice(unread, most))
             if pieces or whole:
+                self.has_more = not whole or len(pieces) == most
                 return pieces
             # The first frame is longer than `size`.
             size *= 2

@@ -48,7 +48,7 @@ log = structlog.get_logger()
 
 RETRY_S: Final = 1.0
 IDLE_S: Final = 0.1
-# A batch that is not full is followed by this pause, so that the next one is larger: what a
+# After a turn that took all there was comes this pause, so that the next batch is larger: what a
 # transaction costs, here and in PostgreSQL, is shared by more records.
 GATHER_S: Final = 0.03
 
@@ -85,6 +85,8 @@ class Drainer:
         self._stopping = asyncio.Event()
         # Counting and draining move the same offsets.
         self._busy = asyncio.Lock()
+        # Whether the last turn left records behind that were on disk when it looked.
+        self._is_behind = False
         self.progress = Progress()
         make_private(root)
 
@@ -110,7 +112,7 @@ class Drainer:
             return RETRY_S
         if moved == 0:
             return IDLE_S
-        return 0 if moved >= self._batch or self._settler.one_by_one else GATHER_S
+        return 0 if self._is_behind or self._settler.one_by_one else GATHER_S
 
     def _note_failure(self, error: Exception) -> None:
         if is_unavailable(error):
@@ -157,7 +159,10 @@ class Drainer:
             self._show()
 
     async def drain_once(self) -> int | None:
-        """Store one batch; return how many records left the spool, None without a database."""
+        """Store a batch of each worker; return how many records left the spool.
+
+        Return None without a database.
+        """
         engine = self._connect()
         if engine is None:
             await self.count()
@@ -169,14 +174,20 @@ class Drainer:
         self._settler.begin()
         self._look()
         moved = await self._settler.try_held(engine, self._segments.values())
+        self._is_behind = False
+        # The oldest segment of each worker: one that is never done must not keep others waiting.
+        served: set[Path] = set()
         for segment in list(self._segments.values()):
+            if segment.path.parent in served:
+                continue
             pieces = await self._next(segment)
-            if pieces:
-                self._count(segment, pieces)
-                await self._settler.settle(engine, segment, self._settler.read(pieces))
-                moved += sum(not piece.damage for piece in pieces)
-            if moved:
-                break
+            if not pieces:
+                continue
+            served.add(segment.path.parent)
+            self._is_behind |= segment.has_more
+            self._count(segment, pieces)
+            await self._settler.settle(engine, segment, self._settler.read(pieces))
+            moved += sum(not piece.damage for piece in pieces)
         self._show()
         return moved
 

@@ -140,6 +140,22 @@ async def test_records_that_come_one_by_one_are_stored_many_at_once(
     await engine.dispose()
 
 
+async def test_a_busy_worker_keeps_no_other_waiting(database_url: str, tmp_path: Path) -> None:
+    engine = make_engine(database_url)
+    for worker in ("0", "1", "2"):
+        spool = Spool(tmp_path / worker, segment_bytes=2**20)
+        for number in range(4):
+            await spool.append(encode_frame(captured(f"{worker}-{number}")))
+    drainer = Drainer(tmp_path, lambda: engine, batch=2)
+    # The first has more than a batch all the time, and each gets its turn all the same.
+    assert await drainer.drain_once() == 6
+    async with engine.connect() as connection:
+        assert len(await episode_ids(connection)) == 6
+    assert await drainer.drain_once() == 6
+    assert await drainer.drain_once() == 0
+    await engine.dispose()
+
+
 async def _all_moved(batches: list[int | None], count: int) -> bool:
     return sum(moved or 0 for moved in batches) == count
 
