@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pawl.stack.stack import Stack
-from tests.e2e.conftest import POLICY
 from tests.support.training import recipe
 from trainer.learners.learner import Learner
 from trainer.publishing.replicas import Replicas
@@ -23,6 +22,9 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
+# The stack's own trainer tries its policy whenever it comes up: the two must not take the other's.
+TRIED = "tried"
+
 
 def with_lora(**lora: Any) -> Recipe:
     changes = {"lora": LoraOptions(**lora), "publish": PublishOptions(tolerance=0.01)}
@@ -33,8 +35,8 @@ async def why_unserved(stack: Stack, model: str, chosen: Recipe, folder: Path) -
     url = f"http://127.0.0.1:{stack.plan.vllm.port}/v1"
     learner = Learner(model, chosen, seed=0, scratch=folder)
     async with Replicas([url]) as servers:
-        why = await Trial(learner, folder, servers, POLICY, chosen).why_unserved()
-        assert f"{POLICY}@trial" not in await servers.models()
+        why = await Trial(learner, folder, servers, TRIED, chosen).why_unserved()
+        assert f"{TRIED}@trial" not in await servers.models()
     assert not list(folder.glob("trial"))
     return why
 

@@ -24,6 +24,7 @@ PAUSE_S: Final = 0.1
 # All proxies know a version so long after it was promoted.
 KNOWN_S: Final = 10.0
 PATIENCE_S: Final = 60.0
+OK: Final = 200
 UP_S: Final = 60.0
 PROMPT: Final = [5, 6, 7, 8]
 
@@ -90,6 +91,15 @@ class Callers:
         """Let each finish the call it is at."""
         self._stopping.set()
         self._thread.join()
+
+    def wait_until_served(self, calls: int) -> None:
+        """Wait until so many more calls were answered well, a minute at most."""
+        deadline, before = time.monotonic() + PATIENCE_S, self._served()
+        while self._served() < before + calls and time.monotonic() < deadline:
+            time.sleep(PAUSE_S)
+
+    def _served(self) -> int:
+        return sum(one.status == OK for one in self.answered)
 
     async def _work(self) -> None:
         limit = aiohttp.ClientTimeout(total=PATIENCE_S)

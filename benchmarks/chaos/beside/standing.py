@@ -20,6 +20,7 @@ from benchmarks.vllm_server import free_port
 
 READ_S: Final = 0.5
 NOT_FOUND: Final = 404
+CALLS_IN_THE_END: Final = 8
 # A proxy knows a moment later that a server is there again, and its callers after that.
 SLACK_S: Final = 1.0
 
@@ -50,6 +51,8 @@ class Stand:
                 raise
             killing.result()
         self._killer.in_the_end()
+        # A short run ends before callers ask for anything: versions are known to all a while later.
+        self._callers.wait_until_served(CALLS_IN_THE_END)
 
     def report(self) -> dict[str, Any]:
         """What was killed, and what the callers saw."""

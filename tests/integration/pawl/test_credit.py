@@ -251,5 +251,5 @@ async def test_updates_that_cannot_be_told_of(engine: AsyncEngine) -> None:
 async def test_a_recipe_of_another_version(engine: AsyncEngine) -> None:
     await fill(engine)
     await trained(engine, {"sorcery": 1})
-    with pytest.raises(RecipeError, match="of another version of Pawl"):
+    with pytest.raises(RecipeError, match="cannot read the recipe that the update recorded"):
         await explain_update(engine, 1, None)
