@@ -1,4 +1,4 @@
-"""`python -m benchmarks.durations`: are long episodes trained that a judge scores late?
+"""Run `python -m benchmarks.durations`: are long episodes trained that a judge scores late?
 
 Simulates a day of 100,000 episodes of 2 to 30 minutes, scored up to ten minutes after their end,
 with the product's rules and with those that it had before: no model, no database, the same figures

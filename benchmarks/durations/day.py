@@ -30,7 +30,7 @@ POLL_S: Final = 5.0
 
 
 class Rules(Record, frozen=True, kw_only=True):
-    """How the trainer decides: the product's rules, or those that it had before."""
+    """Define how the trainer decides: the product's rules, or those that it had before."""
 
     name: str
     max_staleness: int
@@ -60,7 +60,7 @@ def rules_now(recipe: Recipe, slots: int) -> Rules:
 
 
 class Machine(Record, frozen=True, kw_only=True):
-    """How fast the trainer is, and how far an update moves the policy.
+    """Define how fast the trainer is, and how far an update moves the policy.
 
     An update takes `update_s` seconds and `episode_s` more an episode. `divergence` is that of two
     versions in a row, in nats a token.
@@ -72,7 +72,7 @@ class Machine(Record, frozen=True, kw_only=True):
 
 
 class Version:
-    """A version that is loaded: when it lost the traffic, and the last end of its episodes."""
+    """Follow a loaded version: when it lost the traffic, and the last end of its episodes."""
 
     def __init__(self, number: int, since: float) -> None:
         """Begin with the traffic, and without an episode."""
@@ -83,7 +83,7 @@ class Version:
 
 
 class Day(Record, frozen=True, kw_only=True):
-    """What came of a day: every episode, and over time how many versions were live."""
+    """Record what came of a day: every episode, and over time how many versions were live."""
 
     episodes: tuple[Episode, ...]
     live: tuple[tuple[float, int], ...]

@@ -1,4 +1,4 @@
-"""What a day comes to: shares by duration, live versions, and the bars."""
+"""Compute what a day comes to: shares by duration, live versions, and the bars."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -19,7 +19,7 @@ APART: Final = 0.1
 
 
 class Bucket(Record, frozen=True, kw_only=True):
-    """Episodes of similar duration: what share was trained, and what became of the others.
+    """Count episodes of similar duration: what share was trained, and what became of the others.
 
     `taken` counts trained ones and those of groups without spread, which teach nothing; `lost` were
     consumed for being too old or too far off the policy, or still wait.
@@ -33,7 +33,7 @@ class Bucket(Record, frozen=True, kw_only=True):
 
 
 class Found(Record, frozen=True, kw_only=True):
-    """The figures of one day."""
+    """Hold the figures of one day."""
 
     rules: str
     slots: int | None

@@ -9,7 +9,7 @@ DAY_S: Final = 86_400.0
 
 
 class Load(Record, frozen=True, kw_only=True):
-    """How many episodes there are, how long they take, and how late a judge scores them.
+    """Define how many episodes there are, how long they take, and how late a judge scores them.
 
     A task is tried `attempts` times within `spread_s` seconds. It has a length of its own, which
     its attempts differ from by a fifth at most, and a chance to succeed.

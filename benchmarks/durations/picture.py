@@ -1,4 +1,4 @@
-"""The days as a picture: what share was trained by duration, and the live versions over time."""
+"""Draw the days: what share was trained by duration, and the live versions over time."""
 
 from collections.abc import Sequence
 from pathlib import Path

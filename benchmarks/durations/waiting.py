@@ -16,7 +16,7 @@ Key = tuple[Any, ...]
 
 
 class Ready(Record, frozen=True, kw_only=True):
-    """A group that may be taken: what `chosen_groups` and the order look at."""
+    """Hold a group that may be taken: what `chosen_groups` and the order look at."""
 
     task: int
     age_s: float

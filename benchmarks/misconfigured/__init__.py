@@ -1,1 +1,1 @@
-"""What a misconfiguration costs: episodes until it is known, seconds until learning goes on."""
+"""Measure what a misconfiguration costs: episodes until it is known, seconds until all is well."""

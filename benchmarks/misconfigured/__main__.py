@@ -1,4 +1,4 @@
-"""`python -m benchmarks.misconfigured`: six misconfigurations, made and repaired.
+"""Run `python -m benchmarks.misconfigured`: six misconfigurations, made and repaired.
 
 A rank that the server refuses, layers it has no LoRA in, raw log-probabilities, another base model,
 full memory, a server that is away: each is there at the start, and each is made while a real

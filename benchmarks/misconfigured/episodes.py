@@ -1,4 +1,4 @@
-"""Agents at work: scored episodes of one call each, sampled by the model server as it is now."""
+"""Play agents at work: scored episodes of one call each, sampled by the server as it is now."""
 
 import asyncio
 import itertools
@@ -69,7 +69,7 @@ class Agents:
 
 
 def _group(task: int, tries: Sequence[Said], version: int) -> list[SpoolRecord]:
-    """The tries of a task; no two have the same reward, so that they have a spread."""
+    """Return the tries of a task; no two have the same reward, so that they have a spread."""
     records: list[SpoolRecord] = []
     for number, said in enumerate(tries):
         key, at = f"e{task}-{number}", datetime.now(UTC)

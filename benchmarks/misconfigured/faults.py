@@ -1,4 +1,4 @@
-"""The six misconfigurations: how each is made, before a trainer or beneath it, and repaired."""
+"""Define the six misconfigurations: how each is made, before or beneath a trainer, and repaired."""
 
 from collections.abc import Callable
 from importlib.resources import files
@@ -17,7 +17,7 @@ OTHER_LAYERS: Final = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_
 
 
 class Fault(NamedTuple):
-    """A misconfiguration, and words of what an operator is told to do.
+    """Define a misconfiguration, and words of what an operator is told to do.
 
     `breaks` changes the server's settings; `recipe` are lines of `[lora]` that are the fault at the
     start instead, and `repaired` those that repair it where the server stays as it is.
@@ -64,7 +64,7 @@ FAULTS: Final = (
 
 
 def default_recipe(lora: str = "") -> str:
-    """The packaged default recipe, but for a line of `[lora]`."""
+    """Return the packaged default recipe, but for a line of `[lora]`."""
     text = (files("trainer.recipes") / "default.toml").read_text()
     if not lora:
         return text

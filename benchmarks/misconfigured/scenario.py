@@ -1,4 +1,4 @@
-"""One misconfiguration from its injection to the next version that serves."""
+"""Follow one misconfiguration from its injection to the next version that serves."""
 
 import asyncio
 import time
@@ -28,7 +28,7 @@ MOST_S: Final = 60.0
 
 
 class Outcome(NamedTuple):
-    """What a misconfiguration cost; `learns_after_s` is None where nothing was learned again."""
+    """Record what a misconfiguration cost; `learns_after_s` is None where nothing was learned."""
 
     fault: str
     moment: Moment
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
     @property
     def missed(self) -> list[str]:
-        """The bars that it misses."""
+        """Return the bars that it misses."""
         most = 0 if self.moment == "at the start" else MOST_UPDATES * UPDATE
         found = []
         if self.spent > most:
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 class Scenario:
-    """A database, a model server and a trainer of their own for one misconfiguration."""
+    """Keep a database, a model server and a trainer of their own for one misconfiguration."""
 
     def __init__(self, folder: Path, url: str, right: Path, wrong: Path) -> None:
         folder.mkdir()
@@ -105,7 +105,7 @@ class Scenario:
     async def _repaired(
         self, fault: Fault, moment: Moment, agents: Agents, version: int
     ) -> float | None:
-        """Seconds from the repair, after which agents go on working, to the next version."""
+        """Return the seconds from the repair, where agents go on working, to the next version."""
         began = time.monotonic()
         await repair(fault, moment, self._server, self._trainer)
         if moment == "while it runs":
@@ -114,7 +114,7 @@ class Scenario:
         return None if learned is None else time.monotonic() - began
 
     async def _is_known(self) -> bool:
-        """Whether the trainer does nothing for the fault, and has said why."""
+        """Return whether the trainer does nothing for the fault, and has said why."""
         trainer = self._trainer
         is_away = trainer.says("trainer_waits")
         return trainer.ended is not None or await trainer.is_held() or is_away

@@ -1,4 +1,4 @@
-"""A model server that computes, and that can be set up wrongly while it runs.
+"""Serve a model that is computed, by a server that can be set up wrongly while it runs.
 
 It answers what vLLM answers to an adapter that does not fit it.
 """
@@ -24,7 +24,7 @@ SHUTDOWN_S = 0.1
 
 
 class Settings:
-    """How the server is set up.
+    """Say how the server is set up.
 
     Attributes:
         max_rank: the highest rank of an adapter.
@@ -34,7 +34,7 @@ class Settings:
     """
 
     def __init__(self) -> None:
-        """Everything as it should be."""
+        """Begin with everything as it should be."""
         self.max_rank = MAX_RANK
         self.without_lora: Collection[str] = ()
         self.raw = False
@@ -42,7 +42,7 @@ class Settings:
 
 
 class Particular(Server):
-    """One that refuses what its settings do not allow."""
+    """Refuse what the server's settings do not allow."""
 
     def __init__(self, model: Path, settings: Settings) -> None:
         super().__init__(BASE, model)
@@ -70,7 +70,7 @@ class Particular(Server):
 
 
 class ModelServer:
-    """One of the right model and one of another at one port, of which the settings pick one."""
+    """Run one of the right model and one of another at one port, of which the settings pick one."""
 
     def __init__(self, right: Path, wrong: Path) -> None:
         self.settings = Settings()
@@ -81,7 +81,7 @@ class ModelServer:
 
     @property
     def url(self) -> str:
-        """Its base URL, with `/v1`."""
+        """Return its base URL, with `/v1`."""
         return f"http://127.0.0.1:{self._port}/v1"
 
     async def start(self) -> None:

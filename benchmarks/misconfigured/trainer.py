@@ -1,4 +1,4 @@
-"""A real trainer over a database, and what is seen of it from outside."""
+"""Run a real trainer over a database, and tell what is seen of it from outside."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ ASK_S: Final = 5.0
 
 
 class Trainer:
-    """`pawl trainer`: started, and started again where it has ended."""
+    """Run `pawl trainer`: started, and started again where it has ended."""
 
     def __init__(self, folder: Path, url: str, upstream_url: str, model: Path) -> None:
         self.recipe, self.full = folder / "recipe.toml", folder / "memory-is-full"
@@ -63,11 +63,11 @@ class Trainer:
 
     @property
     def ended(self) -> int | None:
-        """The status that it ended with, None while it runs."""
+        """Return the status that it ended with, None while it runs."""
         return None if self._process is None else self._process.returncode
 
     async def stop(self) -> None:
-        """SIGTERM, and its end."""
+        """Send SIGTERM, and wait for its end."""
         if self._process is not None and self.ended is None:
             self._process.terminate()
             try:
@@ -77,7 +77,7 @@ class Trainer:
                 await self._process.wait()
 
     async def is_held(self) -> bool:
-        """Whether its metrics say that it claims nothing."""
+        """Return whether its metrics say that it claims nothing."""
         limit = aiohttp.ClientTimeout(total=ASK_S)
         try:
             async with (
@@ -89,7 +89,7 @@ class Trainer:
             return False
 
     def told(self) -> str:
-        """The last that it said of what is wrong: why it ended, or a reason in its log."""
+        """Return the last that it said of what is wrong: why it ended, or a reason in its log."""
         return next(reversed(list(self._reasons())), "")
 
     def _reasons(self) -> Iterator[str]:
@@ -104,15 +104,15 @@ class Trainer:
                     yield str(said.get(field, ""))
 
     def says(self, event: str) -> bool:
-        """Whether its log has that event."""
+        """Return whether its log has that event."""
         return self._log.exists() and f'"{event}"' in self._log.read_text(errors="replace")
 
     async def spent(self) -> int:
-        """Episodes that were consumed so far, and that no version which serves has learned from."""
+        """Count episodes that are consumed, and that no serving version has learned from."""
         return await self._count(_IN_VAIN)
 
     async def serving(self) -> int:
-        """The version that serves; 0 if none does yet."""
+        """Return the version that serves; 0 if none does yet."""
         return await self._count(_SERVING)
 
     async def _count(self, question: str) -> int:

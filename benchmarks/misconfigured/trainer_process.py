@@ -1,4 +1,4 @@
-"""`pawl trainer`, whose memory is full for as long as a file exists.
+"""Run `pawl trainer`, whose memory is full for as long as a file exists.
 
 `python -m benchmarks.misconfigured.trainer_process FILE`: torch raises what it raises of a GPU
 that another process has filled, wherever the base model computes. The product knows nothing of it.

@@ -1,1 +1,1 @@
-"""`python -m benchmarks.rollout`: what the agent runner costs, and whether a kill loses a run."""
+"""Run `python -m benchmarks.rollout`: what the runner costs, and whether a kill loses a run."""

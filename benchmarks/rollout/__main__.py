@@ -1,4 +1,4 @@
-"""`python -m benchmarks.rollout`: 1,000 episodes, 16 at once, warm workers, a fake upstream.
+"""Run `python -m benchmarks.rollout`: 1,000 episodes, 16 at once, warm workers, a fake upstream.
 
 Once to the end, for what the runner costs: its own CPU time, without its workers. Once killed with
 `kill -9` again and again, and resumed, for what the ledger has of it: each run must have one
@@ -45,7 +45,7 @@ EPISODES = """
 
 @dataclass
 class Cost:
-    """CPU seconds of a runner, before it began to run and then, and those of its workers."""
+    """Hold CPU seconds of a runner, before it began to run and then, and those of its workers."""
 
     seconds: float = 0.0
     start: float = 0.0
@@ -55,7 +55,7 @@ class Cost:
 
 @dataclass
 class Ledger:
-    """What PostgreSQL has of a rollout."""
+    """Count what PostgreSQL has of a rollout."""
 
     runs: int
     lost: int
@@ -66,7 +66,7 @@ class Ledger:
 
 
 class Bench:
-    """Tasks, a journal, and the command that runs them."""
+    """Keep tasks, a journal, and the command that runs them."""
 
     def __init__(self, stand: Stand, folder: Path, name: str, tasks: int) -> None:
         self._stand = stand

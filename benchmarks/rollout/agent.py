@@ -1,4 +1,4 @@
-"""An agent for warm workers that makes two calls, and needs the standard library alone."""
+"""Make two calls as an agent for warm workers that needs the standard library alone."""
 
 import json
 import os

@@ -142,7 +142,7 @@ class Model:
 
 @functools.cache
 def warm_client() -> AsyncOpenAI:
-    """One client, with its connections, for all questions of a process."""
+    """Return one client, with its connections, for all questions of a process."""
     return AsyncOpenAI(timeout=60.0, max_retries=RETRIES)
 
 

@@ -1,4 +1,4 @@
-"""Calls of tools in a model's own syntax, to which a server held a reply (pure).
+"""Describe calls of tools in a model's own syntax, to which a server held a reply (pure).
 
 vLLM calls such a grammar a structural tag. It is recorded as what the tag is made of, in the text
 of a grammar (`store.values.grammars`): a tag is several times as long, and made by xgrammar.
@@ -17,14 +17,14 @@ Choice = Literal["auto", "required", "forced"]
 
 
 class OfferedTool(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """A tool that may be called; without `parameters` its arguments are any JSON."""
+    """Describe a tool that may be called; without `parameters` its arguments are any JSON."""
 
     name: str
     parameters: Mapping[str, Any] | None = None
 
 
 class ToolTag(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """What a structural tag is made of.
+    """Hold what a structural tag is made of.
 
     `model` is the syntax, by the name that vLLM and xgrammar have for it. `one_call` says whether
     a reply may call one tool at most.

@@ -1,4 +1,4 @@
-"""Tiny models of many architectures, dense ones and mixtures of experts."""
+"""Make tiny models of many architectures, dense ones and mixtures of experts."""
 
 from typing import Any, Final
 
@@ -59,17 +59,17 @@ MIXTURES: Final[dict[str, dict[str, Any]]] = {
 
 
 def tiny_config(kind: str, **more: Any) -> Any:
-    """The configuration of a tiny model of an architecture of `DENSE` or `MIXTURES`."""
+    """Return the configuration of a tiny model of an architecture of `DENSE` or `MIXTURES`."""
     return CONFIG_MAPPING[kind](**SIZES | (DENSE | MIXTURES)[kind] | more)
 
 
 def tiny_model(kind: str, seed: int = 0, **more: Any) -> Any:
-    """A tiny model with random weights."""
+    """Return a tiny model with random weights."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(tiny_config(kind, **more))
 
 
 def outline(kind: str) -> Any:
-    """A tiny model without weights."""
+    """Return a tiny model without weights."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(tiny_config(kind))

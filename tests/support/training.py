@@ -47,7 +47,7 @@ def write_tiny_model(folder: Path, seed: int = 0, hidden_size: int = 32) -> str:
 
 
 def write_words(folder: Path) -> None:
-    """A tokenizer of 97 words, w0 to w96."""
+    """Write a tokenizer of 97 words, w0 to w96."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 

@@ -1,4 +1,4 @@
-"""Callers who ask a real proxy for versions by their names, whatever happens to the model server.
+"""Ask a real proxy for versions by their names, whatever happens to the model server.
 
 Their calls are of the evaluation split: stored, and never trained.
 """
@@ -30,7 +30,7 @@ PROMPT: Final = [5, 6, 7, 8]
 
 
 class Answered(NamedTuple):
-    """How a call ended; `status` is 0 where there was no reply."""
+    """Record how a call ended; `status` is 0 where there was no reply."""
 
     began: float
     ended: float
@@ -40,7 +40,7 @@ class Answered(NamedTuple):
 
 
 class Proxy:
-    """`pawl proxy` before a run's model server, which is never killed."""
+    """Run `pawl proxy` before a run's model server; it is never killed."""
 
     def __init__(self, place: Place, upstream_port: int) -> None:
         self.port = free_port()
@@ -64,7 +64,7 @@ class Proxy:
             )
 
     def stop(self) -> None:
-        """SIGTERM: what is recorded is stored first."""
+        """Send SIGTERM: what is recorded is stored first."""
         self._process.terminate()
         try:
             self._process.wait(UP_S)
@@ -74,7 +74,7 @@ class Proxy:
 
 
 class Callers:
-    """So many at once, each of which asks for one version after another, chosen at random."""
+    """Call so many at once, each of which asks for one version after another, chosen at random."""
 
     def __init__(self, port: int, names: Callable[[], list[str]], dice: random.Random) -> None:
         self._url = f"http://127.0.0.1:{port}/v1/completions"
@@ -130,7 +130,7 @@ class Callers:
 def calling(
     place: Place, upstream_port: int, names: Callable[[float], list[str]], seed: int
 ) -> Iterator[Callers]:
-    """Callers of a proxy, for what has been servable for a while; gone when the block is left."""
+    """Have callers ask a proxy for what has been servable for a while, until the block ends."""
     proxy = Proxy(place, upstream_port)
     callers = Callers(proxy.port, lambda: names(KNOWN_S), random.Random(seed))
     try:
@@ -142,7 +142,7 @@ def calling(
 
 
 def by_status(answered: list[Answered]) -> Mapping[int, int]:
-    """How many calls ended with each status."""
+    """Return how many calls ended with each status."""
     found: dict[int, int] = {}
     for one in answered:
         found[one.status] = found.get(one.status, 0) + 1

@@ -1,4 +1,4 @@
-"""Kills the model server and the steward at random moments, and sees what comes back.
+"""Kill the model server and the steward at random moments, and see what comes back.
 
 A model server that was killed has no adapters when it is up again: within a while it must have all
 that the store lists as servable, from the files that the store names.
@@ -35,7 +35,7 @@ LOADED_WITHIN_S: Final = 60.0
 
 @dataclass(slots=True)
 class Happened:
-    """What was done, and what came of it."""
+    """Record what was done, and what came of it."""
 
     killed: Counter[Part] = field(default_factory=Counter)
     # From a kill of the model server until it answered again (monotonic).
@@ -48,7 +48,7 @@ class Happened:
 
 
 class Steward:
-    """`pawl steward`, which may be killed."""
+    """Run `pawl steward`, which may be killed."""
 
     def __init__(self, forks: Zygote, log: Path, env: Mapping[str, str]) -> None:
         self._forks, self._log, self._env = forks, log, env
@@ -64,7 +64,7 @@ class Steward:
 
 
 class Killer:
-    """Kills so many times in all; the last of them once the trainers have ended."""
+    """Kill so many times in all; the last of them once the trainers have ended."""
 
     def __init__(
         self,

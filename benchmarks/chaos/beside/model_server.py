@@ -1,4 +1,4 @@
-"""The model server of a run, as a process that can be killed: one that computes, or a real vLLM."""
+"""Run a model server as a process that can be killed: one that computes, or a real vLLM."""
 
 import json
 import os
@@ -23,11 +23,11 @@ RANK: Final = 8
 
 
 class NotUp(Exception):
-    """A model server did not answer in time; the message ends with its last words."""
+    """Report that a model server did not answer in time; the message ends with its last words."""
 
 
 class ModelServer(Protocol):
-    """One that can be started and killed.
+    """Describe a server that can be started and killed.
 
     Attributes:
         port: where it answers, whenever it is up.
@@ -51,7 +51,7 @@ class ModelServer(Protocol):
 
 
 def listed(port: int) -> Mapping[str, str]:
-    """The folder of each model that a server has, by name.
+    """Return the folder of each model that a server has, by name.
 
     Raises:
         OSError: it does not answer.
@@ -76,7 +76,7 @@ def _until_up(server: ModelServer, log: Path, is_alive: Callable[[], bool]) -> N
 
 
 class Computing:
-    """The one of `benchmarks.chaos.trainer.server`: it is up at once, and has no adapter then.
+    """Run the one of `benchmarks.chaos.trainer.server`: it is up at once, and has no adapter then.
 
     What bytes it was given under a name outlives it: other ones are refused for ever.
     """
@@ -92,7 +92,7 @@ class Computing:
         self._pid: int | None = None
 
     def start(self) -> None:
-        """See `ModelServer`."""
+        """Do as `ModelServer` says."""
         self._pid = self._forks.start(
             "server",
             self._log,
@@ -109,14 +109,14 @@ class Computing:
         return self._pid is not None
 
     def kill(self) -> None:
-        """See `ModelServer`."""
+        """Do as `ModelServer` says."""
         if self._pid is not None:
             self._forks.end(self._pid, signal.SIGKILL)
             self._pid = None
 
 
 class Vllm:
-    """A real one, as `pawl up` starts it."""
+    """Run a real one, as `pawl up` starts it."""
 
     start_s = 300.0
     is_slow = True
@@ -138,7 +138,7 @@ class Vllm:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """See `ModelServer`."""
+        """Do as `ModelServer` says."""
         with self._log.open("ab") as log:
             process = subprocess.Popen(
                 self._command,
@@ -151,7 +151,7 @@ class Vllm:
         _until_up(self, self._log, lambda: process.poll() is None)
 
     def kill(self) -> None:
-        """See `ModelServer`: its engine is a process of its group, and goes with it."""
+        """Kill all of it: its engine is a process of its group, and goes with it."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -159,7 +159,7 @@ class Vllm:
 
 @contextmanager
 def running(server: ModelServer) -> Iterator[ModelServer]:
-    """It is up; gone when the block is left."""
+    """Keep a server up; it is gone when the block is left."""
     try:
         server.start()
         yield server

@@ -1,4 +1,4 @@
-"""Which versions of policies the store lists as servable, and since when a reader knows them."""
+"""Read which versions the store lists as servable, and since when a reader knows them."""
 
 import asyncio
 import time
@@ -17,14 +17,14 @@ _SERVABLE: Final = """
 
 
 class Servable:
-    """Reads a run's servable versions; none is ever retired in a run."""
+    """Read a run's servable versions; none is ever retired in a run."""
 
     def __init__(self, database: Database, url: str, policies: Sequence[str]) -> None:
         self._database, self._url, self._policies = database, url, list(policies)
         self._since: dict[str, float] = {}
 
     def now(self) -> Mapping[str, str]:
-        """The folder of each, by the name that it is served under."""
+        """Return the folder of each, by the name that it is served under."""
         with self._database.up():
             found = asyncio.run(self._read())
         for name in found:
@@ -32,7 +32,7 @@ class Servable:
         return found
 
     def older_than(self, seconds: float) -> list[str]:
-        """The names of those that have been read that long ago."""
+        """Return the names of those that have been read that long ago."""
         until = time.monotonic() - seconds
         return [name for name, since in list(self._since.items()) if since <= until]
 

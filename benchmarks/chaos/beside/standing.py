@@ -1,4 +1,4 @@
-"""All of it for the length of a run, and what is said of it."""
+"""Keep all of it up for the length of a run, and report what came of it."""
 
 import random
 import signal
@@ -26,7 +26,7 @@ SLACK_S: Final = 1.0
 
 
 class Stand:
-    """A steward, a proxy and its callers beside the trainers of a run, while some are killed."""
+    """Keep a steward, a proxy and its callers beside a run's trainers, while some are killed."""
 
     def __init__(self, killer: Killer, callers: Callers) -> None:
         self._killer, self._callers = killer, callers
@@ -55,7 +55,7 @@ class Stand:
         self._callers.wait_until_served(CALLS_IN_THE_END)
 
     def report(self) -> dict[str, Any]:
-        """What was killed, and what the callers saw."""
+        """Return what was killed, and what the callers saw."""
         return beside_report(self._killer.happened, self._callers.answered)
 
 
@@ -69,7 +69,7 @@ def beside(
     kills: int,
     seed: int,
 ) -> Iterator[Stand]:
-    """All of it, up; gone when the block is left.
+    """Keep all of it up; it is gone when the block is left.
 
     `place` is that of any of the run's trainers, which train `policies`; `kills` are those of model
     server and steward.
@@ -114,7 +114,7 @@ def _reading(servable: Servable) -> Iterator[None]:
 
 
 def beside_report(happened: Happened, answered: list[Answered]) -> dict[str, Any]:
-    """What was killed, how soon the adapters were back, and which calls failed without need."""
+    """Return what was killed, how soon adapters were back, and which calls failed without need."""
     failed = [one for one in answered if one.status != 200]
     return {
         "killed": dict(happened.killed),
@@ -135,7 +135,7 @@ def beside_report(happened: Happened, answered: list[Answered]) -> dict[str, Any
 
 
 def _is_due(call: Answered, happened: Happened) -> bool:
-    """Whether the model server was away at some moment of the call."""
+    """Return whether the model server was away at some moment of the call."""
     return any(
         call.began <= back + SLACK_S and call.ended >= killed for killed, back in happened.away
     )

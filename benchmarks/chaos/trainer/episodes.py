@@ -118,7 +118,7 @@ def _episode(
 
 
 def _told(said: Said, number: int) -> Said:
-    """What is recorded of it: what some were sampled with nobody told, and the trainer computes."""
+    """Return what is recorded; what nobody told of some samples, the trainer computes."""
     return said if number % SILENT else said._replace(logprobs=[])
 
 
@@ -131,7 +131,7 @@ def call_record(
     version: int = 0,
     temperature: float = 1.0,
 ) -> CallRecord:
-    """A call of an episode, in the words that a proxy records it in.
+    """Return a call of an episode, in the words that a proxy records it in.
 
     `version` is that of the agent's policy, if it is trained.
     """

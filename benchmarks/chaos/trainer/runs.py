@@ -1,4 +1,4 @@
-"""A run over a ledger: each of its trainers brought to its end, and what came of each policy."""
+"""Run trainers over a ledger: each is brought to its end, and what came of each policy."""
 
 import asyncio
 import re
@@ -25,7 +25,7 @@ Beside = Literal["computing", "vllm"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is trained in both runs."""
+    """Define what is trained in both runs."""
 
     folder: Path
     updates: int
@@ -75,7 +75,7 @@ def disturbed(
 def _beside(
     forks: Zygote, database: Database, place: Place, server: ModelServer, task: Task
 ) -> Iterator[Stand | None]:
-    """What stands beside the trainers, if anything does."""
+    """Run what stands beside the trainers, if anything does."""
     if task.beside is None:
         yield None
         return
@@ -89,7 +89,7 @@ def _at_once() -> None:
 
 
 def _share(runs: Sequence[Run], task: Task) -> float:
-    """The share of the trainers' kills that are done."""
+    """Return the share of the trainers' kills that are done."""
     return sum(run.lives.killed.total() for run in runs) / max(1, task.kills)
 
 

@@ -19,7 +19,7 @@ class Server:
     """Keep one base model and the adapters that were loaded."""
 
     def __init__(self, base_name: str, model: Path, seen: Path | None = None) -> None:
-        """`seen` is where the hash of each adapter outlives the process; None: nowhere."""
+        """Load the base model; in `seen`, if given, the hashes of adapters outlive the process."""
         self._base_name = base_name
         self._root = str(model)
         self._base: Any = AutoModelForCausalLM.from_pretrained(self._root, dtype=torch.float32)
@@ -60,7 +60,7 @@ class Server:
         return web.Response(text="Success")
 
     def _remember(self, name: str, found: str) -> str:
-        """The hash that an adapter had the first time."""
+        """Keep the hash that an adapter had the first time."""
         if name not in self._bytes:
             self._bytes[name] = found
             if self._seen is not None:

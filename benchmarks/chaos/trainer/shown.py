@@ -1,4 +1,4 @@
-"""How far the runs of a comparison are, while they run: bars on standard error."""
+"""Show how far the runs of a comparison are: bars on standard error."""
 
 import threading
 from collections.abc import Iterator, Sequence

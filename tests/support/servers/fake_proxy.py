@@ -1,4 +1,4 @@
-"""A stand-in for the proxy: it answers chat calls, takes feedback, and keeps both by episode."""
+"""Stand in for the proxy: it answers chat calls, takes feedback, and keeps both by episode."""
 
 import json
 from collections import Counter
@@ -11,7 +11,7 @@ from aiohttp import web
 
 
 class FakeProxy:
-    """What it was sent. `down` makes it refuse all that comes, as while it restarts."""
+    """Keep what it was sent. `down` makes it refuse all that comes, as while it restarts."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -24,7 +24,7 @@ class FakeProxy:
         self.down = False
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Any path."""
+        """Answer any path."""
         if self.down:
             assert request.transport is not None
             request.transport.close()
@@ -55,7 +55,7 @@ class FakeProxy:
         return web.json_response({}, status=200 if seen else 202)
 
     def rewards(self) -> dict[str, list[float]]:
-        """The rewards of each episode."""
+        """Return the rewards of each episode."""
         found: dict[str, list[float]] = {}
         for statement in self.statements:
             if statement["metric"] == "reward":
@@ -64,14 +64,14 @@ class FakeProxy:
 
 
 def names_in(path: str) -> dict[str, str]:
-    """The names that stand in a path before `/v1`."""
+    """Return the names that stand in a path before `/v1`."""
     parts = path.split("/v1/", maxsplit=1)[0].strip("/").split("/")
     return {kind: unquote(name) for kind, name in zip(parts[::2], parts[1::2], strict=False)}
 
 
 @asynccontextmanager
 async def fake_proxy() -> AsyncIterator[FakeProxy]:
-    """A stand-in on a free port."""
+    """Serve a stand-in on a free port."""
     fake = FakeProxy()
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", fake.handle)

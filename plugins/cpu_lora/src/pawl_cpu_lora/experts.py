@@ -1,4 +1,4 @@
-"""Mixtures of experts with LoRA: on a CPU the experts are computed as without, and not adapted.
+"""Serve mixtures of experts with LoRA: on a CPU, experts are computed as without, not adapted.
 
 As soon as LoRA is enabled vLLM wants Triton's kernels for the experts, whichever layers adapters
 have; without triton-cpu the engine dies at the first request. Both functions stand where vLLM has
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def select_unquantized_moe_backend(moe_config: Any) -> Any:
-    """The kernels that vLLM selects where LoRA is not enabled: the CPU's."""
+    """Return the kernels that vLLM selects where LoRA is not enabled: the CPU's."""
     from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
     without_lora = copy(moe_config)
@@ -19,7 +19,7 @@ def select_unquantized_moe_backend(moe_config: Any) -> Any:
 
 
 def get_supported_lora_modules(model: Any) -> list[str]:
-    """The layers that adapters may have, without experts: vLLM refuses adapters of others."""
+    """Return the layers that adapters may have, without experts: vLLM refuses any other."""
     from vllm.lora import utils
     from vllm.model_executor.layers.fused_moe import MoERunner
 
