@@ -40,6 +40,9 @@ def answer(task):
         case "exit":
             print("no idea", file=sys.stderr)
             sys.exit(3)
+        case "exit late":
+            time.sleep(4)
+            sys.exit(3)
         case "raise":
             raise ValueError("no idea")
         case "hang":

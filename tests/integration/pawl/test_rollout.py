@@ -228,6 +228,37 @@ async def test_nothing_is_lost_while_the_proxy_restarts(fake: FakeProxy, runner:
     assert len(fake.rewards()) == 18
 
 
+async def test_no_run_fails_while_the_model_server_restarts(
+    fake: FakeProxy, runner: Runner
+) -> None:
+    """The proxy is there, and passes on that nobody is behind it."""
+    process = await runner.start(*COMMAND, "-n", "3", "-k", "2", "--answer", "a")
+    await runner.until_settled(2)
+    fake.no_model = True
+    await asyncio.sleep(1.5)
+    fake.no_model = False
+    told = await ended(process)
+    assert told.status == 0, told.errors
+    assert told.summary["failed"] == 0
+    assert told.summary["errors"].keys() == {"proxy away"}
+    assert len(fake.rewards()) == 18
+
+
+async def test_an_absence_that_is_over_when_the_run_fails_counts_too(
+    fake: FakeProxy, runner: Runner
+) -> None:
+    """Agents wait before they give up, and the proxy may be back by then."""
+    runner.write([{"id": "t1", "do": "exit late"}])
+    process = await runner.start(*COMMAND)
+    await until(lambda: len(fake.calls) == 1)
+    fake.down = True
+    await asyncio.sleep(1.5)
+    fake.down = False
+    told = await ended(process)
+    assert told.summary["errors"] == {"proxy away": 1, "exit status 3": 1}
+    assert len(fake.calls) == 2
+
+
 async def test_what_feedback_refuses_is_said_and_not_repeated(
     fake: FakeProxy, runner: Runner
 ) -> None:
