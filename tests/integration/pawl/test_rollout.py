@@ -215,7 +215,7 @@ async def test_killed_and_started_again_none_is_lost_and_none_doubled(
 
 async def test_nothing_is_lost_while_the_proxy_restarts(fake: FakeProxy, runner: Runner) -> None:
     """Runs that fail because it is away are done again; what it did not take is told again."""
-    fake.feedback_status = [503, 500, 429]
+    fake.feedback_status = [503, 500, 429, 401, 403, 404]
     process = await runner.start(*COMMAND, "-n", "3", "-k", "2", "--answer", "a")
     await runner.until_settled(4)
     fake.down = True
@@ -259,10 +259,11 @@ async def test_an_absence_that_is_over_when_the_run_fails_counts_too(
     assert len(fake.calls) == 2
 
 
+@pytest.mark.parametrize("status", [400, 413, 422])
 async def test_what_feedback_refuses_is_said_and_not_repeated(
-    fake: FakeProxy, runner: Runner
+    fake: FakeProxy, runner: Runner, status: int
 ) -> None:
-    fake.feedback_status = [400]
+    fake.feedback_status = [status]
     told = await runner.run(*COMMAND, "--answer", "a")
     assert told.status == 1
     assert told.summary["refused"] == 1
