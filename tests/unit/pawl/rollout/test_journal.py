@@ -114,6 +114,8 @@ def test_what_failed_is_done_again_only_if_that_is_wanted() -> None:
         (b"\n", "line 1 of j is no line"),
         (encoded([Told(episode="e")]), "begins with no plan"),
         (encoded([PLAN]) + b"{}\n", "line 2 of j is no line"),
+        (b"a note without a line's end", "j is no journal of a rollout; name another file"),
+        (b'{"line":"plank', "j is no journal of a rollout; name another file"),
     ],
 )
 def test_another_file_is_no_journal(data: bytes, said: str) -> None:
@@ -137,6 +139,28 @@ async def test_a_torn_line_is_written_over(tmp_path: Path) -> None:
     await asyncio.gather(journal.synced(), journal.synced())
     journal.close()
     assert replay(path.read_bytes(), "j").under_way == []
+
+
+def test_a_file_of_somebody_else_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text("to do")
+    journal = JournalFile(path)
+    with pytest.raises(RolloutError, match="is no journal"):
+        journal.plan()
+    with pytest.raises(RolloutError, match="is no journal"):
+        journal.open_plan(PLAN)
+    journal.close()
+    assert path.read_text() == "to do"
+
+
+@pytest.mark.parametrize("size", [0, 1, 10, 50])
+def test_a_journal_that_was_killed_in_its_first_line_begins_anew(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "j"
+    path.write_bytes(encoded([PLAN])[:size])
+    journal = JournalFile(path)
+    assert journal.open_plan(PLAN).plan is None
+    journal.close()
+    assert path.read_bytes() == encoded([PLAN])
 
 
 def test_a_journal_has_one_writer(tmp_path: Path) -> None:
