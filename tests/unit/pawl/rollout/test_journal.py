@@ -1,6 +1,7 @@
 """The journal: wherever a rollout is killed, no run is lost and none counts twice."""
 
 import asyncio
+import resource
 from collections import Counter
 from pathlib import Path
 
@@ -161,6 +162,25 @@ def test_a_journal_that_was_killed_in_its_first_line_begins_anew(tmp_path: Path,
     assert journal.open_plan(PLAN).plan is None
     journal.close()
     assert path.read_bytes() == encoded([PLAN])
+
+
+def test_a_full_disk_leaves_a_journal_that_is_read(tmp_path: Path) -> None:
+    """What was written in part is taken back, and nothing comes after it."""
+    path = tmp_path / "j"
+    journal = JournalFile(path)
+    journal.open_plan(PLAN)
+    whole = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, limits[1]))
+    try:
+        with pytest.raises(RolloutError, match="cannot be written .*; free space, and start"):
+            journal.append(Begun(episode="e1", key=KEYS[0]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(RolloutError, match="cannot be written"):
+        journal.append(Begun(episode="e2", key=KEYS[0]))
+    journal.close()
+    assert path.read_bytes() == whole
 
 
 def test_a_journal_has_one_writer(tmp_path: Path) -> None:
