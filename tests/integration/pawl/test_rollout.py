@@ -138,6 +138,21 @@ async def test_one_that_blocks_is_ended_with_its_worker(runner: Runner) -> None:
     assert told.summary["runs"] == 8
 
 
+async def test_whatever_a_function_raises_is_its_failure(runner: Runner) -> None:
+    raised = {
+        "cancel": "CancelledError",
+        "interrupt": "KeyboardInterrupt",
+        "group": "BaseExceptionGroup",
+        "unspeakable": "Unspeakable",
+    }
+    runner.write([*({"id": kind, "do": kind} for kind in raised), {"id": "well"}])
+    told = await runner.run("--python", "agent:together", "--timeout", "3")
+    found = {task: finished.error for task, finished in runner.by_task().items()}
+    expected = {kind: f"raised {name}" for kind, name in raised.items()}
+    assert found == {"well": None, **expected}
+    assert told.summary["abandoned"] == 0
+
+
 async def test_a_plain_function_may_have_an_event_loop_of_its_own(runner: Runner) -> None:
     runner.write([{"id": "t1", "do": "loop"}])
     assert (await runner.run("--python", "agent:answer")).status == 0
