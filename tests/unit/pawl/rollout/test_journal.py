@@ -173,7 +173,7 @@ def test_a_full_disk_leaves_a_journal_that_is_read(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, limits[1]))
     try:
-        with pytest.raises(RolloutError, match="cannot be written .*; free space, and start"):
+        with pytest.raises(RolloutError, match=r"cannot be written .*; free space, and start"):
             journal.append(Begun(episode="e1", key=KEYS[0]))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
