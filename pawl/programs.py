@@ -14,6 +14,8 @@ from store.records import Record
 PR_SET_PDEATHSIG: Final = 1
 # Of standard error only the end is kept.
 LAST_BYTES: Final = 2**16
+# Once a program has ended, what it wrote is there; this is for what is on the way.
+REST_S: Final = 1.0
 
 
 class Ended(Record, frozen=True):
@@ -67,10 +69,13 @@ async def run_program(
             source = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
             source.write(given)
             source.close()
-            await run.closed.wait()
-            if run.too_much:
-                raise TooMuchOutput(f"it wrote more than {most_bytes} bytes to standard output")
-            await run.exited.wait()
+            await run.over.wait()
+        # What it left running may hold its output open: it is not waited for.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0 if run.too_much else REST_S):
+                await run.closed.wait()
+        if run.too_much:
+            raise TooMuchOutput(f"it wrote more than {most_bytes} bytes to standard output")
     finally:
         # Kill the group: children of the program may outlive it and hold its output open.
         with suppress(ProcessLookupError):
@@ -89,13 +94,15 @@ class _Run(asyncio.SubprocessProtocol):
         errors: the end of its standard error.
         too_much: whether it wrote more to standard output than it may.
         exited: set once the program has ended, whoever holds its output open.
-        closed: set once nobody can write to its output, or it is too much.
+        over: set likewise, or once it wrote too much.
+        closed: set once nobody can write to its output.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self.errors = b""
         self.too_much = False
         self.exited = asyncio.Event()
+        self.over = asyncio.Event()
         self.closed = asyncio.Event()
         self._output = bytearray()
         self._most_bytes = most_bytes
@@ -112,7 +119,7 @@ class _Run(asyncio.SubprocessProtocol):
             self._output += data
         else:
             self.too_much = True
-            self.closed.set()
+            self.over.set()
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         self._open.discard(fd)
@@ -121,6 +128,7 @@ class _Run(asyncio.SubprocessProtocol):
 
     def process_exited(self) -> None:
         self.exited.set()
+        self.over.set()
 
 
 def hang_up(transport: asyncio.SubprocessTransport) -> None:

@@ -46,6 +46,14 @@ async def test_a_limit_holds_for_what_has_closed_its_output() -> None:
         await run("sh", "-c", "exec >&- 2>&-; sleep 60", limit_s=1)
 
 
+@pytest.mark.parametrize("held", ["2>&1", "2>/dev/null", ">/dev/null"])
+async def test_it_ends_with_its_own_status_whatever_it_leaves_running(held: str) -> None:
+    started = time.monotonic()
+    ended = await run("sh", "-c", f"sleep 60 {held} & echo done; exit 0")
+    assert ended == Ended(status=0, output=b"done\n", errors=b"")
+    assert time.monotonic() - started < 10
+
+
 async def test_what_floods_is_ended_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(TooMuchOutput, match="more than 1000 bytes"):
