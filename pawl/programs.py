@@ -45,7 +45,7 @@ async def run_program(
         given: all of its standard input.
         limit_s: seconds until it is killed.
         most_bytes: how much it may write to standard output.
-        environment: all of its environment; None: this process's.
+        environment: all of its environment; None: this process's without Pawl's settings.
 
     Raises:
         OSError: it cannot be started.
@@ -58,7 +58,7 @@ async def run_program(
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,
-        env=environment,
+        env=not_ours(os.environ) if environment is None else environment,
         # Ctrl-C must reach the parent alone.
         start_new_session=True,
         preexec_fn=die_with_parent,
@@ -143,6 +143,15 @@ def hang_up(transport: asyncio.SubprocessTransport) -> None:
             pipe.abort()
         elif pipe is not None:
             pipe.close()
+
+
+def not_ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without Pawl's settings: the database is no business of an agent's."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name != "DATABASE_URL" and not name.startswith("PAWL_")
+    }
 
 
 def die_with_parent() -> None:

@@ -26,7 +26,7 @@ class JournalFile:
         self._syncing = asyncio.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise RolloutError(f"--journal: {path} cannot be opened: {error}") from error
         try:

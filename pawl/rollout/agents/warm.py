@@ -10,11 +10,11 @@ from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from pawl.programs import die_with_parent, hang_up
+from pawl.programs import die_with_parent, hang_up, not_ours
 from pawl.rollout.addresses import Request, keys
 from pawl.rollout.agents import worker as worker_program
 from pawl.rollout.agents.agent import MOST_OUTPUT, Agent, Result, out_of_time, status_words
@@ -106,7 +106,7 @@ class WarmWorker:
         async with self._starting:
             if self._reader is not None and not self._reader.done():
                 return
-            with self._function.log_file.open("ab") as log:
+            with _opened_privately(self._function.log_file) as log:
                 loop = asyncio.get_running_loop()
                 self._transport, protocol = await loop.subprocess_exec(
                     lambda: SubprocessStreamProtocol(limit=MOST_LINE, loop=loop),
@@ -115,7 +115,7 @@ class WarmWorker:
                     stdout=PIPE,
                     stderr=log,
                     cwd=self._function.folder,
-                    env=environment_at_import(os.environ),
+                    env=environment_at_import(not_ours(os.environ)),
                     start_new_session=True,
                     preexec_fn=die_with_parent,
                 )
@@ -233,6 +233,11 @@ def _kill_group(process: Process) -> None:
     """Kill a worker with all that its runs started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _opened_privately(path: Path) -> BinaryIO:
+    """Open a log that nobody else may read: what agents print may hold anything."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")
 
 
 def _result(told: dict[str, Any], request: Request) -> Result:

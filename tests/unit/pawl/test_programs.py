@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from pawl.programs import Ended, TooMuchOutput, run_program
+from pawl.rollout.addresses import Request
+from pawl.rollout.agents.program import CommandAgent
 
 # Begins a session of its own, and holds on to what it inherited.
 DAEMON = """
@@ -21,6 +23,9 @@ if os.fork() == 0:
 while not os.path.exists(sys.argv[1]):
     time.sleep(0.01)
 """
+
+
+LOOK = ("sh", "-c", "env | grep -e MY_KEY -e DATABASE_URL -e PAWL_")
 
 
 async def run(*command: str, given: bytes = b"", limit_s: float = 20.0) -> Ended:
@@ -75,6 +80,20 @@ async def test_of_a_flood_of_errors_the_end_is_kept() -> None:
 
 async def test_it_need_not_read_what_it_is_given() -> None:
     assert (await run("true", given=b"x" * 2**20)).status == 0
+
+
+async def test_pawls_settings_are_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither to a judge, which gets no environment of its own, nor to an agent."""
+    for name in ("DATABASE_URL", "PAWL_DATA_DIR", "MY_KEY"):
+        monkeypatch.setenv(name, "secret")
+    request = Request(episode="e", task={}, base_url="", model=None, environment={}, limit_s=20)
+    for said in (
+        (await run(*LOOK)).output.decode(),
+        (await CommandAgent(LOOK).run(request)).output,
+    ):
+        assert "MY_KEY=secret" in said
+        assert "DATABASE_URL" not in said
+        assert "PAWL_" not in said
 
 
 async def test_a_program_that_is_not_there() -> None:

@@ -164,6 +164,11 @@ def test_a_journal_that_was_killed_in_its_first_line_begins_anew(tmp_path: Path,
     assert path.read_bytes() == encoded([PLAN])
 
 
+def test_nobody_else_reads_a_journal(tmp_path: Path) -> None:
+    JournalFile(tmp_path / "j").close()
+    assert (tmp_path / "j").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_full_disk_leaves_a_journal_that_is_read(tmp_path: Path) -> None:
     """What was written in part is taken back, and nothing comes after it."""
     path = tmp_path / "j"

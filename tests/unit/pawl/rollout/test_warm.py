@@ -22,6 +22,9 @@ def daemon(task):
         time.sleep(0.01)
     time.sleep(task.get("seconds", 0))
     return "well"
+
+def environment(task):
+    return dict(os.environ)
 """
 
 
@@ -50,3 +53,17 @@ async def test_a_daemon_that_has_the_pipes_holds_nobody_up(folder: Path, seconds
             await warm.stop()
     finally:
         os.kill(int((folder / "pid").read_text()), 9)
+
+
+async def test_settings_and_log_are_nobody_elses_business(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATABASE_URL", "postgresql://secret")
+    monkeypatch.setenv("PAWL_DATA_DIR", "secret")
+    warm = agent(folder, "environment")
+    await warm.start(1)
+    result = await warm.run(request())
+    await warm.stop()
+    assert result.error is None
+    assert "secret" not in result.output
+    assert (folder / "log").stat().st_mode & 0o777 == 0o600
