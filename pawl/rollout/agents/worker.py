@@ -74,6 +74,8 @@ class Worker:
 
     def _call(self, request: Message) -> Any:
         if not self.shared:
+            # Left out where it is too long: then that of the run before must not stay.
+            os.environ.pop("ROLLOUT_TASK", None)
             os.environ.update(request["environment"])
         return self._function(request["task"], **{name: request[name] for name in self._named})
 

@@ -348,6 +348,10 @@ async def test_every_version_is_run_and_told_apart(fake: FakeProxy, runner: Runn
         ({"tasks": Path("none.jsonl")}, "--tasks: none.jsonl cannot be read"),
         ({"tasks": Path("agent.py")}, "agent.py, line 2 is no task"),
         ({"journal": Path("tasks.jsonl")}, "--journal: line 1 of tasks.jsonl is no line"),
+        (
+            {"journal": Path("j.log"), "command": None, "python": "agent:answer"},
+            "--journal: j.log is where --python prints to; name another file, such as j.jsonl",
+        ),
         ({"journal": Path()}, "--journal: . cannot be opened"),
         ({"summary": Path("agent.py/s.json")}, "--summary: agent.py/s.json cannot be written"),
     ],

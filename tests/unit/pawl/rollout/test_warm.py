@@ -38,8 +38,17 @@ def agent(folder: Path, name: str) -> WarmAgent:
     return WarmAgent(Function(name=f"agent:{name}", log_file=folder / "log", folder=folder))
 
 
-def request(limit_s: float = 20.0, **task: object) -> Request:
-    return Request(episode="e", task=task, base_url="", model=None, environment={}, limit_s=limit_s)
+def request(
+    limit_s: float = 20.0, environment: dict[str, str] | None = None, **task: object
+) -> Request:
+    return Request(
+        episode="e",
+        task=task,
+        base_url="",
+        model=None,
+        environment=environment or {},
+        limit_s=limit_s,
+    )
 
 
 @pytest.mark.parametrize("seconds", [0, 60])
@@ -67,3 +76,13 @@ async def test_settings_and_log_are_nobody_elses_business(
     assert result.error is None
     assert "secret" not in result.output
     assert (folder / "log").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_task_that_no_variable_can_hold_is_not_that_of_the_run_before(
+    folder: Path,
+) -> None:
+    warm = agent(folder, "environment")
+    await warm.start(1)
+    results = [await warm.run(request(environment=env)) for env in ({"ROLLOUT_TASK": "{}"}, {})]
+    await warm.stop()
+    assert ["ROLLOUT_TASK" in result.output for result in results] == [True, False]
