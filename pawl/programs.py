@@ -7,14 +7,15 @@ import signal
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, cast
 
 from store.records import Record
 
 PR_SET_PDEATHSIG: Final = 1
-READ_BYTES: Final = 2**16
 # Of standard error only the end is kept.
 LAST_BYTES: Final = 2**16
+# Once a program has ended, what it wrote is there; this is for what is on the way.
+REST_S: Final = 1.0
 
 
 class Ended(Record, frozen=True):
@@ -44,66 +45,113 @@ async def run_program(
         given: all of its standard input.
         limit_s: seconds until it is killed.
         most_bytes: how much it may write to standard output.
-        environment: all of its environment; None: this process's.
+        environment: all of its environment; None: this process's without Pawl's settings.
 
     Raises:
         OSError: it cannot be started.
         TimeoutError: it had not ended after `limit_s`.
         TooMuchOutput: it wrote more than `most_bytes`.
     """
-    process = await asyncio.create_subprocess_exec(
+    transport, run = await asyncio.get_running_loop().subprocess_exec(
+        lambda: _Run(most_bytes),
         *command,
         stdin=PIPE,
         stdout=PIPE,
         stderr=PIPE,
-        env=environment,
+        env=not_ours(os.environ) if environment is None else environment,
         # Ctrl-C must reach the parent alone.
         start_new_session=True,
         preexec_fn=die_with_parent,
     )
     try:
-        async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
-            tasks.create_task(_write(process, given))
-            output = tasks.create_task(_read(process.stdout, most_bytes))
-            errors = tasks.create_task(_read_end(process.stderr))
-            status = await process.wait()
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
+        async with asyncio.timeout(limit_s):
+            # Nobody need read it; then it is dropped.
+            source = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
+            source.write(given)
+            source.close()
+            await run.over.wait()
+        # What it left running may hold its output open: it is not waited for.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0 if run.too_much else REST_S):
+                await run.closed.wait()
+        if run.too_much:
+            raise TooMuchOutput(f"it wrote more than {most_bytes} bytes to standard output")
     finally:
         # Kill the group: children of the program may outlive it and hold its output open.
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
-    return Ended(status=status, output=output.result(), errors=errors.result())
+            os.killpg(transport.get_pid(), signal.SIGKILL)
+        # Such a child may have left the group, so the end of its output is not waited for.
+        hang_up(transport)
+        await run.exited.wait()
+        transport.close()
+    return Ended(status=transport.get_returncode() or 0, output=run.output, errors=run.errors)
 
 
-async def _write(process: asyncio.subprocess.Process, given: bytes) -> None:
-    assert process.stdin is not None
-    # A program need not read what it is given.
-    with suppress(BrokenPipeError, ConnectionResetError):
-        process.stdin.write(given)
-        await process.stdin.drain()
-    process.stdin.close()
+class _Run(asyncio.SubprocessProtocol):
+    """What a running program has written, and how far it is.
+
+    Attributes:
+        errors: the end of its standard error.
+        too_much: whether it wrote more to standard output than it may.
+        exited: set once the program has ended, whoever holds its output open.
+        over: set likewise, or once it wrote too much.
+        closed: set once nobody can write to its output.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.errors = b""
+        self.too_much = False
+        self.exited = asyncio.Event()
+        self.over = asyncio.Event()
+        self.closed = asyncio.Event()
+        self._output = bytearray()
+        self._most_bytes = most_bytes
+        self._open = {1, 2}
+
+    @property
+    def output(self) -> bytes:
+        return bytes(self._output)
+
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == 2:
+            self.errors = (self.errors + data)[-LAST_BYTES:]
+        elif len(self._output) + len(data) <= self._most_bytes:
+            self._output += data
+        else:
+            self.too_much = True
+            self.over.set()
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        self._open.discard(fd)
+        if not self._open:
+            self.closed.set()
+
+    def process_exited(self) -> None:
+        self.exited.set()
+        self.over.set()
 
 
-async def _read(source: asyncio.StreamReader | None, most_bytes: int) -> bytes:
-    assert source is not None
-    parts: list[bytes] = []
-    size = 0
-    while part := await source.read(READ_BYTES):
-        parts.append(part)
-        size += len(part)
-        if size > most_bytes:
-            raise TooMuchOutput(f"it wrote more than {most_bytes} bytes to standard output")
-    return b"".join(parts)
+def hang_up(transport: asyncio.SubprocessTransport) -> None:
+    """Close this side of a program's pipes, whoever holds the other side open.
+
+    Until they are closed asyncio keeps from those who wait that a program has ended.
+    """
+    for fd in range(3):
+        pipe = transport.get_pipe_transport(fd)
+        if isinstance(pipe, asyncio.WriteTransport) and pipe.get_write_buffer_size():
+            # To close it would be to wait until all is read.
+            pipe.abort()
+        elif pipe is not None:
+            pipe.close()
 
 
-async def _read_end(source: asyncio.StreamReader | None) -> bytes:
-    assert source is not None
-    kept = b""
-    while part := await source.read(READ_BYTES):
-        kept = (kept + part)[-LAST_BYTES:]
-    return kept
+def not_ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without Pawl's settings: the database is no business of an agent's."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name != "DATABASE_URL" and not name.startswith("PAWL_")
+    }
 
 
 def die_with_parent() -> None:

@@ -12,7 +12,8 @@ from pawl.judging.errors import Away, JudgeFailed
 TAKEN: Final = (200, 202)
 # The key was used with another body: the judge's earlier answer about the episode stands.
 STATED_BEFORE: Final = 409
-# The statements are at fault, not the proxy.
+# The statements are at fault, not the proxy. Any other status, such as the 401 of a gateway, may
+# pass: what is posted is kept, and tried again.
 REFUSED: Final = (400, 413, 422)
 PAUSE_S: Final = 0.5
 ONE_POST_S: Final = 10.0

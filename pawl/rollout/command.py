@@ -108,7 +108,8 @@ async def _stopped_by_signals(stop: Callable[[], None]) -> AsyncIterator[None]:
 async def _beside(rollout: Rollout, view: ProxyView, desk: Desk) -> AsyncIterator[None]:
     """Look at the proxy, and show the rollout, while it runs."""
     display = Display(rollout, view, desk, Console(stderr=True))
-    beside = [asyncio.create_task(view.watch()), asyncio.create_task(display.show())]
+    work = (view.watch(), view.read(), display.show())
+    beside = [asyncio.create_task(one) for one in work]
     try:
         yield
     finally:

@@ -7,16 +7,13 @@ from typing import Final
 import aiohttp
 import msgspec
 
+from pawl.judging.desk import REFUSED, STATED_BEFORE, TAKEN
 from pawl.rollout.errors import Refused
 from pawl.rollout.journal import Finished
 
 ONE_POST_S: Final = 10.0
 FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 5.0
-# The key was used with another body: what was stated before stands.
-STATED_BEFORE: Final = 409
-# Servers that are busy; any other 4xx is a refusal, and the same again would be too.
-RETRIED: Final = frozenset({408, 425, 429})
 
 
 class Desk:
@@ -63,11 +60,11 @@ class Desk:
                 text = await reply.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             return f"{self._url} does not answer: {error or type(error).__name__}"
-        if reply.status < 300 or reply.status == STATED_BEFORE:
+        if reply.status in TAKEN or reply.status == STATED_BEFORE:
             self.taken += 1
             self.seen += reply.status == 200
             return None
         shown = text[:300].decode(errors="replace")
-        if reply.status < 500 and reply.status not in RETRIED:
+        if reply.status in REFUSED:
             raise Refused(f"/feedback answered {reply.status}: {shown}")
         return f"{self._url} answered {reply.status}: {shown}"

@@ -18,6 +18,8 @@ Statement = dict[str, Any]
 Outcome = Literal["done", "failed", "unjudged", "abandoned"]
 ABANDONED: Final = "run_abandoned"
 FAILED: Final = "run_failed"
+# A journal that was killed in its first line has this, or less.
+BEGINNING: Final = b'{"line":"plan",'
 
 
 class Plan(Record, frozen=True, kw_only=True, tag_field="line", tag="plan"):
@@ -113,6 +115,8 @@ def replay(data: bytes, file: str, *, again: bool = False) -> Past:
     told: set[str] = set()
     plan: Plan | None = None
     size = data.rfind(b"\n") + 1
+    if not size and not (data.startswith(BEGINNING) or BEGINNING.startswith(data)):
+        raise RolloutError(f"--journal: {file} is no journal of a rollout; name another file")
     for line in _lines(data[:size], file):
         match line:
             case Plan():

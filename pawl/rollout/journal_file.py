@@ -22,10 +22,11 @@ class JournalFile:
         self.path = path
         self._written = 0
         self._synced = 0
+        self._broken: RolloutError | None = None
         self._syncing = asyncio.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise RolloutError(f"--journal: {path} cannot be opened: {error}") from error
         try:
@@ -69,17 +70,24 @@ class JournalFile:
         """Append lines; they outlive this process, and after `synced` the machine, too.
 
         Raises:
-            RolloutError: the disk does not take them.
+            RolloutError: the disk does not take them, or did not take others before.
         """
+        if self._broken is not None:
+            raise self._broken
+        size = os.fstat(self._file).st_size
         data = memoryview(encoded(lines))
         try:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            raise RolloutError(
+            self._broken = RolloutError(
                 f"--journal: {self.path} cannot be written ({error}); free space, and start the "
                 "same command again"
-            ) from error
+            )
+            # Half a line would spoil those that follow it; so nothing follows.
+            with suppress(OSError):
+                os.ftruncate(self._file, size)
+            raise self._broken from error
         self._written += 1
 
     async def synced(self) -> None:

@@ -91,7 +91,16 @@ def agent_of(options: RolloutOptions, journal: Path) -> Agent:
         log_file=journal.with_suffix(".log"),
         model_is_told=options.policy is not None,
     )
+    _check_log(function, journal)
     return WarmAgent(function)
+
+
+def _check_log(function: Function, journal: Path) -> None:
+    if function.log_file == journal:
+        raise RolloutError(
+            f"--journal: {journal} is where {function.option} prints to; name another file, such "
+            f"as {journal.with_suffix('.jsonl')}"
+        )
 
 
 def _words(option: str, command: str) -> list[str]:

@@ -13,6 +13,7 @@ from pawl.rollout.errors import RolloutError
 
 LOOK_S: Final = 5.0
 PAUSE_S: Final = 2.0
+GLANCE_S: Final = 0.5
 VERSION: Final = re.compile(r"(?P<policy>.+)@(?P<number>0|[1-9]\d*)\Z")
 CALLS: Final = re.compile(r"^pawl_calls_total\{[^}]*\} (\S+)$", re.MULTILINE)
 SERVING: Final = re.compile(r'^pawl_serving_version\{policy="([^"]*)"\} (\S+)$', re.MULTILINE)
@@ -32,6 +33,7 @@ class ProxyView:
     Attributes:
         calls_a_second: the calls that it recorded lately, of all its clients; None if not known.
         serving: the version that each policy serves, as `NAME@N`, if that is known.
+        away_at: when it was last seen not to answer, on the loop's clock; None: never.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, metrics_url: str) -> None:
@@ -41,6 +43,7 @@ class ProxyView:
         self._metrics_url = metrics_url
         self.calls_a_second: float | None = None
         self.serving: Mapping[str, str] = {}
+        self.away_at: float | None = None
         self._last: tuple[float, float] | None = None
 
     async def check(self) -> frozenset[str]:
@@ -75,12 +78,18 @@ class ProxyView:
             ) from error
 
     async def answers(self) -> bool:
-        """Return whether the proxy answers at all."""
-        try:
-            await self._get(f"{self._url}/v1/models")
-        except RolloutError:
-            return False
-        return True
+        """Return whether the proxy answers, and the model server behind it."""
+        status = 0
+        with suppress(RolloutError):
+            status, _ = await self._get(f"{self._url}/v1/models")
+        if 0 < status < 500:
+            return True
+        self.away_at = asyncio.get_running_loop().time()
+        return False
+
+    async def answered_since(self, start: float) -> bool:
+        """Return whether the proxy answers, and was not seen away since `start`."""
+        return await self.answers() and (self.away_at is None or self.away_at < start)
 
     async def wait(self) -> None:
         """Wait until the proxy answers."""
@@ -90,6 +99,12 @@ class ProxyView:
             await asyncio.sleep(PAUSE_S)
 
     async def watch(self) -> None:
+        """Look for ever whether the proxy answers: so an absence that is over is known."""
+        while True:
+            await self.answers()
+            await asyncio.sleep(GLANCE_S)
+
+    async def read(self) -> None:
         """Read the proxy's metrics for ever; where they cannot be read, nothing is known."""
         while True:
             text = ""

@@ -136,6 +136,7 @@ class Rollout:
         """Make one attempt; return whether it counts."""
         episode = f"rollout-{self._launch}-{next(self._numbers)}"
         self._journal.append(Begun(episode=episode, key=key))
+        started = asyncio.get_running_loop().time()
         self.under_way += 1
         try:
             finished, result = await self._attempts.make(key, episode)
@@ -144,8 +145,8 @@ class Rollout:
             raise
         finally:
             self.under_way -= 1
-        if finished.outcome == "failed" and not await self._view.answers():
-            # The proxy was away: that is no fault of the agent's.
+        if finished.outcome == "failed" and not await self._view.answered_since(started):
+            # The proxy was away, or the model server: that is no fault of the agent's.
             finished = lost(episode, "proxy away", finished.detail)
         self._journal.append(finished)
         # Nothing is told before it is certain that it is never done again.

@@ -80,6 +80,10 @@ def _name(fields: Mapping[str, Any], where: str) -> str:
         raise RolloutError(
             f"{where}: the field `id` must be at most {MOST_NAME_CHARS} printable characters"
         )
+    if name in (".", ".."):
+        raise RolloutError(
+            f"{where}: the field `id` must not be {name!r}, which clients drop from an address"
+        )
     return name
 
 

@@ -22,6 +22,11 @@ if STARTED:
         file.write(f"{os.getpid()}\\n")
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError
+
+
 def ask(base_url, text):
     body = {"model": os.environ.get("OPENAI_MODEL", "m")}
     body |= {"messages": [{"role": "user", "content": text}]}
@@ -39,6 +44,9 @@ def answer(task):
     match task.get("do"):
         case "exit":
             print("no idea", file=sys.stderr)
+            sys.exit(3)
+        case "exit late":
+            time.sleep(4)
             sys.exit(3)
         case "raise":
             raise ValueError("no idea")
@@ -70,6 +78,14 @@ async def together(task, base_url):
             await asyncio.sleep(60)
         case "block":
             time.sleep(60)
+        case "cancel":
+            raise asyncio.CancelledError
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "group":
+            raise BaseExceptionGroup("several", [asyncio.CancelledError()])
+        case "unspeakable":
+            raise Unspeakable
         case "raise":
             raise ValueError("no idea")
     return said

@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Sequence
 
-from pawl.programs import TooMuchOutput, last_line, run_program
+from pawl.programs import TooMuchOutput, last_line, not_ours, run_program
 from pawl.rollout.addresses import Request, as_json
 from pawl.rollout.agents.agent import KEPT_ERRORS, MOST_OUTPUT, Result, out_of_time, status_words
 from pawl.rollout.errors import RolloutError
@@ -41,7 +41,7 @@ class CommandAgent:
                 as_json(request.task) + b"\n",
                 limit_s=request.limit_s,
                 most_bytes=MOST_OUTPUT,
-                environment=os.environ | request.environment,
+                environment=not_ours(os.environ) | request.environment,
             )
         except TimeoutError:
             return out_of_time(request.limit_s)

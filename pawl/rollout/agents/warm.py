@@ -6,15 +6,15 @@ import math
 import os
 import signal
 import sys
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from pawl.programs import die_with_parent
+from pawl.programs import die_with_parent, hang_up, not_ours
 from pawl.rollout.addresses import Request, keys
 from pawl.rollout.agents import worker as worker_program
 from pawl.rollout.agents.agent import MOST_OUTPUT, Agent, Result, out_of_time, status_words
@@ -92,7 +92,8 @@ class WarmWorker:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._starting = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Process | None = None
+        self._transport: asyncio.SubprocessTransport | None = None
         self._reader: asyncio.Task[None] | None = None
         self._killed = False
 
@@ -105,23 +106,25 @@ class WarmWorker:
         async with self._starting:
             if self._reader is not None and not self._reader.done():
                 return
-            with self._function.log_file.open("ab") as log:
-                self._process = await asyncio.create_subprocess_exec(
+            with _opened_privately(self._function.log_file) as log:
+                loop = asyncio.get_running_loop()
+                self._transport, protocol = await loop.subprocess_exec(
+                    lambda: SubprocessStreamProtocol(limit=MOST_LINE, loop=loop),
                     *self._command,
                     stdin=PIPE,
                     stdout=PIPE,
                     stderr=log,
                     cwd=self._function.folder,
-                    env=environment_at_import(os.environ),
-                    limit=MOST_LINE,
+                    env=environment_at_import(not_ours(os.environ)),
                     start_new_session=True,
                     preexec_fn=die_with_parent,
                 )
+            self._process = Process(self._transport, protocol, loop)
             self._killed = False
             await self._imported(self._process)
             self._reader = asyncio.create_task(self._read(self._process))
 
-    async def _imported(self, process: asyncio.subprocess.Process) -> None:
+    async def _imported(self, process: Process) -> None:
         assert process.stdout is not None
         try:
             line = await process.stdout.readline()
@@ -130,7 +133,7 @@ class WarmWorker:
             raise
         told = msgspec.json.decode(line) if line else {"ready": False}
         if not told["ready"]:
-            status = await process.wait()
+            status = await self._ended(process)
             said = told.get("error") or f"the worker ended with {status_words(status)}"
             raise RolloutError(
                 f"{self._function.option} {self._function.name}: {said}. It is imported in the "
@@ -186,7 +189,7 @@ class WarmWorker:
         finally:
             self._waiting.pop(number, None)
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
+    async def _read(self, process: Process) -> None:
         """Hand replies to the runs that wait for them; at the worker's end, tell all that wait."""
         assert process.stdout is not None
         with suppress(ValueError):  # a reply beyond all measure ends the worker
@@ -196,7 +199,7 @@ class WarmWorker:
                 if answer is not None and not answer.done():
                     answer.set_result(told)
         _kill_group(process)
-        status = await process.wait()
+        status = await self._ended(process)
         for answer in self._waiting.values():
             if answer.done():
                 continue
@@ -215,15 +218,26 @@ class WarmWorker:
             return
         self._killed = True
         _kill_group(process)
+        await self._ended(process)
         if reader is not None:
             await asyncio.wait([reader])
-        await process.wait()
+
+    async def _ended(self, process: Process) -> int:
+        """Return the status of a process that ends; a daemon of its may go on with its pipes."""
+        assert self._transport is not None
+        hang_up(self._transport)
+        return await process.wait()
 
 
-def _kill_group(process: asyncio.subprocess.Process) -> None:
+def _kill_group(process: Process) -> None:
     """Kill a worker with all that its runs started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _opened_privately(path: Path) -> BinaryIO:
+    """Open a log that nobody else may read: what agents print may hold anything."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab")
 
 
 def _result(told: dict[str, Any], request: Request) -> Result:

@@ -57,7 +57,7 @@ class Worker:
         """Run a plain function for one request; the runner kills this process if it takes long."""
         try:
             answer = _returned(self._call(request))
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             answer = _failure(error)
         self.reply({"id": request["id"]} | answer)
 
@@ -67,12 +67,15 @@ class Worker:
             async with asyncio.timeout(request["limit_s"]) as limit:
                 value = await self._call(request)
             answer = _returned(value)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            # Also a CancelledError of its own: who waits for the reply would wait for ever.
             answer = _failure(error) | ({"error": "time limit"} if limit.expired() else {})
         self.reply({"id": request["id"]} | answer)
 
     def _call(self, request: Message) -> Any:
         if not self.shared:
+            # Left out where it is too long: then that of the run before must not stay.
+            os.environ.pop("ROLLOUT_TASK", None)
             os.environ.update(request["environment"])
         return self._function(request["task"], **{name: request[name] for name in self._named})
 
@@ -102,7 +105,8 @@ def _failure(error: BaseException) -> Message:
     shown = "".join(traceback.format_exception(error))
     return {
         "error": f"raised {type(error).__name__}",
-        "detail": str(error)[:KEPT_ERRORS],
+        # Not str(error), which may raise in its turn.
+        "detail": str(traceback.TracebackException.from_exception(error))[:KEPT_ERRORS],
         "errors": shown[-KEPT_ERRORS:],
     }
 

@@ -138,6 +138,21 @@ async def test_one_that_blocks_is_ended_with_its_worker(runner: Runner) -> None:
     assert told.summary["runs"] == 8
 
 
+async def test_whatever_a_function_raises_is_its_failure(runner: Runner) -> None:
+    raised = {
+        "cancel": "CancelledError",
+        "interrupt": "KeyboardInterrupt",
+        "group": "BaseExceptionGroup",
+        "unspeakable": "Unspeakable",
+    }
+    runner.write([*({"id": kind, "do": kind} for kind in raised), {"id": "well"}])
+    told = await runner.run("--python", "agent:together", "--timeout", "3")
+    found = {task: finished.error for task, finished in runner.by_task().items()}
+    expected = {kind: f"raised {name}" for kind, name in raised.items()}
+    assert found == {"well": None, **expected}
+    assert told.summary["abandoned"] == 0
+
+
 async def test_a_plain_function_may_have_an_event_loop_of_its_own(runner: Runner) -> None:
     runner.write([{"id": "t1", "do": "loop"}])
     assert (await runner.run("--python", "agent:answer")).status == 0
@@ -215,7 +230,7 @@ async def test_killed_and_started_again_none_is_lost_and_none_doubled(
 
 async def test_nothing_is_lost_while_the_proxy_restarts(fake: FakeProxy, runner: Runner) -> None:
     """Runs that fail because it is away are done again; what it did not take is told again."""
-    fake.feedback_status = [503, 500, 429]
+    fake.feedback_status = [503, 500, 429, 401, 403, 404]
     process = await runner.start(*COMMAND, "-n", "3", "-k", "2", "--answer", "a")
     await runner.until_settled(4)
     fake.down = True
@@ -228,10 +243,42 @@ async def test_nothing_is_lost_while_the_proxy_restarts(fake: FakeProxy, runner:
     assert len(fake.rewards()) == 18
 
 
-async def test_what_feedback_refuses_is_said_and_not_repeated(
+async def test_no_run_fails_while_the_model_server_restarts(
     fake: FakeProxy, runner: Runner
 ) -> None:
-    fake.feedback_status = [400]
+    """The proxy is there, and passes on that nobody is behind it."""
+    process = await runner.start(*COMMAND, "-n", "3", "-k", "2", "--answer", "a")
+    await runner.until_settled(2)
+    fake.no_model = True
+    await asyncio.sleep(1.5)
+    fake.no_model = False
+    told = await ended(process)
+    assert told.status == 0, told.errors
+    assert told.summary["failed"] == 0
+    assert told.summary["errors"].keys() == {"proxy away"}
+    assert len(fake.rewards()) == 18
+
+
+async def test_an_absence_that_is_over_when_the_run_fails_counts_too(
+    fake: FakeProxy, runner: Runner
+) -> None:
+    """Agents wait before they give up, and the proxy may be back by then."""
+    runner.write([{"id": "t1", "do": "exit late"}])
+    process = await runner.start(*COMMAND)
+    await until(lambda: len(fake.calls) == 1)
+    fake.down = True
+    await asyncio.sleep(1.5)
+    fake.down = False
+    told = await ended(process)
+    assert told.summary["errors"] == {"proxy away": 1, "exit status 3": 1}
+    assert len(fake.calls) == 2
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+async def test_what_feedback_refuses_is_said_and_not_repeated(
+    fake: FakeProxy, runner: Runner, status: int
+) -> None:
+    fake.feedback_status = [status]
     told = await runner.run(*COMMAND, "--answer", "a")
     assert told.status == 1
     assert told.summary["refused"] == 1
@@ -301,6 +348,10 @@ async def test_every_version_is_run_and_told_apart(fake: FakeProxy, runner: Runn
         ({"tasks": Path("none.jsonl")}, "--tasks: none.jsonl cannot be read"),
         ({"tasks": Path("agent.py")}, "agent.py, line 2 is no task"),
         ({"journal": Path("tasks.jsonl")}, "--journal: line 1 of tasks.jsonl is no line"),
+        (
+            {"journal": Path("j.log"), "command": None, "python": "agent:answer"},
+            "--journal: j.log is where --python prints to; name another file, such as j.jsonl",
+        ),
         ({"journal": Path()}, "--journal: . cannot be opened"),
         ({"summary": Path("agent.py/s.json")}, "--summary: agent.py/s.json cannot be written"),
     ],

@@ -11,7 +11,10 @@ from aiohttp import web
 
 
 class FakeProxy:
-    """Keep what it was sent. `down` makes it refuse all that comes, as while it restarts."""
+    """Keep what it was sent. `down` makes it refuse all that comes, as while it restarts.
+
+    With `no_model` its model server is away: it answers 502 to calls and to `/v1/models`.
+    """
 
     def __init__(self) -> None:
         self.url = ""
@@ -22,6 +25,7 @@ class FakeProxy:
         self.keys: Counter[str] = Counter()
         self.feedback_status: list[int] = []
         self.down = False
+        self.no_model = False
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer any path."""
@@ -31,6 +35,8 @@ class FakeProxy:
             return web.Response(status=500)
         if request.path == "/feedback":
             return await self.take(request)
+        if self.no_model:
+            return web.json_response({"error": {"message": "no model server"}}, status=502)
         if request.path.endswith("/v1/models"):
             return web.json_response({"data": [{"id": name} for name in self.models]})
         asked = await request.json()

@@ -1,6 +1,7 @@
 """The journal: wherever a rollout is killed, no run is lost and none counts twice."""
 
 import asyncio
+import resource
 from collections import Counter
 from pathlib import Path
 
@@ -114,6 +115,8 @@ def test_what_failed_is_done_again_only_if_that_is_wanted() -> None:
         (b"\n", "line 1 of j is no line"),
         (encoded([Told(episode="e")]), "begins with no plan"),
         (encoded([PLAN]) + b"{}\n", "line 2 of j is no line"),
+        (b"a note without a line's end", "j is no journal of a rollout; name another file"),
+        (b'{"line":"plank', "j is no journal of a rollout; name another file"),
     ],
 )
 def test_another_file_is_no_journal(data: bytes, said: str) -> None:
@@ -137,6 +140,52 @@ async def test_a_torn_line_is_written_over(tmp_path: Path) -> None:
     await asyncio.gather(journal.synced(), journal.synced())
     journal.close()
     assert replay(path.read_bytes(), "j").under_way == []
+
+
+def test_a_file_of_somebody_else_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text("to do")
+    journal = JournalFile(path)
+    with pytest.raises(RolloutError, match="is no journal"):
+        journal.plan()
+    with pytest.raises(RolloutError, match="is no journal"):
+        journal.open_plan(PLAN)
+    journal.close()
+    assert path.read_text() == "to do"
+
+
+@pytest.mark.parametrize("size", [0, 1, 10, 50])
+def test_a_journal_that_was_killed_in_its_first_line_begins_anew(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "j"
+    path.write_bytes(encoded([PLAN])[:size])
+    journal = JournalFile(path)
+    assert journal.open_plan(PLAN).plan is None
+    journal.close()
+    assert path.read_bytes() == encoded([PLAN])
+
+
+def test_nobody_else_reads_a_journal(tmp_path: Path) -> None:
+    JournalFile(tmp_path / "j").close()
+    assert (tmp_path / "j").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_full_disk_leaves_a_journal_that_is_read(tmp_path: Path) -> None:
+    """What was written in part is taken back, and nothing comes after it."""
+    path = tmp_path / "j"
+    journal = JournalFile(path)
+    journal.open_plan(PLAN)
+    whole = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, limits[1]))
+    try:
+        with pytest.raises(RolloutError, match=r"cannot be written .*; free space, and start"):
+            journal.append(Begun(episode="e1", key=KEYS[0]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(RolloutError, match="cannot be written"):
+        journal.append(Begun(episode="e2", key=KEYS[0]))
+    journal.close()
+    assert path.read_bytes() == whole
 
 
 def test_a_journal_has_one_writer(tmp_path: Path) -> None:

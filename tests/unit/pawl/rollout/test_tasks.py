@@ -52,6 +52,8 @@ def test_an_id_is_the_name() -> None:
         (b'{"q": 1}\n{"q": 1}\n', r"line 2: the task .* use -n"),
         (b'{"id": true}', "`id` must be a text or a whole number"),
         (b'{"id": " "}', "`id` must be a text"),
+        (b'{"id": "."}', "must not be '.'"),
+        (b'{"id": ".."}', "must not be '..'"),
         (b'{"id": "a\\nb"}', "at most 256 printable"),
         (json.dumps({"id": "x" * 257}).encode(), "at most 256 printable"),
     ],
