@@ -32,7 +32,8 @@ _LIVE: Final = text(
         FROM policies
         WHERE version > 0 AND name IN (SELECT name FROM here) AND state <> 'rejected'),
     last_retired AS (
-        SELECT changed_at - next_at AS tail FROM versions WHERE state = 'retired'
+        SELECT LEAST(changed_at - next_at, make_interval(secs => :longest_s)) AS tail
+        FROM versions WHERE state = 'retired'
         ORDER BY changed_at DESC LIMIT {RECENT}),
     making AS (
         SELECT FROM updates WHERE state = 'running' AND policy IN (SELECT name FROM here)
@@ -70,8 +71,9 @@ class Live(Record, frozen=True, kw_only=True):
     began with them, `unloading` were retired so lately that a proxy may not know it, and `coming`
     are being made or wait to be loaded.
 
-    Those that were retired last were kept for `tail_s` seconds after they lost the traffic; the
-    update that made the newest version was claimed `since_s` seconds ago.
+    Those that were retired last were kept for `tail_s` seconds after they lost the traffic, of each
+    no more than one may be kept; the update that made the newest version was claimed `since_s`
+    seconds ago.
     """
 
     serving: int
@@ -96,12 +98,21 @@ def free_slots(live: Live, slots: int) -> int:
     return max(0, max(slots, live.serving + 1) - live.total)
 
 
-def is_due(live: Live, slots: int) -> bool:
-    """Return whether it is time for the next version: slots are taken at even intervals.
+def due_in(live: Live, slots: int) -> float:
+    """Return in how many seconds it is time for the next version: 0 if it is.
 
+    The first half of the slots that do not serve is taken at once, the others at even intervals.
     Else all would be taken in a row, and nothing could be published until they are free in a row.
     """
-    return live.since_s * max(1, slots - live.serving) >= live.tail_s
+    others = max(1, slots - live.serving)
+    if 2 * free_slots(live, slots) >= others:
+        return 0.0
+    return max(0.0, live.tail_s / others - live.since_s)
+
+
+def is_due(live: Live, slots: int) -> bool:
+    """Return whether it is time for the next version."""
+    return due_in(live, slots) <= 0.0
 
 
 async def lock_slots(connection: AsyncConnection) -> None:

@@ -13,9 +13,9 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.updates import slots
-from store.updates.slots import Live, free_slots, is_due
+from store.updates.slots import Live, due_in, free_slots
 from trainer.errors import UpstreamAway
-from trainer.metrics import LIVE, SLOTS
+from trainer.metrics import LIVE, NEXT_VERSION, SLOTS
 from trainer.publishing.publish import PROXY_REFRESH_S
 from trainer.publishing.replicas import Replicas
 from trainer.publishing.server import ModelServer
@@ -47,7 +47,7 @@ class Pacing:
         self._policy = policy
         self._slots = configured
         self._longest_s = longest_s
-        self._is_full = False
+        self._told: str | None = None
         self._was_warned = False
         # Whether the last look allowed no update.
         self.waits = False
@@ -60,10 +60,10 @@ class Pacing:
         free = free_slots(live, known)
         if not free and not live.unloading:
             await self._retire_longest(connection)
-        self._tell(live, known, is_free=free > 0)
-        allowed = free > 0 and is_due(live, known)
-        self.waits = not allowed
-        return allowed
+        wait_s = due_in(live, known)
+        self._tell(live, known, wait_s, is_free=free > 0)
+        self.waits = not free or wait_s > 0.0
+        return not self.waits
 
     async def _known(self) -> int:
         """Return the fewest slots that a replica names, or the usual number if none does."""
@@ -82,9 +82,10 @@ class Pacing:
         if name is not None:
             log.warning("version_retired_for_its_slot", version=name, after_s=self._longest_s)
 
-    def _tell(self, live: Live, known: int, *, is_free: bool) -> None:
-        """Show the slots, and log when the trainer begins to wait for one."""
+    def _tell(self, live: Live, known: int, wait_s: float, *, is_free: bool) -> None:
+        """Show the slots, and log when the trainer begins to wait for one or for its time."""
         LIVE.labels(self._policy).set(live.total)
+        NEXT_VERSION.labels(self._policy).set(wait_s)
         SLOTS.labels(self._policy).set(known)
         if live.serving >= known and not self._was_warned:
             self._was_warned = True
@@ -95,7 +96,16 @@ class Pacing:
                 remedy="start the model server with a larger --max-loras, and set"
                 " PAWL_ADAPTER_SLOTS to it",
             )
-        if self._is_full is is_free:
-            self._is_full = not is_free
-            tell = "trainer_has_a_slot" if is_free else "trainer_waits_for_a_slot"
-            log.info(tell, policy=self._policy, live=live.total, slots=known)
+        if not is_free:
+            waits_for = "trainer_waits_for_a_slot"
+        else:
+            waits_for = "trainer_waits_for_its_time" if wait_s > 0.0 else None
+        if waits_for != self._told:
+            self._told = waits_for
+            log.info(
+                waits_for or "trainer_has_a_slot",
+                policy=self._policy,
+                live=live.total,
+                slots=known,
+                due_in_s=round(wait_s),
+            )

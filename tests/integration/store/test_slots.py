@@ -119,3 +119,12 @@ async def test_what_was_retired_tells_how_long_a_version_is_kept(engine: AsyncEn
     # Kept from when the next version with traffic came: 700 to 50 and 600 to 20 seconds ago.
     assert found.tail_s == pytest.approx((650 + 580) / 2, abs=5.0)
     assert found.since_s == pytest.approx(30.0, abs=5.0)
+
+
+async def test_an_outage_makes_no_tail_longer_than_a_version_may_be_kept(
+    engine: AsyncEngine,
+) -> None:
+    await add(engine, "m", ("retired", 0.0), ("serving", 0.0))
+    async with engine.begin() as connection:
+        await connection.execute(text("UPDATE policies SET created_at = now() - interval '1 day'"))
+    assert (await live(engine)).tail_s == pytest.approx(3600.0)
