@@ -25,6 +25,7 @@ from trainer.recipes.adapter import PublishOptions
 from trainer.recipes.claim import ClaimOptions
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
+from trainer.updates.holding import FAILURES
 from trainer.updates.plan import plan_update
 from trainer.updates.staleness import far_in
 
@@ -292,4 +293,49 @@ async def test_what_the_policy_is_too_far_from_is_spent_and_the_others_are_train
     recipe = Recipe.model_validate(past.recipe)
     again = plan_update(past.claim, recipe, far=far_in(past.metrics))
     assert again.outcomes == tuple(past.outcomes)
+    await bench.assert_spent_once(8)
+
+
+def all_are_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the policy be too far from whatever was sampled; trials are computed as before."""
+    usual = bench.learner.version_logprobs
+    # What the scripted learner says of any row, and so a server that fits.
+    bench.fake.logprobs["m"] = -0.5
+
+    def gone(adapter: Any, rows: Any) -> list[list[float]]:
+        if any(len(row.sampled_ids) != 4 for row in rows):
+            return usual(adapter, rows)
+        return [[row.sampled_logprobs[0], -90.0, -90.0, -90.0] for row in rows]
+
+    monkeypatch.setattr(bench.learner, "version_logprobs", gone)
+
+
+async def test_a_server_that_samples_wrongly_spends_nothing_and_the_trainer_holds(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with working(bench, 8) as loop:
+        assert await loop.update_once()
+        await fill_long(bench, "wrong")
+        all_are_gone(bench, monkeypatch)
+        bench.learner.trial_logprob = -3.0
+        assert not await loop.update_once()
+        assert bench.learner.trials == FAILURES
+        await loop.try_again()
+    assert gauge("pawl_trainer_held") == 1.0
+    await bench.assert_spent_once(4)
+
+
+async def test_what_a_right_server_sampled_too_far_away_is_spent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with working(bench, 8) as loop:
+        assert await loop.update_once()
+        await fill_long(bench, "old")
+        all_are_gone(bench, monkeypatch)
+        assert await loop.update_once()
+        assert bench.learner.trials == 1
+        assert not await loop.update_once()
+    async with bench.engine.connect() as connection:
+        last = (await list_updates(connection, "m"))[-1]
+    assert (last.version, last.metrics["dropped"]) == (None, {"off_policy": 4})
     await bench.assert_spent_once(8)
