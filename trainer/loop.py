@@ -36,7 +36,7 @@ from trainer.updates.plan import Plan, claim_rule, plan_update
 from trainer.updates.recomputed import with_logprobs
 from trainer.updates.recording import Recording
 from trainer.updates.recovery import Recovery
-from trainer.updates.staleness import smallest_in, too_far
+from trainer.updates.staleness import looks_like_a_fault, smallest_in, too_far
 from trainer.updates.training import Training
 from trainer.updates.trial import Trial
 from trainer.updates.versions import Versions
@@ -67,8 +67,8 @@ class Loop:
         self._publisher = publisher
         rule, recorded_recipe = claim_rule(recipe, policy), recipe.model_dump(mode="json")
         self._engine, self._rule = engine, rule
-        pin_s = recipe.publish.longest_pin_s
-        pacing = Pacing(publisher.servers, policy, settings.adapter_slots, pin_s)
+        slots, together = settings.adapter_slots, publisher.together
+        pacing = Pacing(publisher.servers, policy, slots, recipe, together)
         self._claiming = Claiming(engine, rule, recorded_recipe, pacing)
         self._expiring = Expiring(engine, rule, recorded_recipe)
         self._ending = Ending(recipe.optimizer)
@@ -224,7 +224,8 @@ class Loop:
         Its rows have all their log-probabilities.
 
         Raises:
-            LearnerError: some rows cannot be computed with.
+            LearnerError: some rows cannot be computed with, or most were sampled by a server that
+                is at fault.
         """
         lost = await self._training.lost_versions(claim)
         unreplayed = await self._training.unreplayed(claim)
@@ -234,6 +235,8 @@ class Loop:
         limits = self._recipe.off_policy
         whole, shares = await self._training.measure(parent.version, plan.rows, limits.ratio_cap)
         far = too_far(shares, limits.min_effective_sample)
+        if looks_like_a_fault(shares, far):
+            await self._try_servers(len(far), len(shares))
         if far:
             plan = plan_update(claim, self._recipe, lost, unreplayed, far)
         logprobs = {row.key: row.sampled_logprobs for row in whole}
@@ -242,6 +245,20 @@ class Loop:
             rows=tuple(with_logprobs(plan.rows, logprobs)),
             metrics=plan.metrics | smallest_in(shares),
         )
+
+    async def _try_servers(self, far: int, measured: int) -> None:
+        """Try the model servers before so many episodes are spent as too far off the policy.
+
+        Raises:
+            LearnerError: one is at fault, and may have sampled them wrongly.
+        """
+        why = await self._trial.why_unserved()
+        if why is not None:
+            raise LearnerError(
+                f"{far} of {measured} episodes are too far off the policy, and a model server is at"
+                f" fault: {why}"
+            )
+        log.warning("many_episodes_off_policy", policy=self._policy, far=far, measured=measured)
 
     async def _make_version(
         self, claim: Claim, plan: Plan, parent: PolicyVersion, number: int

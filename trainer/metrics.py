@@ -62,4 +62,9 @@ LIVE = Gauge(
 SLOTS = Gauge(
     "pawl_adapter_slots", "Adapter slots of the policy's model server, as far as known.", ["policy"]
 )
+NEXT_VERSION = Gauge(
+    "pawl_next_version_seconds",
+    "Seconds until even intervals allow the policy's next version: 0 where they do.",
+    ["policy"],
+)
 VERSION = Gauge("pawl_trained_version", "Newest version that was promoted.", ["policy"])

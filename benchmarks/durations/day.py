@@ -182,7 +182,8 @@ class _Run:
     def _retire(self, one: Version, now: float) -> None:
         one.retired = now
         if one.number:
-            self.tails.append(now - (one.lost_traffic or 0.0))
+            kept_s = now - (one.lost_traffic or 0.0)
+            self.tails.append(min(kept_s, self.recipe.publish.longest_pin_s))
 
     def _claim(self, now: float) -> None:
         for one in self.waiting.expire(self._oldest()):

@@ -183,6 +183,12 @@ VERSIONS: Final = Row(
             decimals=0,
         ),
         stairs(
+            "Wait for even intervals",
+            "Until the next version may be made, where more than half of the adapter slots are taken.",
+            "s",
+            newest("pawl_next_version_seconds", "{{policy}}"),
+        ),
+        stairs(
             "Adapters that replicas lack",
             "Servable versions that a model server does not have loaded, and how many servers answer.",
             "none",

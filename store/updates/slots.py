@@ -5,6 +5,7 @@ have traffic, and one that is being made reserves it
 (docs/decisions/055-measured-staleness-paced-publishing.md).
 """
 
+from collections.abc import Sequence
 from math import inf
 from typing import Final
 
@@ -21,7 +22,12 @@ _HERE: Final = """
 # How many versions that were retired last tell how long one is kept after it lost the traffic.
 RECENT: Final = 8
 # Until the transaction ends: two trainers that share a server must not both take the last slot.
-_LOCK: Final = text("SELECT pg_advisory_xact_lock(hashtext('pawl-adapter-slots'))")
+_LOCK: Final = text(
+    """
+    SELECT pg_advisory_xact_lock(hashtext('pawl-adapter-slots:' || served_name))
+    FROM policies WHERE name = :policy AND version = 0
+    """
+)
 # What a trainer that is gone has left half-done reserves nothing for ever.
 _LIVE: Final = text(
     f"""
@@ -32,12 +38,16 @@ _LIVE: Final = text(
         FROM policies
         WHERE version > 0 AND name IN (SELECT name FROM here) AND state <> 'rejected'),
     last_retired AS (
-        SELECT changed_at - next_at AS tail FROM versions WHERE state = 'retired'
+        SELECT LEAST(changed_at - next_at, make_interval(secs => :longest_s)) AS tail
+        FROM versions WHERE state = 'retired'
         ORDER BY changed_at DESC LIMIT {RECENT}),
     making AS (
         SELECT FROM updates WHERE state = 'running' AND policy IN (SELECT name FROM here)
             AND claimed_at > now() - make_interval(secs => :longest_s))
-    SELECT count(*) FILTER (WHERE state IN ('serving', 'ready')) AS serving,
+    SELECT count(*) FILTER (WHERE state = 'serving') AS serving,
+        count(*) FILTER (WHERE state = 'ready') AS ready,
+        (SELECT count(*) FROM policies WHERE state = 'ready' AND name <> :policy
+            AND name = ANY(CAST(:together AS text[]))) AS partners_ready,
         count(*) FILTER (WHERE state = 'published') AS published,
         count(*) FILTER (WHERE state = 'retired'
             AND changed_at > now() - make_interval(secs => :unload_s)) AS unloading,
@@ -50,14 +60,17 @@ _LIVE: Final = text(
     FROM versions
     """
 )
+_LONGEST: Final = f"""
+    SELECT name, version FROM policies
+    WHERE version > 0 AND state = 'published' AND name IN ({_HERE})
+        AND changed_at < now() - make_interval(secs => :longest_s)
+    ORDER BY changed_at, name, version LIMIT 1
+"""
+_HAS_LONGEST: Final = text(f"SELECT EXISTS ({_LONGEST})")
 _RETIRE: Final = text(
     f"""
     UPDATE policies SET state = 'retired', changed_at = now()
-    WHERE state = 'published' AND (name, version) = (
-        SELECT name, version FROM policies
-        WHERE version > 0 AND state = 'published' AND name IN ({_HERE})
-            AND changed_at < now() - make_interval(secs => :longest_s)
-        ORDER BY changed_at, name, version LIMIT 1)
+    WHERE state = 'published' AND (name, version) = ({_LONGEST})
     RETURNING served_name
     """
 )
@@ -66,25 +79,29 @@ _RETIRE: Final = text(
 class Live(Record, frozen=True, kw_only=True):
     """How many trained versions of one model server need an adapter slot.
 
-    `serving` have the traffic or wait for it with others, `published` are kept for episodes that
-    began with them, `unloading` were retired so lately that a proxy may not know it, and `coming`
-    are being made or wait to be loaded.
+    `serving` have the traffic, `ready` wait for it until others go live with them, `published` are
+    kept for episodes that began with them, `unloading` were retired so lately that a proxy may not
+    know it, and `coming` are being made or wait to be loaded. `partners_ready` of those that are
+    ready wait for the policy itself.
 
-    Those that were retired last were kept for `tail_s` seconds after they lost the traffic; the
-    update that made the newest version was claimed `since_s` seconds ago.
+    Those that were retired last were kept for `tail_s` seconds after they lost the traffic, of each
+    no more than one may be kept; the update that made the newest version was claimed `since_s`
+    seconds ago.
     """
 
     serving: int
     published: int
     unloading: int
     coming: int
+    ready: int = 0
+    partners_ready: int = 0
     tail_s: float = 0.0
     since_s: float = inf
 
     @property
     def total(self) -> int:
         """Return how many slots are taken or reserved."""
-        return self.serving + self.published + self.unloading + self.coming
+        return self.serving + self.ready + self.published + self.unloading + self.coming
 
 
 def free_slots(live: Live, slots: int) -> int:
@@ -93,39 +110,80 @@ def free_slots(live: Live, slots: int) -> int:
     A server with fewer than what serves and one more could never have any: there the next version
     waits only until nothing else is left.
     """
-    return max(0, max(slots, live.serving + 1) - live.total)
+    return max(0, max(slots, live.serving + live.ready + 1) - live.total)
+
+
+def needed_slots(live: Live, slots: int, together: int) -> int:
+    """Return how many slots must be free for a version of one of `together` policies.
+
+    The first of those that go live together needs room for all: else it would wait for the others'
+    in vain. A server that can never have so many free is content with what it can have.
+    """
+    if live.partners_ready:
+        return 1
+    return max(1, min(together, slots - live.serving))
+
+
+def due_in(live: Live, slots: int) -> float:
+    """Return in how many seconds it is time for the next version: 0 if it is.
+
+    The first half of the slots that do not serve is taken at once, the others at even intervals.
+    Else all would be taken in a row, and nothing could be published until they are free in a row.
+    What others wait for, to go live with it, is due.
+    """
+    if live.partners_ready:
+        return 0.0
+    others = max(1, slots - live.serving)
+    if 2 * free_slots(live, slots) >= others:
+        return 0.0
+    return max(0.0, live.tail_s / others - live.since_s)
 
 
 def is_due(live: Live, slots: int) -> bool:
-    """Return whether it is time for the next version: slots are taken at even intervals.
-
-    Else all would be taken in a row, and nothing could be published until they are free in a row.
-    """
-    return live.since_s * max(1, slots - live.serving) >= live.tail_s
+    """Return whether it is time for the next version."""
+    return due_in(live, slots) <= 0.0
 
 
-async def lock_slots(connection: AsyncConnection) -> None:
-    """Let nobody else reserve a slot until the transaction ends."""
-    await connection.execute(_LOCK)
+async def lock_slots(connection: AsyncConnection, policy: str) -> None:
+    """Let nobody else reserve a slot of the policy's model server until the transaction ends."""
+    await connection.execute(_LOCK, {"policy": policy})
 
 
 async def live_versions(
-    connection: AsyncConnection, policy: str, unload_s: float, longest_s: float
+    connection: AsyncConnection,
+    policy: str,
+    unload_s: float,
+    longest_s: float,
+    together: Sequence[str] = (),
 ) -> Live:
     """Return what needs a slot of the model server that `policy` is served by.
 
     A version is `unloading` for `unload_s` seconds; what is `coming` counts for `longest_s`.
+    `together` are the policies that go live with this one.
     """
-    values = {"policy": policy, "unload_s": unload_s, "longest_s": longest_s}
+    values = {
+        "policy": policy,
+        "unload_s": unload_s,
+        "longest_s": longest_s,
+        "together": list(together),
+    }
     row = (await connection.execute(_LIVE, values)).one()
     return Live(
         serving=row.serving,
         published=row.published,
         unloading=row.unloading,
         coming=row.coming,
+        ready=row.ready,
+        partners_ready=row.partners_ready,
         tail_s=float(row.tail_s),
         since_s=inf if row.since_s is None else float(row.since_s),
     )
+
+
+async def has_longest(connection: AsyncConnection, policy: str, longest_s: float) -> bool:
+    """Return whether there is a version that `retire_longest` would retire."""
+    values = {"policy": policy, "longest_s": longest_s}
+    return bool(await connection.scalar(_HAS_LONGEST, values))
 
 
 async def retire_longest(connection: AsyncConnection, policy: str, longest_s: float) -> str | None:

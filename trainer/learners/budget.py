@@ -27,6 +27,8 @@ SMALLEST_BUDGET: Final = 64
 LONGEST_WAIT: Final = 64
 # What torch says of a CPU's memory, for which it has no exception of its own.
 NO_MEMORY: Final = "can't allocate memory"
+# What CUDA says, outside torch's allocator: an `AcceleratorError`, which is no `OutOfMemoryError`.
+NO_DEVICE_MEMORY: Final = "CUDA error: out of memory"
 TOO_LONG: Final = "too_long"
 OUT_OF_MEMORY: Final = "out_of_memory"
 REMEDY: Final = (
@@ -72,7 +74,9 @@ def says_no_room() -> Iterator[None]:
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """Return whether an error of torch's says that the memory of a GPU or of the CPU ran out."""
-    return isinstance(error, torch.OutOfMemoryError) or NO_MEMORY in str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return any(words in str(error) for words in (NO_MEMORY, NO_DEVICE_MEMORY))
 
 
 class Budget:

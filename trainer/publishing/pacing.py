@@ -7,22 +7,28 @@ builds on what was learned meanwhile.
 """
 
 import re
+from collections.abc import Awaitable, Callable, Sequence
+from math import inf
+from time import monotonic
 from typing import Final
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.updates import slots
-from store.updates.slots import Live, free_slots, is_due
+from store.updates.slots import Live, due_in, free_slots, needed_slots
 from trainer.errors import UpstreamAway
-from trainer.metrics import LIVE, SLOTS
+from trainer.metrics import LIVE, NEXT_VERSION, SLOTS
 from trainer.publishing.publish import PROXY_REFRESH_S
 from trainer.publishing.replicas import Replicas
 from trainer.publishing.server import ModelServer
+from trainer.recipes.recipe import Recipe
 from trainer.settings import USUAL_SLOTS
 
 log = structlog.get_logger()
 
+# How long what the model servers name is taken as known.
+KNOWN_S: Final = 60.0
 _TOLD: Final = re.compile(r'^vllm:lora_requests_info\{[^}\n]*\bmax_lora="(\d+)"', re.MULTILINE)
 
 
@@ -36,66 +42,150 @@ class Pacing:
     """Decide whether a policy's next version may be made."""
 
     def __init__(
-        self, servers: Replicas, policy: str, configured: int | None, longest_s: float
+        self,
+        servers: Replicas,
+        policy: str,
+        configured: int | None,
+        recipe: Recipe,
+        together: Sequence[str] = (),
+        clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Store the model servers, the policy's name and the recipe's bound.
+        """Store the model servers, the policy's name and the recipe, whose bounds are kept.
 
         `configured` are the slots of each server; None: as it says itself. Where all slots are
-        taken, a version that lost the traffic `longest_s` seconds ago is retired for the next.
+        taken, a version that lost the traffic `publish.longest_pin_s` ago is retired for the next.
+        `together` are the policies that must go live together, this one among them, if any must;
+        the first version of theirs waits for room for all, up to `publish.wait_for_others_s`.
+        `clock` returns seconds.
         """
         self._servers = servers
         self._policy = policy
-        self._slots = configured
-        self._longest_s = longest_s
-        self._is_full = False
-        self._was_warned = False
+        self._configured = configured
+        self._rule = recipe.publish
+        self._max_staleness = recipe.claim.max_staleness
+        self._together = tuple(together)
+        self._clock = clock
+        # What the servers named last, and until when that is taken as known.
+        self._named = USUAL_SLOTS
+        self._known_until = -inf
+        # Since when there is room for one, and not for all that go live together.
+        self._short_since: float | None = None
+        self._told: str | None = None
+        self._warned: set[str] = set()
         # Whether the last look allowed no update.
         self.waits = False
 
-    async def allows(self, connection: AsyncConnection) -> bool:
-        """Return whether one more version may be made; no other takes a slot until a commit."""
+    async def allows(
+        self, connection: AsyncConnection, is_wanted: Callable[[], Awaitable[bool]]
+    ) -> bool:
+        """Return whether one more version may be made; no other takes a slot until a commit.
+
+        `is_wanted` tells whether an update could be claimed now: for that alone is any version
+        retired.
+        """
         known = await self._known()
-        await slots.lock_slots(connection)
-        live = await slots.live_versions(connection, self._policy, PROXY_REFRESH_S, self._longest_s)
-        free = free_slots(live, known)
-        if not free and not live.unloading:
-            await self._retire_longest(connection)
-        self._tell(live, known, is_free=free > 0)
-        allowed = free > 0 and is_due(live, known)
-        self.waits = not allowed
-        return allowed
+        await slots.lock_slots(connection, self._policy)
+        longest_s = self._rule.longest_pin_s
+        live = await slots.live_versions(
+            connection, self._policy, PROXY_REFRESH_S, longest_s, self._together
+        )
+        free, needed = free_slots(live, known), self._needed(live, known)
+        if free + live.unloading < needed:
+            await self._retire_longest(connection, is_wanted)
+        wait_s = due_in(live, known)
+        self._warn(live, known)
+        self._tell(live, known, wait_s, is_free=free >= needed)
+        self.waits = free < needed or wait_s > 0.0
+        return not self.waits
+
+    def _needed(self, live: Live, known: int) -> int:
+        """Return how many slots must be free: one, once partners' were waited for long enough.
+
+        Others may take each slot as soon as it is free, and nobody may wait for ever.
+        """
+        needed = needed_slots(live, known, len(self._together))
+        if not 0 < free_slots(live, known) < needed:
+            self._short_since = None
+            return needed
+        if self._short_since is None:
+            self._short_since = self._clock()
+        has_waited = self._clock() - self._short_since >= self._rule.wait_for_others_s
+        return 1 if has_waited else needed
 
     async def _known(self) -> int:
-        """Return the fewest slots that a replica names, or the usual number if none does."""
-        if self._slots is None:
-            try:
-                texts = (await self._servers.ask(ModelServer.metrics)).values()
-            except UpstreamAway:
-                # They are asked again; training needs no model server.
-                return USUAL_SLOTS
-            told = [told_slots(text) for text in texts]
-            self._slots = min((one for one in told if one is not None), default=USUAL_SLOTS)
-        return self._slots
+        """Return the fewest slots that a replica names, or the usual number before any did.
 
-    async def _retire_longest(self, connection: AsyncConnection) -> None:
-        name = await slots.retire_longest(connection, self._policy, self._longest_s)
+        A server may be started again with another number, so they are asked now and then; at each
+        look, until all have named one.
+        """
+        if self._configured is not None:
+            return self._configured
+        now = self._clock()
+        if now < self._known_until:
+            return self._named
+        try:
+            texts = (await self._servers.ask(ModelServer.metrics)).values()
+        except UpstreamAway:
+            # They are asked again; training needs no model server.
+            return self._named
+        told = [number for number in map(told_slots, texts) if number is not None]
+        self._named = min(told, default=USUAL_SLOTS)
+        if len(told) == len(self._servers.each):
+            self._known_until = now + KNOWN_S
+        return self._named
+
+    async def _retire_longest(
+        self, connection: AsyncConnection, is_wanted: Callable[[], Awaitable[bool]]
+    ) -> None:
+        longest_s = self._rule.longest_pin_s
+        if not await slots.has_longest(connection, self._policy, longest_s):
+            return
+        if not await is_wanted():
+            return
+        name = await slots.retire_longest(connection, self._policy, longest_s)
         if name is not None:
-            log.warning("version_retired_for_its_slot", version=name, after_s=self._longest_s)
+            log.warning("version_retired_for_its_slot", version=name, after_s=longest_s)
 
-    def _tell(self, live: Live, known: int, *, is_free: bool) -> None:
-        """Show the slots, and log when the trainer begins to wait for one."""
-        LIVE.labels(self._policy).set(live.total)
-        SLOTS.labels(self._policy).set(known)
-        if live.serving >= known and not self._was_warned:
-            self._was_warned = True
-            log.warning(
+    def _warn(self, live: Live, known: int) -> None:
+        """Log once each what settings do not fit the server."""
+        if live.serving >= known:
+            self._warn_once(
                 "adapter_slots_too_few",
+                "start the model server with a larger --max-loras, and set PAWL_ADAPTER_SLOTS to"
+                " it",
                 slots=known,
                 serving=live.serving,
-                remedy="start the model server with a larger --max-loras, and set"
-                " PAWL_ADAPTER_SLOTS to it",
             )
-        if self._is_full is is_free:
-            self._is_full = not is_free
-            tell = "trainer_has_a_slot" if is_free else "trainer_waits_for_a_slot"
-            log.info(tell, policy=self._policy, live=live.total, slots=known)
+        if self._max_staleness < 2 * known:
+            self._warn_once(
+                "max_staleness_too_small",
+                f"set claim.max_staleness to {2 * known} at least: as many versions may be made"
+                " while an episode goes on, and it would expire untrained",
+                slots=known,
+                max_staleness=self._max_staleness,
+            )
+
+    def _warn_once(self, event: str, remedy: str, **values: int) -> None:
+        if event not in self._warned:
+            self._warned.add(event)
+            log.warning(event, policy=self._policy, remedy=remedy, **values)
+
+    def _tell(self, live: Live, known: int, wait_s: float, *, is_free: bool) -> None:
+        """Show the slots, and log when the trainer begins to wait for one or for its time."""
+        LIVE.labels(self._policy).set(live.total)
+        NEXT_VERSION.labels(self._policy).set(wait_s)
+        SLOTS.labels(self._policy).set(known)
+        waits_for: str | None
+        if not is_free:
+            waits_for = "trainer_waits_for_a_slot"
+        else:
+            waits_for = "trainer_waits_for_its_time" if wait_s > 0.0 else None
+        if waits_for != self._told:
+            self._told = waits_for
+            log.info(
+                waits_for or "trainer_has_a_slot",
+                policy=self._policy,
+                live=live.total,
+                slots=known,
+                due_in_s=round(wait_s),
+            )

@@ -47,7 +47,7 @@ class Publisher:
         self.servers = servers
         self._policy = policy
         self._rule = rule
-        self._together = tuple(together) or (policy,)
+        self.together = tuple(together) or (policy,)
 
     async def publish(
         self,
@@ -80,7 +80,7 @@ class Publisher:
             await policies.make_ready(connection, self._policy, version.version)
             promoted = await self._promote(connection)
         if not promoted:
-            log.info("version_ready", version=version.served_name, goes_with=self._together)
+            log.info("version_ready", version=version.served_name, goes_with=self.together)
         self._tell(promoted)
         return probe
 
@@ -96,7 +96,7 @@ class Publisher:
 
     async def _promote(self, connection: AsyncConnection) -> list[PolicyVersion]:
         wait_s = self._rule.wait_for_others_s
-        return await policies.promote_together(connection, self._together, wait_s)
+        return await policies.promote_together(connection, self.together, wait_s)
 
     def _tell(self, promoted: Sequence[PolicyVersion]) -> None:
         for version in promoted:

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from trainer.recipes.options import Count, NotNegative, Positive, RecipeOptions, Share
+from trainer.recipes.options import Count, Finite, NotNegative, Positive, RecipeOptions, Share
 
 
 class OptimizerOptions(RecipeOptions):
@@ -53,7 +53,7 @@ class BatchOptions(RecipeOptions):
 class OffPolicyOptions(RecipeOptions):
     """Set `[off_policy]`: limits for samples of another policy than the one in training."""
 
-    ratio_cap: Positive = Field(
+    ratio_cap: Annotated[Finite, Field(gt=0)] = Field(
         default=2.0, description="Upper limit of a token's ratio policy/sampled in the loss."
     )
     sequence_min: NotNegative = Field(

@@ -1,17 +1,19 @@
 """Claim the episodes of an update, and set aside those that cannot be used."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from uuid import UUID
 
 import structlog
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.errors import Damaged
 from store.updates import claims
 from store.updates.claims import Claim
 from store.updates.damage import DAMAGED, set_aside
-from store.updates.ready import ClaimRule
+from store.updates.expiry import oldest_version
+from store.updates.ready import ClaimRule, find_ready
 from trainer.errors import LearnerError, Unusable
 from trainer.metrics import EPISODES, UPDATES
 from trainer.publishing.pacing import Pacing
@@ -52,7 +54,9 @@ class Claiming:
         while True:
             async with self._engine.begin() as connection:
                 has_waited = self._pacing is not None and self._pacing.waits
-                if self._pacing is not None and not await self._pacing.allows(connection):
+                if self._pacing is not None and not await self._pacing.allows(
+                    connection, partial(self._is_enough, connection, parent)
+                ):
                     return None
                 update_id = await claims.claim(
                     connection, self._rule, parent, self._recipe, takes_most=has_waited
@@ -64,6 +68,12 @@ class Claiming:
                     return await claims.load_claim(connection, update_id)
             except Damaged as error:
                 await self._set_aside(update_id, error.episodes, DAMAGED, {"error": str(error)})
+
+    async def _is_enough(self, connection: AsyncConnection, parent: int) -> bool:
+        """Return whether an update of version `parent` could be claimed."""
+        rule = self._rule
+        oldest = await oldest_version(connection, rule.policy, parent, rule.max_staleness)
+        return bool(await find_ready(connection, rule, oldest))
 
     async def undo(self, update_id: UUID, why: LearnerError) -> None:
         """End an update that cannot be computed: who is to blame is spent, all others are free.

@@ -44,7 +44,7 @@ async def live(engine: AsyncEngine, name: str = "m") -> Live:
 
 def counts(found: Live) -> tuple[int, int, int, int]:
     """How many serve, are published, are being unloaded and are coming."""
-    return found.serving, found.published, found.unloading, found.coming
+    return found.serving + found.ready, found.published, found.unloading, found.coming
 
 
 async def test_versions_of_all_policies_of_the_server_count(engine: AsyncEngine) -> None:
@@ -94,9 +94,11 @@ async def test_what_lost_the_traffic_first_is_retired_for_the_next(engine: Async
 
 
 async def test_two_trainers_do_not_take_the_last_slot_at_once(engine: AsyncEngine) -> None:
+    await add(engine, "m")
+    await add(engine, "n")
     async with engine.connect() as one, engine.connect() as other:
-        await lock_slots(one)
-        waiting = asyncio.create_task(lock_slots(other))
+        await lock_slots(one, "m")
+        waiting = asyncio.create_task(lock_slots(other, "n"))
         await asyncio.sleep(0.2)
         assert not waiting.done()
         await one.commit()
@@ -119,3 +121,35 @@ async def test_what_was_retired_tells_how_long_a_version_is_kept(engine: AsyncEn
     # Kept from when the next version with traffic came: 700 to 50 and 600 to 20 seconds ago.
     assert found.tail_s == pytest.approx((650 + 580) / 2, abs=5.0)
     assert found.since_s == pytest.approx(30.0, abs=5.0)
+
+
+async def test_an_outage_makes_no_tail_longer_than_a_version_may_be_kept(
+    engine: AsyncEngine,
+) -> None:
+    await add(engine, "m", ("retired", 0.0), ("serving", 0.0))
+    async with engine.begin() as connection:
+        await connection.execute(text("UPDATE policies SET created_at = now() - interval '1 day'"))
+    assert (await live(engine)).tail_s == pytest.approx(3600.0)
+
+
+async def test_trainers_of_other_servers_do_not_wait_for_each_other(engine: AsyncEngine) -> None:
+    await add(engine, "m")
+    await add(engine, "elsewhere", base="another")
+    async with engine.connect() as one, engine.connect() as other:
+        await lock_slots(one, "m")
+        await asyncio.wait_for(lock_slots(other, "elsewhere"), 10.0)
+
+
+async def test_partners_that_are_ready_are_those_of_the_set_alone(engine: AsyncEngine) -> None:
+    await add(engine, "m", ("serving", 9.0), ("ready", 5.0))
+    await add(engine, "n", ("serving", 9.0))
+    await add(engine, "o", ("serving", 9.0), ("ready", 5.0))
+    async with engine.connect() as connection:
+
+        async def partners(name: str) -> int:
+            together = ("m", "n")
+            return (await live_versions(connection, name, 10.0, 3600.0, together)).partners_ready
+
+        assert [await partners(name) for name in "mn"] == [0, 1]
+    found = await live(engine)
+    assert (found.serving, found.ready, found.partners_ready) == (3, 2, 0)

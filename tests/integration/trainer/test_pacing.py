@@ -7,21 +7,25 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 from sqlalchemy import text
+from structlog.testing import capture_logs
 
 from store.read.past import past_update
 from store.records import SpoolRecord
 from store.updates.claims import list_updates
 from store.write.ingest import ingest
+from tests.integration.store.test_slots import VERSION, add
 from tests.integration.trainer.test_recovery import Bench, bench
 from tests.support.records import call, reward, tokens
 from trainer.loop import Loop
 from trainer.publishing.adapters import version_folder
+from trainer.publishing.pacing import KNOWN_S, Pacing
 from trainer.publishing.publish import Publisher
 from trainer.publishing.replicas import Replicas
 from trainer.recipes.adapter import PublishOptions
 from trainer.recipes.claim import ClaimOptions
 from trainer.recipes.recipe import Recipe
 from trainer.settings import TrainerSettings
+from trainer.updates.holding import FAILURES
 from trainer.updates.plan import plan_update
 from trainer.updates.staleness import far_in
 
@@ -131,6 +135,121 @@ async def test_an_update_that_had_to_wait_takes_what_has_waited_with_it(bench: B
     assert sizes == [4, 4, 8]
 
 
+async def test_a_version_in_use_stays_until_its_slot_is_wanted(bench: Bench) -> None:
+    async with working(bench, 2, longest_pin_s=3600.0) as loop:
+        assert await loop.update_once()
+        await bench.fill("u")
+        assert await loop.update_once()
+        await later(bench, 3700.0)
+        # Nothing is ready to be claimed.
+        assert not await loop.update_once()
+        assert (await bench.states())[1] == "published"
+        await bench.fill("v")
+        assert not await loop.update_once()
+        assert (await bench.states())[1] == "retired"
+
+
+# The rule by itself
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def allowed(bench: Bench, pacing: Pacing) -> bool:
+    async def is_wanted() -> bool:
+        return True
+
+    async with bench.engine.begin() as connection:
+        return await pacing.allows(connection, is_wanted)
+
+
+async def test_the_first_of_those_that_go_live_together_waits_for_room_for_all(
+    bench: Bench,
+) -> None:
+    await add(bench.engine, "m", ("published", 5.0), ("serving", 5.0), base="m")
+    await add(bench.engine, "n", ("serving", 5.0), base="m")
+    clock = Clock()
+    async with Replicas([bench.fake.url]) as servers:
+
+        def pacing(policy: str, *together: str) -> Pacing:
+            return Pacing(servers, policy, 4, Recipe(), together, clock)
+
+        first, alone = pacing("m", "m", "n"), pacing("m")
+        assert not await allowed(bench, first)
+        assert await allowed(bench, alone)
+        # Others may take each slot as it becomes free: nobody waits for ever.
+        clock.now += Recipe().publish.wait_for_others_s
+        assert await allowed(bench, first)
+        await add_ready(bench, "m", 3)
+        assert not await allowed(bench, pacing("n", "m", "n"))
+        await change(bench, "UPDATE policies SET state = 'retired' WHERE state = 'published'")
+        await later(bench, 11.0)
+        assert await allowed(bench, pacing("n", "m", "n"))
+
+
+async def add_ready(bench: Bench, name: str, version: int) -> None:
+    values = {"name": name, "version": version, "state": "ready", "ago_s": 1.0}
+    async with bench.engine.begin() as connection:
+        await connection.execute(VERSION, values)
+
+
+async def change(bench: Bench, query: str) -> None:
+    async with bench.engine.begin() as connection:
+        await connection.execute(text(query))
+
+
+async def test_a_wait_for_its_time_is_logged_and_shown(bench: Bench) -> None:
+    await add(bench.engine, "m", ("retired", 0.0), ("published", 5.0), ("serving", 5.0), base="m")
+    await change(bench, "UPDATE policies SET created_at = now() - interval '1 day'")
+    await change(bench, "UPDATE policies SET changed_at = now() - interval '60 s'")
+    async with Replicas([bench.fake.url]) as servers:
+        pacing = Pacing(servers, "m", 4, Recipe())
+        assert await allowed(bench, pacing)
+        await add_ready(bench, "m", 4)
+        with capture_logs() as logs:
+            assert not await allowed(bench, pacing)
+            assert not await allowed(bench, pacing)
+    assert [one["event"] for one in logs] == ["trainer_waits_for_its_time"]
+    wait_s = gauge("pawl_next_version_seconds")
+    assert wait_s is not None
+    assert 0.0 < wait_s <= 3600.0 / 3
+
+
+async def test_the_servers_are_asked_again_until_they_say_and_then_now_and_then(
+    bench: Bench,
+) -> None:
+    clock = Clock()
+    async with Replicas([bench.fake.url]) as servers:
+        pacing = Pacing(servers, "m", None, Recipe(), (), clock)
+        seen = []
+        for told, passed_s in ((None, 0.0), (3, 1.0), (5, 1.0), (5, KNOWN_S)):
+            bench.fake.adapter_slots = told
+            clock.now += passed_s
+            await allowed(bench, pacing)
+            seen.append(gauge("pawl_adapter_slots"))
+    assert seen == [8.0, 3.0, 3.0, 5.0]
+
+
+async def test_too_small_a_staleness_for_the_slots_is_named_once_with_the_remedy(
+    bench: Bench,
+) -> None:
+    async with Replicas([bench.fake.url]) as servers:
+        with capture_logs() as logs:
+            for staleness in (15, 16):
+                recipe = Recipe(claim=ClaimOptions(max_staleness=staleness))
+                pacing = Pacing(servers, "m", 8, recipe)
+                for _ in range(2):
+                    await allowed(bench, pacing)
+    [warning] = logs
+    assert warning["event"] == "max_staleness_too_small"
+    assert "claim.max_staleness to 16" in warning["remedy"]
+
+
 # Staleness
 
 
@@ -174,4 +293,49 @@ async def test_what_the_policy_is_too_far_from_is_spent_and_the_others_are_train
     recipe = Recipe.model_validate(past.recipe)
     again = plan_update(past.claim, recipe, far=far_in(past.metrics))
     assert again.outcomes == tuple(past.outcomes)
+    await bench.assert_spent_once(8)
+
+
+def all_are_gone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the policy be too far from whatever was sampled; trials are computed as before."""
+    usual = bench.learner.version_logprobs
+    # What the scripted learner says of any row, and so a server that fits.
+    bench.fake.logprobs["m"] = -0.5
+
+    def gone(adapter: Any, rows: Any) -> list[list[float]]:
+        if any(len(row.sampled_ids) != 4 for row in rows):
+            return usual(adapter, rows)
+        return [[row.sampled_logprobs[0], -90.0, -90.0, -90.0] for row in rows]
+
+    monkeypatch.setattr(bench.learner, "version_logprobs", gone)
+
+
+async def test_a_server_that_samples_wrongly_spends_nothing_and_the_trainer_holds(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with working(bench, 8) as loop:
+        assert await loop.update_once()
+        await fill_long(bench, "wrong")
+        all_are_gone(bench, monkeypatch)
+        bench.learner.trial_logprob = -3.0
+        assert not await loop.update_once()
+        assert bench.learner.trials == FAILURES
+        await loop.try_again()
+    assert gauge("pawl_trainer_held") == 1.0
+    await bench.assert_spent_once(4)
+
+
+async def test_what_a_right_server_sampled_too_far_away_is_spent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with working(bench, 8) as loop:
+        assert await loop.update_once()
+        await fill_long(bench, "old")
+        all_are_gone(bench, monkeypatch)
+        assert await loop.update_once()
+        assert bench.learner.trials == 1
+        assert not await loop.update_once()
+    async with bench.engine.connect() as connection:
+        last = (await list_updates(connection, "m"))[-1]
+    assert (last.version, last.metrics["dropped"]) == (None, {"off_policy": 4})
     await bench.assert_spent_once(8)

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.updates.slots import Live, free_slots, is_due
+from store.updates.slots import Live, due_in, free_slots, is_due, needed_slots
 
 COUNTS = st.integers(min_value=0, max_value=20)
 LIVE = st.builds(Live, serving=COUNTS, published=COUNTS, unloading=COUNTS, coming=COUNTS)
@@ -46,13 +46,44 @@ def test_what_serves_and_nothing_else_always_has_room_for_the_next(slots: int) -
 @given(
     LIVE, SLOTS, st.floats(min_value=0.0, max_value=1e6), st.floats(min_value=0.0, max_value=1e6)
 )
-def test_slots_are_taken_at_even_intervals(
+def test_half_the_slots_are_taken_at_once_and_the_others_at_even_intervals(
     live: Live, slots: int, tail_s: float, since_s: float
 ) -> None:
     timed = msgspec.structs.replace(live, tail_s=tail_s, since_s=since_s)
     others = max(1, slots - live.serving)
-    # One version after the other, each kept for `tail_s`, then needs just the other slots.
-    assert is_due(timed, slots) is (since_s * others >= tail_s)
+    wait_s = due_in(timed, slots)
+    assert is_due(timed, slots) is (wait_s == 0.0)
+    if 2 * free_slots(live, slots) >= others:
+        assert wait_s == 0.0
+    else:
+        # One version after the other, each kept for `tail_s`, then needs just the other slots.
+        assert wait_s == max(0.0, tail_s / others - since_s)
+
+
+def test_after_an_outage_a_server_with_idle_slots_is_not_kept_waiting() -> None:
+    live = Live(serving=1, published=3, unloading=0, coming=0, tail_s=36_000.0, since_s=60.0)
+    assert is_due(live, 8)
+    assert not is_due(msgspec.structs.replace(live, published=4), 8)
+
+
+@given(LIVE, SLOTS, st.integers(min_value=0, max_value=20))
+def test_the_first_of_a_set_needs_room_for_all_but_no_more_than_there_can_be(
+    live: Live, slots: int, together: int
+) -> None:
+    alone = Live(serving=live.serving, published=0, unloading=0, coming=0)
+    needed = needed_slots(live, slots, together)
+    assert 1 <= needed <= max(1, together)
+    assert free_slots(alone, slots) >= needed
+    assert needed == max(1, together) or needed == free_slots(alone, slots)
+
+
+@given(LIVE, SLOTS, st.integers(min_value=0, max_value=20))
+def test_what_others_are_ready_to_go_live_with_needs_one_slot_and_is_due(
+    live: Live, slots: int, together: int
+) -> None:
+    asked = msgspec.structs.replace(live, ready=1, partners_ready=1, tail_s=1e9, since_s=0.0)
+    assert needed_slots(asked, slots, together) == 1
+    assert is_due(asked, slots)
 
 
 @given(LIVE, SLOTS)

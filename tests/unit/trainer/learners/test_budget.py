@@ -123,3 +123,9 @@ def test_the_cpus_memory_counts_and_other_errors_do_not() -> None:
     assert is_out_of_memory(raised.value)
     with pytest.raises(RuntimeError, match="shapes"), needs_memory([]):
         raise RuntimeError("shapes differ")
+
+
+def test_what_cuda_says_outside_the_allocator_counts() -> None:
+    said = "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"
+    assert is_out_of_memory(torch.AcceleratorError(said))
+    assert not is_out_of_memory(torch.AcceleratorError("CUDA error: device-side assert triggered"))

@@ -67,6 +67,7 @@ def test_a_recipe_that_names_no_precision_has_float32() -> None:
             "set ppo.gamma = 1.0",
         ),
         ("[ppo]\nclip = 1.0", "ppo.clip"),
+        ("[off_policy]\nratio_cap = inf", "off_policy.ratio_cap"),
         ("[kl]\nplace = 'prompt'", "kl.place"),
         ("[claim", "not TOML"),
     ],
