@@ -363,12 +363,21 @@ async def test_an_episode_that_goes_on_is_news_again(engine: AsyncEngine, bench:
     assert bench.asked == ["good-1", "unsure-1", "unsure-1"]
 
 
-@pytest.mark.parametrize("name", ["slow-1", "child-1"])
-async def test_a_judgement_has_a_time_limit(engine: AsyncEngine, bench: Bench, name: str) -> None:
-    await store(engine, call(name))
+async def test_a_judgement_has_a_time_limit(engine: AsyncEngine, bench: Bench) -> None:
+    await store(engine, call("slow-1"))
     judge = ProgramJudge(bench.command, timeout_s=0.5, name="hasty")
     assert await Judging(engine, judge, Desk(), PLAN).run(once=True) == {"failed": 1}
-    assert (await outcomes(engine))[name] == ("failed", 1, "no answer within 0.5 s")
+    assert (await outcomes(engine))["slow-1"] == ("failed", 1, "no answer within 0.5 s")
+
+
+async def test_what_a_judge_leaves_running_does_not_hold_up_its_verdict(
+    engine: AsyncEngine, bench: Bench
+) -> None:
+    await store(engine, call("child-1"))
+    judge = ProgramJudge(bench.command, timeout_s=10, name="parent")
+    async with asyncio.timeout(8):
+        assert await Judging(engine, judge, Desk(), PLAN).run(once=True) == {"judged": 1}
+    assert (await outcomes(engine))["child-1"][0] == "judged"
 
 
 async def test_a_few_are_judged_at_once_and_no_more(engine: AsyncEngine) -> None:
