@@ -36,6 +36,8 @@ name = "cold"
 base = "{POLICY}"
 """
 QUESTION = "Tell me about the capital of France, the river there and the food."
+# A raw completion of a whole question may end at once, each time alike.
+OPENING = "Once upon a time in a town by the sea there was a"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}}
 LOOK_UP = {"name": "look_up", "description": "Looks a word up.", "parameters": SCHEMA}
@@ -46,7 +48,7 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("chat/completions", {"messages": MESSAGES, "seed": 5, **CARD}),
     "chat, streamed": ("chat/completions", {"messages": MESSAGES, "stream": True, "seed": 5}),
     "chat, strict": ("chat/completions", {"messages": MESSAGES, "tools": STRICT, "seed": 5}),
-    "completions": ("completions", {"prompt": QUESTION, "seed": 5}),
+    "completions": ("completions", {"prompt": OPENING, "seed": 5}),
     "messages": ("messages", {"messages": MESSAGES, "top_k": 20}),
     "responses": ("responses", {"input": QUESTION, "tools": [{"type": "function", **LOOK_UP}]}),
 }
