@@ -1,8 +1,9 @@
 """Give a connection's bytes to its parser, and no turn of the event loop more than it can take.
 
 Of 256 KB in chunks of two bytes the parser makes 37,000 pieces, which takes longer than an ordinary
-call. So bytes are parsed in slices. Connections whose slices fall into many pieces wait for each
-other, and between two of their slices the event loop does other work for as long.
+call. So bytes are parsed in slices. Connections whose slices fall into many pieces, or whose body
+is long, wait for each other, and between two of their turns the event loop does other work for as
+long.
 """
 
 import asyncio
@@ -16,6 +17,9 @@ from proxy.http.flow import Brake
 SLICE: Final = 16 * 1024
 # A slice that falls into more pieces of a body than this takes long to parse.
 MANY_PIECES: Final = 128
+# Of a body longer than this the rest is taken in turns: of sixteen that come at once, each turn of
+# the event loop would copy 4 MB otherwise.
+LONG_BODY: Final = 2**20
 
 
 class Turns:
@@ -68,13 +72,15 @@ class Feeding:
         self._takes_long = False
         # Number of pieces that the parser has made of the present slice; it counts them here.
         self.pieces = 0
+        # Number of bytes of the present body that have come; the parser counts them here.
+        self.body_bytes = 0
         self.waiting = False
 
     def put(self, data: bytes) -> None:
         """Parse bytes that arrived, now or in turns."""
         if self.waiting:
             self._unseen += data
-        elif self._takes_long:
+        elif self._takes_long or self.body_bytes > LONG_BODY:
             self._unseen = data
             self._wait()
         else:

@@ -122,11 +122,13 @@ class RequestParser:
         """Add a piece of the body."""
         self._overhead = 0
         self.feeding.pieces += 1
+        self.feeding.body_bytes += len(body)
         if self.receiving is not None:
             self.receiving.body.put(body)
 
     def on_message_complete(self) -> None:
         """End the request's body."""
+        self.feeding.body_bytes = 0
         if self.receiving is not None and not self._parser.should_upgrade():
             self.receiving.body.end()
             self.receiving = None

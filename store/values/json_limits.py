@@ -50,6 +50,15 @@ def nests_too_deep(data: bytes) -> bool:
 
 def most_of(data: bytes) -> Size:
     """Return an upper bound of the size of `data`, fast: brackets in strings count too."""
+    if len(data) <= _PIECE:
+        return _counted(data)
+    # Other threads can run between two pieces: of 8 MB a single pass keeps the GIL for 17 ms, and
+    # an event loop asks for it ten times a call.
+    sizes = [_counted(data[start : start + _PIECE]) for start in range(0, len(data), _PIECE)]
+    return Size(sum(size.containers for size in sizes), sum(size.values for size in sizes))
+
+
+def _counted(data: bytes) -> Size:
     # One pass over the data, which is on every call's path; three counts take twice as long.
     counted = data.translate(None, _NOT_COUNTED)
     return Size(len(counted) - counted.count(b","), len(counted))

@@ -89,6 +89,8 @@ def test_no_cut_changes_what_is_counted(piece: int, monkeypatch: pytest.MonkeyPa
     data = json.dumps([{text: text} for text in texts] + [[texts]]).encode()
     deepest, containers, commas = reference(data)
     assert size_of(data) == (containers, containers + commas)
+    brackets = data.count(b"[") + data.count(b"{")
+    assert most_of(data) == Size(brackets, brackets + data.count(b","))
     assert nests_too_deep(data + nested(MAX_DEPTH + 1))
     assert not nests_too_deep(data + nested(MAX_DEPTH))
     assert deepest < MAX_DEPTH

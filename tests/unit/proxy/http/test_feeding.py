@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from proxy.http import feeding
 from proxy.http.exchange import Exchange
-from proxy.http.feeding import MANY_PIECES, SLICE, Feeding, Turns
+from proxy.http.feeding import LONG_BODY, MANY_PIECES, SLICE, Feeding, Turns
 from tests.support.http_wires import client, settle
 
 
@@ -77,6 +77,33 @@ async def test_what_takes_long_waits_for_its_turn_and_other_work_goes_on(
     assert done == ["a", "other work", "b", "other work", "c", "other work"]
     # As long a rest as the work took.
     assert rests == pytest.approx([0.0, 0.02, 0.02])
+
+
+async def test_the_rest_of_a_long_body_comes_in_turns() -> None:
+    """Each of two gets one piece of what it sends, and then the other its own."""
+    turns, order = Turns(), []
+
+    def body(name: str) -> Feeding:
+        def feed(data: bytes) -> None:
+            order.append(name)
+            fed.body_bytes += len(data)
+
+        fed = Feeding(feed, Source(), turns)
+        return fed
+
+    one, two = body("one"), body("two")
+    for fed in (one, two):
+        fed.put(bytes(LONG_BODY + 1))
+        assert not fed.waiting
+    assert len(order) == 2 * (LONG_BODY // SLICE + 1)
+    order.clear()
+    for _ in range(3):
+        for fed in (one, two):
+            fed.put(bytes(10))
+            assert fed.waiting
+        while one.waiting or two.waiting:
+            await asyncio.sleep(0)
+    assert order == ["one", "two"] * 3
 
 
 async def test_work_that_fails_does_not_keep_others_from_their_turn() -> None:
