@@ -1,4 +1,4 @@
-"""Runs a program once, within limits: bytes in, bytes and a status out, nothing left behind."""
+"""Run a program once, within limits: bytes in, bytes and a status out, nothing left behind."""
 
 import asyncio
 import ctypes
@@ -19,7 +19,7 @@ REST_S: Final = 1.0
 
 
 class Ended(Record, frozen=True):
-    """How a program ended: its status (negative: a signal's number), and what it wrote."""
+    """Tell how a program ended: its status (negative: a signal's number), and what it wrote."""
 
     status: int
     output: bytes
@@ -27,7 +27,7 @@ class Ended(Record, frozen=True):
 
 
 class TooMuchOutput(Exception):
-    """A program wrote more than it may; it was killed."""
+    """Report that a program wrote more than it may, and was killed."""
 
 
 async def run_program(
@@ -88,7 +88,7 @@ async def run_program(
 
 
 class _Run(asyncio.SubprocessProtocol):
-    """What a running program has written, and how far it is.
+    """Collect what a running program writes, and note how far it is.
 
     Attributes:
         errors: the end of its standard error.

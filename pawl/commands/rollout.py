@@ -1,4 +1,4 @@
-"""`pawl rollout`: run an agent on a file of tasks, and tell the proxy how it did."""
+"""Define `pawl rollout`, which runs an agent on a file of tasks, and tells the proxy how it did."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a run is told: the base URL that names it, its task, and its environment (pure)."""
+"""Make what a run is told: the base URL that names it, its task, and its environment (pure)."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -14,7 +14,7 @@ NO_KEY: Final = "unused"
 
 
 class Request(Record, frozen=True, kw_only=True):
-    """One run to be made: what the agent is given.
+    """Hold what the agent is given for one run.
 
     Attributes:
         episode: the name of its episode.

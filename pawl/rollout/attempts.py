@@ -1,4 +1,4 @@
-"""Makes one attempt at a run: the agent gets its request, the judge what came of it."""
+"""Make one attempt at a run: the agent gets its request, the judge what came of it."""
 
 import itertools
 import os
@@ -20,7 +20,7 @@ from store.records import Record, Split
 
 
 class Job(Record, frozen=True, kw_only=True):
-    """What is run.
+    """State what is run.
 
     Attributes:
         url: the proxy's address, without `/v1`.
@@ -56,7 +56,7 @@ class Job(Record, frozen=True, kw_only=True):
 
 
 class Attempts:
-    """Makes attempts at the runs of one job."""
+    """Make attempts at the runs of one job."""
 
     def __init__(self, job: Job, agent: Agent, judge: RunJudge, view: ProxyView) -> None:
         """Store the parts."""

@@ -1,4 +1,4 @@
-"""`pawl rollout`: combines its options, and runs to the end, or until it is stopped."""
+"""Combine the options of `pawl rollout`, and run to the end, or until it is stopped."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The figures of a rollout, as they grow, and its summary (pure)."""
+"""Count what a rollout does, as its figures grow, and make its summary of them (pure)."""
 
 import math
 from collections import Counter
@@ -16,7 +16,7 @@ WAVES: Final = 10
 
 @dataclass
 class Tally:
-    """Counts of some settled runs: of a wave, of a policy version, or of all.
+    """Count some settled runs: those of a wave, of a policy version, or all.
 
     Attributes:
         runs: how many there are.
@@ -69,7 +69,7 @@ class Tally:
 
 
 class Figures:
-    """All counts of a rollout.
+    """Hold all counts of a rollout.
 
     Attributes:
         planned: how many runs there are to be.

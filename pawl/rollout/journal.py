@@ -1,4 +1,4 @@
-"""What a rollout has done, read back from its journal's lines (pure).
+"""Read back from a journal's lines what a rollout has done (pure).
 
 A run is begun, ended and told, in this order, each a line. One that was begun and has no end was
 under way when the runner was killed: that attempt is abandoned, and the run is made again as
@@ -23,7 +23,7 @@ BEGINNING: Final = b'{"line":"plan",'
 
 
 class Plan(Record, frozen=True, kw_only=True, tag_field="line", tag="plan"):
-    """The first line: what is run. A rollout goes on only with the same plan."""
+    """State what is run, in the first line. A rollout goes on only with the same plan."""
 
     tasks: str
     samples: int
@@ -34,7 +34,7 @@ class Plan(Record, frozen=True, kw_only=True, tag_field="line", tag="plan"):
 
 
 class Key(NamedTuple):
-    """Which run it is: the same in each of its attempts."""
+    """Identify a run: the key is the same in each of its attempts."""
 
     policy: str
     task: str
@@ -42,14 +42,14 @@ class Key(NamedTuple):
 
 
 class Begun(Record, frozen=True, kw_only=True, tag_field="line", tag="begun"):
-    """A run was begun, as this episode."""
+    """Note that a run was begun, as this episode."""
 
     episode: str
     key: Key
 
 
 class Finished(Record, frozen=True, kw_only=True, tag_field="line", tag="ended"):
-    """An attempt ended.
+    """Note that an attempt ended.
 
     Attributes:
         episode: its episode.
@@ -77,7 +77,7 @@ class Finished(Record, frozen=True, kw_only=True, tag_field="line", tag="ended")
 
 
 class Told(Record, frozen=True, kw_only=True, tag_field="line", tag="told"):
-    """`/feedback` has taken an attempt's statements, or refuses them for good (`refused`)."""
+    """Note that `/feedback` took an attempt's statements, or refuses them for good (`refused`)."""
 
     episode: str
     refused: str | None = None
@@ -87,7 +87,7 @@ Line = Plan | Begun | Finished | Told
 
 
 class Past(NamedTuple):
-    """What the journal says: its plan, the runs that are settled, and what is still to be told."""
+    """Hold what the journal says: its plan, the settled runs, and what is still to be told."""
 
     plan: Plan | None
     settled: dict[Key, Finished]

@@ -1,4 +1,4 @@
-"""The journal's file: lines are appended whole, and synced before what depends on them is done."""
+"""Keep a journal's file: append lines whole, and sync them before what depends on them is done."""
 
 import asyncio
 import fcntl
@@ -11,7 +11,7 @@ from pawl.rollout.journal import Line, Past, Plan, differences, encoded, replay
 
 
 class JournalFile:
-    """One rollout's journal, open for this process alone."""
+    """Keep one rollout's journal open, for this process alone."""
 
     def __init__(self, path: Path) -> None:
         """Open the journal, which is made if it is not there, and lock it.

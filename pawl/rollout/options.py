@@ -1,4 +1,4 @@
-"""The options of `pawl rollout`, and what they come to: agent, judge, policies, plan."""
+"""Turn the options of `pawl rollout` into what they come to: agent, judge, policies, plan."""
 
 import shlex
 from pathlib import Path
@@ -17,7 +17,7 @@ from store.records import Record, Split
 
 
 class RolloutOptions(Record, frozen=True, kw_only=True):
-    """The options of `pawl rollout`, which the CLI's help explains."""
+    """Hold the options of `pawl rollout`, which the CLI's help explains."""
 
     tasks: Path
     url: str

@@ -1,4 +1,4 @@
-"""Runs all that a plan asks for: so many at once, each written down before it is told."""
+"""Run all that a plan asks for: so many at once, each written down before it is told."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ OnEnd = Callable[[Key, Finished, Result], None]
 
 
 class Rollout:
-    """One rollout; `figures` shows how far it is, `untold` what `/feedback` has not taken yet."""
+    """Run one rollout; `figures` shows how far it is, `untold` what `/feedback` has not taken."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Reads a file of tasks: one JSON object a line (pure)."""
+"""Read a file of tasks: one JSON object a line (pure)."""
 
 from collections.abc import Mapping
 from hashlib import sha256
@@ -16,7 +16,7 @@ MOST_NAME_CHARS: Final = 256
 
 
 class Task(Record, frozen=True, kw_only=True):
-    """One task: its name, by which episodes are compared, and its fields."""
+    """Hold one task: its name, by which episodes are compared, and its fields."""
 
     name: str
     fields: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Makes statements for `/feedback` of what a run came to (pure)."""
+"""Turn what a run came to into statements for `/feedback` (pure)."""
 
 import math
 from collections.abc import Iterable, Mapping

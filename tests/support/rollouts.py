@@ -1,4 +1,4 @@
-"""`pawl rollout` as a process, and an agent that knows nothing but the variables of its SDK."""
+"""Run `pawl rollout` as a process, with an agent that knows only the variables of its SDK."""
 
 import asyncio
 import json
@@ -102,7 +102,7 @@ if __name__ == "__main__":
 
 
 class Ended(NamedTuple):
-    """How `pawl rollout` ended."""
+    """Tell how `pawl rollout` ended."""
 
     status: int
     summary: dict[str, Any]
@@ -110,7 +110,7 @@ class Ended(NamedTuple):
 
 
 class Runner:
-    """`pawl rollout` in a folder of its own, with tasks and the agent in it."""
+    """Run `pawl rollout` in a folder of its own, with tasks and the agent in it."""
 
     def __init__(self, folder: Path, url: str, tasks: Sequence[dict[str, Any]]) -> None:
         self.folder = folder
@@ -140,13 +140,13 @@ class Runner:
         return await ended(await self.start(*options, **environment))
 
     def settled(self) -> list[tuple[Key, Finished]]:
-        """The settled runs."""
+        """Return the settled runs."""
         if not self.journal.exists():
             return []
         return list(replay(self.journal.read_bytes(), "journal").settled.items())
 
     def by_task(self) -> dict[str, Finished]:
-        """The settled runs by their task; one run a task."""
+        """Return the settled runs by their task; one run a task."""
         return {key.task: finished for key, finished in self.settled()}
 
     async def until_settled(self, count: int) -> None:
@@ -164,13 +164,13 @@ async def until(check: Callable[[], bool]) -> None:
 
 
 async def ended(process: asyncio.subprocess.Process) -> Ended:
-    """How a process ended, once it does."""
+    """Return how a process ended, once it has."""
     out, errors = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode is not None
     return Ended(process.returncode, json.loads(out) if out else {}, errors.decode())
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:
-    """`kill -9`."""
+    """Kill a process with SIGKILL."""
     os.kill(process.pid, signal.SIGKILL)
     await process.communicate()

@@ -1,4 +1,4 @@
-"""Warm workers, seen from the runner: Python agents whose imports are paid for once."""
+"""Run Python agents in warm workers, so that their imports are paid for once."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ MOST_LINE: Final = 8 * MOST_OUTPUT
 
 
 class Function(Record, frozen=True, kw_only=True):
-    """A Python function, and how it is run.
+    """Name a Python function, and say how it is run.
 
     Attributes:
         option: the option that names it, for messages.
@@ -47,7 +47,7 @@ class Function(Record, frozen=True, kw_only=True):
 
 
 class WarmAgent(Agent):
-    """A Python function that is imported by a few worker processes, and run by them."""
+    """Run a Python function in a few worker processes, each of which imports it once."""
 
     def __init__(self, function: Function) -> None:
         """Store what is run."""
@@ -80,7 +80,7 @@ class WarmAgent(Agent):
 
 
 class WarmWorker:
-    """One worker process, which is started when it is needed, and again after it has ended."""
+    """Keep one worker process, which is started when it is needed, and again after it has ended."""
 
     def __init__(self, function: Function) -> None:
         """Store what it runs."""
