@@ -1,6 +1,5 @@
 """Messages and responses on a real vLLM: what the SDKs read, and ids that are exact."""
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from store.values.tokens import unpack_ids, unpack_logprobs
 from tests.e2e.conftest import POLICY
 from tests.support.recordings import normalised
 from tests.support.training import rows
+from tests.support.waiting import awaited
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import Recipe
 
@@ -96,15 +96,16 @@ async def post(url: str, body: dict[str, Any], **headers: str) -> tuple[Any, Any
 async def recorded(stack: Stack, key: str, count: int = 1) -> list[TransitionRow]:
     """An episode's calls, as soon as all are stored."""
     engine = make_engine(stack.database_url)
+
+    async def stored() -> list[TransitionRow]:
+        async with engine.connect() as connection:
+            episodes = await read_episodes(connection, await episode_ids(connection))
+        return [call for episode in episodes if episode.key == key for call in episode.calls]
+
     try:
-        for _ in range(600):
-            async with engine.connect() as connection:
-                episodes = await read_episodes(connection, await episode_ids(connection))
-            calls = [call for episode in episodes if episode.key == key for call in episode.calls]
-            if len(calls) >= count:
-                return calls
-            await asyncio.sleep(0.1)
-        raise AssertionError(f"{key} has not {count} calls")
+        calls = await awaited(stored, lambda calls: len(calls) >= count, within_s=60)
+        assert len(calls) >= count, f"{key} has not {count} calls"
+        return calls
     finally:
         await engine.dispose()
 

@@ -18,8 +18,8 @@ from store.updates.policies import list_versions
 from store.values.distribution import distribution_of
 from store.values.tokens import unpack_ids, unpack_logprobs
 from tests.e2e.conftest import POLICY
-from tests.integration.conftest import eventually
 from tests.support.training import recipe
+from tests.support.waiting import eventually
 from trainer.batches.rows import Row
 from trainer.learners.learner import Learner
 from trainer.learners.scoring import score_rows

@@ -5,12 +5,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pawl.rollout.journal import Finished, Key, replay
 from tests.conftest import ROOT
+from tests.support.waiting import until
 
 AGENT = '''
 """Asks what its task says, and does what else its task says."""
@@ -152,15 +153,6 @@ class Runner:
     async def until_settled(self, count: int) -> None:
         """Wait until so many runs are settled."""
         await until(lambda: len(self.settled()) >= count)
-
-
-async def until(check: Callable[[], bool]) -> None:
-    """Wait until something is so; fail after a while."""
-    async with asyncio.timeout(60):
-        while True:
-            if check():
-                return
-            await asyncio.sleep(0.01)
 
 
 async def ended(process: asyncio.subprocess.Process) -> Ended:

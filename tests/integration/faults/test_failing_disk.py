@@ -26,11 +26,11 @@ from proxy.spool.recorder import Recorder
 from proxy.spool.segments import encode_frame
 from proxy.spool.spool import Spool
 from store.read.episodes import episode_ids, read_episodes
-from tests.integration.conftest import eventually
 from tests.integration.faults.test_durability import assert_adds_up, ledger
 from tests.support.records import captured
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.servers.raw_upstream import post, raw_ask
+from tests.support.waiting import eventually, until
 
 DROPPED_TOTAL = "pawl_records_dropped_total"
 EIO = OSError(errno.EIO, "Input/output error")
@@ -151,8 +151,7 @@ async def test_a_disk_that_hangs_is_given_up_and_used_again_once_it_answers(
     )
     frame = encode_frame(captured())
     first = spool.append(frame, "first")
-    await asyncio.sleep(0.1)
-    assert spool.under_way_s() > 0
+    await until(lambda: spool.under_way_s() > 0)
     second = spool.append(frame, "second")
     assert [await asyncio.wait_for(f, 2) for f in (first, second)] == [False, False]
     # Nothing is gathered for a disk that does not answer.

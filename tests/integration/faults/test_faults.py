@@ -20,8 +20,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.http.wire import HOP_BY_HOP
 from proxy.metrics import RECORDED
 from store.updates.policies import ensure_base
-from tests.integration.conftest import Proxy, eventually, running, settings_for
+from tests.integration.conftest import Proxy, running, settings_for
 from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream, says
+from tests.support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 APIS = {

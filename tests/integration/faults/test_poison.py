@@ -21,9 +21,10 @@ from store.ids import new_id
 from store.read.episodes import episode_ids
 from store.records import CallRecord, SpoolRecord
 from store.write.ingest import Ingester
-from tests.integration.conftest import Proxy, eventually
+from tests.integration.conftest import Proxy
 from tests.integration.faults.test_durability import assert_adds_up, ledger
 from tests.support.records import captured, reward
+from tests.support.waiting import eventually
 
 
 @dataclass

@@ -27,8 +27,9 @@ from pawl.judging.run import Judging, JudgingPlan
 from store.records import SpoolRecord
 from store.write.ingest import ingest
 from tests.conftest import ROOT
-from tests.integration.conftest import Proxy, eventually, free_port
+from tests.integration.conftest import Proxy, free_port
 from tests.support.records import call, reward
+from tests.support.waiting import eventually
 
 LONG_AGO = datetime.now(UTC) - timedelta(hours=1)
 PLAN = JudgingPlan(quiet=timedelta(0), poll_s=0.05)

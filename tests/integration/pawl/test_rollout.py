@@ -19,8 +19,9 @@ from pawl.rollout.command import run_rollout
 from pawl.rollout.errors import RolloutError
 from pawl.rollout.options import RolloutOptions
 from tests.integration.conftest import free_port
-from tests.support.rollouts import Runner, ended, kill, until
+from tests.support.rollouts import Runner, ended, kill
 from tests.support.servers.fake_proxy import FakeProxy, fake_proxy
+from tests.support.waiting import until
 
 COMMAND = ("--command", f"{sys.executable} agent.py")
 TASKS = [{"id": f"t{number}", "q": f"q{number}", "a": f"echo q{number % 3}"} for number in range(6)]

@@ -15,9 +15,10 @@ from yarl import URL
 from proxy.errors import SpoolInUse
 from store.updates.policies import ensure_base, promote
 from store.values.tokens import unpack_ids, unpack_logprobs
-from tests.integration.conftest import Proxy, eventually, running, settings_for
+from tests.integration.conftest import Proxy, running, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, Handler
 from tests.support.servers.raw_upstream import post, raw_ask
+from tests.support.waiting import eventually
 
 
 async def test_a_call_is_captured_token_exact(proxy: Proxy, upstream: FakeUpstream) -> None:
