@@ -23,6 +23,7 @@ class Request(Record, frozen=True, kw_only=True):
         model: the model that it is to ask for, as `NAME@N`; None: the agent chooses.
         environment: the variables that are set for it.
         limit_s: its time limit.
+        alone: whether it may share a process with no other run that is under way.
     """
 
     episode: str
@@ -31,6 +32,7 @@ class Request(Record, frozen=True, kw_only=True):
     model: str | None
     environment: dict[str, str]
     limit_s: float
+    alone: bool = False
 
 
 def named_url(url: str, *, task: str, episode: str, split: Split | None) -> str:

@@ -11,7 +11,7 @@ import msgspec
 from pawl.judging.errors import JudgeFailed
 from pawl.rollout.addresses import Request, as_json, environment, named_url, shown
 from pawl.rollout.agents.agent import Agent, Result
-from pawl.rollout.errors import RunLost
+from pawl.rollout.errors import RunLost, WorkerCrashed
 from pawl.rollout.journal import FAILED, Finished, Key, abandoned
 from pawl.rollout.judges import RunJudge
 from pawl.rollout.proxy_view import ProxyView, only_policy
@@ -65,12 +65,17 @@ class Attempts:
         self._judge = judge
         self._view = view
         self._tasks = {task.name: task for task in job.tasks}
+        # Runs that may have crashed the worker that they shared.
+        self._suspects: set[Key] = set()
 
     async def make(self, key: Key, episode: str) -> tuple[Finished, Result]:
         """Run the agent once, and judge what it did."""
         started = time.monotonic()
         try:
             result = await self._agent.run(self._request(key, episode))
+        except WorkerCrashed as error:
+            self._suspects.add(key)
+            return lost(episode, "worker crashed", str(error)), Result(error="worker crashed")
         except RunLost as error:
             return lost(episode, "lost", str(error)), Result(error="lost")
         finished = Finished(
@@ -118,6 +123,7 @@ class Attempts:
             model=model,
             environment=told,
             limit_s=job.limit_s,
+            alone=key in self._suspects,
         )
 
     def _version(self, policy: str) -> str | None:

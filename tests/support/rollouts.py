@@ -89,6 +89,11 @@ async def together(task, base_url):
             raise Unspeakable
         case "raise":
             raise ValueError("no idea")
+        case "leave":
+            os._exit(3)
+        case "die":
+            os.kill(os.getpid(), 9)
+    await asyncio.sleep(task.get("seconds", 0))
     return said
 
 

@@ -32,6 +32,7 @@ class Agent(Protocol):
 
         Raises:
             RunLost: the run ended through no fault of its own.
+            WorkerCrashed: it may have crashed the process that it shared; run it alone.
         """
 
     async def start(self, at_once: int) -> None:

@@ -139,6 +139,22 @@ async def test_one_that_blocks_is_ended_with_its_worker(runner: Runner) -> None:
     assert told.summary["runs"] == 8
 
 
+@pytest.mark.parametrize(("do", "said"), [("leave", "exit status 3"), ("die", "signal SIGKILL")])
+async def test_a_crash_in_a_shared_worker_costs_the_run_that_caused_it(
+    fake: FakeProxy, runner: Runner, do: str, said: str
+) -> None:
+    """Whose fault it was is seen when all that ran there are tried again, each alone."""
+    runner.write([*(task | {"seconds": 2} for task in TASKS), {"id": "fatal", "do": do, "a": ""}])
+    told = await runner.run("--python", "agent:together", "-k", "7", "--answer", "a")
+    found = {task: finished.error for task, finished in runner.by_task().items()}
+    assert found == dict.fromkeys(task["id"] for task in TASKS) | {"fatal": said}
+    assert (told.summary["failed"], told.summary["abandoned"]) == (1, 7)
+    assert len(fake.rewards()) == 6
+    abandoned = {one["episode"] for one in fake.statements if one["metric"] == "run_abandoned"}
+    assert len(abandoned) == 7
+    assert not abandoned & fake.rewards().keys()
+
+
 async def test_whatever_a_function_raises_is_its_failure(runner: Runner) -> None:
     raised = {
         "cancel": "CancelledError",
