@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
+from pawl.judging.answers import Statement
 from pawl.judging.errors import JudgeError, JudgeFailed
 from pawl.judging.program import ProgramJudge
 from pawl.rollout.addresses import Request
 from pawl.rollout.agents.warm import WarmWorker
 from pawl.rollout.errors import RolloutError
-from pawl.rollout.journal import Statement
 from pawl.rollout.tasks import Task
 from pawl.rollout.verdicts import compare, read_verdict
 from store.records import REWARD
