@@ -1,6 +1,6 @@
 """Make what a run is told: the base URL that names it, its task, and its environment (pure)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -78,9 +78,9 @@ def keys(given: Mapping[str, str]) -> dict[str, str]:
     return told
 
 
-def shown(fields: Mapping[str, Any], hidden: str | None) -> dict[str, Any]:
-    """Return a task's fields without the one that holds the answer."""
-    return {name: value for name, value in fields.items() if name != hidden}
+def shown(fields: Mapping[str, Any], hidden: Set[str]) -> dict[str, Any]:
+    """Return a task's fields without those that only its judge may see."""
+    return {name: value for name, value in fields.items() if name not in hidden}
 
 
 def as_json(fields: Mapping[str, Any]) -> bytes:

@@ -30,7 +30,7 @@ class Job(Record, frozen=True, kw_only=True):
         split: what the URL says; None: nothing.
         limit_s: time limit of one run.
         at_once: how many run at the same time.
-        hidden: a field of the tasks that the agent must not see.
+        hidden: the fields of the tasks that the agent must not see.
     """
 
     url: str
@@ -40,7 +40,7 @@ class Job(Record, frozen=True, kw_only=True):
     split: Split | None = None
     limit_s: float = 600.0
     at_once: int = 16
-    hidden: str | None = None
+    hidden: frozenset[str] = frozenset()
 
     def every_run(self) -> Iterator[Key]:
         """Yield all runs, those of one task together."""

@@ -33,6 +33,7 @@ class Plan(Record, frozen=True, kw_only=True, tag_field="line", tag="plan"):
     judge: str
     split: Split | None
     policies: tuple[str, ...]
+    hidden: tuple[str, ...] = ()
 
 
 class Key(NamedTuple):
@@ -216,6 +217,7 @@ def differences(old: Plan, new: Plan) -> list[str]:
         "judge": "--judge, --judge-python or --answer",
         "split": "--split",
         "policies": "--policy or --every-version",
+        "hidden": "--hide",
     }
     return [name for field, name in options.items() if getattr(old, field) != getattr(new, field)]
 

@@ -61,6 +61,8 @@ def answer(task):
             return "x" * 3_000_000
         case "environment":
             return {name: value for name, value in os.environ.items() if "ROLLOUT" in name}
+        case "all it knows":
+            return [task, dict(os.environ)]
         case "loop":
             return asyncio.run(slowly(said))
         case "no json":

@@ -78,6 +78,28 @@ async def test_the_environment_tells_the_task_without_its_answer(runner: Runner)
     assert "secret" not in str(told)
 
 
+@pytest.mark.parametrize("agent", ["command", "agent:answer"])
+async def test_what_is_hidden_from_the_agent_is_shown_to_the_judge(
+    fake: FakeProxy, runner: Runner, tmp_path: Path, agent: str
+) -> None:
+    runner.write([{"id": "t1", "do": "all it knows", "gold": "secret", "tests": ["secret"]}])
+    (tmp_path / "judge.py").write_text(
+        "def verdict(told):\n"
+        "    assert 'secret' not in told['output']\n"
+        "    return len(told['task']['tests']) + len(told['task']['gold'])\n"
+    )
+    how = COMMAND if agent == "command" else ("--python", agent)
+    hidden = ("--hide", "gold", "--hide", "tests")
+    told = await runner.run(*how, *hidden, "--judge-python", "judge:verdict")
+    assert told.status == 0, told.errors
+    assert list(fake.rewards().values()) == [[7]]
+    assert "all it knows" in runner.by_task()["t1"].output
+    # Another set of fields would be another experiment.
+    again = await runner.run(*how, "--hide", "gold", "--judge-python", "judge:verdict")
+    assert again.status == 2
+    assert "is of a rollout with another --hide: name another file" in again.errors
+
+
 @pytest.mark.parametrize("agent", ["command", "agent:answer", "agent:alone"])
 async def test_a_run_that_fails_has_no_reward_and_says_why(
     fake: FakeProxy, runner: Runner, agent: str
@@ -357,6 +379,7 @@ async def test_every_version_is_run_and_told_apart(fake: FakeProxy, runner: Runn
         ({"judge": "no-such-judge"}, "--judge: the judge's program 'no-such-judge'"),
         ({"judge": "x", "answer": "a"}, "--judge, --judge-python and --answer all score"),
         ({"answer": "b"}, "line 1: the task has no field 'b', which --answer names"),
+        ({"hide": ("a", "b")}, "--hide: no task of tasks.jsonl has a field 'b'"),
         ({"policy": "x"}, "the proxy has no policy 'x'; its models are m, m@1, m@2"),
         ({"policy": "m@9"}, "m@9 is not loaded; there are m@0, m@1, m@2"),
         ({"every_version": True}, "--every-version needs --policy NAME"),

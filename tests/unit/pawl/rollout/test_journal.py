@@ -147,6 +147,14 @@ def test_differing_plans_are_told_by_their_options() -> None:
     other = msgspec.structs.replace(PLAN, samples=3, split="eval")
     assert differences(PLAN, other) == ["-n", "--split"]
     assert differences(PLAN, PLAN) == []
+    assert differences(PLAN, msgspec.structs.replace(PLAN, hidden=("gold",))) == ["--hide"]
+
+
+def test_a_plan_from_before_fields_could_be_hidden_hides_none() -> None:
+    """Its journal goes on."""
+    old = encoded([PLAN]).replace(b',"hidden":[]', b"")
+    assert old != encoded([PLAN])
+    assert read(old).plan == PLAN
 
 
 async def test_a_torn_line_is_written_over(tmp_path: Path) -> None:
