@@ -19,7 +19,7 @@ from pawl.rollout.command import run_rollout
 from pawl.rollout.errors import RolloutError
 from pawl.rollout.options import RolloutOptions
 from tests.integration.conftest import free_port
-from tests.support.rollouts import Runner, ended, kill
+from tests.support.rollouts import Ended, Runner, ended, kill
 from tests.support.servers.fake_proxy import FakeProxy, fake_proxy
 from tests.support.waiting import until
 
@@ -267,15 +267,20 @@ async def test_killed_and_started_again_none_is_lost_and_none_doubled(
     assert {call["episode"] for call in fake.calls} <= abandoned | rewards.keys()
 
 
+async def run_while_away(runner: Runner, fake: FakeProxy, who: str) -> Ended:
+    """Run the tasks while the proxy (`down`) or the model server (`no_model`) is away for a bit."""
+    process = await runner.start(*COMMAND, "-n", "3", "-k", "2", "--answer", "a")
+    await runner.until_settled(4 if who == "down" else 2)
+    setattr(fake, who, True)
+    await asyncio.sleep(1.5)
+    setattr(fake, who, False)
+    return await ended(process)
+
+
 async def test_nothing_is_lost_while_the_proxy_restarts(fake: FakeProxy, runner: Runner) -> None:
     """Runs that fail because it is away are done again; what it did not take is told again."""
     fake.feedback_status = [503, 500, 429, 401, 403, 404]
-    process = await runner.start(*COMMAND, "-n", "3", "-k", "2", "--answer", "a")
-    await runner.until_settled(4)
-    fake.down = True
-    await asyncio.sleep(1)
-    fake.down = False
-    told = await ended(process)
+    told = await run_while_away(runner, fake, "down")
     assert told.status == 0, told.errors
     assert told.summary["runs"] == 18
     assert told.summary["failed"] == 0
@@ -286,12 +291,7 @@ async def test_no_run_fails_while_the_model_server_restarts(
     fake: FakeProxy, runner: Runner
 ) -> None:
     """The proxy is there, and passes on that nobody is behind it."""
-    process = await runner.start(*COMMAND, "-n", "3", "-k", "2", "--answer", "a")
-    await runner.until_settled(2)
-    fake.no_model = True
-    await asyncio.sleep(1.5)
-    fake.no_model = False
-    told = await ended(process)
+    told = await run_while_away(runner, fake, "no_model")
     assert told.status == 0, told.errors
     assert told.summary["failed"] == 0
     assert told.summary["errors"].keys() == {"proxy away"}

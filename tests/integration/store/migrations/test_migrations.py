@@ -1,6 +1,7 @@
 """The one migration path: up, down, and no drift between tables and migrations."""
 
 import json
+from collections.abc import Sequence
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -8,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.connection.engine import make_engine
 from store.ids import new_id, time_of
 from store.read.episodes import episode_ids, read_episodes
+from store.records import SpoolRecord
 from store.schema.migrate import check, downgrade, upgrade
 from store.schema.partitions import ensure_partition
 from store.updates.claims import begin_update, claim
@@ -186,6 +188,14 @@ async def test_two_bodies_under_one_key_survive_down_and_up(empty_database_url: 
     await check(empty_database_url)
 
 
+async def upgraded_with(url: str, records: Sequence[SpoolRecord]) -> None:
+    """Upgrade a database, and store records in it."""
+    await upgrade(url)
+    engine = make_engine(url)
+    await Ingester().store(engine, records)
+    await engine.dispose()
+
+
 async def joins(url: str, query: str) -> list[tuple[object, ...]]:
     engine = make_engine(url)
     async with engine.connect() as connection:
@@ -207,10 +217,8 @@ async def test_both_sides_of_a_join_survive_their_new_names(empty_database_url: 
         "SELECT call_id, level, provided_by, needed_by, too_common FROM links",
     )
     alone, shared = b"3" * 16, b"4" * 16
-    await upgrade(url)
-    engine = make_engine(url)
-    await Ingester().store(
-        engine,
+    await upgraded_with(
+        url,
         [
             call("one", method="own", provides=(alone,)),
             *(call(f"of-many-{n}", method="own", provides=(shared,)) for n in range(10)),
@@ -218,7 +226,6 @@ async def test_both_sides_of_a_join_survive_their_new_names(empty_database_url: 
             call("joins-none", method="own", needs=(shared,)),
         ],
     )
-    await engine.dispose()
     stored = [await joins(url, query) for query in after]
     assert [len(rows) for rows in stored] == [11, 2, 10]
     assert {row[-1] for row in stored[2]} == {False, True}
@@ -329,10 +336,8 @@ async def test_evaluation_is_kept_from_training_in_the_schema_before(
 ) -> None:
     url = empty_database_url
     told = b"\x01" * 16
-    await upgrade(url)
-    engine = make_engine(url)
-    await Ingester().store(
-        engine,
+    await upgraded_with(
+        url,
         [
             call("e", split="eval"),
             call("a", method="own", provides=(told,)),
@@ -340,7 +345,6 @@ async def test_evaluation_is_kept_from_training_in_the_schema_before(
             call("t"),
         ],
     )
-    await engine.dispose()
     assert await joins(url, EVALUATION) == [("a",), ("e",)]
     await downgrade(url, "0007")
     assert await joins(url, KEPT) == [("a",), ("e",)]
@@ -396,12 +400,9 @@ async def test_rewards_of_before_tell_which_groups_differ(empty_database_url: st
         reward(0.5, episode="whole", at=1),
         reward(1.0, call=str(part.id), at=2),
     ]
-    await upgrade(url)
-    engine = make_engine(url)
-    await Ingester().store(engine, records)
     single = [one.id for one in records if getattr(one, "episode", None) == "single"]
-    await Ingester().store(engine, [reward(1.0, call=str(single[0]))])
-    await engine.dispose()
+    await upgraded_with(url, records)
+    await upgraded_with(url, [reward(1.0, call=str(single[0]))])
     before = await joins(url, REWARDS)
     assert [row for row in before if row[0] in ("corrected", "single", "unscored")] == [
         ("corrected", 0.75, 0.75),
@@ -426,10 +427,8 @@ async def test_of_what_had_failed_only_refused_requests_are_failures(
 ) -> None:
     url = empty_database_url
     told = b"\x03" * 16
-    await upgrade(url)
-    engine = make_engine(url)
-    await Ingester().store(
-        engine,
+    await upgraded_with(
+        url,
         [
             call("answered"),
             call("lost", status="truncated"),
@@ -439,7 +438,6 @@ async def test_of_what_had_failed_only_refused_requests_are_failures(
             call("joined part", method="own", needs=(told,), http_status=400),
         ],
     )
-    await engine.dispose()
     own = {"refused": (True, True), "joined": (False, True), "joined part": (True, True)}
     now = {key: own.get(key, (False, False)) for key in ("answered", "lost", "away", *own)}
     found = {key: failed for key, *failed in await joins(url, FAILED)}
