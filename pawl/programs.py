@@ -1,4 +1,4 @@
-"""Runs a program once, within limits: bytes in, bytes and a status out, nothing left behind."""
+"""Run a program once, within limits: bytes in, bytes and a status out, nothing left behind."""
 
 import asyncio
 import ctypes
@@ -19,7 +19,7 @@ REST_S: Final = 1.0
 
 
 class Ended(Record, frozen=True):
-    """How a program ended: its status (negative: a signal's number), and what it wrote."""
+    """Tell how a program ended: its status (negative: a signal's number), and what it wrote."""
 
     status: int
     output: bytes
@@ -27,7 +27,7 @@ class Ended(Record, frozen=True):
 
 
 class TooMuchOutput(Exception):
-    """A program wrote more than it may; it was killed."""
+    """Report that a program wrote more than it may, and was killed."""
 
 
 async def run_program(
@@ -52,17 +52,7 @@ async def run_program(
         TimeoutError: it had not ended after `limit_s`.
         TooMuchOutput: it wrote more than `most_bytes`.
     """
-    transport, run = await asyncio.get_running_loop().subprocess_exec(
-        lambda: _Run(most_bytes),
-        *command,
-        stdin=PIPE,
-        stdout=PIPE,
-        stderr=PIPE,
-        env=not_ours(os.environ) if environment is None else environment,
-        # Ctrl-C must reach the parent alone.
-        start_new_session=True,
-        preexec_fn=die_with_parent,
-    )
+    transport, run = await _started(command, most_bytes, environment)
     try:
         async with asyncio.timeout(limit_s):
             # Nobody need read it; then it is dropped.
@@ -77,18 +67,39 @@ async def run_program(
         if run.too_much:
             raise TooMuchOutput(f"it wrote more than {most_bytes} bytes to standard output")
     finally:
-        # Kill the group: children of the program may outlive it and hold its output open.
-        with suppress(ProcessLookupError):
-            os.killpg(transport.get_pid(), signal.SIGKILL)
-        # Such a child may have left the group, so the end of its output is not waited for.
-        hang_up(transport)
-        await run.exited.wait()
-        transport.close()
+        await _end(transport, run)
     return Ended(status=transport.get_returncode() or 0, output=run.output, errors=run.errors)
 
 
+async def _started(
+    command: Sequence[str], most_bytes: int, environment: Mapping[str, str] | None
+) -> "tuple[asyncio.SubprocessTransport, _Run]":
+    """Start a program in a group of its own; see `run_program`."""
+    return await asyncio.get_running_loop().subprocess_exec(
+        lambda: _Run(most_bytes),
+        *command,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        env=not_ours(os.environ) if environment is None else environment,
+        # Ctrl-C must reach the parent alone.
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+
+
+async def _end(transport: asyncio.SubprocessTransport, run: "_Run") -> None:
+    """Kill a program's group: its children may outlive it and hold its output open."""
+    with suppress(ProcessLookupError):
+        os.killpg(transport.get_pid(), signal.SIGKILL)
+    # Such a child may have left the group, so the end of its output is not waited for.
+    hang_up(transport)
+    await run.exited.wait()
+    transport.close()
+
+
 class _Run(asyncio.SubprocessProtocol):
-    """What a running program has written, and how far it is.
+    """Collect what a running program writes, and note how far it is.
 
     Attributes:
         errors: the end of its standard error.

@@ -85,7 +85,7 @@ class ModelServer:
         return f"http://127.0.0.1:{self._port}/v1"
 
     async def start(self) -> None:
-        """Listen, unless it does."""
+        """Begin to listen, unless it listens already."""
         if self._runner is None:
             app = web.Application()
             app.router.add_route("*", "/{path:.*}", self._pass_on)

@@ -97,7 +97,8 @@ class Bench:
     def settled(self) -> int:
         if not self.journal.exists():
             return 0
-        return len(replay(self.journal.read_bytes(), str(self.journal)).settled)
+        with self.journal.open("rb") as lines:
+            return len(replay(lines, str(self.journal)).settled)
 
     def begun(self) -> bool:
         return self.journal.exists() and b'"begun"' in self.journal.read_bytes()[:10_000]

@@ -1,4 +1,4 @@
-"""`pawl rollout`: run an agent on a file of tasks, and tell the proxy how it did."""
+"""Define `pawl rollout`, which runs an agent on a file of tasks, and tells the proxy how it did."""
 
 import asyncio
 import json
@@ -60,6 +60,13 @@ Answer = Annotated[
         "is 1 or 0. The agent does not get this field."
     ),
 ]
+Hide = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Field of the tasks that the agent does not get, and the judge does; give it again "
+        "for more of them."
+    ),
+]
 SplitOption = Annotated[
     str | None,
     typer.Option("--split", help="`eval`: the episodes are never trained on. Or `train`."),
@@ -103,6 +110,7 @@ def rollout(
     judge_python: JudgePython = None,
     judge_timeout: JudgeTimeout = 60.0,
     answer: Answer = None,
+    hide: Hide = None,
     split: SplitOption = None,
     policy: Policy = None,
     every_version: EveryVersion = False,
@@ -146,6 +154,7 @@ def rollout(
             judge_python=judge_python,
             judge_limit_s=judge_timeout,
             answer=answer,
+            hide=tuple(hide or ()),
             split=_split(split),
             policy=policy,
             every_version=every_version,

@@ -156,7 +156,7 @@ class WorkingAgent:
             policies=(self._model,),
             split=self._split,
             at_once=self._concurrency,
-            hidden=ANSWER,
+            hidden=frozenset({ANSWER}),
         )
         journal = self._journal()
         rollout = Rollout(

@@ -1,6 +1,6 @@
-"""What a run is told: the base URL that names it, its task, and its environment (pure)."""
+"""Make what a run is told: the base URL that names it, its task, and its environment (pure)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -14,7 +14,7 @@ NO_KEY: Final = "unused"
 
 
 class Request(Record, frozen=True, kw_only=True):
-    """One run to be made: what the agent is given.
+    """Hold what the agent is given for one run.
 
     Attributes:
         episode: the name of its episode.
@@ -23,6 +23,7 @@ class Request(Record, frozen=True, kw_only=True):
         model: the model that it is to ask for, as `NAME@N`; None: the agent chooses.
         environment: the variables that are set for it.
         limit_s: its time limit.
+        alone: whether it may share a process with no other run that is under way.
     """
 
     episode: str
@@ -31,6 +32,7 @@ class Request(Record, frozen=True, kw_only=True):
     model: str | None
     environment: dict[str, str]
     limit_s: float
+    alone: bool = False
 
 
 def named_url(url: str, *, task: str, episode: str, split: Split | None) -> str:
@@ -76,9 +78,9 @@ def keys(given: Mapping[str, str]) -> dict[str, str]:
     return told
 
 
-def shown(fields: Mapping[str, Any], hidden: str | None) -> dict[str, Any]:
-    """Return a task's fields without the one that holds the answer."""
-    return {name: value for name, value in fields.items() if name != hidden}
+def shown(fields: Mapping[str, Any], hidden: Set[str]) -> dict[str, Any]:
+    """Return a task's fields without those that only its judge may see."""
+    return {name: value for name, value in fields.items() if name not in hidden}
 
 
 def as_json(fields: Mapping[str, Any]) -> bytes:

@@ -1,4 +1,4 @@
-"""Makes one attempt at a run: the agent gets its request, the judge what came of it."""
+"""Make one attempt at a run: the agent gets its request, the judge what came of it."""
 
 import itertools
 import os
@@ -11,7 +11,7 @@ import msgspec
 from pawl.judging.errors import JudgeFailed
 from pawl.rollout.addresses import Request, as_json, environment, named_url, shown
 from pawl.rollout.agents.agent import Agent, Result
-from pawl.rollout.errors import RunLost
+from pawl.rollout.errors import RunLost, WorkerCrashed
 from pawl.rollout.journal import FAILED, Finished, Key, abandoned
 from pawl.rollout.judges import RunJudge
 from pawl.rollout.proxy_view import ProxyView, only_policy
@@ -20,7 +20,7 @@ from store.records import Record, Split
 
 
 class Job(Record, frozen=True, kw_only=True):
-    """What is run.
+    """State what is run.
 
     Attributes:
         url: the proxy's address, without `/v1`.
@@ -30,7 +30,7 @@ class Job(Record, frozen=True, kw_only=True):
         split: what the URL says; None: nothing.
         limit_s: time limit of one run.
         at_once: how many run at the same time.
-        hidden: a field of the tasks that the agent must not see.
+        hidden: the fields of the tasks that the agent must not see.
     """
 
     url: str
@@ -40,7 +40,7 @@ class Job(Record, frozen=True, kw_only=True):
     split: Split | None = None
     limit_s: float = 600.0
     at_once: int = 16
-    hidden: str | None = None
+    hidden: frozenset[str] = frozenset()
 
     def every_run(self) -> Iterator[Key]:
         """Yield all runs, those of one task together."""
@@ -56,7 +56,7 @@ class Job(Record, frozen=True, kw_only=True):
 
 
 class Attempts:
-    """Makes attempts at the runs of one job."""
+    """Make attempts at the runs of one job."""
 
     def __init__(self, job: Job, agent: Agent, judge: RunJudge, view: ProxyView) -> None:
         """Store the parts."""
@@ -65,12 +65,17 @@ class Attempts:
         self._judge = judge
         self._view = view
         self._tasks = {task.name: task for task in job.tasks}
+        # Runs that may have crashed the worker that they shared.
+        self._suspects: set[Key] = set()
 
     async def make(self, key: Key, episode: str) -> tuple[Finished, Result]:
         """Run the agent once, and judge what it did."""
         started = time.monotonic()
         try:
             result = await self._agent.run(self._request(key, episode))
+        except WorkerCrashed as error:
+            self._suspects.add(key)
+            return lost(episode, "worker crashed", str(error)), Result(error="worker crashed")
         except RunLost as error:
             return lost(episode, "lost", str(error)), Result(error="lost")
         finished = Finished(
@@ -118,6 +123,7 @@ class Attempts:
             model=model,
             environment=told,
             limit_s=job.limit_s,
+            alone=key in self._suspects,
         )
 
     def _version(self, policy: str) -> str | None:

@@ -1,4 +1,4 @@
-"""`pawl rollout`: combines its options, and runs to the end, or until it is stopped."""
+"""Combine the options of `pawl rollout`, and run to the end, or until it is stopped."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ async def run_rollout(options: RolloutOptions) -> dict[str, Any]:
         RolloutError: it cannot run with these options, or could not go on.
     """
     started = time.monotonic()
-    tasks = read_tasks(options.tasks, options.answer)
+    tasks = read_tasks(options)
     path = options.journal or Path(options.tasks.name).with_suffix(".rollout.jsonl")
     judge = judge_of(options, path)
     agent = agent_of(options, path)

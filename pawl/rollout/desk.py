@@ -1,4 +1,4 @@
-"""Tells `/feedback` what became of each run, as often as it takes."""
+"""Tell `/feedback` what became of each run, as often as it takes."""
 
 import asyncio
 from hashlib import sha256
@@ -17,7 +17,7 @@ LONGEST_PAUSE_S: Final = 5.0
 
 
 class Desk:
-    """A client of `/feedback` that tries until it is taken, across restarts of the proxy.
+    """Post statements to `/feedback` until they are taken, across restarts of the proxy.
 
     Attributes:
         away: why the last post was not taken; None if it was.

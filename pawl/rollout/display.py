@@ -1,4 +1,4 @@
-"""Shows a rollout: a live table on a terminal, a line now and then elsewhere."""
+"""Show a rollout: a live table on a terminal, a line now and then elsewhere."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ MOST_ERRORS: Final = 6
 
 
 class Display:
-    """Shows one rollout on standard error while it runs."""
+    """Show one rollout on standard error while it runs."""
 
     def __init__(self, rollout: Rollout, view: ProxyView, desk: Desk, console: Console) -> None:
         """Store what is shown, and where."""

@@ -1,13 +1,17 @@
-"""The exceptions of the runner."""
+"""Define the exceptions of the runner."""
 
 
 class RolloutError(Exception):
-    """The runner cannot work like this; the message names the option or line, and the remedy."""
+    """Report that the runner cannot work like this, by which option or line, and the remedy."""
 
 
 class RunLost(Exception):
-    """A run that ended through no fault of its own; it is done again, as a new episode."""
+    """Report that a run ended through no fault of its own; it is done again, as a new episode."""
+
+
+class WorkerCrashed(RunLost):
+    """Report that a worker crashed under several runs, and any of them may be to blame."""
 
 
 class Refused(Exception):
-    """`/feedback` refuses statements for what they say; sent again they would be refused again."""
+    """Report that `/feedback` refuses statements for what they say, and would refuse them again."""

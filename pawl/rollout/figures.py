@@ -1,4 +1,4 @@
-"""The figures of a rollout, as they grow, and its summary (pure)."""
+"""Count what a rollout does, as its figures grow, and make its summary of them (pure)."""
 
 import math
 from collections import Counter
@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pawl.rollout.journal import Finished
-from pawl.rollout.verdicts import metrics_of
+from pawl.rollout.journal import Outline
 from store.records import REWARD
 from store.values.intervals import student, wilson
 
@@ -16,7 +15,7 @@ WAVES: Final = 10
 
 @dataclass
 class Tally:
-    """Counts of some settled runs: of a wave, of a policy version, or of all.
+    """Count some settled runs: those of a wave, of a policy version, or all.
 
     Attributes:
         runs: how many there are.
@@ -32,12 +31,12 @@ class Tally:
     rewards: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
 
-    def add(self, run: Finished) -> None:
+    def add(self, run: Outline) -> None:
         """Count a run."""
         self.runs += 1
         self.failed += run.outcome == "failed"
         self.unjudged += run.outcome == "unjudged"
-        reward = metrics_of(run.statements).get(REWARD)
+        reward = run.metrics.get(REWARD)
         if reward is not None:
             self.rewards.append(reward)
         if run.version is not None and run.version not in self.versions:
@@ -69,7 +68,7 @@ class Tally:
 
 
 class Figures:
-    """All counts of a rollout.
+    """Hold all counts of a rollout.
 
     Attributes:
         planned: how many runs there are to be.
@@ -93,7 +92,7 @@ class Figures:
         self.refused = 0
         self._a_wave = max(1, math.ceil(planned / WAVES))
 
-    def add(self, policy: str, run: Finished) -> None:
+    def add(self, policy: str, run: Outline) -> None:
         """Count an attempt that ended."""
         if run.error is not None:
             self.errors[run.error] += 1
@@ -104,7 +103,7 @@ class Figures:
             self.waves.append(Tally())
         for tally in (self.all, self.waves[-1], self.policies.setdefault(policy, Tally())):
             tally.add(run)
-        told = {} if run.outcome == "failed" else metrics_of(run.statements)
+        told = {} if run.outcome == "failed" else run.metrics
         for metric, value in told.items():
             total, count = self.metrics.get(metric, (0.0, 0))
             self.metrics[metric] = (total + value, count + 1)

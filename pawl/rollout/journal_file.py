@@ -1,4 +1,4 @@
-"""The journal's file: lines are appended whole, and synced before what depends on them is done."""
+"""Keep a journal's file: append lines whole, and sync them before what depends on them is done."""
 
 import asyncio
 import fcntl
@@ -11,7 +11,7 @@ from pawl.rollout.journal import Line, Past, Plan, differences, encoded, replay
 
 
 class JournalFile:
-    """One rollout's journal, open for this process alone."""
+    """Keep one rollout's journal open, for this process alone."""
 
     def __init__(self, path: Path) -> None:
         """Open the journal, which is made if it is not there, and lock it.
@@ -44,8 +44,8 @@ class JournalFile:
         Raises:
             RolloutError: the journal is that of another plan, or no journal.
         """
-        data = self.path.read_bytes()
-        past = replay(data, str(self.path), again=again)
+        with self.path.open("rb") as lines:
+            past = replay(lines, str(self.path), again=again)
         if past.plan is None:
             os.ftruncate(self._file, 0)
             self.append(plan)
@@ -64,7 +64,8 @@ class JournalFile:
         Raises:
             RolloutError: it is no journal.
         """
-        return replay(self.path.read_bytes(), str(self.path)).plan
+        with self.path.open("rb") as lines:
+            return replay([lines.readline()], str(self.path)).plan
 
     def append(self, *lines: Line) -> None:
         """Append lines; they outlive this process, and after `synced` the machine, too.

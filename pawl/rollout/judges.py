@@ -1,4 +1,4 @@
-"""What turns a run's output into statements: a program, a function, a field of the task."""
+"""Turn a run's output into statements: by a program, a function, or a field of the task."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,22 +6,22 @@ from typing import Any
 
 import msgspec
 
+from pawl.judging.answers import Statement
 from pawl.judging.errors import JudgeError, JudgeFailed
 from pawl.judging.program import ProgramJudge
 from pawl.rollout.addresses import Request
 from pawl.rollout.agents.warm import WarmWorker
 from pawl.rollout.errors import RolloutError
-from pawl.rollout.journal import Statement
 from pawl.rollout.tasks import Task
 from pawl.rollout.verdicts import compare, read_verdict
 from store.records import REWARD
 
 
 class RunJudge:
-    """What scores a run that did not fail; as it is, it says nothing of any."""
+    """Score a run that did not fail; as it is, this says nothing of any."""
 
     async def start(self) -> None:
-        """Get ready.
+        """Prepare to judge.
 
         Raises:
             RolloutError: the judge cannot be run.
@@ -40,7 +40,7 @@ class RunJudge:
 
 
 class AnswerJudge(RunJudge):
-    """Compares the last line of the output with a field of the task."""
+    """Compare the last line of the output with a field of the task."""
 
     def __init__(self, field: str) -> None:
         """Store the name of the field."""
@@ -53,7 +53,7 @@ class AnswerJudge(RunJudge):
 
 
 class CommandJudge(RunJudge):
-    """Runs a program for each run: task and output in, a number or metrics out."""
+    """Run a program for each run: task and output in, a number or metrics out."""
 
     def __init__(self, command: Sequence[str], limit_s: float) -> None:
         """Store the program and its time limit.
@@ -77,7 +77,7 @@ class CommandJudge(RunJudge):
 
 
 class PythonJudge(RunJudge):
-    """A Python function that one worker imports once; it judges one run after another."""
+    """Have a Python function, which one worker imports once, judge one run after another."""
 
     def __init__(self, worker: WarmWorker, limit_s: float) -> None:
         """Store the worker, and the time limit of one judgement."""

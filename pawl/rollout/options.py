@@ -1,4 +1,4 @@
-"""The options of `pawl rollout`, and what they come to: agent, judge, policies, plan."""
+"""Turn the options of `pawl rollout` into what they come to: agent, judge, policies, plan."""
 
 import shlex
 from pathlib import Path
@@ -12,12 +12,12 @@ from pawl.rollout.errors import RolloutError
 from pawl.rollout.journal import Plan
 from pawl.rollout.judges import AnswerJudge, CommandJudge, PythonJudge, RunJudge
 from pawl.rollout.proxy_view import check_policy, versions_of
-from pawl.rollout.tasks import Task, digest, parse_tasks
+from pawl.rollout.tasks import Task, check_hidden, digest, parse_tasks
 from store.records import Record, Split
 
 
 class RolloutOptions(Record, frozen=True, kw_only=True):
-    """The options of `pawl rollout`, which the CLI's help explains."""
+    """Hold the options of `pawl rollout`, which the CLI's help explains."""
 
     tasks: Path
     url: str
@@ -31,6 +31,7 @@ class RolloutOptions(Record, frozen=True, kw_only=True):
     judge_python: str | None = None
     judge_limit_s: float = 60.0
     answer: str | None = None
+    hide: tuple[str, ...] = ()
     split: Split | None = None
     policy: str | None = None
     every_version: bool = False
@@ -39,17 +40,20 @@ class RolloutOptions(Record, frozen=True, kw_only=True):
     summary: Path | None = None
 
 
-def read_tasks(path: Path, needed: str | None) -> tuple[Task, ...]:
-    """Return the tasks of a file.
+def read_tasks(options: RolloutOptions) -> tuple[Task, ...]:
+    """Return the tasks of the file, which have the fields that the options name.
 
     Raises:
-        RolloutError: it cannot be read, or a line of it is no task.
+        RolloutError: it cannot be read, a line of it is no task, or a field is missing.
     """
+    path = options.tasks
     try:
         text = path.read_bytes()
     except OSError as error:
         raise RolloutError(f"--tasks: {path} cannot be read: {error}") from error
-    return parse_tasks(text, str(path), needed)
+    tasks = parse_tasks(text, str(path), options.answer)
+    check_hidden(tasks, options.hide, str(path))
+    return tasks
 
 
 def judge_of(options: RolloutOptions, journal: Path) -> RunJudge:
@@ -166,6 +170,7 @@ def plan_of(options: RolloutOptions, tasks: tuple[Task, ...], policies: tuple[st
         judge=judge,
         split=_split(options),
         policies=policies,
+        hidden=tuple(sorted(set(options.hide))),
     )
 
 
@@ -179,7 +184,7 @@ def job_of(options: RolloutOptions, tasks: tuple[Task, ...], policies: tuple[str
         split=_split(options),
         limit_s=options.limit_s,
         at_once=options.at_once,
-        hidden=options.answer,
+        hidden=frozenset(options.hide) | (set() if options.answer is None else {options.answer}),
     )
 
 

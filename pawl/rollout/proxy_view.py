@@ -1,4 +1,4 @@
-"""What the runner sees of the proxy: whether it is there, which versions it has, what it counts."""
+"""Look at the proxy: whether it is there, which versions it has, what it counts."""
 
 import asyncio
 import re
@@ -28,7 +28,7 @@ class _Models(msgspec.Struct):
 
 
 class ProxyView:
-    """One proxy, looked at from outside.
+    """Look at one proxy from outside.
 
     Attributes:
         calls_a_second: the calls that it recorded lately, of all its clients; None if not known.

@@ -1,4 +1,4 @@
-"""Runs all that a plan asks for: so many at once, each written down before it is told."""
+"""Run all that a plan asks for: so many at once, each written down before it is told."""
 
 import asyncio
 import itertools
@@ -12,7 +12,7 @@ from pawl.rollout.attempts import Attempts, Job, lost
 from pawl.rollout.desk import Desk
 from pawl.rollout.errors import Refused
 from pawl.rollout.figures import Figures
-from pawl.rollout.journal import Begun, Finished, Key, Past, Told, abandoned
+from pawl.rollout.journal import Begun, Finished, Key, Past, Told, abandoned, bare, outline
 from pawl.rollout.journal_file import JournalFile
 from pawl.rollout.judges import RunJudge
 from pawl.rollout.proxy_view import ProxyView
@@ -25,7 +25,7 @@ OnEnd = Callable[[Key, Finished, Result], None]
 
 
 class Rollout:
-    """One rollout; `figures` shows how far it is, `untold` what `/feedback` has not taken yet."""
+    """Run one rollout; `figures` shows how far it is, `untold` what `/feedback` has not taken."""
 
     def __init__(
         self,
@@ -85,10 +85,12 @@ class Rollout:
 
     def _resume(self, past: Past) -> None:
         """Count what is done, and tell what is not told: also that attempts were broken off."""
-        for key, finished in past.settled.items():
-            self.figures.add(key.policy, finished)
+        for key, settled in past.settled.items():
+            self.figures.add(key.policy, settled)
         for finished in past.untold:
             self._tell(finished)
+        # Each is let go of when it is told.
+        past.untold.clear()
         for begun in past.under_way:
             self._give_up(begun.key, begun.episode)
 
@@ -97,7 +99,7 @@ class Rollout:
         finished = abandoned(episode)
         self._journal.append(finished)
         self._tell(finished)
-        self.figures.add(key.policy, finished)
+        self.figures.add(key.policy, outline(finished))
 
     async def _run_lanes(self, past: Past) -> None:
         left = (key for key in self._job.every_run() if key not in past.settled)
@@ -153,14 +155,14 @@ class Rollout:
         await self._journal.synced()
         if finished.statements:
             self._tell(finished)
-        self.figures.add(key.policy, finished)
+        self.figures.add(key.policy, outline(finished))
         if self._on_end is not None:
             self._on_end(key, finished, result)
         return finished.outcome != "abandoned"
 
     def _tell(self, finished: Finished) -> None:
         self.untold += 1
-        self._to_tell.put_nowait(finished)
+        self._to_tell.put_nowait(bare(finished))
 
     async def _tell_all(self) -> None:
         while True:

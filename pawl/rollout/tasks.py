@@ -1,6 +1,6 @@
-"""Reads a file of tasks: one JSON object a line (pure)."""
+"""Read a file of tasks: one JSON object a line (pure)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ MOST_NAME_CHARS: Final = 256
 
 
 class Task(Record, frozen=True, kw_only=True):
-    """One task: its name, by which episodes are compared, and its fields."""
+    """Hold one task: its name, by which episodes are compared, and its fields."""
 
     name: str
     fields: dict[str, Any]
@@ -85,6 +85,18 @@ def _name(fields: Mapping[str, Any], where: str) -> str:
             f"{where}: the field `id` must not be {name!r}, which clients drop from an address"
         )
     return name
+
+
+def check_hidden(tasks: Iterable[Task], hidden: Iterable[str], file: str) -> None:
+    """Check that some task has each field that is to be hidden: a wrong name would hide nothing.
+
+    Raises:
+        RolloutError: none has it.
+    """
+    there = {name for task in tasks for name in task.fields}
+    for name in hidden:
+        if name not in there:
+            raise RolloutError(f"--hide: no task of {file} has a field {name!r}")
 
 
 def digest(tasks: tuple[Task, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Makes statements for `/feedback` of what a run came to (pure)."""
+"""Turn what a run came to into statements for `/feedback` (pure)."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -6,9 +6,8 @@ from typing import Any, Final
 
 import msgspec
 
-from pawl.judging.answers import MAX_ANSWER, read_answer
+from pawl.judging.answers import MAX_ANSWER, Statement, read_answer
 from pawl.judging.errors import JudgeFailed
-from pawl.rollout.journal import Statement
 from store.records import REWARD
 from store.values.documents import parse
 

@@ -77,7 +77,7 @@ _RETIRE: Final = text(
 
 
 class Live(Record, frozen=True, kw_only=True):
-    """How many trained versions of one model server need an adapter slot.
+    """Count the trained versions of one model server that need an adapter slot.
 
     `serving` have the traffic, `ready` wait for it until others go live with them, `published` are
     kept for episodes that began with them, `unloading` were retired so lately that a proxy may not

@@ -1,7 +1,6 @@
 """A whole stack with a real vLLM: embedded PostgreSQL, proxy and trainer as processes."""
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -35,12 +34,3 @@ async def stack(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Asy
     recipe.write_text(RECIPE)
     async with running_stack(small_plan(folder, model_dir, POLICY, str(recipe))) as running:
         yield running
-
-
-async def until(check: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until `check` is true."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            if await check():
-                return
-            await asyncio.sleep(0.05)

@@ -5,7 +5,6 @@ two conversations: one in which the model asks for a tool, the client runs it an
 answers, and one of two streamed turns. Neither names an episode.
 """
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from store.connection.engine import make_engine
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode
 from tests.conftest import ROOT
+from tests.support.waiting import awaited
 
 pytestmark = [
     pytest.mark.e2e,
@@ -66,16 +66,16 @@ class Ledger:
 
         Calls that are joined by what was said are joined just after they are stored.
         """
-        deadline = asyncio.get_running_loop().time() + DEADLINE_S
-        while True:
-            ids = await self._ids()
-            async with self._engine.connect() as connection:
-                found = await read_episodes(connection, ids)
-            late = asyncio.get_running_loop().time() > deadline
-            held = sum(len(episode.calls) for episode in found)
-            if late or (held >= calls and len(found) <= count):
-                return found
-            await asyncio.sleep(0.1)
+
+        def are_joined(found: list[Episode]) -> bool:
+            return sum(len(one.calls) for one in found) >= calls and len(found) <= count
+
+        return await awaited(self._new, are_joined, DEADLINE_S)
+
+    async def _new(self) -> list[Episode]:
+        ids = await self._ids()
+        async with self._engine.connect() as connection:
+            return await read_episodes(connection, ids)
 
     async def close(self) -> None:
         await self._engine.dispose()

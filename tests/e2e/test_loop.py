@@ -1,6 +1,5 @@
 """The loop on real parts: transparent, token-exact, and not to be stopped by kill -9."""
 
-import asyncio
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from store.updates import claims
 from store.updates.policies import list_versions
 from store.values.tokens import unpack_ids, unpack_logprobs
 from tests.e2e.conftest import POLICY
+from tests.support.waiting import awaited
 from trainer.publishing.server import ModelServer
 
 pytestmark = [
@@ -151,21 +151,17 @@ class Worker:
         self.agent.ask(self.questions[wave * 4 : wave * 4 + 4])
 
     async def until(self, check: Callable[[], Awaitable[bool]]) -> None:
-        deadline = asyncio.get_running_loop().time() + 180
-        while True:
+        async def look() -> bool | Exception:
             self.stack.check()
             self.agent.collect()
             try:
-                if await check():
-                    return
+                return await check()
             except Exception as error:
                 # PostgreSQL is being restarted under us: that is the test.
-                last: Exception | None = error
-            else:
-                last = None
-            if asyncio.get_running_loop().time() > deadline:
-                raise AssertionError(f"not in time: {check.__name__}") from last
-            await asyncio.sleep(0.2)
+                return error
+
+        found = await awaited(look, lambda found: found is True, within_s=180)
+        assert found is True, f"{check.__name__}: {found!r}"
 
     def answered(self, count: int) -> Callable[[], Awaitable[bool]]:
         async def answered() -> bool:

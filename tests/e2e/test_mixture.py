@@ -18,8 +18,8 @@ from pawl.stack.stack import Stack, running_stack
 from store.connection.engine import make_engine
 from store.records import PolicyVersion
 from store.updates.policies import list_versions
-from tests.integration.conftest import eventually
 from tests.support.mixtures import tiny_model
+from tests.support.waiting import eventually
 from trainer.batches.rows import bare_row
 from trainer.learners.learner import Learner
 from trainer.publishing.adapters import SERVED
@@ -40,6 +40,7 @@ RECIPE = "default"
 # As many groups of as many episodes as the recipe waits for.
 GROUPS, MEMBERS = 16, 8
 AT_ONCE = 32
+UPDATE_S = 800.0
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +93,15 @@ async def fill(stack: Stack) -> None:
 async def trained(stack: Stack) -> PolicyVersion:
     """The version that the update made, once it is decided whether it serves."""
     engine = make_engine(stack.database_url)
+
+    async def decided() -> list[PolicyVersion]:
+        stack.check()
+        async with engine.connect() as connection:
+            versions = await list_versions(connection, POLICY)
+        return [one for one in versions if one.version and one.state != "written"]
+
     try:
-        while True:
-            stack.check()
-            async with engine.connect() as connection:
-                versions = await list_versions(connection, POLICY)
-            decided = [one for one in versions if one.version and one.state != "written"]
-            if decided:
-                return decided[-1]
-            await asyncio.sleep(0.5)
+        return (await eventually(decided, within_s=UPDATE_S))[-1]
     finally:
         await engine.dispose()
 

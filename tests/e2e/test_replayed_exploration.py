@@ -14,7 +14,8 @@ from pawl.stack.process import Process
 from pawl.stack.stack import Stack
 from tests.e2e.conftest import POLICY
 from tests.e2e.test_replayed_sampling import recorded_calls, trainers_differences
-from tests.integration.conftest import eventually, free_port
+from tests.integration.conftest import free_port
+from tests.support.waiting import eventually
 
 pytestmark = [
     pytest.mark.e2e,

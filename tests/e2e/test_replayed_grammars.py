@@ -5,12 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from pawl.stack.stack import Stack
 from tests.e2e.conftest import POLICY
-from tests.e2e.test_replayed_sampling import ALL, recorded_calls, row_of, trainers_differences
+from tests.e2e.test_replayed_sampling import ALL, post, recorded_calls, row_of, trainers_differences
 from tests.support.training import recipe
 from trainer.learners.learner import Learner
 from trainer.learners.replay.grammars import OUTSIDE
@@ -79,12 +78,7 @@ async def ask(stack: Stack, name: str, seed: int) -> None:
     body = {"model": POLICY, limit: 32, "temperature": 1.0, **said}
     if path != "messages":
         body["seed"] = seed
-    headers = {"x-pawl-episode": f"{name}-{seed}"}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{stack.base_url}/{path}", json=body, headers=headers) as response,
-    ):
-        assert response.status == 200, await response.text()
+    await post(stack, path, body, f"{name}-{seed}")
 
 
 async def test_each_grammar_is_replayed_to_a_thousandth_of_a_nat(

@@ -18,8 +18,8 @@ from store.updates.policies import list_versions
 from store.values.distribution import distribution_of
 from store.values.tokens import unpack_ids, unpack_logprobs
 from tests.e2e.conftest import POLICY
-from tests.integration.conftest import eventually
 from tests.support.training import recipe
+from tests.support.waiting import eventually
 from trainer.batches.rows import Row
 from trainer.learners.learner import Learner
 from trainer.learners.scoring import score_rows
@@ -64,11 +64,15 @@ QUESTION = "Tell me about the capital of France, the river there and the food."
 async def ask(stack: Stack, name: str, seed: int) -> None:
     body = {"model": POLICY, "max_tokens": 32, "seed": seed, "temperature": 1.0}
     asked = {"messages": [{"role": "user", "content": QUESTION}]}
-    headers = {"x-pawl-episode": f"{name}-{seed}"}
+    await post(stack, "chat/completions", body | asked | EACH[name], f"{name}-{seed}")
+
+
+async def post(stack: Stack, path: str, body: Mapping[str, Any], episode: str) -> None:
+    """Make a call of an episode, which succeeds."""
     async with (
         aiohttp.ClientSession() as session,
         session.post(
-            f"{stack.base_url}/chat/completions", json=body | asked | EACH[name], headers=headers
+            f"{stack.base_url}/{path}", json=body, headers={"x-pawl-episode": episode}
         ) as response,
     ):
         assert response.status == 200, await response.text()

@@ -9,14 +9,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import pytest_asyncio
 
 from benchmarks.small_stack import small_plan
 from pawl.stack.stack import Stack, running_stack
 from tests.e2e.conftest import POLICY, RECIPE
-from tests.e2e.test_replayed_sampling import ALL, recorded_calls, row_of, trainers_differences
+from tests.e2e.test_replayed_sampling import ALL, post, recorded_calls, row_of, trainers_differences
 from tests.support.training import recipe
 from trainer.learners.learner import Learner
 from trainer.learners.replay.grammars import OUTSIDE
@@ -91,13 +90,7 @@ async def ask(stack: Stack, name: str, seed: int) -> None:
     body = {"model": POLICY, "messages": MESSAGES, "max_tokens": 48, "temperature": 1.0, **said}
     if path != "messages":
         body["seed"] = seed
-    headers = {"x-pawl-episode": f"{name}-{seed}"}
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{stack.base_url}/{path}", json=body, headers=headers) as response,
-    ):
-        assert response.status == 200, await response.text()
-        await response.read()
+    await post(stack, path, body, f"{name}-{seed}")
 
 
 async def test_calls_in_hermes_syntax_are_replayed_to_a_thousandth_of_a_nat(

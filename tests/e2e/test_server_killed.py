@@ -15,7 +15,8 @@ from store.connection.engine import make_engine
 from store.read.stats import totals
 from store.updates import claims
 from store.updates.policies import list_versions
-from tests.e2e.conftest import POLICY, until
+from tests.e2e.conftest import PATIENCE_S, POLICY
+from tests.support.waiting import eventually
 
 pytestmark = [
     pytest.mark.e2e,
@@ -56,7 +57,7 @@ class Asker:
         async def seen() -> bool:
             return self.last[-times:] == [wanted] * times
 
-        await until(seen)
+        await eventually(seen, PATIENCE_S)
 
     async def failed(self) -> bool:
         """Whether the model server is seen to be away."""
@@ -85,7 +86,7 @@ async def killed(stack: Stack) -> None:
     async def another() -> bool:
         return vllm.pid != before
 
-    await until(another)
+    await eventually(another, PATIENCE_S)
 
 
 async def fill(stack: Stack) -> None:
@@ -124,10 +125,10 @@ async def test_no_call_is_a_404_once_vllm_is_back(stack: Stack) -> None:
 
     first = await serving()
     await fill(stack)
-    await until(updating)
+    await eventually(updating, PATIENCE_S)
     async with asking(stack) as asker:
         await killed(stack)
-        await until(moved_on)
+        await eventually(moved_on, PATIENCE_S)
         version = await serving()
         await asker.served(version, 20)
 
@@ -135,7 +136,7 @@ async def test_no_call_is_a_404_once_vllm_is_back(stack: Stack) -> None:
         trainer = stack.processes["trainer"]
         await trainer.stop()
         await killed(stack)
-        await until(asker.failed)
+        await eventually(asker.failed, PATIENCE_S)
         await asker.served(version, 40)
     trainer._stopping = False
     await trainer.start()

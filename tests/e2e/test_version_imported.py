@@ -19,10 +19,10 @@ from store.connection.engine import make_engine
 from store.read.episodes import episode_ids, read_episodes
 from store.records import PolicyVersion, TransitionRow
 from store.updates.policies import list_versions
-from tests.e2e.conftest import POLICY, until
+from tests.e2e.conftest import PATIENCE_S, POLICY
 from tests.e2e.test_replayed_sampling import row_of
-from tests.integration.conftest import eventually
 from tests.support.training import recipe, write_adapter
+from tests.support.waiting import eventually
 from trainer.batches.rows import Row, RowKey
 from trainer.learners.learner import Learner
 from trainer.updates.recomputed import rows_to_compute
@@ -58,7 +58,7 @@ async def until_held(stack: Stack) -> None:
         async with engine.connect() as connection:
             return bool(await connection.scalar(lock, {"name": f"pawl-trainer:{POLICY}"}))
 
-    await until(held)
+    await eventually(held, PATIENCE_S)
     await engine.dispose()
 
 

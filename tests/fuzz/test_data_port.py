@@ -71,47 +71,42 @@ def _told(tape: Tape) -> Told:
 @fuzzing(400)
 @given(made_of(_told))
 def test_any_request_gets_one_answer_and_any_call_one_record(told: Told) -> None:
-    run(lambda: _asked(told))
-
-
-async def _asked(told: Told) -> None:
-    # Small enough that it is asked for more than there is.
-    intake = Intake(budget=MOST, max_body=MOST, max_feedback=MOST)
-    try:
-        with TemporaryDirectory() as folder:
-            await _asked_with(told, intake, Path(folder))
-    finally:
-        intake.close()
-
-
-async def _asked_with(told: Told, intake: Intake, folder: Path) -> None:
-    kept = Remembered()
-    server = SaidServer(lambda: _reply(told), gives=told.gives_ids)
-    connection, wire = data_port(server, kept, intake, folder)
-    connection.data_received(told.request)
-    await settle()
-    if connection.task is not None:
-        await asyncio.wait({connection.task}, timeout=PATIENCE_S)
-    await settle()
-    assert connection.task is None or connection.task.done(), "nobody is answered"
+    frames, wire, is_done = run(lambda: _asked(told))
+    assert is_done, "nobody is answered"
     # One head, unless the upstream broke off: then it may be none.
     assert wire.sent.count(b"HTTP/1.1 ") == 1 or (told.torn and wire.is_closing())
     # Nothing here fails by itself: an exception that is answered is one all the same.
     assert not wire.sent.startswith(b"HTTP/1.1 500 ")
     if told.path == b"/feedback":
-        assert len(kept.frames) == wire.sent.startswith(b"HTTP/1.1 20")
-    else:
-        _check(kept.frames, told, wire)
-
-
-def _check(frames: list[Any], told: Told, wire: Wire) -> None:
-    """Look at the call's record; one that the proxy itself refuses (4xx) may have none."""
-    if not frames:
+        assert len(frames) == wire.sent.startswith(b"HTTP/1.1 20")
+    elif not frames:
+        # A call that the proxy itself refuses (4xx) may have no record.
         assert b"x-pawl-fault: client" in wire.sent.lower()
-        return
-    [frame] = frames
-    assert frame.request == told.body
-    assert transcribe(frame).episode
+    else:
+        [frame] = frames
+        assert frame.request == told.body
+        assert transcribe(frame).episode
+
+
+async def _asked(told: Told) -> tuple[list[Any], Wire, bool]:
+    """What is recorded, what the client got, and whether the proxy is done with it."""
+    # Small enough that it is asked for more than there is.
+    intake = Intake(budget=MOST, max_body=MOST, max_feedback=MOST)
+    kept = Remembered()
+    server = SaidServer(lambda: _reply(told), gives=told.gives_ids)
+    try:
+        with TemporaryDirectory() as folder:
+            connection, wire = data_port(server, kept, intake, Path(folder))
+            connection.data_received(told.request)
+            await settle()
+            if connection.task is not None:
+                await asyncio.wait({connection.task}, timeout=PATIENCE_S)
+            await settle()
+            work = connection.task
+            is_done = work is None or work.done()
+    finally:
+        intake.close()
+    return kept.frames, wire, is_done
 
 
 def _reply(told: Told) -> SaidReply | None:

@@ -1,6 +1,7 @@
 """Any bytes to both HTTP parsers, in any pieces: nothing is raised, nobody is left hanging."""
 
 import asyncio
+from contextlib import suppress
 
 from hypothesis import given
 
@@ -38,23 +39,22 @@ class Echo:
 @fuzzing(500)
 @given(made_of(lambda tape: cut(tape, messages.requests(tape))))
 def test_any_bytes_from_a_client_are_answered_refused_or_waited_for(pieces: list[bytes]) -> None:
-    run(lambda: _served(pieces))
+    async def served() -> None:
+        echo = Echo()
+        connection, wire = client(echo)
+        await _arrive(connection, wire, pieces)
+        if not (wire.is_closing() or wire.ended):
+            # All that came whole was answered: what is left is a request on its way.
+            assert connection._current is connection._parser.receiving
+        heads = wire.sent.count(b"HTTP/1.1 ") - wire.sent.count(b"HTTP/1.1 100 ")
+        assert heads >= echo.answered
+        # The client leaves: nothing of it is left.
+        wire.abort()
+        await settle()
+        assert connection not in connection.server.connections
+        assert connection.task is None or connection.task.done()
 
-
-async def _served(pieces: list[bytes]) -> None:
-    echo = Echo()
-    connection, wire = client(echo)
-    await _arrive(connection, wire, pieces)
-    if not (wire.is_closing() or wire.ended):
-        # All that came whole was answered: what is left is a request on its way.
-        assert connection._current is connection._parser.receiving
-    heads = wire.sent.count(b"HTTP/1.1 ") - wire.sent.count(b"HTTP/1.1 100 ")
-    assert heads >= echo.answered
-    # The client leaves: nothing of it is left.
-    wire.abort()
-    await settle()
-    assert connection not in connection.server.connections
-    assert connection.task is None or connection.task.done()
+    run(served)
 
 
 async def _arrive(connection: asyncio.Protocol, wire: Wire, pieces: list[bytes]) -> None:
@@ -76,31 +76,26 @@ def _answer(tape: Tape) -> tuple[list[bytes], int, bool]:
 def test_any_bytes_from_an_upstream_are_a_reply_or_a_broken_one(
     answer: tuple[list[bytes], int, bool],
 ) -> None:
-    pieces, asked_after, unasked = answer
-    run(lambda: _asked(pieces, asked_after, unasked=unasked))
-
-
-async def _asked(pieces: list[bytes], asked_after: int, *, unasked: bool) -> None:
     """A question, before or in the middle of what comes; at the end the connection breaks."""
-    pool, connection, wire = upstream()
-    await _arrive(connection, wire, pieces[:asked_after])
-    if wire.is_closing() or unasked:
+    pieces, asked_after, unasked = answer
+
+    async def asked() -> None:
+        pool, connection, wire = upstream()
+        await _arrive(connection, wire, pieces[:asked_after])
+        head = None
+        if not (wire.is_closing() or unasked):
+            head = connection.ask(b"GET / HTTP/1.1\r\n\r\n")
+            await _arrive(connection, wire, pieces[asked_after:])
         wire.abort()
         await settle()
         assert connection not in pool.connections
-        return
-    head = connection.ask(b"GET / HTTP/1.1\r\n\r\n")
-    await _arrive(connection, wire, pieces[asked_after:])
-    wire.abort()
-    await settle()
-    # Whoever waits is told: by a reply, by its end, or by how it broke.
-    assert head.done()
-    try:
-        reply = await head
-        assert reply.status >= 0
-        async with asyncio.timeout(1):
-            await reply.read()
-    except (NoReply, Torn):
-        pass
-    assert connection not in pool.connections
-    assert not connection.usable
+        if head is not None:
+            # Whoever waits is told: by a reply, by its end, or by how it broke.
+            assert head.done()
+            with suppress(NoReply, Torn):
+                reply = await head
+                assert reply.status >= 0
+                await asyncio.wait_for(reply.read(), 1)
+            assert not connection.usable
+
+    run(asked)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,7 @@ from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode, TransitionRow
 from store.updates.policies import ensure_base
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
-
-DEADLINE_S = 20.0
-
+from tests.support.waiting import eventually
 
 # Below those that Linux gives to outgoing connections: one of them may take what is free now.
 PORTS = range(20_000, 32_768)
@@ -39,17 +37,6 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-
-
-async def eventually(check: Callable[[], Awaitable[Any]]) -> Any:
-    """The first true outcome of `check`; fails after a while."""
-    deadline = asyncio.get_running_loop().time() + DEADLINE_S
-    while True:
-        found = await check()
-        if found:
-            return found
-        assert asyncio.get_running_loop().time() < deadline, f"still {found!r}"
-        await asyncio.sleep(0.02)
 
 
 @dataclass(frozen=True)
@@ -98,8 +85,7 @@ class Proxy:
                 found = await read_episodes(connection, await episode_ids(connection))
             return found if sum(len(e.calls) for e in found) >= calls else []
 
-        found: list[Episode] = await eventually(look)
-        return found
+        return await eventually(look)
 
     async def only_call(self) -> TransitionRow:
         """The one call that is stored."""

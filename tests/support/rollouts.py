@@ -1,16 +1,19 @@
-"""`pawl rollout` as a process, and an agent that knows nothing but the variables of its SDK."""
+"""Run `pawl rollout` as a process, with an agent that knows only the variables of its SDK."""
 
 import asyncio
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pawl.rollout.journal import Finished, Key, replay
+import msgspec
+
+from pawl.rollout.journal import Begun, Finished, Key, Line
 from tests.conftest import ROOT
+from tests.support.waiting import until
 
 AGENT = '''
 """Asks what its task says, and does what else its task says."""
@@ -58,6 +61,8 @@ def answer(task):
             return "x" * 3_000_000
         case "environment":
             return {name: value for name, value in os.environ.items() if "ROLLOUT" in name}
+        case "all it knows":
+            return [task, dict(os.environ)]
         case "loop":
             return asyncio.run(slowly(said))
         case "no json":
@@ -88,6 +93,11 @@ async def together(task, base_url):
             raise Unspeakable
         case "raise":
             raise ValueError("no idea")
+        case "leave":
+            os._exit(3)
+        case "die":
+            os.kill(os.getpid(), 9)
+    await asyncio.sleep(task.get("seconds", 0))
     return said
 
 
@@ -102,7 +112,7 @@ if __name__ == "__main__":
 
 
 class Ended(NamedTuple):
-    """How `pawl rollout` ended."""
+    """Tell how `pawl rollout` ended."""
 
     status: int
     summary: dict[str, Any]
@@ -110,7 +120,7 @@ class Ended(NamedTuple):
 
 
 class Runner:
-    """`pawl rollout` in a folder of its own, with tasks and the agent in it."""
+    """Run `pawl rollout` in a folder of its own, with tasks and the agent in it."""
 
     def __init__(self, folder: Path, url: str, tasks: Sequence[dict[str, Any]]) -> None:
         self.folder = folder
@@ -140,13 +150,17 @@ class Runner:
         return await ended(await self.start(*options, **environment))
 
     def settled(self) -> list[tuple[Key, Finished]]:
-        """The settled runs."""
+        """Return the settled runs."""
         if not self.journal.exists():
             return []
-        return list(replay(self.journal.read_bytes(), "journal").settled.items())
+        whole, _, _ = self.journal.read_bytes().rpartition(b"\n")
+        lines = [msgspec.json.decode(text, type=Line) for text in whole.splitlines()]
+        keys = {line.episode: line.key for line in lines if isinstance(line, Begun)}
+        ends = [line for line in lines if isinstance(line, Finished)]
+        return list({keys[e.episode]: e for e in ends if e.outcome != "abandoned"}.items())
 
     def by_task(self) -> dict[str, Finished]:
-        """The settled runs by their task; one run a task."""
+        """Return the settled runs by their task; one run a task."""
         return {key.task: finished for key, finished in self.settled()}
 
     async def until_settled(self, count: int) -> None:
@@ -154,23 +168,14 @@ class Runner:
         await until(lambda: len(self.settled()) >= count)
 
 
-async def until(check: Callable[[], bool]) -> None:
-    """Wait until something is so; fail after a while."""
-    async with asyncio.timeout(60):
-        while True:
-            if check():
-                return
-            await asyncio.sleep(0.01)
-
-
 async def ended(process: asyncio.subprocess.Process) -> Ended:
-    """How a process ended, once it does."""
+    """Return how a process ended, once it has."""
     out, errors = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode is not None
     return Ended(process.returncode, json.loads(out) if out else {}, errors.decode())
 
 
 async def kill(process: asyncio.subprocess.Process) -> None:
-    """`kill -9`."""
+    """Kill a process with SIGKILL."""
     os.kill(process.pid, signal.SIGKILL)
     await process.communicate()

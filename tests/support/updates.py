@@ -24,7 +24,7 @@ async def claimed(
 
 
 def all_trained(claim: Claim) -> list[Outcome]:
-    """Say of each claimed episode that it was trained."""
+    """Report each claimed episode as trained."""
     return [Outcome(episode_id=e.id, trained=True) for g in claim.groups for e in g.episodes]
 
 

@@ -16,6 +16,7 @@ from benchmarks.chaos.beside.servable import Servable
 from benchmarks.chaos.trainer.database import Database
 from benchmarks.chaos.trainer.forks import Zygote
 from benchmarks.chaos.trainer.place import Place
+from benchmarks.repeating import repeating
 from benchmarks.vllm_server import free_port
 
 READ_S: Final = 0.5
@@ -79,7 +80,10 @@ def beside(
     killer = Killer(server, steward, servable.now, kills, random.Random(seed))
     steward.start()
     try:
-        with _reading(servable), calling(place, server.port, servable.older_than, seed) as callers:
+        with (
+            repeating(servable.now, READ_S),
+            calling(place, server.port, servable.older_than, seed) as callers,
+        ):
             yield Stand(killer, callers)
     finally:
         status = steward.end(signal.SIGTERM)
@@ -93,24 +97,6 @@ def _steward_env(place: Place, upstream_port: int) -> dict[str, str]:
         "PAWL_UPSTREAM_URL": f"http://127.0.0.1:{upstream_port}/v1",
         "PAWL_STEWARD_LISTEN": f"127.0.0.1:{free_port()}",
     }
-
-
-@contextmanager
-def _reading(servable: Servable) -> Iterator[None]:
-    """Have the servable versions read again and again."""
-    is_over = threading.Event()
-
-    def work() -> None:
-        while not is_over.wait(READ_S):
-            servable.now()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 def beside_report(happened: Happened, answered: list[Answered]) -> dict[str, Any]:

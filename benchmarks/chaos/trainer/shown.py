@@ -1,6 +1,5 @@
 """Show how far the runs of a comparison are: bars on standard error."""
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.chaos.trainer.lives import Run
+from benchmarks.repeating import repeating
 
 LOOK_S: Final = 0.5
 
@@ -23,7 +23,6 @@ def showing(runs: Sequence[Run], title: str) -> Iterator[None]:
         TextColumn("updates, {task.fields[kills]} kills of the trainer"),
         TimeElapsedColumn(),
     )
-    is_over = threading.Event()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         wanted = [run.place.updates * len(run.place.names) for run in runs]
         tasks = [
@@ -36,15 +35,8 @@ def showing(runs: Sequence[Run], title: str) -> Iterator[None]:
                 made = round(run.place.progress() * total)
                 progress.update(task, completed=made, kills=run.lives.killed.total())
 
-        def work() -> None:
-            while not is_over.wait(LOOK_S):
-                look()
-
-        thread = threading.Thread(target=work)
-        thread.start()
         try:
-            yield
+            with repeating(look, LOOK_S):
+                yield
         finally:
-            is_over.set()
-            thread.join()
             look()

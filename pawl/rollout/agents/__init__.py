@@ -1,1 +1,1 @@
-"""The ways in which an agent is run: as a program, or as a Python function that stays warm."""
+"""Run an agent as a program, or as a Python function that stays warm."""

@@ -1,4 +1,4 @@
-"""What runs an agent: the interface, and what became of a run."""
+"""Define the interface of what runs an agent, and hold what became of a run."""
 
 import signal
 from typing import Any, Final, Protocol
@@ -11,7 +11,7 @@ KEPT_ERRORS: Final = 2000
 
 
 class Result(Record, frozen=True, kw_only=True):
-    """What became of one run: `error` is None if it did its work, else the kind of its failure.
+    """Tell what became of one run: `error` is None if it did its work, else its failure's kind.
 
     `value` is what a Python agent returned, before it became text.
     """
@@ -25,17 +25,18 @@ class Result(Record, frozen=True, kw_only=True):
 
 
 class Agent(Protocol):
-    """The interface of an agent that can be run."""
+    """Define the interface of an agent that can be run."""
 
     async def run(self, request: Request) -> Result:
         """Run the agent once, within the request's time limit.
 
         Raises:
             RunLost: the run ended through no fault of its own.
+            WorkerCrashed: it may have crashed the process that it shared; run it alone.
         """
 
     async def start(self, at_once: int) -> None:
-        """Get ready for so many runs at once.
+        """Prepare for so many runs at once.
 
         Raises:
             RolloutError: the agent cannot be run.

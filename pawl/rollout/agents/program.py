@@ -1,4 +1,4 @@
-"""An agent that is a program of its own for each run, in any language."""
+"""Run an agent as a program of its own for each run, in any language."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from pawl.rollout.errors import RolloutError
 
 
 class CommandAgent:
-    """A program that is started once for each run, in any language."""
+    """Start a program, in any language, once for each run."""
 
     def __init__(self, command: Sequence[str]) -> None:
         """Store the program and its arguments.

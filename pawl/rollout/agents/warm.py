@@ -1,4 +1,4 @@
-"""Warm workers, seen from the runner: Python agents whose imports are paid for once."""
+"""Run Python agents in warm workers, so that their imports are paid for once."""
 
 import asyncio
 import itertools
@@ -18,18 +18,20 @@ from pawl.programs import die_with_parent, hang_up, not_ours
 from pawl.rollout.addresses import Request, keys
 from pawl.rollout.agents import worker as worker_program
 from pawl.rollout.agents.agent import MOST_OUTPUT, Agent, Result, out_of_time, status_words
-from pawl.rollout.errors import RolloutError, RunLost
+from pawl.rollout.errors import RolloutError, RunLost, WorkerCrashed
 from store.records import Record
 
 # Runs that share a worker, where the function can run several at once.
 SHARING: Final = 16
+# Runs at once that have a worker to themselves, because one that they shared has crashed.
+ALONE: Final = 4
 # A function that several runs share ends them itself; if it does not, this much later.
 GRACE_S: Final = 5.0
 MOST_LINE: Final = 8 * MOST_OUTPUT
 
 
 class Function(Record, frozen=True, kw_only=True):
-    """A Python function, and how it is run.
+    """Name a Python function, and say how it is run.
 
     Attributes:
         option: the option that names it, for messages.
@@ -47,12 +49,17 @@ class Function(Record, frozen=True, kw_only=True):
 
 
 class WarmAgent(Agent):
-    """A Python function that is imported by a few worker processes, and run by them."""
+    """Run a Python function in a few worker processes, each of which imports it once."""
 
     def __init__(self, function: Function) -> None:
         """Store what is run."""
         self._function = function
         self._workers: list[WarmWorker] = []
+        # Started when they are needed first.
+        self._single = [WarmWorker(function) for _ in range(ALONE)]
+        self._idle: asyncio.Queue[WarmWorker] = asyncio.Queue()
+        for worker in self._single:
+            self._idle.put_nowait(worker)
 
     async def start(self, at_once: int) -> None:
         """Start the workers: one for each run at once, or a few that runs share.
@@ -68,19 +75,26 @@ class WarmAgent(Agent):
 
     async def stop(self) -> None:
         """End the workers, whatever they do."""
-        await asyncio.gather(*(worker.kill() for worker in self._workers))
+        await asyncio.gather(*(worker.kill() for worker in (*self._workers, *self._single)))
 
     async def run(self, request: Request) -> Result:
-        """Run the function in the worker that has least to do.
+        """Run the function in the worker that has least to do, or in one of its own.
 
         Raises:
             RunLost: its worker was killed because another run in it took too long.
+            WorkerCrashed: its worker ended by itself, and this was not the only run in it.
         """
-        return await min(self._workers, key=lambda worker: worker.busy).run(request)
+        if not request.alone:
+            return await min(self._workers, key=lambda worker: worker.busy).run(request)
+        worker = await self._idle.get()
+        try:
+            return await worker.run(request)
+        finally:
+            self._idle.put_nowait(worker)
 
 
 class WarmWorker:
-    """One worker process, which is started when it is needed, and again after it has ended."""
+    """Keep one worker process, which is started when it is needed, and again after it has ended."""
 
     def __init__(self, function: Function) -> None:
         """Store what it runs."""
@@ -147,6 +161,7 @@ class WarmWorker:
 
         Raises:
             RunLost: see `WarmAgent.run`.
+            WorkerCrashed: likewise.
         """
         self.busy += 1
         try:
@@ -199,17 +214,18 @@ class WarmWorker:
                 if answer is not None and not answer.done():
                     answer.set_result(told)
         _kill_group(process)
-        status = await self._ended(process)
-        for answer in self._waiting.values():
-            if answer.done():
-                continue
+        words = status_words(await self._ended(process)) or "exit status 0"
+        detail = f"the worker ended; see {self._function.log_file}"
+        left = [answer for answer in self._waiting.values() if not answer.done()]
+        for answer in left:
             if self._killed:
                 answer.set_exception(RunLost("its worker was stopped for the sake of another run"))
-            else:
-                words = status_words(status) or "exit status 0"
-                answer.set_result(
-                    {"error": words, "detail": f"the worker ended; see {self._function.log_file}"}
+            elif len(left) > 1:
+                answer.set_exception(
+                    WorkerCrashed(f"{words} with {len(left)} runs in it: {detail}")
                 )
+            else:
+                answer.set_result({"error": words, "detail": detail})
 
     async def kill(self) -> None:
         """End the process; runs that are under way in it are lost."""

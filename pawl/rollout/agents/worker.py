@@ -1,4 +1,4 @@
-"""A warm worker: imports an agent's function once, and runs it for one task after another.
+"""Import an agent's function once, and run it for one task after another: a warm worker.
 
 A program of its own, started by `pawl.rollout.agents.warm`, that needs the standard library alone.
 Requests come on standard input and replies leave on standard output, one JSON object a line. What
@@ -24,7 +24,7 @@ KEPT_ERRORS = 2000
 
 
 class Worker:
-    """Runs a function, one task at a time, or several where it is safe (`shared`)."""
+    """Run a function, one task at a time, or several where it is safe (`shared`)."""
 
     def __init__(
         self, function: Callable[..., Any], model_is_told: bool, replies: BinaryIO

@@ -1,11 +1,11 @@
 """The dashboard against a live scrape: what it asks a proxy for is what a proxy says."""
 
-import asyncio
 from typing import Any, Final
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.integration.conftest import Proxy
+from tests.support.waiting import awaited
 from tests.unit.deploy.test_dashboards import Selector, dashboard_queries, selectors
 
 # The trainer's metrics, once it trains, and the steward's; they are checked against their
@@ -18,7 +18,6 @@ TRAINERS: Final = (
 # What only a policy that explores makes; `test_exploring.py` looks at its samples.
 EXPLORING: Final = "pawl_calls_explored"
 STRICT: Final[dict[str, Any]] = {"name": "f", "strict": True, "parameters": {"type": "object"}}
-TRIES: Final = 50
 
 
 async def scrape(proxy: Proxy) -> dict[str, set[str]]:
@@ -67,13 +66,11 @@ async def test_what_the_dashboard_asks_for_is_in_the_scrape(proxy: Proxy) -> Non
     }
     assert len({selector.series for selector in asked}) > 15
 
-    for _ in range(TRIES):
-        # A call is counted once its reply has left.
-        missing = not_in(await scrape(proxy), asked)
-        if not missing:
-            break
-        await asyncio.sleep(0.1)
-    assert missing == {}
+    async def missing() -> dict[str, list[str]]:
+        return not_in(await scrape(proxy), asked)
+
+    # A call is counted once its reply has left.
+    assert await awaited(missing, lambda names: not names) == {}
 
 
 async def test_a_reward_is_seen_by_the_version_that_earned_it(proxy: Proxy) -> None:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
@@ -20,6 +19,7 @@ import pytest
 
 from benchmarks.wheel import CACHE, installed_wheel
 from tests.integration.conftest import free_port
+from tests.support.waiting import until
 from tests.unit.deploy.test_compose import image_environment, instructions, last_stage
 
 ROOT: Final = Path(__file__).parents[3]
@@ -213,10 +213,7 @@ def is_healthy(image: Stage, environment: Mapping[str, str]) -> bool:
     return done.returncode == 0
 
 
-def test_the_health_check_tells_up_from_down(image: Stage, listening: dict[str, str]) -> None:
-    deadline = time.monotonic() + UP_S
-    while not is_healthy(image, listening):
-        assert time.monotonic() < deadline, "it did not come up"
-        time.sleep(0.1)
+async def test_the_health_check_tells_up_from_down(image: Stage, listening: dict[str, str]) -> None:
+    await until(lambda: is_healthy(image, listening), UP_S)
     nowhere = listening | {"PAWL_ADMIN_LISTEN": f"127.0.0.1:{free_port()}"}
     assert not is_healthy(image, nowhere)

@@ -18,9 +18,10 @@ from store.embedded.server import EmbeddedPostgres
 from store.ids import new_id
 from store.read.episodes import episode_ids
 from tests.conftest import psql, url_of
-from tests.integration.conftest import Proxy, eventually, running, settings_for
+from tests.integration.conftest import Proxy, running, settings_for
 from tests.support.records import captured, reward, statement
 from tests.support.servers.fake_upstream import FakeUpstream
+from tests.support.waiting import eventually
 
 # A whole frame that is none of ours.
 FOREIGN = HEADER.pack(3, crc32(b"\x93\x01\x02")) + b"\x93\x01\x02"

@@ -10,10 +10,11 @@ from proxy.calls import answering, asking, recording, routing
 from proxy.calls import call as steps
 from proxy.intake import reading
 from proxy.metrics import UNFORESEEN
-from tests.integration.conftest import Proxy, eventually
+from tests.integration.conftest import Proxy
 from tests.integration.faults.test_durability import ledger
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.servers.raw_upstream import post, raw_ask
+from tests.support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 BODY = b'{"model":"m","messages":[{"role":"user","content":"q"}]}'

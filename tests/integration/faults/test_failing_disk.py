@@ -4,16 +4,13 @@ import asyncio
 import errno
 import os
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.values import MutexValue
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.chaos.ledger import kept
@@ -26,13 +23,12 @@ from proxy.spool.recorder import Recorder
 from proxy.spool.segments import encode_frame
 from proxy.spool.spool import Spool
 from store.read.episodes import episode_ids, read_episodes
-from tests.integration.conftest import eventually
 from tests.integration.faults.test_durability import assert_adds_up, ledger
 from tests.support.records import captured
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.servers.raw_upstream import post, raw_ask
+from tests.support.waiting import eventually, until
 
-DROPPED_TOTAL = "pawl_records_dropped_total"
 EIO = OSError(errno.EIO, "Input/output error")
 # What a commit needs of the disk, and what comes after one that failed.
 CALLS = ["write", "fdatasync", "ftruncate", "close", "open", "fstat", "fsync", "rename", "unlink"]
@@ -151,8 +147,7 @@ async def test_a_disk_that_hangs_is_given_up_and_used_again_once_it_answers(
     )
     frame = encode_frame(captured())
     first = spool.append(frame, "first")
-    await asyncio.sleep(0.1)
-    assert spool.under_way_s() > 0
+    await until(lambda: spool.under_way_s() > 0)
     second = spool.append(frame, "second")
     assert [await asyncio.wait_for(f, 2) for f in (first, second)] == [False, False]
     # Nothing is gathered for a disk that does not answer.
@@ -218,150 +213,6 @@ async def test_a_record_that_cannot_be_encoded_is_dropped_and_counted(tmp_path: 
     assert not await recorder.take(captured("\ud800"), "c", None)
     assert await recorder.take(captured("e"), "c", None)
     assert ledger()["pawl_records_dropped_total"] == before + 1
-    await recorder.close()
-
-
-def mounted(folder: Path, options: str) -> Iterator[Path]:
-    """A disk of its own, from mount(8)'s options."""
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False).returncode:
-        pytest.skip("no disk can be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk on which five files can be, its root among them."""
-    yield from mounted(tmp_path, "size=64k,nr_inodes=5")
-
-
-@pytest.fixture
-def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk that takes a reserve, and can be filled with a file."""
-    yield from mounted(tmp_path, "size=4m")
-
-
-def fill(disk: Path) -> None:
-    with (disk / "balloon").open("wb", buffering=0) as balloon, suppress(OSError):
-        while True:
-            balloon.write(bytes(4096))
-
-
-async def incomplete(engine: AsyncEngine) -> set[str]:
-    async with engine.connect() as connection:
-        found = await read_episodes(connection, await episode_ids(connection))
-    return {e.key for e in found if "lost" in (e.quarantined_reason or "")}
-
-
-@pytest.mark.parametrize("frames", [20, 700])
-async def test_a_full_disk_takes_the_mark_of_what_it_lost_before_anybody_is_answered(
-    engine: AsyncEngine, full_disk: Path, frames: int
-) -> None:
-    before = ledger()["pawl_records_dropped_total"]
-    recorder = Recorder(full_disk, segment_bytes=2**20, recent=Recent())
-    assert await recorder.take(captured("whole"), "c0", None)
-    fill(full_disk)
-    # The last page of the segment has room for a few.
-    episodes = [f"e-{number}" for number in range(frames)]
-    lost = [e for e in episodes if not await recorder.take(captured(e), "c", None)]
-    assert len(lost) > frames // 4
-    # Nothing of it is in memory: the worker may be killed now, and the disk is still full.
-    assert recorder._gaps == {}
-    assert ledger()["pawl_records_dropped_total"] == before + len(lost)
-    drainer = Drainer(full_disk, lambda: engine, batch=100)
-    while await drainer.drain_once():
-        pass
-    assert await incomplete(engine) == set(lost)
-    (full_disk / "balloon").unlink()
-    assert await recorder.take(captured("later"), "c", None)
-    fill(full_disk)
-    # There is a reserve again.
-    while await recorder.take(captured("again"), "c", None):
-        pass
-    assert recorder._gaps == {}
-    await recorder.close()
-    while await drainer.drain_once():
-        pass
-    assert await incomplete(engine) == {*lost, "again"}
-    await drainer.count()
-    assert_adds_up()
-    assert not list(full_disk.glob("0/*.seg"))
-    assert not list(full_disk.glob("0/*.open"))
-
-
-async def test_a_reserve_that_somebody_removed_takes_no_mark(full_disk: Path) -> None:
-    recorder = Recorder(full_disk, segment_bytes=2**20, recent=Recent())
-    assert await recorder.take(captured("whole"), "c0", None)
-    fill(full_disk)
-    for reserve in full_disk.glob("0/*.open"):
-        if not reserve.stat().st_size:
-            reserve.unlink()
-    fill(full_disk)
-    while await recorder.take(captured("lost"), "c", None):
-        pass
-    assert list(recorder._gaps) == ["lost"]
-    (full_disk / "balloon").unlink()
-    assert await recorder.take(captured("later"), "c", None)
-    await recorder.close()
-
-
-async def test_marks_beyond_the_reserve_wait_in_memory(
-    engine: AsyncEngine, full_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recording, "RETRY_S", 0.05)
-    recorder = Recorder(full_disk, segment_bytes=2**20, recent=Recent())
-    assert await recorder.take(captured("whole"), "c0", None)
-    fill(full_disk)
-    long = "e" * 600_000
-    for episode in ("1" + long, "2" + long):
-        assert not await recorder.take(captured(episode), "c", None)
-    assert list(recorder._gaps) == ["2" + long]
-    (full_disk / "balloon").unlink()
-
-    async def told() -> bool:
-        return not recorder._gaps
-
-    assert await eventually(told)
-    await recorder.close()
-
-
-async def test_at_every_step_of_a_refusal_the_counts_add_up(
-    tmp_path: Path, failing: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = []
-    count = MutexValue.inc
-
-    def counted(self: Any, amount: float) -> None:
-        count(self, amount)
-        steps.append(ledger())
-
-    recorder = Recorder(tmp_path, segment_bytes=2**20, recent=Recent())
-    failing("write", "ftruncate")
-    before = ledger()
-    monkeypatch.setattr(MutexValue, "inc", counted)
-    assert not await recorder.take(captured("e"), "c", None)
-    await recorder.close()
-    assert steps
-    for step in steps:
-        recorded, dropped = (
-            step[name] - before[name] for name in ("pawl_records_total", DROPPED_TOTAL)
-        )
-        assert recorded == dropped
-    assert steps[-1][DROPPED_TOTAL] == before[DROPPED_TOTAL] + 1
-
-
-async def test_a_worker_starts_on_a_full_disk_and_writes_once_there_is_room(
-    small_disk: Path,
-) -> None:
-    fillers = [small_disk / name for name in ("w", "x", "y", "z")]
-    for filler in fillers:
-        filler.write_bytes(b"")
-    recorder = Recorder(small_disk, segment_bytes=2**20, recent=Recent())
-    assert not await recorder.take(captured("e"), "c", None)
-    for filler in fillers:
-        filler.unlink()
-    assert await recorder.take(captured("e"), "c", None)
     await recorder.close()
 
 

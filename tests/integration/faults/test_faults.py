@@ -3,10 +3,8 @@
 `docs/decisions/016-faults.md` has the table.
 """
 
-import asyncio
 import gzip
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
@@ -18,10 +16,10 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.http.wire import HOP_BY_HOP
-from proxy.metrics import RECORDED
 from store.updates.policies import ensure_base
-from tests.integration.conftest import Proxy, eventually, running, settings_for
+from tests.integration.conftest import Proxy, running, settings_for
 from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream, says
+from tests.support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 APIS = {
@@ -246,138 +244,6 @@ async def test_a_torn_whole_reply_is_502_in_the_words_of_its_api(
     async with proxy.engine.connect() as connection:
         kept = await connection.scalar(text("SELECT reply_raw FROM transitions"))
     assert kept == ODD[:-1]
-
-
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("said", [b"", EVENTS + chunked(b'data: {"choices":[]}\n\n')])
-async def test_a_client_that_leaves_stops_the_upstream_within_a_second(
-    proxy: Proxy, upstream: RawUpstream, said: bytes, half: bool
-) -> None:
-    """One that closes only its sending half has left too."""
-    upstream.script = says(said, then="hang")
-    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
-    writer.write(post(CHAT, APIS[CHAT]))
-    await upstream.asked.wait()
-    if said:
-        await reader.readuntil(b"\r\n\r\n")
-    upstream.left.clear()
-    if half:
-        writer.write_eof()
-    else:
-        writer.close()
-    await asyncio.wait_for(upstream.left.wait(), 1.0)
-    assert (await proxy.only_call()).status == "client_gone"
-    writer.close()
-
-
-async def test_a_client_that_leaves_while_it_uploads(proxy: Proxy, upstream: RawUpstream) -> None:
-    """Half a request is no call: the upstream is not asked, and there is nothing to record."""
-    recorded = RECORDED._value.get()
-    _, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
-    writer.write(post(CHAT, APIS[CHAT])[:-1])
-    await asyncio.sleep(0.1)
-    writer.close()
-    # What is passed on as it comes has begun there, and is broken off there.
-    _, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
-    writer.write(post("/v1/embeddings", b"12345")[:-1])
-    await upstream.asked.wait()
-    upstream.left.clear()
-    writer.close()
-    await asyncio.wait_for(upstream.left.wait(), 1.0)
-    assert [head.split()[1] for head in upstream.heads] == [b"/v1/embeddings"]
-    assert upstream.bodies == []
-    await asyncio.sleep(0.3)
-    assert RECORDED._value.get() == recorded
-
-
-async def test_a_silent_upstream_is_504_before_the_head(
-    proxy: Proxy, upstream: RawUpstream
-) -> None:
-    upstream.script = says(then="hang")
-    began = time.monotonic()
-    response = await proxy.chat()
-    assert SILENCE_S <= time.monotonic() - began < SILENCE_S + 2
-    assert (response.status, response.headers["x-pawl-fault"]) == (504, "upstream")
-    assert response.json["error"]["code"] == "upstream_silent"
-    assert (await proxy.only_call()).status == "upstream_error"
-    await asyncio.wait_for(upstream.left.wait(), 1.0)
-
-
-async def test_a_silent_upstream_tears_what_has_begun(proxy: Proxy, upstream: RawUpstream) -> None:
-    event = b'data: {"choices":[]}\n\n'
-    upstream.script = says(EVENTS + chunked(event), then="hang")
-    reply = await raw_ask(port_of(proxy), post(CHAT, APIS[CHAT]))
-    content = unchunked(reply.partition(b"\r\n\r\n")[2] + b"0\r\n\r\n")
-    assert content.startswith(event + ERROR_EVENTS[CHAT])
-    assert b"silent" in content
-    upstream.script = says(sized(b"200 OK", ODD, JSON)[:-1], then="hang")
-    reply = await raw_ask(port_of(proxy), post(CHAT, APIS[CHAT]))
-    assert reply.startswith(b"HTTP/1.1 502 ")
-    assert b"silent" in reply
-    calls = [call for episode in await proxy.episodes(2) for call in episode.calls]
-    assert [call.status for call in calls] == ["truncated"] * 2
-
-
-async def test_an_upstream_that_says_a_little_now_and_then_is_not_silent(
-    proxy: Proxy, upstream: RawUpstream
-) -> None:
-    pieces = [chunked(b": still thinking\n\n")] * 4 + [chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n"]
-    upstream.script = says(EVENTS, *pieces, pause_s=0.4 * SILENCE_S)
-    reply = await raw_ask(port_of(proxy), post(CHAT, APIS[CHAT]))
-    assert unchunked(reply.partition(b"\r\n\r\n")[2]).endswith(b"data: [DONE]\n\n")
-
-
-async def test_a_slow_uploader_is_waited_for(proxy: Proxy, upstream: RawUpstream) -> None:
-    """Longer than the upstream may be silent: it is not the upstream who keeps us waiting."""
-    for path in (CHAT, "/v1/embeddings"):
-        request = post(path, APIS[CHAT])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
-        for at in range(5):
-            cut = len(request) - 5 + at
-            writer.write(request[:cut] if at == 0 else request[cut - 1 : cut])
-            await asyncio.sleep(0.35 * SILENCE_S)
-        writer.write(request[-1:])
-        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
-        writer.close()
-        assert upstream.bodies[-1] == APIS[CHAT]
-
-
-async def test_a_slow_reader_slows_the_upstream_down(proxy: Proxy, upstream: RawUpstream) -> None:
-    line = b"data: " + b"x" * 65_528 + b"\n\n"
-    lines = 512
-
-    async def much(server: RawUpstream, writer: asyncio.StreamWriter) -> None:
-        await server.say(writer, EVENTS)
-        for _ in range(lines):
-            await server.say(writer, chunked(line))
-        await server.say(writer, chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n")
-
-    upstream.script = much
-    reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy), limit=2**16)
-    writer.write(post(CHAT, APIS[CHAT]))
-    await reader.readuntil(b"\r\n\r\n")
-    await asyncio.sleep(1.0)
-    waiting = upstream.said
-    await asyncio.sleep(1.0)
-    # The sockets' buffers and ours are full; nothing more is taken from the upstream.
-    assert upstream.said == waiting < lines * len(line) / 2
-    received = bytearray()
-    while data := await reader.read(2**20):
-        received += data
-    writer.close()
-    assert len(unchunked(bytes(received))) == lines * len(line) + len(b"data: [DONE]\n\n")
-
-
-async def test_a_refused_upload_reads_why(proxy: Proxy, upstream: RawUpstream) -> None:
-    """The answer arrives although the client is still sending."""
-    _, writer = pair = await asyncio.open_connection("127.0.0.1", port_of(proxy))
-    body = b"x" * (8 * 2**20)
-    writer.write(post(CHAT, body))
-    reply = await pair[0].read()
-    writer.close()
-    assert reply.startswith(b"HTTP/1.1 413 ")
-    assert json.loads(parts(reply)[2])["error"]["type"] == "invalid_request_error"
-    assert upstream.heads == []
 
 
 async def test_an_upstream_that_is_not_there(

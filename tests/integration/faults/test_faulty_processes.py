@@ -21,9 +21,9 @@ from benchmarks.chaos.ledger import kept
 from benchmarks.chaos.load import Load
 from benchmarks.chaos.scrape import Scrapes, drained
 from benchmarks.chaos.stand import Stand, standing
-from tests.integration.conftest import eventually
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream
+from tests.support.waiting import eventually
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"q"}],"stream":true}'
 CHAT = post("/v1/chat/completions", BODY)

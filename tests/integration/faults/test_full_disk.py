@@ -16,9 +16,9 @@ import pytest
 from benchmarks.chaos.load import fetch
 from benchmarks.chaos.scrape import Scrapes, scrape
 from benchmarks.chaos.stand import Stand
-from tests.integration.conftest import eventually
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.servers.raw_upstream import post, raw_ask
+from tests.support.waiting import eventually
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"q"}]}'
 CHAT = post("/v1/chat/completions", BODY)

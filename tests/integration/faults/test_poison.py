@@ -1,8 +1,6 @@
 """No record, whatever is in it, keeps the others from being stored; and no bug buries them all."""
 
 import asyncio
-import os
-import stat
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +9,18 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.spool import replay
-from proxy.calls.capture import Frame, Tape
-from proxy.keeper import backlog, entries, settling
+from proxy.calls.capture import Frame
+from proxy.keeper import entries
 from proxy.keeper.drain import Drainer
-from proxy.spool.segments import HEAD_BYTES, encode_frame
-from proxy.spool.spool import Spool
+from proxy.spool.segments import encode_frame
 from store.ids import new_id
 from store.read.episodes import episode_ids
 from store.records import CallRecord, SpoolRecord
 from store.write.ingest import Ingester
-from tests.integration.conftest import Proxy, eventually
+from tests.integration.conftest import Proxy
 from tests.integration.faults.test_durability import assert_adds_up, ledger
 from tests.support.records import captured, reward
+from tests.support.waiting import eventually
 
 
 @dataclass
@@ -264,187 +261,6 @@ async def test_counting_what_was_stored_never_stops_the_drain(
     spooled.write(captured("a"), captured("b"))
     await spooled.drain()
     assert (await spooled.stored(), spooled.segments()) == (2, [])
-
-
-async def test_few_bytes_that_stand_for_very_many_are_not_inflated(
-    engine: AsyncEngine, tmp_path: Path
-) -> None:
-    tape = Tape()
-    for _ in range(64):
-        tape.add(b"\0" * 2**20)
-    reply, deflated = tape.take()
-    assert deflated
-    assert len(reply) < 2**20
-    drainer = Drainer(tmp_path, lambda: engine, batch=10, most_reply=2**20)
-    spooled = Spooled(tmp_path, engine, drainer)
-    spooled.write(captured("bomb", reply=reply, deflated=True), captured("a"))
-    await spooled.drain()
-    assert (await spooled.stored(), len(spooled.letters())) == (1, 1)
-    assert "PAWL_MAX_REPLY_MB" in spooled.reasons()
-    # With more room it is stored after all.
-    assert await replay(tmp_path, engine) == (1, [])
-    assert (await spooled.stored(), spooled.letters()) == (2, [])
-    assert_adds_up()
-
-
-async def test_a_flipped_bit_costs_one_record(spooled: Spooled) -> None:
-    path = spooled.write(*[captured(f"e{n}") for n in range(5)])
-    data = bytearray(path.read_bytes())
-    data[len(data) // 5 + HEAD_BYTES // 2] ^= 1
-    path.write_bytes(data)
-    await spooled.drain()
-    assert (await spooled.stored(), len(spooled.letters())) == (4, 1)
-    assert "damaged" in spooled.reasons()
-    assert spooled.segments() == []
-
-
-async def test_damage_in_a_segment_that_grows_hides_nothing(
-    engine: AsyncEngine, tmp_path: Path
-) -> None:
-    spool = Spool(tmp_path / "0", segment_bytes=2**20)
-    for number in range(4):
-        await spool.append(encode_frame(captured(f"e{number}")))
-    [path] = [path for path in tmp_path.glob("0/*.open") if path.stat().st_size]
-    with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 4 + 20)
-        file.write(b"\xff\xff")
-    spooled = Spooled(tmp_path, engine, Drainer(tmp_path, lambda: engine, batch=10))
-    await spooled.drainer.count()
-    assert_adds_up()
-    await spooled.drain()
-    assert (await spooled.stored(), len(spooled.letters())) == (3, 1)
-    spool.close()
-    assert_adds_up()
-
-
-async def test_dead_letters_are_private_and_durable_before_their_segment_goes(
-    spooled: Spooled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[str] = []
-    real, unlink = os.fsync, Path.unlink
-
-    def fsync(handle: int) -> None:
-        real(handle)
-        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
-
-    def unlinked(path: Path, missing_ok: bool = False) -> None:
-        if path.suffix == ".seg":
-            synced.append("gone")
-        unlink(path, missing_ok)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Path, "unlink", unlinked)
-    before = os.umask(0)
-    try:
-        path = spooled.write(captured("a"))
-        with path.open("ab") as file:
-            file.write(b"torn")
-        await spooled.drain()
-    finally:
-        os.umask(before)
-    [letter] = spooled.letters()
-    for file in (letter, letter.with_suffix(".reason")):
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert stat.S_IMODE(letter.parent.stat().st_mode) == 0o700
-    assert synced[-1] == "gone"
-    assert set(synced[:-1]) == {
-        letter.name,
-        letter.with_suffix(".reason").name,
-        "dead",
-        spooled.folder.name,
-    }
-    assert synced[-2] == "dead"
-
-
-def test_letters_that_others_could_read_become_private(tmp_path: Path) -> None:
-    folder = tmp_path / "dead"
-    folder.mkdir(mode=0o755)
-    (folder / "x.letter").write_bytes(b"prompt")
-    (folder / "x.letter").chmod(0o644)
-    Drainer(tmp_path, lambda: None, batch=1)
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE((folder / "x.letter").stat().st_mode) == 0o600
-
-
-async def test_a_dead_letter_that_the_disk_does_not_take_waits_and_holds_up_no_other(
-    spooled: Spooled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = settling.bury
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(settling, "bury", full)
-    bad = captured("bad", dialect="none such")
-    first = spooled.write(captured("a"), bad, captured("b"), bad, bad)
-    second = spooled.write(captured("c"))
-    await spooled.drain()
-    assert await spooled.stored() == 3
-    assert (first.exists(), second.exists()) == (True, False)
-    assert spooled.drainer.progress.held == 3
-    assert_adds_up()
-    monkeypatch.setattr(settling, "bury", real)
-    # The next keeper stores again what stands behind the first of them, and loses nothing.
-    spooled.drainer = Drainer(
-        spooled.folder,
-        lambda: spooled.engine,
-        batch=10,
-        counted_before=int(ledger()["pawl_records_spooled"]),
-    )
-    await spooled.drain()
-    assert (await spooled.stored(), len(spooled.letters()), spooled.segments()) == (3, 3, [])
-
-
-async def test_held_letters_are_written_by_the_same_keeper_too(
-    spooled: Spooled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = settling.bury
-    monkeypatch.setattr(settling, "bury", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-    monkeypatch.setattr("proxy.keeper.held.LETTER_AGAIN_S", 0.0)
-    spooled.write(captured("bad", dialect="none such"), captured("a"))
-    await spooled.drain()
-    assert spooled.drainer.progress.held == 1
-    monkeypatch.setattr(settling, "bury", real)
-    await spooled.drain()
-    assert (len(spooled.letters()), spooled.segments()) == (1, [])
-
-
-async def test_a_segment_that_cannot_be_read_holds_up_no_other(
-    spooled: Spooled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = spooled.write(captured("a"))
-    spooled.write(captured("b"))
-    real = backlog.Segment._read
-
-    def read(self: Any, offset: int, size: int) -> Any:
-        if self.path.stem == broken.stem:
-            raise OSError(5, "Input/output error")
-        return real(self, offset, size)
-
-    monkeypatch.setattr(backlog.Segment, "_read", read)
-    await spooled.drain()
-    assert await spooled.stored() == 1
-    assert broken.exists()
-
-
-async def test_a_mark_that_is_damaged_or_cannot_be_written_costs_nothing(
-    spooled: Spooled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = spooled.write(captured("a"), captured("b"))
-    for mark in (b"\xff" * 8, b"junk", (10**6).to_bytes(8), b"\0" * 20):
-        path.with_suffix(".at").write_bytes(mark)
-        assert backlog.Segment(path).stored == backlog.BEGIN
-    path.with_suffix(".at").unlink()
-
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    before = ledger()["pawl_records_stored_total"]
-    await spooled.drain()
-    assert await spooled.stored() == 2
-    assert ledger()["pawl_records_stored_total"] == before + 2
-    assert spooled.segments() == []
 
 
 async def test_readyz_tells_of_a_drain_that_does_not_move(

@@ -12,9 +12,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.metrics import TOO_SLOW
 from store.updates.policies import ensure_base
-from tests.integration.conftest import Proxy, eventually, running, settings_for
+from tests.integration.conftest import Proxy, running, settings_for
 from tests.integration.faults.test_faults import APIS, CHAT, EVENTS, chunked, port_of
 from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream
+from tests.support.waiting import eventually
 
 DEADLINE_S = 1.0
 # A deadline, two sweeps, and what a busy machine takes.

@@ -12,11 +12,11 @@ import structlog
 
 from benchmarks.chaos.stand import Stand
 from pawl.serving.ending import STOP, end
-from tests.integration.conftest import eventually
 from tests.integration.faults.test_faulty_processes import begun, down, slow, up
 from tests.integration.faults.test_slow_clients import asleep, endless
 from tests.support.servers.fake_upstream import fake_upstream
 from tests.support.servers.raw_upstream import post, raw_upstream
+from tests.support.waiting import eventually
 
 # As many of each as the bar has.
 EACH = int(os.environ.get("STALLED_CLIENTS", "100"))

@@ -9,8 +9,8 @@ import pytest
 
 from pawl.demo.agent import WorkingAgent, examine
 from pawl.demo.errors import DemoFailed
-from tests.support.rollouts import until
 from tests.support.servers.fake_proxy import FakeProxy, fake_proxy
+from tests.support.waiting import until
 
 QUESTIONS = [{"id": f"q{n}", "question": f"What is {n}?", "answer": n} for n in range(4)]
 

@@ -17,8 +17,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from benchmarks.wheel import installed_wheel
 from store.read.episodes import episode_ids, read_episodes
 from tests.conftest import ROOT
-from tests.integration.conftest import eventually, free_port
+from tests.integration.conftest import free_port
 from tests.support.servers.fake_upstream import FakeUpstream
+from tests.support.waiting import eventually
 
 MIB = 2**20
 

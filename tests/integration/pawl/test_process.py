@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from pawl.stack.process import Process
-from tests.integration.conftest import eventually
+from tests.support.waiting import eventually
 
 # A server with a child of its own, as vLLM has its engine.
 PARENT = """

@@ -8,8 +8,9 @@ from sqlalchemy import text
 
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode
-from tests.integration.conftest import Proxy, eventually
+from tests.integration.conftest import Proxy
 from tests.support.rollouts import Runner, kill
+from tests.support.waiting import eventually
 
 TASKS = [{"id": f"t{number}", "q": f"q{number}", "a": "2", "seconds": 0.05} for number in range(5)]
 

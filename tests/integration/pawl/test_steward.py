@@ -18,8 +18,9 @@ from pawl.settings import StewardSettings
 from pawl.steward.known import Known
 from pawl.steward.replica import ReplicaKeeper
 from store.updates.policies import ensure_base, promote, set_state
-from tests.integration.conftest import eventually, free_port
+from tests.integration.conftest import free_port
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.waiting import eventually
 from trainer.publishing.server import ModelServer
 
 POLL_S = 0.05

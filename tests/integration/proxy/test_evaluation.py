@@ -8,8 +8,9 @@ from aiohttp import web
 from sqlalchemy import text
 
 from proxy.intake import reading
-from tests.integration.conftest import Proxy, eventually
+from tests.integration.conftest import Proxy
 from tests.support.servers.fake_upstream import FakeUpstream, whole_reply
+from tests.support.waiting import eventually
 
 VERSION = """
     WITH made AS (

@@ -17,9 +17,10 @@ from proxy.exploring.choice import is_chosen
 from store.read.lines import encoded_line
 from store.records import TransitionRow
 from store.updates.policies import ensure_base
-from tests.integration.conftest import Proxy, Reply, eventually, running, settings_for
+from tests.integration.conftest import Proxy, Reply, running, settings_for
 from tests.support.recordings import recordings
 from tests.support.servers.fake_upstream import FakeUpstream
+from tests.support.waiting import eventually
 
 FILE = """
 [[policy]]

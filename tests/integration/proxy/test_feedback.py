@@ -2,7 +2,8 @@
 
 from uuid import uuid4
 
-from tests.integration.conftest import Proxy, eventually
+from tests.integration.conftest import Proxy
+from tests.support.waiting import eventually
 
 
 async def test_a_reward_for_a_known_episode_is_stored(proxy: Proxy) -> None:

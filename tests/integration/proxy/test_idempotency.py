@@ -24,9 +24,10 @@ from store.errors import Refused
 from store.records import FeedbackRecord
 from store.write.feedback_keys import KeyState, forget_keys, give_key_back, take_key
 from store.write.ingest import Ingester
-from tests.integration.conftest import Proxy, eventually, settings_for
+from tests.integration.conftest import Proxy, settings_for
 from tests.support.records import statement
 from tests.support.servers.fake_upstream import FakeUpstream
+from tests.support.waiting import eventually
 
 
 @dataclass

@@ -13,8 +13,9 @@ from sqlalchemy import text
 from benchmarks.chaos.stand import standing
 from benchmarks.hostile import KINDS, MOST_MB, measure
 from store.values.json_limits import MAX_DEPTH
-from tests.integration.conftest import Proxy, eventually
+from tests.integration.conftest import Proxy
 from tests.support.servers.fake_upstream import FakeUpstream, whole_reply
+from tests.support.waiting import eventually
 
 APIS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 CHAT = APIS[0]

@@ -19,8 +19,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.upstreams.listing import SHARED_S
 from proxy.upstreams.upstream import Upstream
 from store.updates.policies import ensure_base, promote, set_state
-from tests.integration.conftest import Proxy, eventually, running, settings_for
+from tests.integration.conftest import Proxy, running, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream, whole_reply
+from tests.support.waiting import eventually
 
 VERSION = "m@1"
 

@@ -10,8 +10,9 @@ from proxy.settings import ProxySettings
 from proxy.upstreams import upstream as module
 from proxy.upstreams.members import Member, SamplingDefaults, Upstreams, open_upstreams
 from proxy.upstreams.upstream import Upstream
-from tests.integration.conftest import Proxy, eventually
+from tests.integration.conftest import Proxy
 from tests.support.servers.fake_upstream import FakeUpstream
+from tests.support.waiting import eventually
 
 
 async def test_twenty_unknown_names_cost_one_look(upstream: FakeUpstream) -> None:

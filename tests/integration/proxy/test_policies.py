@@ -13,8 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.updates import claims
 from store.updates.policies import ensure_base, promote
 from store.updates.ready import ClaimRule
-from tests.integration.conftest import Proxy, eventually, running, settings_for
+from tests.integration.conftest import Proxy, running, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream
+from tests.support.waiting import eventually
 
 FILE = """
 [[policy]]

@@ -9,8 +9,9 @@ from aiohttp import web
 
 from proxy.errors import UpstreamBroke, UpstreamUnreachable
 from proxy.upstreams.upstream import Upstream
-from tests.integration.conftest import eventually, free_port
+from tests.integration.conftest import free_port
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.waiting import eventually
 
 BODY = b'{"model":"m","messages":[]}'
 CHAT = "/v1/chat/completions"

@@ -20,8 +20,9 @@ from proxy.errors import BadUpstreams
 from proxy.upstreams.members import check_upstreams, open_upstreams
 from store.updates.policies import ensure_base, promote
 from tests.conftest import ROOT
-from tests.integration.conftest import Proxy, eventually, running, settings_for
+from tests.integration.conftest import Proxy, running, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
+from tests.support.waiting import eventually
 
 FILE = """
 [[upstream]]

@@ -14,9 +14,9 @@ from store.updates.claims import Claim
 from store.updates.policies import ensure_base, idle_versions, list_versions, promote, set_state
 from store.updates.ready import ClaimRule
 from store.write.ingest import ingest
-from tests.integration.conftest import eventually
 from tests.support.records import call, reward
 from tests.support.updates import claimed, consume_all
+from tests.support.waiting import eventually
 
 RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
 

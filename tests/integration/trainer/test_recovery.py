@@ -2,35 +2,29 @@
 
 import asyncio
 import errno
-import gc
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.connection.engine import make_engine
-from store.errors import ClaimLost
 from store.read.episodes import episode_ids
 from store.read.stats import totals
 from store.records import SpoolRecord
-from store.schema.claimable import episode_policies
 from store.schema.trained import consumptions, updates
 from store.updates import claims, policies
 from store.updates.policies import ensure_base, list_versions
 from store.write.ingest import ingest
-from tests.integration.conftest import free_port
 from tests.support.killing import Killed, killing
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from trainer.batches.rows import Row, bare_row
-from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError, UpstreamAway
+from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
 from trainer.loop import Loop
 from trainer.publishing import adapters
-from trainer.publishing.adapters import NewVersion
 from trainer.publishing.progress import write_progress
 from trainer.publishing.publish import Publisher
 from trainer.publishing.replicas import Replicas
@@ -191,95 +185,6 @@ async def test_an_update_goes_live(bench: Bench) -> None:
     assert not await run_once(bench)
 
 
-async def test_an_update_goes_live_on_every_replica(bench: Bench) -> None:
-    async with fake_model_server() as other:
-        other.logprobs = bench.fake.logprobs
-        async with Replicas([bench.fake.url, other.url]) as servers:
-            loop = bench.loop(servers)
-            await loop.recover()
-            assert await loop.update_once()
-            assert bench.fake.loads == other.loads == ["m@1"]
-            # One was restarted: it alone loads again.
-            other.loaded.clear()
-            await loop.sync_adapters()
-            assert (bench.fake.loads, other.loads) == (["m@1"], ["m@1", "m@1"])
-
-
-async def test_while_a_replica_is_away_training_and_publishing_go_on(bench: Bench) -> None:
-    away = f"http://127.0.0.1:{free_port()}/v1"
-    async with Replicas([away, bench.fake.url]) as servers:
-        loop = bench.loop(servers)
-        await loop.recover()
-        await loop.sync_adapters()
-        assert await loop.update_once()
-        assert await bench.states() == {0: "published", 1: "serving"}
-        await bench.fill("u")
-        await loop.sync_adapters()
-        assert await loop.update_once()
-    assert await bench.states() == {0: "published", 1: "published", 2: "serving"}
-    assert bench.fake.loads == ["m@1", "m@2"]
-
-
-async def test_a_replica_that_is_back_has_what_a_probe_compares_with(bench: Bench) -> None:
-    async with fake_model_server() as other:
-        other.logprobs = bench.fake.logprobs
-        async with Replicas([bench.fake.url, other.url]) as servers:
-            loop = bench.loop(servers)
-            await loop.recover()
-            assert await loop.update_once()
-            await bench.fill("u")
-            # It was restarted after the last sync, in the middle of an update.
-            other.loaded.clear()
-            assert await loop.update_once()
-        assert (await bench.states())[2] == "serving"
-        assert set(other.loaded) == {"m@1", "m@2"}
-
-
-async def test_a_server_whose_engine_died_rejects_no_version(bench: Bench) -> None:
-    bench.fake.engine_is_dead = True
-    with pytest.raises(UpstreamAway):
-        await run_once(bench)
-    assert (await bench.states())[1] == "written"
-    bench.fake.engine_is_dead = False
-    await run_once(bench)
-    assert await bench.states() == {0: "published", 1: "serving"}
-
-
-async def test_a_server_restarted_between_load_and_probe_rejects_no_version(bench: Bench) -> None:
-    bench.fake.forgets = {"m@1"}
-    with pytest.raises(UpstreamAway):
-        await run_once(bench)
-    assert (await bench.states())[1] == "written"
-    await run_once(bench)
-    assert await bench.states() == {0: "published", 1: "serving"}
-
-
-async def test_with_every_replica_away_a_version_waits(bench: Bench) -> None:
-    ports = [free_port(), free_port()]
-    async with Replicas([f"http://127.0.0.1:{port}/v1" for port in ports]) as servers:
-        loop = bench.loop(servers)
-        await loop.recover()
-        with pytest.raises(UpstreamAway):
-            await loop.update_once()
-    assert (await bench.states())[1] == "written"
-    await bench.assert_spent_once(4)
-    async with Replicas([bench.fake.url]) as servers:
-        await bench.loop(servers).recover()
-    assert (await bench.states())[1] == "serving"
-
-
-async def test_a_version_that_one_replica_serves_wrongly_is_taken_from_all(bench: Bench) -> None:
-    async with fake_model_server() as other:
-        other.logprobs["m@1"] = -9.0
-        async with Replicas([bench.fake.url, other.url]) as servers:
-            loop = bench.loop(servers)
-            await loop.recover()
-            await loop.update_once()
-    assert (await bench.states())[1] == "rejected"
-    assert not bench.fake.loaded
-    assert not other.loaded
-
-
 async def test_the_next_update_continues_from_the_serving_version(bench: Bench) -> None:
     await run_once(bench)
     await bench.fill("u")
@@ -428,101 +333,3 @@ async def test_a_restarted_server_gets_its_adapters_back(bench: Bench) -> None:
     async with Replicas([bench.fake.url]) as server:
         await bench.loop(server).sync_adapters()
     assert list(bench.fake.loaded) == ["m@1"]
-
-
-async def stopped(bench: Bench) -> None:
-    """An update that is cancelled, as by SIGTERM, once the learner has begun."""
-    async with Replicas([bench.fake.url]) as server:
-        loop = bench.loop(server)
-        await loop.recover()
-        work = asyncio.create_task(loop.update_once())
-        assert await asyncio.to_thread(bench.learner.begun.wait, 10.0)
-        work.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await work
-
-
-async def claimed(bench: Bench) -> int:
-    async with bench.engine.connect() as connection:
-        found = await connection.scalar(
-            select(func.count()).where(episode_policies.c.claimed_by.is_not(None))
-        )
-    return int(found or 0)
-
-
-async def test_one_that_is_stopped_gives_its_episodes_back_at_once(bench: Bench) -> None:
-    bench.learner.slow = True
-    await stopped(bench)
-    assert await claimed(bench) == 0
-    bench.learner = FakeLearner(bench.fake, bench.folder.resolve())
-    assert await run_once(bench)
-    await bench.assert_spent_once(4)
-
-
-async def test_one_that_is_stopped_logs_no_error(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    bench.learner.slow = True
-    await stopped(bench)
-    gc.collect()
-    assert "Interrupted" not in caplog.text
-
-
-async def test_a_full_disk_is_waited_for_and_nothing_is_trained_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.updates.training.WRITE_AGAIN_S", 0.01)
-    bench.learner.full_disk = 3
-    assert await run_once(bench)
-    assert bench.learner.updates == 1
-    assert await bench.states() == {0: "published", 1: "serving"}
-    assert [path.name for path in (bench.folder / "m").iterdir()] == ["1"]
-    await bench.assert_spent_once(4)
-
-
-async def test_one_that_is_stopped_while_the_disk_is_full_gives_its_episodes_back(
-    bench: Bench,
-) -> None:
-    bench.learner.full_disk = 1
-    await stopped(bench)
-    assert await claimed(bench) == 0
-    assert list((bench.folder / "m").iterdir()) == []
-
-
-async def test_one_whose_claim_another_took_over_writes_nothing_down(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its connection was gone for a while: the other freed the claim, then it wrote its version."""
-    real = adapters.write_version
-
-    def too_late(root: Path, new: NewVersion, save: Callable[[Path], None]) -> Path:
-        monkeypatch.undo()
-
-        async def release() -> None:
-            own = make_engine(bench.engine.url.render_as_string(hide_password=False))
-            async with own.begin() as connection:
-                await claims.release(connection, new.update_id, "taken over")
-            await own.dispose()
-
-        asyncio.run(release())
-        return real(root, new, save)
-
-    monkeypatch.setattr(adapters, "write_version", too_late)
-    with pytest.raises(ClaimLost):
-        await run_once(bench)
-    await bench.assert_spent_once(0)
-    # The number of the version that nobody recorded is not used for other bytes.
-    bench.learner = FakeLearner(bench.fake, bench.folder.resolve())
-    assert await run_once(bench)
-    assert await bench.states() == {0: "published", 2: "serving"}
-    await bench.assert_spent_once(4)
-
-
-async def test_a_schedule_that_has_ended_claims_nothing_more(bench: Bench) -> None:
-    bench.optimizer = OptimizerOptions(schedule="linear", total_steps=2)
-    assert await run_once(bench)
-    await bench.fill("u")
-    assert await run_once(bench)
-    await bench.fill("v")
-    assert not await run_once(bench)
-    assert await claimed(bench) == 8

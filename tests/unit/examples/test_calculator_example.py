@@ -8,7 +8,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.support.waiting import until
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "calculator"
 
@@ -277,14 +278,6 @@ class Lines:
 
     def has_flushed(self, count: int) -> bool:
         return self.flushed == count
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(5000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    pytest.fail("it did not happen in time")
 
 
 def test_each_line_is_worked_on_as_it_arrives_and_a_failure_is_one_attempts() -> None:

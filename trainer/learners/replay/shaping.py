@@ -1,4 +1,4 @@
-"""Make of logits what the server made of its own, in its order (`store.values.distribution`).
+"""Shape logits as the server shaped its own, in its order (`store.values.distribution`).
 
 Masks come after penalties here and before them there: −∞ stays −∞ under every bias and penalty.
 The sampled token always counts as a survivor, though rounding may have put it past an edge that

@@ -45,5 +45,6 @@ def test_a_task_that_no_variable_can_hold_is_left_out() -> None:
 
 
 def test_the_answer_is_not_shown() -> None:
-    assert shown({"q": 1, "answer": 2}, "answer") == {"q": 1}
-    assert shown({"q": 1}, None) == {"q": 1}
+    assert shown({"q": 1, "answer": 2}, {"answer"}) == {"q": 1}
+    assert shown({"q": 1, "answer": 2, "how": 3}, {"answer", "how", "x"}) == {"q": 1}
+    assert shown({"q": 1}, set()) == {"q": 1}

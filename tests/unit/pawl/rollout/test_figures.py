@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pawl.rollout.figures import WAVES, Figures
-from pawl.rollout.journal import Finished, Outcome
+from pawl.rollout.journal import Finished, Outcome, outline
 from pawl.rollout.proxy_view import read_metrics, versions_of
 
 
@@ -25,7 +25,7 @@ RUNS = st.lists(
 def test_waves_and_versions_add_up(runs: list[Finished], planned: int) -> None:
     figures = Figures(planned)
     for number, one in enumerate(runs):
-        figures.add("m@1" if number % 2 else "", one)
+        figures.add("m@1" if number % 2 else "", outline(one))
     counted = [one for one in runs if one.outcome != "abandoned"]
     assert figures.all.runs == len(counted) == sum(wave.runs for wave in figures.waves)
     assert figures.abandoned == len(runs) - len(counted)
@@ -42,8 +42,8 @@ def test_waves_and_versions_add_up(runs: list[Finished], planned: int) -> None:
 def test_a_failure_is_no_reward_of_zero() -> None:
     figures = Figures(4)
     for one in (run("done", 1.0), run("done", 0.0), run("failed", error="exit status 3")):
-        figures.add("", one)
-    figures.add("", run("unjudged", error="judge failed"))
+        figures.add("", outline(one))
+    figures.add("", outline(run("unjudged", error="judge failed")))
     summary = figures.summary(1.26)
     assert summary["reward"] == 0.5
     assert summary["rewarded"] == 2
@@ -58,8 +58,8 @@ def test_a_failure_is_no_reward_of_zero() -> None:
 def test_the_interval_is_wilsons_for_right_and_wrong_and_students_else() -> None:
     binary, graded = Figures(2), Figures(2)
     for first, second in ((binary, 1.0), (graded, 0.5)):
-        first.add("", run("done", 1.0))
-        first.add("", run("done", second))
+        first.add("", outline(run("done", 1.0)))
+        first.add("", outline(run("done", second)))
     assert binary.summary(0)["high"] == 1.0
     assert graded.summary(0)["high"] > 1.0
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pawl.rollout.journal import (
     Finished,
     Key,
     Line,
+    Past,
     Plan,
     Told,
     abandoned,
@@ -29,11 +31,15 @@ PLAN = Plan(tasks="0", samples=2, agent="a", judge="", split=None, policies=("",
 KEYS = [Key("", task, sample) for task in ("t1", "t2", "t3") for sample in (0, 1)]
 
 
+def read(data: bytes, *, again: bool = False) -> Past:
+    return replay(data.splitlines(keepends=True), "j", again=again)
+
+
 class Launch:
     """A runner in miniature: several lanes, each step of which appends one line."""
 
     def __init__(self, data: bytes, number: int) -> None:
-        self.past = replay(data, "j")
+        self.past = read(data)
         self.data = data[: self.past.size]
         self.told: list[str] = []
         self.episode = f"e{number}"
@@ -84,18 +90,31 @@ def test_whenever_it_is_killed_each_run_counts_once(
         told.update(launch.told)
         last = launch.data.rfind(b"\n", 0, len(launch.data) - 1) + 1
         data = launch.data[: max(last, len(launch.data) - cut)] if not is_last else launch.data
-    past = replay(data, "j")
+    past = read(data)
     assert set(past.settled) == set(KEYS)
     assert past.under_way == []
     assert past.untold == []
-    assert {ended.episode for ended in past.settled.values()} <= set(told)
-    assert len({ended.episode for ended in past.settled.values()}) == len(KEYS)
+    counted = settled_runs(data)
+    assert counted.keys() == set(KEYS)
+    assert set(counted.values()) <= set(told)
+    assert len(set(counted.values())) == len(KEYS)
+
+
+def settled_runs(data: bytes) -> dict[Key, str]:
+    """The episode by which each run is settled, as the lines say."""
+    lines = [msgspec.json.decode(text, type=Line) for text in data.splitlines()]
+    keys = {line.episode: line.key for line in lines if isinstance(line, Begun)}
+    return {
+        keys[line.episode]: line.episode
+        for line in lines
+        if isinstance(line, Finished) and line.outcome != "abandoned"
+    }
 
 
 @given(st.integers(0, 2000))
 def test_a_journal_that_is_cut_anywhere_is_read(cut: int) -> None:
     whole = encoded([PLAN, *attempt("e1", KEYS[0]), *attempt("e2", KEYS[1])])
-    past = replay(whole[:cut], "j")
+    past = read(whole[:cut])
     assert past.size <= cut
     assert len(past.settled) + len(past.under_way) <= 2
 
@@ -104,8 +123,8 @@ def test_what_failed_is_done_again_only_if_that_is_wanted() -> None:
     statement = {"metric": "run_failed", "value": 1, "episode": "e1"}
     failed = Finished(episode="e1", outcome="failed", statements=(statement,))
     data = encoded([PLAN, Begun(episode="e1", key=KEYS[0]), failed, Told(episode="e1")])
-    assert set(replay(data, "j").settled) == {KEYS[0]}
-    assert replay(data, "j", again=True).settled == {}
+    assert set(read(data).settled) == {KEYS[0]}
+    assert read(data, again=True).settled == {}
 
 
 @pytest.mark.parametrize(
@@ -121,13 +140,21 @@ def test_what_failed_is_done_again_only_if_that_is_wanted() -> None:
 )
 def test_another_file_is_no_journal(data: bytes, said: str) -> None:
     with pytest.raises(RolloutError, match=said):
-        replay(data, "j")
+        read(data)
 
 
 def test_differing_plans_are_told_by_their_options() -> None:
     other = msgspec.structs.replace(PLAN, samples=3, split="eval")
     assert differences(PLAN, other) == ["-n", "--split"]
     assert differences(PLAN, PLAN) == []
+    assert differences(PLAN, msgspec.structs.replace(PLAN, hidden=("gold",))) == ["--hide"]
+
+
+def test_a_plan_from_before_fields_could_be_hidden_hides_none() -> None:
+    """Its journal goes on."""
+    old = encoded([PLAN]).replace(b',"hidden":[]', b"")
+    assert old != encoded([PLAN])
+    assert read(old).plan == PLAN
 
 
 async def test_a_torn_line_is_written_over(tmp_path: Path) -> None:
@@ -139,7 +166,7 @@ async def test_a_torn_line_is_written_over(tmp_path: Path) -> None:
     journal.append(abandoned("e1"))
     await asyncio.gather(journal.synced(), journal.synced())
     journal.close()
-    assert replay(path.read_bytes(), "j").under_way == []
+    assert read(path.read_bytes()).under_way == []
 
 
 def test_a_file_of_somebody_else_is_left_as_it_is(tmp_path: Path) -> None:
@@ -202,4 +229,41 @@ def test_another_plan_is_refused(tmp_path: Path) -> None:
     journal.open_plan(PLAN)
     with pytest.raises(RolloutError, match="another --command or --python: name another file"):
         journal.open_plan(msgspec.structs.replace(PLAN, agent="b"))
+    journal.close()
+
+
+def test_of_a_long_journal_little_is_kept(tmp_path: Path) -> None:
+    """Neither the outputs, nor what was told; of what is untold the statements alone."""
+    path, runs = tmp_path / "j", 2000
+    with path.open("wb") as file:
+        file.write(encoded([PLAN]))
+        for number in range(runs):
+            begun, finished, told = attempt(f"e{number}", Key("", f"t{number}", 0))
+            assert isinstance(finished, Finished)
+            long = msgspec.structs.replace(finished, output="x" * 10_000, errors="y" * 2_000)
+            file.write(encoded([begun, long, told] if number else [begun, long]))
+    journal = JournalFile(path)
+    tracemalloc.start()
+    try:
+        assert journal.plan() == PLAN
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+        past = journal.open_plan(PLAN)
+        assert tracemalloc.get_traced_memory()[1] < 1000 * runs
+    finally:
+        tracemalloc.stop()
+        journal.close()
+    assert len(past.settled) == runs
+    assert past.settled[Key("", "t7", 0)].metrics == {"reward": 1.0}
+    [untold] = past.untold
+    assert (untold.episode, untold.output, untold.errors) == ("e0", "", "")
+    assert untold.statements == ({"metric": "reward", "value": 1.0, "episode": "e0"},)
+
+
+def test_the_plan_is_read_of_the_first_line_alone(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    path.write_bytes(encoded([PLAN]) + b"no line\n")
+    journal = JournalFile(path)
+    assert journal.plan() == PLAN
+    with pytest.raises(RolloutError, match="line 2 of"):
+        journal.open_plan(PLAN)
     journal.close()

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from pawl.rollout.addresses import Request
-from pawl.rollout.agents.warm import Function, WarmAgent
+from pawl.rollout.agents.warm import ALONE, Function, WarmAgent
+from pawl.rollout.errors import WorkerCrashed
 
 AGENT = """
-import os, time
+import asyncio, os, time
 
 def daemon(task):
     if os.fork() == 0:
@@ -25,6 +26,12 @@ def daemon(task):
 
 def environment(task):
     return dict(os.environ)
+
+async def together(task, base_url):
+    await asyncio.sleep(task.get("after", 0))
+    if "status" in task:
+        os._exit(task["status"])
+    return os.getpid()
 """
 
 
@@ -39,7 +46,11 @@ def agent(folder: Path, name: str) -> WarmAgent:
 
 
 def request(
-    limit_s: float = 20.0, environment: dict[str, str] | None = None, **task: object
+    limit_s: float = 20.0,
+    environment: dict[str, str] | None = None,
+    *,
+    alone: bool = False,
+    **task: object,
 ) -> Request:
     return Request(
         episode="e",
@@ -48,6 +59,7 @@ def request(
         model=None,
         environment=environment or {},
         limit_s=limit_s,
+        alone=alone,
     )
 
 
@@ -86,3 +98,38 @@ async def test_a_task_that_no_variable_can_hold_is_not_that_of_the_run_before(
     results = [await warm.run(request(environment=env)) for env in ({"ROLLOUT_TASK": "{}"}, {})]
     await warm.stop()
     assert ["ROLLOUT_TASK" in result.output for result in results] == [True, False]
+
+
+async def test_a_crash_is_nobodys_failure_where_several_ran_and_one_runs_own_alone(
+    folder: Path,
+) -> None:
+    warm = agent(folder, "together")
+    await warm.start(8)
+    crash = {"status": 3, "after": 0.5}
+    runs = [request(**task) for task in ({"after": 9}, crash, {"after": 9})]
+    ends = await asyncio.gather(*map(warm.run, runs), return_exceptions=True)
+    assert [type(end) for end in ends] == [WorkerCrashed] * 3
+    # The one that shares a worker with nobody is to blame, wherever it runs.
+    assert (await warm.run(request(status=3))).error == "exit status 3"
+    assert (await warm.run(request(status=3, alone=True))).error == "exit status 3"
+    await warm.stop()
+
+
+async def test_runs_alone_share_no_worker_with_others_and_there_are_a_few_of_them(
+    folder: Path,
+) -> None:
+    warm = agent(folder, "together")
+    await warm.start(16)
+    runs = [request(after=0.2, alone=alone) for alone in (True, False) for _ in range(ALONE + 2)]
+    results = await asyncio.gather(*map(warm.run, runs))
+    alone, shared = (
+        [r.value for r in results[part]] for part in (slice(ALONE + 2), slice(ALONE + 2, None))
+    )
+    assert len(set(alone)) == ALONE
+    assert len(set(shared)) == 1
+    assert not set(alone) & set(shared)
+    # A crash among those that are alone is no other's.
+    runs = [request(after=1, alone=True), request(status=3, alone=True), request(after=1)]
+    results = await asyncio.gather(*map(warm.run, runs))
+    assert [result.error for result in results] == [None, "exit status 3", None]
+    await warm.stop()
