@@ -101,7 +101,7 @@ async def test_the_rest_of_a_long_body_comes_in_turns() -> None:
         for fed in (one, two):
             fed.put(bytes(10))
             assert fed.waiting
-        while one.waiting or two.waiting:
+        while one.waiting or two.waiting:  # noqa: ASYNC110
             await asyncio.sleep(0)
     assert order == ["one", "two"] * 3
 
