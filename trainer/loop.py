@@ -227,6 +227,9 @@ class Loop:
             LearnerError: some rows cannot be computed with, or most were sampled by a server that
                 is at fault.
         """
+        if self._recipe.kept is not None:
+            # Nothing is compared with what sampled the rows.
+            return plan_update(claim, self._recipe)
         lost = await self._training.lost_versions(claim)
         unreplayed = await self._training.unreplayed(claim)
         plan = plan_update(claim, self._recipe, lost, unreplayed)

@@ -97,7 +97,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--target", choices=["proxy", "trainer"], default="proxy")
     parser.add_argument("--workers", type=int, default=2, help="of the proxy (2)")
     parser.add_argument(
-        "--learner", choices=["grpo", "ppo"], default="grpo", help="of the trainer (grpo)"
+        "--learner", choices=["grpo", "ppo", "sft"], default="grpo", help="of the trainer (grpo)"
     )
     parser.add_argument(
         "--baseline",

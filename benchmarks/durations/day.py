@@ -194,7 +194,7 @@ class _Run:
             for one in group:
                 taken += 1
                 one.lag = self.serving.number - one.version
-                one.fate = self._fate(one) if ready.has_spread else "no_spread"
+                one.fate = self._fate(one) if ready.has_signal else "no_spread"
                 is_trained |= one.fate == "trained"
         if is_trained:
             self.claimed = now

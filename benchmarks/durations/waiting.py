@@ -20,7 +20,7 @@ class Ready(Record, frozen=True, kw_only=True):
 
     task: int
     age_s: float
-    has_spread: bool
+    has_signal: bool
     first: float
     last: float
     newest: int
@@ -100,7 +100,7 @@ class Waiting:
         return Ready(
             task=task,
             age_s=now - first,
-            has_spread=len({one.reward for one in compared}) > 1,
+            has_signal=len({one.reward for one in compared}) > 1,
             first=first,
             last=max(one.scored for one in own),
             newest=max(one.version for one in own),
@@ -111,9 +111,9 @@ class Waiting:
         placed = sorted(
             ready, key=lambda one: self._order(one.last, one.newest, one.first, one.task)
         )
-        with_spread = [one for one in placed if one.has_spread][:most]
-        without = [one for one in placed if not one.has_spread][:most]
-        kept = {one.task for one in (*with_spread, *without)}
+        with_signal = [one for one in placed if one.has_signal][:most]
+        without = [one for one in placed if not one.has_signal][:most]
+        kept = {one.task for one in (*with_signal, *without)}
         return [one for one in placed if one.task in kept]
 
     def _members(self, task: int) -> list[Episode]:

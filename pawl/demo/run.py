@@ -324,9 +324,10 @@ def questions_a_wave(recipe: Recipe) -> int:
     """Return how many questions always come to an update.
 
     Where groups are compared within themselves those with and those without spread are claimed
-    apart: of twice as many as an update needs, one kind or the other is enough.
+    apart, and where successes are imitated those with and those without one: of twice as many as an
+    update needs, one kind or the other is enough.
     """
-    apart = baselines()[recipe.credit.baseline].needs_group
+    apart = baselines()[recipe.credit.baseline].needs_group or recipe.kept is not None
     return recipe.claim.groups * (2 if apart else 1)
 
 

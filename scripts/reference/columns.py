@@ -158,7 +158,7 @@ TRAINING: Final = {
     "consumptions.update_id": "Update that spent it.",
     "consumptions.trained": "Whether it carried loss.",
     "consumptions.reason": "Why it did not, such as `stale`, `aged`, `alone`, `damaged`, "
-    "`non_finite` or `too_long`.",
+    "`non_finite`, `too_long` or `low_reward`.",
     "consumptions.at": "Time.",
     "judgements.episode_id": "Episode.",
     "judgements.judge": "Name of the judge.",

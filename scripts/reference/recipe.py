@@ -25,7 +25,8 @@ the default. `default` is used if nothing else is set.
 """
 # Keys of the top level, whose fields have no description of their own.
 TOP: Final = {
-    "learner": 'Learning algorithm: GRPO, or PPO with a critic (its keys: "ppo").',
+    "learner": 'Learning algorithm: GRPO, PPO with a critic (its keys: "ppo"), or SFT on successes '
+    '(its keys: "sft").',
     "dtype": "Precision that the trainer computes in. "
     "`auto` is bfloat16 on a GPU and float32 on a CPU.",
 }
@@ -34,7 +35,9 @@ Some keys are checked together. `claim.smallest_group` must not exceed `claim.gr
 `claim.max_episode_age_s` must exceed `claim.max_age_s`. A baseline that compares within a group
 ({grouped}) needs groups of two or more. `learner = "ppo"` needs `credit.baseline = "none"` and a
 `credit.normalisation` other than `group`, and allows one discount only: `credit.assignment =
-"discounted"` or `ppo.gamma` below 1. With a decaying `optimizer.schedule`, `warmup_steps` must be
+"discounted"` or `ppo.gamma` below 1. `learner = "sft"` needs `credit.baseline = "none"` and
+`credit.normalisation = "none"`, and allows neither `credit.assignment = "discounted"` nor
+`kl.place = "reward"`. With a decaying `optimizer.schedule`, `warmup_steps` must be
 smaller than `total_steps`. `off_policy.sequence_min` to `sequence_max` must contain 1. A malformed
 tool call must score below every clean failure of any tool.
 """

@@ -7,14 +7,15 @@ arrive than are trained, those that have waited longer than others are left over
 
 Groups whose final rewards are all equal teach nothing, or little (AIR may differ), and do not make
 an update: they are taken along, or by themselves, and so consumed
-(docs/decisions/050-an-update-waits-for-signal.md).
+(docs/decisions/050-an-update-waits-for-signal.md). A learner that imitates successes waits for
+groups with one instead (docs/decisions/060-sft.md).
 """
 
 from collections.abc import Sequence
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import text
+from sqlalchemy import TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import Record
@@ -36,7 +37,8 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     With `needs_spread` only groups whose rewards differ count for this. As many others are taken
     along; and where too few differ, `groups` others, or fewer that have waited as long, are taken
     by themselves. What is compared is each episode's newest reward, and `failed_reward` for failed
-    ones without any.
+    ones without any. With `least_reward` the groups that count are those with a member whose reward
+    is not less, of one episode or of several; these members are taken first.
 
     Two kinds of episode count as members after they have been silent for some seconds (None:
     never): a failed one without a reward after `failed_after_s`; one whose only rewards are for
@@ -57,6 +59,7 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     needs_spread: bool = False
     failed_reward: float | None = None
     most_groups: int | None = None
+    least_reward: float | None = None
 
 
 _SCORED = f"""
@@ -115,16 +118,14 @@ _GROUPS = """
         FROM ready WHERE task IS NOT NULL GROUP BY task),
     complete AS (
         SELECT task, newest, first, last, COALESCE(c.members, 0) AS earlier,
-            NOT CAST(:needs_spread AS boolean) OR COALESCE(
-                CASE WHEN g.members >= :group_size THEN g.least < g.most
-                ELSE LEAST(g.least, c.least) < GREATEST(g.most, c.most) END, false) AS has_spread
+            COALESCE({signal}, false) AS has_signal
         FROM found g LEFT JOIN consumed c USING (task)
         WHERE g.members >= :group_size
             OR (g.members + COALESCE(c.members, 0) >= :smallest_group
                 AND first < now() - make_interval(secs => :max_age_s)))
-    SELECT task, extract(epoch FROM now() - first) AS age_s, earlier, has_spread
+    SELECT task, extract(epoch FROM now() - first) AS age_s, earlier, has_signal
     FROM (SELECT *, row_number() OVER (
-              PARTITION BY has_spread
+              PARTITION BY has_signal
               ORDER BY date_trunc('minute', last) DESC, newest DESC, first, task) AS place
           FROM complete) placed
     WHERE place <= :groups ORDER BY date_trunc('minute', last) DESC, newest DESC, first, task
@@ -132,12 +133,21 @@ _GROUPS = """
 _MEMBERS = """
     SELECT m.id, t.task FROM unnest(CAST(:tasks AS text[])) AS t (task) CROSS JOIN LATERAL (
         SELECT id FROM ({ready}) r WHERE r.task = t.task
-        ORDER BY date_trunc('minute', at) DESC, version DESC, at, id LIMIT :group_size) m
+        ORDER BY {best}date_trunc('minute', at) DESC, version DESC, at, id LIMIT :group_size) m
 """
 _SINGLES = """
-    SELECT id, extract(epoch FROM now() - at) AS age_s FROM ({ready}) r
+    SELECT id, extract(epoch FROM now() - at) AS age_s, {has_signal} AS has_signal
+    FROM ({ready}) r WHERE {condition}
     ORDER BY date_trunc('minute', at) DESC, version DESC, at, id LIMIT :groups
 """
+# What makes a group count, of the rewards of those that wait (g) and those consumed earlier (c).
+_ANY_SIGNAL = "true"
+_SPREAD = """CASE WHEN g.members >= :group_size THEN g.least < g.most
+                ELSE LEAST(g.least, c.least) < GREATEST(g.most, c.most) END"""
+_SUCCESS = "g.most >= :least_reward"
+# Of single episodes; and before all others of a group those with the reward that it counts for.
+_IS_SUCCESS = "COALESCE(reward >= :least_reward, false)"
+_BEST_FIRST = f"{_IS_SUCCESS} DESC, "
 # This waits for transactions that hold a member (SKIP LOCKED would claim a group that is not
 # whole). Locks are taken in the order of keys, as everywhere, so that there are no deadlocks.
 _LOCK = text("SELECT FROM episodes WHERE id = ANY(:ids) ORDER BY key FOR NO KEY UPDATE")
@@ -179,6 +189,8 @@ async def find_ready(
         "oldest": oldest,
         "groups": (takes_most and rule.most_groups) or rule.groups,
     }
+    if rule.least_reward is not None:
+        values["least_reward"] = rule.least_reward
     ready = _SCORED
     if rule.call_rewards_after_s is not None:
         ready += _CALL_SCORED
@@ -208,11 +220,23 @@ async def lock_free(connection: AsyncConnection, policy: str, ids: Sequence[UUID
 async def _singles(
     connection: AsyncConnection, rule: ClaimRule, ready: str, values: dict[str, Any]
 ) -> list[UUID]:
-    rows = (await connection.execute(text(_SINGLES.format(ready=ready)), values)).all()
-    if not _enough(rows, rule):
+    rows = chosen_groups((await connection.execute(_singles_of(rule, ready), values)).all(), rule)
+    if not rows:
         return []
     free = await lock_free(connection, rule.policy, [row.id for row in rows])
     return [row.id for row in rows if row.id in free]
+
+
+def _singles_of(rule: ClaimRule, ready: str) -> TextClause:
+    """Return the query of the first episodes; of either kind, where only some of them count."""
+    if rule.least_reward is None:
+        return text(_SINGLES.format(ready=ready, has_signal="true", condition="true"))
+    kinds = {"true": _IS_SUCCESS, "false": f"NOT {_IS_SUCCESS}"}
+    parts = [
+        _SINGLES.format(ready=ready, has_signal=has_signal, condition=condition)
+        for has_signal, condition in kinds.items()
+    ]
+    return text(" UNION ALL ".join(f"({part})" for part in parts))
 
 
 async def _groups(
@@ -223,16 +247,16 @@ async def _groups(
         "group_size": rule.group_size,
         "smallest_group": rule.smallest_group,
         "max_age_s": rule.max_age_s,
-        "needs_spread": rule.needs_spread,
         "failed_reward": rule.failed_reward,
     }
-    query = text(_GROUPS.format(ready=ready, earlier=_EARLIER))
+    query = text(_GROUPS.format(ready=ready, earlier=_EARLIER, signal=_signal_of(rule)))
     rows = chosen_groups((await connection.execute(query, values | limits)).all(), rule)
     if not rows:
         return []
     earlier = {row.task: row.earlier for row in rows}
+    best = "" if rule.least_reward is None else _BEST_FIRST
     chosen = await connection.execute(
-        text(_MEMBERS.format(ready=ready)),
+        text(_MEMBERS.format(ready=ready, best=best)),
         values | {"tasks": list(earlier), "group_size": rule.group_size},
     )
     members: dict[str, list[UUID]] = {}
@@ -248,11 +272,18 @@ async def _groups(
     return taken
 
 
+def _signal_of(rule: ClaimRule) -> str:
+    """Return the condition for a group that counts."""
+    if rule.least_reward is not None:
+        return _SUCCESS
+    return _SPREAD if rule.needs_spread else _ANY_SIGNAL
+
+
 def chosen_groups(rows: Sequence[Any], rule: ClaimRule) -> Sequence[Any]:
     """Return the groups to take, in their order: none while there are too few."""
-    if _enough([row for row in rows if row.has_spread], rule):
+    if _enough([row for row in rows if row.has_signal], rule):
         return rows
-    without = [row for row in rows if not row.has_spread]
+    without = [row for row in rows if not row.has_signal]
     return without if _enough(without, rule) else []
 
 

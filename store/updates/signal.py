@@ -8,16 +8,22 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.schema.claimable import FREE
 from store.updates.ready import ClaimRule
 
-# Whole groups alone, and where an update waits for spread only those whose rewards differ: what is
-# left over of a task waits for more members, or for its age.
+# Whole groups alone, and where an update waits for spread only those whose rewards differ, or for a
+# reward only those with it: what is left over of a task waits for more members, or for its age.
+_COUNTS: Final = (
+    "COALESCE(reward >= CAST(:least_reward AS double precision),"
+    " CAST(:least_reward AS double precision) IS NULL)"
+)
 _GROUPS: Final = text(
     f"""
     SELECT coalesce(sum(members / :group_size), 0) FROM (
-        SELECT count(*) AS members FROM episode_policies
+        SELECT count(*) FILTER (WHERE :group_size > 1 OR {_COUNTS}) AS members
+        FROM episode_policies
         WHERE policy = :policy AND {FREE} AND (task IS NOT NULL OR :group_size = 1)
             AND (scored_at IS NOT NULL OR (:calls_are_paid AND call_scored_at IS NOT NULL))
         GROUP BY task
-        HAVING NOT CAST(:needs_spread AS boolean) OR min(reward) < max(reward)) counted
+        HAVING (NOT CAST(:needs_spread AS boolean) OR min(reward) < max(reward))
+            AND bool_or({_COUNTS})) counted
     """
 )
 
@@ -29,5 +35,6 @@ async def waiting_updates(connection: AsyncConnection, rule: ClaimRule) -> float
         "group_size": rule.group_size,
         "calls_are_paid": rule.call_rewards_after_s is not None,
         "needs_spread": rule.needs_spread and rule.group_size > 1,
+        "least_reward": rule.least_reward,
     }
     return int((await connection.execute(_GROUPS, values)).scalar_one()) / rule.groups

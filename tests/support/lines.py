@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.credit.lines import CreditLine, credit_lines, read_lines
 from trainer.recipes.credit import CreditOptions
+from trainer.recipes.training import SftOptions
 
 
 def reward(value: float, at: int = 0, metric: str = "reward") -> dict[str, Any]:
@@ -49,8 +50,10 @@ def episode(name: str, *feedback: Any, **changes: Any) -> dict[str, Any]:
     return line | changes
 
 
-def credited(lines: Sequence[dict[str, Any]], **rule: Any) -> dict[tuple[str, str], CreditLine]:
+def credited(
+    lines: Sequence[dict[str, Any]], kept: SftOptions | None = None, **rule: Any
+) -> dict[tuple[str, str], CreditLine]:
     """Return what each call is worth, by episode and call."""
     read = read_lines([json.dumps(line).encode() for line in lines], "test")
-    found = credit_lines(read, CreditOptions(**rule))
+    found = credit_lines(read, CreditOptions(**rule), kept)
     return {(line.episode, line.call): line for line in found}

@@ -24,6 +24,7 @@ from trainer.recipes.training import (
     OffPolicyOptions,
     OptimizerOptions,
     PpoOptions,
+    SftOptions,
 )
 
 PLAIN = Distribution(temperature=1.0)
@@ -89,6 +90,18 @@ def ppo_recipe(*, steps: int = 1, kl: KlOptions | None = None, **ppo: Any) -> Re
             "learner": "ppo",
             "credit": CreditOptions(baseline="none", normalisation="batch"),
             "ppo": PpoOptions(**({"epochs": 1, "value_learning_rate": 1e-2} | ppo)),
+            "kl": kl or KlOptions(),
+        }
+    )
+
+
+def sft_recipe(*, kl: KlOptions | None = None, epochs: int = 1, **batch: Any) -> Recipe:
+    """Make the same recipe with SFT."""
+    return recipe(**batch).model_copy(
+        update={
+            "learner": "sft",
+            "credit": CreditOptions(baseline="none", normalisation="none"),
+            "sft": SftOptions(epochs=epochs),
             "kl": kl or KlOptions(),
         }
     )

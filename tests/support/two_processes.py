@@ -7,14 +7,14 @@ import json
 import sys
 from pathlib import Path
 
-from tests.support.training import ppo_recipe, recipe, rows
+from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer.learners.distributed.several import Leader, follow
 from trainer.learners.learner import Learner
 
 
 def main() -> None:
     model, folder = sys.argv[1], Path(sys.argv[2])
-    chosen = {"grpo": recipe(steps=2), "ppo": ppo_recipe(steps=2)}[sys.argv[3]]
+    chosen = {"grpo": recipe, "ppo": ppo_recipe, "sft": sft_recipe}[sys.argv[3]](steps=2)
     learner = Learner(model, chosen, seed=0, scratch=folder / "scratch")
     if learner.processes.rank > 0:
         follow({"m": learner})

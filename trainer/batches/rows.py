@@ -4,6 +4,7 @@ Nothing is tokenised again: token ids and log-probabilities are the recorded one
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 from uuid import UUID
 
 from store.records import Record
@@ -13,6 +14,7 @@ from trainer.credit.assign import TransitionCredit
 
 # The key of a transition within an update: its episode's id and its call's index there.
 RowKey = tuple[UUID, int]
+PLAIN: Final = Distribution(temperature=1.0)
 
 
 class Row(Record, frozen=True, kw_only=True):
@@ -23,7 +25,8 @@ class Row(Record, frozen=True, kw_only=True):
     and `distribution` what the server made of that policy's logits before it sampled.
     `r_total` is its return, `advantage` the return against the baseline, `weight` its share of
     the update's loss. The server did not give the log-probabilities of a `recomputed` row: they
-    are empty until the version that sampled it has computed them. `masks` (S,) are the packed masks
+    are empty until the version that sampled it has computed them. They stay empty where nothing
+    is compared with them (`imitated_rows`). `masks` (S,) are the packed masks
     of a grammar, if one held it (`trainer.learners.replay.grammars`); the learner makes them.
     """
 
@@ -67,7 +70,7 @@ def bare_row(number: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int])
         prompt_ids=tuple(prompt_ids),
         sampled_ids=tuple(sampled_ids),
         sampled_logprobs=(0.0,) * len(sampled_ids),
-        distribution=Distribution(temperature=1.0),
+        distribution=PLAIN,
         r_total=0.0,
         advantage=0.0,
         weight=0.0,
@@ -77,10 +80,33 @@ def bare_row(number: int, prompt_ids: Sequence[int], sampled_ids: Sequence[int])
 
 def training_rows(credited: Iterable[TransitionCredit]) -> list[Row]:
     """Return the rows of the transitions that are trained (those without a `reason`)."""
-    return [_row(credit) for credit in credited if credit.reason is None]
+    return [
+        _row(
+            credit,
+            distribution_of(credit.call.sampling),
+            tuple(unpack_logprobs(credit.call.tokens.sampled_logprobs)),
+            recomputed=not credit.call.tokens.sampled_logprobs,
+        )
+        for credit in credited
+        if credit.reason is None
+    ]
 
 
-def _row(credit: TransitionCredit) -> Row:
+def imitated_rows(credited: Iterable[TransitionCredit]) -> list[Row]:
+    """Return the rows of the transitions that are trained, for a learner that imitates them.
+
+    Its loss is of the plain softmax, whatever they were sampled from.
+    """
+    return [_row(credit, PLAIN, ()) for credit in credited if credit.reason is None]
+
+
+def _row(
+    credit: TransitionCredit,
+    distribution: Distribution,
+    logprobs: tuple[float, ...],
+    *,
+    recomputed: bool = False,
+) -> Row:
     assert credit.advantage is not None
     assert credit.r_total is not None
     tokens = credit.call.tokens
@@ -90,11 +116,11 @@ def _row(credit: TransitionCredit) -> Row:
         position=credit.position,
         prompt_ids=tuple(unpack_ids(tokens.prompt_ids)),
         sampled_ids=tuple(unpack_ids(tokens.sampled_ids)),
-        sampled_logprobs=tuple(unpack_logprobs(tokens.sampled_logprobs)),
-        distribution=distribution_of(credit.call.sampling),
+        sampled_logprobs=logprobs,
+        distribution=distribution,
         r_total=credit.r_total,
         advantage=credit.advantage,
         weight=credit.weight,
         version=credit.call.policy_version or 0,
-        recomputed=not tokens.sampled_logprobs,
+        recomputed=recomputed,
     )

@@ -12,6 +12,7 @@ from trainer.credit.calls import CallCredit, credit_accounts
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.credit.returns import MeanReturn
 from trainer.recipes.credit import CreditOptions
+from trainer.recipes.training import SftOptions
 
 NONE_WITHHELD: Final[Mapping[UUID, str]] = {}
 
@@ -41,6 +42,7 @@ def assign_credit(
     oldest_version: int,
     baselines: MovingBaselines = NO_MOVING_BASELINES,
     withheld: Mapping[UUID, str] = NONE_WITHHELD,
+    kept: SftOptions | None = None,
 ) -> Credited:
     """Return the credit of every transition of an update, ordered by group, episode and call.
 
@@ -50,6 +52,7 @@ def assign_credit(
     - An episode with a trainable call from a version before `oldest_version` is stale: it
       counts in the baseline of the others and is not trained.
     - So is an episode in `withheld`, which says why by episode id.
+    - An episode that `kept` does not keep is not trained (None: all are kept).
 
     `baselines` are the moving baselines that the last update left; only the recipe's
     `baseline = "moving"` uses them.
@@ -60,7 +63,7 @@ def assign_credit(
 
     accounted = [one for group in groups for one in _account(group, policy, why)]
     accounts = [[account for _, account in group] for group in accounted]
-    credited = credit_accounts(accounts, rule, baselines)
+    credited = credit_accounts(accounts, rule, baselines, kept)
     flat = [pair for group in accounted for pair in group]
     new = [
         (episode, credit, mean_return)

@@ -7,8 +7,10 @@ from trainer.credit.accounts import CallAccount, EpisodeAccount
 from trainer.credit.advantages import Advantage, EpisodeReturns, advantages
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.credit.returns import CallReturn, MeanReturn, call_returns, mean_return
+from trainer.credit.selection import with_best_kept
 from trainer.credit.weights import loss_weights
 from trainer.recipes.credit import CreditOptions
+from trainer.recipes.training import SftOptions
 
 
 class CallCredit(Record, frozen=True, kw_only=True):
@@ -38,13 +40,19 @@ def credit_accounts(
     groups: Sequence[Sequence[EpisodeAccount]],
     rule: CreditOptions,
     baselines: MovingBaselines = NO_MOVING_BASELINES,
+    kept: SftOptions | None = None,
 ) -> CreditedAccounts:
-    """Return the credit of every call, ordered by group, episode and call."""
+    """Return the credit of every call, ordered by group, episode and call.
+
+    Of each group only the episodes are trained that `kept` keeps (None: all).
+    """
     episodes = [
         EpisodeReturns(group=number, account=account, returns=tuple(call_returns(account, rule)))
         for number, group in enumerate(groups)
         for account in group
     ]
+    if kept is not None:
+        episodes = with_best_kept(episodes, kept)
     by_episode, after = advantages(episodes, rule, baselines)
     reasons = [
         [_reason(episode, position, own, rule) for position, own in enumerate(call_advantages)]

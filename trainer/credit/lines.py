@@ -16,6 +16,7 @@ from trainer.credit.accounts import CallAccount, EpisodeAccount, current_reward
 from trainer.credit.calls import CallCredit, credit_accounts
 from trainer.errors import CreditLineError
 from trainer.recipes.credit import CreditOptions
+from trainer.recipes.training import SftOptions
 
 # Seconds since 1970, up to the end of the year 9999.
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
@@ -114,16 +115,19 @@ def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:
     return episodes
 
 
-def credit_lines(episodes: Sequence[EpisodeLine], rule: CreditOptions) -> list[CreditLine]:
+def credit_lines(
+    episodes: Sequence[EpisodeLine], rule: CreditOptions, kept: SftOptions | None = None
+) -> list[CreditLine]:
     """Return the credit of each call, in the order of episodes and calls.
 
-    Episodes of one task form a group; an episode without a task is a group of its own.
+    Episodes of one task form a group; an episode without a task is a group of its own. Only the
+    episodes are trained that `kept` keeps (None: all).
     """
     groups: dict[object, list[EpisodeLine]] = {}
     for index, line in enumerate(episodes):
         groups.setdefault(index if line.task is None else line.task, []).append(line)
     accounts = [[_account(line) for line in members] for members in groups.values()]
-    credited = credit_accounts(accounts, rule)
+    credited = credit_accounts(accounts, rule, kept=kept)
     lines = [line for members in groups.values() for line in members]
     credit_of = {line.episode: own for line, own in zip(lines, credited.calls, strict=True)}
     return [

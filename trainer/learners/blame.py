@@ -15,7 +15,7 @@ import torch
 from trainer.batches.rows import Row
 from trainer.errors import Unusable
 from trainer.learners.budget import NoRoom, needs_memory
-from trainer.learners.grpo import View
+from trainer.learners.losses.stored import View
 from trainer.learners.off_policy import can_be_summed
 
 # A return past it makes what its whole group is compared with too large for float32.

@@ -18,21 +18,20 @@ from trainer.batches.rows import Row
 from trainer.errors import Unusable
 from trainer.learners.blame import check_view, fits, to_blame
 from trainer.learners.budget import Budget, MicroBatches, NoRoom, says_no_room
-from trainer.learners.grpo import View, make_trainer
 from trainer.learners.imported import check_loaded, check_weights, probe_rows
 from trainer.learners.kernels.memory import give_freed_memory_back
-from trainer.learners.kl import ByRow, by_row
+from trainer.learners.losses.kl import ByRow, by_row
+from trainer.learners.losses.registry import TRAINERS
+from trainer.learners.losses.stored import View
 from trainer.learners.merging import attend, can_merge
 from trainer.learners.model import Base
 from trainer.learners.off_policy import checked_metrics
 from trainer.learners.passes import Step, TrainedStep, update_figures
-from trainer.learners.ppo import make_ppo_trainer
 from trainer.learners.scoring import score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_adapter, save_state
 from trainer.learners.trial import nudge, rehearsal_rows, with_logprobs
 from trainer.recipes.recipe import Recipe
 
-TRAINERS = {"grpo": make_trainer, "ppo": make_ppo_trainer}
 # TRL's metric names and Pawl's: the policy's entropy, and the share of clipped ratios.
 FIGURES = {"entropy": "entropy", "clip_ratio/region_mean": "clip_share"}
 Result = TypeVar("Result")

@@ -119,13 +119,15 @@ def can_be_summed(compared: Sequence[RowComparison]) -> bool:
 def checked_metrics(
     compared: Sequence[RowComparison], newest: int | None, bound: float
 ) -> dict[str, Any]:
-    """Return an update's off-policy metrics (`off_policy_metrics`).
+    """Return an update's off-policy metrics (`off_policy_metrics`); none if no row was compared.
 
     Raises:
         DriftOutOfBounds: rows that version `newest` sampled drift by more than `bound`, in nats per
             token.
         Unusable: some rows are too far from the policy for sums.
     """
+    if not compared:
+        return {}
     if not can_be_summed(compared):
         raise Unusable("what sampled some rows is too far from the policy to be calculated")
     metrics = off_policy_metrics(compared, newest)

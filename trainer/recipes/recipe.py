@@ -21,13 +21,14 @@ from trainer.recipes.training import (
     OffPolicyOptions,
     OptimizerOptions,
     PpoOptions,
+    SftOptions,
 )
 
 
 class Recipe(RecipeOptions):
     """Hold a complete recipe; keys that a file leaves out have their defaults."""
 
-    learner: Literal["grpo", "ppo"] = "grpo"
+    learner: Literal["grpo", "ppo", "sft"] = "grpo"
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
     claim: ClaimOptions = ClaimOptions()
     credit: CreditOptions = CreditOptions()
@@ -36,6 +37,7 @@ class Recipe(RecipeOptions):
     off_policy: OffPolicyOptions = OffPolicyOptions()
     kl: KlOptions = KlOptions()
     ppo: PpoOptions = PpoOptions()
+    sft: SftOptions = SftOptions()
     lora: LoraOptions = LoraOptions()
     publish: PublishOptions = PublishOptions()
 
@@ -70,6 +72,34 @@ class Recipe(RecipeOptions):
                 'set ppo.gamma = 1.0 or credit.assignment = "identical"'
             )
         return self
+
+    @model_validator(mode="after")
+    def _sft_compares_nothing(self) -> "Recipe":
+        """Refuse for SFT what it would leave without effect, or would lose episodes by."""
+        if self.learner != "sft":
+            return self
+        credit = self.credit
+        if not baselines()[credit.baseline].is_zero or credit.normalisation != "none":
+            raise ValueError(
+                'learner "sft" compares episodes with none: set credit.baseline = "none" and '
+                'credit.normalisation = "none"'
+            )
+        if credit.assignment == "discounted":
+            raise ValueError(
+                'learner "sft" trains all calls of an episode alike: set credit.assignment to '
+                '"identical", or another that does not discount'
+            )
+        if self.kl.coefficient and self.kl.place == "reward":
+            raise ValueError('learner "sft" has no reward in its loss: set kl.place = "loss"')
+        return self
+
+    @property
+    def kept(self) -> SftOptions | None:
+        """Return the rule by which episodes are kept for training; None: all that give a signal.
+
+        Such a learner has no ratio: what its rows were sampled from makes no difference.
+        """
+        return self.sft if self.learner == "sft" else None
 
 
 def load_recipe(name_or_path: str) -> Recipe:

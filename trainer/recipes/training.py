@@ -1,4 +1,4 @@
-"""Define the tables that say how an update is computed: optimiser, batch, limits, KL and PPO."""
+"""Define the tables that say how an update is computed: optimiser, batch, limits, KL, PPO, SFT."""
 
 from typing import Annotated, Literal
 
@@ -90,7 +90,7 @@ class OffPolicyOptions(RecipeOptions):
 
 
 class KlOptions(RecipeOptions):
-    """Set `[kl]`: a penalty on leaving the base model (`trainer.learners.kl`)."""
+    """Set `[kl]`: a penalty on leaving the base model (`trainer.learners.losses.kl`)."""
 
     coefficient: NotNegative = Field(default=0.0, description="Factor of the KL; 0 is without.")
     place: Literal["loss", "reward"] = Field(
@@ -118,5 +118,25 @@ class PpoOptions(RecipeOptions):
     gae_lambda: Share = Field(default=0.95, description="GAE's λ, from token to token.")
     epochs: Count = Field(
         default=2,
+        description="Passes over an update's rows, each in batch.steps optimiser steps.",
+    )
+
+
+class SftOptions(RecipeOptions):
+    """Set `[sft]`: the episodes that the learner "sft" trains on; the other learners ignore it."""
+
+    min_reward: Finite = Field(
+        default=1.0,
+        description="Least final reward of an episode that is trained. An update waits for groups "
+        "with such an episode (claim.groups); all other episodes are consumed, untrained "
+        "(`low_reward`).",
+    )
+    most_per_task: Count | None = Field(
+        default=None,
+        description="Most episodes of one task that an update trains: those with the highest "
+        "return, the others are consumed, untrained (`not_best`). Unset: all of them.",
+    )
+    epochs: Count = Field(
+        default=1,
         description="Passes over an update's rows, each in batch.steps optimiser steps.",
     )

@@ -10,11 +10,12 @@ from msgspec import convert, to_builtins
 from store.records import Group, Record
 from store.updates.claims import Claim, Outcome
 from store.updates.ready import ClaimRule
-from trainer.batches.rows import Row, training_rows
+from trainer.batches.rows import Row, imitated_rows, training_rows
 from trainer.credit.assign import Credited, TransitionCredit, assign_credit
 from trainer.credit.baselines.registry import baselines
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
 from trainer.recipes.recipe import Recipe
+from trainer.updates.imitable import with_imitable
 from trainer.updates.recomputed import without_versions
 from trainer.updates.staleness import FAR, OFF_POLICY
 from trainer.updates.unreplayed import UNREPLAYED, without_calls
@@ -63,7 +64,15 @@ def claim_rule(recipe: Recipe, policy: str) -> ClaimRule:
         and not recipe.credit.pays_single_calls,
         failed_reward=recipe.credit.failed_reward,
         most_groups=rule.most_groups or PACED * rule.groups,
+        least_reward=_least_reward(recipe),
     )
+
+
+def _least_reward(recipe: Recipe) -> float | None:
+    """Return the reward that an update waits for, if it waits for one that the store knows."""
+    if recipe.kept is None or recipe.credit.pays_single_calls:
+        return None
+    return recipe.kept.min_reward
 
 
 def plan_update(
@@ -82,6 +91,8 @@ def plan_update(
     are not trained.
     """
     claim = without_calls(without_versions(claim, lost), unreplayed)
+    if recipe.kept is not None:
+        claim = with_imitable(claim)
     before = (
         NO_MOVING_BASELINES
         if claim.baselines is None
@@ -94,9 +105,11 @@ def plan_update(
         oldest_version=claim.oldest_version,
         baselines=before,
         withheld=dict.fromkeys(far, OFF_POLICY),
+        kept=recipe.kept,
     )
     is_carried = baselines()[recipe.credit.baseline].needs_moving_averages
-    rows = training_rows(credited.transitions)
+    make_rows = training_rows if recipe.kept is None else imitated_rows
+    rows = make_rows(credited.transitions)
     outcomes = _outcomes(claim, credited.transitions)
     signal = _signal_groups(claim, credited, outcomes, recipe)
     step_share = min(1.0, signal / recipe.claim.groups)
@@ -145,9 +158,11 @@ def _signal_groups(
     trained = {outcome.episode_id for outcome in outcomes if outcome.trained}
     if recipe.claim.group_size == 1:
         return len(trained)
+    groups = [group for group in claim.groups if any(one.id in trained for one in group.episodes)]
+    if recipe.kept is not None:
+        return len(groups)
     rule = recipe.credit
     of_air = 1.0 if rule.air_spread is None else min(1.0, rule.air_lambda / rule.air_spread)
-    groups = [group for group in claim.groups if any(one.id in trained for one in group.episodes)]
     return sum(1.0 if _finals_differ(group, credited) else of_air for group in groups)
 
 

@@ -5,16 +5,20 @@ from typing import Final
 GROUPS: Final = 2
 MEMBERS: Final = 4
 STEPS: Final = 2
+# Of learners that compare no episode with its group. Half of each group is imitated.
+CREDIT: Final = {
+    "ppo": 'baseline = "none"\nnormalisation = "batch"',
+    "sft": 'baseline = "none"\nnormalisation = "none"\n'
+    f"[sft]\nmin_reward = 0.0\nmost_per_task = {MEMBERS // 2}",
+}
 
 
 def recipe_toml(updates: int, learner: str, baseline: str) -> str:
     """Return a recipe of two optimiser steps an update, its rate rising and falling within the run.
 
-    PPO has its critic as the baseline, whatever `baseline` says.
+    PPO has its critic as the baseline and SFT has none, whatever `baseline` says.
     """
-    credit = f'baseline = "{baseline}"'
-    if learner == "ppo":
-        credit = 'baseline = "none"\nnormalisation = "batch"'
+    credit = CREDIT.get(learner, f'baseline = "{baseline}"')
     return f"""
 learner = "{learner}"
 [claim]

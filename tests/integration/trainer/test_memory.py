@@ -10,7 +10,7 @@ import torch
 
 from tests.integration.trainer.test_recomputed import saved
 from tests.integration.trainer.test_resuming import same
-from tests.support.training import ppo_recipe, recipe, rows
+from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer.batches.rows import Row
 from trainer.errors import Unusable
 from trainer.learners import scoring
@@ -18,7 +18,11 @@ from trainer.learners.budget import OUT_OF_MEMORY, TOO_LONG
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import Recipe
 
-RECIPES: dict[str, Callable[..., Recipe]] = {"grpo": recipe, "ppo": ppo_recipe}
+RECIPES: dict[str, Callable[..., Recipe]] = {
+    "grpo": recipe,
+    "ppo": ppo_recipe,
+    "sft": sft_recipe,
+}
 
 
 def learner(model: str, folder: Path, name: str = "grpo", tokens: int = 256) -> Learner:

@@ -20,7 +20,7 @@ from tests.integration.store.test_groups import reasons
 from tests.integration.trainer.test_recovery import Bench, run_once
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from tests.support.training import ppo_recipe, recipe
+from tests.support.training import ppo_recipe, recipe, sft_recipe
 from trainer.learners.learner import Learner
 from trainer.loop import Loop
 from trainer.publishing.publish import Publisher
@@ -98,6 +98,8 @@ PLAIN = CreditOptions(normalisation="none")
 
 
 def rule_of(learner: str, steps: int) -> Recipe:
+    if learner == "sft":
+        return sft_recipe(steps=steps)
     if learner == "ppo":
         plain = PLAIN.model_copy(update={"baseline": "none"})
         return ppo_recipe(steps=steps).model_copy(update={"credit": plain})
@@ -153,7 +155,7 @@ def broken_model(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> s
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("learner", ["grpo", "ppo"])
+@pytest.mark.parametrize("learner", ["grpo", "ppo", "sft"])
 async def test_where_nobody_is_to_blame_nothing_is_spent(
     engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, broken_model: str, learner: str
 ) -> None:

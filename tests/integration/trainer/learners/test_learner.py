@@ -13,8 +13,8 @@ from tests.support.training import recipe, rows
 from trainer.batches.micro_batches import computed_tokens
 from trainer.batches.rows import Row
 from trainer.errors import LearnerError
-from trainer.learners.grpo import collate
 from trainer.learners.learner import Learner
+from trainer.learners.losses.grpo import collate
 from trainer.learners.model import load_base, precision
 from trainer.learners.scoring import score_rows
 

@@ -19,8 +19,8 @@ from tests.integration.trainer.learners.test_learner import (
 from tests.support.training import PLAIN, ppo_recipe, recipe, rows
 from trainer.batches.rows import Row
 from trainer.learners.critic.value_head import values_of
-from trainer.learners.grpo import View
 from trainer.learners.learner import Learner
+from trainer.learners.losses.stored import View
 from trainer.recipes.recipe import Recipe
 from trainer.recipes.training import KlOptions, OptimizerOptions
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.support.training import ppo_recipe, recipe, rows
+from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer.learners.learner import Learner
 
 LAUNCH = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
@@ -34,12 +34,12 @@ def run_two(model: str, folder: Path, learner: str) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("learner", ["grpo", "ppo"])
+@pytest.mark.parametrize("learner", ["grpo", "ppo", "sft"])
 def test_two_processes_make_the_update_of_one(
     tiny_model: str, tmp_path: Path, learner: str
 ) -> None:
     run_two(tiny_model, tmp_path, learner)
-    chosen = {"grpo": recipe(steps=2), "ppo": ppo_recipe(steps=2)}[learner]
+    chosen = {"grpo": recipe, "ppo": ppo_recipe, "sft": sft_recipe}[learner](steps=2)
     one = Learner(tiny_model, chosen, seed=0, scratch=tmp_path)
     for number in (1, 2):
         one.update(rows(number - 1))

@@ -7,19 +7,22 @@ import pytest
 from trainer.errors import RecipeError
 from trainer.recipes.recipe import load_recipe, parse_recipe
 
+SFT = "learner = 'sft'\n[credit]\nbaseline = 'none'\nnormalisation = 'none'"
+
 
 @pytest.mark.parametrize(
     ("name", "learner"),
     [
         *((name, "grpo") for name in ("default", "demo", "single", "demo-single", "thinking")),
         *((name, "ppo") for name in ("ppo", "demo-ppo")),
+        *((name, "sft") for name in ("sft", "demo-sft")),
     ],
 )
 def test_the_packaged_recipes_are_valid(name: str, learner: str) -> None:
     assert load_recipe(name).learner == learner
 
 
-@pytest.mark.parametrize("name", ["default", "ppo", "single"])
+@pytest.mark.parametrize("name", ["default", "ppo", "sft", "single"])
 def test_for_live_traffic_the_precision_is_the_machines(name: str) -> None:
     assert load_recipe(name).dtype == "auto"
 
@@ -67,6 +70,12 @@ def test_a_recipe_that_names_no_precision_has_float32() -> None:
             "set ppo.gamma = 1.0",
         ),
         ("[ppo]\nclip = 1.0", "ppo.clip"),
+        ("learner = 'sft'", 'set credit.baseline = "none" and credit.normalisation = "none"'),
+        (SFT.replace("normalisation = 'none'", ""), 'credit.normalisation = "none"'),
+        (f"{SFT}\nassignment = 'discounted'", "set credit.assignment"),
+        (f"{SFT}\n[kl]\ncoefficient = 0.1\nplace = 'reward'", 'set kl.place = "loss"'),
+        (f"{SFT}\n[sft]\nmost_per_task = 0", "sft.most_per_task"),
+        (f"{SFT}\n[sft]\nmin_reward = inf", "sft.min_reward"),
         ("[off_policy]\nratio_cap = inf", "off_policy.ratio_cap"),
         ("[kl]\nplace = 'prompt'", "kl.place"),
         ("[claim", "not TOML"),
@@ -85,7 +94,8 @@ def test_groups_of_one_want_a_baseline_that_needs_no_group(baseline: str) -> Non
 
 def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(
-        RecipeError, match="default, demo, demo-ppo, demo-single, ppo, single, thinking"
+        RecipeError,
+        match="default, demo, demo-ppo, demo-sft, demo-single, ppo, sft, single, thinking",
     ):
         load_recipe("nope")
     with pytest.raises(RecipeError, match="cannot be read"):

@@ -11,9 +11,9 @@ neither is negative. Sequences too far off the policy carry no loss: TRL's hook 
 (`get_off_policy_mask`) applies the rule in `trainer.learners.off_policy`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -24,103 +24,29 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trainer.batches.rows import Row
 from trainer.errors import LearnerError
-from trainer.learners.kl import ByRow, KlToBase, by_row, with_kl_rewards
+from trainer.learners.losses.stored import StoredRows, arguments, pad_rows, ready
 from trainer.learners.off_policy import (
     RowComparison,
     bounds_by_length,
     compare,
     keeps_loss,
 )
-from trainer.learners.scoring import Scored, score_rows
 from trainer.recipes.recipe import Recipe
 from trainer.recipes.training import OffPolicyOptions
 
 AnyTrainer = TypeVar("AnyTrainer", bound="StoredGrpoTrainer")
 
 
-class View(NamedTuple):
-    """Hold what is known of an update's rows before its first step.
-
-    `policy` are the trainer's own log-probabilities, `base` those of the base model. Each is
-    empty if the recipe has no use for it.
-    """
-
-    policy: ByRow
-    base: ByRow
-    values: ByRow
-
-    @classmethod
-    def of(cls, views: Iterable["View"]) -> "View":
-        """Merge the views of all micro-batches into one."""
-        whole = cls({}, {}, {})
-        for view in views:
-            for all_of_it, some in zip(whole, view, strict=True):
-                all_of_it.update(some)
-        return whole
-
-
-class StoredGrpoTrainer(GRPOTrainer):
+class StoredGrpoTrainer(StoredRows, GRPOTrainer):
     """Feed TRL's GRPO trainer with recorded rows: nothing is generated, nothing tokenised.
 
-    `merge` says whether shared prefixes are computed once; `off_policy` is the recipe's rule.
+    `off_policy` is the recipe's rule.
     """
 
-    merge: bool
     off_policy: OffPolicyOptions
     _compared: list[RowComparison]
 
-    # Set by `build_trainer`.
-    recipe: Recipe
-    kl: KlToBase
-    # The scores of the current micro-batch.
-    scored: Scored
     needs_hidden = False
-
-    @property
-    def epochs(self) -> int:
-        """Return how often an update goes through its rows."""
-        return 1
-
-    @property
-    def needs_view(self) -> bool:
-        """Return True if an update needs the `view` of its rows before its first step."""
-        return self.kl.is_wanted
-
-    def view(self, rows: Sequence[Row]) -> View:
-        """Return a micro-batch as policy and base see it before the update's first step."""
-        policy: ByRow = {}
-        if self.kl.in_reward:
-            with torch.no_grad():
-                policy = by_row(rows, self.score(rows).logprobs)
-        return View(policy=policy, base=self.base_logprobs(rows), values={})
-
-    def base_logprobs(self, rows: Sequence[Row]) -> ByRow:
-        """Return log-probabilities under the base model, or nothing if no KL to it is wanted."""
-        if not self.kl.is_wanted:
-            return {}
-        with torch.no_grad(), self.model.disable_adapter():
-            return by_row(rows, self.score(rows).logprobs)
-
-    def score(self, rows: Sequence[Row], *, entropy: bool = False, hidden: bool = False) -> Scored:
-        """Score a micro-batch's sampled tokens under the model as it stands."""
-        return score_rows(self.model, rows, entropy=entropy, hidden=hidden, merge=self.merge)
-
-    def prepare(self, rows: Sequence[Row], view: View) -> list[Row]:
-        """Return the rows as they are trained, from the view of all of them."""
-        self.kl.begin(view.base)
-        if not self.kl.in_reward:
-            return list(rows)
-        return with_kl_rewards(
-            rows, {row.key: sum(self.kl.rewards(row, view.policy[row.key])) for row in rows}
-        )
-
-    def added_modules(self) -> dict[str, torch.nn.Module]:
-        """Return the modules that are trained beside the adapter, by the names of their files."""
-        return {}
-
-    def trained_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the trained parameters of the policy, and those of the critic (GRPO has none)."""
-        return [p for p in self.model.parameters() if p.requires_grad], []
 
     def loss_of(self, rows: Sequence[Row]) -> Tensor:
         """Return the loss of one micro-batch; gradients add up to those of the optimiser step."""
@@ -131,10 +57,6 @@ class StoredGrpoTrainer(GRPOTrainer):
     def tensors_of(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return the tensors that TRL's loss reads."""
         return collate(rows, self.accelerator)
-
-    def figures(self) -> dict[str, float]:
-        """Return the metrics of the last update that TRL does not compute."""
-        return self.kl.figures()
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -172,12 +94,6 @@ class StoredGrpoTrainer(GRPOTrainer):
         """Return the comparisons of rows with the policy since the last call, and forget them."""
         taken, self._compared = self._compared, []
         return taken
-
-
-def pad_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Cut (M,) into rows of `lengths` and pad them with zeros to (B, max length)."""
-    pieces = torch.split(values, list(lengths))
-    return torch.nn.utils.rnn.pad_sequence(list(pieces), batch_first=True)
 
 
 def collate(rows: Sequence[Row], accelerator: Accelerator) -> dict[str, Tensor]:
@@ -241,28 +157,15 @@ def build_trainer(
 ) -> AnyTrainer:
     """Return a trainer of class `kind`; `loss` holds TRL's arguments that select the surrogate."""
     config = GRPOConfig(
-        output_dir=str(folder),
+        **arguments(recipe, folder),
         **loss,
         # TRL calls `get_off_policy_mask` only if this is set; the rule is in `off_policy`.
         off_policy_mask_threshold=recipe.off_policy.sequence_max,
         # TRL's KL term is not weighted by rows; `kl` has one that is.
         beta=0.0,
-        # Routers are not trained: there is no load among experts to balance.
-        router_aux_loss_coef=0.0,
-        learning_rate=recipe.optimizer.learning_rate,
-        weight_decay=recipe.optimizer.weight_decay,
-        max_grad_norm=recipe.optimizer.max_grad_norm,
-        lr_scheduler_type="constant",
         # TRL requires a group size and a batch that it divides; groups come from the store.
         num_generations=2,
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=1,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=not torch.cuda.is_available(),
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
     )
     trainer = kind(
         model=model,
@@ -271,8 +174,6 @@ def build_trainer(
         train_dataset=Dataset.from_dict({"prompt": [""] * 4}),
         processing_class=tokenizer,
     )
-    trainer.merge, trainer.off_policy, trainer._compared = merge, recipe.off_policy, []
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.recipe, trainer.kl = recipe, KlToBase(recipe.kl)
-    trainer.create_optimizer()
+    trainer.off_policy, trainer._compared = recipe.off_policy, []
+    ready(trainer, recipe, merge=merge)
     return trainer

@@ -24,8 +24,9 @@ from trainer.batches.rows import Row
 from trainer.credit.normalisations.registry import normalisations
 from trainer.learners.critic.gae import explained_variance, normalised, row_advantages
 from trainer.learners.critic.value_head import NAME, add_value_head, values_of
-from trainer.learners.grpo import StoredGrpoTrainer, View, build_trainer, pad_rows
-from trainer.learners.kl import ByRow, by_row, concatenated, token_weights
+from trainer.learners.losses.grpo import StoredGrpoTrainer, build_trainer
+from trainer.learners.losses.kl import ByRow, by_row, concatenated, token_weights
+from trainer.learners.losses.stored import View, pad_rows
 from trainer.recipes.recipe import Recipe
 
 

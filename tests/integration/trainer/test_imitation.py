@@ -1,0 +1,138 @@
+"""A trainer that imitates, on real tables: the best are trained, and everything is spent once."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.crediting.past import explain_update
+from store.records import Tokens
+from store.updates import claims
+from store.updates.policies import ensure_base
+from store.write.ingest import ingest
+from tests.integration.store.test_groups import reasons
+from tests.integration.trainer.test_non_finite import RealBench
+from tests.integration.trainer.test_recovery import run_once
+from tests.support.records import call, reward, tokens
+from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.training import sft_recipe
+from trainer.recipes.training import SftOptions
+
+pytestmark = pytest.mark.timeout(240)
+BEST = SftOptions(min_reward=1.0, most_per_task=1)
+GREEDY = b'{"temperature": 0.0}'
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeModelServer]:
+    async with fake_model_server() as found:
+        yield found
+
+
+def bench_of(
+    engine: AsyncEngine, server: FakeModelServer, folder: Path, model: str, rule: SftOptions
+) -> RealBench:
+    return RealBench(engine, server, folder, model, sft_recipe().model_copy(update={"sft": rule}))
+
+
+async def episode(
+    engine: AsyncEngine, key: str, task: str, value: float, made: Tokens, **changes: Any
+) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        record = call(key, task=task, tokens=made, **changes)
+        await ingest(connection, [record, reward(value, episode=key)])
+
+
+async def two_groups(engine: AsyncEngine, *values: float) -> None:
+    for task in range(2):
+        for member, value in enumerate(values):
+            made = tokens([5, 6, task + 7], [20 + member, 30], -4.5)
+            await episode(engine, f"t{task}-{member}", f"t{task}", value, made)
+
+
+async def last_metrics(engine: AsyncEngine) -> Any:
+    async with engine.connect() as connection:
+        *_, last = await claims.list_updates(connection, "m")
+    return last.metrics
+
+
+async def test_the_best_are_trained_and_the_others_spent(
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, tiny_model: str
+) -> None:
+    bench = bench_of(engine, server, tmp_path, tiny_model, BEST)
+    await two_groups(engine, 1.0, 0.5)
+    assert await run_once(bench)
+    assert await reasons(engine) == {
+        "t0-0": None,
+        "t0-1": "low_reward",
+        "t1-0": None,
+        "t1-1": "low_reward",
+    }
+    metrics = await last_metrics(engine)
+    assert (metrics["trained_episodes"], metrics["dropped"]) == (2, {"low_reward": 2})
+    assert metrics["rows"] == 2
+    assert metrics["loss"] > 0
+    assert await bench.updates() == [("done", 1)]
+    await bench.assert_spent_once(4)
+    assert not await run_once(bench)
+
+
+async def test_groups_without_spread_are_not_held_back(
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, tiny_model: str
+) -> None:
+    bench = bench_of(engine, server, tmp_path, tiny_model, BEST)
+    await two_groups(engine, 1.0, 1.0)
+    assert await run_once(bench)
+    assert sorted((await reasons(engine)).items()) == [
+        ("t0-0", "not_best"),
+        ("t0-1", None),
+        ("t1-0", "not_best"),
+        ("t1-1", None),
+    ]
+
+
+async def test_where_nothing_succeeds_no_version_is_made(
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, tiny_model: str
+) -> None:
+    bench = bench_of(engine, server, tmp_path, tiny_model, BEST)
+    await two_groups(engine, 0.0, 0.5)
+    assert await run_once(bench)
+    assert set((await reasons(engine)).values()) == {"low_reward"}
+    assert await bench.updates() == [("done", None)]
+    await bench.assert_spent_once(4)
+
+
+async def test_greedy_calls_are_imitated_and_explained_afterwards(
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, tiny_model: str
+) -> None:
+    """No ratio can be taken of them, and none is."""
+    bench = bench_of(engine, server, tmp_path, tiny_model, BEST)
+    greedy = {"trainable": False, "reason": "greedy", "sampling": GREEDY}
+    for task in ("a", "b"):
+        for member in range(2):
+            made = tokens([5, 6, 7], [20 + member, 30], -0.1)
+            await episode(engine, f"{task}{member}", task, float(member), made, **greedy)
+    assert await run_once(bench)
+    assert (await reasons(engine))["a1"] is None
+    assert (await last_metrics(engine))["sampled_tokens"] == 4
+    explained = await explain_update(engine, 1, "m")
+    assert [line.reason for line in explained.lines] == ["low_reward", None] * 2
+    assert explained.notes == []
+
+
+async def test_ids_of_another_vocabulary_spend_their_episode_alone(
+    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, tiny_model: str
+) -> None:
+    bench = bench_of(engine, server, tmp_path, tiny_model, SftOptions())
+    await two_groups(engine, 1.0, 0.0)
+    # Of equal groups the first by name is claimed first.
+    await episode(engine, "odd-0", "odd", 1.0, tokens([5, 6, 7], [20, 97]))
+    await episode(engine, "odd-1", "odd", 0.0, tokens([5, 6, 7], [21]))
+    assert await run_once(bench)
+    spent = await reasons(engine)
+    assert spent["odd-0"] == "damaged"
+    assert (spent["t0-0"], spent["t1-0"]) == (None, None)
+    assert await bench.updates() == [("expired", None), ("done", 1)]

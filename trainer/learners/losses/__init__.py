@@ -1,0 +1,1 @@
+"""Compute what a learner minimises: TRL's losses on recorded rows, and the KL to the base."""

@@ -1,0 +1,82 @@
+"""Train stored transitions with SFT: TRL's loss over the sampled tokens, Pawl's forward pass.
+
+    Σ over sampled tokens of −weight · log π(token | what came before it)
+
+The rows are those of the episodes that the recipe's `[sft]` keeps, and their weights sum to one.
+Nothing was sampled from the policy that could be compared with it: there is no ratio, no baseline
+and no advantage, and log π is that of the plain softmax (docs/decisions/060-sft.md).
+
+TRL's `compute_loss` calls its model for the log-probabilities of all labels. Here it is given those
+of the merged rows, each times its token's share of the loss. The loss is linear in them, so
+that this is exact; TRL's own mean over tokens would give long replies more weight than the
+recipe does.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Never
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.utils import FusedCausalLMOutput
+
+from trainer.batches.rows import Row
+from trainer.errors import LearnerError
+from trainer.learners.losses.kl import token_weights
+from trainer.learners.losses.stored import StoredRows, arguments, ready
+from trainer.recipes.recipe import Recipe
+
+
+class StoredSftTrainer(StoredRows, SFTTrainer):
+    """Feed TRL's SFT trainer with recorded rows: their prompts carry no loss."""
+
+    @property
+    def epochs(self) -> int:
+        """Return how often an update goes through its rows."""
+        return self.recipe.sft.epochs
+
+    def loss_of(self, rows: Sequence[Row]) -> Tensor:
+        """Return the loss of one micro-batch; gradients add up to those of the optimiser step."""
+        self.scored = self.score(rows, entropy=True)
+        # TRL only counts the mask's tokens.
+        inputs = {"attention_mask": torch.ones_like(self.scored.entropies)}
+        loss: Tensor = self.compute_loss(lambda **_: self._output(rows), inputs, False, 1)
+        return loss + self.kl.loss(rows, self.scored.logprobs)
+
+    def _output(self, rows: Sequence[Row]) -> FusedCausalLMOutput:
+        """Return what TRL expects of a model: its figures of each label, (M,)."""
+        logprobs, entropies, _ = self.scored
+        return FusedCausalLMOutput(
+            log_probs=logprobs * token_weights(rows, logprobs.device),
+            entropy=entropies,
+            # Read for a figure of TRL's that Pawl does not keep.
+            is_top1=torch.zeros_like(entropies),
+            label_mask=torch.ones_like(entropies),
+        )
+
+
+def _rows_come_from_the_store(_: Any) -> Never:
+    """Refuse to collate; TRL would do it if it ran its own loop."""
+    raise LearnerError("TRL collated samples, but rows come from the store")
+
+
+def make_sft_trainer(
+    model: Any, tokenizer: Any, recipe: Recipe, folder: Path, *, merge: bool
+) -> StoredSftTrainer:
+    """Return a TRL trainer around `model` with the SFT loss."""
+    trainer = StoredSftTrainer(
+        model=model,
+        args=SFTConfig(
+            **arguments(recipe, folder),
+            # Weights sum to one over all processes, whose gradients are added up.
+            average_tokens_across_devices=False,
+            dataset_kwargs={"skip_prepare_dataset": True},
+        ),
+        data_collator=_rows_come_from_the_store,
+        train_dataset=Dataset.from_dict({"input_ids": [[0]], "labels": [[0]]}),
+        processing_class=tokenizer,
+    )
+    ready(trainer, recipe, merge=merge)
+    return trainer

@@ -1,0 +1,141 @@
+"""Feed a trainer of TRL's with recorded rows: what all losses share.
+
+Nothing is generated, nothing is tokenised, and TRL's training loop does not run: a trainer gives
+its loss and its optimiser, and `trainer.learners.learner` takes the steps.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.batches.rows import Row
+from trainer.learners.losses.kl import ByRow, KlToBase, by_row, with_kl_rewards
+from trainer.learners.off_policy import RowComparison
+from trainer.learners.scoring import Scored, score_rows
+from trainer.recipes.recipe import Recipe
+
+
+class View(NamedTuple):
+    """Hold what is known of an update's rows before its first step.
+
+    `policy` are the trainer's own log-probabilities, `base` those of the base model. Each is
+    empty if the recipe has no use for it.
+    """
+
+    policy: ByRow
+    base: ByRow
+    values: ByRow
+
+    @classmethod
+    def of(cls, views: Iterable["View"]) -> "View":
+        """Merge the views of all micro-batches into one."""
+        whole = cls({}, {}, {})
+        for view in views:
+            for all_of_it, some in zip(whole, view, strict=True):
+                all_of_it.update(some)
+        return whole
+
+
+class StoredRows:
+    """Add to one of TRL's trainers what an update of recorded rows needs.
+
+    `merge` says whether shared prefixes are computed once.
+    """
+
+    model: Any
+    merge: bool
+    # Set by `ready`.
+    recipe: Recipe
+    kl: KlToBase
+    # The scores of the current micro-batch.
+    scored: Scored
+
+    @property
+    def epochs(self) -> int:
+        """Return how often an update goes through its rows."""
+        return 1
+
+    @property
+    def needs_view(self) -> bool:
+        """Return True if an update needs the `view` of its rows before its first step."""
+        return self.kl.is_wanted
+
+    def view(self, rows: Sequence[Row]) -> View:
+        """Return a micro-batch as policy and base see it before the update's first step."""
+        policy: ByRow = {}
+        if self.kl.in_reward:
+            with torch.no_grad():
+                policy = by_row(rows, self.score(rows).logprobs)
+        return View(policy=policy, base=self.base_logprobs(rows), values={})
+
+    def base_logprobs(self, rows: Sequence[Row]) -> ByRow:
+        """Return log-probabilities under the base model, or nothing if no KL to it is wanted."""
+        if not self.kl.is_wanted:
+            return {}
+        with torch.no_grad(), self.model.disable_adapter():
+            return by_row(rows, self.score(rows).logprobs)
+
+    def score(self, rows: Sequence[Row], *, entropy: bool = False, hidden: bool = False) -> Scored:
+        """Score a micro-batch's sampled tokens under the model as it stands."""
+        return score_rows(self.model, rows, entropy=entropy, hidden=hidden, merge=self.merge)
+
+    def prepare(self, rows: Sequence[Row], view: View) -> list[Row]:
+        """Return the rows as they are trained, from the view of all of them."""
+        self.kl.begin(view.base)
+        if not self.kl.in_reward:
+            return list(rows)
+        return with_kl_rewards(
+            rows, {row.key: sum(self.kl.rewards(row, view.policy[row.key])) for row in rows}
+        )
+
+    def added_modules(self) -> dict[str, torch.nn.Module]:
+        """Return the modules that are trained beside the adapter, by the names of their files."""
+        return {}
+
+    def trained_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the trained parameters of the policy, and those of the critic (none)."""
+        return [p for p in self.model.parameters() if p.requires_grad], []
+
+    def take_compared(self) -> list[RowComparison]:
+        """Return the comparisons of rows with the policy since the last call, and forget them."""
+        return []
+
+    def figures(self) -> dict[str, float]:
+        """Return the metrics of the last update that TRL does not compute."""
+        return self.kl.figures()
+
+
+def pad_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Cut (M,) into rows of `lengths` and pad them with zeros to (B, max length)."""
+    pieces = torch.split(values, list(lengths))
+    return torch.nn.utils.rnn.pad_sequence(list(pieces), batch_first=True)
+
+
+def arguments(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Return the arguments of any of TRL's trainers, which may write into `folder` (none does)."""
+    return {
+        "output_dir": str(folder),
+        "learning_rate": recipe.optimizer.learning_rate,
+        "weight_decay": recipe.optimizer.weight_decay,
+        "max_grad_norm": recipe.optimizer.max_grad_norm,
+        "lr_scheduler_type": "constant",
+        "gradient_accumulation_steps": 1,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": not torch.cuda.is_available(),
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        # Routers are not trained: there is no load among experts to balance.
+        "router_aux_loss_coef": 0.0,
+    }
+
+
+def ready(trainer: Any, recipe: Recipe, *, merge: bool) -> None:
+    """Give a new trainer its recipe and its optimiser."""
+    trainer.merge, trainer.recipe, trainer.kl = merge, recipe, KlToBase(recipe.kl)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.create_optimizer()
