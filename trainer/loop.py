@@ -67,8 +67,8 @@ class Loop:
         self._publisher = publisher
         rule, recorded_recipe = claim_rule(recipe, policy), recipe.model_dump(mode="json")
         self._engine, self._rule = engine, rule
-        slots, together = settings.adapter_slots, publisher.together
-        pacing = Pacing(publisher.servers, policy, slots, recipe, together)
+        slots, together, known = settings.adapter_slots, publisher.together, publisher.known
+        pacing = Pacing(publisher.servers, policy, slots, recipe, together, known=known)
         self._claiming = Claiming(engine, rule, recorded_recipe, pacing)
         self._expiring = Expiring(engine, rule, recorded_recipe)
         self._ending = Ending(recipe.optimizer)

@@ -181,7 +181,8 @@ def _trainee(
         """
         nonlocal is_checked
         await begin_policy(engine, policy, chosen.base, settings.policies)
-        publisher = Publisher(engine, servers, policy, recipe.publish, chosen.together)
+        known = chosen.known or (policy,)
+        publisher = Publisher(engine, servers, policy, recipe.publish, chosen.together, known)
         loop = Loop(settings, recipe, engine, publisher, learner, policy, holding)
         if not is_checked:
             # Its episodes are free, or spent, whether a server answers or not.

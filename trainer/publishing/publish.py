@@ -38,16 +38,19 @@ class Publisher:
         policy: str,
         rule: PublishOptions,
         together: Sequence[str] = (),
+        known: Sequence[str] | None = None,
     ) -> None:
         """Store the model servers, the policy's name and the recipe's `[publish]` rule.
 
-        `together` are the policies that must go live together, this one among them, if any must.
+        `together` are the policies that must go live together, this one among them, if any must;
+        `known` are all that are configured (None: all that have versions).
         """
         self._engine = engine
         self.servers = servers
         self._policy = policy
         self._rule = rule
         self.together = tuple(together) or (policy,)
+        self.known = known
 
     async def publish(
         self,
