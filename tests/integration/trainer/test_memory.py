@@ -12,9 +12,9 @@ from tests.integration.trainer.test_recomputed import saved
 from tests.integration.trainer.test_resuming import same
 from tests.support.training import ppo_recipe, recipe, rows
 from trainer.batches.rows import Row
-from trainer.errors import Unusable
+from trainer.errors import OUT_OF_MEMORY, Unusable
 from trainer.learners import scoring
-from trainer.learners.budget import OUT_OF_MEMORY, TOO_LONG
+from trainer.learners.budget import TOO_LONG
 from trainer.learners.learner import Learner
 from trainer.recipes.recipe import Recipe
 
