@@ -17,13 +17,15 @@ class Chosen(Record, frozen=True, kw_only=True):
 
     `policy` is None if the model server's base model is the policy. `base` is the name that the
     model server has for the base model; None: the policy's own. `together` are the policies that
-    must go live together, this one among them, if any must.
+    must go live together, this one among them, if any must. `known` are all trained policies of the
+    file, also those of other trainers; empty without one.
     """
 
     policy: str | None
     base: str | None
     recipe: str
     together: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
 
 
 def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tuple[Chosen, ...]:
@@ -58,6 +60,7 @@ def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tup
             base=trained[name].base,
             recipe=trained[name].recipe or settings.recipe,
             together=together if len(together := table.live_together(name)) > 1 else (),
+            known=tuple(trained),
         )
         for name in names
     )

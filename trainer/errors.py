@@ -1,8 +1,10 @@
 """Define the trainer's exceptions, under one root; each message names the remedy."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
+
+OUT_OF_MEMORY: Final = "out_of_memory"
 
 
 class TrainerError(Exception):
@@ -65,6 +67,14 @@ class Unusable(LearnerError):
     def is_poison(self) -> bool:
         """Return whether the next update can succeed, because those to blame are spent."""
         return bool(self.episodes)
+
+
+class ShortOfMemory(Unusable):
+    """Report that memory ran out, and no episode is to blame; others may give some back."""
+
+    def __init__(self, message: str) -> None:
+        """Store the message."""
+        super().__init__(message, reason=OUT_OF_MEMORY)
 
 
 class DriftOutOfBounds(Unusable):

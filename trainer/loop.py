@@ -20,7 +20,7 @@ from store.errors import TurnedEvaluation
 from store.records import PolicyVersion
 from store.updates import signal
 from store.updates.claims import Claim
-from trainer.errors import DriftOutOfBounds, LearnerError, PublishError
+from trainer.errors import DriftOutOfBounds, LearnerError, ShortOfMemory
 from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import HELD, UPDATE_SECONDS
 from trainer.publishing.adapters import NewVersion, version_folder
@@ -67,8 +67,8 @@ class Loop:
         self._publisher = publisher
         rule, recorded_recipe = claim_rule(recipe, policy), recipe.model_dump(mode="json")
         self._engine, self._rule = engine, rule
-        slots, together = settings.adapter_slots, publisher.together
-        pacing = Pacing(publisher.servers, policy, slots, recipe, together)
+        slots, together, known = settings.adapter_slots, publisher.together, publisher.known
+        pacing = Pacing(publisher.servers, policy, slots, recipe, together, known=known)
         self._claiming = Claiming(engine, rule, recorded_recipe, pacing)
         self._expiring = Expiring(engine, rule, recorded_recipe)
         self._ending = Ending(recipe.optimizer)
@@ -101,13 +101,19 @@ class Loop:
     async def check_server(self) -> None:
         """Try whether the model servers would serve a version as meant.
 
+        Where memory is short the trainer holds, and tries again until it knows.
+
         Raises:
             PublishError: one would not; the message says why, and what to do.
             UpstreamAway: none answers.
         """
-        why = await self._trial.why_unserved()
-        if why is not None:
-            raise PublishError(why)
+        try:
+            await self._trial.check()
+        except ShortOfMemory as error:
+            self._holding.doubt(str(error))
+            self._tell_if_held()
+        else:
+            self._holding.settle()
 
     async def try_again(self) -> None:
         """Try whether updates could go on, if the trainer holds and it is time to.

@@ -1,6 +1,7 @@
 """Run the trainer process: start it, and wait while the database or a model server is away."""
 
 import asyncio
+import gc
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,12 +18,12 @@ from store.schema.migrate import upgrade
 from store.settings import address
 from trainer.chosen import Chosen, chosen_policies, load_recipes
 from trainer.credit.air import STEP_WARNING
-from trainer.errors import TrainerError, UpstreamAway
+from trainer.errors import ShortOfMemory, TrainerError, UpstreamAway
 from trainer.learners.budget import says_no_room
-from trainer.learners.distributed.several import Leader, follow, is_follower
-from trainer.learners.kernels.memory import keep_freed_memory
+from trainer.learners.distributed.several import Leader, follow, has_companions, is_follower
+from trainer.learners.kernels.memory import give_freed_memory_back, keep_freed_memory
 from trainer.learners.learner import Learner
-from trainer.learners.model import Base
+from trainer.learners.model import Base, may_fit
 from trainer.learners.protocol import LearnerProtocol
 from trainer.loop import Loop
 from trainer.publishing.publish import Publisher
@@ -31,7 +32,7 @@ from trainer.recipes.recipe import Recipe
 from trainer.rounds import Rounds
 from trainer.settings import TrainerSettings
 from trainer.trainee import Trainee
-from trainer.updates.holding import Holding
+from trainer.updates.holding import TRIAL_S, Holding
 from trainer.updates.versions import begin_policy
 
 log = structlog.get_logger()
@@ -120,7 +121,13 @@ async def _follow(
 async def _learners(
     settings: TrainerSettings, policies: Sequence[str], recipes: Sequence[Recipe], model: str
 ) -> dict[str, Learner]:
-    """Load the base model once, and return each policy's learner on it."""
+    """Load the base model once, and return each policy's learner on it.
+
+    What others have taken of the memory they may give back: that is waited for.
+
+    Raises:
+        LearnerError: the model cannot be loaded, or is larger than all of the memory.
+    """
 
     @says_no_room()
     def load() -> dict[str, Learner]:
@@ -130,7 +137,18 @@ async def _learners(
             for policy, recipe in zip(policies, recipes, strict=True)
         }
 
-    return await asyncio.to_thread(load)
+    while True:
+        try:
+            return await asyncio.to_thread(load)
+        except ShortOfMemory as error:
+            # Of several processes the others wait in the middle of loading: all must begin anew.
+            if has_companions() or not may_fit(model, recipes[0]):
+                raise
+            log.error("trainer_waits", reason=str(error), again_in_s=TRIAL_S)
+        # Out of the block, which holds on to what had been loaded.
+        gc.collect()
+        give_freed_memory_back()
+        await asyncio.sleep(TRIAL_S)
 
 
 async def _policies_and_model(
@@ -181,14 +199,14 @@ def _trainee(
         """
         nonlocal is_checked
         await begin_policy(engine, policy, chosen.base, settings.policies)
-        publisher = Publisher(engine, servers, policy, recipe.publish, chosen.together)
+        known = chosen.known or (policy,)
+        publisher = Publisher(engine, servers, policy, recipe.publish, chosen.together, known)
         loop = Loop(settings, recipe, engine, publisher, learner, policy, holding)
         if not is_checked:
             # Its episodes are free, or spent, whether a server answers or not.
             await loop.finish_killed()
             await loop.check_server()
             is_checked = True
-            holding.settle()
         await loop.recover()
         return loop
 

@@ -28,6 +28,9 @@ SPLIT = "COALESCE(joined_split, split)"
 # The condition for an episode that policies may claim. Parts of another episode are claimed and
 # consumed with it, quarantined ones and evaluation never.
 CLAIMABLE = f"root IS NULL AND quarantined_reason IS NULL AND {SPLIT} = '{TRAIN}'"
+# The condition for a call that can be trained once the version that sampled it has been asked for
+# its log-probabilities.
+WITHOUT_LOGPROBS = "trainable AND octet_length(sampled_logprobs) = 0"
 
 episodes = Table(
     "episodes",
@@ -99,6 +102,12 @@ transitions = Table(
     CheckConstraint("trainable OR reason IS NOT NULL", name="reason_given"),
     Index("ix_transitions_episode_id", "episode_id"),
     Index("ix_transitions_response_id", "response_id"),
+    Index(
+        "ix_transitions_without_logprobs",
+        "policy",
+        "policy_version",
+        postgresql_where=text(WITHOUT_LOGPROBS),
+    ),
     postgresql_partition_by="RANGE (id)",
 )
 

@@ -19,6 +19,9 @@ from sqlalchemy.dialects.postgresql import JSONB
 from store.records import POLICY_STATES, UPDATE_STATES
 from store.schema.base import When, metadata, one_of
 
+# The condition for a version that is loaded, or that will be: of all that there ever were few are.
+LIVE = "state IN ('written', 'ready', 'serving', 'published')"
+
 policies = Table(
     "policies",
     metadata,
@@ -46,6 +49,10 @@ policies = Table(
         postgresql_where=text("version > 0"),
     ),
     Index("uq_policies_serving", "name", unique=True, postgresql_where=text("state = 'serving'")),
+    # So that what is asked once a second does not grow with the number of versions.
+    Index("ix_policies_base", "served_name", postgresql_where=text("version = 0")),
+    Index("ix_policies_live", "name", postgresql_where=text(LIVE)),
+    Index("ix_policies_retired", "name", "changed_at", postgresql_where=text("state = 'retired'")),
 )
 
 updates = Table(

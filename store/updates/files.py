@@ -9,21 +9,21 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.read.pages import version_of
 from store.records import PolicyVersion
 from store.schema.claimable import FREE
+from store.schema.recorded import WITHOUT_LOGPROBS
 from store.schema.trained import policies
 from store.updates.policies import idle_versions
 
 # Versions with a call in a free episode that an update would ask for log-probabilities again
-# (docs/decisions/042-without-log-probabilities.md). An episode's version is its calls' lowest.
+# (docs/decisions/042-without-log-probabilities.md), from an index of such calls alone: what waits
+# may be a hundred thousand episodes.
 _WAITED_FOR: Final = text(
     f"""
-    SELECT DISTINCT t.policy_version FROM episode_policies w
-    CROSS JOIN LATERAL (
-        SELECT w.episode_id AS id
-        UNION ALL SELECT e.id FROM episodes e WHERE e.root = w.episode_id) part
-    JOIN transitions t ON t.episode_id = part.id
-    WHERE w.policy = :policy AND {FREE} AND w.version <= :newest
-        AND t.policy = :policy AND t.policy_version = ANY(:versions)
-        AND t.trainable AND octet_length(t.sampled_logprobs) = 0
+    SELECT asked.version FROM unnest(CAST(:versions AS integer[])) AS asked (version)
+    WHERE EXISTS (
+        SELECT FROM transitions t JOIN episodes e ON e.id = t.episode_id
+        JOIN episode_policies w ON w.episode_id = COALESCE(e.root, e.id) AND w.policy = :policy
+        WHERE t.policy = :policy AND t.policy_version = asked.version
+            AND {WITHOUT_LOGPROBS} AND {FREE})
     """
 )
 _RUNNING: Final = text(
@@ -56,7 +56,7 @@ async def unasked_versions(
     unasked = {one.version: one for one in idle if one.version not in keep}
     if not unasked:
         return []
-    values = {"policy": name, "versions": list(unasked), "newest": max(unasked)}
+    values = {"policy": name, "versions": list(unasked)}
     waited_for = set((await connection.execute(_WAITED_FOR, values)).scalars())
     return [one for number, one in sorted(unasked.items()) if number not in waited_for]
 

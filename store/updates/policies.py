@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.errors import UnknownPolicy
 from store.read.pages import version_of
 from store.records import SERVABLE, PolicyState, PolicyVersion, policy_name
-from store.schema.trained import policies
+from store.schema.trained import LIVE, policies
 
 
 async def ensure_base(connection: AsyncConnection, name: str, base: str | None = None) -> str:
@@ -49,6 +49,25 @@ async def list_servable(
     if name is not None:
         query = query.where(policies.c.name == name)
     return [version_of(row) for row in await connection.execute(query)]
+
+
+async def list_live(connection: AsyncConnection, name: str) -> list[PolicyVersion]:
+    """Return the versions of policy `name` that are loaded, or will be, oldest first.
+
+    There are few of these, however many versions there were.
+    """
+    query = select(policies).where(policies.c.name == name, text(LIVE))
+    rows = await connection.execute(query.order_by(policies.c.version))
+    return [version_of(row) for row in rows]
+
+
+async def numbered_version(
+    connection: AsyncConnection, name: str, version: int
+) -> PolicyVersion | None:
+    """Return one version of policy `name`, or None if there is none of that number."""
+    query = select(policies).where(policies.c.name == name, policies.c.version == version)
+    row = (await connection.execute(query)).first()
+    return None if row is None else version_of(row)
 
 
 async def add_version(

@@ -13,6 +13,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import Record
+from store.schema.trained import LIVE
 
 _HERE: Final = """
     SELECT other.name FROM policies own
@@ -28,36 +29,54 @@ _LOCK: Final = text(
     FROM policies WHERE name = :policy AND version = 0
     """
 )
-# What a trainer that is gone has left half-done reserves nothing for ever.
+# What a trainer that is gone has left half-done reserves nothing for ever; nor does a policy that
+# nobody has configured any more, once nobody calls it either. What was retired is read by index and
+# no further than needed: there are as many as there ever were updates.
 _LIVE: Final = text(
     f"""
     WITH here AS ({_HERE}),
+    needed AS (
+        SELECT name FROM here
+        WHERE CAST(:known AS text[]) IS NULL OR name = ANY(CAST(:known AS text[])) OR EXISTS (
+            SELECT FROM episodes e
+            JOIN episode_policies s ON s.episode_id = e.id AND s.policy = here.name
+            WHERE e.last_call_at > now() - make_interval(secs => :longest_s))),
     versions AS (
-        SELECT state, changed_at,
-            lead(created_at) OVER (PARTITION BY name ORDER BY version) AS next_at
-        FROM policies
-        WHERE version > 0 AND name IN (SELECT name FROM here) AND state <> 'rejected'),
-    last_retired AS (
+        SELECT name, state, changed_at FROM policies
+        WHERE version > 0 AND name IN (SELECT name FROM here) AND {LIVE}),
+    newest_retired AS (
         SELECT LEAST(changed_at - next_at, make_interval(secs => :longest_s)) AS tail
-        FROM versions WHERE state = 'retired'
+        FROM here CROSS JOIN LATERAL (
+            SELECT changed_at, (
+                SELECT created_at FROM policies later
+                WHERE later.name = here.name AND later.version > own.version
+                    AND later.state <> 'rejected'
+                ORDER BY later.version LIMIT 1) AS next_at
+            FROM policies own
+            WHERE own.name = here.name AND version > 0 AND state = 'retired'
+            ORDER BY changed_at DESC LIMIT {RECENT}) retired
         ORDER BY changed_at DESC LIMIT {RECENT}),
     making AS (
         SELECT FROM updates WHERE state = 'running' AND policy IN (SELECT name FROM here)
-            AND claimed_at > now() - make_interval(secs => :longest_s))
-    SELECT count(*) FILTER (WHERE state = 'serving') AS serving,
-        count(*) FILTER (WHERE state = 'ready') AS ready,
+            AND claimed_at > now() - make_interval(secs => :longest_s)),
+    newest_made AS (
+        SELECT claimed_at FROM here CROSS JOIN LATERAL (
+            SELECT claimed_at FROM updates WHERE policy = here.name AND version IS NOT NULL
+            ORDER BY claimed_at DESC LIMIT 1) made)
+    SELECT count(*) FILTER (WHERE state = 'serving' AND is_needed) AS serving,
+        count(*) FILTER (WHERE state = 'ready' AND is_needed) AS ready,
         (SELECT count(*) FROM policies WHERE state = 'ready' AND name <> :policy
             AND name = ANY(CAST(:together AS text[]))) AS partners_ready,
         count(*) FILTER (WHERE state = 'published') AS published,
-        count(*) FILTER (WHERE state = 'retired'
-            AND changed_at > now() - make_interval(secs => :unload_s)) AS unloading,
+        (SELECT count(*) FROM policies
+            WHERE version > 0 AND name IN (SELECT name FROM here) AND state = 'retired'
+                AND changed_at > now() - make_interval(secs => :unload_s)) AS unloading,
         count(*) FILTER (WHERE state = 'written'
             AND changed_at > now() - make_interval(secs => :longest_s))
             + (SELECT count(*) FROM making) AS coming,
-        COALESCE((SELECT extract(epoch FROM avg(tail)) FROM last_retired), 0) AS tail_s,
-        (SELECT extract(epoch FROM now() - max(claimed_at)) FROM updates
-            WHERE policy IN (SELECT name FROM here) AND version IS NOT NULL) AS since_s
-    FROM versions
+        COALESCE((SELECT extract(epoch FROM avg(tail)) FROM newest_retired), 0) AS tail_s,
+        (SELECT extract(epoch FROM now() - max(claimed_at)) FROM newest_made) AS since_s
+    FROM (SELECT *, name IN (SELECT name FROM needed) AS is_needed FROM versions) live
     """
 )
 _LONGEST: Final = f"""
@@ -155,17 +174,21 @@ async def live_versions(
     unload_s: float,
     longest_s: float,
     together: Sequence[str] = (),
+    known: Sequence[str] | None = None,
 ) -> Live:
     """Return what needs a slot of the model server that `policy` is served by.
 
     A version is `unloading` for `unload_s` seconds; what is `coming` counts for `longest_s`.
-    `together` are the policies that go live with this one.
+    `together` are the policies that go live with this one. `known` are those that are configured
+    (None: all): what serves for another needs a slot for as long as it was called `longest_s` ago
+    or less.
     """
     values = {
         "policy": policy,
         "unload_s": unload_s,
         "longest_s": longest_s,
         "together": list(together),
+        "known": None if known is None else list(known),
     }
     row = (await connection.execute(_LIVE, values)).one()
     return Live(

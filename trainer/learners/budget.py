@@ -14,7 +14,7 @@ import torch
 
 from trainer.batches.micro_batches import plan_micro_batches
 from trainer.batches.rows import Row
-from trainer.errors import Unusable
+from trainer.errors import ShortOfMemory, Unusable
 
 log = structlog.get_logger()
 
@@ -30,7 +30,6 @@ NO_MEMORY: Final = "can't allocate memory"
 # What CUDA says, outside torch's allocator: an `AcceleratorError`, which is no `OutOfMemoryError`.
 NO_DEVICE_MEMORY: Final = "CUDA error: out of memory"
 TOO_LONG: Final = "too_long"
-OUT_OF_MEMORY: Final = "out_of_memory"
 REMEDY: Final = (
     "lower batch.micro_batch_tokens, set batch.gradient_checkpointing, or give the model server"
     " less (--gpu-memory-utilization)"
@@ -59,16 +58,15 @@ def needs_memory(rows: Sequence[Row]) -> Iterator[None]:
 
 @contextmanager
 def says_no_room() -> Iterator[None]:
-    """Raise `Unusable` where the block, which cannot be cut into less, runs out of memory."""
+    """Raise `ShortOfMemory` where the block, which cannot be cut into less, has too little."""
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         torch.cuda.empty_cache()
-        raise Unusable(
-            f"the memory has no room for the model and its adapter: {REMEDY}: {error}",
-            reason=OUT_OF_MEMORY,
+        raise ShortOfMemory(
+            f"the memory has no room for the model and its adapter: {REMEDY}: {error}"
         ) from error
 
 
@@ -127,9 +125,10 @@ class Budget:
         long a row may be: to look at one takes less memory.
 
         Raises:
-            Unusable: a row is too long to be computed by itself, though others are not; or
-                the smallest micro-batches do not fit, and no row is to blame; or one of several
-                processes ran out of memory, while the others wait for it in the middle of `run`.
+            Unusable: a row is too long to be computed by itself, though others are not.
+            ShortOfMemory: the smallest micro-batches do not fit, and no row is to blame; or one of
+                several processes ran out of memory, while the others wait for it in the middle of
+                `run`.
         """
         while True:
             micro_batches = self.cut(rows)
@@ -172,10 +171,9 @@ class Budget:
 
     def _shrink(self, error: NoRoom) -> None:
         if not self._alone or self.tokens < 2 * SMALLEST_BUDGET:
-            raise Unusable(
+            raise ShortOfMemory(
                 f"the memory has no room for {self.tokens} tokens at once: {REMEDY}:"
-                f" {error.__cause__}",
-                reason=OUT_OF_MEMORY,
+                f" {error.__cause__}"
             ) from error
         if self._is_trying:
             self._wait = min(LONGEST_WAIT, 2 * self._wait)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from accelerate import PartialState
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from store.values.distribution import Distribution
 from trainer.batches.rows import Row
@@ -39,14 +39,33 @@ def precision(recipe: Recipe, device: str) -> torch.dtype:
     return DTYPES[recipe.dtype]
 
 
+def may_fit(model: str, recipe: Recipe) -> bool:
+    """Return whether the memory has room for the weights of `model` while nobody else has any."""
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    count = sum(parameter.numel() for parameter in base.parameters())
+    device = _device()
+    return bool(count * precision(recipe, device).itemsize <= _whole_memory(device))
+
+
+def _whole_memory(device: str) -> int:
+    if device == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _device() -> str:
+    # Each of several processes on one host has its own GPU.
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+
+
 def load_base(model: str, recipe: Recipe) -> tuple[Any, Any]:
     """Load the causal LM and its tokenizer, onto the GPU if there is one.
 
     Raises:
         LearnerError: the model cannot be loaded.
     """
-    # Each of several processes on one host has its own GPU.
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    device = _device()
     try:
         base = AutoModelForCausalLM.from_pretrained(
             model, dtype=precision(recipe, device), attn_implementation="sdpa"

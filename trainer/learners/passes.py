@@ -10,9 +10,8 @@ import torch
 
 from trainer.batches.micro_batches import computed_tokens, share_out
 from trainer.batches.rows import Row
-from trainer.errors import Interrupted, Unusable
+from trainer.errors import Interrupted, ShortOfMemory, Unusable
 from trainer.learners.budget import (
-    OUT_OF_MEMORY,
     REMEDY,
     MicroBatches,
     is_out_of_memory,
@@ -160,9 +159,8 @@ class Step:
             if not is_out_of_memory(error):
                 raise
             # Some parameters may have moved and others not: this must not be tried again from here.
-            raise Unusable(
-                f"memory ran out in the optimiser's step, which was undone: {REMEDY}: {error}",
-                reason=OUT_OF_MEMORY,
+            raise ShortOfMemory(
+                f"memory ran out in the optimiser's step, which was undone: {REMEDY}: {error}"
             ) from error
         finally:
             self._trainer.optimizer.zero_grad()

@@ -49,6 +49,7 @@ class Pacing:
         recipe: Recipe,
         together: Sequence[str] = (),
         clock: Callable[[], float] = monotonic,
+        known: Sequence[str] | None = None,
     ) -> None:
         """Store the model servers, the policy's name and the recipe, whose bounds are kept.
 
@@ -56,7 +57,8 @@ class Pacing:
         taken, a version that lost the traffic `publish.longest_pin_s` ago is retired for the next.
         `together` are the policies that must go live together, this one among them, if any must;
         the first version of theirs waits for room for all, up to `publish.wait_for_others_s`.
-        `clock` returns seconds.
+        `clock` returns seconds. `known` are the configured policies (None: all are): what serves
+        for others takes no slot once nobody calls it.
         """
         self._servers = servers
         self._policy = policy
@@ -64,6 +66,7 @@ class Pacing:
         self._rule = recipe.publish
         self._max_staleness = recipe.claim.max_staleness
         self._together = tuple(together)
+        self._known_policies = known
         self._clock = clock
         # What the servers named last, and until when that is taken as known.
         self._named = USUAL_SLOTS
@@ -87,7 +90,12 @@ class Pacing:
         await slots.lock_slots(connection, self._policy)
         longest_s = self._rule.longest_pin_s
         live = await slots.live_versions(
-            connection, self._policy, PROXY_REFRESH_S, longest_s, self._together
+            connection,
+            self._policy,
+            PROXY_REFRESH_S,
+            longest_s,
+            self._together,
+            self._known_policies,
         )
         free, needed = free_slots(live, known), self._needed(live, known)
         if free + live.unloading < needed:

@@ -38,16 +38,19 @@ class Publisher:
         policy: str,
         rule: PublishOptions,
         together: Sequence[str] = (),
+        known: Sequence[str] | None = None,
     ) -> None:
         """Store the model servers, the policy's name and the recipe's `[publish]` rule.
 
-        `together` are the policies that must go live together, this one among them, if any must.
+        `together` are the policies that must go live together, this one among them, if any must;
+        `known` are all that are configured (None: all that have versions).
         """
         self._engine = engine
         self.servers = servers
         self._policy = policy
         self._rule = rule
         self.together = tuple(together) or (policy,)
+        self.known = known
 
     async def publish(
         self,
@@ -144,11 +147,24 @@ class Publisher:
     ) -> ProbeResult:
         trained = [row.logprobs for row in rows]
         served = await _served_logprobs(server, name, rows)
-        probe = compare(served, trained, await _served_logprobs(server, before, rows))
+        other = await self._other_than(server, name, before)
+        probe = compare(served, trained, await _served_logprobs(server, other, rows))
         reason = rejection_reason(probe, self._rule.tolerance)
         if reason is not None:
             raise PublishError(reason)
         return probe
+
+    async def _other_than(self, server: ModelServer, name: str, before: str) -> str:
+        """Return what the answers of `name` must differ from: those of `before`, if it is there.
+
+        One that could not be loaded again may never be. To wait for it would keep back the version
+        that repairs the policy; and a server that ignores an adapter answers as its base model.
+        """
+        listed = await server.models()
+        if before in listed or name not in listed:
+            return before
+        log.warning("probed_against_base", version=name, lost=before, replica=server.url)
+        return await server.base_of(name)
 
     async def _set_state(self, version: int, state: PolicyState) -> None:
         async with self._engine.begin() as connection:

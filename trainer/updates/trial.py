@@ -16,7 +16,7 @@ import structlog
 
 from store.values.distribution import Distribution
 from trainer.batches.rows import Row, bare_row
-from trainer.errors import LearnerError, PublishError, UpstreamAway
+from trainer.errors import LearnerError, PublishError, ShortOfMemory, UpstreamAway
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing.misfits import Compared, why_misfit
 from trainer.publishing.replicas import Replicas
@@ -70,13 +70,34 @@ class Trial:
         Raises:
             UpstreamAway: no model server answers.
         """
+        try:
+            return await self._tried()
+        except LearnerError as error:
+            return str(error)
+
+    async def check(self) -> None:
+        """Try what `why_unserved` tries.
+
+        Raises:
+            PublishError: a version would not be served as meant, as long as nobody changes that.
+            ShortOfMemory: there is too little memory at the moment to find out.
+            UpstreamAway: no model server answers.
+        """
+        try:
+            why = await self._tried()
+        except ShortOfMemory:
+            raise
+        except LearnerError as error:
+            why = str(error)
+        if why is not None:
+            raise PublishError(why)
+
+    async def _tried(self) -> str | None:
         # Before anything is computed for nobody.
         servers = tuple(await self._servers.ask(ModelServer.models))
         try:
             rows = await in_thread(self._learner, self._write)
             return await self._of_servers(servers, rows)
-        except LearnerError as error:
-            return str(error)
         finally:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -40,19 +40,22 @@ class Versions:
 
     async def serving(self) -> PolicyVersion:
         """Return the version that has the traffic."""
-        return next(v for v in await self._all() if v.state == "serving")
+        return next(v for v in await self._live() if v.state == "serving")
 
     async def written(self) -> list[PolicyVersion]:
         """Return the versions that no server has loaded yet, oldest first."""
-        return [v for v in await self._all() if v.state == "written"]
+        return [v for v in await self._live() if v.state == "written"]
 
     async def waits_to_go_live(self) -> bool:
         """Return whether a version waits for those of the policies that go live with it."""
-        return any(v.state == "ready" for v in await self._all())
+        return any(v.state == "ready" for v in await self._live())
 
     async def numbered(self, number: int) -> PolicyVersion:
         """Return the recorded version with this number."""
-        return next(v for v in await self._all() if v.version == number)
+        async with self._engine.connect() as connection:
+            version = await policies.numbered_version(connection, self._policy, number)
+        assert version is not None
+        return version
 
     async def next_number(self) -> int:
         """Return a number that neither a recorded version has nor a folder."""
@@ -62,7 +65,9 @@ class Versions:
 
     async def deleted(self) -> frozenset[int]:
         """Return the versions whose files were deleted, as nothing could ask for them any more."""
-        return frozenset(v.version for v in await self._all() if v.files_deleted)
+        async with self._engine.connect() as connection:
+            versions = await policies.list_versions(connection, self._policy)
+        return frozenset(one.version for one in versions if one.files_deleted)
 
     async def reject(self, version: PolicyVersion) -> None:
         """Set the state of a version to `rejected`."""
@@ -75,6 +80,7 @@ class Versions:
             return None
         return adapters.version_folder(self._adapter_dir, self._policy, version)
 
-    async def _all(self) -> list[PolicyVersion]:
+    async def _live(self) -> list[PolicyVersion]:
+        # Once a second, so not of all that there ever were.
         async with self._engine.connect() as connection:
-            return await policies.list_versions(connection, self._policy)
+            return await policies.list_live(connection, self._policy)

@@ -9,7 +9,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.updates.claims import begin_update, release
 from store.updates.policies import ensure_base, list_versions
-from store.updates.slots import Live, live_versions, lock_slots, retire_longest
+from store.updates.slots import _LIVE, Live, live_versions, lock_slots, retire_longest
+from store.write.ingest import ingest
+from tests.support.records import call
 
 VERSION = text(
     """
@@ -55,6 +57,55 @@ async def test_versions_of_all_policies_of_the_server_count(engine: AsyncEngine)
     await add(engine, "elsewhere", ("published", 5.0), ("serving", 5.0), base="another")
     assert counts(await live(engine)) == counts(await live(engine, "n")) == (2, 1, 1, 1)
     assert counts(await live(engine, "elsewhere")) == (1, 1, 0, 0)
+
+
+async def test_a_policy_that_is_no_more_needs_no_slot_once_nobody_calls_it(
+    engine: AsyncEngine,
+) -> None:
+    await add(engine, "m", ("published", 9e3), ("serving", 9e3))
+    await add(engine, "renamed", ("published", 9.0), ("serving", 9e3), ("ready", 9e3))
+
+    async def needed(*known: str) -> tuple[int, int, int]:
+        async with engine.connect() as connection:
+            found = await live_versions(connection, "m", 10.0, 3600.0, known=known)
+        return found.serving, found.ready, found.published
+
+    # One whose trainer is only away is configured, and loses nothing.
+    assert await needed("m", "renamed") == (2, 1, 2)
+    assert await needed("m") == (1, 0, 2)
+    async with engine.begin() as connection:
+        await ingest(connection, [call("e", policy="renamed", policy_version=2)])
+    assert await needed("m") == (2, 1, 2)
+    async with engine.begin() as connection:
+        await connection.execute(
+            text("UPDATE episodes SET last_call_at = now() - interval '2 hours'")
+        )
+    assert await needed("m") == (1, 0, 2)
+
+
+async def test_a_look_reads_no_more_however_many_versions_there_were(engine: AsyncEngine) -> None:
+    await add(engine, "elsewhere", *[("retired", 9e3)] * 30, base="another")
+    await add(engine, "m", ("serving", 5.0))
+    many = """
+        WITH made AS (
+            INSERT INTO updates (id, policy, parent_version, version, state, recipe, claimed_at)
+            SELECT uuidv7(), 'm', 0, v, 'done', '{}', now() - interval '1 day'
+            FROM generate_series(2, 10000) v RETURNING id, version)
+        INSERT INTO policies (name, version, state, served_name, adapter_path, update_id)
+        SELECT 'm', version, 'retired', 'm@' || version, '/a', id FROM made
+    """
+    async with engine.begin() as connection:
+        await connection.execute(text(many))
+    async with engine.connect() as connection:
+        await connection.execution_options(isolation_level="AUTOCOMMIT")
+        await connection.execute(text("VACUUM ANALYZE policies, updates"))
+        explained = text(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {_LIVE}")
+        values = {"policy": "m", "unload_s": 0.0, "longest_s": 3600.0}
+        plan = await connection.scalar(explained, values | {"together": [], "known": ["m"]})
+    read = plan[0]["Plan"]["Shared Hit Blocks"] + plan[0]["Plan"]["Shared Read Blocks"]
+    # The table alone has more than a hundred.
+    assert read < 80
+    assert (await live(engine)).serving == 1
 
 
 async def test_a_base_model_needs_no_slot(engine: AsyncEngine) -> None:

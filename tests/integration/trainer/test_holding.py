@@ -11,7 +11,7 @@ from store.schema.claimable import episode_policies
 from store.schema.trained import consumptions
 from store.updates import claims
 from tests.integration.trainer.test_recovery import Bench, bench
-from trainer.errors import LearnerError, PublishError, UpstreamAway
+from trainer.errors import LearnerError, PublishError, ShortOfMemory, UpstreamAway
 from trainer.loop import Loop
 from trainer.publishing.replicas import Replicas
 
@@ -124,6 +124,24 @@ async def test_a_server_that_was_away_is_tried_before_the_next_claim(bench: Benc
         assert (await states(bench), await consumed(bench)) == ([], 0)
         bench.fake.sampled_logprob = None
         assert await try_again(loop)
+    await bench.assert_spent_once(4)
+
+
+async def test_too_little_memory_at_the_start_is_waited_for(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise ShortOfMemory("the memory has no room")
+
+    async with working(bench) as loop:
+        with monkeypatch.context() as patched:
+            patched.setattr(bench.learner, "write_trial", full)
+            await loop.check_server()
+            assert (loop._holding.reason, gauge()) == ("the memory has no room", 1.0)
+            assert not await try_again(loop)
+        assert (await states(bench), await consumed(bench)) == ([], 0)
+        assert await try_again(loop)
+        assert gauge() == 0.0
     await bench.assert_spent_once(4)
 
 

@@ -11,12 +11,15 @@ import torch
 from tests.integration.trainer.test_recomputed import saved
 from tests.integration.trainer.test_resuming import same
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
+from trainer import run
 from trainer.batches.rows import Row
-from trainer.errors import Unusable
+from trainer.errors import OUT_OF_MEMORY, ShortOfMemory, Unusable
 from trainer.learners import scoring
-from trainer.learners.budget import OUT_OF_MEMORY, TOO_LONG
+from trainer.learners.budget import TOO_LONG
 from trainer.learners.learner import Learner
+from trainer.learners.model import Base
 from trainer.recipes.recipe import Recipe
+from trainer.settings import TrainerSettings
 
 RECIPES: dict[str, Callable[..., Recipe]] = {
     "grpo": recipe,
@@ -202,3 +205,27 @@ def test_a_row_too_long_to_be_scored_costs_its_own_episode(
     with pytest.raises(Unusable) as raised:
         made.version_logprobs(None, [ten_times(first), *others])
     assert (raised.value.reason, set(raised.value.episodes)) == (TOO_LONG, {first.episode_id})
+
+
+async def test_a_base_model_waits_for_room_that_others_have(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "TRIAL_S", 0.0)
+    real, tries = run.Base, 0
+
+    def full_twice(*arguments: Any) -> Base:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*arguments)
+
+    monkeypatch.setattr(run, "Base", full_twice)
+    settings = TrainerSettings.model_validate({"adapter_dir": tmp_path})
+    assert list(await run._learners(settings, ["m"], [recipe()], tiny_model)) == ["m"]
+    tries = 0
+    # One that would not fit into an empty machine is not waited for.
+    monkeypatch.setattr("trainer.learners.model._whole_memory", lambda _: 1000)
+    with pytest.raises(ShortOfMemory, match="micro_batch_tokens"):
+        await run._learners(settings, ["m"], [recipe()], tiny_model)
+    assert tries == 1

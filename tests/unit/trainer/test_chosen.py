@@ -14,6 +14,8 @@ FIXED = '[[policy]]\nname = "rest"\nbase = "qwen"\ntrained = false\n'
 ONE = '[[policy]]\nname = "writes"\nbase = "qwen"\nrecipe = "single"\n'
 OTHER = '[[policy]]\nname = "plans"\nbase = "llama"\n'
 TWO = ONE + '[[policy]]\nname = "checks"\nbase = "qwen"\n'
+# The trained policies of the second.
+BOTH = ("writes", "checks")
 
 
 def settings(**values: Any) -> TrainerSettings:
@@ -29,18 +31,18 @@ def test_without_a_file_the_settings_say() -> None:
 
 def test_the_only_trained_policy_of_a_file_need_not_be_named() -> None:
     [chosen] = chosen_policies(settings(), parse_policies(FIXED + ONE, "p.toml"))
-    assert chosen == Chosen(policy="writes", base="qwen", recipe="single")
+    assert chosen == Chosen(policy="writes", base="qwen", recipe="single", known=("writes",))
 
 
 def test_of_several_one_is_named_and_a_recipe_that_the_file_leaves_out_is_the_settings() -> None:
     [chosen] = chosen_policies(settings(policy="checks", recipe="r"), parse_policies(TWO, "p.toml"))
-    assert chosen == Chosen(policy="checks", base="qwen", recipe="r")
+    assert chosen == Chosen(policy="checks", base="qwen", recipe="r", known=BOTH)
 
 
 def test_of_several_all_are_trained_unless_some_are_named() -> None:
     table = parse_policies(FIXED + TWO, "p.toml")
-    writes = Chosen(policy="writes", base="qwen", recipe="single")
-    checks = Chosen(policy="checks", base="qwen", recipe="r")
+    writes = Chosen(policy="writes", base="qwen", recipe="single", known=BOTH)
+    checks = Chosen(policy="checks", base="qwen", recipe="r", known=BOTH)
     assert chosen_policies(settings(recipe="r"), table) == (writes, checks)
     assert chosen_policies(settings(recipe="r", policy="checks, writes"), table) == (checks, writes)
 
@@ -88,7 +90,7 @@ def test_what_is_left_open_is_refused_with_what_to_set(
 def test_an_adapter_goes_to_a_policy_by_its_name_whatever_the_settings_train() -> None:
     table = parse_policies(FIXED + TWO, "p.toml")
     chosen = importing_policy(settings(policy="checks", recipe="r"), table, "writes")
-    assert chosen == Chosen(policy="writes", base="qwen", recipe="single")
+    assert chosen == Chosen(policy="writes", base="qwen", recipe="single", known=BOTH)
     chosen = importing_policy(settings(policies=None, policy="m", recipe="r"), None, "n")
     assert chosen == Chosen(policy="n", base=None, recipe="r")
 

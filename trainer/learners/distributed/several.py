@@ -5,7 +5,8 @@ Learners that share a base model share its processes, too: a command names its p
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import structlog
 
 from store.values.distribution import Distribution
 from trainer.batches.rows import Row
-from trainer.errors import TrainerError, Unusable
-from trainer.learners.budget import OUT_OF_MEMORY, REMEDY, is_out_of_memory
+from trainer.errors import LearnerError, ShortOfMemory, TrainerError
+from trainer.learners.budget import REMEDY, is_out_of_memory
 from trainer.learners.distributed.processes import Processes
 from trainer.learners.learner import Learner
 
@@ -24,6 +25,11 @@ log = structlog.get_logger()
 def is_follower() -> bool:
     """Return True if this process follows the commands of rank 0."""
     return int(os.environ.get("RANK", "0")) > 0
+
+
+def has_companions() -> bool:
+    """Return True if this is one of several processes."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 class LeadingLearner:
@@ -93,12 +99,45 @@ class LeadingLearner:
         with self._lock:
             self._processes.broadcast((self._policy, name, *arguments))
             try:
-                return getattr(self._learner, name)(*arguments)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                why = f"memory ran out ({name}): {REMEDY}: {error}"
-                raise Unusable(why, reason=OUT_OF_MEMORY) from error
+                found = _run(self._learner, name, arguments)
+            except Exception as error:
+                agree(self._learner, error)
+                raise
+            agree(self._learner, None)
+            return found
+
+
+def _run(learner: Learner, name: str, arguments: Sequence[object]) -> Any:
+    """Run one command in this process.
+
+    Raises:
+        ShortOfMemory: memory ran out, wherever in the command it did.
+    """
+    try:
+        return getattr(learner, name)(*arguments)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ShortOfMemory(f"memory ran out ({name}): {REMEDY}: {error}") from error
+
+
+def agree(learner: Learner, own: Exception | None) -> None:
+    """Wait until a command has ended in all processes, in this one with the error `own` or None.
+
+    Where it failed in some of them, the others must not go on: they would compute with other
+    weights, or wait for each other in vain.
+
+    Raises:
+        LearnerError: it failed in another process, and not in this one.
+    """
+    told = None if own is None else (str(own), isinstance(own, ShortOfMemory))
+    failures = [one for one in learner.processes.gather(told) if one is not None]
+    if own is not None or not failures:
+        return
+    learner.let_go()
+    why, is_short = failures[0]
+    kind = ShortOfMemory if is_short else LearnerError
+    raise kind(f"another process failed: {why}")
 
 
 class Leader:
@@ -129,14 +168,17 @@ class Leader:
 def follow(learners: Mapping[str, Learner]) -> None:
     """Run the commands of rank 0 until it says stop; `learners` are those that it has.
 
-    A command that fails does so in every process alike; rank 0 reports it.
+    A command that fails in one process has failed in all; rank 0 reports it.
     """
     processes: Processes = next(iter(learners.values())).processes
     while (command := processes.broadcast(None)) is not None:
         policy, name, *arguments = command
-        method: Callable[..., Any] = getattr(learners[policy], name)
+        failure: TrainerError | None = None
         try:
-            method(*arguments)
+            _run(learners[policy], name, arguments)
         except TrainerError as error:
             log.debug("follower_failed", policy=policy, method=name, reason=str(error))
+            failure = error
+        with suppress(LearnerError):
+            agree(learners[policy], failure)
     processes.close()

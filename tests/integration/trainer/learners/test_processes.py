@@ -22,12 +22,12 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def run_two(model: str, folder: Path, learner: str) -> None:
+def run_two(program: str, *arguments: str) -> None:
     """`accelerate launch`, as a user with two GPUs would, on the CPU."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *LAUNCH]
     command += ["--num_processes", "2", "--use_fsdp", "--fsdp_version", "2"]
     command += ["--main_process_port", str(free_port())]
-    command += ["-m", "tests.support.two_processes", model, str(folder), learner]
+    command += ["-m", f"tests.support.{program}", *arguments]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -38,7 +38,7 @@ def run_two(model: str, folder: Path, learner: str) -> None:
 def test_two_processes_make_the_update_of_one(
     tiny_model: str, tmp_path: Path, learner: str
 ) -> None:
-    run_two(tiny_model, tmp_path, learner)
+    run_two("two_processes", tiny_model, str(tmp_path), learner)
     chosen = {"grpo": recipe, "ppo": ppo_recipe, "sft": sft_recipe}[learner](steps=2)
     one = Learner(tiny_model, chosen, seed=0, scratch=tmp_path)
     for number in (1, 2):
@@ -56,3 +56,21 @@ def test_two_processes_make_the_update_of_one(
     ):
         for here, there in zip(alone, together, strict=True):
             assert here == pytest.approx(there, abs=1e-4)
+
+
+@pytest.mark.timeout(240)
+def test_a_process_that_has_no_room_for_one_policy_stops_no_other(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    """All processes know of it, so that none computes with what another has not."""
+    run_two("two_policies", tiny_model, str(tmp_path))
+    assert "CUDA out of memory" in (tmp_path / "told").read_text()
+    one = Learner(tiny_model, recipe(steps=2), seed=0, scratch=tmp_path)
+    one.update(rows(0))
+    (tmp_path / "one").mkdir()
+    one.save(tmp_path / "one")
+    ours = load_file(tmp_path / "one" / "adapter_model.safetensors")
+    for name in "ab":
+        theirs = load_file(tmp_path / name / "adapter_model.safetensors")
+        for key, tensor in ours.items():
+            assert (tensor - theirs[key]).abs().max() < 1e-6, key

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.batches.rows import Row, bare_row
-from trainer.errors import Unusable
+from trainer.errors import OUT_OF_MEMORY, Unusable
 from trainer.learners.budget import (
     LONGEST_WAIT,
-    OUT_OF_MEMORY,
     TOO_LONG,
     Budget,
     MicroBatches,

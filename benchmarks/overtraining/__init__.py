@@ -1,0 +1,1 @@
+"""Run `python -m benchmarks.overtraining`: does learning go on without undoing what was learned?"""
