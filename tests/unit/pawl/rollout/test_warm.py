@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import venv
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ def daemon(task):
 
 def environment(task):
     return dict(os.environ)
+
+def packages(task):
+    import importlib.util, sys
+    return [sys.prefix, *(name for name in ("pawl", "msgspec") if importlib.util.find_spec(name))]
 """
 
 
@@ -86,3 +91,22 @@ async def test_a_task_that_no_variable_can_hold_is_not_that_of_the_run_before(
     results = [await warm.run(request(environment=env)) for env in ({"ROLLOUT_TASK": "{}"}, {})]
     await warm.stop()
     assert ["ROLLOUT_TASK" in result.output for result in results] == [True, False]
+
+
+async def test_another_python_runs_the_function_with_nothing_of_ours_installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    other = folder / "other"
+    venv.create(other, symlinks=True)
+    function = Function(
+        name="agent:packages",
+        log_file=folder / "log",
+        folder=folder,
+        interpreter=str(other / "bin" / "python"),
+    )
+    warm = WarmAgent(function)
+    await warm.start(1)
+    result = await warm.run(request())
+    await warm.stop()
+    assert result.value == [str(other)]
