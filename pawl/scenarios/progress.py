@@ -42,17 +42,20 @@ class Wave:
         return fmean([one.metrics.get(self.score, 0.0) for one in self.results] or [0.0])
 
     @property
-    def well_formed(self) -> float:
-        """Return the share of results with a well-formed tool call, 0 to 1."""
-        return fmean([_well_formed(one) for one in self.results] or [0.0])
+    def well_formed(self) -> float | None:
+        """Return the share of results with a well-formed tool call; None: nobody says it."""
+        said = [_well_formed(one) for one in self.results]
+        known = [one for one in said if one is not None]
+        return fmean(known) if known else None
 
 
-def _well_formed(result: Ran) -> float:
+def _well_formed(result: Ran) -> float | None:
     """Return what the judge says of it, or else how the agent itself says that its tool ended."""
     if FORMED in result.metrics:
         return result.metrics[FORMED]
-    tool = result.value.get("tool") if isinstance(result.value, dict) else None
-    return float((tool or {}).get("status") in WELL_FORMED)
+    if not isinstance(result.value, dict):
+        return None
+    return float((result.value.get("tool") or {}).get("status") in WELL_FORMED)
 
 
 @dataclass

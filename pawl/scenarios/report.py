@@ -12,6 +12,7 @@ from pawl.scenarios.scenario import Scenario
 INK: Final = "#1f2933"
 RISING: Final = "#0b7285"
 FORMED: Final = "#e8590c"
+FORMED_LABEL: Final = "well-formed tool calls"
 FAINT: Final = "#adb5bd"
 AT_WORK: Final = {"success": "right answers at work", "reward": "reward at work"}
 
@@ -65,7 +66,8 @@ def draw(path: Path, progress: Progress, score: str) -> None:
     numbers = [wave.number for wave in progress.waves]
     formed = [wave.well_formed for wave in progress.waves]
     right = [wave.success for wave in progress.waves]
-    axes.plot(numbers, formed, "o-", color=FORMED, markersize=4, label="well-formed tool calls")
+    if None not in formed:
+        axes.plot(numbers, formed, "o-", color=FORMED, markersize=4, label=FORMED_LABEL)
     axes.plot(numbers, right, "o-", color=RISING, linewidth=2.5, label=AT_WORK[score])
     last = numbers[-1] if numbers else 1
     for x, share in ((0, progress.before), (last + 1, progress.after)):
@@ -130,7 +132,7 @@ code{{background:#f1f3f5;padding:.1rem .3rem;border-radius:4px}}
 <h1>{escape(scenario.title)}</h1>
 <p>{escape(scenario.about)} Seed {summary["seed"]}.</p>
 <div class=cards>{cards}</div>
-<img alt="{AT_WORK[scenario.score].capitalize()} and well-formed tool calls, wave after wave"
+<img alt="{AT_WORK[scenario.score].capitalize()}, wave after wave"
  src="data:image/png;base64,{image}">
 <h2>Updates</h2><div class=wide>{_updates_table(progress)}</div>
 <p>The same figures for programs: <code>summary.json</code> beside this page.</p></html>

@@ -45,8 +45,10 @@ def test_a_policy_without_a_call_has_its_line() -> None:
 
 def test_a_run_that_failed_lowers_a_waves_score() -> None:
     wave = Wave(1, 0, 4, "reward")
-    assert (wave.success, wave.well_formed) == (0.0, 0.0)
-    wave.results += [ran(reward=1.0, well_formed=1.0), ran()]
+    assert (wave.success, wave.well_formed) == (0.0, None)
+    wave.results += [ran(reward=1.0), ran()]
+    assert (wave.success, wave.well_formed) == (0.5, None)
+    wave.results += [ran(reward=1.0, well_formed=1.0), ran(reward=0.0, well_formed=0.0)]
     assert (wave.success, wave.well_formed) == (0.5, 0.5)
 
 
