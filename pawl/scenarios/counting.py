@@ -1,4 +1,4 @@
-"""Put a run's summary together of what was counted (pure)."""
+"""Say from what was counted how far a run is, and what came of it (pure)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,6 +6,36 @@ from typing import Any
 from pawl.scenarios.progress import Progress
 from store.policy_table import PolicySpec
 from store.read.stats import PolicyTotals, Totals
+from store.records import PolicyVersion, UpdateRow
+
+
+def serving_version(versions: Sequence[PolicyVersion], policy: str) -> int:
+    """Return the version of a policy that serves; 0 is the base model."""
+    serving = [one for one in versions if one.name == policy and one.state == "serving"]
+    return max((one.version for one in serving), default=0)
+
+
+def is_trained(
+    updates: Sequence[UpdateRow],
+    versions: Sequence[PolicyVersion],
+    policies: Sequence[str],
+    leading: str,
+    number: int,
+) -> bool:
+    """Return whether `number` updates are done, none runs, and the newest versions serve.
+
+    The updates are those of the leading policy: the others may learn less from a wave.
+    """
+    done = [update for update in updates if update.state == "done"]
+    newest = {
+        name: max((one.version or 0 for one in done if one.policy == name), default=0)
+        for name in policies
+    }
+    return (
+        sum(update.policy == leading for update in done) >= number
+        and not any(update.state == "running" for update in updates)
+        and all(serving_version(versions, name) >= newest[name] for name in policies)
+    )
 
 
 def outcome(progress: Progress, seconds: float) -> dict[str, Any]:

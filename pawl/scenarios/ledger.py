@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from pawl.scenarios.counting import is_trained, serving_version
 from pawl.scenarios.progress import Progress
 from store.connection.availability import is_unavailable
 from store.connection.engine import make_engine
@@ -37,34 +38,13 @@ class Ledger:
         self._versions = await self._ask(list_versions) or self._versions
         progress = self._progress
         progress.updates = [update for update in self._updates if update.state == "done"]
-        progress.serving = self._serving(progress.policy)
+        progress.serving = serving_version(self._versions, progress.policy)
         progress.totals = await self._ask(totals) or progress.totals
 
-    def _serving(self, policy: str) -> int:
-        return max(
-            (
-                one.version
-                for one in self._versions
-                if one.name == policy and one.state == "serving"
-            ),
-            default=0,
-        )
-
     def trained(self, number: int) -> bool:
-        """Return whether `number` updates are done, none runs, and the newest versions serve.
-
-        The updates are those of the policy that leads: the others may learn less from a wave.
-        """
-        done = [update for update in self._updates if update.state == "done"]
-        newest = {
-            name: max((one.version or 0 for one in done if one.policy == name), default=0)
-            for name in self._policies
-        }
-        return (
-            sum(update.policy == self._progress.policy for update in done) >= number
-            and not any(update.state == "running" for update in self._updates)
-            and all(self._serving(name) >= newest[name] for name in self._policies)
-        )
+        """Return whether a wave's number of updates is done (`is_trained`)."""
+        leading = self._progress.policy
+        return is_trained(self._updates, self._versions, self._policies, leading, number)
 
     async def calls(self) -> int | None:
         """Return how many calls are stored; None: the database does not answer."""

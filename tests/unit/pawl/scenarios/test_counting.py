@@ -1,10 +1,16 @@
 """The facts of a summary, from what was counted."""
 
+from datetime import UTC, datetime
+
+import pytest
+
 from pawl.scenarios.agent import Ran
-from pawl.scenarios.counting import policy_facts, trainable_share
+from pawl.scenarios.counting import is_trained, policy_facts, trainable_share
 from pawl.scenarios.progress import Wave
+from store.ids import new_id
 from store.policy_table import PolicySpec
 from store.read.stats import PolicyTotals
+from store.records import PolicyVersion, UpdateRow
 
 SPECS = (
     PolicySpec(name="writer", base="m"),
@@ -58,3 +64,51 @@ def test_an_agent_that_says_how_its_tool_ended_is_believed() -> None:
         value = {"tool": {"status": status}}
         wave.results.append(Ran(task="t", sample=0, value=value, error=None, metrics={}))
     assert wave.well_formed == 0.5
+
+
+def update(policy: str, version: int | None, state: str = "done") -> UpdateRow:
+    return UpdateRow(
+        id=new_id(),
+        policy=policy,
+        parent_version=0,
+        version=version,
+        state=state,
+        claimed_at=datetime.now(UTC),
+        finished_at=None,
+        metrics={},
+    )
+
+
+def serving(policy: str, version: int) -> PolicyVersion:
+    return PolicyVersion(
+        name=policy,
+        version=version,
+        state="serving",
+        served_name=f"{policy}@{version}",
+        adapter_path=None,
+        update_id=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("updates", "versions", "number", "trained"),
+    [
+        ([], [], 1, False),
+        ([update("writer", 1)], [], 1, False),
+        ([update("writer", 1)], [serving("writer", 1)], 1, True),
+        ([update("writer", 1)], [serving("writer", 1)], 2, False),
+        ([update("writer", None)], [serving("writer", 0)], 1, True),
+        ([update("writer", 1), update("rewriter", 1)], [serving("writer", 1)], 1, False),
+        ([update("rewriter", 1)], [serving("rewriter", 1)], 1, False),
+        (
+            [update("writer", 1), update("rewriter", None, "running")],
+            [serving("writer", 1)],
+            1,
+            False,
+        ),
+    ],
+)
+def test_a_wave_is_over_with_the_leading_policys_update(
+    updates: list[UpdateRow], versions: list[PolicyVersion], number: int, trained: bool
+) -> None:
+    assert is_trained(updates, versions, ("writer", "rewriter"), "writer", number) == trained
