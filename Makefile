@@ -14,7 +14,7 @@ demo: install  ## an agent gets better while it works, on this machine (ARGS="--
 	@$(BIN)/pawl demo $(ARGS)
 
 example: install  ## an agent of a framework gets better while it works (NAME=math ARGS="--seed 7")
-	@$(BIN)/python scripts/install_clients.py
+	@$(BIN)/python scripts/install_clients.py --python
 	@$(BIN)/pawl example $(NAME) $(ARGS)
 
 test: install  ## all tests: real PostgreSQL, vLLM and clients (ARGS="-k name")
