@@ -19,7 +19,7 @@ async def test_each_policys_calls_and_what_came_of_them(engine: AsyncEngine) -> 
         call("f", task="t", **writer | {"http_status": 400}),
         call("f", task="t", **writer | {"status": "upstream_error", "http_status": None}),
         call("f", task="t", policy=None, trainable=False, reason="no_policy"),
-        reward("e", 1.0),
+        reward(1.0, episode="e"),
     ]
     await Ingester().store(engine, records)
     async with engine.begin() as connection:
