@@ -2,7 +2,7 @@ BIN := .venv/bin
 CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests class_layouts.py hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test serving check format docs lock clean
+.PHONY: help install demo example test serving check format docs lock clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -12,6 +12,10 @@ install:  ## make .venv with everything in it (PYTHON=python3.12: with this Pyth
 
 demo: install  ## an agent gets better while it works, on this machine (ARGS="--seed 1")
 	@$(BIN)/pawl demo $(ARGS)
+
+example: install  ## an agent of a framework gets better while it works (NAME=math ARGS="--seed 7")
+	@$(BIN)/python scripts/install_clients.py --python
+	@$(BIN)/pawl example $(NAME) $(ARGS)
 
 test: install  ## all tests: real PostgreSQL, vLLM and clients (ARGS="-k name")
 	@$(BIN)/python scripts/install_clients.py

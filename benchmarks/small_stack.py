@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.vllm_server import free_port
-from pawl.demo.run import TEMPLATE
+from pawl.scenarios.places import packaged_template
 from pawl.stack.stack import StackPlan
 from pawl.stack.vllm import VllmOptions
 
+TEMPLATE: Final = "smollm2_tools"
 # It holds calls to no syntax of its own.
 TOOL_PARSER: Final = "pythonic"
 
@@ -29,7 +30,7 @@ def small_plan(
             max_model_len=1024,
             max_lora_rank=16,
             tool_parser=tool_parser,
-            chat_template=TEMPLATE,
+            chat_template=packaged_template(TEMPLATE),
         ),
         database_url=None,
         upstream_url=None,

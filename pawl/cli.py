@@ -10,7 +10,7 @@ import typer
 from pawl.commands.common import fail
 from pawl.commands.episodes import credit, export
 from pawl.commands.judging import judge
-from pawl.commands.local import demo, up
+from pawl.commands.local import demo, example, up
 from pawl.commands.policies import app as policies
 from pawl.commands.processes import proxy, steward, trainer
 from pawl.commands.records import migrate, spool
@@ -26,6 +26,7 @@ COMMANDS: Final = (
     steward,
     up,
     demo,
+    example,
     rollout,
     export,
     judge,

@@ -1,7 +1,8 @@
 """Install the clients that tests drive: `.venv-clients`, `tests/clients/node/node_modules`.
 
 Their packages conflict with the model server's, so they get an environment of their own, made
-by the uv in `.venv`. It contains Node too. A second run with nothing changed returns at once.
+by the uv in `.venv`. It contains Node too, and the frameworks of the examples' agents, which need
+no more than that (`--python`). A second run with nothing changed returns at once.
 Exit status: 0 also if npm could not install the Node clients; 1 if the Python clients failed.
 """
 
@@ -16,9 +17,11 @@ CLIENTS = os.path.join(ROOT, ".venv-clients")
 NODE = os.path.join(ROOT, "tests", "clients", "node")
 MODULES = os.path.join(NODE, "node_modules")
 STAMP = os.path.join(CLIENTS, ".pawl-installed")
+NODE_STAMP = os.path.join(CLIENTS, ".pawl-node-installed")
 LOCK = os.path.join(ROOT, "requirements", "clients.txt")
 NODE_LOCK = os.path.join(NODE, "package-lock.json")
-INPUTS = (LOCK, NODE_LOCK, os.path.abspath(__file__))
+INPUTS = (LOCK, os.path.abspath(__file__))
+NODE_INPUTS = (*INPUTS, NODE_LOCK)
 
 
 def install_python() -> None:
@@ -53,14 +56,21 @@ def install_node() -> bool:
 
 
 def main() -> None:
-    """Install the clients if they are missing or outdated."""
+    """Install the clients that are missing or outdated; with `--python`, those of Python alone."""
     wanted = fingerprint(INPUTS)
-    if os.path.isdir(MODULES) and is_current(STAMP, wanted):
+    if not is_current(STAMP, wanted):
+        install_python()
+        _write(STAMP, wanted)
+    if "--python" in sys.argv[1:]:
         return
-    install_python()
-    if install_node():
-        with open(STAMP, "w") as file:
-            file.write(wanted)
+    wanted = fingerprint(NODE_INPUTS)
+    if not (os.path.isdir(MODULES) and is_current(NODE_STAMP, wanted)) and install_node():
+        _write(NODE_STAMP, wanted)
+
+
+def _write(stamp: str, wanted: str) -> None:
+    with open(stamp, "w") as file:
+        file.write(wanted)
 
 
 if __name__ == "__main__":

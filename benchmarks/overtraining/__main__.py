@@ -27,7 +27,8 @@ from benchmarks.overtraining.picture import draw
 from benchmarks.proxy.page import with_figures
 from benchmarks.proxy.tables import bars_table
 from benchmarks.small_stack import small_plan
-from pawl.demo.run import POLICY
+from pawl.scenarios.places import find_scenario
+from pawl.scenarios.run import DEMO
 from pawl.stack.model import unpacked_model
 from pawl.stack.stack import running_stack
 from store.connection.engine import make_engine
@@ -49,12 +50,14 @@ async def measure(
     shutil.rmtree(VAR, ignore_errors=True)
     (VAR / "data").mkdir(parents=True)
     model = str(await asyncio.to_thread(unpacked_model, ROOT / "var" / "models"))
-    plan = small_plan(VAR / "data", model, POLICY, recipe)
+    scenario = find_scenario(DEMO)
+    plan = small_plan(VAR / "data", model, scenario.model, recipe)
     async with running_stack(msgspec.structs.replace(plan, seed=seed)) as stack:
         engine = make_engine(stack.database_url)
         found = Found(recipe=recipe, seed=seed)
         try:
-            return await Course(stack, engine, load_recipe(recipe), limits, found, tell).run()
+            course = Course(scenario, stack, engine, load_recipe(recipe), limits, found, tell)
+            return await course.run()
         finally:
             await engine.dispose()
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Final
@@ -11,8 +11,11 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.overtraining.figures import STEP, TIMES, Exam, Found, Wave, has_learned
-from pawl.demo.agent import WorkingAgent, examine, make_questions
-from pawl.demo.run import CONCURRENCY, HELD_OUT, LEARNED, POLICY, questions_a_wave
+from pawl.rollout.tasks import Task
+from pawl.scenarios.agent import WorkingAgent, examine
+from pawl.scenarios.run import tasks_a_wave
+from pawl.scenarios.scenario import Scenario
+from pawl.scenarios.tasks import TaskSplit, make_tasks
 from pawl.stack.stack import Stack
 from store.records import Record
 from store.updates.claims import list_updates
@@ -44,6 +47,7 @@ class Course:
 
     def __init__(
         self,
+        scenario: Scenario,
         stack: Stack,
         engine: AsyncEngine,
         recipe: Recipe,
@@ -55,6 +59,7 @@ class Course:
 
         `found` has the recipe's name and the seed.
         """
+        self._scenario = scenario.model_copy(update={"held_out_samples": limits.samples})
         self._stack = stack
         self._engine = engine
         self._recipe = recipe
@@ -62,7 +67,7 @@ class Course:
         self._tell = tell
         self._folder: Path = stack.plan.data_dir
         self._deadline = time.monotonic() + 60.0 * limits.minutes
-        self._groups = questions_a_wave(recipe)
+        self._groups = tasks_a_wave(recipe)
         self._done = 0
         self._is_training = False
         self._served = 0
@@ -70,41 +75,39 @@ class Course:
 
     async def run(self) -> Found:
         """Run to the end."""
-        held_out = await self._questions(HELD_OUT, "held-out")
-        plain, answered = await self._questions(self._groups * self._limits.waves, "train")
-        questions = plain.read_text().splitlines()
-        await self._examine(*held_out)
-        agent = WorkingAgent(self._stack.url, POLICY, answered, self._folder)
+        held_out = await self._tasks(self._scenario.held_out, "held-out")
+        tasks = await self._tasks(self._groups * self._limits.waves, "train")
+        await self._examine(held_out)
+        agent = WorkingAgent(self._scenario, self._stack.url, self._folder)
         size = self._recipe.claim.group_size
-        await agent.start(samples=size, concurrency=CONCURRENCY)
+        await agent.start(samples=size, concurrency=self._scenario.at_once)
         try:
             while not self._is_over():
                 at = len(self.found.waves) * self._groups
-                await self._wave(agent, questions[at : at + self._groups])
+                await self._wave(agent, tasks[at : at + self._groups])
                 if len(self.found.steps) >= self.found.exams[-1].updates + self._limits.every:
-                    await self._examine(*held_out)
+                    await self._examine(held_out)
         finally:
             await agent.stop()
         if len(self.found.steps) > self.found.exams[-1].updates:
-            await self._examine(*held_out)
+            await self._examine(held_out)
         return self.found
 
-    async def _questions(self, count: int, split: str) -> tuple[Path, Path]:
-        return await make_questions(count, self.found.seed, split, self._folder)
+    async def _tasks(self, count: int, split: TaskSplit) -> tuple[Task, ...]:
+        return await make_tasks(self._scenario, count, self.found.seed, split, self._folder)
 
-    async def _examine(self, questions: Path, answers: Path) -> None:
-        updates, out = len(self.found.steps), self._folder / "exam.jsonl"
-        told = await examine(
-            self._stack.url, POLICY, questions, answers, out, samples=self._limits.samples
-        )
-        exam = Exam(updates=updates, success=told["success"], answers=told["results"])
+    async def _examine(self, tasks: Sequence[Task]) -> None:
+        updates = len(self.found.steps)
+        told = await examine(self._scenario, self._stack.url, tasks, self._folder, name="exam")
+        answers = sum(self._scenario.score in one.metrics for one in told.results)
+        exam = Exam(updates=updates, success=told.score or 0.0, answers=answers)
         self._keep(f"held-out {exam.success:.3f}", exams=(*self.found.exams, exam))
 
-    async def _wave(self, agent: WorkingAgent, questions: list[str]) -> None:
-        """Ask the questions, and wait until what they teach is learned and served."""
-        updates, first = len(self.found.steps), len(agent.verdicts)
-        expected = len(agent.results) + len(questions) * self._recipe.claim.group_size
-        agent.ask(questions)
+    async def _wave(self, agent: WorkingAgent, tasks: Sequence[Task]) -> None:
+        """Give the agent the tasks, and wait until what they teach is learned and served."""
+        updates, first = len(self.found.steps), len(agent.results)
+        expected = first + len(tasks) * self._recipe.claim.group_size
+        agent.ask(tasks)
 
         async def answered() -> bool:
             agent.collect()
@@ -112,10 +115,12 @@ class Course:
 
         await self._until(answered)
         await self._until(self._is_trained)
-        success = fmean(one["success"] for one in agent.verdicts[first:] if "success" in one)
+        score = self._scenario.score
+        scored = [one.metrics for one in agent.results[first:] if score in one.metrics]
+        success = fmean(metrics[score] for metrics in scored)
         waves = (*self.found.waves, Wave(updates=updates, success=success))
         end = self.found.demo_updates
-        if end is None and has_learned(waves, LEARNED):
+        if end is None and has_learned(waves, self._scenario.learned):
             end = len(self.found.steps)
         self._keep(f"wave {len(waves)}: {success:.3f}", waves=waves, demo_updates=end)
 
@@ -130,8 +135,8 @@ class Course:
     async def _is_trained(self) -> bool:
         """Return whether each wave had its update, none runs, and the newest version serves."""
         async with self._engine.connect() as connection:
-            updates = await list_updates(connection, POLICY)
-            versions = await list_versions(connection, POLICY)
+            updates = await list_updates(connection, self._scenario.model)
+            versions = await list_versions(connection, self._scenario.model)
         done = [one for one in updates if one.state == "done"]
         made = [one for one in done if one.version is not None]
         steps = tuple({key: one.metrics.get(key) for key in STEP.values()} for one in made)

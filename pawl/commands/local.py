@@ -1,14 +1,21 @@
-"""Define `pawl up` and `pawl demo`, which run all of Pawl on this machine."""
+"""Define `pawl up`, `pawl demo` and `pawl example`, which run all of Pawl on this machine."""
 
 import asyncio
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pawl.commands.common import fail
 from pawl.settings import StackSettings, read_settings, refuse_unread
+
+if TYPE_CHECKING:
+    from pawl.scenarios.run import RunOptions
+
+Minutes = Annotated[
+    float, typer.Option(min=1, help="Time limit: no new wave is begun that would pass it.")
+]
 
 
 def up() -> None:
@@ -44,9 +51,7 @@ def demo(
         str,
         typer.Option(help="Recipe to train by: name of a packaged one, or path of a TOML file."),
     ] = "demo",
-    minutes: Annotated[
-        float, typer.Option(min=1, help="Time limit: no new wave is begun that would pass it.")
-    ] = 12.0,
+    minutes: Minutes = 12.0,
     seed: Annotated[
         int, typer.Option(min=0, help="Random seed of the questions and of the adapter.")
     ] = 0,
@@ -60,11 +65,67 @@ def demo(
     the same questions again, and writes `reward.png`, `report.html` and `summary.json`. Needs a
     checkout of the repository, and a machine on which nothing else of Pawl runs.
 
-    Status 2: the machine is not fit for it, or the demo could not go on. Status 130: Ctrl-C;
-    everything that the demo started is stopped in each case.
+    Status 2: the machine is not fit for it, or the demo could not go on. Status 130: Ctrl-C or
+    SIGTERM; everything that the demo started is stopped in each case.
     """
-    from pawl.demo.errors import DemoFailed
-    from pawl.demo.run import run_demo
+    from pawl.scenarios.run import DEMO, RunOptions
+
+    options = RunOptions(
+        name=DEMO,
+        model=model,
+        recipe=recipe,
+        minutes=minutes,
+        seed=seed,
+        var=var,
+        models=var.parent / "models",
+    )
+    _run_scenario(options, "the demo")
+
+
+def example(
+    name: Annotated[
+        str | None, typer.Argument(help="A folder of `examples` that has an example.toml.")
+    ] = None,
+    minutes: Minutes = 30.0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Random seed of the tasks and of the adapter.")
+    ] = 0,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="Recipe to train by: name of a packaged one, or path of a TOML file; default: "
+            "the example's own."
+        ),
+    ] = None,
+) -> None:
+    """Have an example's agent, made with a framework as it is, get better while it works.
+
+    Does with the example NAME what `pawl demo` does with its agent, and writes `reward.png`,
+    `report.html` and `summary.json` to var/examples/NAME. Needs a checkout of the repository with
+    the frameworks (`make example NAME=math` installs them), and a machine on which nothing else of
+    Pawl runs.
+
+    Status 2: there is no such example, the machine is not fit for it, or it could not go on.
+    Status 130: Ctrl-C or SIGTERM; everything that was started is stopped in each case.
+    """
+    from pawl.scenarios.run import RunOptions
+
+    if not name:
+        fail("name an example, as in `make example NAME=math`")
+    options = RunOptions(
+        name=name,
+        minutes=minutes,
+        seed=seed,
+        recipe=recipe,
+        var=Path("var/examples") / name,
+        models=Path("var/models"),
+    )
+    _run_scenario(options, f"the example {name}")
+
+
+def _run_scenario(options: "RunOptions", what: str) -> None:
+    from pawl.scenarios.errors import ScenarioFailed
+    from pawl.scenarios.run import run_scenario
     from pawl.stack.preflight import NotReady
     from pawl.stack.torch_build import check_torch
     from trainer.errors import RecipeError
@@ -72,9 +133,9 @@ def demo(
     refuse_unread()
     try:
         check_torch()
-        asyncio.run(run_demo(model=model, recipe=recipe, minutes=minutes, seed=seed, var=var))
-    except (NotReady, DemoFailed, RecipeError) as error:
+        asyncio.run(run_scenario(options))
+    except (NotReady, ScenarioFailed, RecipeError) as error:
         fail(str(error))
-    except KeyboardInterrupt:
-        print("pawl: interrupted; everything that the demo started is stopped.", file=sys.stderr)
+    except (KeyboardInterrupt, asyncio.CancelledError):  # Ctrl-C, SIGTERM
+        print(f"pawl: interrupted; everything that {what} started is stopped.", file=sys.stderr)
         raise SystemExit(130) from None

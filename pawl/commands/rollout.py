@@ -31,6 +31,13 @@ Python = Annotated[
         help="MODULE:FUNCTION to import once and call for each run, instead of --command."
     ),
 ]
+Interpreter = Annotated[
+    str | None,
+    typer.Option(
+        help="Python (3.11 or newer) that runs the function of --python, where its packages are "
+        "not installed beside Pawl; default: Pawl's own."
+    ),
+]
 Samples = Annotated[
     int, typer.Option("--samples", "-n", min=1, help="Runs of each task: the size of its group.")
 ]
@@ -103,6 +110,7 @@ def rollout(
     tasks: Tasks = None,
     command: Command = None,
     python: Python = None,
+    interpreter: Interpreter = None,
     samples: Samples = 1,
     at_once: AtOnce = 16,
     timeout: Timeout = 600.0,
@@ -147,6 +155,7 @@ def rollout(
             metrics_url=_metrics_url(address, settings.admin_listen),
             command=command,
             python=python,
+            interpreter=interpreter,
             samples=samples,
             at_once=at_once,
             limit_s=timeout,

@@ -1,6 +1,9 @@
 """Turn the options of `pawl rollout` into what they come to: agent, judge, policies, plan."""
 
+import os
 import shlex
+import shutil
+import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -24,6 +27,7 @@ class RolloutOptions(Record, frozen=True, kw_only=True):
     metrics_url: str
     command: str | None = None
     python: str | None = None
+    interpreter: str | None = None
     samples: int = 1
     at_once: int = 16
     limit_s: float = 600.0
@@ -87,6 +91,7 @@ def agent_of(options: RolloutOptions, journal: Path) -> Agent:
             'say what to run with --command "PROGRAM ARGUMENTS" or --python MODULE:FUNCTION, '
             "one of the two"
         )
+    interpreter = _interpreter(options)
     if options.command is not None:
         return CommandAgent(_words("--command", options.command))
     assert options.python is not None
@@ -94,9 +99,28 @@ def agent_of(options: RolloutOptions, journal: Path) -> Agent:
         name=options.python,
         log_file=journal.with_suffix(".log"),
         model_is_told=options.policy is not None,
+        interpreter=interpreter,
     )
     _check_log(function, journal)
     return WarmAgent(function)
+
+
+def _interpreter(options: RolloutOptions) -> str:
+    """Return the Python that runs the agent's function: this process's, unless another is named."""
+    if options.interpreter is None:
+        return sys.executable
+    if options.python is None:
+        raise RolloutError(
+            "--interpreter is the Python of --python; name a program's own in --command"
+        )
+    found = shutil.which(options.interpreter)
+    if found is None:
+        raise RolloutError(
+            f"--interpreter: {options.interpreter} is no program that can be run: name the Python "
+            "that the agent's packages are installed in, such as .venv/bin/python"
+        )
+    # Not what a link leads to: through the link a Python knows its environment.
+    return os.path.abspath(found)
 
 
 def _check_log(function: Function, journal: Path) -> None:

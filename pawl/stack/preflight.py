@@ -18,7 +18,7 @@ def check_ports(ports: dict[str, int]) -> None:
     """Check that all ports are free on 127.0.0.1.
 
     Args:
-        ports: ports by purpose: `vLLM`, `proxy`, `proxy admin` or `trainer metrics`.
+        ports: ports by purpose: `vLLM`, `proxy`, `proxy admin`, `trainer metrics` or `steward`.
 
     Raises:
         NotReady: a port is taken.
@@ -41,6 +41,7 @@ def _variable(purpose: str) -> str:
         "proxy": "PAWL_LISTEN",
         "proxy admin": "PAWL_ADMIN_LISTEN",
         "trainer metrics": "PAWL_TRAINER_LISTEN",
+        "steward": "PAWL_STEWARD_LISTEN",
     }[purpose]
 
 

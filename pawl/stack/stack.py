@@ -46,6 +46,7 @@ class StackPlan(Record, frozen=True, kw_only=True):
         model: the base model; None: as the model server reports it.
         seed: random seed of the first adapter.
         judge: whether to start a judge (`PAWL_JUDGE_COMMAND` is set).
+        tool_results: the proxy's `PAWL_TOOL_RESULTS`; None: as it is set.
     """
 
     vllm: VllmOptions
@@ -65,6 +66,7 @@ class StackPlan(Record, frozen=True, kw_only=True):
     policies: Path | None = None
     seed: int = 0
     judge: bool = False
+    tool_results: str | None = None
 
 
 class Stack:
@@ -201,6 +203,8 @@ def _environment(plan: StackPlan, database_url: str, upstream: str) -> dict[str,
     }
     if plan.upstream_url is None:
         of_plan["PAWL_TOOL_PARSER"] = plan.vllm.tool_parser
+    if plan.tool_results is not None:
+        of_plan["PAWL_TOOL_RESULTS"] = plan.tool_results
     return dict(os.environ) | of_plan
 
 

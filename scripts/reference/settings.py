@@ -39,18 +39,20 @@ class Section(NamedTuple):
     readers: str
 
 
+# The commands that run a whole stack.
+STACKS: Final = "`pawl up`, `pawl demo`, `pawl example`"
 SECTIONS: Final = (
     Section(StoreSettings, "Database", "every command that uses the store"),
-    Section(ProxySettings, "Proxy", "`pawl proxy`, `pawl up`, `pawl demo`, `pawl spool`"),
-    Section(TrainerSettings, "Trainer", "`pawl trainer`, `pawl up`, `pawl demo`"),
-    Section(StewardSettings, "Steward", "`pawl steward`, `pawl up`, `pawl demo`"),
-    Section(StackSettings, "Local stack", "`pawl up`, `pawl demo`"),
+    Section(ProxySettings, "Proxy", f"`pawl proxy`, {STACKS}, `pawl spool`"),
+    Section(TrainerSettings, "Trainer", f"`pawl trainer`, {STACKS}"),
+    Section(StewardSettings, "Steward", f"`pawl steward`, {STACKS}"),
+    Section(StackSettings, "Local stack", STACKS),
     Section(JudgeSettings, "Judge", "`pawl judge`, `pawl up`"),
 )
 # What the tables do not show, by the title of the section.
 NOTES: Final = {
     "Database": """
-`pawl demo` always uses an embedded PostgreSQL of its own, below its `--var` folder.
+`pawl demo` and `pawl example` always use an embedded PostgreSQL of their own, below their folder.
 """,
     "Proxy": """
 `pawl judge` reads two of them: `PAWL_UPSTREAM_URL`, the default of its `--base-url`, and
@@ -61,9 +63,9 @@ and `PAWL_MAX_REPLY_MB`. `pawl up` starts a vLLM only if `PAWL_UPSTREAM_URL` is 
 It also reads `PAWL_UPSTREAM_URL` and `PAWL_REPLICA_URLS`, the replicas that it looks at.
 """,
     "Local stack": """
-`pawl up` and `pawl demo` pass their environment on to the processes that they start.
-`pawl demo` replaces the database, the upstream, all folders, the recipe, the policy, the model and
-the seed by its own.
+`pawl up`, `pawl demo` and `pawl example` pass their environment on to the processes that they
+start. The last two replace the database, the upstream, all folders, the recipe, the policies, the
+model and the seed by their own.
 """,
     "Judge": """
 The options of `pawl judge` win over these variables. `pawl up` runs a judge if

@@ -1,4 +1,4 @@
-"""Count everything stored, for the demo's display and summary."""
+"""Count everything stored, for the display and summary of `pawl demo` and `pawl example`."""
 
 from collections.abc import Sequence
 
@@ -59,3 +59,34 @@ async def stored_responses(connection: AsyncConnection, response_ids: Sequence[s
         "SELECT count(DISTINCT response_id) FROM transitions WHERE response_id = ANY(:ids)"
     )
     return int((await connection.execute(query, {"ids": list(response_ids)})).scalar_one())
+
+
+class PolicyTotals(Record, frozen=True, kw_only=True):
+    """Count what is stored of one policy; versions are those that an update made."""
+
+    policy: str
+    calls: int
+    trainable_calls: int
+    failed_calls: int
+    versions: int
+    trained_episodes: int
+
+
+_POLICY_TOTALS = text(
+    """
+    SELECT t.policy, t.calls, t.trainable_calls, t.failed_calls,
+      (SELECT count(*) FROM policies p WHERE p.name = t.policy AND p.version > 0) AS versions,
+      (SELECT count(*) FROM consumptions c
+        WHERE c.policy = t.policy AND c.trained) AS trained_episodes
+    FROM (SELECT policy, count(*) AS calls, count(*) FILTER (WHERE trainable) AS trainable_calls,
+            count(*) FILTER (WHERE status <> 'complete' OR http_status <> 200) AS failed_calls
+          FROM transitions WHERE policy IS NOT NULL GROUP BY policy) t
+    ORDER BY t.policy
+    """
+)
+
+
+async def policy_totals(connection: AsyncConnection) -> list[PolicyTotals]:
+    """Count the stored calls of each policy, and what came of them."""
+    rows = await connection.execute(_POLICY_TOTALS)
+    return [PolicyTotals(**row._mapping) for row in rows]

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,10 @@ import pytest
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
 
-from pawl.demo.agent import WorkingAgent, make_questions
+from pawl.rollout.tasks import Task
+from pawl.scenarios.agent import WorkingAgent, response_ids
+from pawl.scenarios.places import find_scenario
+from pawl.scenarios.tasks import make_tasks
 from pawl.stack.stack import Stack
 from store.connection.engine import make_engine
 from store.read.episodes import episode_ids, read_episodes
@@ -141,7 +144,7 @@ async def test_real_clients_work_unchanged(stack: Stack) -> None:
 class Worker:
     """The example agent on a running stack, and a view of the ledger."""
 
-    def __init__(self, stack: Stack, agent: WorkingAgent, questions: list[str]) -> None:
+    def __init__(self, stack: Stack, agent: WorkingAgent, questions: Sequence[Task]) -> None:
         self.stack = stack
         self.agent = agent
         self.questions = questions
@@ -194,9 +197,10 @@ class Worker:
 
 
 async def test_the_loop_survives_kill_9_of_each_process(stack: Stack, tmp_path: Path) -> None:
-    plain, answers = await make_questions(16, 3, "train", tmp_path)
-    agent = WorkingAgent(stack.url, POLICY, answers, tmp_path)
-    worker = Worker(stack, agent, plain.read_text().splitlines())
+    scenario = find_scenario(POLICY)
+    questions = await make_tasks(scenario, 16, 3, "train", tmp_path)
+    agent = WorkingAgent(scenario, stack.url, tmp_path)
+    worker = Worker(stack, agent, questions)
     await agent.start(samples=4, concurrency=8)
     try:
         await worker.ask(0)
@@ -227,8 +231,8 @@ async def kill(pid: int | None) -> None:
 
 async def check_the_ledger(worker: Worker) -> None:
     """No call lost, no request failed, no episode trained twice; something went live."""
-    assert [r for r in worker.agent.results if r["error"]] == []
-    replies = [result["response_id"] for result in worker.agent.results]
+    assert [r for r in worker.agent.results if r.error] == []
+    replies = response_ids(worker.agent.results)
     async with worker.engine.connect() as connection:
         assert await stored_responses(connection, replies) == len(replies) == 32
         counted = await totals(connection)

@@ -39,6 +39,7 @@ class Function(Record, frozen=True, kw_only=True):
         log_file: what it prints goes here.
         folder: where its module is looked for first; None: the working folder.
         model_is_told: whether the runner says which model to ask for.
+        interpreter: the Python that runs it.
     """
 
     option: str = "--python"
@@ -46,6 +47,7 @@ class Function(Record, frozen=True, kw_only=True):
     log_file: Path
     folder: Path | None = None
     model_is_told: bool = False
+    interpreter: str = sys.executable
 
 
 class WarmAgent(Agent):
@@ -101,7 +103,7 @@ class WarmWorker:
         self.shared = False
         self.busy = 0
         self._function = function
-        self._command = [sys.executable, "-P", worker_program.__file__, function.name]
+        self._command = [function.interpreter, "-P", worker_program.__file__, function.name]
         self._command.append("model" if function.model_is_told else "no-model")
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -120,23 +122,26 @@ class WarmWorker:
         async with self._starting:
             if self._reader is not None and not self._reader.done():
                 return
-            with _opened_privately(self._function.log_file) as log:
-                loop = asyncio.get_running_loop()
-                self._transport, protocol = await loop.subprocess_exec(
-                    lambda: SubprocessStreamProtocol(limit=MOST_LINE, loop=loop),
-                    *self._command,
-                    stdin=PIPE,
-                    stdout=PIPE,
-                    stderr=log,
-                    cwd=self._function.folder,
-                    env=environment_at_import(not_ours(os.environ)),
-                    start_new_session=True,
-                    preexec_fn=die_with_parent,
-                )
-            self._process = Process(self._transport, protocol, loop)
+            self._process = await self._started()
             self._killed = False
             await self._imported(self._process)
             self._reader = asyncio.create_task(self._read(self._process))
+
+    async def _started(self) -> Process:
+        loop = asyncio.get_running_loop()
+        with _opened_privately(self._function.log_file) as log:
+            self._transport, protocol = await loop.subprocess_exec(
+                lambda: SubprocessStreamProtocol(limit=MOST_LINE, loop=loop),
+                *self._command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=log,
+                cwd=self._function.folder,
+                env=environment_at_import(not_ours(os.environ)),
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        return Process(self._transport, protocol, loop)
 
     async def _imported(self, process: Process) -> None:
         assert process.stdout is not None
@@ -151,7 +156,7 @@ class WarmWorker:
             said = told.get("error") or f"the worker ended with {status_words(status)}"
             raise RolloutError(
                 f"{self._function.option} {self._function.name}: {said}. It is imported in the "
-                f"folder where `pawl rollout` is started, by {sys.executable}; see "
+                f"folder where `pawl rollout` is started, by {self._function.interpreter}; see "
                 f"{self._function.log_file}"
             )
         self.shared = bool(told["shared"])

@@ -35,7 +35,7 @@ NOT_SENT: Final = ("__pycache__", "*.so")
 DATA: Final = (
     "migrations/script.py.mako",
     "migrations/versions",
-    "pawl/demo/smollm2_tools.jinja",
+    "pawl/scenarios/smollm2_tools.jinja",
     "trainer/recipes/default.toml",
 )
 

@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from pawl.demo.agent import WorkingAgent, examine
-from pawl.demo.errors import DemoFailed
+from pawl.rollout.tasks import Task
+from pawl.scenarios.agent import WorkingAgent, examine, response_ids
+from pawl.scenarios.errors import ScenarioFailed
+from pawl.scenarios.places import find_scenario
 from tests.support.servers.fake_proxy import FakeProxy, fake_proxy
 from tests.support.waiting import until
 
-QUESTIONS = [{"id": f"q{n}", "question": f"What is {n}?", "answer": n} for n in range(4)]
+QUESTIONS = [
+    Task(name=f"q{n}", fields={"id": f"q{n}", "question": f"What is {n}?", "answer": n})
+    for n in range(4)
+]
+DEMO = find_scenario("calculator").model_copy(update={"model": "m", "held_out_samples": 1})
 
 
 @pytest.fixture
@@ -21,35 +27,22 @@ async def fake() -> AsyncIterator[FakeProxy]:
         yield server
 
 
-@pytest.fixture
-def questions(tmp_path: Path) -> tuple[Path, Path]:
-    """The questions without and with their answers."""
-    plain, answered = tmp_path / "plain.jsonl", tmp_path / "answered.jsonl"
-    answered.write_text("".join(json.dumps(one) + "\n" for one in QUESTIONS))
-    shown = [{"id": one["id"], "question": one["question"]} for one in QUESTIONS]
-    plain.write_text("".join(json.dumps(one) + "\n" for one in shown))
-    return plain, answered
-
-
-async def test_waves_of_questions_come_back_as_results(
-    fake: FakeProxy, questions: tuple[Path, Path], tmp_path: Path
-) -> None:
-    plain, answered = questions
-    lines = plain.read_text().splitlines()
-    agent = WorkingAgent(fake.url, "m", answered, tmp_path)
+async def test_waves_of_questions_come_back_as_results(fake: FakeProxy, tmp_path: Path) -> None:
+    agent = WorkingAgent(DEMO, fake.url, tmp_path)
     await agent.start(samples=2, concurrency=4)
     try:
-        agent.ask(lines[:2])
+        agent.ask(QUESTIONS[:2])
         await agent.finish()
-        assert [result["id"] for result in agent.collect()].count("q0") == 2
-        agent.ask(lines[2:])
+        assert [result.task for result in agent.collect()].count("q0") == 2
+        agent.ask(QUESTIONS[2:])
         await agent.finish()
         assert len(agent.collect()) == 4
         assert agent.collect() == []
     finally:
         await agent.stop()
-    assert {result["sample"] for result in agent.results} == {0, 1}
-    assert all(result["error"] is None and result["response_id"] for result in agent.results)
+    assert {result.sample for result in agent.results} == {0, 1}
+    assert all(result.error is None for result in agent.results)
+    assert len(set(response_ids(agent.results))) == 8
     assert {call["task"] for call in fake.calls} == {"q0", "q1", "q2", "q3"}
     assert {asked["model"] for asked in fake.asked} == {"m"}
     assert {one["metric"] for one in fake.statements} == {"reward", "success"}
@@ -57,40 +50,34 @@ async def test_waves_of_questions_come_back_as_results(
 
 
 async def test_an_evaluation_says_so_and_writes_its_results(
-    fake: FakeProxy, questions: tuple[Path, Path], tmp_path: Path
+    fake: FakeProxy, tmp_path: Path
 ) -> None:
+    exam = await examine(DEMO, fake.url, QUESTIONS, tmp_path, name="before")
+    assert (exam.score, len(exam.results), exam.failed) == (0.0, 4, 0)
     out = tmp_path / "before.jsonl"
-    summary = await examine(fake.url, "m", *questions, out, samples=1)
-    assert summary == {"success": 0.0, "results": 4, "failed_calls": 0}
     assert {call["split"] for call in fake.calls} == {"eval"}
     ids = [json.loads(line)["response_id"] for line in out.read_text().splitlines()]
     assert len(set(ids)) == 4
 
 
-async def test_a_judge_that_fails_ends_the_demo(
-    fake: FakeProxy, questions: tuple[Path, Path], tmp_path: Path
-) -> None:
-    plain, answered = questions
-    answered.write_text(answered.read_text().replace('"answer": 0', '"answer": "none"'))
-    agent = WorkingAgent(fake.url, "m", answered, tmp_path)
+async def test_a_judge_that_fails_ends_the_demo(fake: FakeProxy, tmp_path: Path) -> None:
+    odd = Task(name="q0", fields=QUESTIONS[0].fields | {"answer": "none"})
+    agent = WorkingAgent(DEMO, fake.url, tmp_path)
     await agent.start(samples=1, concurrency=2)
     try:
-        agent.ask(plain.read_text().splitlines())
+        agent.ask([odd, *QUESTIONS[1:]])
         await agent.finish()
-        with pytest.raises(DemoFailed, match="the judge failed: raised ValueError"):
+        with pytest.raises(ScenarioFailed, match="the judge failed: raised ValueError"):
             agent.collect()
     finally:
         await agent.stop()
 
 
-async def test_stopping_gives_up_what_is_under_way(
-    fake: FakeProxy, questions: tuple[Path, Path], tmp_path: Path
-) -> None:
-    plain, answered = questions
+async def test_stopping_gives_up_what_is_under_way(fake: FakeProxy, tmp_path: Path) -> None:
     fake.down = True
-    agent = WorkingAgent(fake.url, "m", answered, tmp_path)
+    agent = WorkingAgent(DEMO, fake.url, tmp_path)
     await agent.start(samples=1, concurrency=2)
-    agent.ask(plain.read_text().splitlines())
+    agent.ask(QUESTIONS)
     await until(lambda: any(tmp_path.glob("*.rollout.jsonl")))
     fake.down = False
     await asyncio.wait_for(agent.stop(), 30)

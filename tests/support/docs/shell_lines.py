@@ -159,8 +159,11 @@ def check_make(arguments: list[str]) -> None:
         name, assigned, value = word.partition("=")
         if not assigned:
             require(word in TARGETS, f"make has no target {word!r}")
-        elif name == "ARGS" and arguments[0] == "demo":
-            check_pawl(["demo", *shlex.split(value)])
+        elif name == "ARGS" and arguments[0] in ("demo", "example"):
+            check_pawl([arguments[0], *shlex.split(value)])
+        elif name == "NAME" and arguments[0] == "example":
+            known = (ROOT / "examples" / value / "example.toml").is_file()
+            require(known, f"there is no example {value!r}")
         elif name == "ARGS" and arguments[0] in ("test", "serving"):
             check_pytest(shlex.split(value))
         else:

@@ -127,6 +127,7 @@ def test_where_none_fits_it_says_what_to_do(tmp_path: Path) -> None:
     [
         ("install", "install"),
         ("demo", "install"),
+        ("example", "install"),
         ("check", "install"),
         ("serving", "serving_tests"),
     ],

@@ -108,6 +108,8 @@ def test_commands_in_the_text_exist(page: Path) -> None:
         "python nothing.py",
         "make nothing",
         'make demo ARGS="--nothing"',
+        "make example NAME=nothing",
+        'make example NAME=math ARGS="--nothing"',
         'make test ARGS="-k no_such_test_at_all"',
         'make serving ARGS="-k no_such_test_at_all"',
         "export PAWL_NOTHING=1",

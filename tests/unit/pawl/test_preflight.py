@@ -8,14 +8,24 @@ import pytest
 from pawl.stack.preflight import NotReady, check_disk, check_memory, check_ports
 
 
-def test_a_taken_port_is_named_with_its_variable() -> None:
+@pytest.mark.parametrize(
+    ("purpose", "variable"),
+    [
+        ("proxy", "PAWL_LISTEN"),
+        ("proxy admin", "PAWL_ADMIN_LISTEN"),
+        ("vLLM", "PAWL_VLLM_PORT"),
+        ("trainer metrics", "PAWL_TRAINER_LISTEN"),
+        ("steward", "PAWL_STEWARD_LISTEN"),
+    ],
+)
+def test_a_taken_port_is_named_with_its_variable(purpose: str, variable: str) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(NotReady, match=rf"port {port} \(proxy\).*PAWL_LISTEN"):
-            check_ports({"proxy": port})
-    check_ports({"proxy": port})
+        with pytest.raises(NotReady, match=rf"port {port} \({purpose}\).*\({variable}\)"):
+            check_ports({purpose: port})
+    check_ports({purpose: port})
 
 
 def test_too_little_memory_and_disk_are_said_with_figures(tmp_path: Path) -> None:

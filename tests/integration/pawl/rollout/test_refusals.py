@@ -24,6 +24,11 @@ __all__ = ["fake", "runner"]
     [
         ({"command": None}, "say what to run with --command"),
         ({"python": "agent:answer"}, "one of the two"),
+        ({"interpreter": "python"}, "--interpreter is the Python of --python"),
+        (
+            {"interpreter": "no/python", "command": None, "python": "agent:answer"},
+            "--interpreter: no/python is no program that can be run",
+        ),
         ({"command": "no-such-program x"}, "--command: the program 'no-such-program' is not"),
         ({"command": "a 'b"}, "--command cannot be split into words"),
         ({"judge": "no-such-judge"}, "--judge: the judge's program 'no-such-judge'"),

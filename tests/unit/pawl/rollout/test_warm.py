@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import venv
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,11 @@ async def together(task, base_url):
     if "status" in task:
         os._exit(task["status"])
     return os.getpid()
+
+
+def packages(task):
+    import importlib.util, sys
+    return [sys.prefix, *(name for name in ("pawl", "msgspec") if importlib.util.find_spec(name))]
 """
 
 
@@ -133,3 +139,22 @@ async def test_runs_alone_share_no_worker_with_others_and_there_are_a_few_of_the
     results = await asyncio.gather(*map(warm.run, runs))
     assert [result.error for result in results] == [None, "exit status 3", None]
     await warm.stop()
+
+
+async def test_another_python_runs_the_function_with_nothing_of_ours_installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    other = folder / "other"
+    venv.create(other, symlinks=True)
+    function = Function(
+        name="agent:packages",
+        log_file=folder / "log",
+        folder=folder,
+        interpreter=str(other / "bin" / "python"),
+    )
+    warm = WarmAgent(function)
+    await warm.start(1)
+    result = await warm.run(request())
+    await warm.stop()
+    assert result.value == [str(other)]

@@ -1,4 +1,4 @@
-"""Write the report of a demo run: `summary.json`, `reward.png` and `report.html`."""
+"""Write the report of a run: `summary.json`, `reward.png` and `report.html`."""
 
 import base64
 import json
@@ -6,34 +6,42 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from pawl.demo.progress import Progress
+from pawl.scenarios.progress import Progress
+from pawl.scenarios.scenario import Scenario
 
 INK: Final = "#1f2933"
 RISING: Final = "#0b7285"
 FORMED: Final = "#e8590c"
+FORMED_LABEL: Final = "well-formed tool calls"
 FAINT: Final = "#adb5bd"
+AT_WORK: Final = {"success": "right answers at work", "reward": "reward at work"}
 
 
-def write_report(folder: Path, summary: dict[str, Any], progress: Progress) -> None:
+def write_report(
+    scenario: Scenario, folder: Path, summary: dict[str, Any], progress: Progress
+) -> None:
     """Write the summary, the picture and the page into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     picture = folder / "reward.png"
-    draw(picture, progress)
-    (folder / "report.html").write_text(page(summary, progress, picture.read_bytes()))
+    draw(picture, progress, scenario.score)
+    (folder / "report.html").write_text(page(scenario, summary, progress, picture.read_bytes()))
 
 
-def closing_words(summary: dict[str, Any], folder: Path, data: Path, policy: str) -> str:
-    """Return the demo's last words, in rich's markup: the result, where it lies, what to do next.
+def closing_words(
+    score: str, summary: dict[str, Any], folder: Path, data: Path, policy: str
+) -> str:
+    """Return the last words of a run, in rich's markup: the result, where it lies, what to do next.
 
     Args:
+        score: what the held-out figures are: success or reward.
         summary: the figures of the run, as `write_report` gets them.
         folder: where the report was written.
-        data: the data folder of the demo's own database.
+        data: the data folder of the run's own database.
         policy: the name of the policy that was trained.
     """
     return (
-        f"\nHeld-out success went from [bold]{summary['before']:.0%}[/] to "
+        f"\nHeld-out {score} went from [bold]{summary['before']:.0%}[/] to "
         f"[bold]{summary['after']:.0%}[/] in {summary['updates']} updates "
         f"({summary['seconds'] / 60:.1f} min); {summary['recorded']} of "
         f"{summary['calls']} calls recorded, {summary['failed_requests']} failed.\n"
@@ -47,8 +55,8 @@ def closing_words(summary: dict[str, Any], folder: Path, data: Path, policy: str
     )
 
 
-def draw(path: Path, progress: Progress) -> None:
-    """Draw success and well-formed calls per wave, with held-out success before and after."""
+def draw(path: Path, progress: Progress, score: str) -> None:
+    """Draw score and well-formed calls per wave, with the held-out score before and after."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -58,8 +66,9 @@ def draw(path: Path, progress: Progress) -> None:
     numbers = [wave.number for wave in progress.waves]
     formed = [wave.well_formed for wave in progress.waves]
     right = [wave.success for wave in progress.waves]
-    axes.plot(numbers, formed, "o-", color=FORMED, markersize=4, label="well-formed tool calls")
-    axes.plot(numbers, right, "o-", color=RISING, linewidth=2.5, label="right answers at work")
+    if None not in formed:
+        axes.plot(numbers, formed, "o-", color=FORMED, markersize=4, label=FORMED_LABEL)
+    axes.plot(numbers, right, "o-", color=RISING, linewidth=2.5, label=AT_WORK[score])
     last = numbers[-1] if numbers else 1
     for x, share in ((0, progress.before), (last + 1, progress.after)):
         if share is not None:
@@ -87,7 +96,7 @@ def _dress(axes: Any) -> None:
     axes.legend(frameon=False, loc="lower center")
 
 
-def page(summary: dict[str, Any], progress: Progress, picture: bytes) -> str:
+def page(scenario: Scenario, summary: dict[str, Any], progress: Progress, picture: bytes) -> str:
     """Return the report as one self-contained HTML page; `picture` is a PNG."""
     image = base64.b64encode(picture).decode()
     facts = {
@@ -96,7 +105,7 @@ def page(summary: dict[str, Any], progress: Progress, picture: bytes) -> str:
         "updates": summary["updates"],
         "time": f"{summary['seconds'] / 60:.1f} min",
         "calls recorded": f"{summary['recorded']} of {summary['calls']}",
-        "episodes trained": summary["trained_episodes"],
+        "episodes trained": progress.totals.trained_episodes if progress.totals else 0,
         "failed requests": summary["failed_requests"],
     }
     cards = "".join(
@@ -104,7 +113,8 @@ def page(summary: dict[str, Any], progress: Progress, picture: bytes) -> str:
         for name, value in facts.items()
     )
     return f"""<!doctype html><html lang=en><meta charset=utf-8>
-<meta name=viewport content="width=device-width,initial-scale=1"><title>Pawl demo</title>
+<meta name=viewport content="width=device-width,initial-scale=1">
+<title>{escape(scenario.title)}</title>
 <style>
 body{{font:16px/1.5 system-ui,sans-serif;color:{INK};max-width:860px;
  margin:2rem auto;padding:0 1rem}}
@@ -119,12 +129,10 @@ table{{border-collapse:collapse;width:100%;font-size:.8rem;
 th,td{{text-align:right;padding:.25rem .35rem;border-bottom:1px solid #e9ecef}}
 code{{background:#f1f3f5;padding:.1rem .3rem;border-radius:4px}}
 </style>
-<h1>Pawl demo</h1>
-<p>The calculator agent knows nothing of Pawl: it was given a base URL. Its calls were recorded,
-its answers judged by a separate script, and a LoRA adapter learned from both while the model
-server kept running. Seed {summary["seed"]}.</p>
+<h1>{escape(scenario.title)}</h1>
+<p>{escape(scenario.about)} Seed {summary["seed"]}.</p>
 <div class=cards>{cards}</div>
-<img alt="Right answers and well-formed tool calls, wave after wave"
+<img alt="{AT_WORK[scenario.score].capitalize()}, wave after wave"
  src="data:image/png;base64,{image}">
 <h2>Updates</h2><div class=wide>{_updates_table(progress)}</div>
 <p>The same figures for programs: <code>summary.json</code> beside this page.</p></html>
@@ -147,10 +155,13 @@ COLUMNS: Final = {
 
 
 def _updates_table(progress: Progress) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("version", *COLUMNS))
+    several = len({update.policy for update in progress.updates}) > 1
+    names = (*(["policy"] if several else []), "version", *COLUMNS)
+    head = "".join(f"<th>{name}</th>" for name in names)
     rows = []
     for update in progress.updates:
-        cells = [f"@{update.version}" if update.version else "none"]
+        cells = [escape(update.policy)] if several else []
+        cells.append(f"@{update.version}" if update.version else "none")
         cells += [_cell(update.metrics.get(key)) for key in COLUMNS.values()]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     return f"<table><tr>{head}</tr>{''.join(rows)}</table>"

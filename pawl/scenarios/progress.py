@@ -1,69 +1,84 @@
-"""Keep the figures of a running demo, and show them on a terminal as a table (rich)."""
+"""Keep the figures of a running scenario, and show them on a terminal as a table (rich)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from statistics import fmean
 
 from rich.console import Group
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pawl.scenarios.agent import Ran
 from store.read.stats import Totals
 from store.records import UpdateRow
 
 WELL_FORMED = ("ok", "error")
+# A judge's metric that says whether a run called its tool as it should, 1 or 0.
+FORMED = "well_formed"
 
 
 @dataclass
 class Wave:
-    """Describe one wave of questions and its results.
+    """Describe one wave of tasks and its results.
 
     Attributes:
         number: the wave's number, from 1.
         version: the policy version that served when the wave began; 0 is the base model.
         expected: number of results that end the wave.
+        score: the judge's metric that says how good a result is, 0 to 1.
         results: the agent's results so far.
-        right: number of right answers among them.
     """
 
     number: int
     version: int
     expected: int
-    results: list[dict[str, Any]] = field(default_factory=list)
-    right: int = 0
+    score: str
+    results: list[Ran] = field(default_factory=list)
 
     @property
     def success(self) -> float:
-        """Return the share of right answers so far, 0 to 1."""
-        return self.right / len(self.results) if self.results else 0.0
+        """Return the mean score so far, 0 to 1; a run that failed is worth nothing."""
+        return fmean([one.metrics.get(self.score, 0.0) for one in self.results] or [0.0])
 
     @property
-    def well_formed(self) -> float:
-        """Return the share of results with a well-formed tool call, 0 to 1."""
-        good = sum(
-            1 for result in self.results if (result.get("tool") or {}).get("status") in WELL_FORMED
-        )
-        return good / len(self.results) if self.results else 0.0
+    def well_formed(self) -> float | None:
+        """Return the share of results with a well-formed tool call; None: nobody says it."""
+        said = [_well_formed(one) for one in self.results]
+        known = [one for one in said if one is not None]
+        return fmean(known) if known else None
+
+
+def _well_formed(result: Ran) -> float | None:
+    """Return what the judge says of it, or else how the agent itself says that its tool ended."""
+    if FORMED in result.metrics:
+        return result.metrics[FORMED]
+    if not isinstance(result.value, dict):
+        return None
+    return float((result.value.get("tool") or {}).get("status") in WELL_FORMED)
 
 
 @dataclass
 class Progress:
-    """Keep the figures of a demo run.
+    """Keep the figures of a run.
 
     Attributes:
-        phase: what the demo does now, in words.
+        title: what is run.
+        policy: the policy that the waves are counted by: the first that is trained.
+        phase: what it does now, in words.
         seconds: time since its start.
         minutes: its time limit.
-        before: success on the held-out questions with the base model, 0 to 1.
+        before: mean score on the held-out tasks with the base model, 0 to 1.
         after: the same with the last version.
         waves: the waves so far, oldest first.
         updates: the trainer's finished updates, oldest first.
         totals: the ledger's counts.
-        serving: the version that serves; 0 is the base model.
-        failed_calls: the agent's calls that failed.
+        serving: the version of that policy that serves; 0 is the base model.
+        failed_runs: the agent's runs that failed.
     """
 
+    title: str
+    policy: str
     phase: str = "starting"
     seconds: float = 0.0
     minutes: float = 0.0
@@ -73,7 +88,7 @@ class Progress:
     updates: Sequence[UpdateRow] = ()
     totals: Totals | None = None
     serving: int = 0
-    failed_calls: int = 0
+    failed_runs: int = 0
 
     @property
     def done_updates(self) -> list[UpdateRow]:
@@ -84,7 +99,7 @@ class Progress:
 def render(progress: Progress) -> Group:
     """Return the live display of a run: heading, figures, and a table of waves."""
     head = Text.assemble(
-        ("Pawl demo  ", "bold"),
+        (f"{progress.title}  ", "bold"),
         (f"{progress.phase}  ", "cyan"),
         f"{progress.seconds / 60:.1f} of at most {progress.minutes:g} min",
     )
@@ -129,9 +144,10 @@ def _wave_table(progress: Progress) -> Table:
 def _reward(progress: Progress, wave: Wave) -> str:
     """Return the mean reward of the update that this wave was trained in, once it is known."""
     index = wave.number - 1
-    if index >= len(progress.updates):
+    updates = [update for update in progress.updates if update.policy == progress.policy]
+    if index >= len(updates):
         return "–"
-    mean = progress.updates[index].metrics.get("reward_mean")
+    mean = updates[index].metrics.get("reward_mean")
     return "–" if mean is None else f"{mean:.2f}"
 
 

@@ -1,0 +1,27 @@
+"""Score an answer: how far the words in its tag are the right ones (F1); 0 without a tag."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def verdict(told: dict[str, Any]) -> dict[str, float]:
+    """Return the reward of one run: `told` has the task, with its answer, and the output."""
+    tags = TAG.findall(told["output"])
+    if not tags:
+        return {"reward": 0.0, "well_formed": 0.0}
+    return {"reward": f1(words(tags[-1]), words(told["task"]["answer"])), "well_formed": 1.0}
+
+
+def f1(given: Counter[str], right: Counter[str]) -> float:
+    """Return the harmonic mean of precision and recall of words."""
+    common = (given & right).total()
+    return 2 * common / (given.total() + right.total()) if common else 0.0
+
+
+def words(text: str) -> Counter[str]:
+    return Counter(re.findall(r"\w+", text.lower()))

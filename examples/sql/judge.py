@@ -1,0 +1,20 @@
+"""Score a query: 1 if it finds what the right one finds, in any order, else 0."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+from company import company, is_empty, rows_of
+
+
+def verdict(told: dict[str, Any]) -> dict[str, float]:
+    """Return the reward of one run: `told` has the task, with the right query, and the output."""
+    db = company()
+    right = rows_of(db, told["task"]["answer"])
+    try:
+        given = rows_of(db, told["output"])
+    except (sqlite3.Error, sqlite3.Warning, UnicodeEncodeError):
+        return {"reward": 0.0, "well_formed": 0.0}
+    same = sorted(map(repr, given)) == sorted(map(repr, right))
+    return {"reward": float(same and not is_empty(right)), "well_formed": 1.0}

@@ -1,0 +1,107 @@
+"""Make questions about the company's database, each with the query that answers it.
+
+Five kinds, as many of each as of any other; the same seed makes the same ones. Training and
+held-out questions ask for nothing in common: a hash of what is asked for decides the split.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+
+from company import CITIES, DEPARTMENTS, EMPLOYEES, company, is_empty, rows_of
+
+SPLITS = ("train", "held-out")
+# One of so many things that can be asked for is held out.
+HELD_OUT_SHARE = 6
+SIGNS = {"above": ">", "below": "<"}
+KINDS = ("count", "filter", "extreme", "value", "join")
+
+
+def compared(rng: random.Random) -> tuple[str, str, str, str, str]:
+    """Return plural, table, its column of names, and a condition on a number: words and SQL."""
+    word = rng.choice(list(SIGNS))
+    if rng.random() < 0.4:
+        number = rng.randint(40, 360)
+        return (
+            "projects",
+            "project",
+            "title",
+            f"hours {word} {number}",
+            f"hours {SIGNS[word]} {number}",
+        )
+    column, number = rng.choice(
+        (("age", rng.randint(25, 60)), ("salary", rng.randint(30, 90) * 100))
+    )
+    said, meant = f"{column} {word} {number}", f"{column} {SIGNS[word]} {number}"
+    return "employees", "employee", "name", said, meant
+
+
+def draft(rng: random.Random, kind: str) -> tuple[str, str]:
+    """Return a question of one kind, and the query that answers it."""
+    plural, table, name, said, meant = compared(rng)
+    if kind == "count":
+        return f"How many {plural} have {said}?", f"SELECT COUNT(*) FROM {table} WHERE {meant}"
+    if kind == "filter":
+        return (
+            f"List the {name} of {plural} with {said}.",
+            f"SELECT {name} FROM {table} WHERE {meant}",
+        )
+    if kind == "extreme":
+        how, column = rng.choice(("max", "min", "avg")), rng.choice(("age", "salary"))
+        where = rng.choice(DEPARTMENTS)
+        return (
+            f"What is the {how} {column} of employees with department {where}?",
+            f"SELECT {how.upper()}({column}) FROM employee WHERE department = '{where}'",
+        )
+    if kind == "value":
+        column, who = rng.choice(("age", "salary", "department")), rng.choice(EMPLOYEES)
+        return (
+            f"What is the {column} of the employee with name {who}?",
+            f"SELECT {column} FROM employee WHERE name = '{who}'",
+        )
+    table, columns = rng.choice(
+        (("employee", ("name", "age", "salary")), ("project", ("title", "hours")))
+    )
+    column, city = rng.choice(columns), rng.choice(CITIES)
+    return (
+        f"List the {column} of {table}s whose department has city {city}.",
+        f"SELECT {column} FROM {table} WHERE department IN "
+        f"(SELECT name FROM department WHERE city = '{city}')",
+    )
+
+
+def split_of(sql: str) -> str:
+    """Return the split of what a query asks for."""
+    digest = hashlib.sha256(sql.encode()).digest()
+    return "held-out" if digest[0] % HELD_OUT_SHARE == 0 else "train"
+
+
+def tasks(count: int, seed: int, split: str) -> list[dict[str, object]]:
+    """Return `count` questions of one split that have an answer in the database."""
+    rng, db = random.Random(f"{split}-{seed}"), company()
+    made: list[dict[str, object]] = []
+    while len(made) < count:
+        for kind in rng.sample(KINDS, len(KINDS)):
+            question, sql = draft(rng, kind)
+            while split_of(sql) != split or is_empty(rows_of(db, sql)):
+                question, sql = draft(rng, kind)
+            name = f"{split}-{seed}-{len(made)}"
+            made.append({"id": name, "kind": kind, "question": question, "answer": sql})
+    return made[:count]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--count", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--split", choices=SPLITS, default="train")
+    options = parser.parse_args()
+    for task in tasks(options.count, options.seed, options.split):
+        print(json.dumps(task))
+
+
+if __name__ == "__main__":
+    main()

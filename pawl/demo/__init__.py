@@ -1,1 +1,0 @@
-"""Show that an unchanged agent works through the proxy and gets better."""

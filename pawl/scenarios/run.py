@@ -1,0 +1,273 @@
+"""Run a scenario: ask held-out tasks, work and learn in waves, ask the held-out tasks again.
+
+The agent is an unchanged program in `examples`; it only gets a base URL.
+"""
+
+import asyncio
+import itertools
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.live import Live
+
+from pawl.rollout.tasks import Task
+from pawl.scenarios.agent import Ran, WorkingAgent, examine, response_ids
+from pawl.scenarios.calls import all_calls, named_calls
+from pawl.scenarios.counting import ledger_facts, outcome
+from pawl.scenarios.errors import ScenarioFailed
+from pawl.scenarios.ledger import Ledger
+from pawl.scenarios.places import find_scenario, interpreter
+from pawl.scenarios.plan import policies_of, recipe_file, stack_plan
+from pawl.scenarios.progress import Progress, Wave, render
+from pawl.scenarios.report import closing_words, write_report
+from pawl.scenarios.tasks import make_tasks
+from pawl.stack.model import unpacked_model
+from pawl.stack.process import ProcessFailed
+from pawl.stack.stack import Stack, StackPlan, preflight, running_stack
+from store.records import Record
+from trainer.credit.baselines.registry import baselines
+from trainer.recipes.recipe import Recipe, load_recipe
+
+DEMO: Final = "calculator"
+STUCK_S: Final = 420.0
+LOOK_S: Final = 0.5
+
+
+class RunOptions(Record, frozen=True, kw_only=True):
+    """Hold the options of `pawl demo` and `pawl example`, which the CLI's help explains.
+
+    Attributes:
+        models: the folder that the packaged model is unpacked in.
+        recipe: None: the scenario's own.
+        model: None: the packaged one.
+    """
+
+    name: str
+    minutes: float
+    seed: int
+    var: Path
+    models: Path
+    recipe: str | None = None
+    model: str | None = None
+
+
+async def run_scenario(options: RunOptions) -> None:
+    """Run a scenario to its report; all processes that it started are stopped when it returns.
+
+    A wave is enough for one update of the recipe (`tasks_a_wave`), each task run
+    `claim.group_size` times.
+
+    Raises:
+        RecipeError: there is no such recipe, or it cannot be used.
+        NotReady: the machine cannot run it; nothing was started.
+        ScenarioFailed: there is no such scenario, or it could not go on.
+        BadPolicies: its policies cannot be used.
+    """
+    main = asyncio.current_task()
+    assert main is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main.cancel)
+    try:
+        await Run(options).run()
+    except ProcessFailed as error:
+        raise ScenarioFailed(str(error)) from error
+
+
+class Run:
+    """Run a scenario once; `progress` has its figures."""
+
+    def __init__(self, options: RunOptions) -> None:
+        """Find the scenario, load its recipe and policies, and store the options.
+
+        Raises:
+            ScenarioFailed, RecipeError, BadPolicies: see `run_scenario`.
+        """
+        self._options = options
+        self._data = options.var / "data"
+        self._started = time.monotonic()
+        self._scenario = find_scenario(options.name)
+        interpreter(self._scenario)
+        self._recipe_name = recipe_file(self._scenario, options.recipe)
+        self._recipe: Recipe = load_recipe(self._recipe_name)
+        self._specs = policies_of(self._scenario)
+        self._trained = [spec.name for spec in self._specs if spec.trained]
+        self._console = Console()
+        self.progress = Progress(
+            title=self._scenario.title, policy=self._trained[0], minutes=options.minutes
+        )
+        self._results: list[Ran] = []
+
+    async def run(self) -> None:
+        """Check the machine, start the stack, do all phases, and write the report."""
+        plan = await self._plan()
+        preflight(plan)
+        # Only after the check of the ports: no other run can be using the last one's data.
+        shutil.rmtree(self._data, ignore_errors=True)
+        self._data.mkdir(parents=True)
+        shown = Live(
+            get_renderable=lambda: render(self._at_present()),
+            console=self._console,
+            refresh_per_second=4,
+            transient=not self._console.is_terminal,
+        )
+        with shown:
+            self._phase("starting")
+            async with running_stack(
+                plan, lambda waiting: self._phase(f"waiting for {waiting}")
+            ) as stack:
+                ledger = Ledger(stack.database_url, self._trained, self.progress)
+                try:
+                    summary = await self._work(stack, ledger)
+                finally:
+                    await ledger.close()
+            self._phase("done")
+        words = closing_words(
+            self._scenario.score, summary, self._options.var, self._data, self._trained[0]
+        )
+        self._console.print(words)
+
+    def _phase(self, phase: str) -> None:
+        changed, self.progress.phase = phase != self.progress.phase, phase
+        if changed and not self._console.is_terminal:
+            self._console.print(f"{self._elapsed():6.1f} s  {phase}")
+
+    def _at_present(self) -> Progress:
+        self.progress.seconds = self._elapsed()
+        return self.progress
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    async def _plan(self) -> StackPlan:
+        model = self._options.model
+        if model is None:
+            self._phase("unpacking the packaged model (the first time only)")
+            model = str(await asyncio.to_thread(unpacked_model, self._options.models))
+        return stack_plan(
+            self._scenario,
+            model=model,
+            is_packaged=self._options.model is None,
+            recipe=self._recipe_name,
+            rank=self._recipe.lora.rank,
+            seed=self._options.seed,
+            var=self._options.var,
+        )
+
+    async def _work(self, stack: Stack, ledger: Ledger) -> dict[str, Any]:
+        scenario, seed = self._scenario, self._options.seed
+        held_out = await make_tasks(scenario, scenario.held_out, seed, "held-out", self._data)
+        self._phase("asking the held-out questions: base model")
+        self.progress.before = await self._examine(stack, ledger, held_out, "before")
+        await self._learn(stack, ledger)
+        self._phase("asking the held-out questions again")
+        self.progress.after = await self._examine(stack, ledger, held_out, "after")
+        self._phase("writing the report")
+        summary = await self._summary(stack, ledger)
+        write_report(scenario, self._options.var, summary, self.progress)
+        return summary
+
+    async def _examine(
+        self, stack: Stack, ledger: Ledger, held_out: Sequence[Task], name: str
+    ) -> float | None:
+        exam = await examine(self._scenario, stack.url, held_out, self._data, name=name)
+        self._results += exam.results
+        self.progress.failed_runs += exam.failed
+        await ledger.look()
+        return exam.score
+
+    async def _learn(self, stack: Stack, ledger: Ledger) -> None:
+        """Run waves of tasks until the policy is good or time is up."""
+        scenario = self._scenario
+        many, size = tasks_a_wave(self._recipe), self._recipe.claim.group_size
+        count = many * scenario.most_waves
+        tasks = await make_tasks(scenario, count, self._options.seed, "train", self._data)
+        agent = WorkingAgent(scenario, stack.url, self._data)
+        await agent.start(samples=size, concurrency=scenario.at_once)
+        try:
+            for number in itertools.count(1):
+                wave = Wave(number, self.progress.serving, many * size, scenario.score)
+                self.progress.waves.append(wave)
+                self._phase(f"wave {number}: the agent works")
+                agent.ask(tasks[(number - 1) * many : number * many])
+                await self._until(stack, ledger, partial(self._take, agent, wave))
+                self._phase(f"wave {number}: the trainer learns")
+                await self._until(stack, ledger, partial(ledger.trained, number))
+                if self._has_learned() or number == scenario.most_waves or self._time_is_up():
+                    break
+        finally:
+            await agent.stop()
+        self._results += agent.results
+
+    async def _until(self, stack: Stack, ledger: Ledger, done: Callable[[], bool]) -> None:
+        """Refresh the figures until `done` returns true; after `STUCK_S` raise ScenarioFailed."""
+        deadline = time.monotonic() + STUCK_S
+        while True:
+            stack.check()
+            await ledger.look()
+            if done():
+                return
+            if time.monotonic() > deadline:
+                raise ScenarioFailed(
+                    f"no end of this phase after {STUCK_S:.0f} s ({self.progress.phase}): "
+                    f"see the logs in {stack.plan.log_dir}"
+                )
+            await asyncio.sleep(LOOK_S)
+
+    def _take(self, agent: WorkingAgent, wave: Wave) -> bool:
+        for result in agent.collect():
+            wave.results.append(result)
+            self.progress.failed_runs += result.error is not None
+        return len(wave.results) >= wave.expected
+
+    def _has_learned(self) -> bool:
+        last = self.progress.waves[-2:]
+        return len(last) == 2 and all(wave.success >= self._scenario.learned for wave in last)
+
+    def _time_is_up(self) -> bool:
+        """Return whether another wave of average length would pass the time limit."""
+        per_wave = self._elapsed() / max(1, len(self.progress.waves))
+        return self._elapsed() + per_wave > self.progress.minutes * 60
+
+    async def _summary(self, stack: Stack, ledger: Ledger) -> dict[str, Any]:
+        calls = await self._calls(stack, ledger)
+        await ledger.look()
+        if self.progress.totals is None or calls is None:
+            raise ScenarioFailed(
+                "the database did not answer at the end, so there is no report: "
+                f"see the logs in {self._data / 'logs'}"
+            )
+        return {
+            **outcome(self.progress, self._elapsed()),
+            **calls,
+            **ledger_facts(self.progress.totals),
+            "seed": self._options.seed,
+            "recipe": self._recipe_name,
+            "cores": len(os.sched_getaffinity(0)),
+        }
+
+    async def _calls(self, stack: Stack, ledger: Ledger) -> dict[str, Any] | None:
+        """Return what became of the calls. The demo's agent, one call a run, names its replies."""
+        failed = self.progress.failed_runs
+        if self._options.name == DEMO:
+            named = await named_calls(ledger, response_ids(self._results))
+            return {**named, "failed_requests": failed}
+        metrics_url = f"http://{stack.plan.admin_listen}/metrics"
+        found = await all_calls(ledger, metrics_url, self._specs)
+        return None if found is None else {**found, "failed_runs": failed}
+
+
+def tasks_a_wave(recipe: Recipe) -> int:
+    """Return how many tasks always come to an update.
+
+    Where groups are compared within themselves those with and those without spread are claimed
+    apart, and where successes are imitated those with and those without one: of twice as many as an
+    update needs, one kind or the other is enough.
+    """
+    apart = baselines()[recipe.credit.baseline].needs_group or recipe.kept is not None
+    return recipe.claim.groups * (2 if apart else 1)

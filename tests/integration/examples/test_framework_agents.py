@@ -1,0 +1,113 @@
+"""The examples' agents, on the real frameworks: they run against any OpenAI-compatible server."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from pawl.rollout.addresses import Request
+from pawl.rollout.agents.agent import Result
+from pawl.rollout.agents.warm import Function, WarmAgent
+from pawl.scenarios.places import CLIENTS, find_scenario
+from tests.integration.examples.plain_server import Reply, plain_server
+
+pytestmark = pytest.mark.skipif(
+    not CLIENTS.exists(),
+    reason="no frameworks here: `make test` or scripts/install_clients.py gets them",
+)
+SQL: Final = "SELECT COUNT(*) FROM employee WHERE age > 50"
+
+
+def calculates(_: str, messages: list[dict[str, Any]]) -> Reply:
+    """Call the calculator, and say what it found."""
+    last = messages[-1]
+    if last["role"] == "tool":
+        return f"The answer is {last['content']}."
+    return "calculator", {"expression": "12 * 34"}
+
+
+def writes(model: str, messages: list[dict[str, Any]]) -> Reply:
+    """Write a wrong query first; as the rewriter, the right one."""
+    said = {"writer": "SELECT age FROM nowhere", "checker": "yes", "rewriter": SQL}[model]
+    assert model != "rewriter" or "Previous: no such table" in messages[-1]["content"]
+    return said
+
+
+def searches(_: str, items: list[dict[str, Any]]) -> Reply:
+    """Search for the question, and answer with all that was found."""
+    last = items[-1]
+    found = last.get("output") or (last["content"] if last.get("role") == "tool" else None)
+    return f"<answer>{found}</answer>" if found else ("search", {"query": "mayor of Marwick"})
+
+
+CASES: Final = {
+    "math": (calculates, {}, ["/v1/chat/completions"] * 2),
+    "sql": (writes, {}, ["/v1/chat/completions"] * 3),
+    "rag": (searches, {}, ["/v1/responses"] * 2),
+    "rag by chat": (searches, {"OPENAI_API": "chat_completions"}, ["/v1/chat/completions"] * 2),
+}
+OUTPUTS: Final = {
+    "math": "The answer is 408.",
+    "sql": SQL,
+    "rag": "<answer>The mayor of Marwick is",
+}
+
+
+async def run_program(folder: Path, url: str, environment: dict[str, str]) -> str:
+    """Run the agent as a program of its own, and return what it prints."""
+    process = await asyncio.create_subprocess_exec(
+        *(str(CLIENTS), "agent.py"),
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "OPENAI_BASE_URL": url, "OPENAI_API_KEY": "k"}
+        | environment,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, errors = await process.communicate(json.dumps({"question": "What?"}).encode() + b"\n")
+    assert process.returncode == 0, errors.decode()[-3000:]
+    return out.decode()
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_as_a_program_against_a_plain_server(case: str) -> None:
+    model, environment, paths = CASES[case]
+    name = case.split(maxsplit=1)[0]
+    async with plain_server(model) as server:
+        printed = await run_program(find_scenario(name).folder, server.url, environment)
+    assert printed.startswith(OUTPUTS[name])
+    assert server.paths == paths
+    assert not [header for header in server.headers if header.startswith("x-pawl")]
+
+
+@pytest.mark.parametrize("name", ["math", "sql", "rag"])
+async def test_warm_as_the_runner_runs_it(name: str, tmp_path: Path) -> None:
+    scenario = find_scenario(name)
+    function = Function(
+        name=scenario.agent,
+        log_file=tmp_path / "log",
+        folder=scenario.folder,
+        model_is_told=bool(scenario.asks_for),
+        interpreter=str(CLIENTS),
+    )
+    warm = WarmAgent(function)
+    async with plain_server(CASES[name][0]) as server:
+        await warm.start(2)
+        try:
+            result: Result = await warm.run(
+                Request(
+                    episode="e",
+                    task={"question": "What?"},
+                    base_url=server.url.removesuffix("/v1"),
+                    model=scenario.asks_for or None,
+                    environment={},
+                    limit_s=60,
+                )
+            )
+        finally:
+            await warm.stop()
+    assert result.error is None, (result.detail, (tmp_path / "log").read_text()[-2000:])
+    assert result.output.startswith(OUTPUTS[name])

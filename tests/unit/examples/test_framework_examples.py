@@ -1,0 +1,133 @@
+"""The examples of frameworks: tasks that share nothing, judges, and agents without a word of us."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pawl.scenarios.places import EXAMPLES, find_scenario
+
+NAMES = sorted(
+    path.parent.name
+    for path in EXAMPLES.glob("*/example.toml")
+    if find_scenario(path.parent.name).python == "clients"
+)
+Load = Callable[[str, str], ModuleType]
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Load a file of an example, with what lies beside it; then forget all of it."""
+    before = set(sys.modules)
+
+    def from_file(name: str, module: str) -> ModuleType:
+        folder = EXAMPLES / name
+        monkeypatch.syspath_prepend(folder)
+        spec = importlib.util.spec_from_file_location(f"{name}_{module}", folder / f"{module}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+        return loaded
+
+    yield from_file
+    for module in set(sys.modules) - before:
+        if Path(getattr(sys.modules[module], "__file__", None) or "/").is_relative_to(EXAMPLES):
+            del sys.modules[module]
+
+
+def judged(load: Load, name: str, output: str, **task: Any) -> Any:
+    return load(name, "judge").verdict({"task": task, "output": output, "episode": "e"})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_file_of_an_agent_has_a_word_of_pawl(name: str) -> None:
+    for file in (EXAMPLES / name).glob("*.py"):
+        text = file.read_text().lower()
+        assert "pawl" not in text, file
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_task_is_in_training_and_held_out(load: Load, name: str) -> None:
+    tasks = load(name, "tasks").tasks
+    for seed in range(3):
+        train, held_out = tasks(320, seed, "train"), tasks(96, seed, "held-out")
+        questions = {task["question"] for task in held_out}
+        assert not questions & {task["question"] for task in train}
+        assert len({task["id"] for task in (*train, *held_out)}) == 320 + 96
+        assert tasks(320, seed, "train") == train
+    assert tasks(8, 0, "train") != tasks(8, 1, "train")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_right_answer_earns_the_full_reward(load: Load, name: str) -> None:
+    tag = "<answer>{}</answer>" if name == "rag" else "{}"
+    verdict = load(name, "judge").verdict
+    for task in load(name, "tasks").tasks(64, 5, "held-out"):
+        output = tag.format(task["answer"])
+        assert verdict({"task": task, "output": output, "episode": "e"})["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("output", "reward"),
+    [
+        ("The answer is 1,081.", 1.0),
+        ("23 * 47 is 1081", 1.0),
+        ("1081 is more than 12", 0.0),
+        ("The answer is -1081", 0.0),
+        ("nothing", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_last_number_is_the_answer(load: Load, output: str, reward: float) -> None:
+    assert judged(load, "math", output, answer=1081) == {"reward": reward}
+
+
+COUNT = "SELECT COUNT(*) FROM employee WHERE age > 30"
+
+
+@pytest.mark.parametrize(
+    ("query", "reward", "well_formed"),
+    [
+        ("SELECT SUM(age > 30) FROM employee;", 1.0, 1.0),
+        ("SELECT COUNT(*) FROM employee", 0.0, 1.0),
+        ("SELECT COUNT(*) FROM nowhere", 0.0, 0.0),
+        ("not a query", 0.0, 0.0),
+        ("", 0.0, 1.0),
+        ("DELETE FROM employee", 0.0, 0.0),
+        ("SELECT 1; SELECT 2", 0.0, 0.0),
+        ("ATTACH DATABASE 'x' AS y", 0.0, 0.0),
+        ("SELECT COUNT(*) FROM employee a, employee b, employee c, employee d", 0.0, 0.0),
+        ("SELECT '\ud800'", 0.0, 0.0),
+    ],
+)
+def test_a_query_is_right_if_it_finds_the_same(
+    load: Load, query: str, reward: float, well_formed: float
+) -> None:
+    told = judged(load, "sql", query, answer=COUNT)
+    assert told == {"reward": reward, "well_formed": well_formed}
+
+
+def test_nothing_found_is_never_right(load: Load) -> None:
+    nobody = "SELECT name FROM employee WHERE age > 900"
+    assert judged(load, "sql", nobody, answer=nobody)["reward"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("output", "reward"),
+    [
+        ("<answer>Lena Marsh</answer>", 1.0),
+        ("<answer>marsh</answer>", 2 / 3),
+        ("<answer>no</answer> so <answer>Lena Marsh.</answer>", 1.0),
+        ("Lena Marsh", 0.0),
+        ("<answer></answer>", 0.0),
+    ],
+)
+def test_words_in_the_tag_are_compared(load: Load, output: str, reward: float) -> None:
+    told = judged(load, "rag", output, answer="Lena Marsh")
+    assert told["reward"] == pytest.approx(reward)
+    assert told["well_formed"] == float("<answer>" in output)
