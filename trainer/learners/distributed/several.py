@@ -125,12 +125,13 @@ def agree(learner: Learner, own: Exception | None) -> None:
     """Wait until a command has ended in all processes, in this one with the error `own` or None.
 
     Where it failed in some of them, the others must not go on: they would compute with other
-    weights, or wait for each other in vain.
+    weights, or wait for each other in vain. A disk that refuses leaves the learner as it is.
 
     Raises:
         LearnerError: it failed in another process, and not in this one.
     """
-    told = None if own is None else (str(own), isinstance(own, ShortOfMemory))
+    is_told = isinstance(own, TrainerError)
+    told = (str(own), isinstance(own, ShortOfMemory)) if is_told else None
     failures = [one for one in learner.processes.gather(told) if one is not None]
     if own is not None or not failures:
         return

@@ -1,0 +1,53 @@
+"""Several processes agree on how a command ended, from what each says of itself."""
+
+from typing import Any
+
+import pytest
+
+from trainer.errors import LearnerError, ShortOfMemory
+from trainer.learners.distributed.several import agree
+
+
+class Told:
+    """Stands in for a learner and its processes: what others said, and what was done."""
+
+    def __init__(self, *others: tuple[str, bool] | None) -> None:
+        self.processes = self
+        self.others = others
+        self.said: Any = "nothing"
+        self.has_let_go = False
+
+    def gather(self, own: Any) -> list[Any]:
+        self.said = own
+        return [own, *self.others]
+
+    def let_go(self) -> None:
+        self.has_let_go = True
+
+
+def test_where_all_succeed_all_go_on() -> None:
+    learner: Any = Told(None, None)
+    agree(learner, None)
+    assert (learner.said, learner.has_let_go) == (None, False)
+
+
+@pytest.mark.parametrize(("is_short", "kind"), [(True, ShortOfMemory), (False, LearnerError)])
+def test_what_failed_elsewhere_has_failed_here(is_short: bool, kind: type[LearnerError]) -> None:
+    learner: Any = Told(None, ("no room", is_short))
+    with pytest.raises(LearnerError, match="another process failed: no room") as raised:
+        agree(learner, None)
+    assert type(raised.value) is kind
+    assert learner.has_let_go
+
+
+def test_what_failed_here_is_told_and_raised_by_who_ran_it() -> None:
+    learner: Any = Told(("no room", True))
+    agree(learner, ShortOfMemory("no room here"))
+    assert (learner.said, learner.has_let_go) == (("no room here", True), False)
+
+
+def test_a_disk_that_refuses_takes_nothing_from_the_others() -> None:
+    """What was trained is written again, and goes on from there."""
+    learner: Any = Told(None)
+    agree(learner, OSError("No space left on device"))
+    assert learner.said is None
