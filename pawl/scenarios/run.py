@@ -205,19 +205,29 @@ class Run:
         self._results += agent.results
 
     async def _until(self, stack: Stack, ledger: Ledger, done: Callable[[], bool]) -> None:
-        """Refresh the figures until `done` returns true; after `STUCK_S` raise ScenarioFailed."""
-        deadline = time.monotonic() + STUCK_S
+        """Refresh the figures until `done` returns true.
+
+        Raises:
+            ScenarioFailed: for `STUCK_S` neither a result came nor an update ended.
+        """
+        before, deadline = self._so_far(), time.monotonic() + STUCK_S
         while True:
             stack.check()
             await ledger.look()
             if done():
                 return
+            if (now := self._so_far()) != before:
+                before, deadline = now, time.monotonic() + STUCK_S
             if time.monotonic() > deadline:
                 raise ScenarioFailed(
-                    f"no end of this phase after {STUCK_S:.0f} s ({self.progress.phase}): "
+                    f"nothing came of this phase for {STUCK_S:.0f} s ({self.progress.phase}): "
                     f"see the logs in {stack.plan.log_dir}"
                 )
             await asyncio.sleep(LOOK_S)
+
+    def _so_far(self) -> tuple[int, int]:
+        """Return what shows that a run moves: the wave's results, and updates."""
+        return len(self.progress.waves[-1].results), len(self.progress.updates)
 
     def _take(self, agent: WorkingAgent, wave: Wave) -> bool:
         for result in agent.collect():
