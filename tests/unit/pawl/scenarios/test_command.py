@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.vllm_server import free_port
 from pawl.commands.local import example
 
 
@@ -41,6 +42,9 @@ def test_a_missing_framework(
 
 def test_a_taken_port(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pawl.stack.stack.check_memory", lambda: None)
+    for name in ("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_TRAINER_LISTEN"):
+        monkeypatch.setenv(name, f"127.0.0.1:{free_port()}")
+    monkeypatch.setenv("PAWL_VLLM_PORT", str(free_port()))
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
