@@ -95,7 +95,8 @@ def test_any_bytes_from_an_upstream_are_a_reply_or_a_broken_one(
             with suppress(NoReply, Torn):
                 reply = await head
                 assert reply.status >= 0
-                await asyncio.wait_for(reply.read(), 1)
+                async with asyncio.timeout(1):
+                    await reply.read()
             assert not connection.usable
 
     run(asked)
