@@ -123,9 +123,16 @@ async def test_the_agent_of_the_runners_page_runs(
     page = HOWTO / "rollout.md"
     upstream.models = ["calculator", "calculator@1"]
     tasks = split_blocks(page, page.read_text())[1][0].text
-    runner = Runner(tmp_path, proxy.url, [json.loads(line) for line in tasks.splitlines()])
-    (tmp_path / "held-out.jsonl").write_text(tasks)
-    (tmp_path / "my_agent.py").write_text(code_of(page, "python"))
+    folder = tmp_path / "here"
+    folder.mkdir()
+    runner = Runner(folder, proxy.url, [json.loads(line) for line in tasks.splitlines()])
+    (folder / "held-out.jsonl").write_text(tasks)
+    (folder / "my_agent.py").write_text(code_of(page, "python"))
+    # The page's other environment, which has the agent's packages.
+    python = tmp_path / "my-project" / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
     here = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     told = await runner.run(*options, PATH=here)
     assert told.status == 0, told.errors
