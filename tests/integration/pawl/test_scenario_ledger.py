@@ -1,26 +1,56 @@
 """What a scenario counts at its end, of a real proxy's calls."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from benchmarks.chaos.stand import Stand
 from pawl.scenarios.calls import all_calls, named_calls
 from pawl.scenarios.ledger import Ledger
 from pawl.scenarios.progress import Progress
 from store.policy_table import PolicySpec
-from tests.integration.conftest import Proxy
+from tests.support.servers.fake_upstream import fake_upstream
 
 SPECS = (PolicySpec(name="m", base="m"), PolicySpec(name="other", base="m"))
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
 
 
-async def test_all_calls_of_the_proxy_are_counted_and_found(proxy: Proxy) -> None:
-    replies = [await proxy.chat("/task/t/episode/e") for _ in range(3)]
+@pytest.fixture
+async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+    """A proxy with processes of its own, whose metrics count its calls alone."""
+    async with fake_upstream() as upstream:
+        port = int(upstream.url.split(":")[2].split("/")[0])
+        found = await asyncio.to_thread(Stand, tmp_path, port, 1)
+        try:
+            await found.ready()
+            yield found
+        finally:
+            await asyncio.to_thread(found.stop)
+            await asyncio.to_thread(found.postgres.stop)
+
+
+async def asked(stand: Stand) -> dict[str, Any]:
+    url = f"http://127.0.0.1:{stand.port}/task/t/episode/e/v1/chat/completions"
+    async with aiohttp.ClientSession() as session, session.post(url, json=CHAT) as reply:
+        assert reply.status == 200
+        answered: dict[str, Any] = await reply.json()
+        return answered
+
+
+async def test_all_calls_of_the_proxy_are_counted_and_found(stand: Stand) -> None:
+    replies = [await asked(stand) for _ in range(3)]
     progress = Progress(title="A title", policy="m")
-    ledger = Ledger(
-        proxy.engine.url.render_as_string(hide_password=False), ["m", "other"], progress
-    )
+    ledger = Ledger(stand.url, ["m", "other"], progress)
     try:
-        found = await all_calls(ledger, f"{proxy.admin}/metrics", SPECS)
+        found = await all_calls(ledger, f"http://127.0.0.1:{stand.admin}/metrics", SPECS)
         assert found is not None
         assert (found["calls"], found["recorded"], found["failed_requests"]) == (3, 3, 0)
         assert set(found["policies"]) == {"m", "other"}
-        ids = [reply.json["id"] for reply in replies]
+        ids = [reply["id"] for reply in replies]
         assert await named_calls(ledger, ids[:1]) == {"calls": 1, "recorded": 1}
         await ledger.look()
         assert progress.totals is not None
