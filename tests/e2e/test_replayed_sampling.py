@@ -76,6 +76,8 @@ async def post(stack: Stack, path: str, body: Mapping[str, Any], episode: str) -
         ) as response,
     ):
         assert response.status == 200, await response.text()
+        # A stream that is not read to its end is recorded as incomplete.
+        await response.read()
 
 
 def row_of(call: TransitionRow) -> Row:
