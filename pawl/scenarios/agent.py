@@ -32,7 +32,7 @@ JUDGE_S: Final = 60.0
 
 
 class Ran(Record, frozen=True, kw_only=True):
-    """What came of one run of the agent.
+    """Hold what came of one run of the agent.
 
     Attributes:
         task: the name of its task.
@@ -200,7 +200,7 @@ class WorkingAgent:
 
 
 class Exam(Record, frozen=True, kw_only=True):
-    """What came of the held-out tasks: mean score of the runs that came, and all results."""
+    """Hold what came of the held-out tasks: the mean score, and all results."""
 
     score: float | None
     results: list[Ran]
