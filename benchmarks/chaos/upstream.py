@@ -14,7 +14,7 @@ import uvloop
 
 from benchmarks.chaos.poison import reply_to
 from benchmarks.proxy import wire
-from benchmarks.proxy.stream_server import END, STREAM_HEAD, whole_request
+from benchmarks.proxy.stream_server import END, STREAM_HEAD, RequestReader
 
 CHUNKS: Final = 5
 INTERVAL_S: Final = 0.005
@@ -26,7 +26,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._received = b""
+        self._reader = RequestReader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
@@ -38,10 +38,8 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Answer each request that is complete."""
-        self._received += data
-        request = whole_request(self._received)
+        request = self._reader.feed(data)
         if request is not None and self._transport is not None:
-            self._received = b""
             self._answer(self._transport, request)
 
     def _answer(self, transport: asyncio.Transport, request: bytes) -> None:

@@ -32,7 +32,7 @@ class Connection(asyncio.Protocol):
         self._interval_s = interval_s
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._received = b""
+        self._reader = RequestReader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
@@ -46,10 +46,8 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Answer each request that is complete."""
-        self._received += data
-        request = whole_request(self._received)
+        request = self._reader.feed(data)
         if request is not None:
-            self._received = b""
             self._answer(request)
 
     def _answer(self, request: bytes) -> None:
@@ -79,15 +77,33 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_at(due, self._write, number + 1, chunks, began, ids)
 
 
-def whole_request(received: bytes) -> bytes | None:
-    """Return the request once all of it is there."""
-    head, found, body = received.partition(HEAD_END)
-    if not found:
-        return None
-    if CHUNKED.search(head):
-        return received if body.endswith(b"0\r\n\r\n") else None
-    length = LENGTH.search(head)
-    return received if length is None or len(body) >= int(length[1]) else None
+class RequestReader:
+    """Gather one request after another, each in time that grows with its length."""
+
+    def __init__(self) -> None:
+        """Begin with no bytes."""
+        self._received = bytearray()
+        self._head: bytes | None = None
+
+    def feed(self, data: bytes) -> bytes | None:
+        """Take what came; the request once all of it is there."""
+        self._received += data
+        if self._head is None:
+            end = self._received.find(HEAD_END)
+            if end < 0:
+                return None
+            self._head = bytes(self._received[:end])
+        if not self._is_whole(self._head):
+            return None
+        request, self._received, self._head = bytes(self._received), bytearray(), None
+        return request
+
+    def _is_whole(self, head: bytes) -> bool:
+        if CHUNKED.search(head):
+            return self._received.endswith(b"0\r\n\r\n")
+        length = LENGTH.search(head)
+        body_bytes = len(self._received) - len(head) - len(HEAD_END)
+        return length is None or body_bytes >= int(length[1])
 
 
 async def serve(port: int, interval_s: float) -> None:

@@ -20,7 +20,7 @@ from benchmarks.proxy.figures import (
 )
 from benchmarks.proxy.framing import ChunkedReply
 from benchmarks.proxy.page import BEGIN, END, NoMarks, with_figures
-from benchmarks.proxy.stream_server import whole_request
+from benchmarks.proxy.stream_server import RequestReader
 from benchmarks.proxy.tables import bars_table, calls_table, streams_table
 
 WRK = """Running 8s test @ http://127.0.0.1:46199/v1/chat/completions
@@ -270,11 +270,12 @@ def test_a_stream_in_another_coding_is_refused() -> None:
 
 def test_a_request_is_answered_once_it_is_whole() -> None:
     request = wire.post("h", "/v1/chat/completions", wire.stream_prompt("mark", 7))
-    assert whole_request(request[:-1]) is None
-    assert whole_request(request) == request
+    reader = RequestReader()
+    assert reader.feed(request[:-1]) is None
+    assert reader.feed(request[-1:]) == request
     asked = wire.TOKENS_ASKED.search(request)
     assert asked is not None
     assert int(asked[1]) == 7
     chunked = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n"
-    assert whole_request(chunked) is None
-    assert whole_request(chunked + b"0\r\n\r\n") is not None
+    assert reader.feed(chunked) is None
+    assert reader.feed(b"0\r\n\r\n") == chunked + b"0\r\n\r\n"
