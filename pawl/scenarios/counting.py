@@ -45,6 +45,10 @@ def outcome(progress: Progress, seconds: float) -> dict[str, Any]:
         "after": progress.after,
         "seconds": round(seconds, 1),
         "updates": len(progress.done_updates),
+        "held_out": [
+            {"waves": one.waves, "updates": one.updates, "score": one.score}
+            for one in progress.held_out
+        ],
     }
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from pawl.scenarios.agent import Ran
 from store.read.stats import Totals
-from store.records import UpdateRow
+from store.records import Record, UpdateRow
 
 WELL_FORMED = ("ok", "error")
 # A judge's metric that says whether a run called its tool as it should, 1 or 0.
@@ -58,6 +58,20 @@ def _well_formed(result: Ran) -> float | None:
     return float((result.value.get("tool") or {}).get("status") in WELL_FORMED)
 
 
+class HeldOut(Record, frozen=True, kw_only=True):
+    """Hold what came of the held-out tasks at one time.
+
+    Attributes:
+        waves: number of waves before it.
+        updates: number of finished updates before it.
+        score: the mean score, 0 to 1.
+    """
+
+    waves: int
+    updates: int
+    score: float
+
+
 @dataclass
 class Progress:
     """Keep the figures of a run.
@@ -68,8 +82,7 @@ class Progress:
         phase: what it does now, in words.
         seconds: time since its start.
         minutes: its time limit.
-        before: mean score on the held-out tasks with the base model, 0 to 1.
-        after: the same with the last version.
+        held_out: the scores on the held-out tasks, the base model's first.
         waves: the waves so far, oldest first.
         updates: the trainer's finished updates, oldest first.
         totals: the ledger's counts.
@@ -82,13 +95,22 @@ class Progress:
     phase: str = "starting"
     seconds: float = 0.0
     minutes: float = 0.0
-    before: float | None = None
-    after: float | None = None
+    held_out: list[HeldOut] = field(default_factory=list)
     waves: list[Wave] = field(default_factory=list)
     updates: Sequence[UpdateRow] = ()
     totals: Totals | None = None
     serving: int = 0
     failed_runs: int = 0
+
+    @property
+    def before(self) -> float | None:
+        """Return the mean score on the held-out tasks with the base model, 0 to 1."""
+        return self.held_out[0].score if self.held_out else None
+
+    @property
+    def after(self) -> float | None:
+        """Return the last score on the held-out tasks, if it is not the base model's."""
+        return self.held_out[-1].score if len(self.held_out) > 1 else None
 
     @property
     def done_updates(self) -> list[UpdateRow]:

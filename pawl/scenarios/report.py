@@ -56,7 +56,7 @@ def closing_words(
 
 
 def draw(path: Path, progress: Progress, score: str) -> None:
-    """Draw score and well-formed calls per wave, with the held-out score before and after."""
+    """Draw score and well-formed calls of each wave, and the held-out score between them."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -69,14 +69,20 @@ def draw(path: Path, progress: Progress, score: str) -> None:
     if None not in formed:
         axes.plot(numbers, formed, "o-", color=FORMED, markersize=4, label=FORMED_LABEL)
     axes.plot(numbers, right, "o-", color=RISING, linewidth=2.5, label=AT_WORK[score])
-    last = numbers[-1] if numbers else 1
-    for x, share in ((0, progress.before), (last + 1, progress.after)):
-        if share is not None:
-            axes.bar(x, share, width=0.7, color=INK, alpha=0.85)
-            axes.annotate(f"{share:.0%}", (x, share), ha="center", va="bottom", weight="bold")
-    axes.set_xticks([0, *numbers, last + 1])
-    names = [str(number) for number in numbers]
-    axes.set_xticklabels(["held-out\nbefore", *names, "held-out\nafter"])
+    held_out = progress.held_out
+    waves = [one.waves for one in held_out]
+    scores = [one.score for one in held_out]
+    axes.plot(waves, scores, "D--", color=INK, markersize=6, label="held-out tasks")
+    for one in [*held_out[:1], *held_out[1:][-1:]]:
+        axes.annotate(
+            f"{one.score:.0%}",
+            (one.waves, one.score),
+            xytext=(0, 9),
+            textcoords="offset points",
+            ha="center",
+            weight="bold",
+        )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     _dress(axes)
     figure.tight_layout()
     figure.savefig(path)

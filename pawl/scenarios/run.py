@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ from pawl.scenarios.errors import ScenarioFailed
 from pawl.scenarios.ledger import Ledger
 from pawl.scenarios.places import find_scenario, interpreter
 from pawl.scenarios.plan import policies_of, recipe_file, stack_plan
-from pawl.scenarios.progress import Progress, Wave, render
+from pawl.scenarios.progress import HeldOut, Progress, Wave, render
 from pawl.scenarios.report import closing_words, write_report
 from pawl.scenarios.tasks import make_tasks
 from pawl.stack.model import unpacked_model
@@ -38,6 +38,8 @@ from trainer.recipes.recipe import Recipe, load_recipe
 DEMO: Final = "calculator"
 STUCK_S: Final = 420.0
 LOOK_S: Final = 0.5
+# Asks the held-out tasks: the phase, and the name of the files.
+Ask = Callable[[str, str], Awaitable[None]]
 
 
 class RunOptions(Record, frozen=True, kw_only=True):
@@ -162,27 +164,44 @@ class Run:
     async def _work(self, stack: Stack, ledger: Ledger) -> dict[str, Any]:
         scenario, seed = self._scenario, self._options.seed
         held_out = await make_tasks(scenario, scenario.held_out, seed, "held-out", self._data)
-        self._phase("asking the held-out questions: base model")
-        self.progress.before = await self._examine(stack, ledger, held_out, "before")
-        await self._learn(stack, ledger)
-        self._phase("asking the held-out questions again")
-        self.progress.after = await self._examine(stack, ledger, held_out, "after")
+        ask = partial(self._examine, stack, ledger, held_out)
+        await ask("asking the held-out questions: base model", "before")
+        await self._learn(stack, ledger, ask)
+        # What the last wave left over would be an update in the middle of the questions.
+        await stack.stop_training()
+        await ask("asking the held-out questions again", "after")
         self._phase("writing the report")
         summary = await self._summary(stack, ledger)
         write_report(scenario, self._options.var, summary, self.progress)
         return summary
 
     async def _examine(
-        self, stack: Stack, ledger: Ledger, held_out: Sequence[Task], name: str
-    ) -> float | None:
+        self, stack: Stack, ledger: Ledger, held_out: Sequence[Task], phase: str, name: str
+    ) -> None:
+        """Ask the held-out tasks.
+
+        Raises:
+            ScenarioFailed: no run of the agent could be judged.
+        """
+        self._phase(phase)
+        await ledger.look()
+        updates = len(self.progress.done_updates)
         exam = await examine(self._scenario, stack.url, held_out, self._data, name=name)
         self._results += exam.results
         self.progress.failed_runs += exam.failed
+        if exam.score is None:
+            raise ScenarioFailed(
+                f"no run of the held-out tasks could be judged: see {self._data / 'agent.log'}"
+            )
+        waves = len(self.progress.waves)
+        self.progress.held_out.append(HeldOut(waves=waves, updates=updates, score=exam.score))
         await ledger.look()
-        return exam.score
 
-    async def _learn(self, stack: Stack, ledger: Ledger) -> None:
-        """Run waves of tasks until the policy is good or time is up."""
+    async def _learn(self, stack: Stack, ledger: Ledger, ask: Ask) -> None:
+        """Run waves of tasks until the policy is good or time is up.
+
+        With `held_out_every`, `ask` asks the held-out tasks between them.
+        """
         scenario = self._scenario
         many, size = tasks_a_wave(self._recipe), self._recipe.claim.group_size
         count = many * scenario.most_waves
@@ -200,6 +219,8 @@ class Run:
                 await self._until(stack, ledger, partial(ledger.trained, number))
                 if self._has_learned() or number == scenario.most_waves or self._time_is_up():
                     break
+                if scenario.held_out_every and number % scenario.held_out_every == 0:
+                    await ask(f"wave {number}: asking the held-out questions", f"after-{number}")
         finally:
             await agent.stop()
         self._results += agent.results

@@ -33,6 +33,8 @@ class Keys(BaseModel):
         score: the judge's metric that is shown, and compared before and after.
         held_out: number of held-out tasks.
         held_out_samples: how often each is given to the agent.
+        held_out_every: the held-out tasks are asked again after so many waves; None: only at the
+            end.
         at_once: runs at the same time.
         most_waves: waves after which learning ends.
         learned: two waves in a row with at least this score end it as well.
@@ -56,6 +58,7 @@ class Keys(BaseModel):
     score: Literal["reward", "success"] = "reward"
     held_out: Count = 96
     held_out_samples: Count = 2
+    held_out_every: Count | None = None
     at_once: Count = 32
     most_waves: Count = 40
     learned: float = 0.9

@@ -101,6 +101,10 @@ class Stack:
         """Return the address that rewards are posted to."""
         return f"{self.url}/feedback"
 
+    async def stop_training(self) -> None:
+        """End the trainer, so that no version comes any more; all else goes on."""
+        await self.processes["trainer"].stop()
+
     def check(self) -> None:
         """Check that all processes could be kept running.
 

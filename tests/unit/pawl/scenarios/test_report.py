@@ -10,7 +10,7 @@ from rich.console import Console
 
 from pawl.scenarios.agent import Ran
 from pawl.scenarios.places import find_scenario
-from pawl.scenarios.progress import Progress, Wave, render
+from pawl.scenarios.progress import HeldOut, Progress, Wave, render
 from pawl.scenarios.report import closing_words, write_report
 from store.ids import new_id
 from store.records import UpdateRow
@@ -46,8 +46,10 @@ def progress(*updates: UpdateRow) -> Progress:
     return Progress(
         title="A title",
         policy="writer",
-        before=0.25,
-        after=0.75,
+        held_out=[
+            HeldOut(waves=0, updates=0, score=0.25),
+            HeldOut(waves=1, updates=1, score=0.75),
+        ],
         waves=[Wave(1, 0, 1, "reward", [ran])],
         updates=updates,
     )
