@@ -33,10 +33,12 @@ settings.load_profile("pawl")
 
 
 class ByFile(LoadScopeScheduling):
-    """Keep the tests of a file together, and all that need a vLLM: it is up once for them."""
+    """Keep the tests of a file together, and the files that share the vLLM of `tests/e2e`."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+        file = nodeid.partition("::")[0]
+        folder = file.rpartition("/")[0]
+        return folder if folder == "tests/e2e" else file
 
 
 @pytest.hookimpl(optionalhook=True)

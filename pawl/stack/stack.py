@@ -173,7 +173,7 @@ def _processes(plan: StackPlan, database_url: str) -> list[Process]:
     pawl = run_module("pawl.cli")
     processes = []
     if plan.upstream_url is None:
-        cores = sorted(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
         processes.append(
             Process("vllm", vllm_command(plan.vllm), vllm_environment(cores), plan.log_dir)
         )

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -81,8 +81,8 @@ def vllm_command(options: VllmOptions) -> list[str]:
     return command
 
 
-def vllm_environment(cores: Sequence[int]) -> dict[str, str]:
-    """Return the server's environment; `cores` are the CPU cores it may use without a GPU."""
+def vllm_environment(cores: int) -> dict[str, str]:
+    """Return the server's environment; `cores` is the number of threads it has without a GPU."""
     environment = dict(os.environ)
     environment |= {
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
@@ -92,6 +92,9 @@ def vllm_environment(cores: Sequence[int]) -> dict[str, str]:
     if not has_gpu():
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
+            # The engine computes by itself. vLLM would start one process more for that, which
+            # imports everything again, and the engine would burn a core while it waits for it.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "OMP_NUM_THREADS": str(cores),
         }
     return environment

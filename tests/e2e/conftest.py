@@ -26,9 +26,9 @@ tolerance = 0.01
 """
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def stack(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """Up once for all tests that need it."""
+    """Run one stack for this folder's tests; it is gone when their worker takes other files."""
     folder: Path = tmp_path_factory.mktemp("stack")
     recipe = folder / "small.toml"
     recipe.write_text(RECIPE)

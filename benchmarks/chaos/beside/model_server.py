@@ -134,7 +134,7 @@ class Vllm:
                 max_lora_rank=RANK,
             )
         )
-        self._environment = vllm_environment(sorted(os.sched_getaffinity(0)))
+        self._environment = vllm_environment(len(os.sched_getaffinity(0)))
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pawl.stack import vllm
-from pawl.stack.vllm import VllmOptions, vllm_command
+from pawl.stack.vllm import VllmOptions, vllm_command, vllm_environment
 
 
 def command(**options: float) -> list[str]:
@@ -44,3 +44,14 @@ def test_short_prompts_are_kept_on_a_cpu_and_a_gpu_has_its_own_blocks(
     if not gpu:
         # vLLM's kernels on a CPU want multiples of 32.
         assert given[given.index("--block-size") + 1] == "32"
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_on_a_cpu_the_engine_computes_by_itself_with_all_cores(
+    gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "has_gpu", lambda: gpu)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    given = vllm_environment(4)
+    assert given.get("VLLM_ENABLE_V1_MULTIPROCESSING") == (None if gpu else "0")
+    assert given["OMP_NUM_THREADS"] == ("1" if gpu else "4")
