@@ -23,7 +23,7 @@ from pawl.scenarios.calls import all_calls, named_calls
 from pawl.scenarios.counting import ledger_facts, outcome
 from pawl.scenarios.errors import ScenarioFailed
 from pawl.scenarios.ledger import Ledger
-from pawl.scenarios.places import find_scenario, interpreter
+from pawl.scenarios.places import EXAMPLES, find_scenario, interpreter
 from pawl.scenarios.plan import policies_of, recipe_file, stack_plan
 from pawl.scenarios.progress import HeldOut, Progress, Wave, render
 from pawl.scenarios.report import closing_words, write_report
@@ -46,6 +46,7 @@ class RunOptions(Record, frozen=True, kw_only=True):
     """Hold the options of `pawl demo` and `pawl example`, which the CLI's help explains.
 
     Attributes:
+        examples: the folder that has the scenario's.
         models: the folder that the packaged model is unpacked in.
         recipe: None: the scenario's own.
         model: None: the packaged one.
@@ -58,6 +59,7 @@ class RunOptions(Record, frozen=True, kw_only=True):
     models: Path
     recipe: str | None = None
     model: str | None = None
+    examples: Path = EXAMPLES
 
 
 async def run_scenario(options: RunOptions) -> None:
@@ -93,7 +95,7 @@ class Run:
         self._options = options
         self._data = options.var / "data"
         self._started = time.monotonic()
-        self._scenario = find_scenario(options.name)
+        self._scenario = find_scenario(options.name, options.examples)
         interpreter(self._scenario)
         self._recipe_name = recipe_file(self._scenario, options.recipe)
         self._recipe: Recipe = load_recipe(self._recipe_name)

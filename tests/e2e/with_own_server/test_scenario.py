@@ -1,0 +1,84 @@
+"""An example runs whole: held-out tasks, a wave, an update, held-out tasks again, the report."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.vllm_server import free_port
+from pawl.scenarios.places import EXAMPLES
+from pawl.scenarios.run import RunOptions, run_scenario
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+PORTS = ("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_TRAINER_LISTEN", "PAWL_STEWARD_LISTEN")
+RECIPE = """
+learner = "grpo"
+dtype = "float32"
+[claim]
+group_size = 4
+groups = 1
+smallest_group = 4
+max_age_s = 20
+[optimizer]
+learning_rate = 3e-4
+[publish]
+tolerance = 0.01
+"""
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Copy the example, with four held-out tasks, looked at after each of two waves."""
+    for variable in PORTS:
+        monkeypatch.setenv(variable, f"127.0.0.1:{free_port()}")
+    monkeypatch.setenv("PAWL_VLLM_PORT", str(free_port()))
+    folder = tmp_path / "examples"
+    shutil.copytree(EXAMPLES / "math", folder / "math")
+    file = folder / "math" / "example.toml"
+    keys = re.sub(r"(?m)^held_out.*\n", "", file.read_text())
+    file.write_text(
+        f"{keys}held_out = 4\nheld_out_samples = 1\nheld_out_every = 1\nmost_waves = 2\n"
+    )
+    return folder
+
+
+def each(summary: dict[str, Any], name: str) -> list[Any]:
+    """Return one figure of each look at the held-out tasks."""
+    return [one[name] for one in summary["held_out"]]
+
+
+async def test_an_example_learns_and_reports(
+    examples: Path, tmp_path: Path, model_dir: str
+) -> None:
+    recipe = tmp_path / "short.toml"
+    recipe.write_text(RECIPE)
+    var = tmp_path / "var"
+    options = RunOptions(
+        name="math",
+        minutes=10,
+        seed=0,
+        var=var,
+        models=Path(model_dir).parent,
+        recipe=str(recipe),
+        examples=examples,
+    )
+    await run_scenario(options)
+    summary = json.loads((var / "summary.json").read_text())
+    assert each(summary, "waves") == [0, 1, 2]
+    assert each(summary, "updates")[0] == 0
+    assert summary["updates"] >= 2
+    assert [summary["before"], summary["after"]] == [
+        summary["held_out"][0]["score"],
+        summary["held_out"][-1]["score"],
+    ]
+    assert summary["recorded"] == summary["calls"] > 0
+    assert summary["trainable_share"] >= 0.95
+    assert summary["failed_requests"] == summary["failed_runs"] == 0
+    assert summary["policies"]["math"]["versions"] >= 2
+    assert summary["policies"]["math"]["trained_episodes"] >= 4
+    assert (var / "reward.png").stat().st_size > 10_000
+    assert "held-out after" in (var / "report.html").read_text()
