@@ -84,7 +84,7 @@ async def measure_row(stack: Stack, row: Row) -> Found:
 
 async def run_program(base_url: str, row: Row) -> Mapping[str, int]:
     """Run a row's program to its end, and return how its runs failed, with the number of runs."""
-    program = BINARIES / "python", PROGRAMS / row.program
+    program = BINARIES / "python", PROGRAMS / row.program, str(ROWS.index(row))
     try:
         said = await run_client(base_url, *program, *row.arguments, within_s=CLIENT_S)
     except ClientFailed as error:

@@ -73,8 +73,8 @@ def why_not_trainable(
     whether it neither shows nor asks for anything else.
     """
 
-    def judge(rated: bool) -> Reason | None:
-        return why_not_replayed(sampling, rules, rated=rated)
+    def judge(sure: bool) -> Reason | None:
+        return why_not_replayed(sampling, rules, sure=sure)
 
     return first_reason(status, http_status, policy_version, sampled, judge, only_text=only_text)
 
@@ -97,8 +97,8 @@ def first_reason(
         return "not_text"
     if sampled.choices > 1:
         return "several_choices"
-    rated = sampled.sampled_logprobs is not None
-    reason = _tokens(sampled) or judge(rated)
+    sure = sampled.sampled_logprobs is not None or sampled.thoughtless
+    reason = _tokens(sampled) or judge(sure)
     if reason is None and policy_version is None:
         return "unknown_policy"
     return reason
@@ -126,11 +126,12 @@ def _counts(
 
 
 def why_not_replayed(
-    sampling: Mapping[str, Any], rules: SamplingRules, *, rated: bool
+    sampling: Mapping[str, Any], rules: SamplingRules, *, sure: bool
 ) -> Reason | None:
     """Return why what was sampled from cannot be computed again, or None if it can.
 
-    `rated` says whether the server gave log-probabilities, which a grammar is held against.
+    `sure` says whether it is known which tokens a grammar held: all, as none is of a thought, or
+    those that the server's log-probabilities show.
     """
     if UNREADABLE in sampling:
         return "unreadable_sampling"
@@ -140,7 +141,7 @@ def why_not_replayed(
     if reshaped is not None:
         return reshaped
     if GRAMMAR in sampling:
-        return None if rated else "constrained_sampling"
+        return None if sure else "constrained_sampling"
     held = not HELD.isdisjoint(sampling) or rules.constrains(sampling)
     return "constrained_sampling" if held else None
 

@@ -95,7 +95,7 @@ def _has_several_prompts(request: ModelRequest) -> bool:
 def _is_useful(settings: Mapping[str, Any], rules: SamplingRules) -> bool:
     """Return whether a call with these settings can be trained on, and have several outcomes."""
     several = number_of(settings.get("n", 1)) != 1
-    if several or why_not_replayed(settings, rules, rated=True) is not None:
+    if several or why_not_replayed(settings, rules, sure=True) is not None:
         return False
     sampled = distribution_of(settings)
     # The most likely token is sampled at any temperature.

@@ -35,7 +35,8 @@ class ModelRequest(msgspec.Struct, frozen=True):
 class Sampled(msgspec.Struct, frozen=True):
     """Hold one reply's token ids, their log-probabilities, and the counts to check them against.
 
-    Log-probabilities that the server gives for some of the ids only are None.
+    Log-probabilities that the server gives for some of the ids only are None. `thoughtless` says
+    whether the server told that no part of the reply is a thought, which no grammar holds.
     """
 
     prompt_ids: tuple[int, ...] | None
@@ -43,6 +44,7 @@ class Sampled(msgspec.Struct, frozen=True):
     sampled_logprobs: tuple[float, ...] | None
     choices: int
     completion_tokens: int | None
+    thoughtless: bool = False
 
 
 NOTHING_SAMPLED = Sampled(

@@ -57,16 +57,16 @@ Fields = tuple[tuple[str, bytes], ...]
 class Judged(msgspec.Struct, frozen=True):
     """Hold a call's settings as they are recorded (JSON), and why they forbid to train on it.
 
-    The reason may be another where the server gave no log-probabilities: then `unrated` counts.
+    The reason may be another where it is not sure which tokens a grammar held: `unsure` is that.
     """
 
     recorded: bytes
-    rated: Reason | None
-    unrated: Reason | None
+    sure: Reason | None
+    unsure: Reason | None
 
-    def why_not(self, rated: bool) -> Reason | None:
+    def why_not(self, sure: bool) -> Reason | None:
         """Return why what was sampled from cannot be computed again, or None if it can."""
-        return self.rated if rated else self.unrated
+        return self.sure if sure else self.unsure
 
     def with_setting(self, name: str, value: Any) -> "Judged":
         """Return the same settings with one more recorded, which changes no reason."""
@@ -129,9 +129,9 @@ def _judge(
         tool_grammars=tool_grammars,
         tool_tag=tool_tag,
     )
-    rated = why_not_replayed(settings, rules, rated=True)
-    unrated = why_not_replayed(settings, rules, rated=False) if GRAMMAR in settings else rated
-    return Judged(msgspec.json.encode(settings), rated, unrated)
+    sure = why_not_replayed(settings, rules, sure=True)
+    unsure = why_not_replayed(settings, rules, sure=False) if GRAMMAR in settings else sure
+    return Judged(msgspec.json.encode(settings), sure, unsure)
 
 
 def sampling_settings(

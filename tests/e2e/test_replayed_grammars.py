@@ -9,7 +9,15 @@ import pytest
 
 from pawl.stack.stack import Stack
 from tests.e2e.conftest import POLICY
-from tests.e2e.test_replayed_sampling import ALL, post, recorded_calls, row_of, trainers_differences
+from tests.e2e.test_replayed_sampling import (
+    ALL,
+    assert_alike,
+    post,
+    recomputed_differences,
+    recorded_calls,
+    row_of,
+    trainers_differences,
+)
 from tests.support.training import recipe
 from trainer.learners.learner import Learner
 from trainer.learners.replay.grammars import OUTSIDE
@@ -70,6 +78,20 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 EACH = {name: ("chat/completions", {"messages": MESSAGES, **said}) for name, said in CHAT.items()}
 EACH |= OTHERS
+# Streamed texts without their end's log-probability, and calls alone, which have none; with what
+# is sampled alike and has all.
+FLAT_LOOK_UP = {"type": "function", **LOOK_UP}
+SHORT = {"type": "json_schema", "name": "size", "schema": {"enum": ["big", "small", "a town"]}}
+SILENT: dict[str, tuple[dict[str, Any], tuple[str, dict[str, Any]]]] = {
+    "a form, streamed": (
+        {"text": {"format": SHORT}, "stream": True},
+        ("responses", {"input": QUESTION, "text": {"format": SHORT}}),
+    ),
+    "a call": (
+        {"tools": [FLAT_LOOK_UP], "tool_choice": "required"},
+        ("chat/completions", EACH["required"][1] | {"tools": TOOLS[:1]}),
+    ),
+}
 
 
 async def ask(stack: Stack, name: str, seed: int) -> None:
@@ -98,3 +120,34 @@ async def test_each_grammar_is_replayed_to_a_thousandth_of_a_nat(
     held, other = (row_of(calls[name][0]) for name in ("json_schema", "regex"))
     assert learner.why_unreplayable(held.distribution, held.sampled_ids) is None
     assert learner.why_unreplayable(held.distribution, other.sampled_ids) == OUTSIDE
+
+
+async def ask_twice(stack: Stack, name: str, seed: int) -> None:
+    """In a way that gives no log-probabilities, and in one that does."""
+    silent, (path, twin) = SILENT[name]
+    body = {"model": POLICY, "temperature": 0.9, "seed": seed, "top_p": 0.9}
+    short = {"max_output_tokens": 48}
+    await post(stack, "responses", body | short | {"input": QUESTION} | silent, f"{name}-{seed}")
+    limits = short if path == "responses" else {"max_tokens": 48}
+    await post(stack, path, body | limits | twin, f"{name}-{seed}, told")
+
+
+async def test_what_comes_without_log_probabilities_is_recomputed_to_a_thousandth_of_a_nat(
+    stack: Stack, model_dir: str, tmp_path: Path
+) -> None:
+    seeds = range(3)
+    await asyncio.gather(*(ask_twice(stack, name, seed) for name in SILENT for seed in seeds))
+    names = {name: [f"{name}-{seed}" for seed in seeds] for name in SILENT}
+    wanted = {key: key for own in names.values() for one in own for key in (one, f"{one}, told")}
+    calls, folders = await recorded_calls(stack, wanted)
+    assert {call.reason for own in calls.values() for call in own} == {None}
+    pairs = {}
+    for name, own in names.items():
+        both = [(calls[one][0], calls[f"{one}, told"][0]) for one in own]
+        for call, twin in both:
+            assert_alike(call, twin)
+        pairs[name] = [(call, twin) for call, twin in both if not call.tokens.sampled_logprobs]
+        assert pairs[name], name
+    differences = recomputed_differences(model_dir, tmp_path, pairs, folders)
+    (tmp_path / "nats_a_token.json").write_text(json.dumps(differences))
+    assert max(differences.values()) <= 1e-3, differences

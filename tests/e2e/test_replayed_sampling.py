@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 import torch
 
@@ -153,3 +154,41 @@ def trainers_differences(
             key = f"{name}, {'merged' if merge else 'separate'}"
             means[key] = float((found - served).abs().mean())
     return means
+
+
+def recomputed_differences(
+    model_dir: str,
+    folder: Path,
+    pairs: Mapping[str, Sequence[tuple[TransitionRow, TransitionRow]]],
+    folders: dict[int, str | None],
+) -> dict[str, float]:
+    """The greatest difference of a token for each way of sampling, from the server's own.
+
+    Of two calls that are sampled alike, the first has no log-probabilities, and the other has.
+    """
+    learner = Learner(model_dir, recipe(), seed=0, scratch=folder)
+    greatest = {}
+    for name, own in pairs.items():
+        [version] = {call.policy_version or 0 for pair in own for call in pair}
+        path = folders[version]
+        silent = [
+            msgspec.structs.replace(row_of(call), position=number, recomputed=True)
+            for number, (call, _) in enumerate(own)
+        ]
+        found = learner.version_logprobs(None if path is None else Path(path), silent)
+        told = [unpack_logprobs(twin.tokens.sampled_logprobs) for _, twin in own]
+        differences = [
+            abs(a - b)
+            for ours, theirs in zip(found, told, strict=True)
+            for a, b in zip(ours, theirs, strict=True)
+        ]
+        greatest[name] = max(differences)
+    return greatest
+
+
+def assert_alike(call: TransitionRow, twin: TransitionRow) -> None:
+    """Two calls have the same tokens, and were sampled from the same distribution."""
+    assert unpack_ids(call.tokens.prompt_ids) == unpack_ids(twin.tokens.prompt_ids)
+    assert unpack_ids(call.tokens.sampled_ids) == unpack_ids(twin.tokens.sampled_ids)
+    assert distribution_of(call.sampling) == distribution_of(twin.sampling)
+    assert twin.tokens.sampled_logprobs

@@ -49,4 +49,4 @@ async def main(*, streamed: bool) -> None:
         await task.ask_all(ask)
 
 
-asyncio.run(main(streamed=sys.argv[1] == "streamed"))
+asyncio.run(main(streamed=sys.argv[2] == "streamed"))

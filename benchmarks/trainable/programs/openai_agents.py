@@ -35,4 +35,4 @@ async def main(api: str, *, strict: bool) -> None:
     await ask_all(ask)
 
 
-asyncio.run(main(sys.argv[1], strict="loose" not in sys.argv[2:]))
+asyncio.run(main(sys.argv[2], strict="loose" not in sys.argv[3:]))

@@ -1,4 +1,4 @@
-"""Run openai-python: chat completions with the settings that the argument names.
+"""Run openai-python: chat completions with the settings that the last argument names.
 
 Every second reply is streamed.
 """
@@ -51,4 +51,4 @@ async def main(settings: dict) -> None:
         await ask_all(ask)
 
 
-asyncio.run(main(SETTINGS[sys.argv[1]]))
+asyncio.run(main(SETTINGS[sys.argv[2]]))

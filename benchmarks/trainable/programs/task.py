@@ -1,12 +1,15 @@
 """Define what every framework is made to do; no program beside this knows of Pawl.
 
 The programs set no setting of their framework's but what a row is about, and the numbers of tokens
-and turns, because a small model rambles.
+and turns, because a small model rambles. The first argument is a number of the program's own, from
+which its questions follow: two agents seldom have the same tasks, and who sent a conversation that
+names no session can only be told by its words.
 """
 
 import asyncio
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -20,7 +23,11 @@ EXAMPLES = (
     ("What is 65 + 12 * 8?", '[calculator(expression="65 + 12 * 8")]'),
     ("What is 31 * 4 + 2?", '[calculator(expression="31 * 4 + 2")]'),
 )
-QUESTIONS = tuple(f"What is {first} * {first + 5} + {first % 7}?" for first in range(12, 32))
+COUNT = 20
+FIRST = 12 + COUNT * int(sys.argv[1])
+QUESTIONS = tuple(
+    f"What is {first} * {first + 5} + {first % 7}?" for first in range(FIRST, FIRST + COUNT)
+)
 
 
 def calculator(expression: str) -> str:

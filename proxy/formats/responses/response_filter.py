@@ -14,6 +14,9 @@ INCLUDE: Final = "include"
 TOP: Final = "top_logprobs"
 # Any other item means that the server took turns of its own: several prompts, several samples.
 OWN_ITEMS: Final = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
+THOUGHT: Final = "reasoning"
+# With a false one, vLLM leaves thoughts out of the reply.
+SHOWS_THOUGHTS: Final = "include_reasoning"
 # vLLM's type of messages with token ids; those in gpt-oss's own form have none.
 RAW_TOKENS: Final = "raw_message_tokens"
 EMPTY: Final = msgspec.Raw(b"[]")
@@ -33,6 +36,7 @@ class ResponseFilter:
         self._model = own_name(request, served_name)
         self._hide_ids = IDS in request.injected
         self._hide_logprobs = INCLUDE in request.injected
+        self._thinks = request.fields.get(SHOWS_THOUGHTS) not in (None, True)
         self._prompts: list[list[int]] | None = None
         self._ids: list[list[int]] | None = None
         self._logprobs: list[float] = []
@@ -78,7 +82,9 @@ class ResponseFilter:
         items = objects_of(response.get("output"))
         if items:
             for item in items:
-                self._one_sample &= value_of(item.get("type")) in OWN_ITEMS
+                kind = value_of(item.get("type"))
+                self._one_sample &= kind in OWN_ITEMS
+                self._thinks |= kind == THOUGHT
                 self._logprobs += self.item(item)
             response["output"] = msgspec.Raw(msgspec.json.encode(items))
 
@@ -120,6 +126,7 @@ class ResponseFilter:
             sampled_logprobs=tuple(self._logprobs) if complete else None,
             choices=1,
             completion_tokens=(usage or {}).get("output_tokens"),
+            thoughtless=not self._thinks and _thinking_tokens(usage) == 0,
         )
 
 
@@ -130,6 +137,12 @@ class _Token(msgspec.Struct):
 class _RawMessage(msgspec.Struct):
     type: str
     tokens: list[TokenId] | None = None
+
+
+def _thinking_tokens(usage: dict[str, Any] | None) -> Any:
+    """Return how many tokens of thoughts were counted, or None if it is not told."""
+    details = (usage or {}).get("output_tokens_details")
+    return details.get("reasoning_tokens") if isinstance(details, dict) else None
 
 
 def _tokens(raw: msgspec.Raw | None) -> list[list[int]] | None:

@@ -8,7 +8,8 @@ vLLM gives log-probabilities for texts only. A whole reply with any text has tho
 tokens; a reply of tool calls alone has none, and a stream lacks those of reasoning, of tool calls
 and of the token that ends it. The ids are complete all the same: vLLM gathers them from the engine
 itself (`SimpleContext` in its `responses/context.py`). Where log-probabilities are missing none are
-recorded, and the trainer computes them (docs/decisions/042-without-log-probabilities.md).
+recorded, and the trainer computes them (docs/decisions/042-without-log-probabilities.md), under the
+mask of a grammar if one held the reply (061-grammars-without-log-probabilities.md).
 """
 
 from typing import Final

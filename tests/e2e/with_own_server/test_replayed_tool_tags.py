@@ -14,8 +14,17 @@ import pytest_asyncio
 
 from benchmarks.small_stack import small_plan
 from pawl.stack.stack import Stack, running_stack
+from store.records import TransitionRow
 from tests.e2e.conftest import POLICY, RECIPE
-from tests.e2e.test_replayed_sampling import ALL, post, recorded_calls, row_of, trainers_differences
+from tests.e2e.test_replayed_sampling import (
+    ALL,
+    assert_alike,
+    post,
+    recomputed_differences,
+    recorded_calls,
+    row_of,
+    trainers_differences,
+)
 from tests.support.training import recipe
 from trainer.learners.learner import Learner
 from trainer.learners.replay.grammars import OUTSIDE
@@ -72,6 +81,17 @@ EACH["messages"] = (
     },
 )
 SEEDS = range(3)
+# The same in the words of responses, which have no log-probabilities where a tool is called.
+FLAT = [{"type": "function", **one} for one in (WEATHER, GIVE_UP)]
+FLAT_STRICT = [FLAT[0] | {"strict": True}, FLAT[1]]
+RESPONSES: dict[str, dict[str, Any]] = {
+    "strict": {"tools": FLAT_STRICT},
+    "one at most": {"tools": FLAT, **ONE},
+    "required": {"tools": FLAT, "tool_choice": "required"},
+    "named": {"tools": FLAT_STRICT, "tool_choice": {"type": "function", "name": "weather"}},
+}
+# What else shapes a reply there.
+CARD = {"top_p": 0.95, "top_k": 20, "presence_penalty": 0.3}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -117,3 +137,46 @@ async def test_calls_in_hermes_syntax_are_replayed_to_a_thousandth_of_a_nat(
     forced = row_of(calls["named"][0]).distribution
     free = learner._tokenizer.encode("It rains in Paris.")
     assert learner.why_unreplayable(forced, free) == OUTSIDE
+
+
+async def ask_both_ways(stack: Stack, name: str, seed: int) -> None:
+    """As a chat, and as a response, whole and streamed."""
+    body = {"model": POLICY, "temperature": 0.8, "seed": seed, **CARD}
+    chat = body | {"messages": MESSAGES, "max_tokens": 48} | CHAT[name]
+    response = body | {"input": MESSAGES, "max_output_tokens": 48} | RESPONSES[name]
+    await post(stack, "chat/completions", chat, f"{name}-{seed}, as a chat")
+    await post(stack, "responses", response, f"{name}-{seed}, whole")
+    await post(stack, "responses", response | {"stream": True}, f"{name}-{seed}, streamed")
+
+
+async def test_responses_in_hermes_syntax_are_recomputed_to_a_thousandth_of_a_nat(
+    hermes: Stack, model_dir: str, tmp_path: Path
+) -> None:
+    """Held to the same tag, a chat has the server's own log-probabilities."""
+    await asyncio.gather(*(ask_both_ways(hermes, name, s) for name in RESPONSES for s in SEEDS))
+    ways = ("as a chat", "whole", "streamed")
+    wanted = {
+        f"{name}-{seed}, {way}": f"{name}-{seed}, {way}"
+        for name in RESPONSES
+        for seed in SEEDS
+        for way in ways
+    }
+    calls, folders = await recorded_calls(hermes, wanted)
+    found = {name: call for name, [call] in calls.items()}
+    assert {call.reason for call in found.values()} == {None}
+    assert {call.sampling["grammar"]["kind"] for call in found.values()} == {"tools"}
+    pairs: dict[str, list[tuple[TransitionRow, TransitionRow]]] = {}
+    for name in RESPONSES:
+        for way in ways[1:]:
+            own = [
+                (found[f"{name}-{seed}, {way}"], found[f"{name}-{seed}, as a chat"])
+                for seed in SEEDS
+            ]
+            for call, twin in own:
+                assert_alike(call, twin)
+            silent = [(call, twin) for call, twin in own if not call.tokens.sampled_logprobs]
+            assert any(call.tool_calls for call, _ in silent), (name, way)
+            pairs[f"{name}, {way}"] = silent
+    differences = recomputed_differences(model_dir, tmp_path, pairs, folders)
+    (tmp_path / "nats_a_token.json").write_text(json.dumps(differences))
+    assert max(differences.values()) <= 1e-3, differences

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from store.read.past import past_update
@@ -21,14 +22,20 @@ GRAMMAR = {"kind": "regex", "text": "a+"}
 HELD = json.dumps({"temperature": 1.0, "grammar": GRAMMAR}).encode()
 
 
-async def fill(bench: Bench, name: str, held: int) -> list[str]:
-    """Two groups; the first `held` calls were held to a grammar. Returns these calls' ids."""
+async def fill(bench: Bench, name: str, held: int, *, told: bool = True) -> list[str]:
+    """Two groups; the first `held` calls were held to a grammar. Returns these calls' ids.
+
+    Unless they are `told`, these came without log-probabilities.
+    """
     records: list[SpoolRecord] = []
     ids = []
     for number in range(4):
         made = call(f"{name}{number}", task=f"{name}{number // 2}")
         if number < held:
             made = call(made.episode, task=made.task, sampling=HELD)
+            if not told:
+                ids_alone = msgspec.structs.replace(made.tokens, sampled_logprobs=b"")
+                made = msgspec.structs.replace(made, tokens=ids_alone)
             ids.append(str(made.id))
         records += [made, reward(float(number % 2), episode=made.episode)]
     async with bench.engine.begin() as connection:
@@ -85,3 +92,33 @@ async def test_an_update_of_such_calls_alone_makes_no_version(
     assert set(metrics["unreplayed_calls"]) == set(ids)
     assert max(await bench.states()) == 1
     await bench.assert_spent_once(8)
+
+
+async def test_the_version_that_sampled_is_asked_of_calls_that_can_be_replayed_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of calls with a grammar and no log-probabilities."""
+    await run_once(bench)
+    rows: list[Any] = []
+    computed = bench.learner.version_logprobs
+
+    def recorded(adapter: Any, asked: Any) -> list[list[float]]:
+        rows.extend(asked)
+        return computed(adapter, asked)
+
+    monkeypatch.setattr(bench.learner, "version_logprobs", recorded)
+    await fill(bench, "u", 2, told=False)
+    assert await run_once(bench)
+    assert bench.learner.asked == [(None, 2)]
+    assert {row.distribution.grammar.text for row in rows if row.recomputed} == {"a+"}
+    metrics = await last_metrics(bench)
+    assert metrics["rows"] == 4
+
+    monkeypatch.setattr(bench.learner, "why_unreplayable", lambda *_: "outside_grammar")
+    ids = await fill(bench, "v", 2, told=False)
+    assert await run_once(bench)
+    assert bench.learner.asked == [(None, 2)]
+    metrics = await last_metrics(bench)
+    assert (metrics["rows"], metrics["unreplayed_calls"]) == (
+        *(2, dict.fromkeys(ids, "outside_grammar")),
+    )

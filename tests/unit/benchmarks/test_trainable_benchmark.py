@@ -1,6 +1,8 @@
 """How the calls of a framework are counted, when it misses the bar, and what is shown."""
 
 import json
+import runpy
+import sys
 from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
@@ -110,3 +112,12 @@ def test_the_figures_are_written_with_their_shares(tmp_path: Path) -> None:
 def test_each_row_has_a_name_of_its_own_and_a_program() -> None:
     assert len({row.key for row in ROWS}) == len({row.title for row in ROWS}) == len(ROWS)
     assert all((PROGRAMS / row.program).is_file() for row in ROWS)
+
+
+def test_no_two_rows_ask_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sent a conversation without a name is told by its words alone."""
+    asked = []
+    for number in range(len(ROWS)):
+        monkeypatch.setattr(sys, "argv", ["program", str(number)])
+        asked += runpy.run_path(str(PROGRAMS / "task.py"))["QUESTIONS"]
+    assert len(set(asked)) == len(asked) == 20 * len(ROWS)

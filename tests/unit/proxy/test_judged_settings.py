@@ -96,8 +96,8 @@ def test_it_is_what_the_call_s_own_fields_give(
     for _ in range(2):
         found = judged_settings(call, request)
         assert found.recorded == msgspec.json.encode(settings)
-        for rated in (False, True):
-            assert found.why_not(rated) == why_not_replayed(settings, rules, rated=rated)
+        for sure in (False, True):
+            assert found.why_not(sure) == why_not_replayed(settings, rules, sure=sure)
 
 
 def test_a_request_that_cannot_be_read_has_no_settings() -> None:

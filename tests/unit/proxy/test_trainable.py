@@ -231,10 +231,27 @@ def test_what_the_server_uses_besides_is_recorded_where_a_request_does_not_say()
     assert sampling_settings({"top_p": 1.0}, 0.6, rules, card) == asked
 
 
-def test_a_grammar_is_trained_only_where_log_probabilities_show_it() -> None:
+@pytest.mark.parametrize(
+    "unread",
+    [
+        {"guided_regex": "a+"},
+        {"tools": [{"name": "x", "strict": True}]},
+        {"tools": [{}], "parallel_tool_calls": False},
+        {"text": {"format": {"type": "json_schema"}}},
+    ],
+)
+def test_without_a_thought_what_is_no_grammar_that_can_be_read_stays_untrained(
+    unread: dict[str, Any],
+) -> None:
+    found = why(unread, "responses", sampled_logprobs=None, thoughtless=True)
+    assert found == "constrained_sampling"
+
+
+def test_a_grammar_is_trained_where_log_probabilities_show_it_or_it_held_all_tokens() -> None:
     asked = {"response_format": {"type": "json_object"}}
     assert why(asked) is None
     assert why(asked, sampled_logprobs=None) == "constrained_sampling"
+    assert why(asked, sampled_logprobs=None, thoughtless=True) is None
     assert why({"grammar": {"kind": "regex", "text": "a"}}) == "unreadable_sampling"
 
 

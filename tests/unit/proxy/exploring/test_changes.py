@@ -253,6 +253,6 @@ def test_whatever_is_asked_a_call_that_explores_is_recorded_as_it_is_sampled(
         tool_tag=tag,
     )
     assert recorded == msgspec.json.decode(msgspec.json.encode(served))
-    assert why_not_replayed(recorded, spoken.sampling, rated=True) is None
+    assert why_not_replayed(recorded, spoken.sampling, sure=True) is None
     assert record.request == request.body
     assert explored(found.request, spoken, Exploring(BOTH, defaults)) is None

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from proxy.formats.base import ModelRequest
 from proxy.formats.requests import read_request
 from proxy.formats.responses.responses import IDS, INCLUDE, LOGPROBS, RESPONSES
+from proxy.keeper.transcribe import transcribe
+from store.values.tokens import unpack_ids
+from tests.support.records import captured
 
 LOGPROB = {"token": "t", "logprob": -0.5, "top_logprobs": []}
 TEXT = {"type": "output_text", "text": "hi", "annotations": [], "logprobs": [LOGPROB, LOGPROB]}
@@ -106,6 +109,75 @@ def test_tool_calls_alone_have_no_log_probabilities() -> None:
     assert facts.sampled.sampled_ids == (3, 4)
     assert facts.sampled.sampled_logprobs is None
     assert facts.tool_calls[0].id == "c1"
+
+
+CALL = {"type": "function_call", "call_id": "c1", "name": "calc", "arguments": "{}"}
+THOUGHT = {"type": "reasoning", "id": "rs_1", "content": [], "summary": []}
+
+
+def counting(thoughts: Any) -> dict[str, Any]:
+    return {"usage": {"output_tokens": 2, "output_tokens_details": thoughts}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("asked", "change", "told"),
+    [
+        ({}, counting({"reasoning_tokens": 0}), True),
+        ({"include_reasoning": True}, counting({"reasoning_tokens": 0}), True),
+        ({"include_reasoning": None}, counting({"reasoning_tokens": 0}), True),
+        # The beginning of a thought may stand in the prompt: vLLM counts none of its tokens then.
+        ({}, counting({"reasoning_tokens": 0}) | {"output": [THOUGHT, CALL]}, False),
+        ({"include_reasoning": False}, counting({"reasoning_tokens": 0}), False),
+        ({}, counting({"reasoning_tokens": 1}), False),
+        *(({}, counting(odd), False) for odd in ({}, None, 7, {"reasoning_tokens": "0"})),
+        ({}, {}, False),
+    ],
+)
+def test_whether_a_thought_may_be_among_the_tokens(
+    stream: bool, asked: dict[str, Any], change: dict[str, Any], told: bool
+) -> None:
+    request = rewritten(**asked, **({"stream": True} if stream else {}))
+    reply = RESPONSE | {"output": [CALL]} | change
+    if stream:
+        reader: Any = RESPONSES.stream_reader(request, "agent@3")
+        event = {"type": "response.completed", "response": reply}
+        reader.feed(f"event: response.completed\ndata: {json.dumps(event)}\n\n".encode())
+        reader.finish()
+        facts = reader.facts()
+    else:
+        _, facts = answered(request, reply)
+    assert facts.sampled.sampled_ids == (3, 4)
+    assert facts.sampled.thoughtless is told
+
+
+@pytest.mark.parametrize("thoughts", [0, 3])
+@pytest.mark.parametrize(
+    ("asked", "kind"),
+    [
+        ({"tools": [{"type": "function", "name": "calc", "strict": True}]}, "tools"),
+        ({"text": {"format": {"type": "json_object"}}}, "json"),
+    ],
+)
+def test_a_call_that_a_grammar_held_is_trained_by_its_ids_unless_it_may_have_a_thought(
+    asked: dict[str, Any], kind: str, thoughts: int
+) -> None:
+    request = json.dumps({"model": "agent", "input": "x"} | asked).encode()
+    reply = RESPONSE | {"output": [CALL]} | counting({"reasoning_tokens": thoughts})
+    record = transcribe(
+        captured(
+            dialect="responses",
+            request=request,
+            served_model="agent@3",
+            policy_version=3,
+            wanted_ids=True,
+            reply=json.dumps(reply).encode(),
+            tool_tag="hermes",
+        )
+    )
+    assert record.reason == ("constrained_sampling" if thoughts else None)
+    assert json.loads(record.sampling)["grammar"]["kind"] == kind
+    assert (unpack_ids(record.tokens.sampled_ids), record.tokens.sampled_logprobs) == ([3, 4], b"")
 
 
 @pytest.mark.parametrize("told", range(4))
