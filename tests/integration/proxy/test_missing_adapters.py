@@ -10,16 +10,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.upstreams.listing import SHARED_S
 from proxy.upstreams.upstream import Upstream
 from store.updates.policies import ensure_base, promote, set_state
-from tests.integration.conftest import Proxy, running, settings_for
+from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream, whole_reply
 from tests.support.waiting import eventually
 
@@ -66,12 +64,8 @@ async def publish(engine: AsyncEngine, state: str = "serving") -> None:
 
 @asynccontextmanager
 async def proxy_to(url: str, database_url: str, engine: AsyncEngine, folder: Path) -> Any:
-    async with AsyncExitStack() as exits:
-        settings = settings_for(database_url, url, folder)
-        await exits.enter_async_context(running(settings))
-        session = await exits.enter_async_context(aiohttp.ClientSession())
-        made = Proxy(settings, engine, session)
-        await made.policies_known()
+    settings = settings_for(database_url, url, folder)
+    async with proxy_with(settings, engine) as made:
         yield made
 
 
@@ -214,8 +208,9 @@ async def test_a_client_that_leaves_does_not_wait_on(proxy: Proxy, upstream: Fak
     waiting.cancel()
     call = await proxy.only_call()
     assert call.status == "client_gone"
-    await asyncio.sleep(0.6)
     upstream.models.append(VERSION)
+    # Nobody asks on its behalf now that the version is there.
+    await asyncio.sleep(0.6)
     assert len(upstream.requests) == 1
 
 
@@ -255,6 +250,9 @@ async def test_another_replica_that_has_the_version_is_asked(
             assert reply.status == 200
         assert len(lacks.requests) == 1
         has.models.remove(VERSION)
-        await asyncio.sleep(2 * SHARED_S)
-        assert await upstream.ask_where_served(VERSION, "POST", path, [], body) is None
+
+        async def nowhere() -> bool:
+            return await upstream.ask_where_served(VERSION, "POST", path, [], body) is None
+
+        await eventually(nowhere)
         await upstream.close()
