@@ -7,7 +7,7 @@ from sqlalchemy import select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.read.pages import version_of
-from store.records import PolicyVersion
+from store.records import UNSERVED, PolicyVersion
 from store.schema.claimable import FREE
 from store.schema.recorded import WITHOUT_LOGPROBS
 from store.schema.trained import policies
@@ -49,16 +49,13 @@ async def unasked_versions(
     """
     if await connection.scalar(_RUNNING, {"policy": name}):
         return []
-    idle = [
-        *await idle_versions(connection, name, "retired", idle_s),
-        *await idle_versions(connection, name, "rejected", idle_s),
-    ]
+    idle = await idle_versions(connection, name, UNSERVED, idle_s)
     unasked = {one.version: one for one in idle if one.version not in keep}
     if not unasked:
         return []
     values = {"policy": name, "versions": list(unasked)}
     waited_for = set((await connection.execute(_WAITED_FOR, values)).scalars())
-    return [one for number, one in sorted(unasked.items()) if number not in waited_for]
+    return [one for number, one in unasked.items() if number not in waited_for]
 
 
 async def mark_deleted(
@@ -73,7 +70,7 @@ async def mark_deleted(
         .where(
             policies.c.name == name,
             policies.c.version.in_(versions),
-            policies.c.state.in_(("retired", "rejected")),
+            policies.c.state.in_(UNSERVED),
         )
         .values(files_deleted_at=text("now()"))
         .returning(policies.c.version)
