@@ -21,6 +21,8 @@ TargetKind = Literal["episode", "call", "response"]
 PolicyState = Literal["written", "ready", "published", "serving", "retired", "rejected"]
 # The states of versions whose adapters every model server should have loaded.
 SERVABLE: Final[tuple[PolicyState, ...]] = ("serving", "ready", "published")
+# Those of versions that will not be served any more.
+UNSERVED: Final[tuple[PolicyState, ...]] = ("retired", "rejected")
 EpisodeState = Literal["scored", "unscored", "failed", "open"]
 Confidence = Literal["certain", "likely", "doubtful"]
 Split = Literal["train", "eval"]

@@ -10,123 +10,118 @@ from urllib.parse import urlsplit
 import typer
 
 from pawl.commands.common import fail
+from pawl.commands.flags import takes
 from pawl.settings import read_settings
+from store.records import Record, Split
 
 if TYPE_CHECKING:
     from pawl.rollout.options import RolloutOptions
-    from store.records import Split
-
-Tasks = Annotated[
-    Path | None, typer.Option(help="File of tasks, one JSON object a line; `id` names a task.")
-]
-Command = Annotated[
-    str | None,
-    typer.Option(
-        help="Program to start once for each run, with its arguments, quoted as in a shell."
-    ),
-]
-Python = Annotated[
-    str | None,
-    typer.Option(
-        help="MODULE:FUNCTION to import once and call for each run, instead of --command."
-    ),
-]
-Interpreter = Annotated[
-    str | None,
-    typer.Option(
-        help="Python (3.11 or newer) that runs the function of --python, where its packages are "
-        "not installed beside Pawl; default: Pawl's own."
-    ),
-]
-Samples = Annotated[
-    int, typer.Option("--samples", "-n", min=1, help="Runs of each task: the size of its group.")
-]
-AtOnce = Annotated[int, typer.Option("--at-once", "-k", min=1, help="Runs at the same time.")]
-Timeout = Annotated[float, typer.Option(min=0.01, help="Time limit of one run, in seconds.")]
-Judge = Annotated[
-    str | None,
-    typer.Option(
-        help="Program that scores a run: task and output as JSON on its standard input, a number "
-        "or an object of metrics on its standard output."
-    ),
-]
-JudgePython = Annotated[
-    str | None,
-    typer.Option(
-        "--judge-python",
-        help="MODULE:FUNCTION that is imported once and called for each run, instead of --judge.",
-    ),
-]
-JudgeTimeout = Annotated[
-    float, typer.Option(min=0.01, help="Time limit of one judgement, in seconds.")
-]
-Answer = Annotated[
-    str | None,
-    typer.Option(
-        help="Field of the tasks that the last line of the output is compared with; the reward "
-        "is 1 or 0. The agent does not get this field."
-    ),
-]
-Hide = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="Field of the tasks that the agent does not get, and the judge does; give it again "
-        "for more of them."
-    ),
-]
-SplitOption = Annotated[
-    str | None,
-    typer.Option("--split", help="`eval`: the episodes are never trained on. Or `train`."),
-]
-Policy = Annotated[
-    str | None,
-    typer.Option(help="Policy, or version NAME@N, that the agent is told to ask for."),
-]
-EveryVersion = Annotated[
-    bool,
-    typer.Option(
-        "--every-version",
-        help="Run the tasks on each version of --policy that is loaded, as an evaluation.",
-    ),
-]
-Url = Annotated[
-    str | None, typer.Option(help="The proxy's address; default: http:// and PAWL_LISTEN.")
-]
-Journal = Annotated[
-    Path | None,
-    typer.Option(
-        help="File in which runs are written down, and from which a rollout goes on; default: the "
-        "name of --tasks with `.rollout.jsonl`, in the working folder."
-    ),
-]
-Again = Annotated[
-    bool,
-    typer.Option("--again", help="Run again what failed, or what the judge failed on, before."),
-]
-Summary = Annotated[Path | None, typer.Option(help="File to write the summary to, as JSON.")]
+    from proxy.settings import ProxySettings
 
 
-def rollout(
-    tasks: Tasks = None,
-    command: Command = None,
-    python: Python = None,
-    interpreter: Interpreter = None,
-    samples: Samples = 1,
-    at_once: AtOnce = 16,
-    timeout: Timeout = 600.0,
-    judge: Judge = None,
-    judge_python: JudgePython = None,
-    judge_timeout: JudgeTimeout = 60.0,
-    answer: Answer = None,
-    hide: Hide = None,
-    split: SplitOption = None,
-    policy: Policy = None,
-    every_version: EveryVersion = False,
-    url: Url = None,
-    journal: Journal = None,
-    again: Again = False,
-    summary: Summary = None,
-) -> None:
+class RolloutFlags(Record, frozen=True, kw_only=True):
+    """Hold what may be written after `pawl rollout`."""
+
+    tasks: Annotated[
+        Path | None, typer.Option(help="File of tasks, one JSON object a line; `id` names a task.")
+    ] = None
+    command: Annotated[
+        str | None,
+        typer.Option(
+            help="Program to start once for each run, with its arguments, quoted as in a shell."
+        ),
+    ] = None
+    python: Annotated[
+        str | None,
+        typer.Option(
+            help="MODULE:FUNCTION to import once and call for each run, instead of --command."
+        ),
+    ] = None
+    interpreter: Annotated[
+        str | None,
+        typer.Option(
+            help="Python (3.11 or newer) that runs the function of --python, where its packages "
+            "are not installed beside Pawl; default: Pawl's own."
+        ),
+    ] = None
+    samples: Annotated[
+        int,
+        typer.Option("--samples", "-n", min=1, help="Runs of each task: the size of its group."),
+    ] = 1
+    at_once: Annotated[
+        int, typer.Option("--at-once", "-k", min=1, help="Runs at the same time.")
+    ] = 16
+    timeout: Annotated[float, typer.Option(min=0.01, help="Time limit of one run, in seconds.")] = (
+        600.0
+    )
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            help="Program that scores a run: task and output as JSON on its standard input, a "
+            "number or an object of metrics on its standard output."
+        ),
+    ] = None
+    judge_python: Annotated[
+        str | None,
+        typer.Option(
+            "--judge-python",
+            help="MODULE:FUNCTION that is imported once and called for each run, instead of "
+            "--judge.",
+        ),
+    ] = None
+    judge_timeout: Annotated[
+        float, typer.Option(min=0.01, help="Time limit of one judgement, in seconds.")
+    ] = 60.0
+    answer: Annotated[
+        str | None,
+        typer.Option(
+            help="Field of the tasks that the last line of the output is compared with; the reward "
+            "is 1 or 0. The agent does not get this field."
+        ),
+    ] = None
+    hide: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Field of the tasks that the agent does not get, and the judge does; give it "
+            "again for more of them."
+        ),
+    ] = None
+    split: Annotated[
+        str | None,
+        typer.Option("--split", help="`eval`: the episodes are never trained on. Or `train`."),
+    ] = None
+    policy: Annotated[
+        str | None,
+        typer.Option(help="Policy, or version NAME@N, that the agent is told to ask for."),
+    ] = None
+    every_version: Annotated[
+        bool,
+        typer.Option(
+            "--every-version",
+            help="Run the tasks on each version of --policy that is loaded, as an evaluation.",
+        ),
+    ] = False
+    url: Annotated[
+        str | None, typer.Option(help="The proxy's address; default: http:// and PAWL_LISTEN.")
+    ] = None
+    journal: Annotated[
+        Path | None,
+        typer.Option(
+            help="File in which runs are written down, and from which a rollout goes on; default: "
+            "the name of --tasks with `.rollout.jsonl`, in the working folder."
+        ),
+    ] = None
+    again: Annotated[
+        bool,
+        typer.Option("--again", help="Run again what failed, or what the judge failed on, before."),
+    ] = False
+    summary: Annotated[Path | None, typer.Option(help="File to write the summary to, as JSON.")] = (
+        None
+    )
+
+
+@takes(RolloutFlags)
+def rollout(flags: RolloutFlags) -> None:
     """Run an agent on a file of tasks, and post rewards for what comes out.
 
     The agent is any program (--command) or Python function (--python). It gets its task on
@@ -141,39 +136,43 @@ def rollout(
     this. Status 130: Ctrl-C.
     """
     from pawl.rollout.errors import RolloutError
-    from pawl.rollout.options import RolloutOptions, base_address
     from proxy.settings import ProxySettings
 
     settings = read_settings(ProxySettings)
-    if tasks is None:
+    if flags.tasks is None:
         fail("say with --tasks which file of tasks to run, one JSON object a line")
     try:
-        address = base_address(url or f"http://{settings.listen}")
-        options = RolloutOptions(
-            tasks=tasks,
-            url=address,
-            metrics_url=_metrics_url(address, settings.admin_listen),
-            command=command,
-            python=python,
-            interpreter=interpreter,
-            samples=samples,
-            at_once=at_once,
-            limit_s=timeout,
-            judge=judge,
-            judge_python=judge_python,
-            judge_limit_s=judge_timeout,
-            answer=answer,
-            hide=tuple(hide or ()),
-            split=_split(split),
-            policy=policy,
-            every_version=every_version,
-            journal=journal,
-            again=again,
-            summary=summary,
-        )
-        _report(_run(options))
+        _report(_run(_options(flags, flags.tasks, settings)))
     except RolloutError as error:
         fail(str(error))
+
+
+def _options(flags: RolloutFlags, tasks: Path, settings: "ProxySettings") -> "RolloutOptions":
+    from pawl.rollout.options import RolloutOptions, base_address
+
+    url = base_address(flags.url or f"http://{settings.listen}")
+    return RolloutOptions(
+        tasks=tasks,
+        url=url,
+        metrics_url=_metrics_url(url, settings.admin_listen),
+        command=flags.command,
+        python=flags.python,
+        interpreter=flags.interpreter,
+        samples=flags.samples,
+        at_once=flags.at_once,
+        limit_s=flags.timeout,
+        judge=flags.judge,
+        judge_python=flags.judge_python,
+        judge_limit_s=flags.judge_timeout,
+        answer=flags.answer,
+        hide=tuple(flags.hide or ()),
+        split=_split(flags.split),
+        policy=flags.policy,
+        every_version=flags.every_version,
+        journal=flags.journal,
+        again=flags.again,
+        summary=flags.summary,
+    )
 
 
 def _run(options: "RolloutOptions") -> dict[str, Any]:
@@ -182,7 +181,7 @@ def _run(options: "RolloutOptions") -> dict[str, Any]:
     return asyncio.run(run_rollout(options))
 
 
-def _split(name: str | None) -> "Split | None":
+def _split(name: str | None) -> Split | None:
     from pawl.rollout.errors import RolloutError
 
     match name:

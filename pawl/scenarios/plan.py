@@ -73,24 +73,11 @@ def stack_plan(
         seed: random seed of the adapter.
         var: folder for its data and logs.
     """
-    settings, proxy = read_settings(StackSettings), read_settings(ProxySettings)
-    trainer = read_settings(TrainerSettings)
-    own_parser = scenario.tool_parser if is_packaged else None
+    proxy, trainer = read_settings(ProxySettings), read_settings(TrainerSettings)
     policies = policies_file(scenario)
     data = var / "data"
     return StackPlan(
-        vllm=VllmOptions(
-            model=model,
-            served_name=scenario.model,
-            port=settings.vllm_port,
-            dtype=settings.vllm_dtype,
-            max_model_len=settings.max_model_len,
-            max_lora_rank=rank,
-            tool_parser=own_parser or proxy.tool_parser or USUAL_TOOL_PARSER,
-            chat_template=chat_template(scenario) if is_packaged else None,
-            sampling_defaults=proxy.sampling_defaults,
-            adapter_slots=trainer.adapter_slots or USUAL_SLOTS,
-        ),
+        vllm=_vllm_options(scenario, model, is_packaged=is_packaged, rank=rank),
         database_url=None,
         upstream_url=None,
         listen=proxy.listen,
@@ -107,4 +94,22 @@ def stack_plan(
         model=model,
         seed=seed,
         tool_results=scenario.tool_results,
+    )
+
+
+def _vllm_options(scenario: Scenario, model: str, *, is_packaged: bool, rank: int) -> VllmOptions:
+    """Return how the scenario's model server is started; another model has its own template."""
+    settings, proxy = read_settings(StackSettings), read_settings(ProxySettings)
+    own_parser = scenario.tool_parser if is_packaged else None
+    return VllmOptions(
+        model=model,
+        served_name=scenario.model,
+        port=settings.vllm_port,
+        dtype=settings.vllm_dtype,
+        max_model_len=settings.max_model_len,
+        max_lora_rank=rank,
+        tool_parser=own_parser or proxy.tool_parser or USUAL_TOOL_PARSER,
+        chat_template=chat_template(scenario) if is_packaged else None,
+        sampling_defaults=proxy.sampling_defaults,
+        adapter_slots=read_settings(TrainerSettings).adapter_slots or USUAL_SLOTS,
     )

@@ -7,7 +7,7 @@ from sqlalchemy import select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.read.pages import version_of
-from store.records import PolicyVersion
+from store.records import UNSERVED, PolicyVersion
 from store.schema.claimable import FREE
 from store.schema.recorded import WITHOUT_LOGPROBS
 from store.schema.trained import policies
@@ -31,11 +31,31 @@ _RUNNING: Final = text(
 )
 
 
-async def versions_with_files(connection: AsyncConnection, name: str) -> list[PolicyVersion]:
-    """Return the versions of a policy whose files were not deleted, oldest first."""
-    query = select(policies).where(policies.c.name == name, policies.c.files_deleted_at.is_(None))
-    rows = await connection.execute(query.order_by(policies.c.version))
+async def versions_with_files(
+    connection: AsyncConnection, name: str | None = None
+) -> list[PolicyVersion]:
+    """Return the versions of policy `name` (None: of every policy) whose files were not deleted.
+
+    They are in the order of name and version, the base model's among them. Nothing else can be
+    asked for, and there are few of these, however many versions there were.
+    """
+    query = select(policies).where(policies.c.files_deleted_at.is_(None))
+    if name is not None:
+        query = query.where(policies.c.name == name)
+    rows = await connection.execute(query.order_by(policies.c.name, policies.c.version))
     return [version_of(row) for row in rows]
+
+
+async def deleted_versions(
+    connection: AsyncConnection, name: str, asked: Collection[int]
+) -> set[int]:
+    """Return those of the versions `asked` for whose files were deleted."""
+    query = select(policies.c.version).where(
+        policies.c.name == name,
+        policies.c.version.in_(asked),
+        policies.c.files_deleted_at.is_not(None),
+    )
+    return set((await connection.execute(query)).scalars())
 
 
 async def unasked_versions(
@@ -49,16 +69,13 @@ async def unasked_versions(
     """
     if await connection.scalar(_RUNNING, {"policy": name}):
         return []
-    idle = [
-        *await idle_versions(connection, name, "retired", idle_s),
-        *await idle_versions(connection, name, "rejected", idle_s),
-    ]
+    idle = await idle_versions(connection, name, UNSERVED, idle_s)
     unasked = {one.version: one for one in idle if one.version not in keep}
     if not unasked:
         return []
     values = {"policy": name, "versions": list(unasked)}
     waited_for = set((await connection.execute(_WAITED_FOR, values)).scalars())
-    return [one for number, one in sorted(unasked.items()) if number not in waited_for]
+    return [one for number, one in unasked.items() if number not in waited_for]
 
 
 async def mark_deleted(
@@ -73,7 +90,7 @@ async def mark_deleted(
         .where(
             policies.c.name == name,
             policies.c.version.in_(versions),
-            policies.c.state.in_(("retired", "rejected")),
+            policies.c.state.in_(UNSERVED),
         )
         .values(files_deleted_at=text("now()"))
         .returning(policies.c.version)

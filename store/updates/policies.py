@@ -4,6 +4,7 @@ After a version's row is inserted, only its state (and the time of its change) c
 """
 
 from collections.abc import Sequence
+from typing import Final
 from uuid import UUID
 
 from sqlalchemy import insert, select, text, update
@@ -14,6 +15,21 @@ from store.errors import UnknownPolicy
 from store.read.pages import version_of
 from store.records import SERVABLE, PolicyState, PolicyVersion, policy_name
 from store.schema.trained import LIVE, policies
+
+# Which versions were called lately is found once for all, from the episodes of that time.
+_IDLE: Final = text(
+    """
+    WITH called AS MATERIALIZED (
+        SELECT DISTINCT s.own_version AS version
+        FROM episodes e JOIN episode_policies s ON s.episode_id = e.id AND s.policy = :name
+        WHERE e.last_call_at > now() - make_interval(secs => :idle_s))
+    SELECT * FROM policies p
+    WHERE p.name = :name AND p.state = ANY(CAST(:states AS text[])) AND p.version > 0
+        AND p.files_deleted_at IS NULL AND p.changed_at < now() - make_interval(secs => :idle_s)
+        AND NOT EXISTS (SELECT FROM called WHERE called.version = p.version)
+    ORDER BY p.version
+    """
+)
 
 
 async def ensure_base(connection: AsyncConnection, name: str, base: str | None = None) -> str:
@@ -156,27 +172,15 @@ async def promote_together(
 
 
 async def idle_versions(
-    connection: AsyncConnection, name: str, state: PolicyState, idle_s: float
+    connection: AsyncConnection, name: str, states: Sequence[PolicyState], idle_s: float
 ) -> list[PolicyVersion]:
-    """Return trained versions in `state` that are idle: no change and no call for `idle_s` seconds.
+    """Return trained versions in `states` that are idle, oldest first.
 
-    Version 0, the base model, is never among them, nor are versions whose files were deleted.
+    They had no change of state and no call for `idle_s` seconds. Version 0, the base model, is
+    never among them, nor are versions whose files were deleted.
     """
-    rows = await connection.execute(
-        text(
-            "SELECT p.version FROM policies p WHERE p.name = :name AND p.state = :state"
-            " AND p.version > 0 AND p.files_deleted_at IS NULL"
-            " AND p.changed_at < now() - make_interval(secs => :idle_s)"
-            " AND NOT EXISTS (SELECT FROM episodes e JOIN episode_policies s"
-            " ON s.episode_id = e.id AND s.policy = p.name AND s.own_version = p.version"
-            " WHERE e.last_call_at > now() - make_interval(secs => :idle_s))"
-        ),
-        {"name": name, "state": state, "idle_s": idle_s},
-    )
-    idle = list(rows.scalars())
-    query = select(policies).where(policies.c.name == name, policies.c.version.in_(idle))
-    versions = await connection.execute(query.order_by(policies.c.version))
-    return [version_of(row) for row in versions]
+    values = {"name": name, "states": list(states), "idle_s": idle_s}
+    return [version_of(row) for row in await connection.execute(_IDLE, values)]
 
 
 async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[str, str, int]]:

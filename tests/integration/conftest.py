@@ -1,10 +1,9 @@
 """A real proxy in this process: real spool, real PostgreSQL, a scripted model server."""
 
-import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
@@ -16,14 +15,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.serving.supervisor import listening
 from proxy.keeper.keeper import keeping
-from proxy.policies.policy_file import WATCH_S
+from proxy.policies.policy_file import PolicyFile, serving_of
 from proxy.settings import ProxySettings
 from proxy.worker import serving
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode, TransitionRow
 from store.updates.policies import ensure_base
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 # Below those that Linux gives to outgoing connections: one of them may take what is free now.
 PORTS = range(20_000, 32_768)
@@ -100,25 +99,30 @@ class Proxy:
         pairs = [line.split(" ") for line in lines if not line.startswith("#") and "{" not in line]
         return {name: float(value) for name, value in pairs}
 
-    async def policies_known(self) -> None:
-        """Wait until the proxy has read who serves."""
 
-        async def look() -> bool:
-            async with self.session.get(f"{self.admin}/readyz") as reply:
-                return "m" in (await reply.json())["serving"]
-
-        await eventually(look)
-        # The worker reads the file that the keeper wrote a moment later.
-        await asyncio.sleep(2 * WATCH_S)
+@asynccontextmanager
+async def working(settings: ProxySettings) -> AsyncIterator[None]:
+    """A worker in this process."""
+    [listener] = listening(settings.listen, 1)
+    async with serving(settings, listener):
+        yield
 
 
 @asynccontextmanager
 async def running(settings: ProxySettings) -> AsyncIterator[None]:
     """A keeper and a worker in this process."""
+    async with keeping(settings), working(settings):
+        yield
+
+
+@asynccontextmanager
+async def proxy_with(settings: ProxySettings, engine: AsyncEngine) -> AsyncIterator[Proxy]:
+    """The same, and a client of it; the worker begins once the keeper has read who serves."""
     async with keeping(settings):
-        [listener] = listening(settings.listen, 1)
-        async with serving(settings, listener):
-            yield
+        file = PolicyFile(settings.spool_dir)
+        await until(lambda: "m" in serving_of(file.read() or []))
+        async with working(settings), aiohttp.ClientSession() as session:
+            yield Proxy(settings, engine, session)
 
 
 @pytest.fixture
@@ -149,13 +153,8 @@ async def proxy(
     """A proxy whose policy `m` is the base model."""
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
-    async with AsyncExitStack() as exits:
-        settings = settings_for(database_url, upstream.url, tmp_path)
-        await exits.enter_async_context(running(settings))
-        session = await exits.enter_async_context(aiohttp.ClientSession())
-        found = Proxy(settings, engine, session)
-        await found.policies_known()
-        yield found
+    async with proxy_with(settings_for(database_url, upstream.url, tmp_path), engine) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Make a tiny model, and rows to train it on."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -15,6 +16,7 @@ from transformers import (
 
 from store.values.distribution import Distribution
 from trainer.batches.rows import Row
+from trainer.learners.learner import Learner
 from trainer.recipes.adapter import LoraOptions
 from trainer.recipes.credit import CreditOptions
 from trainer.recipes.recipe import Recipe
@@ -105,6 +107,15 @@ def sft_recipe(*, kl: KlOptions | None = None, epochs: int = 1, **batch: Any) ->
             "kl": kl or KlOptions(),
         }
     )
+
+
+def merged_and_not(
+    model: str, make: Callable[..., Recipe], batch: list[Row], folder: Path
+) -> list[dict[str, Any]]:
+    """Update a new learner twice, with prefixes merged and without; return both's metrics."""
+    choices = ("auto", "never")
+    made = [Learner(model, make(merge_prefixes=one), seed=0, scratch=folder) for one in choices]
+    return [one.update(batch) for one in made]
 
 
 def rows(seed: int = 0, groups: int = 3, members: int = 4) -> list[Row]:

@@ -1,6 +1,7 @@
 """Wait for what another task or process brings about."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
@@ -32,6 +33,27 @@ async def eventually(check: Callable[[], Awaitable[Found]], within_s: float = PA
     """Return the first true outcome of `check`; fail once time is up."""
     found = await awaited(check, within_s=within_s)
     assert found, f"still {found!r}"
+    return found
+
+
+def until_true(condition: Callable[[], object], within_s: float = PATIENCE_S) -> None:
+    """Wait until a condition holds, outside of an event loop; fail once time is up."""
+    deadline = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"still {found!r}"
+        time.sleep(FIRST_PAUSE_S)
+
+
+async def at_rest(look: Callable[[], Found], for_s: float, within_s: float = PATIENCE_S) -> Found:
+    """Return what `look` finds once it has found the same for a while; fail once time is up."""
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + within_s
+    found, since = look(), clock()
+    while clock() - since < for_s:
+        assert clock() < deadline, f"still changing: {found!r}"
+        await asyncio.sleep(FIRST_PAUSE_S)
+        if (now := look()) != found:
+            found, since = now, clock()
     return found
 
 

@@ -11,18 +11,18 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-import aiohttp
 from rich.console import Console
 
 from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.schema.migrate import upgrade
 from store.updates.policies import ensure_base
-from tests.integration.conftest import Proxy, running, settings_for
+from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.servers.fake_upstream import fake_upstream
 
 ROOT: Final = Path(__file__).parents[2]
@@ -79,7 +79,10 @@ class Walks:
 
 
 async def call_and_reward(proxy: Proxy) -> None:
-    """Make a streamed call of an episode and its reward, and wait until both are stored."""
+    """Make a streamed call of an episode and its reward, and wait until both are stored.
+
+    Whoever looked meanwhile whether they are would be among those who walk.
+    """
     messages = [{"role": "user", "content": "q"}]
     body = {"model": "m", "stream": True, "messages": messages}
     url = f"{proxy.url}/v1/chat/completions"
@@ -98,18 +101,17 @@ async def walk(url: str, folder: Path) -> tuple[Walk, Walk]:
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
     walks = Walks()
-    async with fake_upstream() as upstream, aiohttp.ClientSession() as session:
+    async with AsyncExitStack() as exits:
+        upstream = await exits.enter_async_context(fake_upstream())
         settings = settings_for(url, upstream.url, folder)
-        async with running(settings):
-            proxy = Proxy(settings, engine, session)
-            await proxy.policies_known()
-            # What is done once, such as the list of the upstream's models, is not the call's.
-            await call_and_reward(proxy)
-            walks.next()
-            await asyncio.sleep(IDLE_S)
-            idle = walks.next()
-            await call_and_reward(proxy)
-            busy = walks.next()
+        proxy = await exits.enter_async_context(proxy_with(settings, engine))
+        # What is done once, such as the list of the upstream's models, is not the call's.
+        await call_and_reward(proxy)
+        walks.next()
+        await asyncio.sleep(IDLE_S)
+        idle = walks.next()
+        await call_and_reward(proxy)
+        busy = walks.next()
     sys.setprofile(None)
     await engine.dispose()
     return idle, busy

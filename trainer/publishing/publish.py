@@ -11,7 +11,7 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.records import PolicyState, PolicyVersion
+from store.records import UNSERVED, PolicyState, PolicyVersion
 from store.updates import policies
 from trainer.errors import PublishError, UpstreamAway
 from trainer.metrics import UPDATE, UPDATES, VERSION
@@ -197,18 +197,12 @@ class Publisher:
         The files stay until `clean`: vLLM's engine dies over a missing folder. What was rejected
         while a replica was away is taken from that replica.
         """
-        idle = [
-            one.served_name
-            for one in (
-                *await self._idle("retired", PROXY_REFRESH_S),
-                *await self._idle("rejected", PROXY_REFRESH_S),
-            )
-        ]
+        idle = [one.served_name for one in await self._idle(UNSERVED, PROXY_REFRESH_S)]
         for server, listed in (await self.servers.ask(ModelServer.models)).items():
             for name in idle:
                 if name in listed:
                     await self._unload(server, name)
-        for version in await self._idle("published", self._rule.retire_after_s):
+        for version in await self._idle(["published"], self._rule.retire_after_s):
             await self._set_state(version.version, "retired")
 
     async def clean(self, root: Path) -> None:
@@ -225,9 +219,9 @@ class Publisher:
             return
         log.info("version_unloaded", version=name, replica=server.url)
 
-    async def _idle(self, state: PolicyState, idle_s: float) -> list[PolicyVersion]:
+    async def _idle(self, states: Sequence[PolicyState], idle_s: float) -> list[PolicyVersion]:
         async with self._engine.connect() as connection:
-            return await policies.idle_versions(connection, self._policy, state, idle_s)
+            return await policies.idle_versions(connection, self._policy, states, idle_s)
 
 
 async def _served_logprobs(

@@ -6,6 +6,11 @@ from pydantic import Field, model_validator
 
 from trainer.recipes.options import Count, Finite, NotNegative, Positive, RecipeOptions, Share
 
+Epochs = Annotated[
+    Count,
+    Field(description="Passes over an update's rows, each in batch.steps optimiser steps."),
+]
+
 
 class OptimizerOptions(RecipeOptions):
     """Set `[optimizer]`: AdamW; the rate rises over `warmup_steps` and then follows `schedule`."""
@@ -116,10 +121,7 @@ class PpoOptions(RecipeOptions):
         default=1.0, description="Discount from one call of an episode to the next."
     )
     gae_lambda: Share = Field(default=0.95, description="GAE's λ, from token to token.")
-    epochs: Count = Field(
-        default=2,
-        description="Passes over an update's rows, each in batch.steps optimiser steps.",
-    )
+    epochs: Epochs = 2
 
 
 class SftOptions(RecipeOptions):
@@ -136,7 +138,4 @@ class SftOptions(RecipeOptions):
         description="Most episodes of one task that an update trains: those with the highest "
         "return, the others are consumed, untrained (`not_best`). Unset: all of them.",
     )
-    epochs: Count = Field(
-        default=1,
-        description="Passes over an update's rows, each in batch.steps optimiser steps.",
-    )
+    epochs: Epochs = 1

@@ -93,21 +93,7 @@ def plan_update(
     claim = without_calls(without_versions(claim, lost), unreplayed)
     if recipe.kept is not None:
         claim = with_imitable(claim)
-    before = (
-        NO_MOVING_BASELINES
-        if claim.baselines is None
-        else convert(claim.baselines, MovingBaselines)
-    )
-    credited = assign_credit(
-        claim.groups,
-        recipe.credit,
-        policy=claim.policy,
-        oldest_version=claim.oldest_version,
-        baselines=before,
-        withheld=dict.fromkeys(far, OFF_POLICY),
-        kept=recipe.kept,
-    )
-    is_carried = baselines()[recipe.credit.baseline].needs_moving_averages
+    credited = _credited(claim, recipe, far)
     make_rows = training_rows if recipe.kept is None else imitated_rows
     rows = make_rows(credited.transitions)
     outcomes = _outcomes(claim, credited.transitions)
@@ -124,8 +110,31 @@ def plan_update(
             "step_share": step_share,
         },
         step_share=step_share,
-        baselines=to_builtins(credited.baselines) if is_carried else None,
+        baselines=_baselines(credited, recipe),
     )
+
+
+def _credited(claim: Claim, recipe: Recipe, far: Mapping[UUID, float]) -> Credited:
+    before = (
+        NO_MOVING_BASELINES
+        if claim.baselines is None
+        else convert(claim.baselines, MovingBaselines)
+    )
+    return assign_credit(
+        claim.groups,
+        recipe.credit,
+        policy=claim.policy,
+        oldest_version=claim.oldest_version,
+        baselines=before,
+        withheld=dict.fromkeys(far, OFF_POLICY),
+        kept=recipe.kept,
+    )
+
+
+def _baselines(credited: Credited, recipe: Recipe) -> dict[str, Any] | None:
+    """Return the moving baselines for the next update, as `Plan.baselines`."""
+    is_carried = baselines()[recipe.credit.baseline].needs_moving_averages
+    return to_builtins(credited.baselines) if is_carried else None
 
 
 def _outcomes(claim: Claim, credited: Sequence[TransitionCredit]) -> tuple[Outcome, ...]:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,22 @@ EIO = OSError(errno.EIO, "Input/output error")
 CALLS = ["write", "fdatasync", "ftruncate", "close", "open", "fstat", "fsync", "rename", "unlink"]
 
 
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], None]]:
-    """Has these calls of the writer's thread fail; what is returned mends them."""
+class Failing:
+    """Has calls of the writer's thread fail, and counts in `refused` how often they did."""
 
-    def use(*names: str, error: BaseException = EIO) -> Callable[[], None]:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.refused: Counter[str] = Counter()
+
+    def __call__(self, *names: str, error: BaseException = EIO) -> Callable[[], None]:
+        """Have these calls fail; what is returned mends them."""
         broken = threading.Event()
         broken.set()
 
-        def make(real: Callable[..., Any]) -> Callable[..., Any]:
+        def make(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **more: Any) -> Any:
                 if broken.is_set() and threading.current_thread().name == "pawl-spool":
+                    self.refused[name] += 1
                     raise error
                 return real(*args, **more)
 
@@ -52,10 +58,13 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], None]
 
         for name in names:
             where = Path if name in ("rename", "unlink") else os
-            monkeypatch.setattr(where, name, make(getattr(where, name)))
+            self._monkeypatch.setattr(where, name, make(name, getattr(where, name)))
         return broken.clear
 
-    return use
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
+    return Failing(monkeypatch)
 
 
 async def answered(spool: Spool, episode: str) -> bool:
@@ -65,7 +74,7 @@ async def answered(spool: Spool, episode: str) -> bool:
 @pytest.mark.parametrize("names", [[name] for name in CALLS] + [CALLS], ids="+".join)
 @pytest.mark.parametrize("begun", [False, True])
 async def test_whatever_the_disk_refuses_who_waits_is_answered_and_the_next_is_stored(
-    engine: AsyncEngine, tmp_path: Path, failing: Any, names: list[str], begun: bool
+    engine: AsyncEngine, tmp_path: Path, failing: Failing, names: list[str], begun: bool
 ) -> None:
     spool = Spool(tmp_path / "0", segment_bytes=600)
     if begun:
@@ -89,7 +98,7 @@ async def test_whatever_the_disk_refuses_who_waits_is_answered_and_the_next_is_s
 
 @pytest.mark.parametrize("error", [RuntimeError("odd"), MemoryError(), ValueError("v")])
 async def test_an_error_of_another_kind_is_an_answer_too(
-    tmp_path: Path, failing: Any, error: Exception
+    tmp_path: Path, failing: Failing, error: Exception
 ) -> None:
     spool = Spool(tmp_path / "0", segment_bytes=2**20)
     mend = failing("write", error=error)
@@ -179,7 +188,7 @@ async def test_a_spool_closes_though_its_disk_hangs(
 
 
 async def test_an_episode_that_misses_a_record_is_marked_though_no_call_comes_after(
-    engine: AsyncEngine, tmp_path: Path, failing: Any, monkeypatch: pytest.MonkeyPatch
+    engine: AsyncEngine, tmp_path: Path, failing: Failing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recording, "RETRY_S", 0.05)
     before = ledger()["pawl_records_dropped_total"]
@@ -187,7 +196,8 @@ async def test_an_episode_that_misses_a_record_is_marked_though_no_call_comes_af
     assert await recorder.take(captured("e", total_ms=1.0), "c1", None)
     mend = failing("write", "ftruncate")
     assert not await recorder.take(captured("e"), "c2", None)
-    await asyncio.sleep(0.3)
+    # It tries to tell of it, again and again.
+    await until(lambda: failing.refused["write"] >= 4)
     mend()
     drainer = Drainer(tmp_path, lambda: engine, batch=10)
 
@@ -316,10 +326,12 @@ async def test_a_proxy_of_which_the_disk_hangs_answers_and_ends(
     control.write_text("hang")
     began = time.monotonic()
     waiting = asyncio.create_task(ask(stand))
-    await asyncio.sleep(3)
-    found = await scrape(stand.admin, Scrapes())
-    assert found is not None
-    assert found["pawl_spool_commit_seconds"] > 1
+
+    async def shown() -> bool:
+        found = await scrape(stand.admin, Scrapes())
+        return found is not None and found["pawl_spool_commit_seconds"] > 1
+
+    await eventually(shown)
     await waiting
     assert time.monotonic() - began > 5
     # From now on nobody waits for it.

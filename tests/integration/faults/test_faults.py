@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.http.wire import HOP_BY_HOP
 from store.updates.policies import ensure_base
-from tests.integration.conftest import Proxy, running, settings_for
+from tests.integration.conftest import Proxy, proxy_with, running, settings_for
 from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream, says
 from tests.support.waiting import eventually
 
@@ -45,13 +45,9 @@ async def proxy(
     """A proxy before a server that is not vLLM: it gets the client's own bytes."""
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
-    async with AsyncExitStack() as exits:
-        settings = settings_for(database_url, upstream.url, tmp_path)
-        settings = settings.model_copy(update={"silence_s": SILENCE_S, "max_reply_mb": 24})
-        await exits.enter_async_context(running(settings))
-        session = await exits.enter_async_context(aiohttp.ClientSession())
-        found = Proxy(settings, engine, session)
-        await found.policies_known()
+    settings = settings_for(database_url, upstream.url, tmp_path)
+    settings = settings.model_copy(update={"silence_s": SILENCE_S, "max_reply_mb": 24})
+    async with proxy_with(settings, engine) as found:
         yield found
 
 

@@ -23,7 +23,7 @@ from benchmarks.chaos.scrape import Scrapes, drained
 from benchmarks.chaos.stand import Stand, standing
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream
-from tests.support.waiting import eventually
+from tests.support.waiting import at_rest, eventually, until
 
 BODY = b'{"model":"m","messages":[{"role":"user","content":"q"}],"stream":true}'
 CHAT = post("/v1/chat/completions", BODY)
@@ -84,6 +84,15 @@ async def begun(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     writer.write(CHAT)
     await reader.readuntil(b'{"choices":[]}\n\n')
     return reader, writer
+
+
+def is_leaving(worker: psutil.Process, port: int) -> bool:
+    """Whether a worker that still runs takes no new connections."""
+    with suppress(psutil.NoSuchProcess):
+        return not any(
+            at.laddr.port == port and at.status == "LISTEN" for at in worker.net_connections()
+        )
+    return False
 
 
 def load_on(stand: Stand) -> Load:
@@ -176,11 +185,13 @@ async def test_hup_replaces_the_workers_and_no_request_fails(
     slow(go_on, upstream)
     reader, writer = await begun(stand.port)
     upstream.behave = None
-    before = {p.pid for p in stand.processes("worker")}
+    workers = stand.processes("worker")
+    before = {p.pid for p in workers}
+    [streaming] = [p for p in workers if _connections(p, stand.port)]
     load = load_on(stand)
     await load.reached(50)
     stand.supervisor.send_signal(signal.SIGHUP)
-    await asyncio.sleep(3.0)
+    await until(lambda: is_leaving(streaming, stand.port))
     go_on.set()
     assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     writer.close()
@@ -229,8 +240,9 @@ async def test_term_is_heeded_in_the_middle_of_a_rolling_restart(
     go_on = asyncio.Event()
     slow(go_on, upstream)
     streams = [await begun(stand.port) for _ in range(8)]
+    workers = stand.processes("worker")
     stand.supervisor.send_signal(signal.SIGHUP)
-    await asyncio.sleep(2.0)
+    await until(lambda: any(is_leaving(worker, stand.port) for worker in workers))
     stand.supervisor.send_signal(signal.SIGTERM)
     await eventually(lambda: refused(stand))
     assert stand.supervisor.poll() is None
@@ -267,8 +279,7 @@ async def test_a_reader_who_sleeps_costs_no_memory(tmp_path: Path) -> None:
         before = most = worker.memory_info().rss
         reader, writer = await asyncio.open_connection("127.0.0.1", stand.port)
         writer.write(CHAT)
-        await asyncio.sleep(2.0)
-        assert upstream.said < 32 * 2**20
+        assert await at_rest(lambda: upstream.said, 2.0) < 32 * 2**20
         received = 0
         while data := await reader.read(2**20):
             received += len(data)

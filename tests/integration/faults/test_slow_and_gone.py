@@ -25,6 +25,7 @@ from tests.integration.faults.test_faults import (
     upstream,
 )
 from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, says
+from tests.support.waiting import at_rest
 
 __all__ = ["proxy", "upstream"]
 
@@ -56,6 +57,7 @@ async def test_a_client_that_leaves_while_it_uploads(proxy: Proxy, upstream: Raw
     recorded = RECORDED._value.get()
     _, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy))
     writer.write(post(CHAT, APIS[CHAT])[:-1])
+    # It arrives before the client leaves.
     await asyncio.sleep(0.1)
     writer.close()
     # What is passed on as it comes has begun there, and is broken off there.
@@ -67,6 +69,7 @@ async def test_a_client_that_leaves_while_it_uploads(proxy: Proxy, upstream: Raw
     await asyncio.wait_for(upstream.left.wait(), 1.0)
     assert [head.split()[1] for head in upstream.heads] == [b"/v1/embeddings"]
     assert upstream.bodies == []
+    # Nothing is recorded a moment later either.
     await asyncio.sleep(0.3)
     assert RECORDED._value.get() == recorded
 
@@ -137,11 +140,8 @@ async def test_a_slow_reader_slows_the_upstream_down(proxy: Proxy, upstream: Raw
     reader, writer = await asyncio.open_connection("127.0.0.1", port_of(proxy), limit=2**16)
     writer.write(post(CHAT, APIS[CHAT]))
     await reader.readuntil(b"\r\n\r\n")
-    await asyncio.sleep(1.0)
-    waiting = upstream.said
-    await asyncio.sleep(1.0)
-    # The sockets' buffers and ours are full; nothing more is taken from the upstream.
-    assert upstream.said == waiting < lines * len(line) / 2
+    # The sockets' buffers and ours are full; nothing more is taken from the upstream for a second.
+    assert await at_rest(lambda: upstream.said, 1.0) < lines * len(line) / 2
     received = bytearray()
     while data := await reader.read(2**20):
         received += data

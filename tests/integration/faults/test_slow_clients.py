@@ -3,19 +3,17 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
-import aiohttp
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.metrics import TOO_SLOW
 from store.updates.policies import ensure_base
-from tests.integration.conftest import Proxy, running, settings_for
+from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.integration.faults.test_faults import APIS, CHAT, EVENTS, chunked, port_of
 from tests.support.servers.raw_upstream import RawUpstream, post, raw_ask, raw_upstream
-from tests.support.waiting import eventually
+from tests.support.waiting import awaited
 
 DEADLINE_S = 1.0
 # A deadline, two sweeps, and what a busy machine takes.
@@ -36,15 +34,10 @@ async def proxy(
     """A proxy whose clients have a second for each step."""
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
-    async with AsyncExitStack() as exits:
-        settings = settings_for(database_url, upstream.url, tmp_path)
-        short = {"head_s": DEADLINE_S, "body_s": DEADLINE_S, "write_s": DEADLINE_S}
-        settings = settings.model_copy(update=short)
-        await exits.enter_async_context(running(settings))
-        session = await exits.enter_async_context(aiohttp.ClientSession())
-        found = Proxy(settings, engine, session)
-        await found.policies_known()
-        yield found
+    settings = settings_for(database_url, upstream.url, tmp_path)
+    short = {"head_s": DEADLINE_S, "body_s": DEADLINE_S, "write_s": DEADLINE_S}
+    async with proxy_with(settings.model_copy(update=short), engine) as made:
+        yield made
 
 
 def too_slow(what: str) -> float:
@@ -144,10 +137,10 @@ async def test_a_whole_reply_that_nobody_takes_is_let_go(
     upstream.script = much
     sleeper = await asleep(port_of(proxy), post(CHAT, APIS[CHAT]))
 
-    async def let_go() -> bool:
-        return too_slow("write") == before + 1
+    async def let_go() -> float:
+        return too_slow("write") - before
 
-    await eventually(let_go)
+    assert await awaited(let_go) == 1
     sleeper.close()
 
 

@@ -16,7 +16,7 @@ from tests.integration.faults.test_faulty_processes import begun, down, slow, up
 from tests.integration.faults.test_slow_clients import asleep, endless
 from tests.support.servers.fake_upstream import fake_upstream
 from tests.support.servers.raw_upstream import post, raw_upstream
-from tests.support.waiting import eventually
+from tests.support.waiting import at_rest, eventually
 
 # As many of each as the bar has.
 EACH = int(os.environ.get("STALLED_CLIENTS", "100"))
@@ -67,7 +67,8 @@ async def test_it_ends_in_time_with_stalled_readers_and_dribbling_writers(
             return len(upstream.heads) == EACH
 
         await eventually(all_asked)
-        await asyncio.sleep(1.0)
+        # All that lies between the upstream and those who sleep is full.
+        await at_rest(lambda: upstream.said, 0.5)
         took = await ended(stand)
         log.info("stopped", each=EACH, grace_s=GRACE_S, seconds=round(took, 2))
         for writer in dribblers:
@@ -113,6 +114,7 @@ async def test_a_replaced_workers_streams_have_more_time_than_a_stop_gives_them(
         stand = await up(tmp_path, int(upstream.url.split(":")[2].split("/")[0]), 1)
         reader, writer = await begun(stand.port)
         stand.supervisor.send_signal(signal.SIGHUP)
+        # Longer than a stop would give them, and the stream is still there.
         await asyncio.sleep(4.0)
         go_on.set()
         assert (await reader.read()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")

@@ -20,7 +20,7 @@ from pawl.steward.replica import ReplicaKeeper
 from store.updates.policies import ensure_base, promote, set_state
 from tests.integration.conftest import free_port
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from tests.support.waiting import eventually
+from tests.support.waiting import awaited, eventually, until
 from trainer.publishing.server import ModelServer
 
 POLL_S = 0.05
@@ -71,11 +71,13 @@ async def stewarding(database_url: str, *urls: str) -> AsyncIterator[Known]:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def has(server: FakeModelServer, *names: str) -> None:
-    async def look() -> bool:
-        return set(server.loaded) == set(names)
+async def assert_has(server: FakeModelServer, *names: str) -> None:
+    """Assert that before long these adapters are loaded, and no other."""
 
-    await eventually(look)
+    async def loaded() -> set[str]:
+        return set(server.loaded)
+
+    assert await awaited(loaded, lambda found: found == set(names)) == set(names)
 
 
 @pytest.fixture
@@ -90,14 +92,14 @@ async def test_a_restarted_server_gets_its_adapters_back(
     await publish(engine, 1, 2, 3)
     await retire(engine, 1)
     async with stewarding(database_url, server.url):
-        await has(server, "m@2", "m@3")
+        await assert_has(server, "m@2", "m@3")
         # What serves comes first.
         assert server.loads == ["m@3", "m@2"]
         assert server.loaded["m@3"] == "/a/m/3"
         server.loaded.clear()
-        await has(server, "m@2", "m@3")
+        await assert_has(server, "m@2", "m@3")
         await publish(engine, 4)
-        await has(server, "m@2", "m@3", "m@4")
+        await assert_has(server, "m@2", "m@3", "m@4")
 
 
 async def test_only_policies_of_the_servers_base_model_are_loaded(
@@ -106,7 +108,8 @@ async def test_only_policies_of_the_servers_base_model_are_loaded(
     await publish(engine, 1, policy="elsewhere", base="other-model")
     await publish(engine, 1, policy="writer", base="m")
     async with stewarding(database_url, server.url):
-        await has(server, "writer@1")
+        await assert_has(server, "writer@1")
+        # Nothing else is loaded at any later look.
         await asyncio.sleep(5 * POLL_S)
         assert server.loads == ["writer@1"]
 
@@ -120,14 +123,14 @@ async def test_a_replica_that_is_away_or_slow_delays_no_other(
         slow.slow_load = asyncio.Event()
         urls = (f"http://127.0.0.1:{port}/v1", slow.url, server.url)
         async with stewarding(database_url, *urls):
-            await has(server, "m@1")
+            await assert_has(server, "m@1")
             await publish(engine, 2)
-            await has(server, "m@1", "m@2")
+            await assert_has(server, "m@1", "m@2")
             async with fake_model_server(port) as back:
-                await has(back, "m@1", "m@2")
+                await assert_has(back, "m@1", "m@2")
             assert not slow.loaded
             slow.slow_load.set()
-            await has(slow, "m@1", "m@2")
+            await assert_has(slow, "m@1", "m@2")
 
 
 async def test_several_stewards_at_once_load_each_adapter_once(
@@ -144,7 +147,8 @@ async def test_several_stewards_at_once_load_each_adapter_once(
 
         await eventually(all_ask)
         server.slow_load.set()
-        await has(server, "m@1", "m@2")
+        await assert_has(server, "m@1", "m@2")
+        # Nor is one loaded again at a later look.
         await asyncio.sleep(5 * POLL_S)
         assert sorted(server.loads) == ["m@1", "m@2"]
 
@@ -170,11 +174,12 @@ async def test_a_refused_adapter_is_tried_less_and_less_and_hinders_no_other(
     await publish(engine, 1, 2)
     server.refused = {"m@2"}
     async with stewarding(database_url, server.url):
-        await has(server, "m@1")
+        await assert_has(server, "m@1")
+        # Ten looks, and it is not tried at each of them.
         await asyncio.sleep(10 * POLL_S)
         assert server.tries["m@2"] == 1
         server.refused = set()
-        await has(server, "m@1", "m@2")
+        await assert_has(server, "m@1", "m@2")
 
 
 async def test_what_was_known_is_loaded_while_the_database_is_away(
@@ -185,7 +190,7 @@ async def test_what_was_known_is_loaded_while_the_database_is_away(
 ) -> None:
     await publish(engine, 1)
     async with stewarding(database_url, server.url):
-        await has(server, "m@1")
+        await assert_has(server, "m@1")
 
         refused = asyncio.Event()
 
@@ -197,9 +202,9 @@ async def test_what_was_known_is_loaded_while_the_database_is_away(
             patched.setattr("pawl.steward.known.list_servable", away)
             await refused.wait()
             server.loaded.clear()
-            await has(server, "m@1")
+            await assert_has(server, "m@1")
         await publish(engine, 2)
-        await has(server, "m@1", "m@2")
+        await assert_has(server, "m@1", "m@2")
 
 
 async def test_of_an_old_reading_only_what_served_is_loaded(
@@ -210,8 +215,8 @@ async def test_of_an_old_reading_only_what_served_is_loaded(
 ) -> None:
     """The files of others may be being deleted by a trainer that the database is there for."""
     await publish(engine, 1, 2)
-    async with stewarding(database_url, server.url):
-        await has(server, "m@1", "m@2")
+    async with stewarding(database_url, server.url) as known:
+        await assert_has(server, "m@1", "m@2")
 
         async def away(_: object) -> None:
             raise ConnectionRefusedError
@@ -219,12 +224,14 @@ async def test_of_an_old_reading_only_what_served_is_loaded(
         monkeypatch.setattr("pawl.steward.known.OLDEST_S", 0.3)
         with monkeypatch.context() as patched:
             patched.setattr("pawl.steward.known.list_servable", away)
-            await asyncio.sleep(0.5)
+            [published] = [one for one in known.versions or [] if one.version == 1]
+            await until(lambda: not known.may_load(published))
             server.loaded.clear()
-            await has(server, "m@2")
+            await assert_has(server, "m@2")
+            # The other is loaded at no later look either.
             await asyncio.sleep(10 * POLL_S)
             assert set(server.loaded) == {"m@2"}
-        await has(server, "m@1", "m@2")
+        await assert_has(server, "m@1", "m@2")
 
 
 async def test_what_was_retired_meanwhile_is_not_loaded(
@@ -245,7 +252,8 @@ async def test_what_was_retired_meanwhile_is_not_loaded(
 
         await eventually(seen)
         server.slow_load.set()
-        await has(server, "m@2")
+        await assert_has(server, "m@2")
+        # Nor is it loaded at a later look.
         await asyncio.sleep(5 * POLL_S)
         assert server.loads == ["m@2"]
 
@@ -268,7 +276,7 @@ async def test_the_process_is_small_answers_and_ends_at_sigterm(
         },
         stderr=asyncio.subprocess.DEVNULL,
     )
-    await has(server, "m@1")
+    await assert_has(server, "m@1")
     process = psutil.Process(started.pid)
     maps = {Path(one.path).name for one in process.memory_maps()}
     assert not [name for name in maps if "torch" in name]

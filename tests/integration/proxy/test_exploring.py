@@ -1,13 +1,10 @@
 """Exploration through the whole proxy: what the server gets, the client sees, the store keeps."""
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from sqlalchemy import text
@@ -17,7 +14,7 @@ from proxy.exploring.choice import is_chosen
 from store.read.lines import encoded_line
 from store.records import TransitionRow
 from store.updates.policies import ensure_base
-from tests.integration.conftest import Proxy, Reply, running, settings_for
+from tests.integration.conftest import Proxy, Reply, proxy_with, settings_for
 from tests.support.recordings import recordings
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually
@@ -75,13 +72,9 @@ async def exploring(
     path = tmp_path / "policies.toml"
     path.write_text(FILE)
     upstream.behave_otherwise = other_formats
-    async with AsyncExitStack() as exits:
-        settings = settings_for(database_url, upstream.url, tmp_path)
-        settings = settings.model_copy(update={"policies": path})
-        await exits.enter_async_context(running(settings))
-        session = await exits.enter_async_context(aiohttp.ClientSession())
-        proxy = Proxy(settings, engine, session)
-        await proxy.policies_known()
+    settings = settings_for(database_url, upstream.url, tmp_path)
+    settings = settings.model_copy(update={"policies": path})
+    async with proxy_with(settings, engine) as proxy:
         yield proxy
 
 
@@ -316,7 +309,6 @@ async def test_a_call_that_must_get_no_fields_does_not_explore(
     reply = await post(exploring, "completions", echo=True)
     assert "x-pawl-explored" not in reply.headers
     assert json.loads(upstream.other[-1][2])["temperature"] == 0
-    await asyncio.sleep(0)
     assert (await exploring.only_call()).reason is not None
 
 

@@ -1,11 +1,9 @@
 """A file of policies: three agents of one episode, each with its own policy."""
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -13,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.updates import claims
 from store.updates.policies import ensure_base, promote
 from store.updates.ready import ClaimRule
-from tests.integration.conftest import Proxy, running, settings_for
+from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually
 
@@ -68,13 +66,9 @@ async def several(
     path.write_text(FILE)
     upstreams = tmp_path / "upstreams.toml"
     upstreams.write_text(UPSTREAMS.format(url=upstream.url))
-    async with AsyncExitStack() as exits:
-        settings = settings_for(database_url, upstream.url, tmp_path)
-        settings = settings.model_copy(update={"policies": path, "upstreams": upstreams})
-        await exits.enter_async_context(running(settings))
-        session = await exits.enter_async_context(aiohttp.ClientSession())
-        proxy = Proxy(settings, engine, session)
-        await proxy.policies_known()
+    settings = settings_for(database_url, upstream.url, tmp_path)
+    settings = settings.model_copy(update={"policies": path, "upstreams": upstreams})
+    async with proxy_with(settings, engine) as proxy:
         yield proxy
 
 

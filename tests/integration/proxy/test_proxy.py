@@ -4,7 +4,6 @@ import asyncio
 import json
 from pathlib import Path
 
-import aiohttp
 import pytest
 from aiohttp import web
 from sqlalchemy import text
@@ -14,7 +13,7 @@ from yarl import URL
 from proxy.errors import SpoolInUse
 from store.updates.policies import ensure_base, promote
 from store.values.tokens import unpack_ids, unpack_logprobs
-from tests.integration.conftest import Proxy, running, settings_for
+from tests.integration.conftest import Proxy, proxy_with, running, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.servers.raw_upstream import post, raw_ask
 from tests.support.waiting import eventually
@@ -204,9 +203,7 @@ async def test_an_episode_keeps_its_version_at_another_proxy(
     proxy: Proxy, database_url: str, upstream: FakeUpstream, tmp_path: Path
 ) -> None:
     settings = settings_for(database_url, upstream.url, tmp_path / "other")
-    async with running(settings), aiohttp.ClientSession() as session:
-        other = Proxy(settings, proxy.engine, session)
-        await other.policies_known()
+    async with proxy_with(settings, proxy.engine) as other:
         await proxy.chat(headers={"x-pawl-episode": "old"})
         await proxy.episodes(1)
         await promote_version_1(proxy)
@@ -250,9 +247,7 @@ async def test_what_the_server_uses_by_itself_is_recorded(
         await ensure_base(connection, "m")
     card = {"default_temperature": 0.6, "default_sampling": {"top_p": 0.95, "top_k": 20}}
     settings = settings_for(database_url, upstream.url, tmp_path).model_copy(update=card)
-    async with running(settings), aiohttp.ClientSession() as session:
-        proxy = Proxy(settings, engine, session)
-        await proxy.policies_known()
+    async with proxy_with(settings, engine) as proxy:
         assert (await proxy.chat(top_k=5)).status == 200
         call = await proxy.only_call()
     assert call.sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 5}
@@ -279,9 +274,7 @@ async def test_strict_tools_are_trained_where_the_servers_parser_is_known(
     settings = settings_for(database_url, upstream.url, tmp_path)
     settings = settings.model_copy(update={"tool_parser": parser})
     tool = {"type": "function", "function": {"name": "f", "strict": True}}
-    async with running(settings), aiohttp.ClientSession() as session:
-        proxy = Proxy(settings, engine, session)
-        await proxy.policies_known()
+    async with proxy_with(settings, engine) as proxy:
         assert (await proxy.chat(tools=[tool])).status == 200
         call = await proxy.only_call()
     assert call.reason == reason

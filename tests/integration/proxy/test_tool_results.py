@@ -1,12 +1,10 @@
 """How tools ended, as the ledger knows it: from results, and whoever states it more surely."""
 
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 from sqlalchemy import text
@@ -20,7 +18,7 @@ from store.records import FeedbackItem, FeedbackRecord, SpoolRecord, ToolCall, T
 from store.schema.migrate import downgrade, upgrade
 from store.updates.policies import ensure_base
 from store.write.ingest import ingest
-from tests.integration.conftest import Proxy, running, settings_for
+from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.records import START, call, tool_event
 from tests.support.servers.fake_upstream import FakeUpstream
 
@@ -35,14 +33,10 @@ async def reading(
     """A proxy that reads the results of `calc`."""
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
-    async with AsyncExitStack() as exits:
-        settings = settings_for(database_url, upstream.url, tmp_path).model_copy(
-            update={"tool_results": parse_readers("calc=json_error")}
-        )
-        await exits.enter_async_context(running(settings))
-        session = await exits.enter_async_context(aiohttp.ClientSession())
-        found = Proxy(settings, engine, session)
-        await found.policies_known()
+    settings = settings_for(database_url, upstream.url, tmp_path).model_copy(
+        update={"tool_results": parse_readers("calc=json_error")}
+    )
+    async with proxy_with(settings, engine) as found:
         yield found
 
 

@@ -5,7 +5,6 @@ import gzip
 import json
 import zlib
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.updates.policies import ensure_base
 from store.values.tokens import unpack_ids
-from tests.integration.conftest import Proxy, running, settings_for
+from tests.integration.conftest import Proxy, proxy_with, running, settings_for
 from tests.integration.faults.test_faults import (
     APIS,
     CHAT,
@@ -53,12 +52,8 @@ async def proxy(
     """A proxy before a server that gives ids."""
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
-    async with AsyncExitStack() as exits:
-        settings = settings_for(database_url, vllm.url, tmp_path)
-        await exits.enter_async_context(running(settings))
-        session = await exits.enter_async_context(aiohttp.ClientSession())
-        found = Proxy(settings, engine, session)
-        await found.policies_known()
+    settings = settings_for(database_url, vllm.url, tmp_path)
+    async with proxy_with(settings, engine) as found:
         yield found
 
 

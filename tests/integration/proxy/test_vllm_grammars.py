@@ -4,7 +4,7 @@ import json
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -122,16 +122,25 @@ def hermes_grammar() -> Any:
         return grammars_with(Hermes2ProToolParser)
 
 
-def agrees(
+class Held(NamedTuple):
+    """The grammar that a call is held to as we read its record, and as vLLM has it.
+
+    Both are None for a call that is not trained: what it was held to does not matter.
+    """
+
+    is_trained: bool
+    ours: Grammar | None = None
+    theirs: Grammar | None = None
+
+
+def held(
     vllm_grammar: Any, api: str, fields: dict[str, Any], *, tool_grammars: bool = True
-) -> bool:
-    """Whether the call may be trained; if so, vLLM's grammar must be the one that is read."""
+) -> Held:
     theirs = vllm_grammar(api, fields)
     found, reason = recorded(api, json.dumps(fields), tool_grammars=tool_grammars)
     if theirs == "refused" or reason is not None:
-        return False
-    assert distribution_of(found).grammar == theirs
-    return True
+        return Held(False)
+    return Held(True, distribution_of(found).grammar, theirs)
 
 
 @settings(max_examples=400)
@@ -147,7 +156,9 @@ def test_any_form_of_a_chat(
         fields["tool_choice"] = choice
     else:
         del fields["messages"]
-    agrees(vllm_grammar, api, {name: value for name, value in fields.items() if value is not None})
+    fields = {name: value for name, value in fields.items() if value is not None}
+    both = held(vllm_grammar, api, fields)
+    assert both.ours == both.theirs
 
 
 @settings(max_examples=300)
@@ -156,7 +167,8 @@ def test_any_forced_call(vllm_grammar: Any, functions: Any, choice: Any, several
     fields: dict[str, Any] = {**CHAT, "tool_choice": choice}
     fields["tools"] = [{"type": "function", "function": one} for one in functions]
     fields["parallel_tool_calls"] = several
-    agrees(vllm_grammar, "chat", {n: v for n, v in fields.items() if v is not None})
+    both = held(vllm_grammar, "chat", {n: v for n, v in fields.items() if v is not None})
+    assert both.ours == both.theirs
 
 
 @settings(max_examples=300)
@@ -172,7 +184,8 @@ def test_any_form_of_a_response(
     if isinstance(choice, dict) and isinstance(choice.get("function"), dict):
         choice = {"type": "function", **choice["function"]}
     fields["tool_choice"] = choice
-    agrees(vllm_grammar, "responses", {n: v for n, v in fields.items() if v is not None})
+    both = held(vllm_grammar, "responses", {n: v for n, v in fields.items() if v is not None})
+    assert both.ours == both.theirs
 
 
 @settings(max_examples=400)
@@ -211,7 +224,8 @@ def test_tools_of_a_parser_without_grammars(
         ]
     fields |= {"tool_choice": choice, "parallel_tool_calls": several}
     fields = {name: value for name, value in fields.items() if value is not None}
-    agrees(vllm_grammar, api, fields, tool_grammars=False)
+    both = held(vllm_grammar, api, fields, tool_grammars=False)
+    assert both.ours == both.theirs
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
@@ -220,8 +234,10 @@ def test_strict_tools_are_trained_where_the_parser_is_told(vllm_grammar: Any, ap
     asked = CHAT | {"tools": [{"type": "function", "function": tool}]}
     if api == "responses":
         asked = RESPONSES | {"tools": [{"type": "function", **tool}]}
-    assert agrees(vllm_grammar, api, asked, tool_grammars=False)
-    assert not agrees(vllm_grammar, api, asked)
+    both = held(vllm_grammar, api, asked, tool_grammars=False)
+    assert both.is_trained
+    assert both.ours == both.theirs
+    assert not held(vllm_grammar, api, asked).is_trained
 
 
 def test_the_parsers_that_are_named_have_no_grammars() -> None:
@@ -284,7 +300,9 @@ FORM = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 )
 def test_these_are_replayed(vllm_grammar: Any, api: str, said: dict[str, Any]) -> None:
     asked = {"chat": CHAT, "completions": {"model": "m", "prompt": "q"}, "responses": RESPONSES}
-    assert agrees(vllm_grammar, api, asked[api] | said)
+    both = held(vllm_grammar, api, asked[api] | said)
+    assert both.is_trained
+    assert both.ours == both.theirs
 
 
 @pytest.mark.parametrize(
@@ -329,4 +347,5 @@ def test_whatever_a_request_says_its_grammar_is_read_or_not(api: str, odd: Any) 
     names = ("response_format", "text", "output_config", "structured_outputs", "tool_choice")
     for name in names:
         for value in (odd, {"format": odd}, {"json_schema": odd}, [odd]):
-            recorded(api, json.dumps({"tools": [odd], name: value}))
+            found, reason = recorded(api, json.dumps({"tools": [odd], name: value}))
+            assert reason is not None or distribution_of(found) is not None

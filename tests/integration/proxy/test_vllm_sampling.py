@@ -99,7 +99,7 @@ def recorded(
     return found, why_not_trainable("complete", 200, 0, found, SAMPLED, rules, only_text=True)
 
 
-def agrees(params: Any, found: dict[str, Any], reason: str | None) -> None:
+def assert_agrees(params: Any, found: dict[str, Any], reason: str | None) -> None:
     """A trainable call was sampled from the distribution that the trainer reads of its record."""
     if params is None:
         return
@@ -129,7 +129,7 @@ def agrees(params: Any, found: dict[str, Any], reason: str | None) -> None:
 def test_temperatures(vllm_params: Any, api: str, value: str) -> None:
     body = body_of(api, f',"temperature":{value}')
     params, (found, reason) = vllm_params(api, body), recorded(api, body)
-    agrees(params, found, reason)
+    assert_agrees(params, found, reason)
     if params is not None and value != '"0_1"':
         # Of what it takes, all that is written plainly is understood.
         plain = value not in ('"\\u00a01"',)
@@ -143,7 +143,7 @@ def test_temperatures(vllm_params: Any, api: str, value: str) -> None:
 @example("completions", "1", "top_p", '"1.0"')
 def test_any_numbers(vllm_params: Any, api: str, value: str, name: str, other: str) -> None:
     body = body_of(api, f',"temperature":{value},"{name}":{other}')
-    agrees(vllm_params(api, body), *recorded(api, body))
+    assert_agrees(vllm_params(api, body), *recorded(api, body))
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -182,7 +182,7 @@ def test_spellings(vllm_params: Any, api: str, more: str, reason: str | None) ->
     body = body_of(api, "," + more)
     params, (found, why) = vllm_params(api, body), recorded(api, body)
     assert why == reason
-    agrees(params, found, why)
+    assert_agrees(params, found, why)
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -198,7 +198,7 @@ def test_what_vllm_applies_to_some_apis_only(vllm_params: Any, api: str, more: s
     body = body_of(api, "," + more)
     found, why = recorded(api, body)
     assert why == ("reshaped_distribution" if api == "responses" else None)
-    agrees(vllm_params(api, body), found, why)
+    assert_agrees(vllm_params(api, body), found, why)
 
 
 @pytest.mark.parametrize("value", ["true", '"true"', "1", '"yes"', "1.0"])

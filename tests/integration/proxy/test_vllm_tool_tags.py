@@ -67,7 +67,7 @@ def as_vllm(grammar: Grammar | None) -> Grammar | None:
     return Grammar(kind="structural_tag", text=tag)  # type: ignore[arg-type]
 
 
-def agrees(theirs: Any, api: str, fields: Asked, parser: str) -> Grammar | None:
+def assert_agrees(theirs: Any, api: str, fields: Asked, parser: str) -> Grammar | None:
     """The grammar that is recorded, which must be vLLM's where the call may be trained."""
     body = json.dumps(fields)
     found, reason = recorded(api, body, tool_tag=tag_model(parser))
@@ -98,7 +98,7 @@ def test_any_chat_with_tools(
     fields = CHAT | said(tools=tools, tool_choice=choice, parallel_tool_calls=several)
     if formed:
         fields |= said(response_format=form, structured_outputs=own)
-    agrees(vllm_grammars[parser]("chat", fields), "chat", fields, parser)
+    assert_agrees(vllm_grammars[parser]("chat", fields), "chat", fields, parser)
 
 
 @settings(max_examples=400)
@@ -112,7 +112,7 @@ def test_any_response_with_tools(
     fields = RESPONSES | said(tools=tools, tool_choice=choice, parallel_tool_calls=several)
     if form is not None:
         fields["text"] = {"format": {"type": form}}
-    agrees(vllm_grammars[parser]("responses", fields), "responses", fields, parser)
+    assert_agrees(vllm_grammars[parser]("responses", fields), "responses", fields, parser)
 
 
 @settings(max_examples=300)
@@ -137,7 +137,7 @@ def test_any_message_with_tools(
     as_chat = chat_request(fields)
     if as_chat is not None:
         theirs = vllm_grammars[parser]("chat", json.loads(json.dumps(as_chat)))
-        agrees(theirs, "messages", fields, parser)
+        assert_agrees(theirs, "messages", fields, parser)
 
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "integer"}}}
@@ -162,7 +162,7 @@ HELD: dict[str, Asked] = {
 def test_these_are_replayed(vllm_grammars: Any, parser: str, how: str) -> None:
     makes, tools = vllm_grammars[parser], [STRICT, FREE]
     asked = {"tools": [{"type": "function", "function": one} for one in tools], **HELD[how]}
-    chat = agrees(makes("chat", CHAT | asked), "chat", CHAT | asked, parser)
+    chat = assert_agrees(makes("chat", CHAT | asked), "chat", CHAT | asked, parser)
     asked["tools"] = [{"type": "function", **one} for one in tools]
     choice = asked.get("tool_choice")
     if isinstance(choice, dict):
@@ -170,7 +170,8 @@ def test_these_are_replayed(vllm_grammars: Any, parser: str, how: str) -> None:
     fields = RESPONSES | asked
     assert chat is not None
     assert chat.kind == "tools"
-    assert agrees(makes("responses", fields), "responses", fields, parser) == chat
+    response = assert_agrees(makes("responses", fields), "responses", fields, parser)
+    assert response == chat
 
 
 @pytest.mark.parametrize("parser", TAGS)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 from pawl.stack.database import kept_postgres
 from store.embedded.server import EmbeddedPostgres
 from store.errors import StoreError
+from tests.support.waiting import until_true
 
 AT_ONCE = 6
 # One connection for as long as it works: a server that is stopped or killed meanwhile is seen.
@@ -155,7 +155,7 @@ def test_six_at_once_on_a_slow_disk_wait_for_each_other(folder: Path) -> None:
 
 def test_a_command_stops_no_server_that_another_process_uses(folder: Path) -> None:
     first = command(folder, 3.0)
-    time.sleep(0.5)
+    until_true(lambda: EmbeddedPostgres(folder).is_running)
     with user(folder):
         assert outcome(first)["asked"] > 3
         assert EmbeddedPostgres(folder).is_running
@@ -203,10 +203,7 @@ def test_a_server_outlives_users_who_only_leave(folder: Path) -> None:
 def test_a_first_start_that_was_killed_is_made_anew(folder: Path) -> None:
     with slow(folder, stopped_s=0.9, running_s=0.1):
         first = command(folder, 0)
-        deadline = time.monotonic() + 20
-        while not any(process.name() == "initdb" for process in of_postgres(folder)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until_true(lambda: any(process.name() == "initdb" for process in of_postgres(folder)))
         first.kill()
         first.communicate()
     assert outcome(command(folder, 0))["asked"]

@@ -283,5 +283,5 @@ async def test_a_version_is_in_use_wherever_it_served_a_call(engine: AsyncEngine
                 " now() - interval '1 hour' FROM made"
             )
         )
-        idle = await idle_versions(connection, "checks", "published", 60)
+        idle = await idle_versions(connection, "checks", ["published"], 60)
     assert [version.version for version in idle] == [2]

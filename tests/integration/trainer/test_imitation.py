@@ -31,10 +31,18 @@ async def server() -> AsyncIterator[FakeModelServer]:
         yield found
 
 
-def bench_of(
-    engine: AsyncEngine, server: FakeModelServer, folder: Path, model: str, rule: SftOptions
+@pytest.fixture
+async def bench(
+    engine: AsyncEngine,
+    server: FakeModelServer,
+    tmp_path: Path,
+    tiny_model: str,
+    request: pytest.FixtureRequest,
 ) -> RealBench:
-    return RealBench(engine, server, folder, model, sft_recipe().model_copy(update={"sft": rule}))
+    """A trainer that imitates by `BEST`, or by the test's own rule."""
+    rule = getattr(request, "param", BEST)
+    made = sft_recipe().model_copy(update={"sft": rule})
+    return RealBench(engine, server, tmp_path, tiny_model, made)
 
 
 async def episode(
@@ -60,9 +68,8 @@ async def last_metrics(engine: AsyncEngine) -> Any:
 
 
 async def test_the_best_are_trained_and_the_others_spent(
-    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, tiny_model: str
+    engine: AsyncEngine, bench: RealBench
 ) -> None:
-    bench = bench_of(engine, server, tmp_path, tiny_model, BEST)
     await two_groups(engine, 1.0, 0.5)
     assert await run_once(bench)
     assert await reasons(engine) == {
@@ -81,9 +88,8 @@ async def test_the_best_are_trained_and_the_others_spent(
 
 
 async def test_groups_without_spread_are_not_held_back(
-    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, tiny_model: str
+    engine: AsyncEngine, bench: RealBench
 ) -> None:
-    bench = bench_of(engine, server, tmp_path, tiny_model, BEST)
     await two_groups(engine, 1.0, 1.0)
     assert await run_once(bench)
     assert sorted((await reasons(engine)).items()) == [
@@ -95,9 +101,8 @@ async def test_groups_without_spread_are_not_held_back(
 
 
 async def test_where_nothing_succeeds_no_version_is_made(
-    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, tiny_model: str
+    engine: AsyncEngine, bench: RealBench
 ) -> None:
-    bench = bench_of(engine, server, tmp_path, tiny_model, BEST)
     await two_groups(engine, 0.0, 0.5)
     assert await run_once(bench)
     assert set((await reasons(engine)).values()) == {"low_reward"}
@@ -106,10 +111,9 @@ async def test_where_nothing_succeeds_no_version_is_made(
 
 
 async def test_greedy_calls_are_imitated_and_explained_afterwards(
-    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, tiny_model: str
+    engine: AsyncEngine, bench: RealBench
 ) -> None:
     """No ratio can be taken of them, and none is."""
-    bench = bench_of(engine, server, tmp_path, tiny_model, BEST)
     greedy = {"trainable": False, "reason": "greedy", "sampling": GREEDY}
     for task in ("a", "b"):
         for member in range(2):
@@ -123,10 +127,10 @@ async def test_greedy_calls_are_imitated_and_explained_afterwards(
     assert explained.notes == []
 
 
+@pytest.mark.parametrize("bench", [SftOptions()], indirect=True, ids=["default"])
 async def test_ids_of_another_vocabulary_spend_their_episode_alone(
-    engine: AsyncEngine, server: FakeModelServer, tmp_path: Path, tiny_model: str
+    engine: AsyncEngine, bench: RealBench
 ) -> None:
-    bench = bench_of(engine, server, tmp_path, tiny_model, SftOptions())
     await two_groups(engine, 1.0, 0.0)
     # Of equal groups the first by name is claimed first.
     await episode(engine, "odd-0", "odd", 1.0, tokens([5, 6, 7], [20, 97]))

@@ -14,6 +14,7 @@ class FakeProxy:
     """Keep what it was sent. `down` makes it refuse all that comes, as while it restarts.
 
     With `no_model` its model server is away: it answers 502 to calls and to `/v1/models`.
+    `turned_away` has the paths of what it did not answer for either reason.
     """
 
     def __init__(self) -> None:
@@ -24,18 +25,21 @@ class FakeProxy:
         self.statements: list[dict[str, Any]] = []
         self.keys: Counter[str] = Counter()
         self.feedback_status: list[int] = []
+        self.turned_away: list[str] = []
         self.down = False
         self.no_model = False
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer any path."""
         if self.down:
+            self.turned_away.append(request.path)
             assert request.transport is not None
             request.transport.close()
             return web.Response(status=500)
         if request.path == "/feedback":
             return await self.take(request)
         if self.no_model:
+            self.turned_away.append(request.path)
             return web.json_response({"error": {"message": "no model server"}}, status=502)
         if request.path.endswith("/v1/models"):
             return web.json_response({"data": [{"id": name} for name in self.models]})

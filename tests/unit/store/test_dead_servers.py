@@ -10,14 +10,14 @@ import pytest
 
 from store.embedded import cluster
 from store.embedded.cluster import Cluster
+from tests.support.waiting import until_true
 
 
 @pytest.fixture
 def dead() -> Iterator[int]:
     """The id of a process that has ended, and whose parent does not take note of it."""
     process = subprocess.Popen([sys.executable, "-c", ""])
-    while not cluster._has_ended(process.pid):
-        time.sleep(0.01)
+    until_true(lambda: cluster._has_ended(process.pid))
     yield process.pid
     process.wait()
 
@@ -68,8 +68,7 @@ def test_a_parent_that_is_late_is_waited_for() -> None:
     )
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
-    while not cluster._has_ended(child):
-        time.sleep(0.01)
+    until_true(lambda: cluster._has_ended(child))
     cluster._await_reaped(child, time.monotonic() + 5)
     assert not Path(f"/proc/{child}").exists()
     parent.communicate()

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -49,12 +50,23 @@ async def test_killed_and_started_again_none_is_lost_and_none_doubled(
     assert {call["episode"] for call in fake.calls} <= abandoned | rewards.keys()
 
 
+def looked(paths: Sequence[str]) -> bool:
+    """Whether one of these requests asked who is there."""
+    return any(path.endswith("/v1/models") for path in paths)
+
+
+def missed(fake: FakeProxy) -> bool:
+    """Whether a call was turned away, and then whoever looked why."""
+    calls = [at for at, path in enumerate(fake.turned_away) if path.endswith("/completions")]
+    return bool(calls) and looked(fake.turned_away[calls[0] :])
+
+
 async def run_while_away(runner: Runner, fake: FakeProxy, who: str) -> Ended:
-    """Run the tasks while the proxy (`down`) or the model server (`no_model`) is away for a bit."""
+    """Run the tasks; the proxy (`down`) or model server (`no_model`) is away until it is missed."""
     process = await runner.start(*COMMAND, "-n", "3", "-k", "2", "--answer", "a")
     await runner.until_settled(4 if who == "down" else 2)
     setattr(fake, who, True)
-    await asyncio.sleep(1.5)
+    await until(lambda: missed(fake))
     setattr(fake, who, False)
     return await ended(process)
 
@@ -88,7 +100,7 @@ async def test_an_absence_that_is_over_when_the_run_fails_counts_too(
     process = await runner.start(*COMMAND)
     await until(lambda: len(fake.calls) == 1)
     fake.down = True
-    await asyncio.sleep(1.5)
+    await until(lambda: looked(fake.turned_away))
     fake.down = False
     told = await ended(process)
     assert told.summary["errors"] == {"proxy away": 1, "exit status 3": 1}

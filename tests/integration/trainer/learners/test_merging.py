@@ -18,7 +18,7 @@ from benchmarks.merge.episodes import random_tree
 from benchmarks.merge.models import TINY, make_model
 from benchmarks.merge.updates import gradient, largest_difference, train
 from store.values.distribution import Distribution
-from tests.support.training import PLAIN, recipe, rows
+from tests.support.training import PLAIN, merged_and_not, recipe, rows
 from trainer.batches.trees import build_tree, padded
 from trainer.errors import DriftOutOfBounds, LearnerError
 from trainer.learners.kernels.head import CHUNK, head_logprobs
@@ -183,11 +183,7 @@ def test_what_passes_for_mergeable_is_tried() -> None:
 
 
 def test_an_update_is_the_same_merged_and_not(tiny_model: str, tmp_path: Path) -> None:
-    found = {}
-    for choice in ("auto", "never"):
-        made = Learner(tiny_model, recipe(merge_prefixes=choice), seed=0, scratch=tmp_path)
-        found[choice] = made.update(rows())
-    auto, never = found["auto"], found["never"]
+    auto, never = merged_and_not(tiny_model, recipe, rows(), tmp_path)
     assert math.isclose(auto["loss"], never["loss"], abs_tol=1e-6)
     assert math.isclose(auto["grad_norm"], never["grad_norm"], rel_tol=1e-4)
     assert auto["computed_tokens"] < never["computed_tokens"] < never["row_tokens"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.integration.trainer.learners.test_learner import gradients, plain_logprobs, shake
-from tests.support.training import PLAIN, recipe, rows, sft_recipe
+from tests.support.training import PLAIN, merged_and_not, recipe, rows, sft_recipe
 from trainer.batches.rows import Row
 from trainer.learners.learner import Learner
 from trainer.learners.losses.stored import View
@@ -62,11 +62,7 @@ def test_loss_and_gradient_equal_a_dense_reference(tiny_model: str, tmp_path: Pa
 
 
 def test_merged_and_separate_rows_are_the_same_update(tiny_model: str, tmp_path: Path) -> None:
-    found = {}
-    for choice in ("auto", "never"):
-        made = Learner(tiny_model, sft_recipe(merge_prefixes=choice), seed=0, scratch=tmp_path)
-        found[choice] = made.update(imitated())
-    auto, never = found["auto"], found["never"]
+    auto, never = merged_and_not(tiny_model, sft_recipe, imitated(), tmp_path)
     assert math.isclose(auto["loss"], never["loss"], abs_tol=1e-5)
     assert math.isclose(auto["grad_norm"], never["grad_norm"], rel_tol=1e-4)
     assert auto["computed_tokens"] < never["computed_tokens"]

@@ -156,6 +156,7 @@ async def test_one_that_leaves_while_it_waits_is_parsed_no_further() -> None:
     connection.data_received(head + b"2\r\nab\r\n" * 2**16)
     connection.connection_lost(None)
     received = connection._parser.receiving
+    # Time to parse on, if it did.
     await asyncio.sleep(0.1)
     assert not connection._feeding.waiting
     assert received is connection._parser.receiving

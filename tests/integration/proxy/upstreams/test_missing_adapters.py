@@ -10,16 +10,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.upstreams.listing import SHARED_S
+from proxy.policies.policy_file import PolicyFile
 from proxy.upstreams.upstream import Upstream
+from store.updates.files import mark_deleted
 from store.updates.policies import ensure_base, promote, set_state
-from tests.integration.conftest import Proxy, running, settings_for
+from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream, whole_reply
 from tests.support.waiting import eventually
 
@@ -43,35 +43,35 @@ def like_vllm(server: FakeUpstream) -> FakeUpstream:
     return server
 
 
-async def publish(engine: AsyncEngine, state: str = "serving") -> None:
+WRITTEN = text(
+    """
+    WITH made AS (
+        INSERT INTO updates (id, policy, parent_version, version, state, recipe)
+        VALUES (uuidv7(), 'm', 0, :version, 'done', '{}') RETURNING id)
+    INSERT INTO policies (name, version, state, served_name, update_id)
+    SELECT 'm', :version, 'written', 'm@' || CAST(:version AS integer), id FROM made
+    """
+)
+
+
+async def publish(engine: AsyncEngine, *states: str) -> None:
+    """Versions 1, 2, … in these states; one that serves, if none is named."""
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
-        await connection.execute(
-            text(
-                "INSERT INTO updates (id, policy, parent_version, version, state, recipe)"
-                " VALUES (uuidv7(), 'm', 0, 1, 'done', '{}')"
-            )
-        )
-        await connection.execute(
-            text(
-                "INSERT INTO policies (name, version, state, served_name, update_id)"
-                " SELECT 'm', 1, 'written', 'm@1', id FROM updates"
-            )
-        )
-        if state == "serving":
-            await promote(connection, "m", 1)
-        elif state == "retired":
-            await set_state(connection, "m", 1, "retired")
+        for version, state in enumerate(states or ["serving"], 1):
+            await connection.execute(WRITTEN, {"version": version})
+            if state == "serving":
+                await promote(connection, "m", version)
+            else:
+                await set_state(connection, "m", version, "retired")
+            if state == "deleted":
+                assert await mark_deleted(connection, "m", [version]) == {version}
 
 
 @asynccontextmanager
 async def proxy_to(url: str, database_url: str, engine: AsyncEngine, folder: Path) -> Any:
-    async with AsyncExitStack() as exits:
-        settings = settings_for(database_url, url, folder)
-        await exits.enter_async_context(running(settings))
-        session = await exits.enter_async_context(aiohttp.ClientSession())
-        made = Proxy(settings, engine, session)
-        await made.policies_known()
+    settings = settings_for(database_url, url, folder)
+    async with proxy_with(settings, engine) as made:
         yield made
 
 
@@ -214,8 +214,9 @@ async def test_a_client_that_leaves_does_not_wait_on(proxy: Proxy, upstream: Fak
     waiting.cancel()
     call = await proxy.only_call()
     assert call.status == "client_gone"
-    await asyncio.sleep(0.6)
     upstream.models.append(VERSION)
+    # Nobody asks on its behalf now that the version is there.
+    await asyncio.sleep(0.6)
     assert len(upstream.requests) == 1
 
 
@@ -228,6 +229,20 @@ async def test_a_retired_version_is_a_404_that_says_why(
         reply = await proxy.chat(model=VERSION)
         assert reply.status == 404
         assert "is retired" in reply.json["error"]["message"]
+
+
+async def test_deleted_versions_are_not_kept_in_mind_and_yet_explained(
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    """However many there were: what proxies know is bounded by the versions that have files."""
+    like_vllm(upstream)
+    await publish(engine, *["deleted"] * 20, "retired", "serving")
+    async with proxy_to(upstream.url, database_url, engine, tmp_path) as proxy:
+        listed = PolicyFile(proxy.settings.spool_dir).read() or []
+        assert [one.version for one in listed] == [0, 21, 22]
+        reply = await proxy.chat(model="m@7")
+        assert reply.status == 404
+        assert "its files were deleted" in reply.json["error"]["message"]
 
 
 async def test_another_replica_that_has_the_version_is_asked(
@@ -255,6 +270,9 @@ async def test_another_replica_that_has_the_version_is_asked(
             assert reply.status == 200
         assert len(lacks.requests) == 1
         has.models.remove(VERSION)
-        await asyncio.sleep(2 * SHARED_S)
-        assert await upstream.ask_where_served(VERSION, "POST", path, [], body) is None
+
+        async def nowhere() -> bool:
+            return await upstream.ask_where_served(VERSION, "POST", path, [], body) is None
+
+        await eventually(nowhere)
         await upstream.close()

@@ -12,6 +12,7 @@ from store.updates.policies import ensure_base, list_versions
 from store.updates.slots import _LIVE, Live, live_versions, lock_slots, retire_longest
 from store.write.ingest import ingest
 from tests.support.records import call
+from tests.support.waiting import eventually
 
 VERSION = text(
     """
@@ -144,13 +145,23 @@ async def test_what_lost_the_traffic_first_is_retired_for_the_next(engine: Async
     assert (states["m@2"], states["m@3"]) == ("published", "serving")
 
 
+async def is_waited_for(engine: AsyncEngine) -> bool:
+    """Whether somebody waits for an advisory lock of this database."""
+    query = (
+        "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+        " AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+    )
+    async with engine.connect() as connection:
+        return bool(await connection.scalar(text(query)))
+
+
 async def test_two_trainers_do_not_take_the_last_slot_at_once(engine: AsyncEngine) -> None:
     await add(engine, "m")
     await add(engine, "n")
     async with engine.connect() as one, engine.connect() as other:
         await lock_slots(one, "m")
         waiting = asyncio.create_task(lock_slots(other, "n"))
-        await asyncio.sleep(0.2)
+        await eventually(lambda: is_waited_for(engine))
         assert not waiting.done()
         await one.commit()
         await asyncio.wait_for(waiting, 10.0)

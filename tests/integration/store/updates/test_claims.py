@@ -174,7 +174,7 @@ async def test_recording_makes_the_version_and_promoting_moves_the_traffic(
         await promote(connection, "m", 1)
         states = {v.version: v.state for v in await list_versions(connection, "m")}
         assert states == {0: "published", 1: "serving"}
-        assert [v.version for v in await idle_versions(connection, "m", "serving", 0)] == []
+        assert [v.version for v in await idle_versions(connection, "m", ["serving"], 0)] == []
         with pytest.raises(UnknownPolicy):
             await set_state(connection, "m", 9, "retired")
 

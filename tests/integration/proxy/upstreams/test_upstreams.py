@@ -20,7 +20,7 @@ from proxy.errors import BadUpstreams
 from proxy.upstreams.members import check_upstreams, open_upstreams
 from store.updates.policies import ensure_base, promote
 from tests.conftest import ROOT
-from tests.integration.conftest import Proxy, running, settings_for
+from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.waiting import eventually
 
@@ -75,10 +75,7 @@ async def setup(
         path.write_text(FILE.format(local=local.url, hosted=hosted.url, default=request.param))
         settings = settings_for(database_url, "http://127.0.0.1:9/v1", tmp_path)
         settings = settings.model_copy(update={"upstreams": path})
-        await exits.enter_async_context(running(settings))
-        session = await exits.enter_async_context(aiohttp.ClientSession())
-        proxy = Proxy(settings, engine, session)
-        await proxy.policies_known()
+        proxy = await exits.enter_async_context(proxy_with(settings, engine))
         yield Setup(proxy, local, hosted)
 
 

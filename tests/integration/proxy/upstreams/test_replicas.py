@@ -11,7 +11,7 @@ from proxy.errors import UpstreamBroke, UpstreamUnreachable
 from proxy.upstreams.upstream import Upstream
 from tests.integration.conftest import free_port
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 BODY = b'{"model":"m","messages":[]}'
 CHAT = "/v1/chat/completions"
@@ -69,7 +69,7 @@ async def test_one_that_refuses_is_passed_over_avoided_and_comes_back(
         assert [replica.root for replica in upstream._in_order()][-1] == down.root
 
         back = await exits.enter_async_context(fake_upstream(port))
-        await asyncio.sleep(0.4)
+        await until(lambda: asyncio.get_running_loop().time() > down.avoid_until)
         upstream.replicas[1].pool.close()
 
         async def asked_again() -> bool:

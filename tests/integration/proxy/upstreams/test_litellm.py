@@ -18,7 +18,7 @@ from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.updates.policies import ensure_base
-from tests.integration.conftest import Proxy, Reply, running, settings_for
+from tests.integration.conftest import Proxy, Reply, proxy_with, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 
 pytest.importorskip("litellm", reason="litellm is not installed: requirements/litellm.txt")
@@ -76,10 +76,7 @@ async def setup(
         path.write_text(FILE.format(local=local.url, provider=provider.url))
         settings = settings_for(database_url, local.url, tmp_path)
         settings = settings.model_copy(update={"upstreams": path, "silence_s": 2.0})
-        await exits.enter_async_context(running(settings))
-        session = await exits.enter_async_context(aiohttp.ClientSession())
-        proxy = Proxy(settings, engine, session)
-        await proxy.policies_known()
+        proxy = await exits.enter_async_context(proxy_with(settings, engine))
         yield Setup(proxy, provider)
 
 
