@@ -1,13 +1,18 @@
 """A whole stack with a real vLLM: embedded PostgreSQL, proxy and trainer as processes."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from sqlalchemy import select
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from benchmarks.small_stack import small_plan
 from pawl.stack.stack import Stack, running_stack
+from store.read.episodes import read_episodes
+from store.records import Episode
+from store.schema.recorded import episodes
 
 POLICY = "calculator"
 PATIENCE_S = 400.0
@@ -34,3 +39,9 @@ async def stack(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Asy
     recipe.write_text(RECIPE)
     async with running_stack(small_plan(folder, model_dir, POLICY, str(recipe))) as running:
         yield running
+
+
+async def episodes_of(connection: AsyncConnection, keys: Collection[str]) -> list[Episode]:
+    """Read the episodes of these keys; other tests leave thousands in the same database."""
+    found = await connection.scalars(select(episodes.c.id).where(episodes.c.key.in_(keys)))
+    return await read_episodes(connection, list(found))

@@ -13,12 +13,11 @@ import torch
 
 from pawl.stack.stack import Stack
 from store.connection.engine import make_engine
-from store.read.episodes import episode_ids, read_episodes
 from store.records import TransitionRow
 from store.updates.policies import list_versions
 from store.values.distribution import distribution_of
 from store.values.tokens import unpack_ids, unpack_logprobs
-from tests.e2e.conftest import POLICY
+from tests.e2e.conftest import POLICY, episodes_of
 from tests.support.training import recipe
 from tests.support.waiting import eventually
 from trainer.batches.rows import Row
@@ -121,9 +120,8 @@ async def recorded_calls(
     async def stored() -> bool:
         calls.clear()
         async with engine.connect() as connection:
-            for episode in await read_episodes(connection, await episode_ids(connection)):
-                if episode.key in wanted:
-                    calls.setdefault(wanted[episode.key], []).extend(episode.calls)
+            for episode in await episodes_of(connection, wanted):
+                calls.setdefault(wanted[episode.key], []).extend(episode.calls)
         return sum(map(len, calls.values())) == len(wanted)
 
     assert await eventually(stored)

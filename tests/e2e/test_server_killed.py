@@ -24,7 +24,10 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 # What an agent may see while its model server is away, or has not been given the version yet.
-MEANWHILE = {502, 503}
+AWAY = 502
+MEANWHILE = {AWAY, 503}
+PAUSE_S = 0.02
+LOOKS = 25
 
 
 class Asker:
@@ -32,10 +35,11 @@ class Asker:
 
     def __init__(self, stack: Stack) -> None:
         self.url = f"{stack.base_url}/chat/completions"
+        self.port = stack.plan.vllm.port
         self.seen: Counter[tuple[int, str]] = Counter()
         self.last: list[tuple[int, str]] = []
 
-    async def ask(self, session: aiohttp.ClientSession) -> None:
+    async def ask(self, session: aiohttp.ClientSession) -> int:
         said = [{"role": "user", "content": "Where does the river end?"}]
         body = {"model": POLICY, "max_tokens": 4, "messages": said}
         async with session.post(self.url, json=body) as reply:
@@ -43,12 +47,25 @@ class Asker:
             found = (reply.status, reply.headers.get("x-pawl-policy", ""))
         self.seen[found] += 1
         self.last.append(found)
+        return found[0]
 
     async def keep_asking(self) -> None:
         async with aiohttp.ClientSession() as session:
             while True:
-                await self.ask(session)
-                await asyncio.sleep(0.02)
+                status = await self.ask(session)
+                await asyncio.sleep(PAUSE_S)
+                if status == AWAY:
+                    await self.back_or_bored()
+
+    async def back_or_bored(self) -> None:
+        """Wait until the model server takes connections again, but no longer than half a second.
+
+        Whoever asks on at once has a server that is away tens of thousands of times.
+        """
+        for _ in range(LOOKS):
+            if await takes_connections(self.port):
+                return
+            await asyncio.sleep(PAUSE_S)
 
     async def served(self, version: int, times: int) -> None:
         """Wait until the last so many answers are all by this version."""
@@ -62,6 +79,16 @@ class Asker:
     async def failed(self) -> bool:
         """Whether the model server is seen to be away."""
         return bool({status for status, _ in self.last[-4:]} & MEANWHILE)
+
+
+async def takes_connections(port: int) -> bool:
+    """Whether something listens there."""
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 @asynccontextmanager

@@ -16,10 +16,9 @@ from sqlalchemy import text
 from pawl.stack.process import Process
 from pawl.stack.stack import Stack
 from store.connection.engine import make_engine
-from store.read.episodes import episode_ids, read_episodes
 from store.records import PolicyVersion, TransitionRow
 from store.updates.policies import list_versions
-from tests.e2e.conftest import PATIENCE_S, POLICY
+from tests.e2e.conftest import PATIENCE_S, POLICY, episodes_of
 from tests.e2e.test_replayed_sampling import row_of
 from tests.support.training import recipe, write_adapter
 from tests.support.waiting import eventually
@@ -84,7 +83,7 @@ async def stored(stack: Stack, keys: Sequence[str]) -> tuple[PolicyVersion, list
 
     async def look() -> list[TransitionRow] | None:
         async with engine.connect() as connection:
-            found = await read_episodes(connection, await episode_ids(connection))
+            found = await episodes_of(connection, keys)
         calls = {episode.key: call for episode in found for call in episode.calls}
         return [calls[key] for key in keys] if calls.keys() >= set(keys) else None
 

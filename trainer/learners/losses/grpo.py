@@ -20,10 +20,10 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer
 
 from trainer.batches.rows import Row
 from trainer.errors import LearnerError
+from trainer.learners.losses.no_vllm import no_vllm
 from trainer.learners.losses.stored import StoredRows, arguments, pad_rows, ready
 from trainer.learners.off_policy import (
     RowComparison,
@@ -33,6 +33,9 @@ from trainer.learners.off_policy import (
 )
 from trainer.recipes.recipe import Recipe
 from trainer.recipes.training import OffPolicyOptions
+
+with no_vllm():
+    from trl import GRPOConfig, GRPOTrainer
 
 AnyTrainer = TypeVar("AnyTrainer", bound="StoredGrpoTrainer")
 
