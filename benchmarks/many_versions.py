@@ -1,10 +1,11 @@
-"""Measure the trainer's looks at its versions where there were many, and many episodes wait.
+"""Measure the looks of trainer and proxy at versions where there were many, and episodes wait.
 
 A ledger with 10,000 versions, of which the last 64 are retired and have their files, and
-`--waiting` episodes of these that wait, each of two calls. Two looks: which versions need a slot
-(once a second), and whose files nothing can ask for any more (after each update). Medians of
-five, in milliseconds, once where all calls have log-probabilities, and once where a hundredth has
-none and the version is still needed for them.
+`--waiting` episodes of these that wait, each of two calls. The looks: which versions can be asked
+for (a proxy, twice a second), which need a slot (once a second), and whose files nothing can ask
+for any more (after each update), where nobody calls any more and where half of the episodes were
+called lately. Medians of five, in milliseconds, once where all calls have log-probabilities, and
+once where a hundredth has none and the version is still needed for them.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.schema.migrate import upgrade
 from store.schema.partitions import ensure_partition
-from store.updates.files import unasked_versions
+from store.updates.files import unasked_versions, versions_with_files
 from store.updates.policies import ensure_base
 from store.updates.slots import live_versions
 
@@ -33,6 +34,8 @@ VERSIONS: Final = 10_000
 WITH_FILES: Final = 64
 CALLS: Final = 2
 IDLE_S: Final = 60.0
+# As long ago as half of 100,000 episodes had their last call.
+LATELY_S: Final = 560.0
 TABLES: Final = "episodes, episode_policies, transitions, policies, updates"
 _VERSIONS: Final = """
     WITH made AS (
@@ -83,17 +86,21 @@ async def fill(connection: AsyncConnection, waiting: int) -> None:
 
 
 async def looked(engine: AsyncEngine, what: str) -> list[tuple[str, float]]:
-    """Return both looks' milliseconds, once what autovacuum does is done."""
+    """Return the looks' milliseconds, once what autovacuum does is done."""
     async with engine.connect() as connection:
         await connection.execution_options(isolation_level="AUTOCOMMIT")
         await connection.execute(text(f"VACUUM ANALYZE {TABLES}"))
     async with engine.connect() as connection:
         found = len(await unasked_versions(connection, "m", {VERSIONS}, IDLE_S))
+    known = await timed(engine, versions_with_files)
     slots = await timed(engine, lambda c: live_versions(c, "m", 10.0, 3600.0))
     files = await timed(engine, lambda c: unasked_versions(c, "m", {VERSIONS}, IDLE_S))
+    called = await timed(engine, lambda c: unasked_versions(c, "m", {VERSIONS}, LATELY_S))
     return [
+        (f"{what}: versions that can be asked for", known),
         (f"{what}: versions that need a slot", slots),
         (f"{what}: files that may go, of {found} of {WITH_FILES} versions", files),
+        (f"{what}: the same, where half of the episodes were called lately", called),
     ]
 
 

@@ -1,7 +1,7 @@
 """Connect the keeper to PostgreSQL, migrate it, and watch the policy versions.
 
-The versions are read twice a second and kept in a file that every worker watches. A proxy that
-starts while the database is away therefore routes as the last one did.
+The versions that have their files are read twice a second and kept in a file that every worker
+watches. A proxy that starts while the database is away therefore routes as the last one did.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from store.embedded.server import EmbeddedPostgres
 from store.files import write_private
 from store.records import PolicyVersion
 from store.schema.migrate import upgrade
-from store.updates.policies import list_versions
+from store.updates.files import versions_with_files
 
 log = structlog.get_logger()
 
@@ -113,7 +113,7 @@ class Database:
     async def _watch_once(self) -> None:
         assert self._engine is not None
         async with self._engine.connect() as connection:
-            versions = await list_versions(connection)
+            versions = await versions_with_files(connection)
         if versions != self._known:
             self._known = versions
             self._show(versions)

@@ -17,7 +17,7 @@ WATCH_S: Final = 0.1
 
 
 class PolicyFile:
-    """Keep all versions of all policies in a file, as the keeper last read them from the store."""
+    """Keep the versions that can be asked for in a file, as the keeper last read them."""
 
     def __init__(self, spool_dir: Path) -> None:
         """Place the file in `spool_dir`; nothing is read yet."""

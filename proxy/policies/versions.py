@@ -36,6 +36,9 @@ _WHY_NOT: Final[Mapping[PolicyState, str]] = {
     "are there they can be loaded again (docs/howto/evaluate.md)",
     "rejected": "was rejected: it did not load, or was not served as it was trained",
 }
+_DELETED: Final = (
+    "was retired or rejected, and its files were deleted, as nothing asked for them any more"
+)
 
 
 class Serving(msgspec.Struct, frozen=True):
@@ -70,17 +73,19 @@ class Versions:
         self.replace(versions)
 
     def replace(self, versions: Iterable[PolicyVersion]) -> None:
-        """Replace all versions by those that the store has now; pins are kept."""
+        """Replace all versions by those that have their files now; pins are kept."""
         self._names: dict[str, dict[int, str]] = {}
         self._serving: dict[str, int] = {}
         self._asked_for: dict[str, Serving] = {}
         self._states: dict[str, dict[int, PolicyState]] = {}
-        self._deleted: set[tuple[str, int]] = set()
+        self._newest: dict[str, int] = {}
         for version in versions:
             name, number = version.name, version.version
-            self._states.setdefault(name, {})[number] = version.state
+            self._newest[name] = max(number, self._newest.get(name, 0))
             if version.files_deleted:
-                self._deleted.add((name, number))
+                # A file of an earlier release lists these, too.
+                continue
+            self._states.setdefault(name, {})[number] = version.state
             if version.state in WITH_TRAFFIC or number == 0:
                 self._names.setdefault(name, {})[number] = version.served_name
             if version.state in ASKABLE or number == 0:
@@ -156,7 +161,7 @@ class Versions:
         fixed = None if self._table is None else self._table.answering(model, agent)
         if fixed is not None:
             return Serving(fixed.name, None, fixed.base)
-        asked_for = self._asked_for.get(model)
+        asked_for = self._asked_for.get(model) or self._deleted(model)
         if asked_for is not None and self._is_trained(asked_for.policy):
             return asked_for
         return Serving(None, None, model)
@@ -174,20 +179,40 @@ class Versions:
 
         The result is None if `model` is not the name of a version of a known policy.
         """
-        policy, _, number = (model or "").rpartition("@")
-        states = self._states.get(policy)
-        if states is None or not number.isdecimal() or len(number) > MOST_DIGITS:
+        named = self._named(model)
+        if named is None:
             return None
-        state = states.get(int(number))
-        what = "is unknown" if state is None else _WHY_NOT[state]
-        if (policy, int(number)) in self._deleted:
-            what = f"was {state}, and its files were deleted, as nothing asked for them any more"
+        policy, number = named
+        state = self._state(policy, number)
+        if state is not None:
+            what = _WHY_NOT[state]
+        else:
+            what = _DELETED if self._is_deleted(policy, number) else "is unknown"
         loaded = sorted(self._names.get(policy, ()), reverse=True)[:MOST_NAMED]
         names = ", ".join(f"{policy}@{one}" for one in loaded)
         return (
             f"The model server does not have {model}: this version {what}. "
             f"Ask for {policy}, or for a version that is loaded: {names}"
         )
+
+    def _named(self, model: str | None) -> tuple[str, int] | None:
+        """Return the known policy and the number in the name of a version, or None."""
+        policy, _, number = (model or "").rpartition("@")
+        if policy not in self._states or not number.isdecimal() or len(number) > MOST_DIGITS:
+            return None
+        return policy, int(number)
+
+    def _deleted(self, model: str) -> Serving | None:
+        """Return the version that `model` names if its files were deleted, else None."""
+        policy, number = self._named(model) or ("", 0)
+        if not self._is_deleted(policy, number) or model != f"{policy}@{number}":
+            return None
+        return Serving(policy, number, model)
+
+    def _is_deleted(self, policy: str, number: int) -> bool:
+        # Such a version is not among those that are known, and its number is not above theirs.
+        is_known = self._state(policy, number) is not None
+        return not is_known and 0 < number <= self._newest.get(policy, 0)
 
     def _is_trained(self, policy: str | None) -> bool:
         spec = None if self._table is None or policy is None else self._table.named(policy)

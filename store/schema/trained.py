@@ -53,6 +53,12 @@ policies = Table(
     Index("ix_policies_base", "served_name", postgresql_where=text("version = 0")),
     Index("ix_policies_live", "name", postgresql_where=text(LIVE)),
     Index("ix_policies_retired", "name", "changed_at", postgresql_where=text("state = 'retired'")),
+    Index(
+        "ix_policies_with_files",
+        "name",
+        "version",
+        postgresql_where=text("files_deleted_at IS NULL"),
+    ),
 )
 
 updates = Table(

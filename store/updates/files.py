@@ -31,11 +31,31 @@ _RUNNING: Final = text(
 )
 
 
-async def versions_with_files(connection: AsyncConnection, name: str) -> list[PolicyVersion]:
-    """Return the versions of a policy whose files were not deleted, oldest first."""
-    query = select(policies).where(policies.c.name == name, policies.c.files_deleted_at.is_(None))
-    rows = await connection.execute(query.order_by(policies.c.version))
+async def versions_with_files(
+    connection: AsyncConnection, name: str | None = None
+) -> list[PolicyVersion]:
+    """Return the versions of policy `name` (None: of every policy) whose files were not deleted.
+
+    They are in the order of name and version, the base model's among them. Nothing else can be
+    asked for, and there are few of these, however many versions there were.
+    """
+    query = select(policies).where(policies.c.files_deleted_at.is_(None))
+    if name is not None:
+        query = query.where(policies.c.name == name)
+    rows = await connection.execute(query.order_by(policies.c.name, policies.c.version))
     return [version_of(row) for row in rows]
+
+
+async def deleted_versions(
+    connection: AsyncConnection, name: str, asked: Collection[int]
+) -> set[int]:
+    """Return those of the versions `asked` for whose files were deleted."""
+    query = select(policies.c.version).where(
+        policies.c.name == name,
+        policies.c.version.in_(asked),
+        policies.c.files_deleted_at.is_not(None),
+    )
+    return set((await connection.execute(query)).scalars())
 
 
 async def unasked_versions(

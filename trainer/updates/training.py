@@ -60,7 +60,7 @@ class Training:
         asked = versions_to_ask(claim) - {0, claim.parent_version}
         if not asked:
             return {}
-        deleted = await self._versions.deleted()
+        deleted = await self._versions.deleted(asked)
         for version in sorted(asked & deleted):
             why = "its files were deleted, as nothing could ask for them any more"
             log.warning("version_lost", version=version, reason=VERSION_GONE, why=why)

@@ -1,11 +1,13 @@
 """Look up the versions of the policy in training: in the store, and in the adapter folder."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.records import PolicyVersion
 from store.updates import claims, policies
+from store.updates.files import deleted_versions
 from trainer.errors import TrainerError
 from trainer.publishing import adapters
 
@@ -63,11 +65,10 @@ class Versions:
             free = await claims.next_version(connection, self._policy)
         return max(free, adapters.highest_version(self._adapter_dir, self._policy) + 1)
 
-    async def deleted(self) -> frozenset[int]:
-        """Return the versions whose files were deleted, as nothing could ask for them any more."""
+    async def deleted(self, asked: Collection[int]) -> set[int]:
+        """Return those of the versions `asked` for whose files were deleted."""
         async with self._engine.connect() as connection:
-            versions = await policies.list_versions(connection, self._policy)
-        return frozenset(one.version for one in versions if one.files_deleted)
+            return await deleted_versions(connection, self._policy, asked)
 
     async def reject(self, version: PolicyVersion) -> None:
         """Set the state of a version to `rejected`."""

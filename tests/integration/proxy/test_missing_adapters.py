@@ -15,7 +15,9 @@ from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from proxy.policies.policy_file import PolicyFile
 from proxy.upstreams.upstream import Upstream
+from store.updates.files import mark_deleted
 from store.updates.policies import ensure_base, promote, set_state
 from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream, whole_reply
@@ -41,25 +43,29 @@ def like_vllm(server: FakeUpstream) -> FakeUpstream:
     return server
 
 
-async def publish(engine: AsyncEngine, state: str = "serving") -> None:
+WRITTEN = text(
+    """
+    WITH made AS (
+        INSERT INTO updates (id, policy, parent_version, version, state, recipe)
+        VALUES (uuidv7(), 'm', 0, :version, 'done', '{}') RETURNING id)
+    INSERT INTO policies (name, version, state, served_name, update_id)
+    SELECT 'm', :version, 'written', 'm@' || CAST(:version AS integer), id FROM made
+    """
+)
+
+
+async def publish(engine: AsyncEngine, *states: str) -> None:
+    """Versions 1, 2, … in these states; one that serves, if none is named."""
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
-        await connection.execute(
-            text(
-                "INSERT INTO updates (id, policy, parent_version, version, state, recipe)"
-                " VALUES (uuidv7(), 'm', 0, 1, 'done', '{}')"
-            )
-        )
-        await connection.execute(
-            text(
-                "INSERT INTO policies (name, version, state, served_name, update_id)"
-                " SELECT 'm', 1, 'written', 'm@1', id FROM updates"
-            )
-        )
-        if state == "serving":
-            await promote(connection, "m", 1)
-        elif state == "retired":
-            await set_state(connection, "m", 1, "retired")
+        for version, state in enumerate(states or ["serving"], 1):
+            await connection.execute(WRITTEN, {"version": version})
+            if state == "serving":
+                await promote(connection, "m", version)
+            else:
+                await set_state(connection, "m", version, "retired")
+            if state == "deleted":
+                assert await mark_deleted(connection, "m", [version]) == {version}
 
 
 @asynccontextmanager
@@ -223,6 +229,20 @@ async def test_a_retired_version_is_a_404_that_says_why(
         reply = await proxy.chat(model=VERSION)
         assert reply.status == 404
         assert "is retired" in reply.json["error"]["message"]
+
+
+async def test_deleted_versions_are_not_kept_in_mind_and_yet_explained(
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    """However many there were: what proxies know is bounded by the versions that have files."""
+    like_vllm(upstream)
+    await publish(engine, *["deleted"] * 20, "retired", "serving")
+    async with proxy_to(upstream.url, database_url, engine, tmp_path) as proxy:
+        listed = PolicyFile(proxy.settings.spool_dir).read() or []
+        assert [one.version for one in listed] == [0, 21, 22]
+        reply = await proxy.chat(model="m@7")
+        assert reply.status == 404
+        assert "its files were deleted" in reply.json["error"]["message"]
 
 
 async def test_another_replica_that_has_the_version_is_asked(

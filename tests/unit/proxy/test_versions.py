@@ -221,11 +221,19 @@ def test_nothing_explores_unless_a_file_says_so() -> None:
     assert not Versions(table=parse_policies(plain, "p.toml")).explore
 
 
-def test_a_version_whose_files_were_deleted_says_so() -> None:
-    gone = msgspec.structs.replace(version(1, "retired"), files_deleted=True)
-    said = Versions([version(0, "serving"), gone]).why_not_served("m@1")
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_version_whose_files_were_deleted_says_so(listed: bool) -> None:
+    """Such versions are not listed any more: there may have been thousands of them."""
+    gone = [msgspec.structs.replace(version(1, "retired"), files_deleted=True)] * listed
+    versions = Versions([version(0, "published"), *gone, version(2, "serving")])
+    said = versions.why_not_served("m@1")
     assert said is not None
-    assert "was retired, and its files were deleted" in said
+    assert "was retired or rejected, and its files were deleted" in said
+    # It is asked of the server that the policy's other versions are at.
+    assert versions.resolve("m@1", "e") == Serving("m", 1, "m@1")
+    for other in ("m@01", "m@3", "m@-1", "n@1"):
+        assert versions.resolve(other, "e") == Serving(None, None, other)
+    assert "is unknown" in (versions.why_not_served("m@3") or "")
 
 
 TOGETHER = parse_policies(
