@@ -1,7 +1,7 @@
 """Choose what an update takes, as `store.updates.ready` does in SQL.
 
 The choice between groups is the product's own function. The order is written here once more, and
-`tests/integration/store/test_order_of_claims.py` compares both.
+`tests/integration/store/updates/test_order_of_claims.py` compares both.
 """
 
 from collections.abc import Callable, Iterable, Sequence

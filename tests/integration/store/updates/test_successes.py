@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from store.updates.claims import Claim
 from store.updates.ready import ClaimRule
 from store.updates.signal import waiting_updates
-from tests.integration.store.test_signal import NOW, group, rule, store, tasks
+from tests.integration.store.updates.test_signal import NOW, group, rule, store, tasks
 from tests.support.records import call, reward
 from tests.support.updates import claimed, consume_all
 
