@@ -56,9 +56,9 @@ def looked(paths: Sequence[str]) -> bool:
 
 
 def missed(fake: FakeProxy) -> bool:
-    """Whether a call was turned away, and then whoever looked why."""
+    """Whether calls were turned away, and after the last of them whoever looked why."""
     calls = [at for at, path in enumerate(fake.turned_away) if path.endswith("/completions")]
-    return bool(calls) and looked(fake.turned_away[calls[0] :])
+    return bool(calls) and looked(fake.turned_away[calls[-1] :])
 
 
 async def run_while_away(runner: Runner, fake: FakeProxy, who: str) -> Ended:
