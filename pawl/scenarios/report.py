@@ -92,7 +92,7 @@ def draw(path: Path, progress: Progress, score: str) -> None:
 def _dress(axes: Any) -> None:
     axes.set_ylim(0, 1.08)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xlabel("wave (one update each)")
+    axes.set_xlabel("wave")
     axes.grid(axis="y", color=FAINT, alpha=0.4)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
