@@ -31,6 +31,15 @@ _AWAY: Final = (
 )
 
 
+def _was_ended(error: BaseException) -> bool:
+    """Return whether the server ended the session while asyncpg was still reading why.
+
+    Until it has seen the end of the connection, asyncpg counts the message as an operation that is
+    in progress (MagicStack/asyncpg issue 1069).
+    """
+    return isinstance(error, asyncpg.InternalClientError) and "another operation" in str(error)
+
+
 def is_unavailable(error: BaseException) -> bool:
     """Return whether `error` means that PostgreSQL is unavailable now and may come back."""
     if isinstance(error, DBAPIError) and error.connection_invalidated:
@@ -40,4 +49,5 @@ def is_unavailable(error: BaseException) -> bool:
         return True
     # asyncpg raises an InterfaceError that is also a ValueError for a value it cannot encode:
     # then the record is at fault, and waiting would not help.
-    return isinstance(error, _AWAY) and not isinstance(error, ValueError)
+    away = isinstance(error, _AWAY) or _was_ended(error)
+    return away and not isinstance(error, ValueError)

@@ -16,6 +16,9 @@ from store.connection.availability import is_unavailable
         asyncpg.DeadlockDetectedError("deadlock"),
         asyncpg.UndefinedTableError("not migrated"),
         asyncpg.TooManyConnectionsError("full"),
+        asyncpg.InternalClientError(
+            "cannot switch to state 11; another operation (2) is in progress"
+        ),
     ],
 )
 def test_no_records_fault_is_waited_for(error: Exception) -> None:
@@ -28,6 +31,7 @@ def test_no_records_fault_is_waited_for(error: Exception) -> None:
         asyncpg.CheckViolationError("status"),
         asyncpg.CharacterNotInRepertoireError("0x00"),
         asyncpg.exceptions._base.DataError("cannot be sent"),
+        asyncpg.InternalClientError("got result for unknown protocol state 3"),
         ValueError("not 16 bytes"),
     ],
 )
