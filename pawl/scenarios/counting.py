@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from msgspec import to_builtins
+
 from pawl.scenarios.progress import Progress
 from store.policy_table import PolicySpec
 from store.read.stats import PolicyTotals, Totals
@@ -45,10 +47,7 @@ def outcome(progress: Progress, seconds: float) -> dict[str, Any]:
         "after": progress.after,
         "seconds": round(seconds, 1),
         "updates": len(progress.done_updates),
-        "held_out": [
-            {"waves": one.waves, "updates": one.updates, "score": one.score}
-            for one in progress.held_out
-        ],
+        "held_out": to_builtins(progress.held_out),
     }
 
 
