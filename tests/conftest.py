@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from sqlalchemy.ext.asyncio import AsyncEngine
 from xdist.scheduler import LoadScopeScheduling
 
+from store.connection import engine as engines
 from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.schema.migrate import upgrade
@@ -60,6 +61,14 @@ def _clean_environment() -> None:
     for name in list(os.environ):
         if name.startswith("PAWL_") or name == "DATABASE_URL":
             del os.environ[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_connections() -> Iterator[None]:
+    """Let a test's own connections wait out a busy machine; the processes it starts are as sold."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "CONNECT_TIMEOUT_S", 60.0)
+        yield
 
 
 @pytest.fixture(scope="session")
