@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -105,13 +106,20 @@ def template(postgres: EmbeddedPostgres) -> str:
     return "template_pawl"
 
 
+@contextmanager
+def database_of(server: EmbeddedPostgres, template: str) -> Iterator[str]:
+    """Make a copy of the template, and drop it in the end."""
+    name = f"test_{uuid4().hex}"
+    psql(server, f"CREATE DATABASE {name} TEMPLATE {template}")
+    yield url_of(server, name)
+    psql(server, f"DROP DATABASE {name} WITH (FORCE)")
+
+
 @pytest.fixture
 def database_url(postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
     """Give the test a migrated database of its own."""
-    name = f"test_{uuid4().hex}"
-    psql(postgres, f"CREATE DATABASE {name} TEMPLATE {template}")
-    yield url_of(postgres, name)
-    psql(postgres, f"DROP DATABASE {name} WITH (FORCE)")
+    with database_of(postgres, template) as url:
+        yield url
 
 
 @pytest.fixture

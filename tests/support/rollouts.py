@@ -134,15 +134,17 @@ class Runner:
         text = "".join(json.dumps(task) + "\n" for task in tasks)
         (self.folder / "tasks.jsonl").write_text(text)
 
-    async def start(self, *options: str, **environment: str) -> asyncio.subprocess.Process:
-        """Start the command."""
+    async def start(
+        self, *options: str, terminal: int = asyncio.subprocess.PIPE, **environment: str
+    ) -> asyncio.subprocess.Process:
+        """Start the command; what it shows goes to the terminal of that descriptor, if any."""
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "pawl.cli", "rollout", "--tasks", "tasks.jsonl"),
             *("--url", self.url, *options),
             cwd=self.folder,
             env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
             stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+            stderr=terminal,
         )
 
     async def run(self, *options: str, **environment: str) -> Ended:

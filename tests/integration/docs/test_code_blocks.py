@@ -1,6 +1,8 @@
-"""The code of the documents, run: clients' programs against a real proxy, SQL, statements."""
+"""The code of the documents, run: SQL, statements, the agent runner's page.
 
-import asyncio
+The pages about clients have a test of their own (`test_client_guides.py`).
+"""
+
 import json
 import os
 import re
@@ -9,7 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -19,68 +20,16 @@ from tests.conftest import ROOT
 from tests.integration.conftest import Proxy
 from tests.support.docs.documents import split_blocks
 from tests.support.docs.shell_lines import commands
-from tests.support.recordings import recordings
 from tests.support.rollouts import Runner
-from tests.support.servers.fake_upstream import FakeUpstream, echo
+from tests.support.servers.fake_upstream import FakeUpstream
 
 HOWTO = ROOT / "docs/howto"
-DEFAULT_LISTEN = "127.0.0.1:8100"
-# The clients that the development environment has; the others have one of their own.
-PYTHONS = {
-    "plain-openai": Path(sys.executable),
-    "langchain": Path(sys.executable),
-    "claude-code": Path(sys.executable),
-    "openai-agents-sdk": ROOT / ".venv-clients/bin/python",
-    "autogen": ROOT / ".venv-clients/bin/python",
-}
-# AutoGen's page makes a client and asks nothing.
-CALLS = {"plain-openai": 1, "langchain": 1, "claude-code": 1, "openai-agents-sdk": 1}
 
 
 def code_of(page: Path, language: str) -> str:
     """A page's blocks of one language, as one text."""
     blocks = split_blocks(page, page.read_text())[1]
     return "\n".join(block.text for block in blocks if block.language == language)
-
-
-async def recorded_response(request: web.Request) -> web.StreamResponse:
-    """Answer a Responses request as a real vLLM did; say again what else is asked."""
-    if request.path != "/v1/responses":
-        return await echo(request)
-    recorded = recordings("responses")["responses_text_whole"]["upstream"]
-    return web.json_response(text=recorded)
-
-
-@pytest.mark.parametrize("guide", sorted(PYTHONS))
-async def test_a_guides_program_runs(guide: str, proxy: Proxy, upstream: FakeUpstream) -> None:
-    upstream.behave_otherwise = recorded_response
-    python = PYTHONS[guide]
-    if not python.exists():
-        pytest.skip("no clients here: `make test` or scripts/install_clients.py gets them")
-    program = code_of(HOWTO / f"{guide}.md", "python").replace(
-        DEFAULT_LISTEN, proxy.settings.listen
-    )
-    process = await asyncio.create_subprocess_exec(
-        str(python),
-        "-c",
-        program,
-        env={
-            "PATH": os.environ["PATH"],
-            "HOME": os.environ.get("HOME", "/"),
-            "OPENAI_BASE_URL": f"{proxy.url}/v1",
-            "OPENAI_API_KEY": "unused",
-            "OPENAI_AGENTS_DISABLE_TRACING": "1",
-            "ANTHROPIC_BASE_URL": proxy.url,
-            "ANTHROPIC_API_KEY": "unused",
-        },
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, errors = await process.communicate()
-    assert process.returncode == 0, errors.decode()[-4000:]
-    if calls := CALLS.get(guide):
-        episodes = await proxy.episodes(calls)
-        assert sum(len(episode.calls) for episode in episodes) == calls
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The code in documents is code: it parses, and its commands, options, keys and files exist.
 
-What can be run without a model is run: by `tests/integration/docs/test_code_blocks.py`, and the
-example of credit by `test_credit_command.py`.
+What can be run without a model is run: by `tests/integration/docs/test_code_blocks.py`, the pages
+about clients by `test_client_guides.py` there, and the example of credit by
+`test_credit_command.py`.
 """
 
 import ast
@@ -18,11 +19,12 @@ from proxy.upstreams.file import parse_upstreams
 from store.policy_table import parse_policies
 from tests.conftest import ROOT
 from tests.support.docs.documents import Block, split_blocks
+from tests.support.docs.guides import client_pages
 from tests.support.docs.shell_lines import NoSuchCommand, check_script, commands
 from tests.unit.docs.test_docs import OTHER_PAGES, PAGES
 from trainer.recipes.recipe import Recipe
 
-LANGUAGES = {"", "json", "python", "sh", "sql", "toml"}
+LANGUAGES = {"", "js", "json", "python", "sh", "sql", "toml"}
 # Only what is a whole command: `make` alone, or a part of one, is prose.
 COMMAND = re.compile(r"`((?:make [a-z]+|python -m|\.venv/bin/\w+|pawl [a-z]+)(?: [^`…]*)?)`")
 PLACEHOLDER = re.compile(r"\b[A-Z]+$|\.NAME\b")
@@ -66,6 +68,10 @@ def test_shell_blocks_name_what_exists(block: Block) -> None:
 @pytest.mark.parametrize("block", blocks("python"), ids=where)
 def test_python_blocks_compile(block: Block) -> None:
     assert ast.parse(block.text).body
+
+
+def test_js_blocks_are_on_pages_that_are_run() -> None:
+    assert {block.page for block in blocks("js")} <= set(client_pages())
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=where)
