@@ -142,7 +142,11 @@ TRAINING: Final = {
     "episode_policies.policy": "Policy that served a call of it.",
     "episode_policies.own_version": "Lowest version that served a call under the episode's own "
     "key; null: only calls of its parts.",
+    "episode_policies.own_latest": "Highest version that served a call under the episode's own "
+    "key; null: only calls of its parts.",
     "episode_policies.version": "Lowest version that served a call of the whole episode.",
+    "episode_policies.latest": "Highest version that served a call of the whole episode: the one "
+    "that it goes on with.",
     "episode_policies.claimed_by": "Update that holds or has spent the episode for the policy.",
     "episode_policies.task": "Task of the whole episode.",
     "episode_policies.scored_at": "As in `episodes`.",
