@@ -84,10 +84,10 @@ EPISODES = """
     FROM (SELECT n, uuidv7() AS id FROM generate_series(1, CAST(:count AS integer)) n) made
 """
 CLAIMABLE = """
-    INSERT INTO episode_policies (episode_id, policy, own_version, version, task, scored_at,
-        call_scored_at, reward, failed, last_call_at, claimable)
-    SELECT id, policy, policy_version, policy_version, task, scored_at, call_scored_at, reward,
-        failed, last_call_at, true
+    INSERT INTO episode_policies (episode_id, policy, own_version, own_latest, version, latest,
+        task, scored_at, call_scored_at, reward, failed, last_call_at, claimable)
+    SELECT id, policy, policy_version, policy_version, policy_version, policy_version,
+        task, scored_at, call_scored_at, reward, failed, last_call_at, true
     FROM episodes WHERE key LIKE CAST(:tag AS text) || '%'
 """
 EMPTY = (

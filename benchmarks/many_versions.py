@@ -12,7 +12,7 @@ import argparse
 import asyncio
 import tempfile
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,10 +60,11 @@ _CALLS: Final = """
     INSERT INTO transitions (id, episode_id, method, confidence, agent, dialect, policy,
         policy_version, status, http_status, stream, request, reply, prompt_ids, sampled_ids,
         sampled_logprobs, sampling, trainable, tool_calls, started_at, total_ms, retry, split)
-    SELECT uuidv7(), e.id, 'header', 'certain', 'default', 'chat', 'm', e.policy_version,
-        'complete', 200, false, CAST(repeat(md5(e.key), 20) AS bytea), '{}',
+    SELECT uuidv7(e.last_call_at - now()), e.id, 'header', 'certain', 'default', 'chat', 'm',
+        e.policy_version, 'complete', 200, false, CAST(repeat(md5(e.key), 20) AS bytea), '{}',
         CAST(repeat('p', 480) AS bytea), CAST(repeat('s', 80) AS bytea),
-        CAST(repeat('l', 80) AS bytea), '{"temperature": 1.0}', true, '[]', now(), 1, 0, 'train'
+        CAST(repeat('l', 80) AS bytea), '{"temperature": 1.0}', true, '[]',
+        e.last_call_at, 1, 0, 'train'
     FROM episodes e, generate_series(1, CAST(:calls AS integer)) call
 """
 _TAKE_LOGPROBS: Final = """
@@ -81,7 +82,10 @@ async def fill(connection: AsyncConnection, waiting: int) -> None:
     episodes = {"count": waiting, "newest": VERSIONS, "kept": WITH_FILES}
     await connection.execute(text(_EPISODES), episodes)
     await connection.execute(text(CLAIMABLE), {"tag": "w"})
-    await ensure_partition(connection, datetime.now(UTC).date())
+    # A thousand seconds and a minute ago the first episode ended: maybe that was yesterday.
+    today = datetime.now(UTC).date()
+    for day in (today - timedelta(days=1), today):
+        await ensure_partition(connection, day)
     await connection.execute(text(_CALLS), {"calls": CALLS})
 
 

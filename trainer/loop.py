@@ -20,6 +20,7 @@ from store.errors import TurnedEvaluation
 from store.records import PolicyVersion
 from store.updates import signal
 from store.updates.claims import Claim
+from store.updates.faults import note_fault
 from trainer.errors import DriftOutOfBounds, LearnerError, ShortOfMemory
 from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import HELD, UPDATE_SECONDS
@@ -125,6 +126,8 @@ class Loop:
             in_doubt = self._holding.is_in_doubt
             why = await (self._trial.why_unserved() if in_doubt else self._trial.why_not())
             self._holding.note_trial(why)
+            if why is None:
+                await self._set_aside()
             log.warning("trial", policy=self._policy, passed=why is None, reason=why)
         HELD.labels(self._policy).set(int(self._holding.is_held))
 
@@ -192,12 +195,24 @@ class Loop:
             return
         why: str | None = str(error)
         if isinstance(error, DriftOutOfBounds):
+            self._holding.note_drift()
             why = await self._trial.why_unserved()
         if why is None:
+            await self._set_aside()
             self._holding.note_past_fault(str(error))
             self._tell_if_held()
         else:
             self._note_failure(why)
+
+    async def _set_aside(self) -> None:
+        """Set aside what was sampled before now, where the servers are right now and were not.
+
+        Else one update after the other would spend its share of it.
+        """
+        if self._holding.sampled_wrongly:
+            async with self._engine.begin() as connection:
+                episodes = await note_fault(connection, self._policy)
+            log.warning("episodes_set_aside", policy=self._policy, episodes=episodes)
 
     def _note_failure(self, why: str) -> None:
         """Count an update that came to nothing, and hold after some in a row."""
@@ -263,6 +278,7 @@ class Loop:
         """
         why = await self._trial.why_unserved()
         if why is not None:
+            self._holding.note_drift()
             raise LearnerError(
                 f"{far} of {measured} episodes are too far off the policy, and a model server is at"
                 f" fault: {why}"

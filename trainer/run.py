@@ -129,7 +129,7 @@ async def _learners(
         LearnerError: the model cannot be loaded, or is larger than all of the memory.
     """
 
-    @says_no_room()
+    @says_no_room("while the model and its adapters were loaded")
     def load() -> dict[str, Learner]:
         base = Base(model, recipes[0])
         return {

@@ -4,12 +4,12 @@ A rank that the server refuses, layers it has no LoRA in, raw log-probabilities,
 full memory, a server that is away: each is there at the start, and each is made while a real
 `pawl trainer` learns, with the default recipe and the product's own pauses. The model server
 computes over a tiny model, and is changed in place, so that nothing but its answers tells. Once the
-trainer holds, or has ended, the fault lasts a while longer and is then repaired; a trainer that
-has ended is started again.
+trainer holds, or has ended, the fault lasts a while longer, in which agents go on working, and is
+then repaired; a trainer that has ended is started again.
 
-Printed: episodes spent in vain until the repair, what the operator was told, and the seconds from
-the repair to the next version that serves. Ends with status 1 where a bar is missed: none spent at
-the start, two updates' (256) in all while it runs, the remedy told, 60 s.
+Printed: episodes spent in vain, until it has learned again, what the operator was told, and the
+seconds from the repair to the next version that serves. Ends with status 1 where a bar is missed:
+none spent at the start, two updates' (256) in all while it runs, the remedy told, 60 s.
 """
 
 import argparse

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -22,6 +23,8 @@ KNOWN_WITHIN_S: Final = 120.0
 LASTS_S: Final = 25.0
 LEARNS_WITHIN_S: Final = 120.0
 POLL_S: Final = 0.1
+# Agents that go on working under a fault sample another update's episodes this often.
+BETWEEN_S: Final = 2.0
 # The bars.
 MOST_UPDATES: Final = 2
 MOST_S: Final = 60.0
@@ -95,12 +98,22 @@ class Scenario:
             await agents.work(WRONG_GROUPS, version)
         known_after_s = await _until(self._is_known, KNOWN_WITHIN_S)
         if trainer.ended is None:
-            await asyncio.sleep(LASTS_S)
-        told, status, spent = trainer.told(), trainer.ended, await trainer.spent() - before
-        learns_after_s = await self._repaired(fault, moment, agents, await trainer.serving())
+            await self._go_on(fault, agents, version)
+        told, status, lost = trainer.told(), trainer.ended, await trainer.serving()
+        learns_after_s = await self._repaired(fault, moment, agents, lost)
+        spent = await trainer.spent() - before
         return Outcome(
             *(fault.name, moment, known_after_s, told, status, spent, learns_after_s, fault.remedy)
         )
+
+    async def _go_on(self, fault: Fault, agents: Agents, version: int) -> None:
+        """Let the fault last, while agents go on working if there is a server."""
+        if fault.takes_server_away:
+            await asyncio.sleep(LASTS_S)
+            return
+        working = asyncio.create_task(_work(agents, version))
+        await asyncio.sleep(LASTS_S)
+        await _end(working)
 
     async def _repaired(
         self, fault: Fault, moment: Moment, agents: Agents, version: int
@@ -108,9 +121,9 @@ class Scenario:
         """Return the seconds from the repair, where agents go on working, to the next version."""
         began = time.monotonic()
         await repair(fault, moment, self._server, self._trainer)
-        if moment == "while it runs":
-            await agents.work(GROUPS, version)
+        working = asyncio.create_task(_work(agents, version))
         learned = await _until(self._serves_more_than(version), LEARNS_WITHIN_S)
+        await _end(working)
         return None if learned is None else time.monotonic() - began
 
     async def _is_known(self) -> bool:
@@ -124,6 +137,24 @@ class Scenario:
             return await self._trainer.serving() > version
 
         return look
+
+
+async def _work(agents: Agents, version: int) -> None:
+    """Let agents work for ever, an update's episodes at a time."""
+    while True:
+        await agents.work(GROUPS, version)
+        await asyncio.sleep(BETWEEN_S)
+
+
+async def _end(working: asyncio.Task[None]) -> None:
+    """Send the agents home.
+
+    Raises:
+        Exception: they could not work, which they say by the exception.
+    """
+    working.cancel()
+    with suppress(asyncio.CancelledError):
+        await working
 
 
 async def _until(check: Callable[[], Awaitable[bool]], within_s: float) -> float | None:

@@ -3,7 +3,8 @@
 The model name that an agent asks for names a policy; or, where a file names the policies, model
 name and agent do (`store.policy_table`). An episode's first call of a policy takes the version that
 is serving then, and its later calls keep it for as long as that version can be served at all: an
-episode is sampled by one version of each policy.
+episode is sampled by one version of each policy. One whose version was retired moves to the one
+that serves then, and keeps that.
 """
 
 from collections import OrderedDict
@@ -131,17 +132,20 @@ class Versions:
     def knows(self, policy: str, episode: str) -> bool:
         """Return whether `resolve` can answer for an episode without a look-up in the store.
 
-        An episode that began at another proxy may have another version than the one serving now.
+        An episode that began at another proxy may have another version than the one serving now;
+        and one that had to leave its version here may have done so at another proxy before.
         """
         return (
             policy not in self._serving
             or len(self._names.get(policy, ())) < SEVERAL
-            or (policy, episode) in self._pins
+            or self._pins.get((policy, episode)) in self._names[policy]
         )
 
     def pin(self, policy: str, episode: str, version: int) -> None:
-        """Remember that `episode` began with `version`, unless a version is remembered already."""
-        self._pins.setdefault((policy, episode), version)
+        """Remember that `episode` goes on with `version`, unless it can with what is remembered."""
+        key = (policy, episode)
+        if self._pins.get(key) not in self._names.get(policy, ()):
+            self._pins[key] = version
         if len(self._pins) > MAX_PINS:
             self._pins.popitem(last=False)
 

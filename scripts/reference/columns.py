@@ -31,6 +31,8 @@ TABLES: Final = {
     "served a call of it, or of its parts.",
     "consumptions": "Episodes that an update has spent, trained or not. A policy spends an episode "
     "at most once.",
+    "fault_times": "Times in which a policy's model server sampled wrongly. Episodes with a call "
+    "in one are set aside: no update claims them, and they expire as others do.",
     "judgements": "What `pawl judge` has asked, and what came of it.",
 }
 REASONS: Final = ", ".join(f"`{reason}`" for reason in get_args(Reason))
@@ -142,7 +144,11 @@ TRAINING: Final = {
     "episode_policies.policy": "Policy that served a call of it.",
     "episode_policies.own_version": "Lowest version that served a call under the episode's own "
     "key; null: only calls of its parts.",
+    "episode_policies.own_latest": "Highest version that served a call under the episode's own "
+    "key; null: only calls of its parts.",
     "episode_policies.version": "Lowest version that served a call of the whole episode.",
+    "episode_policies.latest": "Highest version that served a call of the whole episode: the one "
+    "that it goes on with.",
     "episode_policies.claimed_by": "Update that holds or has spent the episode for the policy.",
     "episode_policies.task": "Task of the whole episode.",
     "episode_policies.scored_at": "As in `episodes`.",
@@ -160,6 +166,9 @@ TRAINING: Final = {
     "consumptions.reason": "Why it did not, such as `stale`, `aged`, `alone`, `damaged`, "
     "`non_finite`, `too_long` or `low_reward`.",
     "consumptions.at": "Time.",
+    "fault_times.policy": "Policy.",
+    "fault_times.called_since": "Its beginning: what had a call since then is set aside,",
+    "fault_times.began_before": "if it began before this id (UUIDv7), which is its end.",
     "judgements.episode_id": "Episode.",
     "judgements.judge": "Name of the judge.",
     "judgements.outcome": "What came of it; scores are in `feedback`.",

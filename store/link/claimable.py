@@ -5,7 +5,8 @@ order of arrival nor a repetition changes it (docs/decisions/041-several-policie
 changes an episode does this in the same transaction, and so holds the lock on the episode's row.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 from uuid import UUID
 
@@ -40,15 +41,20 @@ _FACTS: Final = f"""
     WHERE e.id = ANY($1)
 """
 _ADD: Final = f"""
-    INSERT INTO episode_policies (episode_id, policy, own_version, version, {_COPIED})
-    SELECT episode_id, policy, version, version, {_COPIED}
-    FROM unnest($1::uuid[], $2::text[], $3::integer[]) AS said (episode_id, policy, version)
+    INSERT INTO episode_policies (episode_id, policy, own_version, own_latest, version, latest,
+        {_COPIED})
+    SELECT episode_id, policy, lowest, highest, lowest, highest, {_COPIED}
+    FROM unnest($1::uuid[], $2::text[], $3::integer[], $4::integer[])
+            AS said (episode_id, policy, lowest, highest)
         JOIN ({_FACTS}) facts ON facts.id = said.episode_id
     ON CONFLICT (episode_id, policy) DO UPDATE SET
         own_version = LEAST(episode_policies.own_version, excluded.own_version),
-        version = LEAST(episode_policies.version, excluded.version)
+        own_latest = GREATEST(episode_policies.own_latest, excluded.own_latest),
+        version = LEAST(episode_policies.version, excluded.version),
+        latest = GREATEST(episode_policies.latest, excluded.latest)
     WHERE episode_policies.own_version IS NULL
         OR episode_policies.own_version > excluded.own_version
+        OR episode_policies.own_latest < excluded.own_latest
 """
 _REFRESH: Final = f"""
     UPDATE episode_policies p SET ({_COPIED}) = ROW({_OF_FACTS}) FROM ({_FACTS}) f
@@ -57,15 +63,18 @@ _REFRESH: Final = f"""
 _WHOLES: Final = "SELECT DISTINCT COALESCE(root, id) FROM episodes WHERE id = ANY($1)"
 # A whole has a row for each policy of any part of it.
 _SHARE: Final = f"""
-    INSERT INTO episode_policies (episode_id, policy, version, {_COPIED})
-    SELECT sampled.id, policy, version, {_COPIED}
-    FROM (SELECT COALESCE(e.root, e.id) AS id, p.policy, min(p.own_version) AS version
+    INSERT INTO episode_policies (episode_id, policy, version, latest, {_COPIED})
+    SELECT sampled.id, policy, version, latest, {_COPIED}
+    FROM (SELECT COALESCE(e.root, e.id) AS id, p.policy, min(p.own_version) AS version,
+              max(p.own_latest) AS latest
           FROM episodes e JOIN episode_policies p ON p.episode_id = e.id
           WHERE (e.id = ANY($1) OR e.root = ANY($1)) AND p.own_version IS NOT NULL
           GROUP BY 1, 2) sampled
         JOIN ({_FACTS}) facts ON facts.id = sampled.id
-    ON CONFLICT (episode_id, policy) DO UPDATE SET version = excluded.version
-    WHERE episode_policies.version <> excluded.version
+    ON CONFLICT (episode_id, policy) DO UPDATE SET
+        version = excluded.version, latest = excluded.latest
+    WHERE (episode_policies.version, episode_policies.latest)
+        <> (excluded.version, excluded.latest)
 """
 # What an earlier join gave, and no part gives any longer.
 _UNSHARE: Final = """
@@ -88,20 +97,22 @@ async def add_policies(
             training: an outside model served it, or one that is fixed.
         changed: the episodes that were stored before and are not linked to others.
     """
-    lowest: dict[tuple[UUID, str], int] = {}
+    served: defaultdict[tuple[UUID, str], list[int]] = defaultdict(list)
     for call, episode_id in calls:
         if call.policy is not None and call.policy_version is not None:
-            key = (episode_id, call.policy)
-            lowest[key] = min(call.policy_version, lowest.get(key, call.policy_version))
-    if lowest:
-        await driver.execute(_ADD, *_columns(lowest))
+            served[episode_id, call.policy].append(call.policy_version)
+    if served:
+        await driver.execute(_ADD, *_columns(served))
     if changed:
         await driver.execute(_REFRESH, changed)
 
 
-def _columns(lowest: Mapping[tuple[UUID, str], int]) -> tuple[list[UUID], list[str], list[int]]:
-    keys = sorted(lowest)
-    return [one for one, _ in keys], [policy for _, policy in keys], [lowest[key] for key in keys]
+def _columns(
+    served: Mapping[tuple[UUID, str], Sequence[int]],
+) -> tuple[list[UUID], list[str], list[int], list[int]]:
+    keys = sorted(served)
+    lowest, highest = ([of(served[key]) for key in keys] for of in (min, max))
+    return [one for one, _ in keys], [policy for _, policy in keys], lowest, highest
 
 
 async def share_policies(driver: Any, linked: Iterable[UUID]) -> None:

@@ -28,10 +28,14 @@ episode_policies = Table(
     metadata,
     Column("episode_id", Uuid, ForeignKey("episodes.id"), primary_key=True),
     Column("policy", Text, primary_key=True),
-    # The lowest version that served a call under the episode's own key (null: only calls of its
-    # parts), and the lowest that served a call of the whole episode.
+    # The lowest and the highest version that served a call under the episode's own key (null: only
+    # calls of its parts), then those that served a call of the whole episode. The lowest is what
+    # staleness is about, the highest is what the episode goes on with
+    # (docs/decisions/065-episodes-that-change-their-version.md).
     Column("own_version", Integer),
+    Column("own_latest", Integer),
     Column("version", Integer, nullable=False),
+    Column("latest", Integer, nullable=False),
     Column("claimed_by", Uuid, ForeignKey("updates.id")),
     # Copied from the episode and its parts.
     Column("task", Text),

@@ -31,6 +31,8 @@ CLAIMABLE = f"root IS NULL AND quarantined_reason IS NULL AND {SPLIT} = '{TRAIN}
 # The condition for a call that can be trained once the version that sampled it has been asked for
 # its log-probabilities.
 WITHOUT_LOGPROBS = "trainable AND octet_length(sampled_logprobs) = 0"
+# The condition for a call that a trained version served, and not its base model.
+OF_A_VERSION = "policy_version > 0"
 
 episodes = Table(
     "episodes",
@@ -102,6 +104,14 @@ transitions = Table(
     CheckConstraint("trainable OR reason IS NOT NULL", name="reason_given"),
     Index("ix_transitions_episode_id", "episode_id"),
     Index("ix_transitions_response_id", "response_id"),
+    # The newest calls of each trained version: whether anybody uses it.
+    Index(
+        "ix_transitions_called",
+        "policy",
+        "policy_version",
+        "id",
+        postgresql_where=text(OF_A_VERSION),
+    ),
     Index(
         "ix_transitions_without_logprobs",
         "policy",

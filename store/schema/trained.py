@@ -84,6 +84,16 @@ updates = Table(
     Index("uq_updates_running", "policy", unique=True, postgresql_where=text("state = 'running'")),
 )
 
+# Episodes of a policy with a call in such a time are set aside (`store.updates.faults`).
+fault_times = Table(
+    "fault_times",
+    metadata,
+    Column("policy", Text, primary_key=True),
+    # Those that had a call since then and began before this UUIDv7 was made.
+    Column("called_since", When, primary_key=True),
+    Column("began_before", Uuid, nullable=False),
+)
+
 consumptions = Table(
     "consumptions",
     metadata,

@@ -4,6 +4,7 @@ After a version's row is inserted, only its state (and the time of its change) c
 """
 
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Final
 from uuid import UUID
 
@@ -12,21 +13,31 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import UnknownPolicy
+from store.ids import lowest_id_at
 from store.read.pages import version_of
 from store.records import SERVABLE, PolicyState, PolicyVersion, policy_name
+from store.schema.recorded import OF_A_VERSION
 from store.schema.trained import LIVE, policies
 
-# Which versions were called lately is found once for all, from the episodes of that time.
+_SINCE: Final = text("SELECT GREATEST(now() - make_interval(secs => :idle_s), to_timestamp(0))")
+# In use is what episodes of that time go on with, whichever policy they called, which is found once
+# for all; and what served a call of that time, whoever asked for it. The latter is looked for by
+# index, in the partitions of the days in question. LIMIT keeps PostgreSQL from reading all calls of
+# the time for all versions at once.
 _IDLE: Final = text(
-    """
-    WITH called AS MATERIALIZED (
-        SELECT DISTINCT s.own_version AS version
-        FROM episodes e JOIN episode_policies s ON s.episode_id = e.id AND s.policy = :name
-        WHERE e.last_call_at > now() - make_interval(secs => :idle_s))
+    f"""
+    WITH kept AS MATERIALIZED (
+        SELECT DISTINCT s.latest AS version
+        FROM episodes e JOIN episode_policies s
+            ON s.episode_id = COALESCE(e.root, e.id) AND s.policy = :name
+        WHERE e.last_call_at > :since)
     SELECT * FROM policies p
     WHERE p.name = :name AND p.state = ANY(CAST(:states AS text[])) AND p.version > 0
-        AND p.files_deleted_at IS NULL AND p.changed_at < now() - make_interval(secs => :idle_s)
-        AND NOT EXISTS (SELECT FROM called WHERE called.version = p.version)
+        AND p.files_deleted_at IS NULL AND p.changed_at < :since
+        AND NOT EXISTS (SELECT FROM kept WHERE kept.version = p.version)
+        AND (SELECT t.id FROM transitions t
+             WHERE t.policy = p.name AND t.policy_version = p.version AND t.{OF_A_VERSION}
+                 AND t.id >= :first LIMIT 1) IS NULL
     ORDER BY p.version
     """
 )
@@ -176,21 +187,25 @@ async def idle_versions(
 ) -> list[PolicyVersion]:
     """Return trained versions in `states` that are idle, oldest first.
 
-    They had no change of state and no call for `idle_s` seconds. Version 0, the base model, is
-    never among them, nor are versions whose files were deleted.
+    For `idle_s` seconds their state did not change, they served no call, by whatever name it asked
+    for them, and no episode that goes on with them made one. Version 0, the base model, is never
+    among them, nor are versions whose files were deleted.
     """
-    values = {"name": name, "states": list(states), "idle_s": idle_s}
+    since: datetime = (await connection.execute(_SINCE, {"idle_s": idle_s})).scalar_one()
+    values = {"name": name, "states": list(states), "since": since, "first": lowest_id_at(since)}
     return [version_of(row) for row in await connection.execute(_IDLE, values)]
 
 
 async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[str, str, int]]:
     """Return (policy, episode key, version) of the last day's resumable episodes, newest first.
 
-    An episode that became a part of another goes on at that episode's version. At most `most`.
+    The version is the one that an episode goes on with: one that had to leave its first has moved
+    to a newer one. An episode that became a part of another goes on with that episode's. At most
+    `most`.
     """
     rows = await connection.execute(
         text(
-            "SELECT p.policy, e.key, p.version"
+            "SELECT p.policy, e.key, p.latest"
             " FROM episodes e JOIN episode_policies p ON p.episode_id = COALESCE(e.root, e.id)"
             " WHERE (e.method <> 'own' OR e.linked)"
             " AND e.last_call_at > now() - interval '1 day'"
@@ -198,14 +213,17 @@ async def pinned_episodes(connection: AsyncConnection, most: int) -> list[tuple[
         ),
         {"most": most},
     )
-    return [(row.policy, row.key, row.version) for row in rows]
+    return [(row.policy, row.key, row.latest) for row in rows]
 
 
 async def pinned_version(connection: AsyncConnection, policy: str, episode: str) -> int | None:
-    """Return an episode's version of `policy`, or None if it has no call of that policy yet."""
+    """Return the version of `policy` that an episode goes on with.
+
+    None: it has no call of that policy yet.
+    """
     version = await connection.scalar(
         text(
-            "SELECT p.version FROM episodes e JOIN episode_policies p"
+            "SELECT p.latest FROM episodes e JOIN episode_policies p"
             " ON p.episode_id = COALESCE(e.root, e.id)"
             " WHERE e.key = :key AND p.policy = :policy"
         ),

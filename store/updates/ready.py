@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import Record
 from store.schema.claimable import FREE
+from store.updates.faults import and_not_aside
 
 # How many of the last updates are searched for consumed members to compare a late member with.
 EARLIER_UPDATES = 32
@@ -184,25 +185,28 @@ async def find_ready(
     `oldest` is the first version whose episodes may be trained. With `takes_most` there are up to
     `rule.most_groups` groups.
     """
-    values = {
-        "policy": rule.policy,
-        "oldest": oldest,
-        "groups": (takes_most and rule.most_groups) or rule.groups,
-    }
-    if rule.least_reward is not None:
-        values["least_reward"] = rule.least_reward
-    ready = _SCORED
-    if rule.call_rewards_after_s is not None:
-        ready += _CALL_SCORED
-        values["call_rewards_after_s"] = rule.call_rewards_after_s
-    if rule.failed_after_s is not None:
-        ready += _FAILED
-        values["failed_after_s"] = rule.failed_after_s
-        values["failed_reward"] = rule.failed_reward
-        values["calls_are_paid"] = rule.call_rewards_after_s is not None
+    groups = (takes_most and rule.most_groups) or rule.groups
+    ready, values = _ready_of(rule, await and_not_aside(connection, rule.policy))
+    values |= {"policy": rule.policy, "oldest": oldest, "groups": groups}
     if rule.group_size == 1:
         return await _singles(connection, rule, ready, values)
     return await _groups(connection, rule, ready, values)
+
+
+def _ready_of(rule: ClaimRule, but: str) -> tuple[str, dict[str, Any]]:
+    """Return the query of episodes that are members, and its values; `but` ends each part of it."""
+    ready, values = _SCORED + but, dict[str, Any]()
+    if rule.least_reward is not None:
+        values["least_reward"] = rule.least_reward
+    if rule.call_rewards_after_s is not None:
+        ready += _CALL_SCORED + but
+        values["call_rewards_after_s"] = rule.call_rewards_after_s
+    if rule.failed_after_s is not None:
+        ready += _FAILED + but
+        values["failed_after_s"] = rule.failed_after_s
+        values["failed_reward"] = rule.failed_reward
+        values["calls_are_paid"] = rule.call_rewards_after_s is not None
+    return ready, values
 
 
 async def lock(connection: AsyncConnection, ids: Sequence[UUID]) -> None:

@@ -6,6 +6,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.schema.claimable import FREE
+from store.updates.faults import and_not_aside
 from store.updates.ready import ClaimRule
 
 # Whole groups alone, and where an update waits for spread only those whose rewards differ, or for a
@@ -14,18 +15,17 @@ _COUNTS: Final = (
     "COALESCE(reward >= CAST(:least_reward AS double precision),"
     " CAST(:least_reward AS double precision) IS NULL)"
 )
-_GROUPS: Final = text(
-    f"""
+_GROUPS: Final = f"""
     SELECT coalesce(sum(members / :group_size), 0) FROM (
         SELECT count(*) FILTER (WHERE :group_size > 1 OR {_COUNTS}) AS members
         FROM episode_policies
         WHERE policy = :policy AND {FREE} AND (task IS NOT NULL OR :group_size = 1)
             AND (scored_at IS NOT NULL OR (:calls_are_paid AND call_scored_at IS NOT NULL))
+            {{but}}
         GROUP BY task
         HAVING (NOT CAST(:needs_spread AS boolean) OR min(reward) < max(reward))
             AND bool_or({_COUNTS})) counted
-    """
-)
+"""
 
 
 async def waiting_updates(connection: AsyncConnection, rule: ClaimRule) -> float:
@@ -37,4 +37,5 @@ async def waiting_updates(connection: AsyncConnection, rule: ClaimRule) -> float
         "needs_spread": rule.needs_spread and rule.group_size > 1,
         "least_reward": rule.least_reward,
     }
-    return int((await connection.execute(_GROUPS, values)).scalar_one()) / rule.groups
+    query = text(_GROUPS.format(but=await and_not_aside(connection, rule.policy)))
+    return int((await connection.execute(query, values)).scalar_one()) / rule.groups

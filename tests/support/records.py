@@ -7,7 +7,7 @@ from uuid import UUID
 import msgspec
 
 from proxy.calls.capture import CapturedCall
-from store.ids import new_id
+from store.ids import lowest_id_at, new_id
 from store.records import CallRecord, FeedbackItem, FeedbackRecord, Tokens, ToolEvent
 from store.values.tokens import pack_ids, pack_logprobs
 
@@ -62,6 +62,12 @@ def call(episode: str = "e1", **changes: Any) -> CallRecord:
         retry=0,
     )
     return msgspec.structs.replace(record, **changes)
+
+
+def ago(seconds: float, number: int = 0) -> dict[str, Any]:
+    """Return fields of a call that began `seconds` ago; `number` tells those of a time apart."""
+    began = datetime.now(UTC) - timedelta(seconds=seconds)
+    return {"id": UUID(int=lowest_id_at(began).int + number), "started_at": began}
 
 
 def captured(episode: str = "e1", **changes: Any) -> CapturedCall:

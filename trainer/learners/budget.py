@@ -57,17 +57,18 @@ def needs_memory(rows: Sequence[Row]) -> Iterator[None]:
 
 
 @contextmanager
-def says_no_room() -> Iterator[None]:
-    """Raise `ShortOfMemory` where the block, which cannot be cut into less, has too little."""
+def says_no_room(doing: str) -> Iterator[None]:
+    """Raise `ShortOfMemory` where the block, which cannot be cut into less, has too little.
+
+    `doing` completes "memory ran out …" in the error's message.
+    """
     try:
         yield
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         torch.cuda.empty_cache()
-        raise ShortOfMemory(
-            f"the memory has no room for the model and its adapter: {REMEDY}: {error}"
-        ) from error
+        raise ShortOfMemory(f"memory ran out {doing}: {REMEDY}: {error}") from error
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

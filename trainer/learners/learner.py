@@ -92,13 +92,13 @@ class Learner:
         )
         self._step = Step(self._trainer, self._recipe.optimizer, self._interrupted, self.processes)
 
-    @says_no_room()
+    @says_no_room("while a version was loaded")
     def restore(self, adapter: Path | None) -> None:
         """Continue from `adapter`, optimiser state included, or from the base model if it is None.
 
         Raises:
             AdapterError: a state file cannot be read.
-            Unusable: memory ran out.
+            ShortOfMemory: memory ran out.
         """
         if adapter == self._stands_at:
             return
@@ -108,7 +108,7 @@ class Learner:
             self._step.taken = load_state(self._resumed(), adapter)
         self._stands_at = adapter
 
-    @says_no_room()
+    @says_no_room("while a trial's adapter was made")
     def write_trial(self, folder: Path, effect: float) -> list[Row]:
         """Write a new adapter with an effect into `folder`, and return rows to compare it by.
 
@@ -137,6 +137,7 @@ class Learner:
         rows = rehearsal_rows(probe_rows(self._tokenizer), tokens)
         self.update(with_logprobs(rows, self.version_logprobs(None, rows)))
 
+    @says_no_room("while an adapter was imported")
     def adopt(self, adapter: Path) -> list[Row]:
         """Begin from an adapter that was trained elsewhere, with a new optimiser state.
 
@@ -144,6 +145,7 @@ class Learner:
 
         Raises:
             AdapterError: it cannot be a version; the message says why, and what to do.
+            ShortOfMemory: memory ran out.
         """
         check_weights(self._model, self._base.hash, adapter)
         self._stands_at = IN_BETWEEN
@@ -155,6 +157,7 @@ class Learner:
         """Return the objects that are saved and resumed beside the adapter, by name."""
         return {OPTIMIZER: self._trainer.optimizer, **self._trainer.added_modules()}
 
+    @says_no_room("in an update, which was undone")
     def update(self, rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
         """Train on `rows`, whose weights sum to one, and return the update's metrics.
 
@@ -163,6 +166,7 @@ class Learner:
         Raises:
             DriftOutOfBounds: the server sampled from another policy than the trainer has.
             Unusable: some rows cannot be computed with, or the loss or gradient is not finite.
+            ShortOfMemory: memory ran out, and no row is to blame for it.
             Interrupted: `interrupt` was called.
         """
         rows = self._base.checked(rows)
@@ -190,6 +194,7 @@ class Learner:
 
         Raises:
             Unusable: the loss or the gradient is not finite; it says which episodes are to blame.
+            ShortOfMemory: memory ran out, also where it is looked for who is to blame.
         """
         off_policy: dict[str, Any] = {}
 
@@ -206,7 +211,8 @@ class Learner:
             if error.reason != NON_FINITE:
                 raise
             # Of all rows: who is to blame may have been compared with who is in this step.
-            blamed = to_blame(self._trainer, rows, self._step.stop_if_asked)
+            with says_no_room("while it was looked for rows that are not finite"):
+                blamed = to_blame(self._trainer, rows, self._step.stop_if_asked)
             raise Unusable(str(error), blamed) from error
 
     def _view(self, rows: Sequence[Row]) -> View:
@@ -282,6 +288,7 @@ class Learner:
         """Return why the masks of a call's grammar cannot be made, or None if they can."""
         return self._base.why_unreplayable(distribution, sampled_ids)
 
+    @says_no_room("while log-probabilities were computed")
     def version_logprobs(self, adapter: Path | None, rows: Sequence[Row]) -> list[list[float]]:
         """Return log-probabilities (S,) of each row's sampled tokens under a version.
 
@@ -291,6 +298,7 @@ class Learner:
 
         Raises:
             Unusable: some rows cannot be computed with.
+            ShortOfMemory: memory ran out, and no row is to blame for it.
             Interrupted: `interrupt` was called.
         """
         rows = self._base.checked(rows)
@@ -315,10 +323,14 @@ class Learner:
         values = {key: own for part in seen for key, own in part.items()}
         return [values[row.key] for row in rows]
 
+    @says_no_room("while log-probabilities were computed")
     def logprobs(self, rows: Sequence[Row]) -> list[list[float]]:
         """Return log-probabilities (S,) of each row's sampled tokens at temperature one.
 
         Nothing else shapes these distributions: a probe asks the server for the same.
+
+        Raises:
+            ShortOfMemory: memory ran out.
         """
         self._model.eval()
         with torch.no_grad():
@@ -327,12 +339,14 @@ class Learner:
                 for row in rows
             ]
 
+    @says_no_room("while a version was written")
     def save(self, folder: Path) -> None:
         """Write the adapter for the server, and what resuming needs (`trainer.learners.state`).
 
         All processes hold the same weights; only rank 0 writes.
 
         Raises:
+            ShortOfMemory: memory ran out.
             OSError: the disk refused a write; the learner is unchanged, and `save` can be repeated.
         """
         if self.processes.rank > 0:

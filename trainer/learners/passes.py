@@ -10,13 +10,8 @@ import torch
 
 from trainer.batches.micro_batches import computed_tokens, share_out
 from trainer.batches.rows import Row
-from trainer.errors import Interrupted, ShortOfMemory, Unusable
-from trainer.learners.budget import (
-    REMEDY,
-    MicroBatches,
-    is_out_of_memory,
-    needs_memory,
-)
+from trainer.errors import Interrupted, Unusable
+from trainer.learners.budget import MicroBatches, needs_memory, says_no_room
 from trainer.learners.distributed.processes import Processes
 from trainer.recipes.schedule import rate_share
 from trainer.recipes.training import OptimizerOptions
@@ -105,8 +100,8 @@ class Step:
         anything is applied; what it raises passes on.
 
         Raises:
-            Unusable: the loss or the gradient is not finite, and nothing was applied; or memory ran
-                out while the step was applied, and the learner must be restored.
+            Unusable: the loss or the gradient is not finite, and nothing was applied.
+            ShortOfMemory: memory ran out while the step was applied; the learner must be restored.
             NoRoom: memory ran out before; nothing was applied.
             Interrupted: the update was stopped; the learner must be restored.
         """
@@ -133,6 +128,7 @@ class Step:
         if any(self._processes.gather(self._interrupted.is_set())):
             raise Interrupted("the update was stopped half-way and will be done again")
 
+    @says_no_room("in the optimiser's step, which was undone")
     def _apply(self) -> float:
         policy, critic = self._trainer.trained_parameters()
         self._processes.add_up([*policy, *critic])
@@ -154,13 +150,8 @@ class Step:
 
     def _apply_gradients(self) -> None:
         try:
+            # Where memory runs out some parameters may have moved and others not: this must not be
+            # tried again from here.
             self._trainer.optimizer.step()
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            # Some parameters may have moved and others not: this must not be tried again from here.
-            raise ShortOfMemory(
-                f"memory ran out in the optimiser's step, which was undone: {REMEDY}: {error}"
-            ) from error
         finally:
             self._trainer.optimizer.zero_grad()

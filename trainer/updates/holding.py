@@ -28,6 +28,7 @@ class Holding:
         self._failures = 0
         self._in_vain = 0
         self._past_faults = 0
+        self._drifts = 0
         self._trial_at = 0.0
         self.is_in_doubt = False
         self.reason: str | None = None
@@ -44,7 +45,16 @@ class Holding:
 
     def note_success(self) -> None:
         """Note an update that made a version which serves: all failures before it are past."""
-        self._failures = self._in_vain = self._past_faults = 0
+        self._failures = self._in_vain = self._past_faults = self._drifts = 0
+
+    @property
+    def sampled_wrongly(self) -> bool:
+        """Return whether so many updates drifted that all of the time must be taken for wrong."""
+        return self._drifts >= FAILURES
+
+    def note_drift(self) -> None:
+        """Note an update of rows that a server sampled wrongly, whether it still does or not."""
+        self._drifts += 1
 
     def note_failure(self, why: str) -> None:
         """Note an update that failed, drifted, or made a version that was rejected."""

@@ -20,7 +20,7 @@ from store.updates.files import unasked_versions
 from store.updates.policies import ensure_base, list_versions, promote, set_state
 from store.write.ingest import ingest
 from tests.integration.conftest import free_port
-from tests.support.records import call, tokens
+from tests.support.records import ago, call, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from trainer.publishing import adapters
 from trainer.publishing.adapters import NewVersion
@@ -29,6 +29,7 @@ from trainer.publishing.replicas import Replicas
 
 VERSIONS = 10_000
 AT_ONCE = 100
+DAY_S = 86_400.0
 MANY = """
     WITH given AS (
         SELECT CAST(:first AS integer) + at - 1 AS version, state, uuidv7() AS update_id
@@ -238,19 +239,13 @@ async def test_a_version_stays_while_an_episode_waits_for_its_log_probabilities(
     without = msgspec.structs.replace(tokens([1, 2], [3]), sampled_logprobs=b"")
     records = [
         # The first call of the episode is of a version that is not asked again.
-        call("e", policy_version=1),
-        call("e", policy_version=2, tokens=without),
+        call("e", policy_version=1, **ago(DAY_S, 0)),
+        call("e", policy_version=2, tokens=without, **ago(DAY_S, 1)),
         # What has its log-probabilities, or is not trainable, asks for nothing.
-        call("f", policy_version=1),
+        call("f", policy_version=1, **ago(DAY_S, 2)),
     ]
     async with disk.engine.begin() as connection:
         await ingest(connection, records)
-        await connection.execute(
-            text("UPDATE episode_policies SET last_call_at = now() - interval '1 day'")
-        )
-        await connection.execute(
-            text("UPDATE episodes SET last_call_at = now() - interval '1 day'")
-        )
         if part:
             # The episode turns out to be a part of another.
             await connection.execute(

@@ -1,17 +1,27 @@
 """A fault of the machine, the server or the recipe costs two updates at most, and then nothing."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
+from uuid import UUID
 
 import pytest
 from prometheus_client import REGISTRY
 from sqlalchemy import select
 
 from store.schema.claimable import episode_policies
+from store.schema.recorded import episodes
 from store.schema.trained import consumptions
 from store.updates import claims
 from tests.integration.trainer.test_recovery import Bench, bench
-from trainer.errors import LearnerError, PublishError, ShortOfMemory, UpstreamAway
+from trainer.batches.rows import Row
+from trainer.errors import (
+    DriftOutOfBounds,
+    LearnerError,
+    PublishError,
+    ShortOfMemory,
+    UpstreamAway,
+)
 from trainer.loop import Loop
 from trainer.publishing.replicas import Replicas
 
@@ -113,6 +123,71 @@ async def test_drift_of_what_was_sampled_before_a_repair_does_not_hold(bench: Be
         bench.learner.drifts = False
         assert await loop.update_once()
     assert (await bench.states())[1] == "serving"
+
+
+async def wrong_ones(bench: Bench) -> set[UUID]:
+    """The episodes whose names say that a server at fault sampled them."""
+    query = select(episodes.c.id).where(episodes.c.key.startswith("wrong"))
+    async with bench.engine.connect() as connection:
+        return set((await connection.execute(query)).scalars())
+
+
+async def learn_to_see(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the learner find rows that drift as the real one does."""
+    real, wrong = bench.learner.update, await wrong_ones(bench)
+
+    def update(rows: Sequence[Row], step_share: float = 1.0) -> dict[str, Any]:
+        odd = {row.episode_id: "far" for row in rows if row.episode_id in wrong}
+        if odd:
+            raise DriftOutOfBounds("server and trainer differ", odd, {})
+        return real(rows, step_share)
+
+    monkeypatch.setattr(bench.learner, "update", update)
+
+
+async def test_what_agents_do_under_a_fault_is_set_aside_and_not_spent(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many episodes there are, two updates' are spent, and what is good is learned from."""
+    async with working(bench) as loop:
+        assert await loop.update_once()
+        bench.fake.sampled_logprob = -4.0
+        for number in range(12):
+            await bench.fill(f"wrong{number}-")
+        await learn_to_see(bench, monkeypatch)
+        for _ in range(3):
+            assert not await loop.update_once()
+        assert loop._holding.is_held
+        assert await consumed(bench) == 4 + 8
+        bench.fake.sampled_logprob = None
+        assert not await try_again(loop)
+        await bench.fill("right")
+        assert await loop.update_once()
+        assert await loop.waiting_updates() == 0
+    async with working(bench) as loop:
+        # A trainer that was started again knows it, too.
+        assert not await loop.update_once()
+        await bench.fill("later")
+        assert await loop.update_once()
+    assert (await bench.states())[3] == "serving"
+    assert await consumed(bench) == 4 + 8 + 8
+    await bench.assert_spent_once(20)
+
+
+async def test_a_fault_that_was_repaired_before_it_was_known_costs_two_updates(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with working(bench) as loop:
+        assert await loop.update_once()
+        for number in range(12):
+            await bench.fill(f"wrong{number}-")
+        await learn_to_see(bench, monkeypatch)
+        assert not await loop.update_once()
+        assert not loop._holding.is_held
+        assert await consumed(bench) == 4 + 8
+        await bench.fill("right")
+        assert await loop.update_once()
+    await bench.assert_spent_once(4 + 8 + 4)
 
 
 async def test_a_server_that_was_away_is_tried_before_the_next_claim(bench: Bench) -> None:

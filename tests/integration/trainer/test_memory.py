@@ -114,9 +114,6 @@ def test_no_room_for_an_adapter_is_told_with_its_remedy(
     made = learner(tiny_model, tmp_path)
     parent = saved(made, tmp_path / "1")
 
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     def again() -> None:
         if what == "restore":
             made.restore(parent)
@@ -132,6 +129,56 @@ def test_no_room_for_an_adapter_is_told_with_its_remedy(
             again()
     assert (raised.value.reason, raised.value.episodes) == (OUT_OF_MEMORY, {})
     again()
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def of_poison(made: Learner) -> None:
+    """Update with a row whose loss is not finite: it is looked for who is to blame."""
+    first, *others = rows()
+    made.update([msgspec.structs.replace(first, advantage=float("nan")), *others])
+
+
+def of_all(made: Learner) -> None:
+    made.update(rows())
+
+
+# What runs out of memory, and what the learner is asked for then.
+PLACES: dict[str, tuple[str, Callable[[Learner], Any]]] = {
+    "clipping": ("torch.nn.utils.clip_grad_norm_", of_all),
+    "blame": ("trainer.learners.blame._is_finite", of_poison),
+    "view": ("trainer.learners.learner.check_view", of_all),
+    "probe": ("trainer.learners.learner.score_rows", lambda made: made.logprobs(rows())),
+    "another version": (
+        "trainer.learners.model.Base.attach",
+        lambda made: made.version_logprobs(Path("1"), rows()),
+    ),
+    "writing": ("trainer.learners.learner.save_adapter", lambda made: made.save(Path("1"))),
+    "import": (
+        "trainer.learners.learner.check_weights",
+        lambda made: made.adopt(Path("1")),
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_memory_that_runs_out_anywhere_is_told_with_its_remedy_and_costs_no_episode(
+    tiny_model: str, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the trainer would neither hold nor free the update's episodes, but end."""
+    calm, short = (learner(tiny_model, tmp_path) for _ in range(2))
+    where, ask = PLACES[place]
+    with monkeypatch.context() as patched:
+        patched.setattr(where, full)
+        with pytest.raises(ShortOfMemory, match="micro_batch_tokens") as raised:
+            ask(short)
+    assert (raised.value.reason, raised.value.episodes) == (OUT_OF_MEMORY, {})
+    for made in (calm, short):
+        made.restore(None)
+        made.update(rows())
+    assert same(saved(calm, tmp_path / "calm"), saved(short, tmp_path / "short"))
 
 
 def ten_times(row: Row) -> Row:

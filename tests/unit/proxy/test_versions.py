@@ -93,6 +93,41 @@ def test_a_pin_from_an_earlier_process_stands() -> None:
     assert versions.resolve("m", "e").version == 0
 
 
+def test_a_pin_that_can_be_served_is_not_replaced() -> None:
+    versions = Versions([version(0, "published"), version(1, "published"), version(2, "serving")])
+    assert versions.resolve("m", "e").version == 2
+    versions.pin("m", "e", 1)
+    assert versions.resolve("m", "e").version == 2
+
+
+def test_an_episode_that_lost_its_version_goes_where_another_proxy_moved_it() -> None:
+    """It left version 1 for 2 elsewhere; here 3 serves by now, and 1 is remembered."""
+    versions = Versions([version(0, "published"), version(1, "serving")])
+    assert versions.resolve("m", "e").version == 1
+    versions.replace(
+        [
+            version(0, "published"),
+            version(1, "retired"),
+            version(2, "published"),
+            version(3, "serving"),
+        ]
+    )
+    assert not versions.knows("m", "e")
+    versions.pin("m", "e", 2)
+    assert versions.knows("m", "e")
+    assert versions.resolve("m", "e").version == 2
+
+
+def test_where_nobody_moved_an_episode_the_store_is_asked_once() -> None:
+    versions = Versions([version(0, "published"), version(1, "serving")])
+    versions.resolve("m", "e")
+    versions.replace([version(0, "published"), version(1, "retired"), version(2, "serving")])
+    assert not versions.knows("m", "e")
+    versions.pin("m", "e", 1)
+    assert versions.resolve("m", "e").version == 2
+    assert versions.knows("m", "e")
+
+
 @given(st.lists(st.integers(1, 6), max_size=30), st.lists(st.text(max_size=2), max_size=30))
 def test_an_episode_never_changes_its_version(swaps: list[int], episodes: list[str]) -> None:
     versions = Versions([version(0, "serving")])

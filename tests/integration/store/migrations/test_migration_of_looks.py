@@ -7,8 +7,9 @@ from store.connection.engine import make_engine
 from store.schema.migrate import check, downgrade, upgrade
 from store.updates.files import unasked_versions
 from store.write.ingest import Ingester
-from tests.support.records import call, tokens
+from tests.support.records import ago, call, tokens
 
+DAY_S = 86_400.0
 OLD_ROWS = (
     "INSERT INTO updates (id, policy, parent_version, version, state, recipe)"
     " SELECT uuidv7(), 'm', 0, v, 'done', '{}' FROM generate_series(1, 4) AS v",
@@ -26,18 +27,19 @@ INDEXES = """
 
 async def test_calls_from_before_keep_their_versions(empty_database_url: str) -> None:
     url = empty_database_url
-    await upgrade(url, "0012")
+    await upgrade(url)
     engine = make_engine(url)
     async with engine.begin() as connection:
         for statement in OLD_ROWS:
             await connection.execute(text(statement))
-    ago = "UPDATE episodes SET last_call_at = now() - interval '1 day'"
     bare = msgspec.structs.replace(tokens([1], [2]), sampled_logprobs=b"")
-    made = [call("whole", policy_version=1), call("bare", policy_version=2, tokens=bare)]
+    made = [
+        call("whole", policy_version=1, **ago(DAY_S)),
+        call("bare", policy_version=2, tokens=bare, **ago(DAY_S, 1)),
+    ]
     await Ingester().store(engine, made)
-    async with engine.begin() as connection:
-        await connection.execute(text(ago))
     await engine.dispose()
+    await downgrade(url, "0012")
 
     for _ in range(2):
         await upgrade(url)

@@ -1,15 +1,20 @@
-"""Which versions nobody has called for a while: found at once as it would be one by one."""
+"""Which versions nobody has used for a while: what the stored calls say, looked up one by one."""
 
 from random import Random
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.records import POLICY_STATES, UNSERVED
-from store.updates.policies import ensure_base, idle_versions
+from store.records import POLICY_STATES, UNSERVED, CallRecord, PolicyState
+from store.updates.policies import ensure_base, idle_versions, pinned_episodes, pinned_version
+from store.write.ingest import Ingester
+from tests.support.records import ago, call
 
 IDLE_S = 100.0
+LONG_AGO_S = 2 * IDLE_S
+SAID = (b"1" * 16,)
 VERSIONS = text(
     """
     WITH made AS (
@@ -22,56 +27,76 @@ VERSIONS = text(
     FROM made
     """
 )
-EPISODE = text(
-    """
-    INSERT INTO episodes (id, key, method, task_named, policy, policy_version, first_call_id,
-        last_call_id, last_call_at)
-    SELECT id, CAST(id AS text), 'header', false, :first, 0, id, id,
-        now() - make_interval(secs => :ago_s)
-    FROM (SELECT uuidv7() AS id) made RETURNING id
-    """
-)
-CLAIM = text(
-    """
-    INSERT INTO episode_policies (episode_id, policy, own_version, version, failed, last_call_at,
-        claimable)
-    VALUES (:episode, :policy, CAST(:version AS integer), 0, false, now(), true)
-    """
-)
+# A version is in use if it served a call lately; or if it is the highest that served a call of an
+# episode which called anybody lately, its parts and all.
 ONE_BY_ONE = text(
     """
+    WITH calls AS (
+        SELECT t.policy, t.policy_version AS version, COALESCE(e.root, e.id) AS whole,
+            t.started_at > now() - make_interval(secs => :idle_s) AS is_late
+        FROM transitions t JOIN episodes e ON e.id = t.episode_id),
+    used AS (
+        SELECT policy, version FROM calls WHERE is_late
+        UNION
+        SELECT policy, max(version) FROM calls
+        WHERE whole IN (SELECT whole FROM calls WHERE is_late) GROUP BY whole, policy)
     SELECT p.version FROM policies p WHERE p.name = :name AND p.state = :state
         AND p.version > 0 AND p.files_deleted_at IS NULL
         AND p.changed_at < now() - make_interval(secs => :idle_s)
-        AND NOT EXISTS (SELECT FROM episodes e JOIN episode_policies s
-            ON s.episode_id = e.id AND s.policy = p.name AND s.own_version = p.version
-            WHERE e.last_call_at > now() - make_interval(secs => :idle_s))
+        AND (p.name, p.version) NOT IN (SELECT policy, version FROM used)
     """
 )
 
 
-async def fill(connection: AsyncConnection, draw: Random) -> None:
+def made(key: str, number: int, version: int, ago_s: float, **changes: Any) -> CallRecord:
+    """A call of `version` that began `ago_s` seconds ago."""
+    return call(key, policy_version=version, **ago(ago_s, number), **changes)
+
+
+def drawn_calls(draw: Random) -> list[CallRecord]:
+    """Calls of a few episodes for two policies, long ago and lately; some episodes are one."""
+    # A digest that two episodes provide would be evidence about neither.
+    links = {"e0": {"method": "own", "provides": SAID}, "e1": {"method": "own", "needs": SAID}}
+    found: list[CallRecord] = []
+    for number in range(draw.randint(0, 10)):
+        key = f"e{draw.randrange(5)}"
+        ago_s = draw.choice([1.0, LONG_AGO_S])
+        who = {"policy": draw.choice("mn"), **links.pop(key, {})}
+        found.append(made(key, number, draw.randrange(9), ago_s, **who))
+    return found
+
+
+async def add_version(
+    connection: AsyncConnection, name: str, version: int, state: str, **changes: Any
+) -> None:
+    values = {"name": name, "version": version, "state": state}
+    await connection.execute(VERSIONS, values | {"ago_s": LONG_AGO_S, "deleted": False} | changes)
+
+
+async def fill(engine: AsyncEngine, draw: Random) -> None:
     """Versions of two policies in all states, and episodes that one or both of them served."""
-    for name in ("m", "n"):
-        await ensure_base(connection, name)
-        for version in range(1, 9):
-            state = draw.choice([one for one in POLICY_STATES if one != "serving"])
-            values = {"name": name, "version": version, "state": state}
-            values |= {"ago_s": draw.choice([0.0, 2 * IDLE_S])}
-            values |= {"deleted": state in UNSERVED and draw.random() < 0.3}
-            await connection.execute(VERSIONS, values)
-    for _ in range(draw.randint(0, 8)):
-        episode = {"first": draw.choice("mn"), "ago_s": draw.choice([0.0, 2 * IDLE_S])}
-        made = await connection.scalar(EPISODE, episode)
-        for policy in draw.sample("mn", draw.randint(1, 2)):
-            version = draw.choice([None, *range(9)])
-            await connection.execute(CLAIM, {"episode": made, "policy": policy, "version": version})
+    async with engine.begin() as connection:
+        for name in ("m", "n"):
+            await ensure_base(connection, name)
+            for version in range(1, 9):
+                state = draw.choice([one for one in POLICY_STATES if one != "serving"])
+                ago_s = draw.choice([0.0, LONG_AGO_S])
+                deleted = state in UNSERVED and draw.random() < 0.3
+                await add_version(connection, name, version, state, ago_s=ago_s, deleted=deleted)
+    for one in drawn_calls(draw):
+        await Ingester().store(engine, [one])
+
+
+async def idle(engine: AsyncEngine, *states: PolicyState) -> list[int]:
+    async with engine.connect() as connection:
+        found = await idle_versions(connection, "m", states, IDLE_S)
+    return [version.version for version in found]
 
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_all_at_once_is_one_by_one(engine: AsyncEngine, seed: int) -> None:
+    await fill(engine, Random(seed))
     async with engine.begin() as connection:
-        await fill(connection, Random(seed))
         for name in ("m", "n", "nobody"):
             found = await idle_versions(connection, name, POLICY_STATES, IDLE_S)
             alone: list[int] = []
@@ -83,7 +108,83 @@ async def test_all_at_once_is_one_by_one(engine: AsyncEngine, seed: int) -> None
 
 async def test_there_are_idle_versions_and_others(engine: AsyncEngine) -> None:
     """The draws above tell the two apart."""
+    await fill(engine, Random(0))
+    assert 0 < len(await idle(engine, *POLICY_STATES)) < 8
+
+
+# An episode that had to leave its version
+
+
+async def serve_ten(engine: AsyncEngine, **states: str) -> None:
+    """Ten versions, retired long ago but for those that `states` says of."""
     async with engine.begin() as connection:
-        await fill(connection, Random(0))
-        found = await idle_versions(connection, "m", POLICY_STATES, IDLE_S)
-    assert 0 < len(found) < 8
+        await ensure_base(connection, "m")
+        await connection.execute(text("UPDATE policies SET state = 'published'"))
+        for version in range(1, 11):
+            await add_version(connection, "m", version, states.get(f"v{version}", "retired"))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+async def test_an_episode_that_moved_uses_its_new_version_alone(
+    engine: AsyncEngine, turned: bool
+) -> None:
+    await serve_ten(engine, v5="published", v6="published", v10="serving")
+    records = [made("e", 0, 1, LONG_AGO_S), made("e", 1, 5, 1.0)]
+    for record in reversed(records) if turned else records:
+        await Ingester().store(engine, [record])
+    assert await idle(engine, "published") == [6]
+    # The first one may be unloaded, however long the episode goes on.
+    assert 1 in await idle(engine, "retired")
+    async with engine.connect() as connection:
+        assert await pinned_version(connection, "m", "e") == 5
+
+
+async def test_a_joined_episode_goes_on_with_the_version_that_its_last_part_moved_to(
+    engine: AsyncEngine,
+) -> None:
+    await serve_ten(engine, v1="published", v5="published", v10="serving")
+    records = [
+        made("first", 0, 1, LONG_AGO_S, method="own", provides=SAID),
+        made("second", 1, 5, 1.0, method="own", needs=SAID),
+    ]
+    for record in reversed(records):
+        await Ingester().store(engine, [record])
+    assert await idle(engine, "published") == [1]
+    async with engine.connect() as connection:
+        pins = {key: version for _, key, version in await pinned_episodes(connection, 10)}
+    assert pins == {"first": 5, "second": 5}
+
+
+async def test_a_version_is_kept_for_an_episode_that_calls_another_policy_meanwhile(
+    engine: AsyncEngine,
+) -> None:
+    await serve_ten(engine, v5="published", v6="published", v10="serving")
+    records = [made("e", 0, 5, LONG_AGO_S), made("e", 1, 1, 1.0, policy="n")]
+    await Ingester().store(engine, records)
+    assert await idle(engine, "published") == [6]
+
+
+async def test_each_version_that_one_episode_asks_for_by_name_is_in_use(
+    engine: AsyncEngine,
+) -> None:
+    await serve_ten(engine, v10="serving")
+    # In this order: to what is called, the highest number and the last call say nothing.
+    asked = [made("e", at, version, 1.0) for at, version in enumerate((3, 7, 5))]
+    await Ingester().store(engine, asked)
+    assert await idle(engine, "retired") == [1, 2, 4, 6, 8, 9]
+
+
+async def test_an_episode_that_was_rolled_back_keeps_the_version_that_it_calls(
+    engine: AsyncEngine,
+) -> None:
+    await serve_ten(engine, v4="published", v10="serving")
+    await Ingester().store(engine, [made("e", 0, 5, LONG_AGO_S), made("e", 1, 4, 1.0)])
+    assert await idle(engine, "published") == []
+
+
+@pytest.mark.parametrize("idle_s", [1e9, 4e9])
+async def test_what_is_never_idle_is_not(engine: AsyncEngine, idle_s: float) -> None:
+    """A recipe may say so with a time before the first that ids can tell."""
+    await serve_ten(engine, v10="serving")
+    async with engine.connect() as connection:
+        assert await idle_versions(connection, "m", UNSERVED, idle_s) == []

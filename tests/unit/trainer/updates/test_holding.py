@@ -95,3 +95,16 @@ def test_a_doubt_is_settled_by_a_trial_and_leaves_the_count_as_it_was() -> None:
     assert (holding.reason, holding.trial_is_due) == ("its base model is another", False)
     holding.doubt("the server was away")
     assert holding.reason == "its base model is another"
+
+
+def test_two_updates_that_drift_and_no_success_between_them_say_what_a_server_does() -> None:
+    holding = Holding(Clock())
+    holding.note_drift()
+    assert not holding.sampled_wrongly
+    holding.note_success()
+    holding.note_drift()
+    assert not holding.sampled_wrongly
+    holding.note_drift()
+    assert holding.sampled_wrongly
+    holding.note_success()
+    assert not holding.sampled_wrongly

@@ -1,0 +1,87 @@
+"""What a server sampled while it was at fault is set aside: neither claimed nor spent."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.records import CallRecord
+from store.updates.expiry import expire
+from store.updates.faults import note_fault
+from store.updates.policies import ensure_base
+from store.updates.ready import ClaimRule
+from store.updates.signal import waiting_updates
+from store.write.ingest import Ingester
+from tests.support.records import ago, call, reward
+from tests.support.updates import claimed
+
+RULE = ClaimRule(policy="m", group_size=1, groups=99, smallest_group=1, max_age_s=1e-6)
+SMALL = msgspec.structs.replace(RULE, groups=1, max_staleness=0)
+# An update was claimed 200 s ago, and its version went live.
+LEARNED = """
+    WITH made AS (
+        INSERT INTO updates (id, policy, parent_version, version, state, recipe, claimed_at)
+        VALUES (uuidv7(), 'm', 0, 1, 'done', '{}', now() - interval '200 s') RETURNING id)
+    INSERT INTO policies (name, version, state, served_name, adapter_path, update_id)
+    SELECT 'm', 1, 'serving', 'm@1', '/a', id FROM made
+"""
+
+
+def made(key: str, *times: float, **changes: Any) -> list[CallRecord]:
+    """An episode with calls so many seconds ago."""
+    return [call(key, task="t", **ago(at, number), **changes) for number, at in enumerate(times)]
+
+
+async def fill(engine: AsyncEngine, *, learned: bool) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        if learned:
+            await connection.execute(text("UPDATE policies SET state = 'published'"))
+            await connection.execute(text(LEARNED))
+    calls = [
+        *made("before", 300.0),
+        *made("across", 301.0, 100.0),
+        *made("under", 101.0),
+        # It ends after the fault, which it began under.
+        *made("into", 102.0, -5.0),
+        *made("after", -6.0),
+    ]
+    keys = dict.fromkeys(one.episode for one in calls)
+    await Ingester().store(engine, [*calls, *(reward(1.0, episode=key) for key in keys)])
+
+
+async def taken(engine: AsyncEngine, **changes: Any) -> list[str]:
+    claim = await claimed(engine, msgspec.structs.replace(RULE, **changes), 1)
+    return [] if claim is None else sorted(e.key for g in claim.groups for e in g.episodes)
+
+
+@pytest.mark.parametrize(("learned", "kept"), [(True, ["after", "before"]), (False, ["after"])])
+@pytest.mark.parametrize("group_size", [1, 2])
+async def test_episodes_of_the_time_are_not_claimed(
+    engine: AsyncEngine, learned: bool, kept: list[str], group_size: int
+) -> None:
+    await fill(engine, learned=learned)
+    async with engine.begin() as connection:
+        assert await waiting_updates(connection, SMALL) == 5
+        assert await note_fault(connection, "m") == 5 - len(kept)
+        # Known twice, it is one.
+        assert await note_fault(connection, "m") == 5 - len(kept)
+        assert await connection.scalar(text("SELECT count(*) FROM fault_times")) == 1
+        assert await waiting_updates(connection, SMALL) == len(kept)
+    assert await taken(engine, group_size=group_size) == kept
+
+
+async def test_another_policy_claims_them(engine: AsyncEngine) -> None:
+    await fill(engine, learned=True)
+    async with engine.begin() as connection:
+        assert await note_fault(connection, "other") == 0
+    assert len(await taken(engine)) == 5
+
+
+async def test_what_was_set_aside_expires_as_all_that_waits_too_long(engine: AsyncEngine) -> None:
+    await fill(engine, learned=True)
+    async with engine.begin() as connection:
+        await note_fault(connection, "m")
+        assert await expire(connection, SMALL, 1, {}) == {"stale": 5}
