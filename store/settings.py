@@ -6,7 +6,8 @@ from typing import Annotated
 from pydantic import AfterValidator, AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from store.connection.engine import async_url
+from store.connection.urls import check_url
+from store.errors import StoreError
 
 
 # Addresses are here because proxy and trainer both listen on some, and share `store` only.
@@ -53,7 +54,7 @@ class StoreSettings(BaseSettings):
     def _is_postgresql(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None:
             try:
-                async_url(value.get_secret_value())
-            except Exception as error:  # the URL parser's own errors vary
+                check_url(value.get_secret_value())
+            except StoreError as error:
                 raise ValueError(str(error)) from error
         return value

@@ -60,7 +60,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 def _clean_environment() -> None:
     """Keep the settings of the developer's own machine from every test."""
     for name in list(os.environ):
-        if name.startswith("PAWL_") or name == "DATABASE_URL":
+        # Without byte code, each of the many processes that tests start compiles what it imports.
+        if name.startswith("PAWL_") or name in ("DATABASE_URL", "PYTHONDONTWRITEBYTECODE"):
             del os.environ[name]
 
 
@@ -78,19 +79,48 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostg
     server = EmbeddedPostgres(tmp_path_factory.mktemp("pg"))
     server.ensure_running()
     # What is committed outlives the server's processes all the same; no test ends the machine.
-    psql(server, "ALTER SYSTEM SET fsync = off")
-    psql(server, "SELECT pg_reload_conf()")
+    owner = Psql(server)
+    owner("ALTER SYSTEM SET fsync = off")
+    owner("SELECT pg_reload_conf()")
+    owner.close()
     yield server
     server.stop()
 
 
-def psql(server: EmbeddedPostgres, statement: str) -> None:
-    """Run a statement as the server's owner."""
-    admin = server.url.replace("/pawl?", "/postgres?")
-    binary = server.programs / "psql"
-    subprocess.run(
-        [str(binary), "--no-psqlrc", "-q", admin, "-c", statement], check=True, capture_output=True
-    )
+class Psql:
+    """Run statements as the server's owner, in one session for all of them."""
+
+    def __init__(self, server: EmbeddedPostgres) -> None:
+        url = server.url.replace("/pawl?", "/postgres?")
+        options = ["--no-psqlrc", "--quiet", "--tuples-only", "--set=ON_ERROR_STOP=1"]
+        self._process = subprocess.Popen(
+            [str(server.programs / "psql"), *options, url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, statement: str) -> None:
+        """Run one, and return once it is done."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{statement};\n\\echo done\n")
+        self._process.stdin.flush()
+        while (line := self._process.stdout.readline()) != "done\n":
+            assert line, self._process.communicate()[1]
+
+    def close(self) -> None:
+        """End the session."""
+        self._process.communicate()
+
+
+@pytest.fixture(scope="session")
+def psql(postgres: EmbeddedPostgres) -> Iterator[Psql]:
+    """Keep a session of the server's owner."""
+    session = Psql(postgres)
+    yield session
+    session.close()
 
 
 def url_of(server: EmbeddedPostgres, database: str) -> str:
@@ -99,36 +129,37 @@ def url_of(server: EmbeddedPostgres, database: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def template(postgres: EmbeddedPostgres) -> str:
+def template(postgres: EmbeddedPostgres, psql: Psql) -> str:
     """Migrate a database that the tests' own are copied from."""
-    psql(postgres, "CREATE DATABASE template_pawl")
+    psql("CREATE DATABASE template_pawl")
     asyncio.run(upgrade(url_of(postgres, "template_pawl")))
     return "template_pawl"
 
 
 @contextmanager
-def database_of(server: EmbeddedPostgres, template: str) -> Iterator[str]:
+def database_of(server: EmbeddedPostgres, psql: Psql, template: str) -> Iterator[str]:
     """Make a copy of the template, and drop it in the end."""
     name = f"test_{uuid4().hex}"
-    psql(server, f"CREATE DATABASE {name} TEMPLATE {template}")
+    # Copied as files: through the log it takes several times as long.
+    psql(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY")
     yield url_of(server, name)
-    psql(server, f"DROP DATABASE {name} WITH (FORCE)")
+    psql(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 @pytest.fixture
-def database_url(postgres: EmbeddedPostgres, template: str) -> Iterator[str]:
+def database_url(postgres: EmbeddedPostgres, psql: Psql, template: str) -> Iterator[str]:
     """Give the test a migrated database of its own."""
-    with database_of(postgres, template) as url:
+    with database_of(postgres, psql, template) as url:
         yield url
 
 
 @pytest.fixture
-def empty_database_url(postgres: EmbeddedPostgres) -> Iterator[str]:
+def empty_database_url(postgres: EmbeddedPostgres, psql: Psql) -> Iterator[str]:
     """Give the test a database without any schema."""
     name = f"empty_{uuid4().hex}"
-    psql(postgres, f"CREATE DATABASE {name}")
+    psql(f"CREATE DATABASE {name}")
     yield url_of(postgres, name)
-    psql(postgres, f"DROP DATABASE {name} WITH (FORCE)")
+    psql(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 @pytest.fixture

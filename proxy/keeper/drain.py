@@ -102,17 +102,24 @@ class Drainer:
             except Exception as error:
                 # This task must not end: what is on disk waits, and is tried again.
                 self._note_failure(error)
-                moved = None
+                await self._pause(RETRY_S)
             else:
                 self._note(moved)
-            await self._pause(self._pause_after(moved))
+                await self._pause_after(moved)
 
-    def _pause_after(self, moved: int | None) -> float:
+    async def _pause_after(self, moved: int | None) -> None:
         if moved is None:
-            return RETRY_S
-        if moved == 0:
-            return IDLE_S
-        return 0 if self._is_behind or self._settler.one_by_one else GATHER_S
+            await self._await_connection()
+        elif moved == 0:
+            await self._pause(IDLE_S)
+        elif not (self._is_behind or self._settler.one_by_one):
+            await self._pause(GATHER_S)
+
+    async def _await_connection(self) -> None:
+        """Pause for `RETRY_S` seconds, or until there is a connection for the first time."""
+        over = monotonic() + RETRY_S
+        while self._connect() is None and monotonic() < over and not self._stopping.is_set():
+            await self._pause(IDLE_S)
 
     def _note_failure(self, error: Exception) -> None:
         if is_unavailable(error):
@@ -132,8 +139,6 @@ class Drainer:
             self.progress.note("moving", self._settler.trouble)
 
     async def _pause(self, seconds: float) -> None:
-        if not seconds:
-            return
         try:
             await asyncio.wait_for(self._stopping.wait(), seconds)
         except TimeoutError:

@@ -8,7 +8,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from store.connection.availability import is_unavailable
-from store.errors import StoreError
+from store.connection.urls import check_url
 
 CONNECT_TIMEOUT_S = 5.0
 STATEMENT_TIMEOUT_S = 60.0
@@ -18,14 +18,11 @@ def async_url(database_url: str) -> str:
     """Return `postgresql://…` in the form that SQLAlchemy's asyncpg dialect takes.
 
     Raises:
-        StoreError: the URL is not a PostgreSQL URL.
+        StoreError: see `check_url`.
     """
-    url = make_url(database_url)
-    if url.get_backend_name() not in ("postgresql", "postgres"):
-        raise StoreError(
-            f"DATABASE_URL must be a postgresql:// URL, not {url.get_backend_name()}://"
-        )
-    return url.set(drivername="postgresql+asyncpg").render_as_string(hide_password=False)
+    check_url(database_url)
+    url = make_url(database_url).set(drivername="postgresql+asyncpg")
+    return url.render_as_string(hide_password=False)
 
 
 def to_json(value: object) -> str:
@@ -37,7 +34,7 @@ def make_engine(database_url: str, *, pool_size: int = 5) -> AsyncEngine:
     """Make an engine for `database_url`; it connects on first use.
 
     Raises:
-        StoreError: the URL is not a PostgreSQL URL.
+        StoreError: see `check_url`.
     """
     return create_async_engine(
         async_url(database_url),

@@ -18,7 +18,7 @@ from store.embedded.server import EmbeddedPostgres
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode, ToolSource, TransitionRow
 from store.updates.policies import ensure_base
-from tests.conftest import ROOT, database_of
+from tests.conftest import ROOT, Psql, database_of
 from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.docs.asking_model import ask_for_two_tools
 from tests.support.docs.guides import (
@@ -75,10 +75,13 @@ GUIDES = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def guided(
-    postgres: EmbeddedPostgres, template: str, tmp_path_factory: pytest.TempPathFactory
+    postgres: EmbeddedPostgres,
+    psql: Psql,
+    template: str,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> AsyncIterator[Proxy]:
     """One proxy for all pages, before a model that asks for two tools at once."""
-    with database_of(postgres, template) as url:
+    with database_of(postgres, psql, template) as url:
         engine = make_engine(url)
         async with engine.begin() as connection:
             for policy in POLICIES:

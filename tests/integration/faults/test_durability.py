@@ -8,7 +8,9 @@ from zlib import crc32
 
 import aiohttp
 import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
 
+from proxy.keeper import drain
 from proxy.keeper.drain import Drainer
 from proxy.metrics import exposed
 from proxy.spool.segments import HEADER, encode_frame
@@ -17,11 +19,11 @@ from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.ids import new_id
 from store.read.episodes import episode_ids
-from tests.conftest import psql, url_of
+from tests.conftest import Psql, url_of
 from tests.integration.conftest import Proxy, running, settings_for
 from tests.support.records import captured, reward, statement
 from tests.support.servers.fake_upstream import FakeUpstream
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, until
 
 # A whole frame that is none of ours.
 FOREIGN = HEADER.pack(3, crc32(b"\x93\x01\x02")) + b"\x93\x01\x02"
@@ -42,7 +44,7 @@ def assert_adds_up() -> None:
 
 
 async def test_calls_go_on_without_a_database_and_are_stored_when_it_comes(
-    postgres: EmbeddedPostgres, upstream: FakeUpstream, tmp_path: Path
+    postgres: EmbeddedPostgres, psql: Psql, upstream: FakeUpstream, tmp_path: Path
 ) -> None:
     url = url_of(postgres, "comes_late")
     async with AsyncExitStack() as exits:
@@ -57,7 +59,7 @@ async def test_calls_go_on_without_a_database_and_are_stored_when_it_comes(
             assert (await proxy.feedback({"value": 1, "episode": f"e{number}"}))[0] == 200
         assert_adds_up()
         assert (await proxy.counters())["pawl_records_spooled"] >= 40
-        psql(postgres, "CREATE DATABASE comes_late")
+        psql("CREATE DATABASE comes_late")
         found = await eventually(lambda: _scored(proxy))
         assert len(found) == 20
         assert_adds_up()
@@ -139,6 +141,29 @@ async def test_records_that_come_one_by_one_are_stored_many_at_once(
     await running_drain
     assert len([moved for moved in batches if moved]) <= 100
     await engine.dispose()
+
+
+async def test_what_waits_for_the_first_connection_is_stored_once_there_is_one(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look a second would let all records of a start wait for up to a second more."""
+    monkeypatch.setattr(drain, "RETRY_S", 600.0)
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    assert await spool.append(encode_frame(captured()))
+    connections: list[AsyncEngine] = []
+    drainer = Drainer(tmp_path, lambda: connections[0] if connections else None, batch=10)
+    draining = asyncio.create_task(drainer.run())
+    await until(lambda: drainer.progress.state == "waiting")
+    connections.append(engine)
+
+    async def stored() -> bool:
+        async with engine.connect() as connection:
+            return len(await episode_ids(connection)) == 1
+
+    await eventually(stored)
+    drainer.stop()
+    await draining
+    spool.close()
 
 
 async def test_a_busy_worker_keeps_no_other_waiting(database_url: str, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ async def upstream() -> AsyncIterator[FakeUpstream]:
 
 
 @pytest.fixture
-async def stand(upstream: FakeUpstream, tmp_path: Path) -> AsyncIterator[Stand]:
+async def stand(upstream: FakeUpstream, tmp_path: Path, own_cluster: None) -> AsyncIterator[Stand]:
     """Two workers."""
     found = await up(tmp_path, int(upstream.url.split(":")[2].split("/")[0]), 2)
     yield found
@@ -255,6 +255,7 @@ async def test_term_is_heeded_in_the_middle_of_a_rolling_restart(
     assert (await kept(stand.url, [], own_episodes=False)).stored == len(streams)
 
 
+@pytest.mark.usefixtures("own_cluster")
 async def test_a_reader_who_sleeps_costs_no_memory(tmp_path: Path) -> None:
     """200 MB to a client that reads nothing for a while, then all of it."""
     line = b"data: " + b"x" * 65_528 + b"\n\n"
@@ -290,6 +291,7 @@ async def test_a_reader_who_sleeps_costs_no_memory(tmp_path: Path) -> None:
     assert most - before < MOST_GROWTH
 
 
+@pytest.mark.usefixtures("own_cluster")
 @pytest.mark.timeout(120)
 def test_ten_kills_lose_nothing_store_nothing_twice_and_the_counters_add_up(
     tmp_path: Path,
@@ -305,6 +307,7 @@ def test_ten_kills_lose_nothing_store_nothing_twice_and_the_counters_add_up(
     assert found["drain_s"] is not None
 
 
+@pytest.mark.usefixtures("own_cluster")
 @pytest.mark.timeout(180)
 def test_kills_a_failing_disk_and_poison_lose_nothing_and_stop_nothing(tmp_path: Path) -> None:
     """Six kills, a full disk, I/O errors, and poison in one record of 200."""

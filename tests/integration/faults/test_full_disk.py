@@ -57,7 +57,7 @@ def fill(folder: Path) -> list[Path]:
 
 
 @pytest.fixture
-async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+async def stand(tmp_path: Path, own_cluster: None) -> AsyncIterator[Stand]:
     """Two workers, whose spool is a small disk."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk needs root")

@@ -80,7 +80,7 @@ async def test_a_silent_upstream_is_504_before_the_head(
     upstream.script = says(then="hang")
     began = time.monotonic()
     response = await proxy.chat()
-    assert SILENCE_S <= time.monotonic() - began < SILENCE_S + 2
+    assert SILENCE_S <= time.monotonic() - began < SILENCE_S + 10
     assert (response.status, response.headers["x-pawl-fault"]) == (504, "upstream")
     assert response.json["error"]["code"] == "upstream_silent"
     assert (await proxy.only_call()).status == "upstream_error"

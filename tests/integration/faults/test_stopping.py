@@ -52,6 +52,7 @@ async def ended(stand: Stand) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.usefixtures("own_cluster")
 @pytest.mark.timeout(120)
 async def test_it_ends_in_time_with_stalled_readers_and_dribbling_writers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,6 +85,7 @@ async def test_it_ends_in_time_with_stalled_readers_and_dribbling_writers(
     assert not [line for line in text.splitlines() if "child_killed" in line and "worker" in line]
 
 
+@pytest.mark.usefixtures("own_cluster")
 async def test_a_stream_that_goes_on_is_broken_off_at_the_end_of_the_grace_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +106,7 @@ async def test_a_stream_that_goes_on_is_broken_off_at_the_end_of_the_grace_and_r
     assert "calls_broken_off" in stand.log.read_text()
 
 
+@pytest.mark.usefixtures("own_cluster")
 async def test_a_replaced_workers_streams_have_more_time_than_a_stop_gives_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,4 +137,4 @@ async def test_a_process_that_does_not_heed_its_end_is_killed() -> None:
     began = time.monotonic()
     await end(process, "deaf", STOP, 0.5)
     assert process.returncode == -signal.SIGKILL
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30

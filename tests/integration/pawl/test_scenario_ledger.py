@@ -20,7 +20,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
 
 
 @pytest.fixture
-async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+async def stand(tmp_path: Path, own_cluster: None) -> AsyncIterator[Stand]:
     """A proxy with processes of its own, whose metrics count its calls alone."""
     async with fake_upstream() as upstream:
         port = int(upstream.url.split(":")[2].split("/")[0])

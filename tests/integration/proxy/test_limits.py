@@ -301,6 +301,7 @@ async def test_bytes_that_are_no_text_are_refused_by_feedback(proxy: Proxy) -> N
     assert (status, told["error"]["code"]) == (400, "invalid_json")
 
 
+@pytest.mark.usefixtures("own_cluster")
 async def test_a_worker_stays_small_under_hostile_requests(tmp_path: Path) -> None:
     """As `benchmarks.hostile` does it, with the kinds that were worst; time is its own bar."""
 

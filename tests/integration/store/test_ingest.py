@@ -144,7 +144,7 @@ async def test_a_new_day_does_not_wait_for_readers(engine: AsyncEngine) -> None:
     yesterday = lowest_id_at(datetime.now(UTC) - timedelta(days=1))
     async with engine.connect() as reader:
         await read_episodes(reader, await episode_ids(reader))
-        await asyncio.wait_for(store(engine, call("e2", id=yesterday)), timeout=5)
+        await asyncio.wait_for(store(engine, call("e2", id=yesterday)), timeout=30)
     assert len(await episodes(engine)) == 2
 
 

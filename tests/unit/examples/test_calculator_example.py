@@ -291,7 +291,7 @@ def test_each_line_is_worked_on_as_it_arrives_and_a_failure_is_one_attempts() ->
             await until(partial(out.has_flushed, 3 * seen))
         os.write(writing, b"not json\n")
         os.close(writing)
-        await asyncio.wait_for(going, 5)
+        await asyncio.wait_for(going, 30)
         os.close(reading)
         assert [r["error"] for r in out.records if r["id"] == "b"] == ["OSError: no route"] * 3
         assert [r["response_id"] for r in out.records if r["id"] == "c"] == ["r-c"] * 3
@@ -311,7 +311,7 @@ def test_a_stopped_run_ends_although_its_input_does_not() -> None:
         os.write(writing, b'{"id": "a", "question": "a"}\n')
         await until(lambda: bool(out.records))
         run.stop()
-        await asyncio.wait_for(going, 5)
+        await asyncio.wait_for(going, 30)
         assert all(r["error"] is None for r in out.records)
         os.close(writing)
 

@@ -41,7 +41,7 @@ async def test_a_child_in_another_session_holds_nobody_up(tmp_path: Path, given:
     try:
         with pytest.raises(TimeoutError):
             await run(sys.executable, "-c", program, str(note), given=given, limit_s=2)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < 30
     finally:
         os.kill(int(note.read_text()), 9)
 
@@ -56,14 +56,14 @@ async def test_it_ends_with_its_own_status_whatever_it_leaves_running(held: str)
     started = time.monotonic()
     ended = await run("sh", "-c", f"sleep 60 {held} & echo done; exit 0")
     assert ended == Ended(status=0, output=b"done\n", errors=b"")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 async def test_what_floods_is_ended_at_once() -> None:
     started = time.monotonic()
     with pytest.raises(TooMuchOutput, match="more than 1000 bytes"):
         await run("yes")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 async def test_what_it_reads_and_writes_is_whole() -> None:

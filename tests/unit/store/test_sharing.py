@@ -60,7 +60,7 @@ def test_a_wait_ends_in_time_and_says_for_what(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(StoreError, match=r"gave up waiting for the other one after 0\.2 s"):
         take_turn(file, Wait(0.2, never), "the other one")
-    assert 0.2 <= time.monotonic() - began < 5
+    assert 0.2 <= time.monotonic() - began < 30
     with pytest.raises(StoreError, match="told to stop"):
         take_turn(file, Wait(60.0, lambda: True), "the other one")
     held.release()
