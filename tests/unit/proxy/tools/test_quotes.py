@@ -111,8 +111,23 @@ def reply(message: Any) -> bytes:
     return json.dumps({"id": "r", "choices": [choice]}).encode()
 
 
-def test_a_replys_whole_text_can_be_named() -> None:
-    made = recorded("chat", {"messages": []}, reply=reply({"content": f"{SQL}\n"}))
+MESSAGE = {"id": "m", "type": "message", "content": [{"type": "text", "text": SQL}]}
+ITEM = {"type": "message", "content": [{"type": "output_text", "text": SQL}]}
+RESPONSE = {"id": "r", "object": "response", "status": "completed", "output": [ITEM]}
+COMPLETION = {"id": "c", "choices": [{"index": 0, "text": SQL}]}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "request_body", "told"),
+    [
+        ("chat", {"messages": []}, reply({"content": f"{SQL}\n"})),
+        ("messages", {"messages": []}, json.dumps(MESSAGE).encode()),
+        ("responses", {"input": []}, json.dumps(RESPONSE).encode()),
+        ("completions", {"prompt": "q"}, json.dumps(COMPLETION).encode()),
+    ],
+)
+def test_a_replys_whole_text_can_be_named(dialect: str, request_body: Any, told: bytes) -> None:
+    made = recorded(dialect, request_body, reply=told)
     assert made.text_digest == text_digest(SQL)
 
 
