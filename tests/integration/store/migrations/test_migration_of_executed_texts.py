@@ -12,10 +12,17 @@ from store.schema.migrate import check, downgrade, upgrade
 from store.schema.partitions import ensure_partition
 from store.values.tokens import pack_logprobs
 from store.write.ingest import Ingester
-from tests.integration.store.migrations.test_stored_before import OLD_CALL, OLD_EPISODE
+from tests.integration.store.migrations.test_stored_before import OLD_EPISODE
 from tests.support.records import call, tool_event
 
 TEXT = UUID(int=7)
+OLD_CALL = """
+    INSERT INTO transitions (id, episode_id, method, confidence, agent, dialect, policy,
+        policy_version, status, stream, request, reply, prompt_ids, sampled_ids, sampled_logprobs,
+        sampling, trainable, tool_calls, started_at, total_ms, retry)
+    VALUES (:id, :id, 'own', 'certain', 'default', 'chat', 'm', 0, 'complete', false, :request,
+        :reply, :ids, :ids, :logprobs, '{"temperature": 1.0}', true, '[]', now(), 1, 0)
+"""
 OLD_EVENT = """
     INSERT INTO tool_events (id, episode_id, tool_id, name, status, source, at)
     VALUES (:id, :id, 'made_up', 'sql', 'ok', 'reader', now())
@@ -27,14 +34,11 @@ async def test_events_from_before_are_nobodys_and_stay(empty_database_url: str) 
     await upgrade(url, "0014")
     engine = make_engine(url)
     old = new_id()
-    values = {"id": old, "request": "{}", "reply": '{"id": "r"}', "ids": b"\x01\x00\x00\x00"}
+    values = {"id": old, "request": b"{}", "reply": b'{"id": "r"}', "ids": b"\x01\x00\x00\x00"}
     async with engine.begin() as connection:
         await ensure_partition(connection, time_of(old).date())
         await connection.execute(text(OLD_EPISODE), {"id": old})
-        filled = OLD_CALL.replace("(id, episode_id", "(id, method, confidence, episode_id").replace(
-            "(:id, :id", "(:id, 'own', 'certain', :id"
-        )
-        await connection.execute(text(filled), values | {"logprobs": pack_logprobs([-0.5])})
+        await connection.execute(text(OLD_CALL), values | {"logprobs": pack_logprobs([-0.5])})
         await connection.execute(text(OLD_EVENT), {"id": old})
     await engine.dispose()
 
