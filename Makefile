@@ -1,4 +1,6 @@
 BIN := .venv/bin
+# What `make example` runs, of the environment.
+PAWL ?= pawl
 CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests class_layouts.py hatch_build.py
 
 .DEFAULT_GOAL := help
@@ -15,7 +17,7 @@ demo: install  ## an agent gets better while it works, on this machine (ARGS="--
 
 example: install  ## an agent of a framework gets better while it works (NAME=math ARGS="--seed 7")
 	@$(BIN)/python scripts/install_clients.py --python
-	@$(BIN)/pawl example $(NAME) $(ARGS)
+	@$(BIN)/$(PAWL) example $(NAME) $(ARGS)
 
 test: install  ## all tests: real PostgreSQL, vLLM and clients (ARGS="-k name")
 	@$(BIN)/python scripts/install_clients.py

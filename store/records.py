@@ -63,7 +63,9 @@ class ToolCall(Record, frozen=True, kw_only=True):
 class ToolEvent(Record, frozen=True, kw_only=True):
     """State how one tool execution ended, and where that is known from.
 
-    `ms` is the execution's duration in milliseconds, if it was stated.
+    `ms` is the execution's duration in milliseconds, if it was stated. `quotes` are the digests of
+    the texts among the arguments of its tool call, where the request that brings its result shows
+    them: with these the call of an agent's own is known by the reply that it was made of.
     """
 
     id: UUID
@@ -73,6 +75,7 @@ class ToolEvent(Record, frozen=True, kw_only=True):
     detail: str | None = None
     ms: float | None = None
     source: ToolSource = "header"
+    quotes: tuple[UUID, ...] = ()
 
 
 class Tokens(Record, frozen=True, kw_only=True):
@@ -176,6 +179,13 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
     retry_of: Annotated[UUID | None, Kept("Failed attempt that this call repeats.")] = None
     # An episode of which any call says `eval` is evaluation: it is never trained on.
     split: Annotated[Split, Kept("`train`, or `eval` for a call of an evaluation.")] = TRAIN
+    text_digest: Annotated[
+        UUID | None,
+        Kept(
+            "Digest of the reply's text, which `tool_events.quotes` may have; null: it has none, "
+            "or asks for tools, or results of tools are not read."
+        ),
+    ] = None
 
 
 class FeedbackItem(Record, frozen=True, kw_only=True):
@@ -218,7 +228,10 @@ class Feedback(Record, frozen=True, kw_only=True):
 
 
 class TransitionRow(CallFacts, frozen=True, kw_only=True):
-    """Describe a stored call, with the events of the tools that its reply asked for."""
+    """Describe a stored call, with the events of the tools that its reply asked for.
+
+    Among its tool calls are those that the agent made of its whole text.
+    """
 
     episode_id: UUID
     request: bytes | None

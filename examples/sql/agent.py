@@ -1,10 +1,10 @@
 """Answer questions about a SQLite database with LangGraph: three agents on one graph.
 
 A writer writes a query, which is executed; a checker looks at what came of it; and where that is
-wrong, a rewriter gets one more try. As a program, it reads one question as a line of JSON
-({"question": "..."}), and prints the query. The model server is whatever OPENAI_BASE_URL and
-OPENAI_API_KEY point at; the agents ask it for the models WRITER_MODEL, REWRITER_MODEL and
-CHECKER_MODEL.
+wrong, a rewriter gets one more try, which is executed and checked like the first. As a program, it
+reads one question as a line of JSON ({"question": "..."}), and prints the query. The model server
+is whatever OPENAI_BASE_URL and OPENAI_API_KEY point at; the agents ask it for the models
+WRITER_MODEL, REWRITER_MODEL and CHECKER_MODEL.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ TABLES = (
 )
 SYSTEM = f"Write a SQLite query that answers the question.\n{TABLES}"
 CHECK = "Does the result answer the question? Say yes or no."
+MOST_TRIES = 2
 ASKED = "{question}"
 ASKED_AGAIN = "{question}\nPrevious: {result}"
 
 
 class State(TypedDict, total=False):
     question: str
+    tries: int
     sql: str
     result: str
     found: bool
@@ -58,6 +60,10 @@ def execute(state: State) -> State:
     except (sqlite3.Error, sqlite3.Warning) as error:
         return {"result": json.dumps({"error": str(error)}), "found": False}
     return {"result": json.dumps({"rows": rows[:5]}), "found": not is_empty(rows)}
+
+
+def after_check(state: State) -> str:
+    return END if state["accepted"] or state["tries"] == MOST_TRIES else "rewrite"
 
 
 def shown(result: str) -> str:
@@ -85,17 +91,18 @@ class Agents:
 
     async def write(self, state: State) -> State:
         reply = await self._writer.ainvoke({"question": state["question"]})
-        return {"sql": str(reply.content).strip()}
+        return {"sql": str(reply.content).strip(), "tries": 1}
 
     async def check(self, state: State) -> State:
         """Accept what the model accepts, unless the query failed or found nothing."""
-        call = {"id": "execute_1", "name": "execute_sql", "args": {"query": state["sql"]}}
+        tool_id = f"execute_{state['tries']}"
+        call = {"id": tool_id, "name": "execute_sql", "args": {"query": state["sql"]}}
         reply = await self._checker.ainvoke(
             [
                 SystemMessage(CHECK),
                 HumanMessage(state["question"]),
                 AIMessage("", tool_calls=[call]),
-                ToolMessage(state["result"], tool_call_id="execute_1"),
+                ToolMessage(state["result"], tool_call_id=tool_id),
             ]
         )
         refused = str(reply.content).strip().lower().startswith("no")
@@ -104,7 +111,7 @@ class Agents:
     async def rewrite(self, state: State) -> State:
         told = {"question": state["question"], "result": shown(state["result"])}
         reply = await self._rewriter.ainvoke(told)
-        return {"sql": str(reply.content).strip()}
+        return {"sql": str(reply.content).strip(), "tries": state["tries"] + 1}
 
     def graph(self) -> Any:
         graph = StateGraph(State)
@@ -115,10 +122,8 @@ class Agents:
         graph.add_edge(START, "write")
         graph.add_edge("write", "execute")
         graph.add_edge("execute", "check")
-        graph.add_conditional_edges(
-            "check", lambda state: END if state["accepted"] else "rewrite", [END, "rewrite"]
-        )
-        graph.add_edge("rewrite", END)
+        graph.add_conditional_edges("check", after_check, [END, "rewrite"])
+        graph.add_edge("rewrite", "execute")
         return graph.compile()
 
 

@@ -16,6 +16,20 @@ if TYPE_CHECKING:
 Minutes = Annotated[
     float, typer.Option(min=1, help="Time limit: no new wave is begun that would pass it.")
 ]
+Updates = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Go on until so many updates are done, whatever was learned, or time is up; "
+        "default: the waves end when two in a row were good.",
+    ),
+]
+HeldOutEvery = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Ask the held-out tasks after so many waves; default: as the example says."
+    ),
+]
 
 
 def up() -> None:
@@ -97,11 +111,17 @@ def example(
             "the example's own."
         ),
     ] = None,
+    updates: Updates = None,
+    held_out_every: HeldOutEvery = None,
+    var: Annotated[
+        Path | None,
+        typer.Option(help="Folder for results, data and logs; default: var/examples/NAME."),
+    ] = None,
 ) -> None:
     """Have an example's agent, made with a framework as it is, get better while it works.
 
     Does with the example NAME what `pawl demo` does with its agent, and writes `reward.png`,
-    `report.html` and `summary.json` to var/examples/NAME. Needs a checkout of the repository with
+    `report.html` and `summary.json` to its folder. Needs a checkout of the repository with
     the frameworks (`make example NAME=math` installs them), and a machine on which nothing else of
     Pawl runs.
 
@@ -117,7 +137,9 @@ def example(
         minutes=minutes,
         seed=seed,
         recipe=recipe,
-        var=Path("var/examples") / name,
+        updates=updates,
+        held_out_every=held_out_every,
+        var=var or Path("var/examples") / name,
         models=Path("var/models"),
     )
     _run_scenario(options, f"the example {name}")

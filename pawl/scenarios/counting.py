@@ -1,14 +1,16 @@
 """Say from what was counted how far a run is, and what came of it (pure)."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from msgspec import to_builtins
 
 from pawl.scenarios.progress import Progress
 from store.policy_table import PolicySpec
+from store.read.evaluations import Evaluation
 from store.read.stats import PolicyTotals, Totals
-from store.records import PolicyVersion, UpdateRow
+from store.records import PolicyVersion, Record, UpdateRow
 
 
 def serving_version(versions: Sequence[PolicyVersion], policy: str) -> int:
@@ -40,15 +42,79 @@ def is_trained(
     )
 
 
+class VersionRewards(Record, frozen=True, kw_only=True):
+    """Hold what the episodes were worth that one version of a policy worked in.
+
+    Of an episode with several versions the policy's first counts. Where several policies share an
+    episode, they share its reward.
+
+    Attributes:
+        version: the version; 0 is the base model.
+        reward: the mean reward of its episodes of work; None: none has one.
+        episodes: number of these.
+        held_out: the mean reward of its episodes of held-out tasks; None: none has one.
+        held_out_episodes: number of these.
+    """
+
+    version: int
+    reward: float | None = None
+    episodes: int = 0
+    held_out: float | None = None
+    held_out_episodes: int = 0
+
+
+def curves_of(
+    policies: Sequence[str], worked: Sequence[Evaluation], asked: Sequence[Evaluation]
+) -> dict[str, list[VersionRewards]]:
+    """Return each policy's own curve, by version: its reward at work and on held-out tasks."""
+    work = {(one.policy, one.version): one for one in worked}
+    held_out = {(one.policy, one.version): one for one in asked}
+    known = sorted({*work, *held_out})
+    return {
+        policy: [
+            _version_rewards(version, work.get((name, version)), held_out.get((name, version)))
+            for name, version in known
+            if name == policy
+        ]
+        for policy in policies
+    }
+
+
+def _version_rewards(
+    version: int, work: Evaluation | None, held_out: Evaluation | None
+) -> VersionRewards:
+    return VersionRewards(
+        version=version,
+        reward=_rounded(work),
+        episodes=work.scored if work else 0,
+        held_out=_rounded(held_out),
+        held_out_episodes=held_out.scored if held_out else 0,
+    )
+
+
+def _rounded(point: Evaluation | None) -> float | None:
+    return None if point is None or point.mean is None else round(point.mean, 4)
+
+
 def outcome(progress: Progress, seconds: float) -> dict[str, Any]:
     """Return what came of a run: score before and after, and what that took."""
     return {
         "before": progress.before,
         "after": progress.after,
+        "best": None if progress.best is None else progress.best.score,
+        "largest_fall": largest_fall([one.score for one in progress.held_out]),
         "seconds": round(seconds, 1),
         "updates": len(progress.done_updates),
         "held_out": to_builtins(progress.held_out),
     }
+
+
+def largest_fall(scores: Sequence[float]) -> float:
+    """Return how far a score ever was below the best one before it; 0: never."""
+    bests = accumulate(scores, max)
+    return round(
+        max((best - score for best, score in zip(bests, scores, strict=True)), default=0), 4
+    )
 
 
 def ledger_facts(counted: Totals) -> dict[str, int]:

@@ -5,10 +5,11 @@ from typing import TypeVar
 
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from pawl.scenarios.counting import is_trained, serving_version
+from pawl.scenarios.counting import VersionRewards, curves_of, is_trained, serving_version
 from pawl.scenarios.progress import Progress
 from store.connection.availability import is_unavailable
 from store.connection.engine import make_engine
+from store.read.evaluations import evaluations, rewards_of_work
 from store.read.stats import PolicyTotals, policy_totals, stored_responses, totals
 from store.records import PolicyVersion, UpdateRow
 from store.updates.claims import list_updates
@@ -58,6 +59,13 @@ class Ledger:
     async def by_policy(self) -> list[PolicyTotals] | None:
         """Return what is stored of each policy; None: the database does not answer."""
         return await self._ask(policy_totals)
+
+    async def curves(self) -> dict[str, list[VersionRewards]] | None:
+        """Return each trained policy's rewards by version; None: the database does not answer."""
+        worked, asked = await self._ask(rewards_of_work), await self._ask(evaluations)
+        if worked is None or asked is None:
+            return None
+        return curves_of(self._policies, worked, asked)
 
     async def _ask(self, query: Callable[[AsyncConnection], Awaitable[Found]]) -> Found | None:
         try:

@@ -113,6 +113,11 @@ class Progress:
         return self.held_out[-1].score if len(self.held_out) > 1 else None
 
     @property
+    def best(self) -> HeldOut | None:
+        """Return the best look at the held-out tasks after the base model's, or None."""
+        return max(self.held_out[1:], key=lambda look: look.score, default=None)
+
+    @property
     def done_updates(self) -> list[UpdateRow]:
         """Return the updates that made a version."""
         return [update for update in self.updates if update.version is not None]

@@ -6,25 +6,23 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
+from pawl.scenarios.picture import AT_WORK, INK, Curves, draw
 from pawl.scenarios.progress import Progress
 from pawl.scenarios.scenario import Scenario
 
-INK: Final = "#1f2933"
-RISING: Final = "#0b7285"
-FORMED: Final = "#e8590c"
-FORMED_LABEL: Final = "well-formed tool calls"
-FAINT: Final = "#adb5bd"
-AT_WORK: Final = {"success": "right answers at work", "reward": "reward at work"}
-
 
 def write_report(
-    scenario: Scenario, folder: Path, summary: dict[str, Any], progress: Progress
+    scenario: Scenario,
+    folder: Path,
+    summary: dict[str, Any],
+    progress: Progress,
+    curves: Curves,
 ) -> None:
-    """Write the summary, the picture and the page into `folder`."""
+    """Write the summary, the picture and the page into `folder`; `curves` are the policies' own."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     picture = folder / "reward.png"
-    draw(picture, progress, scenario.score)
+    draw(picture, progress, scenario.score, curves)
     (folder / "report.html").write_text(page(scenario, summary, progress, picture.read_bytes()))
 
 
@@ -42,7 +40,7 @@ def closing_words(
     """
     return (
         f"\nHeld-out {score} went from [bold]{summary['before']:.0%}[/] to "
-        f"[bold]{summary['after']:.0%}[/] in {summary['updates']} updates "
+        f"[bold]{summary['after']:.0%}[/]{_best(summary)} in {summary['updates']} updates "
         f"({summary['seconds'] / 60:.1f} min); {summary['recorded']} of "
         f"{summary['calls']} calls recorded, {summary['failed_requests']} failed.\n"
         f"Picture and page: {folder / 'reward.png'}, {folder / 'report.html'}\n"
@@ -55,51 +53,10 @@ def closing_words(
     )
 
 
-def draw(path: Path, progress: Progress, score: str) -> None:
-    """Draw score and well-formed calls of each wave, and the held-out score between them."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=150)
-    numbers = [wave.number for wave in progress.waves]
-    formed = [wave.well_formed for wave in progress.waves]
-    right = [wave.success for wave in progress.waves]
-    if None not in formed:
-        axes.plot(numbers, formed, "o-", color=FORMED, markersize=4, label=FORMED_LABEL)
-    axes.plot(numbers, right, "o-", color=RISING, linewidth=2.5, label=AT_WORK[score])
-    held_out = progress.held_out
-    waves = [one.waves for one in held_out]
-    scores = [one.score for one in held_out]
-    axes.plot(waves, scores, "D--", color=INK, markersize=6, label="held-out tasks")
-    for one in [*held_out[:1], *held_out[1:][-1:]]:
-        axes.annotate(
-            f"{one.score:.0%}",
-            (one.waves, one.score),
-            xytext=(0, 9),
-            textcoords="offset points",
-            ha="center",
-            weight="bold",
-        )
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    _dress(axes)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def _dress(axes: Any) -> None:
-    axes.set_ylim(0, 1.08)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axes.set_xlabel("wave")
-    axes.grid(axis="y", color=FAINT, alpha=0.4)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    title = "An unchanged agent gets better while it works"
-    axes.set_title(title, loc="left", fontweight="bold", color=INK)
-    axes.legend(frameon=False, loc="lower center")
+def _best(summary: dict[str, Any]) -> str:
+    """Return the best look in words, where it was not the last."""
+    is_last = summary["best"] in (None, summary["after"])
+    return "" if is_last else f" (best {summary['best']:.0%})"
 
 
 def page(scenario: Scenario, summary: dict[str, Any], progress: Progress, picture: bytes) -> str:
@@ -108,6 +65,7 @@ def page(scenario: Scenario, summary: dict[str, Any], progress: Progress, pictur
     facts = {
         "held-out before": f"{summary['before']:.0%}",
         "held-out after": f"{summary['after']:.0%}",
+        "held-out at best": f"{summary['best']:.0%}",
         "updates": summary["updates"],
         "time": f"{summary['seconds'] / 60:.1f} min",
         "calls recorded": f"{summary['recorded']} of {summary['calls']}",

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import to_builtins
 from rich.console import Console
 from rich.live import Live
 
@@ -21,8 +22,10 @@ from pawl.rollout.tasks import Task
 from pawl.scenarios.agent import Ran, WorkingAgent, examine, response_ids
 from pawl.scenarios.calls import all_calls, named_calls
 from pawl.scenarios.counting import ledger_facts, outcome
+from pawl.scenarios.ending import Ending
 from pawl.scenarios.errors import ScenarioFailed
 from pawl.scenarios.ledger import Ledger
+from pawl.scenarios.picture import Curves
 from pawl.scenarios.places import EXAMPLES, find_scenario, interpreter
 from pawl.scenarios.plan import policies_of, recipe_file, stack_plan
 from pawl.scenarios.progress import HeldOut, Progress, Wave, render
@@ -50,6 +53,8 @@ class RunOptions(Record, frozen=True, kw_only=True):
         models: the folder that the packaged model is unpacked in.
         recipe: None: the scenario's own.
         model: None: the packaged one.
+        updates: None: the waves end as the scenario says.
+        held_out_every: None: the scenario's own.
     """
 
     name: str
@@ -59,6 +64,8 @@ class RunOptions(Record, frozen=True, kw_only=True):
     models: Path
     recipe: str | None = None
     model: str | None = None
+    updates: int | None = None
+    held_out_every: int | None = None
     examples: Path = EXAMPLES
 
 
@@ -101,6 +108,11 @@ class Run:
         self._recipe: Recipe = load_recipe(self._recipe_name)
         self._specs = policies_of(self._scenario)
         self._trained = [spec.name for spec in self._specs if spec.trained]
+        self._ending = Ending(
+            learned=self._scenario.learned,
+            most_waves=self._scenario.most_waves,
+            updates=options.updates,
+        )
         self._console = Console()
         self.progress = Progress(
             title=self._scenario.title, policy=self._trained[0], minutes=options.minutes
@@ -173,8 +185,8 @@ class Run:
         await stack.stop_training()
         await ask("asking the held-out questions again", "after")
         self._phase("writing the report")
-        summary = await self._summary(stack, ledger)
-        write_report(scenario, self._options.var, summary, self.progress)
+        summary, curves = await self._summary(stack, ledger)
+        write_report(scenario, self._options.var, summary, self.progress, curves)
         return summary
 
     async def _examine(
@@ -200,13 +212,11 @@ class Run:
         await ledger.look()
 
     async def _learn(self, stack: Stack, ledger: Ledger, ask: Ask) -> None:
-        """Run waves of tasks until the policy is good or time is up.
-
-        With `held_out_every`, `ask` asks the held-out tasks between them.
-        """
+        """Run waves of tasks until these end; with `held_out_every`, `ask` asks between them."""
         scenario = self._scenario
         many, size = tasks_a_wave(self._recipe), self._recipe.claim.group_size
-        count = many * scenario.most_waves
+        every = self._options.held_out_every or scenario.held_out_every
+        count = many * self._ending.waves
         tasks = await make_tasks(scenario, count, self._options.seed, "train", self._data)
         agent = WorkingAgent(scenario, stack.url, self._data)
         await agent.start(samples=size, concurrency=scenario.at_once)
@@ -219,9 +229,9 @@ class Run:
                 await self._until(stack, ledger, partial(self._take, agent, wave))
                 self._phase(f"wave {number}: the trainer learns")
                 await self._until(stack, ledger, partial(ledger.trained, number))
-                if self._has_learned() or number == scenario.most_waves or self._time_is_up():
+                if self._ending.is_reached(self._at_present()):
                     break
-                if scenario.held_out_every and number % scenario.held_out_every == 0:
+                if every and number % every == 0:
                     await ask(f"wave {number}: asking the held-out questions", f"after-{number}")
         finally:
             await agent.stop()
@@ -258,31 +268,25 @@ class Run:
             self.progress.failed_runs += result.error is not None
         return len(wave.results) >= wave.expected
 
-    def _has_learned(self) -> bool:
-        last = self.progress.waves[-2:]
-        return len(last) == 2 and all(wave.success >= self._scenario.learned for wave in last)
-
-    def _time_is_up(self) -> bool:
-        """Return whether another wave of average length would pass the time limit."""
-        per_wave = self._elapsed() / max(1, len(self.progress.waves))
-        return self._elapsed() + per_wave > self.progress.minutes * 60
-
-    async def _summary(self, stack: Stack, ledger: Ledger) -> dict[str, Any]:
-        calls = await self._calls(stack, ledger)
+    async def _summary(self, stack: Stack, ledger: Ledger) -> tuple[dict[str, Any], Curves]:
+        """Return the summary, and the policies' own curves in it."""
+        calls, curves = await self._calls(stack, ledger), await ledger.curves()
         await ledger.look()
-        if self.progress.totals is None or calls is None:
+        if self.progress.totals is None or calls is None or curves is None:
             raise ScenarioFailed(
                 "the database did not answer at the end, so there is no report: "
                 f"see the logs in {self._data / 'logs'}"
             )
-        return {
+        summary = {
             **outcome(self.progress, self._elapsed()),
+            "by_version": to_builtins(curves),
             **calls,
             **ledger_facts(self.progress.totals),
             "seed": self._options.seed,
             "recipe": self._recipe_name,
             "cores": len(os.sched_getaffinity(0)),
         }
+        return summary, curves
 
     async def _calls(self, stack: Stack, ledger: Ledger) -> dict[str, Any] | None:
         """Return what became of the calls. The demo's agent, one call a run, names its replies."""

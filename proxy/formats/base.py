@@ -65,7 +65,8 @@ class ReplyFacts(msgspec.Struct, frozen=True):
 
     `reply` is JSON as the client saw it, with a stream's events merged into one object, or None if
     it was not JSON. `whole` says whether the reply came to its proper end. `too_deep` says that a
-    text of the upstream's became a structure which nests too deep to be read.
+    text of the upstream's became a structure which nests too deep to be read. `text` is what
+    the reply's first choice says.
     """
 
     reply: bytes | None
@@ -76,15 +77,20 @@ class ReplyFacts(msgspec.Struct, frozen=True):
     sampled: Sampled
     whole: bool
     too_deep: bool = False
+    text: str = ""
 
 
 class ToolResult(Record, frozen=True, kw_only=True):
-    """Give the result of one tool call; `is_error` is None if the client did not state it."""
+    """Give the result of one tool call; `is_error` is None if the client did not state it.
+
+    `texts` are the texts among the tool call's arguments, as far as the request shows it.
+    """
 
     tool_id: str
     name: str | None
     text: str
     is_error: bool | None = None
+    texts: tuple[str, ...] = ()
 
 
 class Transcript(Protocol):

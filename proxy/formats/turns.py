@@ -5,7 +5,7 @@ answer the assistant's last turn are read: every later request of the thread rep
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -21,8 +21,19 @@ TOOL_ROLES: Final = ("tool", "function")
 
 _members: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _member: Final = msgspec.json.Decoder(dict[str, Any])
-# A tool call's id, and the tool's name, as they were sent.
-Named = tuple[Any, Any]
+# A tool call's id, the tool's name, and the arguments, as they were sent.
+Named = tuple[Any, Any, Any]
+
+
+class Called(NamedTuple):
+    """Hold what the assistant's turn says of a tool call: the tool's name, and the arguments."""
+
+    name: str | None
+    arguments: Any
+
+
+Calls = Mapping[str, Called]
+_UNKNOWN: Final = Called(None, None)
 
 
 class BaseTurns:
@@ -66,28 +77,28 @@ class BaseTurns:
         except UNREADABLE:
             # It is not a list, but a question without any earlier turn.
             return []
-        after_turn, names = self._last_turn(members)
+        after_turn, calls = self._last_turn(members)
         by_tool_id: dict[str, ToolResult] = {}
         for member in reversed(after_turn):
-            for result in self._results_in(member, names):
+            for result in self._results_in(member, calls):
                 by_tool_id[result.tool_id] = result
         return list(by_tool_id.values())
 
-    def _last_turn(self, members: list[msgspec.Raw]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """Return what follows the assistant's last turn, newest first, and the tools it names."""
+    def _last_turn(self, members: list[msgspec.Raw]) -> tuple[list[dict[str, Any]], Calls]:
+        """Return what follows the assistant's last turn, newest first, and its tool calls."""
         after_turn: list[dict[str, Any]] = []
-        names: dict[str, str] = {}
+        calls: dict[str, Called] = {}
         answering = False
         for member in _backwards(members):
             spoken = self._is_assistants(member)
             if spoken and after_turn:
-                names |= _storable_names(self._called(member))
+                calls |= _storable_calls(self._called(member))
                 answering = True
             elif answering:
                 break
             elif not spoken:
                 after_turn.append(member)
-        return after_turn, names
+        return after_turn, calls
 
     def _add(self, conversation: Conversation, member: dict[str, Any]) -> None:
         """Add one member of the conversation to `conversation`."""
@@ -104,21 +115,40 @@ class BaseTurns:
         """Return the tool calls that a member of the model's makes."""
         return ()
 
-    def _results_in(self, member: dict[str, Any], names: Mapping[str, str]) -> Iterable[ToolResult]:
-        """Return the tool results in a member; `names` are the tools' names by their calls' ids."""
+    def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
+        """Return the tool results in a member; `calls` are the tool calls by their ids."""
         return ()
 
 
 def tool_result(
-    tool_id: Any, content: Any, names: Mapping[str, str], is_error: bool | None = None
+    tool_id: Any, content: Any, calls: Calls, is_error: bool | None = None
 ) -> Iterable[ToolResult]:
     """Return the result if it names its tool call; without an id it cannot be matched to any."""
     if not isinstance(tool_id, str) or not tool_id or not _storable(tool_id):
         return ()
-    name = names.get(tool_id)
+    called = calls.get(tool_id, _UNKNOWN)
     return (
-        ToolResult(tool_id=tool_id, name=name, text="\n".join(texts(content)), is_error=is_error),
+        ToolResult(
+            tool_id=tool_id,
+            name=called.name,
+            text="\n".join(texts(content)),
+            is_error=is_error,
+            texts=_texts_in(called.arguments),
+        ),
     )
+
+
+def _texts_in(arguments: Any) -> tuple[str, ...]:
+    """Return the texts among a tool call's arguments: an object's members, or the whole of it."""
+    given = arguments
+    if isinstance(arguments, str):
+        try:
+            given = msgspec.json.decode(arguments)
+        except (*UNREADABLE, UnicodeEncodeError):
+            # Custom tools take a text as it is.
+            return (arguments,)
+    members = given.values() if isinstance(given, dict) else ()
+    return tuple(value for value in members if isinstance(value, str))
 
 
 def _backwards(members: list[msgspec.Raw]) -> Iterator[dict[str, Any]]:
@@ -131,11 +161,11 @@ def _backwards(members: list[msgspec.Raw]) -> Iterator[dict[str, Any]]:
             continue
 
 
-def _storable_names(calls: Iterable[Named]) -> dict[str, str]:
+def _storable_calls(calls: Iterable[Named]) -> dict[str, Called]:
     return {
-        tool_id: name
-        for tool_id, name in calls
-        if isinstance(tool_id, str) and isinstance(name, str) and _storable(name)
+        tool_id: Called(name if isinstance(name, str) and _storable(name) else None, arguments)
+        for tool_id, name, arguments in calls
+        if isinstance(tool_id, str)
     }
 
 

@@ -23,6 +23,7 @@ from proxy.formats.json_parts import Object, parse_object
 from proxy.formats.registry import FORMATS
 from proxy.formats.requests import read_request, request_of
 from proxy.keeper.sampling import Judged, judged_settings
+from proxy.tools.quotes import text_digest
 from proxy.tools.result_readers import ResultReaders
 from proxy.tools.tool_results import result_events
 from store.records import EXPLORED, CallRecord, Tokens, ToolEvent
@@ -57,7 +58,8 @@ def transcribe(
         settings = settings.with_setting(EXPLORED, captured.explored)
     reason = TOO_DEEP if deep else _reason(captured, facts, settings, shown)
     events = (*captured.tool_events, *_results(captured, shown, readers))
-    return _record(captured, request, raw, facts, settings, reason, events)
+    said = _quotable(captured, facts, readers)
+    return _record(captured, request, raw, facts, settings, reason, events, said)
 
 
 def _record(
@@ -68,6 +70,7 @@ def _record(
     settings: Judged,
     reason: Reason | None,
     events: tuple[ToolEvent, ...],
+    said: UUID | None,
 ) -> CallRecord:
     """Return the record of a call; all that is to be found out about it is known."""
     return CallRecord(
@@ -106,6 +109,7 @@ def _record(
         needs=captured.needs,
         retry_of=None if captured.retry_of is None else UUID(bytes=captured.retry_of),
         split=captured.split,
+        text_digest=said,
     )
 
 
@@ -225,11 +229,22 @@ def _results(
     captured: CapturedCall, shown: Object | None, readers: ResultReaders
 ) -> tuple[ToolEvent, ...]:
     """Return an event for each tool result in the request."""
-    wire_format = FORMATS[captured.dialect]
-    if not (wire_format.turns.states_errors or readers):
-        # The API does not state how a tool ended: that takes a configured reader.
+    if not _reads_results(captured, readers):
         return ()
-    return result_events(UUID(bytes=captured.id), wire_format.turns, shown, readers)
+    turns = FORMATS[captured.dialect].turns
+    return result_events(UUID(bytes=captured.id), turns, shown, readers)
+
+
+def _quotable(captured: CapturedCall, facts: ReplyFacts, readers: ResultReaders) -> UUID | None:
+    """Return the digest of what a reply says that asks for no tool; a later call may quote it."""
+    if facts.tool_calls or not _reads_results(captured, readers):
+        return None
+    return text_digest(facts.text)
+
+
+def _reads_results(captured: CapturedCall, readers: ResultReaders) -> bool:
+    """Return whether results are read: the API states how a tool ended, or there is a reader."""
+    return FORMATS[captured.dialect].turns.states_errors or bool(readers)
 
 
 def _tokens(sampled: Sampled) -> Tokens:

@@ -9,6 +9,7 @@ from uuid import UUID, uuid5
 
 from proxy.formats.base import ToolResult, Turns
 from proxy.formats.json_parts import Object
+from proxy.tools.quotes import quoted_digests
 from proxy.tools.result_readers import ResultReaders
 from store.records import ToolEvent, ToolSource, ToolStatus
 
@@ -33,6 +34,7 @@ def result_events(
                     status=status,
                     detail=detail,
                     source=source,
+                    quotes=quoted_digests(result.texts),
                 )
             )
     return tuple(events)

@@ -100,6 +100,8 @@ FEEDBACK: Final = {
     "tool_events.detail": "Details, as stated.",
     "tool_events.ms": "Duration in milliseconds, as stated.",
     "tool_events.source": "Who said so; see `docs/howto/tool-status.md`.",
+    "tool_events.quotes": "Digests of the texts among its tool call's arguments, by which a call "
+    "that no reply asked for is known by the reply that it was made of.",
     "tool_events.at": "Time of the statement.",
     "feedback.id": "Id, as in the reply of `/feedback`.",
     "feedback.metric": "Name of the metric; `reward` is trained on.",

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 from store.errors import Damaged
+from store.read.quoting import QuotedCall, quoted_calls
 from store.records import (
     OWN_EPISODE,
     CallFacts,
@@ -84,14 +85,7 @@ def assemble(
     repeated_by = _repeated_by(rows)
     calls = [row for row in rows if row.id not in repeated_by]
     readable = {row.id: _readable(row, whole) for row in calls}
-    requested_by = {call.id: row.id for row in calls for call in readable[row.id].tool_calls}
-    known = {row.id for row in calls}
-
-    def owner(event: Any) -> UUID | None:
-        asked_by = _last(repeated_by, event.asked_by) or requested_by.get(event.tool_id)
-        return asked_by if asked_by in known else None
-
-    events_of = _grouped(_newest_events(events), owner)
+    events_of = _events_by_call(list(events), calls, readable, repeated_by)
     about = _by_call(feedback, parts, repeated_by)
     transitions = tuple(
         _transition(row, readable[row.id], events_of.get(row.id, ()), about.get(row.id, ()))
@@ -110,6 +104,31 @@ def assemble(
         quarantined_reason=head.quarantined_reason,
         split=head.joined_split or head.split,
     )
+
+
+def _events_by_call(
+    events: Sequence[Any],
+    calls: Sequence[Any],
+    readable: dict[UUID, Readable],
+    repeated_by: Mapping[UUID, UUID],
+) -> dict[UUID | None, list[Any]]:
+    """Return the standing events by the call that they are about; None has those of nobody.
+
+    The tool calls that the agent made of a reply's text are added to that call's in `readable`.
+    """
+    requested_by = {call.id: row.id for row in calls for call in readable[row.id].tool_calls}
+    quoted = quoted_calls(events, calls, requested_by)
+    for one in dict.fromkeys(quoted.values()):
+        read = readable[one.call_id]
+        readable[one.call_id] = read._replace(tool_calls=(*read.tool_calls, one.tool_call))
+
+    def owner(event: Any) -> UUID | None:
+        if event.id in quoted:
+            return quoted[event.id].call_id
+        asked_by = _last(repeated_by, event.asked_by) or requested_by.get(event.tool_id)
+        return asked_by if asked_by in readable else None
+
+    return _grouped(_newest_events(events, quoted), owner)
 
 
 def _by_call(
@@ -230,11 +249,12 @@ def _last(repeated_by: Mapping[UUID, UUID], call_id: UUID | None) -> UUID | None
     return call_id
 
 
-def _newest_events(rows: Iterable[Any]) -> list[Any]:
+def _newest_events(rows: Iterable[Any], quoted: Mapping[UUID, QuotedCall]) -> list[Any]:
     """Keep one event for each tool call: the newest of the surest. Keep all without an id."""
     standing: dict[Any, Any] = {}
     for row in rows:
-        about = row.tool_id or row.id
+        # An agent may give each call that it makes of a text the same id.
+        about = quoted.get(row.id) or row.tool_id or row.id
         earlier = standing.get(about)
         if earlier is None or _SURENESS[row.source] >= _SURENESS[earlier.source]:
             standing[about] = row

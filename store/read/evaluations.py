@@ -3,15 +3,16 @@
 An episode of the `eval` split counts for each policy that has calls in it, at the version of that
 policy's first call. Left out are episodes that are quarantined, and those that an update of the
 policy had claimed before a call said that they are evaluation: what was trained on evaluates
-nothing.
+nothing. The rewards of work, which is trained on, can be read in the same way.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
-from sqlalchemy import text
+from sqlalchemy import TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.records import EVAL, OWN_EPISODE, REWARD, Record
+from store.records import EVAL, OWN_EPISODE, REWARD, TRAIN, Record, Split
 from store.schema.recorded import SPLIT
 from store.values.intervals import Interval, student, wilson
 
@@ -20,7 +21,7 @@ LARGEST: Final = 1e100
 
 
 class Evaluation(Record, frozen=True, kw_only=True):
-    """Describe the evaluation of one policy version.
+    """Describe the evaluation of one policy version, or its work.
 
     `scored` of its `episodes` have a reward. `mean` is the mean of these, and the interval from
     `low` to `high` holds the expected reward with a confidence of 95 %; None: too few are scored.
@@ -37,12 +38,12 @@ class Evaluation(Record, frozen=True, kw_only=True):
 
 # The reward of an episode is the newest about all of it, else the mean of its calls' newest; of
 # several from the same time the lowest counts. Feedback about the call of an episode of one call
-# is about the episode, as in `store.link.settle`.
-_CURVE: Final = text(
-    f"""
+# is about the episode, as in `store.link.settle`. The split is written into the text, so that the
+# index of `eval` is used.
+_CURVE: Final = f"""
     WITH wholes AS (
         SELECT id FROM episodes
-        WHERE {SPLIT} = '{EVAL}' AND root IS NULL AND quarantined_reason IS NULL),
+        WHERE {SPLIT} = '{{split}}' AND root IS NULL AND quarantined_reason IS NULL),
     parts AS (
         SELECT w.id AS whole, e.id, e.method FROM wholes w JOIN episodes e ON e.id = w.id
         UNION ALL SELECT w.id, e.id, e.method FROM wholes w JOIN episodes e ON e.root = w.id),
@@ -51,8 +52,7 @@ _CURVE: Final = text(
         FROM parts p JOIN transitions t ON t.episode_id = p.id
         WHERE t.policy IS NOT NULL AND t.policy_version IS NOT NULL
             AND (CAST(:policy AS text) IS NULL OR t.policy = :policy)
-            AND NOT EXISTS (SELECT FROM episode_policies c WHERE c.episode_id = p.whole
-                            AND c.policy = t.policy AND c.claimed_by IS NOT NULL)
+            {{and_not}}
         ORDER BY p.whole, t.policy, t.id),
     said AS (
         SELECT p.whole, f.at, GREATEST(-{LARGEST}, LEAST({LARGEST}, f.value)) AS value,
@@ -70,13 +70,29 @@ _CURVE: Final = text(
     FROM sampled s LEFT JOIN rewards r USING (whole)
     GROUP BY s.policy, s.version ORDER BY s.policy, s.version
     """
-)
+_CLAIMED: Final = """
+    AND NOT EXISTS (SELECT FROM episode_policies c WHERE c.episode_id = p.whole
+                    AND c.policy = t.policy AND c.claimed_by IS NOT NULL)
+"""
+_CURVES: Final[Mapping[Split, TextClause]] = {
+    EVAL: text(_CURVE.format(split=EVAL, and_not=_CLAIMED)),
+    TRAIN: text(_CURVE.format(split=TRAIN, and_not="")),
+}
 
 
 async def evaluations(connection: AsyncConnection, policy: str | None = None) -> list[Evaluation]:
     """Return the evaluation of each version of `policy` (None: of every policy) that has any."""
+    return await _curve(connection, EVAL, policy)
+
+
+async def rewards_of_work(connection: AsyncConnection) -> list[Evaluation]:
+    """Return the rewards that each version of every policy got in episodes that may be trained."""
+    return await _curve(connection, TRAIN, None)
+
+
+async def _curve(connection: AsyncConnection, split: Split, policy: str | None) -> list[Evaluation]:
     curve: list[Evaluation] = []
-    for row in await connection.execute(_CURVE, {"policy": policy}):
+    for row in await connection.execute(_CURVES[split], {"policy": policy}):
         interval = _interval(row.mean, row.spread, row.scored, row.zero_or_one)
         low, high = interval or (None, None)
         curve.append(

@@ -1,6 +1,7 @@
 """Define the tables of what is said about calls and episodes: tool events, feedback, judgements."""
 
 from sqlalchemy import (
+    ARRAY,
     Column,
     Double,
     ForeignKey,
@@ -30,6 +31,7 @@ tool_events = Table(
     Column("detail", Text),
     Column("ms", Double),
     Column("source", Text, nullable=False),
+    Column("quotes", ARRAY(Uuid)),
     Column("at", When, nullable=False),
     one_of("status", TOOL_STATUSES),
     one_of("target_kind", TARGET_KINDS),

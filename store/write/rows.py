@@ -41,7 +41,7 @@ TRANSITION_COLUMNS: Final = (
 )
 EVENT_COLUMNS: Final = (
     *("id", "episode_id", "target_kind", "target", "tool_id", "name"),
-    *("status", "detail", "ms", "source", "at"),
+    *("status", "detail", "ms", "source", "quotes", "at"),
 )
 FEEDBACK_COLUMNS: Final = ("id", "metric", "value", "target_kind", "target", "request_id", "at")
 
@@ -86,6 +86,7 @@ def event_row(
         event.detail,
         event.ms,
         event.source,
+        event.quotes or None,
         at,
     )
 

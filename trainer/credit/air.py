@@ -9,9 +9,9 @@ for each of the episode's calls. λ is at most 0.2, so that many easy tool calls
 outweigh the task.
 
 Three rules guard against reward hacking. An event counts only if a call of the episode
-requested that tool. The same tool with the same arguments counts once, with the worst of its
-outcomes, so that repeating a call can only lower the reward. The recipe refuses scores under
-which a malformed call is not worse than every clean failure.
+requested that tool, or is itself what was executed. The same tool with the same arguments counts
+once, with the worst of its outcomes, so that repeating a call can only lower the reward. The recipe
+refuses scores under which a malformed call is not worse than every clean failure.
 """
 
 import json

@@ -40,7 +40,7 @@ class FeedbackLine(Record, frozen=True, kw_only=True):
 class EventLine(Record, frozen=True, kw_only=True):
     """Hold one tool event: how a tool that the call requested ended.
 
-    `arguments` is the text that the model wrote.
+    `arguments` is the text that the model wrote, or a digest of a reply that the agent executed.
     """
 
     status: ToolStatus

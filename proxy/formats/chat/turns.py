@@ -1,6 +1,6 @@
 """Read the turns of a chat: messages with roles, tool calls beside their content (pure)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, Final
 
 from proxy.formats.base import ToolResult
@@ -9,7 +9,7 @@ from proxy.formats.contents import objects
 from proxy.formats.conversation import Conversation
 from proxy.formats.json_parts import Object, readable_value
 from proxy.formats.only_text import is_given
-from proxy.formats.turns import TOOL_ROLES, UNHEARD_ROLES, BaseTurns, Named, tool_result
+from proxy.formats.turns import TOOL_ROLES, UNHEARD_ROLES, BaseTurns, Calls, Named, tool_result
 
 # What may be asked for besides nothing.
 TEXT_ALONE: Final[tuple[object, ...]] = (None, [], ["text"])
@@ -46,10 +46,13 @@ class ChatTurns(BaseTurns):
 
     def _called(self, member: dict[str, Any]) -> Iterable[Named]:
         for call in objects(member.get("tool_calls")):
-            of_kind = call.get("custom") if call.get("type") == "custom" else call.get("function")
-            yield call.get("id"), of_kind.get("name") if isinstance(of_kind, dict) else None
+            is_custom = call.get("type") == "custom"
+            of_kind = call.get("custom" if is_custom else "function")
+            given = of_kind if isinstance(of_kind, dict) else {}
+            arguments = given.get("input" if is_custom else "arguments")
+            yield call.get("id"), given.get("name"), arguments
 
-    def _results_in(self, member: dict[str, Any], names: Mapping[str, str]) -> Iterable[ToolResult]:
+    def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
         if member.get("role") != "tool":
             return ()
-        return tool_result(member.get("tool_call_id"), member.get("content"), names)
+        return tool_result(member.get("tool_call_id"), member.get("content"), calls)

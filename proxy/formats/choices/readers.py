@@ -22,7 +22,7 @@ from store.records import ToolCall
 READ: Final = ("id", "usage")
 IN_PIECES: Final = ("delta", "text")
 CHOICES: Final = ("choices",)
-OF_CHOICE: Final = ("finish_reason", "message")
+OF_CHOICE: Final = ("finish_reason", "message", "text")
 
 _encode: Final = msgspec.json.Encoder().encode
 
@@ -121,7 +121,14 @@ def _facts(
         tool_calls=_tool_calls(first.get("message")),
         sampled=filtered.sampled(usage),
         whole=whole,
+        text=_text(first),
     )
+
+
+def _text(choice: dict[str, Any]) -> str:
+    message = choice.get("message")
+    said = message.get("content") if isinstance(message, dict) else choice.get("text")
+    return said if isinstance(said, str) else ""
 
 
 def _tool_calls(message: Any) -> tuple[ToolCall, ...]:

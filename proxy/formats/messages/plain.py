@@ -43,15 +43,19 @@ def message_facts(
         sampled=sampled,
         whole=whole,
         too_deep=too_deep,
+        text=_words(message),
     )
 
 
 def message_summary(message: Message) -> ReplySummary:
     """Return what was said so far; a tool's block counts once it is whole."""
-    texts = (_text(block.get("text")) or "" for block in _blocks(message, "text"))
     return ReplySummary(
-        response_id=_text(message.get("id")), text="".join(texts), tool_calls=_tool_calls(message)
+        response_id=_text(message.get("id")), text=_words(message), tool_calls=_tool_calls(message)
     )
+
+
+def _words(message: Message) -> str:
+    return "".join(_text(block.get("text")) or "" for block in _blocks(message, "text"))
 
 
 def _text(value: object) -> str | None:

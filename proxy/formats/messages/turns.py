@@ -3,7 +3,7 @@
 `is_error` of a result is a statement. Where it is left out the API means false.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from proxy.formats.base import ToolResult
@@ -11,7 +11,7 @@ from proxy.formats.blocks import add_tool_calls, add_user_turn, blocks_of
 from proxy.formats.conversation import Conversation
 from proxy.formats.json_parts import Object
 from proxy.formats.only_text import is_only_text
-from proxy.formats.turns import UNHEARD_ROLES, BaseTurns, Named, tool_result
+from proxy.formats.turns import UNHEARD_ROLES, BaseTurns, Calls, Named, tool_result
 
 
 class MessagesTurns(BaseTurns):
@@ -34,14 +34,14 @@ class MessagesTurns(BaseTurns):
 
     def _called(self, member: dict[str, Any]) -> Iterable[Named]:
         for block in blocks_of(member.get("content"), "tool_use"):
-            yield block.get("id"), block.get("name")
+            yield block.get("id"), block.get("name"), block.get("input")
 
-    def _results_in(self, member: dict[str, Any], names: Mapping[str, str]) -> Iterable[ToolResult]:
+    def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
         for block in blocks_of(member.get("content"), "tool_result"):
             stated = block.get("is_error")
             yield from tool_result(
                 block.get("tool_use_id"),
                 block.get("content"),
-                names,
+                calls,
                 stated if isinstance(stated, bool) else None,
             )

@@ -9,6 +9,7 @@ from proxy.formats.responses.replies import (
     StreamedResponse,
     WholeResponse,
     string_of,
+    text_of,
     tool_calls_of,
 )
 from proxy.formats.responses.response_filter import ResponseFilter
@@ -50,4 +51,5 @@ def _facts(response: dict[str, Any] | None, filtered: ResponseFilter, *, whole: 
         tool_calls=tool_calls_of(response),
         sampled=filtered.sampled(usage),
         whole=whole,
+        text=text_of(response),
     )

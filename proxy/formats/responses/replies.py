@@ -54,7 +54,7 @@ class WholeResponse:
 
     def summary(self) -> ReplySummary:
         """Return the response's id, text and tool calls."""
-        return _summary(self._response or {}, _text_of(self._response or {}))
+        return _summary(self._response or {}, text_of(self._response or {}))
 
 
 class StreamedResponse:
@@ -152,7 +152,8 @@ def _members(holder: dict[str, Any], field: str, kind: str) -> list[dict[str, An
     return [m for m in members if isinstance(m, dict) and m.get("type") == kind]
 
 
-def _text_of(response: dict[str, Any]) -> str:
+def text_of(response: dict[str, Any]) -> str:
+    """Return what a response says, its items' texts one after another."""
     messages = _members(response, "output", "message")
     parts = (part for item in messages for part in _members(item, "content", "output_text"))
     return "".join(string_of(part.get("text")) or "" for part in parts)

@@ -7,7 +7,7 @@ from proxy.formats.base import ToolResult
 from proxy.formats.conversation import Conversation
 from proxy.formats.json_parts import NULL, Object, readable_value
 from proxy.formats.only_text import is_only_text, is_text
-from proxy.formats.turns import TOOL_ROLES, UNHEARD_ROLES, BaseTurns, Named, tool_result
+from proxy.formats.turns import TOOL_ROLES, UNHEARD_ROLES, BaseTurns, Calls, Named, tool_result
 
 PREVIOUS: Final = "previous_response_id"
 # With either of these the server keeps the conversation, and a request shows only what is new.
@@ -90,9 +90,11 @@ class ResponsesTurns(BaseTurns):
         return isinstance(kind, str) and not kind.endswith(HEARD_SUFFIXES)
 
     def _called(self, member: dict[str, Any]) -> Iterable[Named]:
-        return ((member.get("call_id"), member.get("name")),)
+        is_custom = member.get("type") == "custom_tool_call"
+        arguments = member.get("input" if is_custom else "arguments")
+        return ((member.get("call_id"), member.get("name"), arguments),)
 
-    def _results_in(self, member: dict[str, Any], names: Mapping[str, str]) -> Iterable[ToolResult]:
+    def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
         if member.get("type") not in RESULT_TYPES:
             return ()
-        return tool_result(member.get("call_id"), member.get("output"), names)
+        return tool_result(member.get("call_id"), member.get("output"), calls)

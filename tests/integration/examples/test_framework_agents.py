@@ -45,7 +45,7 @@ def searches(_: str, items: list[dict[str, Any]]) -> Reply:
 
 CASES: Final = {
     "math": (calculates, {}, ["/v1/chat/completions"] * 2),
-    "sql": (writes, {}, ["/v1/chat/completions"] * 3),
+    "sql": (writes, {}, ["/v1/chat/completions"] * 4),
     "rag": (searches, {}, ["/v1/responses"] * 2),
     "rag by chat": (searches, {"OPENAI_API": "chat_completions"}, ["/v1/chat/completions"] * 2),
 }

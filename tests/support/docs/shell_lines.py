@@ -164,6 +164,8 @@ def check_make(arguments: list[str]) -> None:
         elif name == "NAME" and arguments[0] == "example":
             known = (ROOT / "examples" / value / "example.toml").is_file()
             require(known, f"there is no example {value!r}")
+        elif name == "PAWL" and arguments[0] == "example":
+            check_python(shlex.split(value)[1:], ROOT)
         elif name == "ARGS" and arguments[0] in ("test", "serving"):
             check_pytest(shlex.split(value))
         else:

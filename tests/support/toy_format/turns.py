@@ -1,12 +1,12 @@
 """Read the turns of the toy API: who said what, and what a tool gave back."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from proxy.formats.base import ToolResult
 from proxy.formats.conversation import Conversation
 from proxy.formats.json_parts import Object
-from proxy.formats.turns import BaseTurns, Named, tool_result
+from proxy.formats.turns import BaseTurns, Calls, Named, tool_result
 
 
 class ToyTurns(BaseTurns):
@@ -33,8 +33,8 @@ class ToyTurns(BaseTurns):
         return member.get("by") == "toy"
 
     def _called(self, member: dict[str, Any]) -> Iterable[Named]:
-        return ((member.get("call"), member.get("tool")),)
+        return ((member.get("call"), member.get("tool"), None),)
 
-    def _results_in(self, member: dict[str, Any], names: Mapping[str, str]) -> Iterable[ToolResult]:
+    def _results_in(self, member: dict[str, Any], calls: Calls) -> Iterable[ToolResult]:
         failed = True if member.get("failed") is True else None
-        return tool_result(member.get("call"), member.get("words"), names, failed)
+        return tool_result(member.get("call"), member.get("words"), calls, failed)

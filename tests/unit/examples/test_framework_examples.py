@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pawl.scenarios.places import EXAMPLES, find_scenario
+from trainer.recipes.recipe import load_recipe
 
 NAMES = sorted(
     path.parent.name
@@ -131,3 +132,22 @@ def test_words_in_the_tag_are_compared(load: Load, output: str, reward: float) -
     told = judged(load, "rag", output, answer="Lena Marsh")
     assert told["reward"] == pytest.approx(reward)
     assert told["well_formed"] == float("<answer>" in output)
+
+
+RECIPES = [
+    file
+    for name in NAMES
+    for file in sorted((EXAMPLES / name).glob("*.toml"))
+    if file.name not in ("example.toml", "policies.toml")
+]
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_recipes_for_comparisons_differ_in_what_is_compared_alone(file: Path) -> None:
+    own, usual = load_recipe(str(file)), load_recipe(str(file.parent / "recipe.toml"))
+    changed = {name for name, value in own if value != getattr(usual, name)}
+    assert changed <= {"learner", "credit"}
+    assert own.claim.groups * own.claim.group_size == usual.claim.groups * usual.claim.group_size
+    if own.learner == usual.learner:
+        changed = {name for name, value in own.credit if value != getattr(usual.credit, name)}
+        assert changed <= {"air_lambda"}

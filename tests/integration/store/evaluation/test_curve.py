@@ -3,6 +3,7 @@
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.read.evaluations import rewards_of_work
 from store.values.intervals import student, wilson
 from tests.integration.store.evaluation.test_evaluation import curve, own, said, store
 from tests.support.records import call, reward
@@ -85,3 +86,19 @@ async def test_rewards_that_are_too_large_to_be_squared_are_no_error(engine: Asy
         await store(engine, call(key, split="eval"), reward(value, episode=key))
     [point] = await curve(engine)
     assert point.mean == pytest.approx(1e100 / 3)
+
+
+async def test_the_work_of_each_version_has_a_curve_too(engine: AsyncEngine) -> None:
+    work = [("a", 0, 0.0), ("b", 1, 1.0), ("c", 1, 0.5)]
+    for key, version, value in work:
+        await store(engine, call(key, policy_version=version), reward(value, episode=key))
+    await store(engine, call("a", policy_version=2), call("unscored", policy_version=1))
+    await store(engine, call("asked", split="eval", policy_version=1), reward(1.0, episode="asked"))
+    await store(engine, call("asked", policy="other"), call("c", policy="other", policy_version=7))
+    async with engine.connect() as connection:
+        worked = await rewards_of_work(connection)
+    assert [(p.policy, p.version, p.episodes, p.scored, p.mean) for p in worked] == [
+        ("m", 0, 1, 1, 0.0),
+        ("m", 1, 3, 2, 0.75),
+        ("other", 7, 1, 1, 0.5),
+    ]

@@ -5,10 +5,18 @@ from datetime import UTC, datetime
 import pytest
 
 from pawl.scenarios.agent import Ran
-from pawl.scenarios.counting import is_trained, policy_facts, trainable_share
+from pawl.scenarios.counting import (
+    VersionRewards,
+    curves_of,
+    is_trained,
+    largest_fall,
+    policy_facts,
+    trainable_share,
+)
 from pawl.scenarios.progress import Wave
 from store.ids import new_id
 from store.policy_table import PolicySpec
+from store.read.evaluations import Evaluation
 from store.read.stats import PolicyTotals
 from store.records import PolicyVersion, UpdateRow
 
@@ -112,3 +120,34 @@ def test_a_wave_is_over_with_the_leading_policys_update(
     updates: list[UpdateRow], versions: list[PolicyVersion], number: int, trained: bool
 ) -> None:
     assert is_trained(updates, versions, ("writer", "rewriter"), "writer", number) == trained
+
+
+def point(policy: str, version: int, mean: float | None, scored: int = 4) -> Evaluation:
+    return Evaluation(policy=policy, version=version, episodes=5, scored=scored, mean=mean)
+
+
+def test_each_policy_has_a_curve_of_its_own() -> None:
+    worked = [point("writer", 0, 0.25), point("rewriter", 1, 0.5), point("checker", 0, 0.3)]
+    asked = [point("writer", 2, 0.75, 8), point("writer", 0, None, 0)]
+    assert curves_of(["writer", "rewriter", "third"], worked, asked) == {
+        "writer": [
+            VersionRewards(version=0, reward=0.25, episodes=4),
+            VersionRewards(version=2, held_out=0.75, held_out_episodes=8),
+        ],
+        "rewriter": [VersionRewards(version=1, reward=0.5, episodes=4)],
+        "third": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("scores", "fall"),
+    [
+        ([], 0),
+        ([0.3], 0),
+        ([0.3, 0.5, 0.9], 0),
+        ([0.3, 0.9, 0.8, 0.95, 0.9], 0.1),
+        ([0.5, 0.2, 0.6], 0.3),
+    ],
+)
+def test_a_fall_is_from_the_best_before_it(scores: list[float], fall: float) -> None:
+    assert largest_fall(scores) == pytest.approx(fall)

@@ -9,6 +9,8 @@ import pytest
 from rich.console import Console
 
 from pawl.scenarios.agent import Ran
+from pawl.scenarios.counting import VersionRewards
+from pawl.scenarios.picture import told_looks
 from pawl.scenarios.places import find_scenario
 from pawl.scenarios.progress import HeldOut, Progress, Wave, render
 from pawl.scenarios.report import closing_words, write_report
@@ -18,6 +20,7 @@ from store.records import UpdateRow
 SUMMARY: dict[str, Any] = {
     "before": 0.25,
     "after": 0.75,
+    "best": 0.75,
     "seconds": 600.0,
     "updates": 2,
     "calls": 10,
@@ -59,7 +62,7 @@ def progress(*updates: UpdateRow) -> Progress:
 def test_a_report_is_three_files(name: str, tmp_path: Path) -> None:
     scenario = find_scenario(name)
     seen = progress(update("rewriter", 1, 0.1), update("writer", 1, 0.4))
-    write_report(scenario, tmp_path, SUMMARY, seen)
+    write_report(scenario, tmp_path, SUMMARY, seen, {"m": []})
     assert json.loads((tmp_path / "summary.json").read_text()) == SUMMARY
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "report.html").read_text()
@@ -69,7 +72,8 @@ def test_a_report_is_three_files(name: str, tmp_path: Path) -> None:
 
 
 def test_one_policy_needs_no_column(tmp_path: Path) -> None:
-    write_report(find_scenario("math"), tmp_path, SUMMARY, progress(update("writer", 1, 0.4)))
+    seen = progress(update("writer", 1, 0.4))
+    write_report(find_scenario("math"), tmp_path, SUMMARY, seen, {"math": []})
     assert "<th>policy</th>" not in (tmp_path / "report.html").read_text()
 
 
@@ -86,3 +90,40 @@ def test_a_waves_reward_is_that_of_the_leading_policys_update() -> None:
 def test_last_words_say_what_rose() -> None:
     words = closing_words("reward", SUMMARY, Path("var/x"), Path("var/x/data"), "writer")
     assert "Held-out reward went from [bold]25%[/] to [bold]75%[/] in 2 updates" in words
+
+
+def test_last_words_say_what_was_best_where_it_was_not_the_last() -> None:
+    fallen = SUMMARY | {"best": 0.8}
+    words = closing_words("reward", fallen, Path("var/x"), Path("var/x/data"), "writer")
+    assert "to [bold]75%[/] (best 80%) in 2 updates" in words
+
+
+def size(picture: Path) -> tuple[int, int]:
+    header = picture.read_bytes()[16:24]
+    return int.from_bytes(header[:4]), int.from_bytes(header[4:])
+
+
+def test_several_policies_have_each_a_curve_in_the_picture(tmp_path: Path) -> None:
+    seen, scenario = progress(update("writer", 1, 0.4)), find_scenario("sql")
+    writer = [
+        VersionRewards(version=0, reward=0.3, episodes=8, held_out=0.25, held_out_episodes=8),
+        VersionRewards(version=1, reward=0.5, episodes=8),
+    ]
+    write_report(scenario, tmp_path / "one", SUMMARY, seen, {"writer": writer})
+    write_report(scenario, tmp_path / "two", SUMMARY, seen, {"writer": writer, "rewriter": []})
+    one, two = (size(tmp_path / name / "reward.png") for name in ("one", "two"))
+    assert one[0] == two[0]
+    assert one[1] < two[1]
+
+
+def test_the_picture_names_the_first_the_best_and_the_last_look() -> None:
+    seen = progress()
+    seen.held_out = [
+        HeldOut(waves=wave, updates=wave, score=score)
+        for wave, score in enumerate([0.9, 0.5, 0.8, 0.7, 0.6])
+    ]
+    assert seen.best == seen.held_out[2]
+    assert [look.waves for look in told_looks(seen)] == [0, 4, 2]
+    seen.held_out = seen.held_out[:1]
+    assert seen.best is None
+    assert [look.waves for look in told_looks(seen)] == [0]

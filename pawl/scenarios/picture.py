@@ -1,0 +1,102 @@
+"""Draw what a run learned: score by wave, and each trained policy's own by version (matplotlib)."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pawl.scenarios.counting import VersionRewards
+from pawl.scenarios.progress import HeldOut, Progress
+
+INK: Final = "#1f2933"
+RISING: Final = "#0b7285"
+FORMED: Final = "#e8590c"
+FORMED_LABEL: Final = "well-formed tool calls"
+FAINT: Final = "#adb5bd"
+AT_WORK: Final = {"success": "right answers at work", "reward": "reward at work"}
+HELD_OUT: Final = "held-out tasks"
+WIDTH: Final = 8.0
+WAVES_HEIGHT: Final = 4.2
+VERSIONS_HEIGHT: Final = 2.6
+Curves = Mapping[str, Sequence[VersionRewards]]
+
+
+def draw(path: Path, progress: Progress, score: str, curves: Curves) -> None:
+    """Draw score and well-formed calls of each wave, and the held-out score between them.
+
+    Where several policies are trained, each has its own curve below: the reward of the episodes
+    that each of its versions worked in, and of the held-out ones.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    below = curves if len(curves) > 1 else {}
+    heights = [WAVES_HEIGHT, *([VERSIONS_HEIGHT] if below else [])]
+    figure = plt.figure(figsize=(WIDTH, sum(heights)), dpi=150)
+    grid = figure.add_gridspec(len(heights), len(below) or 1, height_ratios=heights)
+    _draw_waves(figure.add_subplot(grid[0, :]), progress, score)
+    for column, (policy, curve) in enumerate(below.items()):
+        _draw_versions(figure.add_subplot(grid[1, column]), policy, curve)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _draw_waves(axes: Any, progress: Progress, score: str) -> None:
+    numbers = [wave.number for wave in progress.waves]
+    formed = [wave.well_formed for wave in progress.waves]
+    right = [wave.success for wave in progress.waves]
+    if None not in formed:
+        axes.plot(numbers, formed, "o-", color=FORMED, markersize=4, label=FORMED_LABEL)
+    axes.plot(numbers, right, "o-", color=RISING, linewidth=2.5, label=AT_WORK[score])
+    looks = progress.held_out
+    waves, scores = [one.waves for one in looks], [one.score for one in looks]
+    axes.plot(waves, scores, "D--", color=INK, markersize=6, label=HELD_OUT)
+    for one in told_looks(progress):
+        _tell(axes, one.waves, one.score)
+    _dress(axes, "wave")
+    title = "An unchanged agent gets better while it works"
+    axes.set_title(title, loc="left", fontweight="bold", color=INK)
+    axes.legend(frameon=False, loc="lower center")
+
+
+def told_looks(progress: Progress) -> list[HeldOut]:
+    """Return the looks whose score is written beside them: the first, the best and the last."""
+    looks = progress.held_out
+    ends = [*looks[:1], *looks[1:][-1:]]
+    return ends if progress.best is None or progress.best in ends else [*ends, progress.best]
+
+
+def _draw_versions(axes: Any, policy: str, curve: Sequence[VersionRewards]) -> None:
+    worked = [one for one in curve if one.reward is not None]
+    asked = [one for one in curve if one.held_out is not None]
+    versions = [one.version for one in worked]
+    axes.plot(versions, [one.reward for one in worked], "o-", color=RISING, label=AT_WORK["reward"])
+    versions = [one.version for one in asked]
+    axes.plot(versions, [one.held_out for one in asked], "D--", color=INK, label=HELD_OUT)
+    _dress(axes, "version")
+    axes.set_xlim(-0.5, max([1, *(one.version for one in curve)]) + 0.5)
+    axes.set_title(policy, loc="left", color=INK)
+
+
+def _tell(axes: Any, wave: int, score: float) -> None:
+    axes.annotate(
+        f"{score:.0%}",
+        (wave, score),
+        xytext=(0, 9),
+        textcoords="offset points",
+        ha="center",
+        weight="bold",
+    )
+
+
+def _dress(axes: Any, counted: str) -> None:
+    axes.set_ylim(0, 1.08)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel(counted)
+    axes.grid(axis="y", color=FAINT, alpha=0.4)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

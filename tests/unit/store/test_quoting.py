@@ -1,0 +1,127 @@
+"""Whose text was executed: the one reply before the event whose whole text it is, or nobody's."""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.read.quoting import quoted_calls
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+A, B, C = (UUID(int=number) for number in (1, 2, 3))
+
+
+@dataclass
+class Event:
+    """As `tool_events` has it."""
+
+    tool_id: str | None = "made_up"
+    quotes: list[UUID] | None = None
+    second: float = 10
+    asked_by: UUID | None = None
+    name: str | None = "sql"
+
+    def __post_init__(self) -> None:
+        self.id = uuid4()
+        self.at = NOW + timedelta(seconds=self.second)
+
+
+def uuid7(second: float, number: int) -> UUID:
+    milliseconds = int((NOW + timedelta(seconds=second)).timestamp() * 1000)
+    return UUID(int=milliseconds << 80 | 0x7 << 76 | 0x2 << 62 | number)
+
+
+@dataclass
+class Call:
+    """As `transitions` has it."""
+
+    text_digest: UUID | None
+    second: float = 0
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        self.id = uuid7(self.second, self.number)
+
+
+def owners(events: list[Event], calls: list[Call], requested: Any = ()) -> list[UUID | None]:
+    found = quoted_calls(events, calls, set(requested))
+    return [found[event.id].call_id if event.id in found else None for event in events]
+
+
+def test_the_one_earlier_reply_with_that_text_is_the_owner() -> None:
+    writer, other = Call(A), Call(B)
+    assert owners([Event(quotes=[A])], [writer, other]) == [writer.id]
+
+
+def test_a_text_that_two_said_is_nobodys() -> None:
+    assert owners([Event(quotes=[A])], [Call(A), Call(A, number=1)]) == [None]
+
+
+def test_arguments_that_are_two_replies_are_nobodys() -> None:
+    assert owners([Event(quotes=[A, B])], [Call(A), Call(B)]) == [None]
+    only = Call(A)
+    assert owners([Event(quotes=[A, B])], [only]) == [only.id]
+
+
+def test_what_was_said_later_was_not_executed() -> None:
+    first = Call(A)
+    assert owners([Event(quotes=[A], second=10)], [Call(A, second=10)]) == [None]
+    assert owners([Event(quotes=[A], second=10)], [first, Call(A, second=11)]) == [first.id]
+
+
+def test_a_tool_that_a_reply_asked_for_is_not_anothers() -> None:
+    assert owners([Event(quotes=[A])], [Call(A)], requested=["made_up"]) == [None]
+    assert owners([Event(quotes=[A], asked_by=uuid4())], [Call(A)]) == [None]
+    assert owners([Event(tool_id=None, quotes=[A])], [Call(A)]) == [None]
+
+
+def test_a_reply_without_text_is_quoted_by_nobody() -> None:
+    assert owners([Event(quotes=None), Event(quotes=[A])], [Call(None)]) == [None, None]
+
+
+def test_what_a_header_says_of_the_same_tool_call_is_about_the_same_reply() -> None:
+    writer = Call(A)
+    events = [Event(quotes=[A]), Event(name=None)]
+    assert owners(events, [writer]) == [writer.id, writer.id]
+    found = quoted_calls(events, [writer], set())
+    assert {one.name for one in found.values()} == {"sql"}
+
+
+def test_an_id_that_was_used_again_tells_the_two_executions_apart() -> None:
+    writer, rewriter = Call(A), Call(B, second=5)
+    events = [Event(quotes=[A], second=4), Event(quotes=[B], second=9), Event(second=9)]
+    # What the header says is about one of them, and nothing tells which.
+    assert owners(events, [writer, rewriter]) == [writer.id, rewriter.id, None]
+
+
+EVENTS = st.builds(
+    Event,
+    tool_id=st.sampled_from(["x", "y", None]),
+    quotes=st.none() | st.lists(st.sampled_from([A, B, C]), max_size=2),
+    second=st.integers(0, 4),
+)
+CALLS = st.builds(Call, st.sampled_from([A, B, C, None]), second=st.integers(0, 4))
+
+
+@given(st.lists(EVENTS, max_size=5), st.lists(CALLS, max_size=4), st.randoms())
+def test_every_owner_said_it_before_and_order_makes_no_difference(
+    events: list[Event], calls: list[Call], rng: Any
+) -> None:
+    for number, call in enumerate(calls):
+        call.id = uuid7(call.second, number)
+    found = quoted_calls(events, calls, {"y"})
+    said = {call.id: call for call in calls}
+    for event in events:
+        if event.id not in found:
+            continue
+        owner = said[found[event.id].call_id]
+        assert event.tool_id == "x"
+        assert any(owner.text_digest in (one.quotes or ()) for one in events if one.tool_id == "x")
+        if event.quotes:
+            assert owner.second < event.second
+            assert owner.text_digest in event.quotes
+    shuffled = (rng.sample(events, len(events)), rng.sample(calls, len(calls)))
+    assert quoted_calls(*shuffled, {"y"}) == found
