@@ -3,7 +3,9 @@
 A ledger with a history (300,000 consumed episodes), and a backlog of `--waiting` episodes in
 seven shapes. For each: the look at what is ready (once a second where there is too little for
 an update), a whole claim, and a look for what can never be trained; medians, in milliseconds.
-Then batches of calls are stored, alone and while claims are made and given back all the time.
+With `--policies N` each episode, consumed or waiting, has calls of N policies, of which the first
+claims. Then batches of calls are stored, alone and while claims are made and given back all the
+time.
 """
 
 import argparse
@@ -11,7 +13,7 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,9 +22,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 from sqlalchemy import text
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from store.connection.engine import make_engine
+from store.connection.engine import async_url, make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.schema.migrate import upgrade
 from store.updates.claims import claim, release
@@ -86,9 +88,10 @@ EPISODES = """
 CLAIMABLE = """
     INSERT INTO episode_policies (episode_id, policy, own_version, own_latest, version, latest,
         task, scored_at, call_scored_at, reward, failed, last_call_at, claimable)
-    SELECT id, policy, policy_version, policy_version, policy_version, policy_version,
+    SELECT id, name, policy_version, policy_version, policy_version, policy_version,
         task, scored_at, call_scored_at, reward, failed, last_call_at, true
-    FROM episodes WHERE key LIKE CAST(:tag AS text) || '%'
+    FROM episodes CROSS JOIN unnest(CAST(:policies AS text[])) AS name
+    WHERE key LIKE CAST(:tag AS text) || '%'
 """
 EMPTY = (
     "DELETE FROM episode_policies WHERE claimed_by IS NULL",
@@ -97,32 +100,34 @@ EMPTY = (
 )
 UPDATES = """
     INSERT INTO updates (id, policy, parent_version, version, state, recipe, claimed_at)
-    SELECT uuidv7(), 'm', 0, CASE WHEN n <= :versions THEN n END, 'done', '{}',
+    SELECT uuidv7(), :policy, 0, CASE WHEN n <= :versions THEN n END, 'done', '{}',
         now() - make_interval(secs => :count + 1 - n)
     FROM generate_series(1, CAST(:count AS integer)) n
 """
-VERSIONS_OF_M = """
+VERSIONS_MADE = """
     INSERT INTO policies (name, version, state, served_name, adapter_path, update_id)
-    SELECT 'm', version, CASE version WHEN :newest THEN 'serving' ELSE 'retired' END,
-        'm@' || version, '/a', id
+    SELECT policy, version, CASE version WHEN :newest THEN 'serving' ELSE 'retired' END,
+        policy || '@' || version, '/a', id
     FROM updates WHERE version IS NOT NULL
 """
 SPEND = f"""
     UPDATE episode_policies p SET claimed_by = u.id
-    FROM (SELECT id, row_number() OVER (ORDER BY claimed_at) - 1 AS n FROM updates) u, episodes e
-    WHERE e.id = p.episode_id AND e.key LIKE 'h%'
+    FROM (SELECT id, policy, row_number() OVER (PARTITION BY policy ORDER BY claimed_at) - 1 AS n
+          FROM updates) u, episodes e
+    WHERE e.id = p.episode_id AND e.key LIKE 'h%' AND u.policy = p.policy
         AND u.n = CAST(substr(e.key, 2) AS integer) / {PER_UPDATE}
 """
 
 
-async def fill_history(connection: AsyncConnection) -> None:
+async def fill_history(connection: AsyncConnection, policies: Sequence[str]) -> None:
     """Store updates, versions, and the episodes that they consumed."""
-    await ensure_base(connection, "m")
+    for policy in policies:
+        await ensure_base(connection, policy)
+        values = {"policy": policy, "count": HISTORY // PER_UPDATE + 1, "versions": VERSIONS}
+        await connection.execute(text(UPDATES), values)
     await connection.execute(text("UPDATE policies SET state = 'published'"))
-    count = HISTORY // PER_UPDATE + 1
-    await connection.execute(text(UPDATES), {"count": count, "versions": VERSIONS})
-    await connection.execute(text(VERSIONS_OF_M), {"newest": VERSIONS})
-    await fill(connection, "h", HISTORY, 8, "scored")
+    await connection.execute(text(VERSIONS_MADE), {"newest": VERSIONS})
+    await fill(connection, policies, "h", HISTORY, 8, "scored")
     await connection.execute(text(SPEND))
     await connection.execute(
         text(
@@ -134,12 +139,17 @@ async def fill_history(connection: AsyncConnection) -> None:
 
 
 async def fill(
-    connection: AsyncConnection, tag: str, count: int, per_task: int, state: str
+    connection: AsyncConnection,
+    policies: Sequence[str],
+    tag: str,
+    count: int,
+    per_task: int,
+    state: str,
 ) -> None:
-    """Store episodes of the newest four versions."""
+    """Store episodes of the newest four versions, each with a row for each policy."""
     values = {"tag": tag, "count": count, "per_task": per_task or count + 1, "state": state}
     await connection.execute(text(EPISODES), values | {"version": VERSIONS - 3})
-    await connection.execute(text(CLAIMABLE), {"tag": tag})
+    await connection.execute(text(CLAIMABLE), {"tag": tag, "policies": list(policies)})
 
 
 async def settled(engine: AsyncEngine) -> None:
@@ -165,14 +175,21 @@ async def timed(engine: AsyncEngine, work: Work) -> float:
     return median(found)
 
 
-async def measure_shape(engine: AsyncEngine, shape: str, waiting: int) -> dict[str, Any]:
-    """Measure one line of the table."""
-    rule, per_task, state = SHAPES[shape]
+async def prepare_shape(
+    engine: AsyncEngine, policies: Sequence[str], shape: str, waiting: int
+) -> None:
+    """Let only episodes of this shape wait."""
+    _, per_task, state = SHAPES[shape]
     async with engine.begin() as connection:
         for statement in EMPTY:
             await connection.execute(text(statement))
-        await fill(connection, "w", waiting, per_task, state)
+        await fill(connection, policies, "w", waiting, per_task, state)
     await settled(engine)
+
+
+async def measure_shape(engine: AsyncEngine, shape: str) -> dict[str, Any]:
+    """Measure one line of the table."""
+    rule, _, _ = SHAPES[shape]
     async with engine.connect() as connection:
         taken = len(await find_ready(connection, rule, OLDEST))
     return {
@@ -206,18 +223,23 @@ async def claim_and_release(engine: AsyncEngine) -> None:
             await release(connection, update_id, "measured")
 
 
-async def measure(waiting: int, batches: int) -> dict[str, Any]:
+async def measure(waiting: int, batches: int, policies: Sequence[str]) -> dict[str, Any]:
     """Measure everything, on a PostgreSQL of its own."""
     with tempfile.TemporaryDirectory() as folder:
         server = EmbeddedPostgres(Path(folder))
         url = server.ensure_running()
         await upgrade(url)
         engine = make_engine(url)
+        # A history takes longer than the store lets a statement take.
+        patient = create_async_engine(async_url(url))
         try:
-            async with engine.begin() as connection:
-                await fill_history(connection)
-            shapes = [await measure_shape(engine, shape, waiting) for shape in SHAPES]
-            await measure_shape(engine, "groups of 8", waiting)
+            async with patient.begin() as connection:
+                await fill_history(connection, policies)
+            shapes = []
+            for shape in SHAPES:
+                await prepare_shape(patient, policies, shape, waiting)
+                shapes.append(await measure_shape(engine, shape))
+            await prepare_shape(patient, policies, "groups of 8", waiting)
             alone = await measure_storing(engine, batches)
             claiming = asyncio.create_task(claim_and_release(engine))
             beside = await measure_storing(engine, batches)
@@ -225,9 +247,11 @@ async def measure(waiting: int, batches: int) -> dict[str, Any]:
             await asyncio.wait([claiming])
         finally:
             await engine.dispose()
+            await patient.dispose()
             server.stop()
     return {
         "waiting": waiting,
+        "policies": len(policies),
         "shapes": shapes,
         "storing_ms": {"alone": _summary(alone), "while claiming": _summary(beside)},
     }
@@ -239,7 +263,8 @@ def _summary(durations: list[float]) -> dict[str, float]:
 
 def show(found: dict[str, Any]) -> None:
     """Print the table."""
-    table = Table(title=f"{found['waiting']:,} episodes wait; milliseconds")
+    each = f"each for {found['policies']} policies" if found["policies"] > 1 else "for one policy"
+    table = Table(title=f"{found['waiting']:,} episodes wait, {each}; milliseconds")
     for name in ("backlog", "taken", "look", "claim", "look for the stale and the aged"):
         table.add_column(name, justify="left" if name == "backlog" else "right")
     for one in found["shapes"]:
@@ -258,9 +283,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--waiting", type=int, default=100_000)
     parser.add_argument("--batches", type=int, default=200)
+    parser.add_argument("--policies", type=int, default=1, help="policies with calls in an episode")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = asyncio.run(measure(options.waiting, options.batches))
+    if options.policies < 1:
+        parser.error("--policies: at least one")
+    policies = ["m", *[f"m{number}" for number in range(2, options.policies + 1)]]
+    found = asyncio.run(measure(options.waiting, options.batches, policies))
     show(found)
     if options.json:
         print(json.dumps(found))

@@ -1,13 +1,15 @@
-"""Write recorded episodes as JSON lines (`pawl export`), one episode each, oldest first."""
+"""Write JSON lines (`pawl export`): episodes, oldest first, or what their evaluation came to."""
 
 from datetime import UTC, datetime
 from typing import IO
 from uuid import UUID
 
+import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.errors import Damaged
 from store.read.episodes import episode_ids, read_in_batches
+from store.read.evaluations import evaluations
 from store.read.lines import encoded_line
 from store.records import Record
 
@@ -57,3 +59,12 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
         reasons = "\n".join(damaged.values())
         raise Damaged(f"{reasons}; the other {count} episodes are written", damaged)
     return count
+
+
+async def export_curve(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> int:
+    """Write the evaluation of each version, of one policy or of all, and return their number."""
+    async with engine.connect() as connection:
+        curve = await evaluations(connection, selection.policy)
+    for point in curve:
+        out.write(msgspec.json.encode(point) + b"\n")
+    return len(curve)

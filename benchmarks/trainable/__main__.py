@@ -5,7 +5,8 @@ Each framework runs, unchanged and at its own defaults, in the clients' own envi
 told nothing but the base URL. What counts is what the ledger says of its calls: a model this small
 often fails as an agent, and its tokens are as good as any.
 
-Ends with status 1 where under 95 % of a row's calls can be trained.
+Ends with status 1 where under 95 % of a row's calls can be trained, or a row has fewer episodes or
+calls than its program was to ask questions.
 """
 
 import argparse
@@ -95,7 +96,7 @@ async def run_program(base_url: str, row: Row) -> Mapping[str, int]:
 
 def write(found: Sequence[Found], path: Path) -> None:
     """Write the figures as JSON."""
-    rows = [msgspec.to_builtins(one) | {"share": one.share} for one in found]
+    rows = [msgspec.to_builtins(one) | {"share": one.share, "missed": one.missed} for one in found]
     path.write_text(json.dumps({"rows": rows}, indent=2) + "\n")
 
 

@@ -1,5 +1,6 @@
 """Count which share of a row's calls can be trained, and why the others cannot (pure)."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -10,6 +11,8 @@ from rich.table import Table
 from store.records import Episode, Record
 
 BAR: Final = 0.95
+# Questions that each program asks; each is a run of its own, with at least one call.
+ASKED: Final = 20
 
 
 class Found(Record, frozen=True, kw_only=True):
@@ -19,6 +22,7 @@ class Found(Record, frozen=True, kw_only=True):
         key: the row's.
         title: the row's.
         calls: all that the framework made, also those that the server refused.
+        episodes: those that they belong to.
         trainable: those of them that can be trained.
         reasons: why the others cannot be trained, with the number of calls.
         failures: how the framework's runs failed, with the number of runs.
@@ -27,6 +31,7 @@ class Found(Record, frozen=True, kw_only=True):
     key: str
     title: str
     calls: int
+    episodes: int
     trainable: int
     reasons: Mapping[str, int]
     failures: Mapping[str, int] = {}
@@ -38,32 +43,38 @@ class Found(Record, frozen=True, kw_only=True):
 
     @property
     def missed(self) -> bool:
-        """Return whether the bar is missed."""
-        return self.share < BAR
+        """Return whether too few calls can be trained, or a question was not even asked."""
+        return self.share < BAR or min(self.calls, self.episodes) < ASKED
 
 
 def count(key: str, title: str, episodes: Iterable[Episode], failures: Mapping[str, int]) -> Found:
     """Count the calls of the agent `key`; those of a quarantined episode are never trained."""
-    reasons = Counter(
-        call.reason or episode.quarantined_reason
+    own = [
+        [call.reason or episode.quarantined_reason for call in episode.calls if call.agent == key]
         for episode in episodes
-        for call in episode.calls
-        if call.agent == key
-    )
+    ]
+    reasons = Counter(itertools.chain.from_iterable(own))
     calls, trainable = reasons.total(), reasons.pop(None, 0)
     why = {reason: number for reason, number in reasons.most_common() if reason is not None}
     return Found(
-        key=key, title=title, calls=calls, trainable=trainable, reasons=why, failures=failures
+        key=key,
+        title=title,
+        calls=calls,
+        episodes=sum(map(bool, own)),
+        trainable=trainable,
+        reasons=why,
+        failures=failures,
     )
 
 
 def shares_table(found: Iterable[Found]) -> Table:
-    """Return the table of all rows' shares, those under the bar in red."""
-    table = Table("framework", "calls", "trainable", "share", "failed runs")
+    """Return the table of all rows' shares, those that miss the bar in red."""
+    table = Table("framework", "episodes", "calls", "trainable", "share", "failed runs")
     for one in found:
         colour = "red" if one.missed else "green"
         table.add_row(
             one.title,
+            str(one.episodes),
             str(one.calls),
             str(one.trainable),
             f"[{colour}]{one.share:.1%}[/]",

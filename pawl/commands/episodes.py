@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 from uuid import UUID
 
 import typer
@@ -12,7 +12,12 @@ from pawl.commands.common import OfAgent, OfPolicy, Since, fail, with_zone
 from pawl.settings import StackSettings, read_settings, refuse_unread
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
     from pawl.crediting.explain import Explained
+    from pawl.export import Selection
 
 
 def export(
@@ -22,31 +27,47 @@ def export(
     out: Annotated[
         Path | None, typer.Option(help="File to write; default: standard output.")
     ] = None,
+    curve: Annotated[
+        bool,
+        typer.Option(
+            "--curve", help="Write the mean reward of evaluation of each version instead."
+        ),
+    ] = False,
 ) -> None:
     """Write recorded episodes as JSON lines, one episode each, oldest first.
 
+    With --curve a line is a version of a policy, with its `episodes` of the `eval` split, how many
+    of them are `scored`, their `mean` reward, and the 95 % interval from `low` to `high`.
+
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed
     in it. Status 2: an episode cannot be read back; each such episode is named with the reason,
-    and all others are written.
+    and all others are written; or --curve stands with an option that chooses episodes.
     """
-    from pawl.export import Selection
+    from pawl.export import Selection, export, export_curve
 
+    if curve and (since is not None or agent is not None):
+        fail("a curve is of all evaluation: leave out --since and --agent")
     selection = Selection(since=with_zone(since), agent=agent, policy=policy)
-    asyncio.run(_export(read_settings(StackSettings), selection, out))
+    write, what = (export_curve, "versions") if curve else (export, "episodes")
+    asyncio.run(_export(read_settings(StackSettings), selection, out, write, what))
 
 
-async def _export(settings: StackSettings, selection: object, out: Path | None) -> None:
-    from pawl.export import Selection, export
+async def _export(
+    settings: StackSettings,
+    selection: "Selection",
+    out: Path | None,
+    write: "Callable[[AsyncEngine, Selection, IO[bytes]], Awaitable[int]]",
+    what: str,
+) -> None:
     from pawl.stack.database import open_engine
 
-    assert isinstance(selection, Selection)
     async with open_engine(settings) as engine:
         if out is None:
-            await export(engine, selection, sys.stdout.buffer)
+            await write(engine, selection, sys.stdout.buffer)
             return
         with out.open("wb") as file:
-            count = await export(engine, selection, file)
-    print(f"{count} episodes written to {out}", file=sys.stderr)
+            count = await write(engine, selection, file)
+    print(f"{count} {what} written to {out}", file=sys.stderr)
 
 
 File = Annotated[

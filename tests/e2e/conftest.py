@@ -1,6 +1,7 @@
 """A whole stack with a real vLLM: embedded PostgreSQL, proxy and trainer as processes."""
 
-from collections.abc import AsyncIterator, Collection
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from store.read.episodes import read_episodes
 from store.records import Episode
 from store.schema.recorded import episodes
 
+ShowNats = Callable[[Mapping[str, float]], None]
 POLICY = "calculator"
 PATIENCE_S = 400.0
 RECIPE = """
@@ -39,6 +41,19 @@ async def stack(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Asy
     recipe.write_text(RECIPE)
     async with running_stack(small_plan(folder, model_dir, POLICY, str(recipe))) as running:
         yield running
+
+
+@pytest.fixture
+def show_nats(capsys: pytest.CaptureFixture[str]) -> ShowNats:
+    """Print how far trainer and server are from each other, whatever pytest captures."""
+
+    def show(differences: Mapping[str, float]) -> None:
+        widest = max(map(len, differences))
+        lines = [f"  {name:{widest}}  {nats:.1e}" for name, nats in differences.items()]
+        with capsys.disabled():
+            sys.stdout.write("\n".join(["", "nats a token, trainer and server:", *lines, ""]))
+
+    return show
 
 
 async def episodes_of(connection: AsyncConnection, keys: Collection[str]) -> list[Episode]:

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from pawl.stack.process import Process
 from pawl.stack.stack import Stack
-from tests.e2e.conftest import POLICY
+from tests.e2e.conftest import POLICY, ShowNats
 from tests.e2e.test_replayed_sampling import recorded_calls, trainers_differences
 from tests.integration.conftest import free_port
 from tests.support.waiting import eventually
@@ -104,7 +104,7 @@ async def ask(url: str, model: str, name: str, episode: str) -> Any:
 
 
 async def test_greedy_calls_are_explored_and_replayed_to_a_thousandth_of_a_nat(
-    stack: Stack, exploring: str, model_dir: str, tmp_path: Path
+    stack: Stack, exploring: str, model_dir: str, tmp_path: Path, show_nats: ShowNats
 ) -> None:
     wanted = {f"explored, {name}-{number}": name for name in ASKED for number in range(TIMES)}
     headers = await asyncio.gather(
@@ -129,7 +129,7 @@ async def test_greedy_calls_are_explored_and_replayed_to_a_thousandth_of_a_nat(
     for name, own in calls.items():
         assert len({call.tokens.sampled_ids for call in own}) > 1, name
     means = trainers_differences(model_dir, tmp_path, calls, {0: None})
-    (tmp_path / "nats_a_token.json").write_text(json.dumps(means))
+    show_nats(means)
     assert max(means.values()) <= 1e-3, means
 
 

@@ -1,14 +1,13 @@
 """What a real vLLM sampled under grammars has the probabilities that the trainer computes."""
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pawl.stack.stack import Stack
-from tests.e2e.conftest import POLICY
+from tests.e2e.conftest import POLICY, ShowNats
 from tests.e2e.test_replayed_sampling import (
     ALL,
     assert_alike,
@@ -104,7 +103,7 @@ async def ask(stack: Stack, name: str, seed: int) -> None:
 
 
 async def test_each_grammar_is_replayed_to_a_thousandth_of_a_nat(
-    stack: Stack, model_dir: str, tmp_path: Path
+    stack: Stack, model_dir: str, tmp_path: Path, show_nats: ShowNats
 ) -> None:
     seeds = range(2)
     # At once: the server makes the masks of a whole batch.
@@ -113,7 +112,7 @@ async def test_each_grammar_is_replayed_to_a_thousandth_of_a_nat(
     calls, folders = await recorded_calls(stack, wanted)
     assert {call.reason for own in calls.values() for call in own} == {None}
     means = trainers_differences(model_dir, tmp_path, calls, folders)
-    (tmp_path / "nats_a_token.json").write_text(json.dumps(means))
+    show_nats(means)
     assert max(means.values()) <= 1e-3, means
 
     learner = Learner(model_dir, recipe(), seed=0, scratch=tmp_path)
@@ -133,7 +132,7 @@ async def ask_twice(stack: Stack, name: str, seed: int) -> None:
 
 
 async def test_what_comes_without_log_probabilities_is_recomputed_to_a_thousandth_of_a_nat(
-    stack: Stack, model_dir: str, tmp_path: Path
+    stack: Stack, model_dir: str, tmp_path: Path, show_nats: ShowNats
 ) -> None:
     seeds = range(3)
     await asyncio.gather(*(ask_twice(stack, name, seed) for name in SILENT for seed in seeds))
@@ -149,5 +148,5 @@ async def test_what_comes_without_log_probabilities_is_recomputed_to_a_thousandt
         pairs[name] = [(call, twin) for call, twin in both if not call.tokens.sampled_logprobs]
         assert pairs[name], name
     differences = recomputed_differences(model_dir, tmp_path, pairs, folders)
-    (tmp_path / "nats_a_token.json").write_text(json.dumps(differences))
+    show_nats(differences)
     assert max(differences.values()) <= 1e-3, differences

@@ -1,7 +1,6 @@
 """What a real vLLM sampled under every setting has the probabilities that the trainer computes."""
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from store.records import TransitionRow
 from store.updates.policies import list_versions
 from store.values.distribution import distribution_of
 from store.values.tokens import unpack_ids, unpack_logprobs
-from tests.e2e.conftest import POLICY, episodes_of
+from tests.e2e.conftest import POLICY, ShowNats, episodes_of
 from tests.support.training import recipe
 from tests.support.waiting import eventually
 from trainer.batches.rows import Row
@@ -97,7 +96,7 @@ def row_of(call: TransitionRow) -> Row:
 
 
 async def test_each_setting_is_replayed_to_a_thousandth_of_a_nat(
-    stack: Stack, model_dir: str, tmp_path: Path
+    stack: Stack, model_dir: str, tmp_path: Path, show_nats: ShowNats
 ) -> None:
     seeds = range(3)
     # At once: the server samples a batch of which each row has settings of its own.
@@ -106,7 +105,7 @@ async def test_each_setting_is_replayed_to_a_thousandth_of_a_nat(
     calls, folders = await recorded_calls(stack, wanted)
     assert {call.reason for own in calls.values() for call in own} == {None}
     means = trainers_differences(model_dir, tmp_path, calls, folders)
-    (tmp_path / "nats_a_token.json").write_text(json.dumps(means))
+    show_nats(means)
     assert max(means.values()) <= 1e-3, means
 
 

@@ -4,7 +4,6 @@ The tools are strict, forced, or one at most may be called: each is held to a st
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest_asyncio
 from benchmarks.small_stack import small_plan
 from pawl.stack.stack import Stack, running_stack
 from store.records import TransitionRow
-from tests.e2e.conftest import POLICY, RECIPE
+from tests.e2e.conftest import POLICY, RECIPE, ShowNats
 from tests.e2e.test_replayed_sampling import (
     ALL,
     assert_alike,
@@ -114,7 +113,7 @@ async def ask(stack: Stack, name: str, seed: int) -> None:
 
 
 async def test_calls_in_hermes_syntax_are_replayed_to_a_thousandth_of_a_nat(
-    hermes: Stack, model_dir: str, tmp_path: Path
+    hermes: Stack, model_dir: str, tmp_path: Path, show_nats: ShowNats
 ) -> None:
     # At once: the server makes the masks of a whole batch.
     await asyncio.gather(*(ask(hermes, name, seed) for name in EACH for seed in SEEDS))
@@ -127,7 +126,7 @@ async def test_calls_in_hermes_syntax_are_replayed_to_a_thousandth_of_a_nat(
     for name in ("strict", "one at most", "required", "named", "messages"):
         assert any(call.tool_calls for call in calls[name]), name
     means = trainers_differences(model_dir, tmp_path, calls, folders)
-    (tmp_path / "nats_a_token.json").write_text(json.dumps(means))
+    show_nats(means)
     assert max(means.values()) <= 1e-3, means
 
     learner = Learner(model_dir, recipe(), seed=0, scratch=tmp_path)
@@ -150,7 +149,7 @@ async def ask_both_ways(stack: Stack, name: str, seed: int) -> None:
 
 
 async def test_responses_in_hermes_syntax_are_recomputed_to_a_thousandth_of_a_nat(
-    hermes: Stack, model_dir: str, tmp_path: Path
+    hermes: Stack, model_dir: str, tmp_path: Path, show_nats: ShowNats
 ) -> None:
     """Held to the same tag, a chat has the server's own log-probabilities."""
     await asyncio.gather(*(ask_both_ways(hermes, name, s) for name in RESPONSES for s in SEEDS))
@@ -178,5 +177,5 @@ async def test_responses_in_hermes_syntax_are_recomputed_to_a_thousandth_of_a_na
             assert any(call.tool_calls for call, _ in silent), (name, way)
             pairs[f"{name}, {way}"] = silent
     differences = recomputed_differences(model_dir, tmp_path, pairs, folders)
-    (tmp_path / "nats_a_token.json").write_text(json.dumps(differences))
+    show_nats(differences)
     assert max(differences.values()) <= 1e-3, differences

@@ -49,6 +49,16 @@ async def test_waves_of_questions_come_back_as_results(fake: FakeProxy, tmp_path
     assert set(fake.rewards()) == {call["episode"] for call in fake.calls}
 
 
+async def test_its_temperature_is_of_its_environment_and_other_settings_are_the_servers(
+    fake: FakeProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENT_TEMPERATURE", "0.8")
+    await examine(DEMO, fake.url, QUESTIONS[:1], tmp_path, name="before")
+    [asked] = fake.asked
+    assert asked["temperature"] == 0.8
+    assert not {"top_p", "top_k"} & asked.keys()
+
+
 async def test_an_evaluation_says_so_and_writes_its_results(
     fake: FakeProxy, tmp_path: Path
 ) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from pawl.export import Selection, export
+from pawl.commands.episodes import export as export_command
+from pawl.export import Selection, export, export_curve
 from store.records import SpoolRecord, ToolCall
+from store.values.intervals import wilson
 from store.write.ingest import ingest
 from tests.support.records import call, reward, tool_event
 
@@ -28,6 +30,14 @@ CALL_KEYS = {
     "feedback",
 }
 NOW = datetime.now(UTC)
+
+
+async def exported_curve(engine: AsyncEngine, **chosen: Any) -> list[dict[str, Any]]:
+    out = io.BytesIO()
+    count = await export_curve(engine, Selection(**chosen), out)
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert count == len(lines)
+    return lines
 
 
 async def exported(engine: AsyncEngine, **chosen: Any) -> list[dict[str, Any]]:
@@ -93,3 +103,48 @@ async def test_the_split_is_a_field(engine: AsyncEngine) -> None:
         await ingest(connection, [call("t"), call("e"), call("e", split="eval")])
     lines = await exported(engine)
     assert {line["episode"]: line["split"] for line in lines} == {"t": "train", "e": "eval"}
+
+
+async def test_the_curve_has_a_line_for_each_version_that_was_evaluated(
+    filled: AsyncEngine,
+) -> None:
+    async with filled.begin() as connection:
+        for version, values in ((1, (0.0, 0.0, 1.0)), (2, (1.0, 1.0, 1.0))):
+            for number, value in enumerate(values):
+                key = f"eval-{version}-{number}"
+                asked = call(key, split="eval", policy="writer", policy_version=version)
+                await ingest(connection, [asked, reward(value, episode=key)])
+        open_one = call("eval-open", split="eval", policy="checker", policy_version=4)
+        await ingest(connection, [open_one])
+    checker, first, second = await exported_curve(filled)
+    assert checker == {
+        "policy": "checker",
+        "version": 4,
+        "episodes": 1,
+        "scored": 0,
+        "mean": None,
+        "low": None,
+        "high": None,
+    }
+    low, high = wilson(1 / 3, 3)
+    assert first == {
+        "policy": "writer",
+        "version": 1,
+        "episodes": 3,
+        "scored": 3,
+        "mean": pytest.approx(1 / 3),
+        "low": pytest.approx(low),
+        "high": pytest.approx(high),
+    }
+    assert (second["version"], second["mean"], second["high"]) == (2, 1.0, 1.0)
+    assert await exported_curve(filled, policy="checker") == [checker]
+
+
+@pytest.mark.parametrize("chosen", [{"agent": "writer"}, {"since": NOW}])
+def test_a_curve_of_some_episodes_is_refused(
+    chosen: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        export_command(curve=True, **chosen)
+    assert ended.value.code == 2
+    assert "a curve is of all evaluation: leave out --since and --agent" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.trainable.__main__ import write
 from benchmarks.trainable.rows import PROGRAMS, ROWS
-from benchmarks.trainable.shares import Found, count, reasons_table, shares_table
+from benchmarks.trainable.shares import ASKED, Found, count, reasons_table, shares_table
 from store.records import Episode, TransitionRow
 from tests.support.stored import episode, transition
 
@@ -33,8 +33,15 @@ def counted(*episodes: Episode, failures: Mapping[str, int] | None = None) -> Fo
     return count("k", "a client", episodes, failures or {})
 
 
-def found(trainable: int, calls: int) -> Found:
-    return Found(key="k", title="a client", calls=calls, trainable=trainable, reasons={})
+def found(trainable: int, calls: int, episodes: int = ASKED) -> Found:
+    return Found(
+        key="k",
+        title="a client",
+        calls=calls,
+        episodes=episodes,
+        trainable=trainable,
+        reasons={},
+    )
 
 
 def cells(table: Table) -> list[list[str]]:
@@ -52,6 +59,7 @@ def test_calls_are_counted_by_why_they_cannot_be_trained() -> None:
         key="k",
         title="a client",
         calls=5,
+        episodes=2,
         trainable=2,
         reasons={"constrained_sampling": 2, "greedy": 1},
     )
@@ -67,8 +75,8 @@ def test_a_call_that_failed_counts_as_one_that_cannot_be_trained(
 
 def test_calls_of_others_do_not_count() -> None:
     calls = call(), call(agent="another"), call("greedy", agent="another")
-    seen = counted(made(calls))
-    assert (seen.calls, seen.reasons) == (1, {})
+    seen = counted(made(calls), made((call(agent="another"),)))
+    assert (seen.calls, seen.episodes, seen.reasons) == (1, 1, {})
 
 
 def test_a_quarantined_episode_trains_none_of_its_calls() -> None:
@@ -87,10 +95,20 @@ def test_a_row_under_95_percent_or_without_calls_misses_the_bar(
     assert found(trainable, calls).missed is missed
 
 
+@pytest.mark.parametrize(
+    ("calls", "episodes", "missed"),
+    [(1, 1, True), (19, 20, True), (40, 19, True), (20, 20, False), (60, 20, False)],
+)
+def test_a_program_that_did_not_ask_all_its_questions_misses_the_bar(
+    calls: int, episodes: int, missed: bool
+) -> None:
+    assert found(calls, calls, episodes).missed is missed
+
+
 def test_one_table_has_the_shares_and_another_the_reasons() -> None:
     calls = call(), call("greedy"), call("greedy"), call("error_reply", http_status=500)
     seen = [counted(made(calls), failures={"ParseError: [/late]": 3})]
-    assert cells(shares_table(seen)) == [["a client", "4", "1", "25.0%", "3"]]
+    assert cells(shares_table(seen)) == [["a client", "1", "4", "1", "25.0%", "3"]]
     assert cells(reasons_table(seen)) == [
         ["a client", "greedy", "2"],
         ["a client", "error_reply", "1"],
@@ -107,6 +125,7 @@ def test_the_figures_are_written_with_their_shares(tmp_path: Path) -> None:
     write([found(1, 4)], tmp_path / "figures.json")
     [row] = json.loads((tmp_path / "figures.json").read_text())["rows"]
     assert (row["key"], row["trainable"], row["calls"], row["share"]) == ("k", 1, 4, 0.25)
+    assert (row["episodes"], row["missed"]) == (20, True)
 
 
 def test_each_row_has_a_name_of_its_own_and_a_program() -> None:
@@ -120,4 +139,4 @@ def test_no_two_rows_ask_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(len(ROWS)):
         monkeypatch.setattr(sys, "argv", ["program", str(number)])
         asked += runpy.run_path(str(PROGRAMS / "task.py"))["QUESTIONS"]
-    assert len(set(asked)) == len(asked) == 20 * len(ROWS)
+    assert len(set(asked)) == len(asked) == ASKED * len(ROWS)
