@@ -45,15 +45,16 @@ episode_policies = Table(
     Column("failed", Boolean, nullable=False),
     Column("last_call_at", When, nullable=False),
     Column("claimable", Boolean, nullable=False),
-    # Scored episodes that may be claimed, by task, with what tells whether they differ; then all
-    # that may be claimed once they are scored, by the version that sampled them.
+    # Scored episodes that may be claimed, by task, with what tells whether they differ, so that the
+    # table itself, with a row for each policy, need not be read; then all that may be claimed once
+    # they are scored, by the version that sampled them.
     Index(
         "ix_episode_policies_ready",
         "policy",
         "task",
         "version",
         "scored_at",
-        postgresql_include=["reward"],
+        postgresql_include=["reward", "episode_id"],
         postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
     ),
     Index(

@@ -91,13 +91,15 @@ _FAILED = f"""
         AND last_call_at < now() - make_interval(secs => :failed_after_s)
         AND version >= :oldest
 """
-# Members of each task that the policy's last updates before a given time consumed.
+# Members of each task that the policy's last updates before a given time consumed. OFFSET 0 makes
+# the planner look each update up: it would rather read all that was ever consumed.
 _EARLIER = f"""
     SELECT p.episode_id AS id, p.task, u.claimed_at, p.reward, p.failed
     FROM (SELECT id, claimed_at FROM updates
           WHERE policy = :policy AND state = 'done' AND claimed_at < CAST(:before AS timestamptz)
           ORDER BY claimed_at DESC LIMIT {EARLIER_UPDATES}) u
-    JOIN consumptions c ON c.update_id = u.id
+    CROSS JOIN LATERAL (
+        SELECT episode_id, policy FROM consumptions WHERE update_id = u.id OFFSET 0) c
     JOIN episode_policies p ON (p.episode_id, p.policy) = (c.episode_id, c.policy)
     WHERE p.task IS NOT NULL AND p.version >= :oldest AND p.claimable
         AND (p.scored_at IS NOT NULL OR p.call_scored_at IS NOT NULL OR p.failed)

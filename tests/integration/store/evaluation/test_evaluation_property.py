@@ -1,21 +1,24 @@
 """Any ledger of training and evaluation: none of evaluation is spent, all of training is.
 
 Calls name their episode or are joined by what they repeat; rewards, claims, ends of updates,
-releases and expiry come in between, in any order.
+releases and expiry come in between, in any order. Two policies serve the calls of an episode, and
+claim it each for itself: alone, or in whole groups of a task, which late members join.
 """
 
 import asyncio
 from collections.abc import Sequence
 from typing import Any
+from uuid import UUID
 
-from hypothesis import HealthCheck, given, settings
+import msgspec
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.connection.engine import make_engine
 from store.errors import TurnedEvaluation
-from store.records import SpoolRecord
+from store.records import Episode, SpoolRecord
 from store.updates import claims
 from store.updates.expiry import expire
 from store.updates.policies import ensure_base
@@ -24,24 +27,32 @@ from store.values.digests import ACROSS, PREFIX, TOOL_CALL
 from store.write.ingest import Ingester
 from tests.support.records import call, reward
 
-RULE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
+POLICIES = ("m", "n")
+SINGLES = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
+# A member that comes late is claimed where its task has one that was spent before.
+GROUPS = ClaimRule(policy="m", group_size=3, groups=1, smallest_group=2, max_age_s=0.0)
 # Whatever may be claimed expires.
-IMPATIENT = ClaimRule(
-    policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9, max_episode_age_s=0.0
-)
+IMPATIENT = msgspec.structs.replace(SINGLES, max_episode_age_s=0.0)
 KEYS = [f"e{number}" for number in range(6)]
+# The first four are attempts at one task.
+TASKS = dict(zip(KEYS, ["t0"] * 4 + ["t1"] * 2, strict=True))
 SPLITS = ("train", "train", "eval")
 
 calls = st.tuples(
     st.just("call"),
     st.sampled_from(KEYS),
     st.sampled_from(SPLITS),
+    st.sampled_from(["m", "m", "n"]),
     # What its reply told, and what it repeats: an id or words, of a few.
     st.none() | st.tuples(st.sampled_from([TOOL_CALL, PREFIX]), st.integers(0, 2)),
     st.none() | st.tuples(st.sampled_from([TOOL_CALL, PREFIX]), st.integers(0, 2)),
 )
 rewards = st.tuples(st.just("reward"), st.sampled_from(KEYS))
-others = st.sampled_from([("claim",), ("finish",), ("release",), ("expire",)])
+others = st.tuples(
+    st.sampled_from(["claim", "claim", "finish", "finish", "release", "expire"]),
+    st.sampled_from(POLICIES),
+)
+rules = st.sampled_from([SINGLES, GROUPS, GROUPS])
 ledgers = st.lists(calls | calls | rewards | others, max_size=24)
 
 
@@ -52,18 +63,41 @@ def fingerprint(one: tuple[int, int] | None) -> tuple[bytes, ...]:
 def record(step: Sequence[Any]) -> SpoolRecord:
     if step[0] == "reward":
         return reward(1.0, episode=step[1])
-    _, key, split, told, repeats = step
+    _, key, split, policy, told, repeats = step
     return call(
-        key, method="own", split=split, provides=fingerprint(told), needs=fingerprint(repeats)
+        key,
+        method="own",
+        split=split,
+        task=TASKS[key],
+        policy=policy,
+        provides=fingerprint(told),
+        needs=fingerprint(repeats),
     )
 
 
-class Ledger:
-    """A database, and the update that runs."""
+def plain(key: str, split: str = "train", policy: str = "m") -> tuple[Any, ...]:
+    return ("call", key, split, policy, None, None)
 
-    def __init__(self, engine: AsyncEngine) -> None:
+
+# A group of one task is spent by both policies, one of its members then turns out to be evaluation,
+# and another comes late: it is compared with the one that is left.
+LATE = [
+    *(plain(key, policy=policy) for key in KEYS[:2] for policy in POLICIES),
+    *(("reward", key) for key in KEYS[:2]),
+    *((step, policy) for policy in POLICIES for step in ("claim", "finish")),
+    *(plain(KEYS[0], "eval"), plain(KEYS[2], "eval"), plain(KEYS[3]), plain(KEYS[3], policy="n")),
+    *(("reward", key) for key in KEYS[2:4]),
+    *((step, policy) for policy in POLICIES for step in ("claim", "finish")),
+]
+
+
+class Ledger:
+    """A database, and the update of each policy that runs."""
+
+    def __init__(self, engine: AsyncEngine, rule: ClaimRule) -> None:
         self.engine = engine
-        self.running: Any = None
+        self.rule = rule
+        self.running: dict[str, UUID] = {}
 
     async def empty(self) -> None:
         async with self.engine.begin() as connection:
@@ -74,52 +108,75 @@ class Ledger:
                     " policies CASCADE"
                 )
             )
-            await ensure_base(connection, "m")
-        self.running = None
+            for policy in POLICIES:
+                await ensure_base(connection, policy)
+        self.running = {}
 
     async def do(self, step: Sequence[Any]) -> None:
         if step[0] in ("call", "reward"):
             await Ingester().store(self.engine, [record(step)])
             return
         async with self.engine.begin() as connection:
-            await getattr(self, step[0])(connection)
+            await getattr(self, step[0])(connection, step[1])
         await self.check_what_is_spent()
 
-    async def claim(self, connection: AsyncConnection) -> None:
-        if self.running is None:
-            self.running = await claims.claim(connection, RULE, 0, {})
+    async def claim(self, connection: AsyncConnection, policy: str) -> None:
+        if policy in self.running:
+            return
+        rule = msgspec.structs.replace(self.rule, policy=policy)
+        claimed = await claims.claim(connection, rule, 0, {})
+        if claimed is None:
+            return
+        self.running[policy] = claimed
+        held = await claims.load_claim(connection, claimed)
+        for group in held.groups:
+            assert rule.smallest_group <= len(group.episodes) + len(group.earlier)
+            assert len(group.episodes) + len(group.earlier) <= rule.group_size
+            await self.check_none_is_evaluation(connection, [*group.episodes, *group.earlier])
 
-    async def finish(self, connection: AsyncConnection) -> None:
-        if self.running is None:
+    async def check_none_is_evaluation(
+        self, connection: AsyncConnection, members: Sequence[Episode]
+    ) -> None:
+        """Neither what is claimed nor what it is compared with has a call of evaluation."""
+        rows = await connection.execute(
+            text(
+                "SELECT e.key FROM episodes e JOIN transitions t ON t.episode_id = e.id"
+                " WHERE t.split = 'eval' AND COALESCE(e.root, e.id) = ANY(:ids)"
+            ),
+            {"ids": [one.id for one in members]},
+        )
+        assert rows.all() == []
+
+    async def finish(self, connection: AsyncConnection, policy: str) -> None:
+        if policy not in self.running:
             return
         held = await connection.execute(
             text("SELECT episode_id FROM episode_policies WHERE claimed_by = :update"),
-            {"update": self.running},
+            {"update": self.running[policy]},
         )
         outcomes = [claims.Outcome(episode_id=one, trained=True) for one in held.scalars()]
         nested = await connection.begin_nested()
         try:
             await claims.consume(
                 connection,
-                self.running,
+                self.running[policy],
                 outcomes,
                 {},
-                policy="m",
+                policy=policy,
                 version=None,
                 adapter_path=None,
             )
         except TurnedEvaluation:
             await nested.rollback()
-            await self.release(connection)
-        self.running = None
+            await self.release(connection, policy)
+        self.running.pop(policy, None)
 
-    async def release(self, connection: AsyncConnection) -> None:
-        if self.running is not None:
-            await claims.release(connection, self.running, "test")
-        self.running = None
+    async def release(self, connection: AsyncConnection, policy: str) -> None:
+        if policy in self.running:
+            await claims.release(connection, self.running.pop(policy), "test")
 
-    async def expire(self, connection: AsyncConnection) -> None:
-        await expire(connection, IMPATIENT, 0, {})
+    async def expire(self, connection: AsyncConnection, policy: str) -> None:
+        await expire(connection, msgspec.structs.replace(IMPATIENT, policy=policy), 0, {})
 
     async def check_what_is_spent(self) -> None:
         """What the last step spent had no call of evaluation, in any of its parts."""
@@ -137,21 +194,31 @@ class Ledger:
             return [tuple(row) for row in await connection.execute(text(query))]
 
     async def spend_the_rest(self) -> None:
-        """Train until nothing is left to claim."""
+        """Train until nothing is left to claim, a lone member of a task in the end as well."""
+        for rule in dict.fromkeys((self.rule, SINGLES)):
+            self.rule = rule
+            for policy in POLICIES:
+                await self.spend_all_of(policy)
+
+    async def spend_all_of(self, policy: str) -> None:
         for _ in range(2 * len(KEYS) + 2):
-            await self.do(("claim",))
-            if self.running is None:
+            await self.do(("claim", policy))
+            if policy not in self.running:
                 return
-            await self.do(("finish",))
+            await self.do(("finish", policy))
         raise AssertionError("an update is given up again and again")
 
 
-# What may be trained on by the ledger's own marks: roots and their reasons.
+# What may be trained on by the ledger's own marks: roots and their reasons. An episode is spent
+# when every policy that served a call of it, or of what it is joined with, has claimed it.
 WHOLES = """
     SELECT e.key, COALESCE(r.quarantined_reason, e.quarantined_reason),
         COALESCE(COALESCE(r.joined_split, r.split), COALESCE(e.joined_split, e.split)),
-        EXISTS (SELECT FROM episode_policies p
-                WHERE p.episode_id = COALESCE(r.id, e.id) AND p.claimed_by IS NOT NULL),
+        NOT EXISTS (
+            SELECT FROM transitions t JOIN episodes o ON o.id = t.episode_id
+            WHERE COALESCE(o.root, o.id) = COALESCE(r.id, e.id) AND NOT EXISTS (
+                SELECT FROM episode_policies p WHERE p.episode_id = COALESCE(r.id, e.id)
+                    AND p.policy = t.policy AND p.claimed_by IS NOT NULL)),
         COALESCE(r.scored_at, e.scored_at) IS NOT NULL
     FROM episodes e LEFT JOIN episodes r ON r.id = e.root ORDER BY 1
 """
@@ -166,10 +233,10 @@ ACROSS_SPLITS = f"""
 """
 
 
-async def play(url: str, steps: Sequence[Sequence[Any]]) -> None:
+async def play(url: str, steps: Sequence[Sequence[Any]], rule: ClaimRule = SINGLES) -> None:
     engine = make_engine(url)
     try:
-        ledger = Ledger(engine)
+        ledger = Ledger(engine, rule)
         await ledger.empty()
         for step in steps:
             await ledger.do(step)
@@ -208,12 +275,13 @@ async def compare_without_evaluation(
     max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(steps=ledgers)
+@given(steps=ledgers, rule=rules)
+@example(steps=LATE, rule=GROUPS)
 def test_none_of_evaluation_is_spent_and_all_of_training_is(
-    database_url: str, steps: list[Sequence[Any]]
+    database_url: str, steps: list[Sequence[Any]], rule: ClaimRule
 ) -> None:
     asyncio.run(with_marks(database_url))
-    asyncio.run(play(database_url, steps))
+    asyncio.run(play(database_url, steps, rule))
 
 
 @settings(

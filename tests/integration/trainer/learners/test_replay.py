@@ -180,10 +180,21 @@ def test_what_the_server_sampled_from_is_computed_again(
     assert float(torch.cat(differences).max()) < 1e-4
 
 
-def plain_shaping(logits: Tensor, one: Row, before: int) -> Tensor:
+def plain_shaping(
+    logits: Tensor, one: Row, before: int, able: Callable[..., list[set[int]]] = able_after
+) -> Tensor:
     """One token's log-probability by the settings' definitions, in autograd's plain operations."""
+    label = one.sampled_ids[before]
+    z, kept = plain_survivors(logits, one, before, able)
+    return z[label] - torch.logsumexp(z[sorted({*kept, label})], 0)
+
+
+def plain_survivors(
+    logits: Tensor, one: Row, before: int, able_after: Callable[..., list[set[int]]]
+) -> tuple[Tensor, list[int]]:
+    """The shaped logits of all tokens, and which of them the next one could be."""
     wanted = one.distribution
-    reply, label = one.sampled_ids[:before], one.sampled_ids[before]
+    reply = one.sampled_ids[:before]
     scales, offsets = torch.ones_like(logits), torch.zeros_like(logits)
     for token, bias in wanted.logit_bias:
         offsets[token] += bias
@@ -197,7 +208,7 @@ def plain_shaping(logits: Tensor, one: Row, before: int) -> Tensor:
     z = (biased * scales - lowered) / wanted.temperature
     able = set(wanted.allowed_token_ids or range(len(logits)))
     if wanted.grammar:
-        able &= able_after(one.sampled_ids, len(one.sampled_ids))[before]
+        able &= able_after(one.sampled_ids, before + 1)[before]
     for *begun, last in wanted.banned_ids:
         if not begun or reply[-len(begun) :] == tuple(begun):
             able.discard(last)
@@ -209,9 +220,7 @@ def plain_shaping(logits: Tensor, one: Row, before: int) -> Tensor:
     kept = kept[: wanted.top_k or None]
     shares = torch.softmax(z[kept].detach(), 0).cumsum(0).tolist()
     above = [0.0, *shares[:-1]]
-    kept = [t for t, share in zip(kept, above, strict=True) if share < wanted.top_p]
-    kept = sorted({*kept, label})
-    return z[label] - torch.logsumexp(z[kept], 0)
+    return z, [t for t, share in zip(kept, above, strict=True) if share < wanted.top_p]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
