@@ -20,15 +20,18 @@ from proxy.keeper.tally import count_calls, count_conflicts
 from proxy.metrics import DEAD_LETTERS, STORED
 from proxy.spool.segments import Piece
 from proxy.tools.result_readers import ResultReaders
-from store.connection.availability import is_unavailable
+from store.connection.availability import is_read_only, is_refusal, is_unavailable
 from store.connection.engine import answers
 from store.errors import Refused
 from store.write.ingest import Ingester
 
 log = structlog.get_logger()
 
-# After this many failures in a row, records are stored one by one: one of them may be the cause.
+# After this many failures in a row while PostgreSQL answers, records are stored one by one: one of
+# them may be the cause.
 PATIENCE: Final = 5
+# No record makes PostgreSQL read-only. After a failover it may be so for a while.
+READ_ONLY_PATIENCE: Final = 60
 CANNOT_READ: Final = "a segment cannot be read or deleted"
 
 
@@ -44,7 +47,7 @@ class Settler:
         self._turn = 0
         # The turn in which a record of each type was last stored.
         self._stored: dict[type, int] = {}
-        # Number of failures of PostgreSQL since a record was last stored.
+        # Number of failures of PostgreSQL, while it answered, since a record was last stored.
         self.failures = 0
         # Why a record could not be settled in the present turn, though PostgreSQL answers.
         self.trouble = ""
@@ -58,6 +61,17 @@ class Settler:
         """Begin another turn, in which nothing has failed yet."""
         self._turn += 1
         self.trouble = ""
+
+    async def takes_nothing(self, engine: AsyncEngine, error: Exception) -> bool:
+        """Count an error, and return whether PostgreSQL answers and yet does not get on.
+
+        An outage is not counted, however long it is: no record is its cause.
+        """
+        if not (is_refusal(error) or await answers(engine)):
+            return False
+        self.failures += 1
+        patience = READ_ONLY_PATIENCE if is_read_only(error) else PATIENCE
+        return bool(self.trouble) or self.failures >= patience
 
     def read(self, pieces: Iterable[Piece]) -> list[Entry]:
         """Return the entries of pieces of a segment."""
@@ -114,7 +128,8 @@ class Settler:
             log.error("record_held", error=type(error).__name__, raised_at=raised_at(error))
             self._hold(segment, entry, "suspect", _reason(error))
         else:
-            if self.failures >= PATIENCE and await answers(engine):
+            blamed = self.one_by_one and not is_read_only(error)
+            if blamed and await answers(engine):
                 log.error("record_held", error=type(error).__name__)
                 self._hold(segment, entry, "unanswered", _reason(error))
             raise error

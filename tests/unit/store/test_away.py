@@ -15,6 +15,7 @@ from store.connection.availability import is_unavailable
         asyncpg.DiskFullError("no space"),
         asyncpg.DeadlockDetectedError("deadlock"),
         asyncpg.UndefinedTableError("not migrated"),
+        asyncpg.InvalidPasswordError("wrong"),
         asyncpg.TooManyConnectionsError("full"),
         asyncpg.InternalClientError(
             "cannot switch to state 11; another operation (2) is in progress"
