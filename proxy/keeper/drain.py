@@ -42,7 +42,7 @@ from proxy.metrics import (
 )
 from proxy.spool.segments import Piece
 from proxy.tools.result_readers import ResultReaders
-from store.connection.availability import is_unavailable
+from store.connection.availability import is_no_records_fault
 
 log = structlog.get_logger()
 
@@ -116,7 +116,7 @@ class Drainer:
 
     async def _note_failure(self, error: Exception) -> None:
         reason = type(error).__name__
-        if not is_unavailable(error):
+        if not is_no_records_fault(error):
             log.exception("drain_failed")
             self.progress.note("stuck", reason)
         elif await self._takes_nothing(error):

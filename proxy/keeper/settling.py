@@ -20,7 +20,7 @@ from proxy.keeper.tally import count_calls, count_conflicts
 from proxy.metrics import DEAD_LETTERS, STORED
 from proxy.spool.segments import Piece
 from proxy.tools.result_readers import ResultReaders
-from store.connection.availability import is_read_only, is_refusal, is_unavailable
+from store.connection.availability import is_no_records_fault, is_read_only, is_refusal
 from store.connection.engine import answers
 from store.errors import Refused
 from store.write.ingest import Ingester
@@ -83,14 +83,14 @@ class Settler:
         If the database goes away in the middle, what was settled before stays settled.
 
         Raises:
-            Exception: the database is away (`store.connection.availability.is_unavailable`).
+            Exception: the database is away (`store.connection.availability.is_no_records_fault`).
         """
         try:
             await self._store(engine, entries)
         except Exception as error:
             if len(entries) == 1:
                 await self._fail(engine, segment, entries[0], error)
-            elif is_unavailable(error):
+            elif is_no_records_fault(error):
                 raise
             else:
                 middle = len(entries) // 2
@@ -123,7 +123,7 @@ class Settler:
             await self._bury(segment, [entry._replace(reason=str(error))])
             if entry.piece.start not in segment.held:
                 segment.advance(entry.piece, entry.piece.records)
-        elif not is_unavailable(error):
+        elif not is_no_records_fault(error):
             # The error's text is left out: it may quote the record.
             log.error("record_held", error=type(error).__name__, raised_at=raised_at(error))
             self._hold(segment, entry, "suspect", _reason(error))
@@ -195,7 +195,7 @@ class Settler:
             try:
                 await self._store(engine, [entry])
             except Exception as error:
-                if is_unavailable(error):
+                if is_no_records_fault(error):
                     if held.why == "suspect" or not await answers(engine):
                         raise
                     self._hold(segment, entry, held.why, held.reason)

@@ -28,10 +28,9 @@ _AWAY: Final = (
     asyncpg.ReadOnlySQLTransactionError,
     asyncpg.SyntaxOrAccessError,
     asyncpg.InvalidCachedStatementError,
-    # Wrong password, or a role that may not connect.
-    asyncpg.InvalidAuthorizationSpecificationError,
 )
-# PostgreSQL answers, and no outage ends in this: somebody has to do something.
+# PostgreSQL answers, and no outage ends in this: somebody has to do something. The latter is a
+# wrong password, or a role that may not connect.
 _REFUSES: Final = (asyncpg.SyntaxOrAccessError, asyncpg.InvalidAuthorizationSpecificationError)
 
 
@@ -60,6 +59,11 @@ def is_unavailable(error: BaseException) -> bool:
 def is_refusal(error: BaseException) -> bool:
     """Return whether PostgreSQL answers with `error` and will do so until somebody mends it."""
     return isinstance(_driver_error(error), _REFUSES)
+
+
+def is_no_records_fault(error: BaseException) -> bool:
+    """Return whether no record can be stored now, whatever it contains."""
+    return is_unavailable(error) or is_refusal(error)
 
 
 def is_read_only(error: BaseException) -> bool:
