@@ -1,7 +1,8 @@
 """Build Pawl's wheel, whose proxy is compiled, and install it into a folder of its own.
 
 A checkout runs its sources (docs/decisions/037-compiled-in-wheels-only.md); what measures or
-tests the compiled proxy takes it from here. A folder is made once for each state of the sources.
+tests the compiled proxy takes it from here, that of an earlier commit too. A folder is made once
+for each state of the sources.
 """
 
 import hashlib
@@ -10,8 +11,11 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from io import BytesIO
 from pathlib import Path
 from typing import Final
 
@@ -39,21 +43,54 @@ def installed_wheel() -> Path:
     Raises:
         NotBuilt: pip failed, or there is no C compiler.
     """
-    folder = WHEELS / _fingerprint()
+    return _installed(_fingerprint(), nullcontext(ROOT))
+
+
+def installed_wheel_of(commit: str) -> Path:
+    """Return the same of a commit, however git names it.
+
+    Raises:
+        NotBuilt: there is no such commit, pip failed, or there is no C compiler.
+    """
+    name = _git("rev-parse", "--verify", f"{commit}^{{commit}}").decode().strip()
+    return _installed(f"{name[:12]}-py{sys.hexversion:x}", _sources_of(name))
+
+
+@contextmanager
+def _sources_of(commit: str) -> Iterator[Path]:
+    """Make a folder with a commit's files; some commits compile into their sources."""
+    with tempfile.TemporaryDirectory(prefix="pawl-sources-") as name:
+        with tarfile.open(fileobj=BytesIO(_git("archive", commit))) as files:
+            files.extractall(name, filter="data")
+        yield Path(name)
+
+
+def _git(*arguments: str) -> bytes:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, check=False)
+    if done.returncode:
+        raise NotBuilt(f"git {' '.join(arguments)} failed: {done.stderr.decode()}")
+    return done.stdout
+
+
+def _installed(name: str, sources: AbstractContextManager[Path]) -> Path:
+    folder = WHEELS / name
     WHEELS.mkdir(parents=True, exist_ok=True)
     # Compiling takes minutes: whoever comes second waits, and finds it made.
     turn = take_turn(WHEELS / LOCK, Wait(BUILT_S, lambda: False), "the wheel that another builds")
     try:
-        _make(folder)
+        _make(folder, sources)
     finally:
         turn.release()
     return folder
 
 
-def _make(folder: Path) -> None:
-    if not folder.exists():
-        with tempfile.TemporaryDirectory(dir=WHEELS, prefix="part-") as name:
-            _build(Path(name))
+def _make(folder: Path, sources: AbstractContextManager[Path]) -> None:
+    if folder.exists():
+        # The last that would be deleted.
+        folder.touch()
+    else:
+        with tempfile.TemporaryDirectory(dir=WHEELS, prefix="part-") as name, sources as root:
+            _build(Path(name), root)
             # Complete or not there: whoever finds the folder can use it.
             (Path(name) / "site").rename(folder)
         for old in sorted(_folders(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
@@ -63,9 +100,9 @@ def _make(folder: Path) -> None:
 def environment_of(folder: Path) -> Mapping[str, str]:
     """Return the environment in which this Python imports Pawl from `folder`.
 
-    `python -m` looks in the working directory first: call `FOLDER/bin/pawl`, or start elsewhere.
+    The working directory is not looked in, which `python -m` would do first.
     """
-    return dict(os.environ) | {"PYTHONPATH": str(folder)}
+    return dict(os.environ) | {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
 
 
 def _folders() -> Iterator[Path]:
@@ -85,9 +122,9 @@ def _fingerprint() -> str:
     return digest.hexdigest()[:20]
 
 
-def _build(work: Path) -> None:
-    """Build the wheel and install it into `work`/site, without its dependencies."""
-    _pip("wheel", "--no-deps", "--wheel-dir", str(work), str(ROOT))
+def _build(work: Path, root: Path) -> None:
+    """Build the wheel of `root` and install it into `work`/site, without its dependencies."""
+    _pip("wheel", "--no-deps", "--wheel-dir", str(work), str(root))
     [wheel] = work.glob("*.whl")
     site = work / "site"
     _pip("install", "--no-deps", "--target", str(site), str(wheel))

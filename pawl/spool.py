@@ -14,7 +14,7 @@ from proxy.keeper.transcribe import NO_READERS
 from proxy.spool.folders import OPEN, SEALED
 from proxy.spool.segments import decode_payload, read_pieces
 from proxy.tools.result_readers import ResultReaders
-from store.connection.availability import is_unavailable
+from store.connection.availability import is_no_records_fault
 from store.records import Record
 from store.write.ingest import Ingester
 
@@ -118,8 +118,8 @@ async def replay(
 
     Raises:
         Exception: the database does not answer (any error for which
-            `store.connection.availability.is_unavailable` is true); the letters that were not tried
-            stay.
+            `store.connection.availability.is_no_records_fault` is true); the letters that were not
+            tried stay.
     """
     ingester = Ingester()
     stored, refused = 0, []
@@ -129,7 +129,7 @@ async def replay(
         try:
             await ingester.store(engine, [record_of(payload, readers, most_reply)])
         except Exception as error:
-            if is_unavailable(error):
+            if is_no_records_fault(error):
                 raise
             # Whatever is wrong with one letter, the next one may still be stored.
             refused.append(f"{path.name}: {_first(str(error)) or type(error).__name__}")

@@ -143,7 +143,7 @@ HELD = Gauge(
 )
 DRAIN_STUCK = Gauge(
     "pawl_drain_stuck_seconds",
-    "Seconds for which the drain has moved no record though PostgreSQL answers; 0: it moves.",
+    "Seconds for which a record could not be stored though PostgreSQL answers; 0: all are.",
     multiprocess_mode="livemostrecent",
 )
 SPOOL_COMMIT = Gauge(

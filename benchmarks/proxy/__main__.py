@@ -6,6 +6,9 @@ up and take turns, since nothing on a shared machine is twice the same. Pawl is 
 deployed: compiled, from the wheel of this checkout. What is measured has one core with all it
 needs, Pawl's PostgreSQL included; load and model server share the other.
 Needs nginx and wrk (Debian: nginx-light, wrk).
+
+`--against COMMIT` measures this checkout in turns with an earlier commit instead, whole calls only:
+a pair of turns a round, `--seconds 45 --rounds 15` for pairs of three seconds each.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.proxy.against import compared, ratios_table
 from benchmarks.proxy.figures import STREAMS, Bar, Peer, bars
 from benchmarks.proxy.machine import LOAD_CORE, MEASURED_CORE, busy_share
 from benchmarks.proxy.measure import Lengths, measured
@@ -39,13 +43,16 @@ def main() -> None:
     options = _options()
     _check_machine()
     console = Console(stderr=options.json, width=None if sys.stdout.isatty() else FILE_WIDTH)
-    if "pawl" in options.peers:
+    if "pawl" in options.peers and not options.against:
         _build_wheel(console)
     busy = busy_share()
     if busy > QUIET_SHARE:
         console.print(f"others use {busy:.0%} of this machine: the figures will be too low")
     os.sched_setaffinity(0, {LOAD_CORE})
     lengths = Lengths(options.seconds, options.rounds, tuple(options.streams))
+    if options.against:
+        _compare(options, lengths, console)
+        return
     peers = measured([CONTENDERS[name] for name in options.peers], lengths, console)
     for name in CONTENDERS.keys() - peers.keys():
         peers[name] = Peer(name, missing="not asked for (--peers)")
@@ -76,7 +83,22 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--write", action="store_true", help=f"write {PAGE} and {PICTURE}")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument("--against", metavar="COMMIT", help="compare this checkout with a commit")
     return parser.parse_args()
+
+
+def _compare(options: argparse.Namespace, lengths: Lengths, console: Console) -> None:
+    """Print how this checkout does beside a commit."""
+    try:
+        found = compared(options.against, lengths, console)
+    except NotBuilt as error:
+        sys.exit(f"benchmarks.proxy: {error}")
+    table = ratios_table(found, options.against)
+    console.print(table.rich())
+    if options.json:
+        print(json.dumps(found))
+    else:
+        console.print(table.markdown(), markup=False)
 
 
 def _peers(given: str) -> list[str]:

@@ -105,7 +105,7 @@ def _whole_calls(
         for contender in contenders:
             peer = peers[contender.name]
             with _missing_unless_ours(contender, peer, console):
-                up.append(Up(contender, *_brought_up(contender, stack), peer))
+                up.append(Up(contender, *brought_up(contender, stack), peer))
         for at_once in (ALONE, MANY):
             for one, rounds in _rounds(up, lengths, console, at_once, PROMPT_CHARS):
                 one.peer.calls[at_once] = combined(rounds)
@@ -117,7 +117,7 @@ def _whole_calls(
     return [one.contender for one in up if not one.peer.missing]
 
 
-def _brought_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
+def brought_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
     """Bring one up with a model server of its own, check that it answers right, and warm it."""
     upstream = free_port()
     with ExitStack() as own:
@@ -126,7 +126,7 @@ def _brought_up(contender: Contender, stack: ExitStack) -> tuple[Running, Path]:
         own.enter_context(nginx(folder / "model", upstream, server, LOAD_CORE))
         started = own.enter_context(contender.start(folder, upstream))
         _check(started)
-        _calls(started, folder, WARM_S, MANY)
+        load_once(started, folder, WARM_S, MANY)
         stack.push(own.pop_all())
     return started, folder
 
@@ -141,7 +141,7 @@ def _rounds(
         for one, rounds in found:
             if not one.peer.missing:
                 with _missing_unless_ours(one.contender, one.peer, console):
-                    calls = _calls(one.running, one.folder, lengths.round_s, at_once, chars)
+                    calls = load_once(one.running, one.folder, lengths.round_s, at_once, chars)
                     rounds.append(calls)
     return [(one, rounds) for one, rounds in found if not one.peer.missing]
 
@@ -155,7 +155,7 @@ def _check(up: Running) -> None:
     probe.check_reply(probe.one_call(up.url, "large ", SMALL_PROMPT_CHARS)[1], LARGE_TOKENS)
 
 
-def _calls(
+def load_once(
     up: Running, folder: Path, seconds: int, at_once: int, chars: int = PROMPT_CHARS
 ) -> Calls:
     """Run wrk once; a peer that stores has stored all before and after."""

@@ -7,17 +7,22 @@ import gc
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+import structlog
 import uvloop
 
 from pawl.logs import configure_logging
-from pawl.serving.ending import LEAVE, LEAVE_S, STOP
+from pawl.serving.ending import DISK_FAILS, LEAVE, LEAVE_S, STOP
 from proxy.counting import shared
 from proxy.counting.board import Board
 from proxy.settings import ProxySettings
+from proxy.spool.folders import PASSING
+
+log = structlog.get_logger()
 
 PATIENCE_S: Final = 30.0
 KEEPER_NICENESS: Final = 10
@@ -132,10 +137,16 @@ def main() -> None:
     configure_logging(gather=arguments.kind == "worker")
     # Must come before the imports in `_keep` and `_work`: these create the metrics.
     shared.share(arguments.counters)
-    if arguments.kind == "keeper":
-        uvloop.run(_keep(arguments.ready, arguments.board))
-    else:
-        uvloop.run(_work(arguments.ready, arguments.listener))
+    try:
+        if arguments.kind == "keeper":
+            uvloop.run(_keep(arguments.ready, arguments.board))
+        else:
+            uvloop.run(_work(arguments.ready, arguments.listener))
+    except OSError as error:
+        if error.errno not in PASSING:
+            raise
+        log.error("disk_fails", reason=str(error))
+        sys.exit(DISK_FAILS)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """End a process of the proxy: by which signal, and how long it may take."""
 
 import asyncio
+import os
 import signal
 from contextlib import suppress
 from typing import Final
@@ -14,6 +15,9 @@ log = structlog.get_logger()
 LEAVE_S: Final = 600.0
 # How long it may take after that, to break its calls off and to make their records durable.
 LEAVE_MARGIN_S: Final = 10.0
+
+# Status of a process that a disk keeps from starting: it may well start later (sysexits.h).
+DISK_FAILS: Final = os.EX_TEMPFAIL
 
 STOP: Final = signal.SIGTERM
 LEAVE: Final = signal.SIGHUP

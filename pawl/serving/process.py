@@ -2,7 +2,7 @@
 
 A process reports over a pipe that it is up. If one was never up and ends again and again, its
 settings or its code cannot work, and the operator is told by `DoesNotStart`. One that was up
-once is restarted without end.
+once, or that a full or failing disk keeps from starting, is restarted without end.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from pawl.serving.ending import LEAVE, LEAVE_MARGIN_S, LEAVE_S, STOP, end
+from pawl.serving.ending import DISK_FAILS, LEAVE, LEAVE_MARGIN_S, LEAVE_S, STOP, end
 from proxy.counting.board import ProcessState, State
 from proxy.errors import DoesNotStart, ProxyError
 
@@ -28,6 +28,9 @@ HEALTHY_S: Final = 30.0
 # A process that ends within this time and was never up fails to start, not at its work.
 YOUNG_S: Final = 20.0
 MOST_EARLY_ENDS: Final = 5
+# SIGKILL comes from outside (the kernel, when memory is short), and a disk may work again: neither
+# is a failed start.
+PASSING_ENDS: Final = (-signal.SIGKILL, DISK_FAILS)
 # How long a process that is to replace another may take until it is up.
 START_S: Final = 120.0
 # How long a process that closed its pipe without coming up may take to end by itself.
@@ -202,7 +205,7 @@ class Child:
     async def _start_again(self) -> None:
         """Start the process after a pause, which doubles while the process does not stay up."""
         while not await self._stopped_within(self._pause_s):
-            if self._was_up:
+            if self._was_up or self._state.last_exit == DISK_FAILS:
                 self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
             try:
                 running = await self._spawn()
@@ -230,8 +233,7 @@ class Child:
         lived_s = time.monotonic() - running.started
         if lived_s >= HEALTHY_S:
             self._pause_s = FIRST_PAUSE_S
-        # SIGKILL comes from outside (the kernel, when memory is short): not a failed start.
-        early = not self._was_up and lived_s < YOUNG_S and status != -signal.SIGKILL
+        early = not self._was_up and lived_s < YOUNG_S and status not in PASSING_ENDS
         self._early_ends = self._early_ends + 1 if early else 0
         pause_s = round(self._pause_s, 1)
         log.error("child_ended", child=self.name, status=status, again_in_s=pause_s)

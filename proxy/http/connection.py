@@ -240,7 +240,8 @@ class Connection(asyncio.Protocol):
         elif current is not None and current.started:
             self.transport.abort()
         else:
-            self._give(status, why, self._parser.method, self._parser.target.decode("latin-1"))
+            asked = broken or self._parser
+            self._give(status, why, asked.method, asked.target)
             self._close_gently()
 
     def _give(self, status: int, why: str, method: str, target: str) -> None:

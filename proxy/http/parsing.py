@@ -33,7 +33,7 @@ class RequestParser:
         # A new parser is being brought to the state of the one before it.
         self._resuming = False
         self.feeding = Feeding(self._feed, connection.brake, connection.server.turns)
-        self.target = b""
+        self._target = b""
         self.in_head = False
         # Number of heads that have come whole.
         self.heads = 0
@@ -44,6 +44,11 @@ class RequestParser:
     def method(self) -> str:
         """Return the method of the request that is being parsed."""
         return self._parser.get_method().decode("latin-1")
+
+    @property
+    def target(self) -> str:
+        """Return the target of the request that is being parsed, percent-encoded."""
+        return self._target.decode("latin-1")
 
     def drop(self) -> Exchange | None:
         """Receive no more of the body under way, and return its request, if there is one."""
@@ -80,13 +85,15 @@ class RequestParser:
 
     def on_message_begin(self) -> None:
         """Begin a request."""
+        if self._resuming:
+            return
         self.in_head = True
-        self.target = b""
+        self._target = b""
         self._headers = []
 
     def on_url(self, url: bytes) -> None:
         """Add a part of the target."""
-        self.target += url
+        self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header line; one after the body is a trailer and is dropped (RFC 9110 §6.5.1)."""
@@ -108,7 +115,7 @@ class RequestParser:
         exchange = Exchange(
             self._connection,
             self.method,
-            self.target.decode("latin-1"),
+            self.target,
             self._headers,
             keep_alive=modern and self._parser.should_keep_alive(),
             chunks=modern,

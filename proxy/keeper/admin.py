@@ -39,12 +39,12 @@ def admin_app(
         # neither, so a load balancer must not take the proxy out of rotation for them.
         ready, workers = readiness(None if processes is None else processes())
         drain = drainer.progress
-        status = "degraded" if drain.state == "stuck" else "ready"
+        degraded = drain.state == "stuck" or database.refusal
         return web.json_response(
             {
-                "status": status if ready else "no worker takes calls now",
+                "status": _status(ready=ready, degraded=bool(degraded)),
                 "workers": workers,
-                "database": "up" if database.up else "away: records wait on disk",
+                "database": _told(database),
                 "serving": database.serving,
                 "drain": drain.told(),
             },
@@ -63,6 +63,19 @@ def admin_app(
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics)
     return app
+
+
+def _status(*, ready: bool, degraded: bool) -> str:
+    if not ready:
+        return "no worker takes calls now"
+    return "degraded" if degraded else "ready"
+
+
+def _told(database: Database) -> str:
+    if database.up:
+        return "up"
+    why = f"refuses us ({database.refusal})" if database.refusal else "away"
+    return f"{why}: records wait on disk"
 
 
 def unsettled() -> int:

@@ -15,8 +15,10 @@ from proxy.metrics import DATABASE_UP, SERVING
 from proxy.policies.lookup import url_file
 from proxy.policies.policy_file import PolicyFile, serving_of
 from proxy.settings import ProxySettings
+from store.connection.availability import is_refusal, is_unavailable
 from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
+from store.errors import StoreError
 from store.files import write_private
 from store.records import PolicyVersion
 from store.schema.migrate import upgrade
@@ -44,6 +46,8 @@ class Database:
         self._engine: AsyncEngine | None = None
         self._stopping = asyncio.Event()
         self.up = False
+        # Why PostgreSQL refuses us, or why we fail with it, though no outage explains it.
+        self.refusal = ""
         self.serving: dict[str, int] = {}
         self._show(self._file.read() or [])
 
@@ -62,9 +66,11 @@ class Database:
                     # It may have been killed, and perhaps nobody else will start it again.
                     await self._url()
                 await self._watch_once()
+                self.refusal = ""
                 self._set_up(True)
             except Exception as error:
                 # This task must outlive every failure of the database; serving goes on without it.
+                self.refusal = _refusal(error)
                 self._set_up(False, f"{type(error).__name__}: {error}"[:200])
                 pause = RETRY_S
             with suppress(TimeoutError):
@@ -141,3 +147,10 @@ class Database:
             log.info("database", up=up, reason=reason)
         self.up = up
         DATABASE_UP.set(up)
+
+
+def _refusal(error: Exception) -> str:
+    """Return what failed if somebody has to mend it; empty for an outage, which ends by itself."""
+    # An embedded server that does not start, or not yet, is a StoreError.
+    away = isinstance(error, StoreError) or is_unavailable(error)
+    return type(error).__name__ if is_refusal(error) or not away else ""

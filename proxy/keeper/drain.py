@@ -42,7 +42,7 @@ from proxy.metrics import (
 )
 from proxy.spool.segments import Piece
 from proxy.tools.result_readers import ResultReaders
-from store.connection.availability import is_unavailable
+from store.connection.availability import is_no_records_fault
 
 log = structlog.get_logger()
 
@@ -101,7 +101,7 @@ class Drainer:
                 moved = await self.drain_once()
             except Exception as error:
                 # This task must not end: what is on disk waits, and is tried again.
-                self._note_failure(error)
+                await self._note_failure(error)
                 await self._pause(RETRY_S)
             else:
                 self._note(moved)
@@ -121,22 +121,34 @@ class Drainer:
         while self._connect() is None and monotonic() < over and not self._stopping.is_set():
             await self._pause(IDLE_S)
 
-    def _note_failure(self, error: Exception) -> None:
-        if is_unavailable(error):
-            log.warning("drain_waits", reason=type(error).__name__)
-            self._settler.failures += 1
-            self.progress.note("waiting", type(error).__name__)
-        else:
+    async def _note_failure(self, error: Exception) -> None:
+        reason = type(error).__name__
+        if not is_no_records_fault(error):
             log.exception("drain_failed")
-            self.progress.note("stuck", type(error).__name__)
+            self.progress.note("stuck", reason)
+        elif await self._takes_nothing(error):
+            log.error("drain_stuck", reason=reason)
+            self.progress.note("stuck", f"PostgreSQL answers, and takes no record: {reason}")
+        else:
+            log.warning("drain_waits", reason=reason)
+            self.progress.note("waiting", reason)
+
+    async def _takes_nothing(self, error: Exception) -> bool:
+        """Return whether PostgreSQL answers and yet does not get on; this never raises."""
+        engine = self._connect()
+        try:
+            return engine is not None and await self._settler.takes_nothing(engine, error)
+        except Exception:
+            log.exception("drain_failed")
+            return True
 
     def _note(self, moved: int | None) -> None:
         if moved is None:
             self.progress.note("waiting", "there is no connection to PostgreSQL yet")
-        elif self._settler.trouble and not moved:
+        elif self._settler.trouble:
             self.progress.note("stuck", self._settler.trouble)
         else:
-            self.progress.note("moving", self._settler.trouble)
+            self.progress.note("moving")
 
     async def _pause(self, seconds: float) -> None:
         try:

@@ -20,7 +20,7 @@ from proxy.keeper.drain import Drainer
 from proxy.keeper.evaluating import show_evaluations
 from proxy.settings import ProxySettings
 from proxy.spool.folders import PRIVATE, Lock, hold
-from store.connection.availability import is_unavailable
+from store.connection.availability import is_no_records_fault
 from store.settings import address
 
 log = structlog.get_logger()
@@ -120,5 +120,5 @@ async def _drain_rest(drainer: Drainer, within_s: float) -> None:
                 pass
     except Exception as error:
         # The rest of the keeper must still shut down in order.
-        note = log.warning if is_unavailable(error) else log.exception
+        note = log.warning if is_no_records_fault(error) else log.exception
         note("spool_left", reason=type(error).__name__)

@@ -12,22 +12,28 @@ class Progress:
     """Tell the drain's present state, since when, and why.
 
     `moving`: records are being stored, or there are none. `waiting`: PostgreSQL is away, and
-    records wait on disk, as intended. `stuck`: something else keeps records from being stored.
+    records wait on disk, as intended. `stuck`: something else keeps a record from being stored,
+    though perhaps not all. It lasts until all move again: an outage in between does not end it.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         """Begin as `moving`; `clock` returns seconds."""
         self._clock = clock
         self._since = clock()
+        self._stuck_since: float | None = None
         self.state: State = "moving"
         self.reason = ""
-        # Number of records that are passed over for now, while others are stored.
+        # Number of records that are passed over for now.
         self.held = 0
 
     def note(self, state: State, reason: str = "") -> None:
         """Set the state after a look at the spool."""
         if state != self.state:
             self._since = self._clock()
+        if state == "moving":
+            self._stuck_since = None
+        elif state == "stuck":
+            self._stuck_since = self._since = self._stuck_since or self._since
         self.state, self.reason = state, reason[:MOST_REASON]
 
     @property

@@ -20,15 +20,18 @@ from proxy.keeper.tally import count_calls, count_conflicts
 from proxy.metrics import DEAD_LETTERS, STORED
 from proxy.spool.segments import Piece
 from proxy.tools.result_readers import ResultReaders
-from store.connection.availability import is_unavailable
+from store.connection.availability import is_no_records_fault, is_read_only, is_refusal
 from store.connection.engine import answers
 from store.errors import Refused
 from store.write.ingest import Ingester
 
 log = structlog.get_logger()
 
-# After this many failures in a row, records are stored one by one: one of them may be the cause.
+# After this many failures in a row while PostgreSQL answers, records are stored one by one: one of
+# them may be the cause.
 PATIENCE: Final = 5
+# No record makes PostgreSQL read-only. After a failover it may be so for a while.
+READ_ONLY_PATIENCE: Final = 60
 CANNOT_READ: Final = "a segment cannot be read or deleted"
 
 
@@ -44,7 +47,7 @@ class Settler:
         self._turn = 0
         # The turn in which a record of each type was last stored.
         self._stored: dict[type, int] = {}
-        # Number of failures of PostgreSQL since a record was last stored.
+        # Number of failures of PostgreSQL, while it answered, since a record was last stored.
         self.failures = 0
         # Why a record could not be settled in the present turn, though PostgreSQL answers.
         self.trouble = ""
@@ -59,6 +62,17 @@ class Settler:
         self._turn += 1
         self.trouble = ""
 
+    async def takes_nothing(self, engine: AsyncEngine, error: Exception) -> bool:
+        """Count an error, and return whether PostgreSQL answers and yet does not get on.
+
+        An outage is not counted, however long it is: no record is its cause.
+        """
+        if not (is_refusal(error) or await answers(engine)):
+            return False
+        self.failures += 1
+        patience = READ_ONLY_PATIENCE if is_read_only(error) else PATIENCE
+        return bool(self.trouble) or self.failures >= patience
+
     def read(self, pieces: Iterable[Piece]) -> list[Entry]:
         """Return the entries of pieces of a segment."""
         return [read_entry(piece, self._readers, self._most_reply) for piece in pieces]
@@ -69,14 +83,14 @@ class Settler:
         If the database goes away in the middle, what was settled before stays settled.
 
         Raises:
-            Exception: the database is away (`store.connection.availability.is_unavailable`).
+            Exception: the database is away (`store.connection.availability.is_no_records_fault`).
         """
         try:
             await self._store(engine, entries)
         except Exception as error:
             if len(entries) == 1:
                 await self._fail(engine, segment, entries[0], error)
-            elif is_unavailable(error):
+            elif is_no_records_fault(error):
                 raise
             else:
                 middle = len(entries) // 2
@@ -109,12 +123,13 @@ class Settler:
             await self._bury(segment, [entry._replace(reason=str(error))])
             if entry.piece.start not in segment.held:
                 segment.advance(entry.piece, entry.piece.records)
-        elif not is_unavailable(error):
+        elif not is_no_records_fault(error):
             # The error's text is left out: it may quote the record.
             log.error("record_held", error=type(error).__name__, raised_at=raised_at(error))
             self._hold(segment, entry, "suspect", _reason(error))
         else:
-            if self.failures >= PATIENCE and await answers(engine):
+            blamed = self.one_by_one and not is_read_only(error)
+            if blamed and await answers(engine):
                 log.error("record_held", error=type(error).__name__)
                 self._hold(segment, entry, "unanswered", _reason(error))
             raise error
@@ -180,7 +195,7 @@ class Settler:
             try:
                 await self._store(engine, [entry])
             except Exception as error:
-                if is_unavailable(error):
+                if is_no_records_fault(error):
                     if held.why == "suspect" or not await answers(engine):
                         raise
                     self._hold(segment, entry, held.why, held.reason)

@@ -33,15 +33,19 @@ class PolicyFile:
     def read(self) -> list[PolicyVersion] | None:
         """Return the versions in the file, or None if it is absent, unchanged or unreadable.
 
-        A file that cannot be read is logged once and not read again until it changes.
+        One with content that cannot be read is logged once and not read again until it changes; one
+        that the disk does not give is logged, and may be read later.
         """
         try:
             stat = self._path.stat()
+            if self._seen == (stat.st_mtime_ns, stat.st_ino):
+                return None
+            content = self._path.read_bytes()
         except FileNotFoundError:
             return None
-        if self._seen == (stat.st_mtime_ns, stat.st_ino):
+        except OSError as error:
+            log.error("policies_unreadable", path=str(self._path), reason=str(error))
             return None
-        content = self._path.read_bytes()
         self._seen = (stat.st_mtime_ns, stat.st_ino)
         try:
             return msgspec.json.decode(content, type=list[PolicyVersion])
@@ -53,14 +57,9 @@ class PolicyFile:
     async def watch(self, take: Callable[[list[PolicyVersion]], None]) -> None:
         """Call `take` with the versions whenever the file changes; never return."""
         while True:
-            try:
-                versions = self.read()
-            except OSError as error:
-                # The versions known so far go on serving; the file is tried again soon.
-                log.error("policies_unreadable", path=str(self._path), reason=str(error))
-            else:
-                if versions is not None:
-                    take(versions)
+            versions = self.read()
+            if versions is not None:
+                take(versions)
             await asyncio.sleep(WATCH_S)
 
 

@@ -29,6 +29,9 @@ _AWAY: Final = (
     asyncpg.SyntaxOrAccessError,
     asyncpg.InvalidCachedStatementError,
 )
+# PostgreSQL answers, and no outage ends in this: somebody has to do something. The latter is a
+# wrong password, or a role that may not connect.
+_REFUSES: Final = (asyncpg.SyntaxOrAccessError, asyncpg.InvalidAuthorizationSpecificationError)
 
 
 def _was_ended(error: BaseException) -> bool:
@@ -44,10 +47,31 @@ def is_unavailable(error: BaseException) -> bool:
     """Return whether `error` means that PostgreSQL is unavailable now and may come back."""
     if isinstance(error, DBAPIError) and error.connection_invalidated:
         return True
-    driver_error = error.orig.__cause__ if isinstance(error, DBAPIError) and error.orig else None
-    if driver_error is not None and is_unavailable(driver_error):
+    driver_error = _driver_error(error)
+    if driver_error is not error and is_unavailable(driver_error):
         return True
     # asyncpg raises an InterfaceError that is also a ValueError for a value it cannot encode:
     # then the record is at fault, and waiting would not help.
     away = isinstance(error, _AWAY) or _was_ended(error)
     return away and not isinstance(error, ValueError)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Return whether PostgreSQL answers with `error` and will do so until somebody mends it."""
+    return isinstance(_driver_error(error), _REFUSES)
+
+
+def is_no_records_fault(error: BaseException) -> bool:
+    """Return whether no record can be stored now, whatever it contains."""
+    return is_unavailable(error) or is_refusal(error)
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Return whether PostgreSQL answers and takes no writes, as one does during a failover."""
+    return isinstance(_driver_error(error), asyncpg.ReadOnlySQLTransactionError)
+
+
+def _driver_error(error: BaseException) -> BaseException:
+    """Return the driver's error that SQLAlchemy has wrapped, or `error` itself."""
+    cause = error.orig.__cause__ if isinstance(error, DBAPIError) and error.orig else None
+    return error if cause is None else cause

@@ -7,7 +7,7 @@ from sqlalchemy import text
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from store.connection.availability import is_unavailable
+from store.connection.availability import is_no_records_fault
 from store.connection.urls import check_url
 
 CONNECT_TIMEOUT_S = 5.0
@@ -55,7 +55,7 @@ async def answers(engine: AsyncEngine, within_s: float = 5.0) -> bool:
         async with asyncio.timeout(within_s), engine.connect() as connection:
             await connection.execute(text("SELECT 1"))
     except Exception as error:
-        if not is_unavailable(error):
+        if not is_no_records_fault(error):
             raise
         return False
     return True

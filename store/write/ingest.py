@@ -21,7 +21,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.connection.availability import is_unavailable
+from store.connection.availability import is_no_records_fault
 from store.errors import Refused
 from store.link.settle import meets_others, settle
 from store.records import CallRecord, SpoolRecord
@@ -50,9 +50,9 @@ class Ingester:
 
         Raises:
             Refused: the database refuses a record.
-            Exception: the database is away (`store.connection.availability.is_unavailable` tells),
-            or the
-                error is unexpected: one record may be at fault, or none.
+            Exception: the database takes no record now
+                (`store.connection.availability.is_no_records_fault` tells), or the error is
+                unexpected: one record may be at fault, or none.
         """
         with _refusals():
             await self._store(engine, records)
@@ -98,9 +98,8 @@ async def ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) ->
 
     Raises:
         Refused: the database refuses a record.
-        Exception: the database is away (`store.connection.availability.is_unavailable` tells), or
-        the error
-            is unexpected.
+        Exception: the database takes no record now
+            (`store.connection.availability.is_no_records_fault` tells), or the error is unexpected.
     """
     with _refusals():
         await _ingest(connection, records)
@@ -133,7 +132,7 @@ def _refusals() -> Iterator[None]:
         ValueError,
     ) as error:
         # An internal error of PostgreSQL (a damaged index, for example) is not a record's fault.
-        if is_unavailable(error) or isinstance(error, asyncpg.InternalServerError):
+        if is_no_records_fault(error) or isinstance(error, asyncpg.InternalServerError):
             raise
         raise Refused(str(error)) from error
 

@@ -56,7 +56,113 @@ _message: Final = shaped(
     }
 )
 _messages: Final = listed(_message)
-_tools: Final = listed(shaped({"type": WORDS, "name": NAMES, "function": _function}), 2)
+_schema: Final = either(
+    one_of(b"{}", b'{"type":"object"}', b'{"type":"string","enum":["a"]}', b'{"$ref":"#/a"}'),
+    one_of(b'{"type":"array","items":{"type":"integer"},"minItems":1e400}', b"true", b"null"),
+    anything,
+    deep,
+)
+_offered: Final = shaped(
+    {
+        "name": NAMES,
+        "description": WORDS,
+        "parameters": _schema,
+        "strict": FLAGS,
+        "arguments": ARGUMENTS,
+    }
+)
+_tools: Final = listed(
+    shaped(
+        {
+            "type": either(one_of(b'"function"', b'"custom"', b'"web_search"'), WORDS),
+            "name": NAMES,
+            "function": _offered,
+            "strict": FLAGS,
+            "parameters": _schema,
+            "input_schema": _schema,
+        }
+    ),
+    2,
+)
+_tool_choice: Final = either(
+    one_of(b'"auto"', b'"none"', b'"required"', b'{"type":"auto"}', b'{"type":"any"}', b'"x"'),
+    shaped(
+        {
+            "type": one_of(b'"function"', b'"tool"', b'"allowed_tools"', b"null"),
+            "name": NAMES,
+            "function": shaped({"name": NAMES}),
+            "mode": one_of(b'"auto"', b'"required"'),
+            "tools": listed(shaped({"type": one_of(b'"function"'), "name": NAMES}), 2),
+            "disable_parallel_tool_use": FLAGS,
+        }
+    ),
+    anything,
+)
+_form: Final = either(
+    shaped(
+        {
+            "type": one_of(b'"json_schema"', b'"json_object"', b'"text"', b'"structural_tag"'),
+            "json_schema": shaped({"name": NAMES, "schema": _schema, "strict": FLAGS}),
+            "schema": _schema,
+            "name": NAMES,
+            "strict": FLAGS,
+        }
+    ),
+    anything,
+)
+_choices: Final = either(one_of(b'["a","b"]', b"[]", b"[1]", b"null"), listed(WORDS), anything)
+_rule: Final = one_of(b'"[a-z]+"', b'"("', b'"root ::= "a""', b'""', b"null", b"1")
+_structured: Final = shaped(
+    {
+        "json": _schema,
+        "regex": _rule,
+        "choice": _choices,
+        "grammar": _rule,
+        "json_object": FLAGS,
+        "structural_tag": either(WORDS, _schema),
+        "disable_any_whitespace": FLAGS,
+        "disable_additional_properties": FLAGS,
+        "whitespace_pattern": _rule,
+    }
+)
+_amounts: Final = either(
+    one_of(b"1", b"0", b"0.5", b'"0.5"', b"-1", b"1e-6", b"1e400", b"null", b"true"), anything
+)
+# By token, as text or as a number.
+_bias: Final = either(
+    one_of(b'{"5":1}', b'{"5":-100,"6":1e400}', b'{"x":1}', b'{"-1":"1"}', b"{}", b"null"), anything
+)
+_sampling: Final[dict[str, Grammar]] = {
+    **dict.fromkeys(("top_p", "top_k", "min_p", "min_tokens", "n", "best_of"), _amounts),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _amounts),
+    "repetition_penalty": _amounts,
+    "logit_bias": _bias,
+    "bad_words": _choices,
+    "allowed_token_ids": either(IDS, anything),
+    "stop_token_ids": either(IDS, anything),
+    "ignore_eos": FLAGS,
+    "include_stop_str_in_output": FLAGS,
+    "seed": COUNTS,
+}
+_grammars: Final[dict[str, Grammar]] = {
+    "response_format": _form,
+    "text": shaped({"format": _form}),
+    "output_config": shaped({"format": _form}),
+    "structured_outputs": either(_structured, _structured, anything),
+    "guided_json": _schema,
+    "guided_regex": _rule,
+    "guided_choice": _choices,
+    "guided_grammar": _rule,
+    "guided_decoding_backend": WORDS,
+    "structural_tag": either(WORDS, _schema),
+    "parallel_tool_calls": FLAGS,
+    "tool_choice": _tool_choice,
+    "chat_template_kwargs": either(one_of(b'{"enable_thinking":false}', b"null"), anything),
+    "reasoning": either(one_of(b'{"effort":"low"}', b"null"), anything),
+    "thinking": either(one_of(b'{"type":"enabled"}', b"null"), anything),
+    "reasoning_effort": WORDS,
+}
+
 
 # Any request to any API: fields of the others are strange ones to each.
 requests: Final[Grammar] = damaged(
@@ -72,11 +178,11 @@ requests: Final[Grammar] = damaged(
             "prompt": either(WORDS, IDS),
             "stop": either(WORDS, WORDS, WORDS, deep),
             "tools": _tools,
-            "tool_choice": one_of(b'"auto"', b'{"type":"auto"}'),
             "metadata": shaped({"pawl_episode": NAMES, "session_id": NAMES, "user_id": ARGUMENTS}),
             "previous_response_id": NAMES,
             "conversation": NAMES,
-        }
+        },
+        few=_sampling | _grammars,
     )
 )
 

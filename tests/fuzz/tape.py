@@ -20,6 +20,8 @@ class Tape:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
+        # Nothing strange is made now: what is read whole is read further than what is refused.
+        self.calm = False
 
     def below(self, limit: int) -> int:
         """Choose a number from 0 to one less than `limit`."""
@@ -35,8 +37,8 @@ class Tape:
         return options[self.below(len(options))]
 
     def rarely(self) -> bool:
-        """Say yes once in eight times."""
-        return self.below(8) == 7
+        """Say yes once in eight times, and never while it is calm."""
+        return self.below(8) == 7 and not self.calm
 
     def bytes(self, most: int) -> bytes:
         """Take some bytes as they are."""

@@ -1,5 +1,6 @@
 """Any request and any reply through each wire_format: no exception, and nothing altered unasked."""
 
+from operator import or_
 from typing import Any
 
 from hypothesis import given
@@ -19,12 +20,21 @@ from tests.support.records import captured
 names = st.sampled_from(calls.FORMATS)
 served = st.sampled_from((None, "m", "m@1"))
 requests = made(calls.requests) | made(anything) | st.binary(max_size=20)
+# What the upstream is known to do besides: it shapes what a call was sampled from.
+UPSTREAMS: tuple[dict[str, Any], ...] = (
+    {},
+    {"tool_grammars": False},
+    *({"tool_tag": tag} for tag in ("hermes", "llama", "kimi", "no such syntax")),
+    {"default_temperature": 0.6, "sampling_defaults": {"top_p": 0.9, "top_k": 20.0}},
+    {"explored": {"temperature": 1.3}, "sampling_defaults": {"min_p": float("nan")}},
+)
 ENDS: tuple[dict[str, Any], ...] = (
     {},
     {"http_status": 400},
     {"status": "truncated"},
     {"status": "upstream_error", "http_status": None},
 )
+ends = st.builds(or_, st.sampled_from(ENDS), st.sampled_from(UPSTREAMS))
 
 
 def test_every_format_is_tried() -> None:
@@ -100,7 +110,7 @@ def _unchanged(asked: ModelRequest, served_name: str | None, reply: bytes) -> by
 
 
 @fuzzing(500)
-@given(names, requests, made(calls.wholes), st.booleans(), st.sampled_from(ENDS))
+@given(names, requests, made(calls.wholes), st.booleans(), ends)
 def test_any_whole_reply_is_read_again(
     name: str, body: bytes, reply: bytes, wanted_ids: bool, end: dict[str, Any]
 ) -> None:
@@ -109,7 +119,7 @@ def test_any_whole_reply_is_read_again(
 
 
 @fuzzing(500)
-@given(names, requests, made(calls.streams), st.booleans(), st.sampled_from(ENDS))
+@given(names, requests, made(calls.streams), st.booleans(), ends)
 def test_any_stream_is_read_again(
     name: str, body: bytes, reply: bytes, wanted_ids: bool, end: dict[str, Any]
 ) -> None:

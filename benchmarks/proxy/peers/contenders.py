@@ -81,13 +81,19 @@ def floor(folder: Path, upstream: int) -> Iterator[Running]:
 @contextmanager
 def pawl(folder: Path, upstream: int) -> Iterator[Running]:
     """Start Pawl with everything on: ids, durable records, PostgreSQL on its core, a log file."""
+    with pawl_of(installed_wheel(), folder, upstream) as up:
+        yield up
+
+
+@contextmanager
+def pawl_of(wheel: Path, folder: Path, upstream: int) -> Iterator[Running]:
+    """Start the same from a wheel's folder."""
     port, admin, log = free_port(), free_port(), folder / "pawl.log"
     postgres = EmbeddedPostgres(folder)
     with ExitStack() as stack:
         with on_core(MEASURED_CORE):
             url = postgres.ensure_running()
         stack.callback(postgres.stop)
-        wheel = installed_wheel()
         environment = {
             **environment_of(wheel),
             "DATABASE_URL": url,

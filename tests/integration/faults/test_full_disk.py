@@ -5,8 +5,8 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +59,23 @@ def fill(folder: Path) -> list[Path]:
 @pytest.fixture
 async def stand(tmp_path: Path, own_cluster: None) -> AsyncIterator[Stand]:
     """Two workers, whose spool is a small disk."""
+    async with standing(tmp_path) as found:
+        await found.ready()
+        yield found
+
+
+@asynccontextmanager
+async def standing(
+    tmp_path: Path, prepare: Callable[[Path], object] = bool
+) -> AsyncIterator[Stand]:
+    """The same, just started, on a disk that was prepared."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk needs root")
     async with fake_upstream() as upstream:
-        with small_disk(tmp_path / "spool"):
+        with small_disk(tmp_path / "spool") as disk:
+            prepare(disk)
             found = await asyncio.to_thread(Stand, tmp_path, port_of(upstream), 2)
             try:
-                await found.ready()
                 yield found
             finally:
                 if found.supervisor.poll() is None:
@@ -171,3 +181,21 @@ async def test_readiness_says_when_nobody_takes_calls(stand: Stand) -> None:
     await eventually(away)
     await stand.ready()
     assert (await readyz(stand))["status"] == "ready"
+
+
+@pytest.mark.timeout(240)
+async def test_a_disk_that_is_full_at_the_first_start_is_waited_for(tmp_path: Path) -> None:
+    filling: list[Path] = []
+    async with standing(tmp_path, lambda disk: filling.extend(fill(disk))) as stand:
+        # More often than a process may end whose settings cannot work.
+        await eventually(lambda: ended(stand, 6))
+        assert stand.supervisor.poll() is None
+        for path in filling:
+            path.unlink()
+        await stand.ready()
+        assert await answered(stand)
+        assert stand.supervisor.poll() is None
+
+
+async def ended(stand: Stand, times: int) -> bool:
+    return stand.supervisor.poll() is not None or log_of(stand).count('"child_ended"') >= times

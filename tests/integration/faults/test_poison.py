@@ -236,7 +236,7 @@ async def test_a_record_that_postgres_fails_over_while_it_answers_is_passed_over
         try:
             await spooled.drainer.drain_once()
         except TimeoutError as error:
-            spooled.drainer._note_failure(error)
+            await spooled.drainer._note_failure(error)
     assert spooled.letters() == []
     assert len(spooled.segments()) == 1
     await spooled.drainer.count()

@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.proxy import wire, wrk
+from benchmarks.proxy.against import ratios, ratios_table
 from benchmarks.proxy.figures import (
     Bar,
     Calls,
@@ -279,3 +281,23 @@ def test_a_request_is_answered_once_it_is_whole() -> None:
     chunked = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n"
     assert reader.feed(chunked) is None
     assert reader.feed(b"0\r\n\r\n") == chunked + b"0\r\n\r\n"
+
+
+def test_two_builds_are_compared_pair_by_pair() -> None:
+    """What disturbs a pair disturbs both: the median of ratios, not the ratio of medians."""
+
+    def turn(rate: float, cpu: float) -> Calls:
+        groups = {"serving": cpu, "beside": 2 * cpu, "postgres": cpu}
+        return replace(calls(64, rate, median=1000 / rate), cpu_us=groups)
+
+    pairs = [(turn(1000.0, 100.0), turn(1100.0, 90.0)), (turn(10.0, 900.0), turn(11.0, 810.0))]
+    found = ratios([*pairs, (turn(100.0, 50.0), turn(50.0, 50.0))])
+    assert found["calls/s"] == pytest.approx([1.1, 1.1, 0.5])
+    assert found["keeper: CPU a call"] == pytest.approx([0.9, 0.9, 1.0])
+    [line] = ratios_table({64: found}, "abc").lines
+    assert line == [
+        "64 at once",
+        "1.10 (0.50 to 1.10)",
+        "0.91 (0.91 to 2.00)",
+        *["0.90 (0.90 to 1.00)"] * 3,
+    ]

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import pawl.serving.process as kept
+from pawl.serving.ending import DISK_FAILS
 from pawl.serving.process import Child, NotReplaced, Running
 from proxy.counting.board import Board, ProcessState, readiness
 from proxy.errors import DoesNotStart
 
-# Says that it is up unless the file `broken` is there; then it ends with status 3.
+# Says that it is up unless the file `broken` is there; then it ends with the status in it.
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
@@ -22,7 +23,7 @@ from pathlib import Path
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 folder, ready = Path(sys.argv[1]), int(sys.argv[3])
 if (folder / "broken").exists():
-    sys.exit(3)
+    sys.exit(int((folder / "broken").read_text()))
 os.write(ready, b"up")
 os.close(ready)
 time.sleep(60)
@@ -44,9 +45,9 @@ class Kept:
         self.seen.append(self.child.state)
         self._news.set()
 
-    def broken(self, is_so: bool) -> None:
+    def broken(self, is_so: bool, status: int = 3) -> None:
         file = self.folder / "broken"
-        file.touch() if is_so else file.unlink()
+        file.write_text(str(status)) if is_so else file.unlink()
 
     def pid(self) -> int:
         present = self.child._present
@@ -119,6 +120,22 @@ async def test_one_that_never_comes_up_is_told_at_the_first_start(tmp_path: Path
     await one.child.start()
     with pytest.raises(DoesNotStart, match="worker 0 ends as soon as it is started"):
         await asyncio.wait_for(one.gave_up, 30)
+    await one.child.stop()
+
+
+async def test_one_that_a_disk_keeps_from_starting_is_started_again_for_ever(
+    tmp_path: Path,
+) -> None:
+    one = Kept(tmp_path)
+    one.broken(True, DISK_FAILS)
+    await one.child.start()
+    await one.until(lambda s: s.restarts == kept.MOST_EARLY_ENDS + 2)
+    assert not one.gave_up.done()
+    pairs = zip(one.seen, one.seen[1:], strict=False)
+    pauses = [b.since - a.since for a, b in pairs if a.state == "restarting"]
+    assert pauses[-1] >= 0.19
+    one.broken(False)
+    await one.until(lambda s: s.state == "up")
     await one.child.stop()
 
 

@@ -21,6 +21,19 @@ async def test_a_damaged_file_is_waited_out(tmp_path: Path) -> None:
     watching.cancel()
 
 
+async def test_a_disk_that_fails_is_no_end_and_is_waited_out(tmp_path: Path) -> None:
+    file = PolicyFile(tmp_path)
+    file.write([BASE])
+    whole = (tmp_path / NAME).read_bytes()
+    (tmp_path / NAME).unlink()
+    # Reading it is an error of the disk's (EISDIR), as EIO is.
+    (tmp_path / NAME).mkdir()
+    assert file.read() is None
+    (tmp_path / NAME).rmdir()
+    (tmp_path / NAME).write_bytes(whole)
+    assert file.read() == [BASE]
+
+
 async def test_what_has_not_changed_is_not_read_again(tmp_path: Path) -> None:
     file = PolicyFile(tmp_path)
     assert file.read() is None

@@ -3,7 +3,7 @@
 import asyncpg
 import pytest
 
-from store.connection.availability import is_unavailable
+from store.connection.availability import is_no_records_fault, is_unavailable
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,10 @@ def test_no_records_fault_is_waited_for(error: Exception) -> None:
 )
 def test_a_records_own_fault_is_told(error: Exception) -> None:
     assert not is_unavailable(error)
+
+
+def test_a_wrong_password_does_not_pass_by_itself_and_is_no_records_fault() -> None:
+    error = asyncpg.InvalidPasswordError("wrong")
+    assert is_no_records_fault(error)
+    assert not is_unavailable(error)
+    assert not is_no_records_fault(asyncpg.CheckViolationError("status"))

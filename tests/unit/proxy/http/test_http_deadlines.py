@@ -13,6 +13,7 @@ from proxy.http.flow import HIGH_WATER
 from tests.support.http_wires import Seen, Wire, client, feed, refusing, settle, swept
 
 HEAD = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n"
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAM\r\n"
 LATER_S = 60.0
 
 
@@ -191,3 +192,44 @@ async def test_a_whole_reply_that_nobody_takes_does_not_hold_its_connection() ->
     assert not connection.busy
     await swept(connection, 2.0, write_s=1.0)
     assert wire.aborted
+
+
+OFFERED = [
+    HEAD.replace(b"\r\n\r\n", b"\r\n" + UPGRADE + b"\r\n") % 5 + b"hello",
+    b"GET /v1/x HTTP/1.1\r\nHost: a\r\n" + UPGRADE + b"\r\n",
+]
+
+
+@pytest.mark.parametrize("offer", OFFERED)
+async def test_who_offered_an_upgrade_may_wait_for_a_long_reply(offer: bytes) -> None:
+    go_on = asyncio.Event()
+
+    async def slow(exchange: Exchange) -> None:
+        await exchange.read(100)
+        await go_on.wait()
+        exchange.reply(200, b"OK", [], b"")
+
+    told = Told()
+    connection, wire = client(slow, on_late=told)
+    await feed(connection, [HEAD % 0, offer])
+    await swept(connection, LATER_S, LATER_S, head_s=1.0)
+    go_on.set()
+    await settle()
+    assert wire.sent.count(b"HTTP/1.1 200") == 2
+    assert not wire.is_closing()
+    assert told.late == []
+
+
+@pytest.mark.parametrize("offer", OFFERED)
+async def test_who_offered_an_upgrade_may_idle(offer: bytes) -> None:
+    told = Told()
+    connection, wire = client(Seen(), on_late=told)
+    await feed(connection, [offer])
+    answered = wire.sent
+    await swept(connection, LATER_S, LATER_S, head_s=1.0, idle_s=10 * LATER_S)
+    assert wire.sent == answered
+    assert not wire.is_closing()
+    # Nor is it spared the deadline of the next head.
+    await feed(connection, [b"GET / HT"])
+    await swept(connection, LATER_S, head_s=1.0)
+    assert told.late == ["head"]

@@ -56,6 +56,22 @@ def test_an_offer_to_upgrade_is_ignored_and_its_body_read(pieces: list[bytes]) -
     assert sent == ANSWER * 2
 
 
+@pytest.mark.parametrize("offer", [b"", UPGRADE])
+async def test_a_broken_body_is_refused_in_the_words_of_its_own_target(offer: bytes) -> None:
+    explained: list[str] = []
+
+    def explain(target: str, _status: int, why: str) -> bytes:
+        explained.append(target)
+        return why.encode()
+
+    head = HEAD.replace(b"POST", b"HEAD") + offer + b"Transfer-Encoding: chunked\r\n\r\n"
+    connection, wire = client(Seen(), explain=explain)
+    await feed(connection, [head, b"not a length\r\n"])
+    assert explained == ["/v1/x?y=%2F"]
+    assert wire.sent.startswith(b"HTTP/1.1 400 ")
+    assert wire.sent.endswith(b"\r\n\r\n"), "no reply to HEAD has a body"
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_many_pipelined_requests_wait_in_the_socket(at_once: bool) -> None:
     go_on = asyncio.Event()

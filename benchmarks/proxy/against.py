@@ -1,0 +1,97 @@
+"""Measure this checkout's proxy and an earlier commit's in turns: medians of the pairs' ratios.
+
+Both are up at once, compiled, each with a PostgreSQL and a model server of its own. What disturbs
+a shared machine lasts longer than a pair of loads, so it disturbs both alike, and the ratio of a
+pair says more than figures of different hours.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.proxy.figures import ALONE, MANY, Calls
+from benchmarks.proxy.measure import Lengths, brought_up, load_once
+from benchmarks.proxy.peers.contenders import Contender, Running, pawl_of
+from benchmarks.proxy.tables import Rows, number
+from benchmarks.wheel import installed_wheel, installed_wheel_of
+
+COLUMNS: Final = (
+    TextColumn("{task.description}"),
+    BarColumn(),
+    MofNCompleteColumn(),
+    TimeElapsedColumn(),
+)
+# What is compared, by the group of processes whose CPU it is.
+CPU: Final = {"serving": "worker", "beside": "keeper", "postgres": "PostgreSQL"}
+HEADS: Final = ("calls/s", "median latency", *(f"{name}: CPU a call" for name in CPU.values()))
+# Ratios of one kind of load, a pair of turns each, by what is compared.
+Ratios = Mapping[str, Sequence[float]]
+
+
+def compared(commit: str, lengths: Lengths, console: Console) -> dict[int, Ratios]:
+    """Return the ratios of this checkout's figures to the commit's, by calls at once.
+
+    Raises:
+        NotBuilt: one of them cannot be built.
+        NotUp, WrongAnswer: one of them does not come up, or does not answer right.
+    """
+    found: dict[int, Ratios] = {}
+    with Progress(*COLUMNS, console=console) as progress, ExitStack() as stack:
+        building = progress.add_task("wheels", total=2)
+        wheels = []
+        for made in (partial(installed_wheel_of, commit), installed_wheel):
+            wheels.append(made())
+            progress.advance(building)
+        sides = [
+            brought_up(Contender(str(wheel), partial(pawl_of, wheel)), stack) for wheel in wheels
+        ]
+        for at_once in (ALONE, MANY):
+            measuring = progress.add_task(f"{at_once} at once", total=lengths.rounds)
+            turns: list[tuple[Calls, Calls]] = []
+            for turn in range(lengths.rounds):
+                turns.append(_turn(sides, lengths.round_s, at_once, backwards=turn % 2 == 1))
+                progress.advance(measuring)
+            found[at_once] = ratios(turns)
+    return found
+
+
+def _turn(
+    sides: Sequence[tuple[Running, Path]], seconds: int, at_once: int, *, backwards: bool
+) -> tuple[Calls, Calls]:
+    """Load both, one after the other; who comes second finds the machine as the first left it."""
+    order = sides[::-1] if backwards else sides
+    first, second = (load_once(running, folder, seconds, at_once) for running, folder in order)
+    return (second, first) if backwards else (first, second)
+
+
+def ratios(pairs: Sequence[tuple[Calls, Calls]]) -> Ratios:
+    """Return what is compared, with the ratio of the later to the earlier of each pair."""
+    found = {
+        HEADS[0]: [b.calls_per_s / a.calls_per_s for a, b in pairs],
+        HEADS[1]: [b.median_ms / a.median_ms for a, b in pairs],
+    }
+    for head, group in zip(HEADS[2:], CPU, strict=True):
+        found[head] = [b.cpu_us[group] / a.cpu_us[group] for a, b in pairs]
+    return found
+
+
+def ratios_table(found: Mapping[int, Ratios], commit: str) -> Rows:
+    """Return the table: medians, each with the lowest and the highest pair."""
+    lines = [
+        [f"{at_once} at once", *(_spread(of[head]) for head in HEADS)]
+        for at_once, of in found.items()
+    ]
+    pairs = {len(of[HEADS[0]]) for of in found.values()}
+    note = f"{pairs.pop()} pairs of turns each: the median, and the lowest and highest pair."
+    return Rows(f"this checkout, in turns with {commit}", ("ratio", *HEADS), lines, [note])
+
+
+def _spread(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{number(median(values), 2)} ({number(low, 2)} to {number(high, 2)})"

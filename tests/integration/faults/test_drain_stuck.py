@@ -1,0 +1,211 @@
+"""A drain that makes no progress is told of; an outage of PostgreSQL is not taken for that."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from prometheus_client import REGISTRY
+from sqlalchemy import make_url, text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from proxy.keeper import drain, held, settling
+from proxy.keeper.drain import Drainer
+from proxy.spool.segments import encode_frame
+from store.connection.engine import make_engine
+from store.embedded.server import EmbeddedPostgres
+from store.ids import new_id
+from store.read.episodes import episode_ids
+from tests.conftest import psql
+from tests.integration.faults.test_durability import assert_adds_up
+from tests.support.records import captured
+from tests.support.waiting import eventually, until
+
+LOOK_S = 0.02
+
+
+@pytest.fixture(autouse=True)
+def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "RETRY_S", LOOK_S)
+    monkeypatch.setattr(held, "UNANSWERED_AGAIN_S", 0.5)
+
+
+@pytest.fixture
+async def limited(
+    postgres: EmbeddedPostgres, database_url: str, engine: AsyncEngine
+) -> AsyncIterator[tuple[str, str]]:
+    """A role that owns all tables, and the database's URL for it."""
+    role = f"limited_{uuid4().hex}"
+    psql(postgres, f"CREATE ROLE {role} LOGIN")
+    owned = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
+    async with engine.begin() as connection:
+        await connection.execute(text(f"ALTER SCHEMA public OWNER TO {role}"))
+        for (table,) in await connection.execute(text(owned)):
+            await connection.execute(text(f'ALTER TABLE "{table}" OWNER TO {role}'))
+    url = make_url(database_url).set(username=role)
+    yield role, url.render_as_string(hide_password=False)
+    async with engine.begin() as connection:
+        await connection.execute(text(f"REASSIGN OWNED BY {role} TO CURRENT_USER"))
+        await connection.execute(text(f"DROP OWNED BY {role}"))
+    psql(postgres, f"DROP ROLE {role}")
+
+
+class Traffic:
+    """A spool that gets a record at every look, and what its drain says at each."""
+
+    def __init__(self, root: Path, engine: AsyncEngine) -> None:
+        self.engine = engine
+        self.drainer = Drainer(root, lambda: self.engine, batch=10)
+        self._home = root / "0"
+        self._home.mkdir()
+        self.written = 0
+        self.seen: list[tuple[str, float]] = []
+
+    def write(self, episode: str = "") -> None:
+        frame = encode_frame(captured(episode or f"e{self.written}"))
+        (self._home / f"{new_id()}.seg").write_bytes(frame)
+        self.written += 1
+
+    async def flow(self, looks: int) -> None:
+        for _ in range(looks):
+            self.write()
+            await asyncio.sleep(2 * LOOK_S)
+            await self.drainer.count()
+            progress = self.drainer.progress
+            self.seen.append((progress.state, progress.stuck_s))
+
+    @property
+    def states(self) -> set[str]:
+        states = {state for state, _ in self.seen}
+        self.seen.clear()
+        return states
+
+    async def moves(self) -> None:
+        """Wait until all is stored."""
+        await eventually(self._all_stored)
+        await until(lambda: self.drainer.progress.state == "moving")
+        await self.drainer.count()
+        assert self.drainer.progress.held == 0
+        assert REGISTRY.get_sample_value("pawl_drain_stuck_seconds") == 0
+        assert_adds_up()
+
+    async def _all_stored(self) -> bool:
+        async with self.engine.connect() as connection:
+            return len(await episode_ids(connection)) == self.written
+
+    async def holds_one(self) -> bool:
+        await self.drainer.count()
+        return self.drainer.progress.held == 1
+
+
+@asynccontextmanager
+async def draining(root: Path, engine: AsyncEngine) -> AsyncIterator[Traffic]:
+    """Drain a spool until the context is left; no record is a dead letter."""
+    traffic = Traffic(root, engine)
+    task = asyncio.create_task(traffic.drainer.run())
+    try:
+        yield traffic
+    finally:
+        traffic.drainer.stop()
+        await task
+        await traffic.engine.dispose()
+    assert not list(root.glob("dead/*"))
+
+
+def assert_ever_longer(seen: list[tuple[str, float]]) -> None:
+    assert {state for state, _ in seen} == {"stuck"}
+    for_s = [seconds for _, seconds in seen]
+    assert for_s == sorted(for_s)
+
+
+async def test_a_missing_grant_is_told_of_while_calls_come(
+    limited: tuple[str, str], engine: AsyncEngine, tmp_path: Path
+) -> None:
+    role, url = limited
+    async with engine.begin() as connection:
+        await connection.execute(text(f"REVOKE INSERT ON transitions FROM {role}"))
+    async with draining(tmp_path, make_engine(url)) as traffic:
+        await traffic.flow(2)
+        await until(lambda: traffic.drainer.progress.state == "stuck")
+        traffic.seen.clear()
+        await traffic.flow(20)
+        assert_ever_longer(traffic.seen)
+        assert not list(tmp_path.glob("dead/*"))
+        assert (REGISTRY.get_sample_value("pawl_drain_stuck_seconds") or 0) >= 20 * LOOK_S
+        async with engine.begin() as connection:
+            await connection.execute(text(f"GRANT INSERT ON transitions TO {role}"))
+        await traffic.moves()
+
+
+async def test_a_role_that_may_not_connect_loses_no_record(
+    limited: tuple[str, str], postgres: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    role, url = limited
+    psql(postgres, f"ALTER ROLE {role} NOLOGIN")
+    async with draining(tmp_path, make_engine(url)) as traffic:
+        await traffic.flow(2)
+        await until(lambda: traffic.drainer.progress.state == "stuck")
+        psql(postgres, f"ALTER ROLE {role} LOGIN")
+        await traffic.moves()
+
+
+async def test_one_record_that_is_held_is_told_of_while_others_are_stored(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long it has been held must not begin anew with each record that is stored."""
+    fails = True
+
+    async def store(self: object, engine: AsyncEngine, records: list[object]) -> None:
+        if fails and any(getattr(record, "episode", None) == "huge" for record in records):
+            raise TimeoutError
+        await real(self, engine, records)  # type: ignore[arg-type]
+
+    real = settling.Ingester.store
+    monkeypatch.setattr(settling.Ingester, "store", store)
+    monkeypatch.setattr(held, "UNANSWERED_AGAIN_S", 0.05)
+    async with draining(tmp_path, engine) as traffic:
+        traffic.write("huge")
+        await eventually(traffic.holds_one)
+        await until(lambda: traffic.drainer.progress.state == "stuck")
+        await traffic.flow(20)
+        assert_ever_longer(traffic.seen)
+        fails = False
+        await traffic.moves()
+
+
+async def test_a_failover_that_is_read_only_for_a_while_is_waited_for(
+    limited: tuple[str, str],
+    postgres: EmbeddedPostgres,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    role, url = limited
+    psql(postgres, f"ALTER ROLE {role} SET default_transaction_read_only = on")
+    async with draining(tmp_path, make_engine(url)) as traffic:
+        traffic.write()
+        await until(lambda: traffic.drainer.progress.state == "waiting")
+        await traffic.flow(20)
+        assert traffic.states == {"waiting"}
+        assert traffic.drainer.progress.held == 0
+        # It does not end.
+        monkeypatch.setattr(settling, "READ_ONLY_PATIENCE", 20)
+        await until(lambda: traffic.drainer.progress.state == "stuck")
+        psql(postgres, f"ALTER ROLE {role} RESET ALL")
+        await traffic.engine.dispose()
+        await traffic.moves()
+
+
+async def test_an_outage_of_any_length_is_waited_for_and_blames_no_record(
+    engine: AsyncEngine, tmp_path: Path
+) -> None:
+    away = make_engine("postgresql://nobody@127.0.0.1:1/none")
+    async with draining(tmp_path, away) as traffic:
+        await traffic.flow(20)
+        assert traffic.states <= {"waiting", "moving"}
+        assert traffic.drainer.progress.state == "waiting"
+        assert not traffic.drainer._settler.one_by_one
+        traffic.engine = engine
+        await away.dispose()
+        await traffic.moves()
