@@ -10,7 +10,7 @@ from sqlalchemy import select
 from store.schema.claimable import episode_policies
 from store.schema.trained import consumptions
 from store.updates import claims
-from tests.integration.trainer.test_recovery import Bench, bench
+from tests.integration.trainer.recovery.test_recovery import Bench, bench
 from trainer.errors import LearnerError, PublishError, ShortOfMemory, UpstreamAway
 from trainer.loop import Loop
 from trainer.publishing.replicas import Replicas
