@@ -1,5 +1,6 @@
 """Import what takes seconds: without looking for garbage meanwhile, or in it later."""
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,3 +20,5 @@ def large_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        # At its end the process looks through all of it, or libraries tell of what they had left.
+        atexit.register(gc.unfreeze)

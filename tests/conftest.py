@@ -1,6 +1,7 @@
 """Share fixtures between all tiers: a real PostgreSQL, a database a test, settings by value."""
 
 import asyncio
+import atexit
 import gc
 import os
 import subprocess
@@ -60,6 +61,8 @@ def pytest_collection_finish() -> None:
     """Exempt from garbage collection what was imported for the tests: it lives as long as they."""
     gc.collect()
     gc.freeze()
+    # Else triton's binding reports all that it has as leaked.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session", autouse=True)
