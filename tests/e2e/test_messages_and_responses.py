@@ -276,8 +276,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 # A call of a tool and a form are whole, and a stop is come by, in so many tokens; of plain text the
 # first few show what the others do.
 LONG, SHORT = 24, 8
-NEED_LENGTH = {"tools", "any tool", "no tool", "stop", "a form", "response with a tool"}
-NEED_LENGTH |= {"response of a form"}
+NEED_LENGTH = {"tools", "any tool", "stop", "a form", "response with a tool", "response of a form"}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
