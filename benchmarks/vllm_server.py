@@ -44,7 +44,7 @@ def vllm_server(
     with tempfile.NamedTemporaryFile("w+", prefix="vllm-", suffix=".log") as log:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"),
+                *(sys.executable, "-m", "pawl.stack.vllm_server", "--enforce-eager"),
                 *("--host", "127.0.0.1", "--port", str(port)),
                 *arguments,
             ],

@@ -1,6 +1,8 @@
 """Share fixtures between all tiers: a real PostgreSQL, a database a test, settings by value."""
 
 import asyncio
+import atexit
+import gc
 import os
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -54,6 +56,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     """Hand out files, the first first: those that start a vLLM take longest."""
     config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Exempt from garbage collection what was imported for the tests: it lives as long as they."""
+    gc.collect()
+    gc.freeze()
+    # Else triton's binding reports all that it has as leaked.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session", autouse=True)

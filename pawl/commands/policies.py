@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pawl.commands.common import fail, require_torch
+from pawl.imports import large_imports
 from pawl.settings import StackSettings, read_settings
 
 if TYPE_CHECKING:
@@ -149,7 +150,10 @@ def import_version(
         # Importing torch takes seconds: report a mistyped name or folder before that.
         importing_policy(settings, open_policies(settings.policies), name)
         read_config(directory)
-        require_torch()
+        with large_imports():
+            require_torch()
+            import trainer.importing  # noqa: F401
+
         version = asyncio.run(_import(settings, name, directory))
     except TrainerError as error:
         fail(str(error))

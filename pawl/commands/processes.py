@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from pawl.commands.common import fail, require_torch
+from pawl.imports import large_imports
 from pawl.settings import read_settings
 
 
@@ -67,8 +68,9 @@ def trainer(
     try:
         # Importing torch takes seconds: report a mistyped key of the recipe before that.
         load_recipes(chosen_policies(settings, open_policies(settings.policies)))
-        require_torch()
-        from trainer.run import train
+        with large_imports():
+            require_torch()
+            from trainer.run import train
 
         asyncio.run(train(settings, once=once))
     except TrainerError as error:

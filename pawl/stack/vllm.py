@@ -56,7 +56,7 @@ def vllm_command(options: VllmOptions) -> list[str]:
     """Return the server's command line."""
     dtype = options.dtype or ("bfloat16" if has_gpu() else "float32")
     command = [
-        *run_module("vllm.entrypoints.openai.api_server"),
+        *run_module("pawl.stack.vllm_server"),
         *("--model", options.model),
         *("--served-model-name", options.served_name),
         *("--host", "127.0.0.1", "--port", str(options.port)),

@@ -25,14 +25,14 @@ from store.records import Episode
 from store.updates import claims
 from store.updates.policies import list_versions
 from store.values.tokens import unpack_ids, unpack_logprobs
-from tests.e2e.conftest import POLICY
+from tests.e2e.conftest import PATIENCE_S, POLICY
 from tests.support.waiting import awaited
 from trainer.publishing.server import ModelServer
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 TOOL = {
@@ -163,7 +163,7 @@ class Worker:
                 # PostgreSQL is being restarted under us: that is the test.
                 return error
 
-        found = await awaited(look, lambda found: found is True, within_s=180)
+        found = await awaited(look, lambda found: found is True, within_s=PATIENCE_S)
         assert found is True, f"{check.__name__}: {found!r}"
 
     def answered(self, count: int) -> Callable[[], Awaitable[bool]]:

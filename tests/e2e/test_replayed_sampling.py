@@ -26,7 +26,7 @@ from trainer.learners.scoring import score_rows
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 ALL: dict[str, Any] = {

@@ -32,7 +32,7 @@ from trainer.recipes.recipe import Recipe
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
 ]
 
 

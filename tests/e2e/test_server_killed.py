@@ -41,7 +41,7 @@ class Asker:
 
     async def ask(self, session: aiohttp.ClientSession) -> int:
         said = [{"role": "user", "content": "Where does the river end?"}]
-        body = {"model": POLICY, "max_tokens": 4, "messages": said}
+        body = {"model": POLICY, "max_tokens": 1, "messages": said}
         async with session.post(self.url, json=body) as reply:
             await reply.read()
             found = (reply.status, reply.headers.get("x-pawl-policy", ""))

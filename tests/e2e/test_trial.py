@@ -19,7 +19,7 @@ from trainer.updates.trial import Trial
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 # The stack's own trainer tries its policy whenever it comes up: the two must not take the other's.

@@ -30,7 +30,7 @@ from trainer.updates.recomputed import rows_to_compute
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 

@@ -1,9 +1,9 @@
-"""Run by `accelerate launch` in test_processes.py: two policies, of which one has no room once.
+"""Run by launched.py, in two processes: two policies, of which one has no room once.
 
-two_policies.py MODEL FOLDER
+Arguments: MODEL FOLDER
 """
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from trainer.learners.learner import Learner
 from trainer.learners.model import Base
 
 
-def main() -> None:
-    model, folder = sys.argv[1], Path(sys.argv[2])
+def main(arguments: Sequence[str]) -> None:
+    model, folder = arguments[0], Path(arguments[1])
     base = Base(model, recipe(steps=2))
     learners = {
         name: Learner(base, recipe(steps=2), seed=0, scratch=folder / "scratch") for name in "ab"
@@ -52,7 +52,3 @@ def have_no_room_once(base: Base, learner: Learner) -> None:
         return attached
 
     base.attach = attach
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,10 @@
-"""Run by `accelerate launch` in test_processes.py: one update by as many as there are.
+"""Run by launched.py, in two processes: one update by as many as there are.
 
-two_processes.py MODEL FOLDER LEARNER
+Arguments: MODEL FOLDER LEARNER
 """
 
 import json
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
@@ -12,9 +12,9 @@ from trainer.learners.distributed.several import Leader, follow
 from trainer.learners.learner import Learner
 
 
-def main() -> None:
-    model, folder = sys.argv[1], Path(sys.argv[2])
-    chosen = {"grpo": recipe, "ppo": ppo_recipe, "sft": sft_recipe}[sys.argv[3]](steps=2)
+def main(arguments: Sequence[str]) -> None:
+    model, folder = arguments[0], Path(arguments[1])
+    chosen = {"grpo": recipe, "ppo": ppo_recipe, "sft": sft_recipe}[arguments[2]](steps=2)
     learner = Learner(model, chosen, seed=0, scratch=folder / "scratch")
     if learner.processes.rank > 0:
         follow({"m": learner})
@@ -36,7 +36,3 @@ def main() -> None:
     second.mkdir()
     leading.save(second)
     leader.stop()
-
-
-if __name__ == "__main__":
-    main()

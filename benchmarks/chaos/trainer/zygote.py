@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+from pawl.imports import large_imports
+
 NEEDED: Final = (
     "benchmarks.chaos.trainer.server",
     "benchmarks.chaos.trainer.stage",
@@ -37,8 +39,10 @@ def main() -> None:
 
 def _import_all() -> list[str]:
     """Import all that the roles need, and return the names of the boundaries."""
-    for name in NEEDED:
-        import_module(name)
+    # A child would copy the pages of all modules when it first looks for garbage in them.
+    with large_imports():
+        for name in NEEDED:
+            import_module(name)
     from benchmarks.chaos.trainer.boundaries import BOUNDARIES
 
     return list(BOUNDARIES)

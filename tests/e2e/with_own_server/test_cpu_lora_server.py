@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from benchmarks.vllm_server import vllm_server
+from pawl.stack.vllm import vllm_environment
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 BASE, ADAPTER = "base", "strong-adapter"
 PROMPT = "The capital of France is"
@@ -49,11 +50,8 @@ def server_url(model_dir: Path) -> Iterator[str]:
     arguments += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "16"]
     # A cached prefix would be computed in one batch and read in another.
     arguments += ["--no-enable-prefix-caching"]
-    environment = {
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
-        "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-        "VLLM_PLUGINS": "pawl_cpu_lora",
-    }
+    # As the stack starts it: one process, which does not burn a core while it waits for another.
+    environment = vllm_environment(2) | {"VLLM_PLUGINS": "pawl_cpu_lora"}
     with vllm_server(arguments, environment) as url:
         yield url
 

@@ -31,7 +31,7 @@ from trainer.learners.replay.grammars import OUTSIDE
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.asyncio(loop_scope="session"),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 SCHEMA: dict[str, Any] = {

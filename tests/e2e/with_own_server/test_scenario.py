@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from benchmarks.vllm_server import free_port
+from pawl.rollout.agents.warm import SHARING
 from pawl.scenarios.places import EXAMPLES
 from pawl.scenarios.run import RunOptions, run_scenario
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 PORTS = ("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_TRAINER_LISTEN", "PAWL_STEWARD_LISTEN")
 RECIPE = """
@@ -39,9 +40,11 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "examples"
     shutil.copytree(EXAMPLES / "math", folder / "math")
     file = folder / "math" / "example.toml"
-    keys = re.sub(r"(?m)^held_out.*\n", "", file.read_text())
+    keys = re.sub(r"(?m)^(held_out|at_once).*\n", "", file.read_text())
+    # As many at once as share a worker, each of which imports AutoGen.
     file.write_text(
         f"{keys}held_out = 4\nheld_out_samples = 1\nheld_out_every = 1\nmost_waves = 2\n"
+        f"at_once = {SHARING}\n"
     )
     return folder
 

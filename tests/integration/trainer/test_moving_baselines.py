@@ -9,7 +9,13 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.write.ingest import ingest
-from tests.integration.trainer.test_recovery import STEPS, Bench, FakeLearner, Killed, run_once
+from tests.integration.trainer.recovery.test_recovery import (
+    STEPS,
+    Bench,
+    FakeLearner,
+    Killed,
+    run_once,
+)
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import fake_model_server
 from trainer.errors import LearnerError

@@ -1,6 +1,7 @@
 """The vLLM that Pawl starts samples with the defaults that its proxy records."""
 
 import json
+import sys
 
 import pytest
 
@@ -20,6 +21,11 @@ def command(**options: float) -> list[str]:
             sampling_defaults=options,
         )
     )
+
+
+def test_it_is_started_by_our_own_program() -> None:
+    """vLLM's, but imported sooner."""
+    assert command()[:4] == [sys.executable, "-P", "-m", "pawl.stack.vllm_server"]
 
 
 def test_the_model_cards_settings_are_never_used() -> None:

@@ -29,7 +29,7 @@ from trainer.learners.replay.places import places_of
 from trainer.learners.scoring import score_rows
 from trainer.recipes.training import OffPolicyOptions
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")

@@ -22,55 +22,69 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def run_two(program: str, *arguments: str) -> None:
-    """`accelerate launch`, as a user with two GPUs would, on the CPU."""
+LEARNERS = {"grpo": recipe, "ppo": ppo_recipe, "sft": sft_recipe}
+POLICIES = "two policies"
+
+
+@pytest.fixture(scope="module")
+def launched(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders of all programs, which ran one after another in the same two processes.
+
+    `accelerate launch`, as a user with two GPUs would, on the CPU.
+    """
+    folder = tmp_path_factory.mktemp("launched")
+    programs: list[tuple[str, int, list[str]]] = [
+        ("two_processes", free_port(), [tiny_model, str(folder / name), name]) for name in LEARNERS
+    ]
+    programs.append(("two_policies", free_port(), [tiny_model, str(folder / POLICIES)]))
+    for _, _, arguments in programs:
+        Path(arguments[1]).mkdir()
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *LAUNCH]
     command += ["--num_processes", "2", "--use_fsdp", "--fsdp_version", "2"]
     command += ["--main_process_port", str(free_port())]
-    command += ["-m", f"tests.support.{program}", *arguments]
+    command += ["-m", "tests.support.launched", json.dumps(programs)]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    return folder
 
 
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("learner", ["grpo", "ppo", "sft"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("learner", LEARNERS)
 def test_two_processes_make_the_update_of_one(
-    tiny_model: str, tmp_path: Path, learner: str
+    tiny_model: str, launched: Path, tmp_path: Path, learner: str
 ) -> None:
-    run_two("two_processes", tiny_model, str(tmp_path), learner)
-    chosen = {"grpo": recipe, "ppo": ppo_recipe, "sft": sft_recipe}[learner](steps=2)
+    chosen = LEARNERS[learner](steps=2)
     one = Learner(tiny_model, chosen, seed=0, scratch=tmp_path)
     for number in (1, 2):
         one.update(rows(number - 1))
         saved = tmp_path / f"one-{number}"
         one.save(saved)
         ours = load_file(saved / "adapter_model.safetensors")
-        theirs = load_file(tmp_path / str(number) / "adapter_model.safetensors")
+        theirs = load_file(launched / learner / str(number) / "adapter_model.safetensors")
         assert ours.keys() == theirs.keys()
         for name, tensor in ours.items():
             assert (tensor - theirs[name]).abs().max() < 1e-6, name
     both = [one.version_logprobs(which, rows(1)) for which in (None, tmp_path / "one-1")]
     for alone, together in zip(
-        both, json.loads((tmp_path / "computed.json").read_text()), strict=True
+        both, json.loads((launched / learner / "computed.json").read_text()), strict=True
     ):
         for here, there in zip(alone, together, strict=True):
             assert here == pytest.approx(there, abs=1e-4)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_process_that_has_no_room_for_one_policy_stops_no_other(
-    tiny_model: str, tmp_path: Path
+    tiny_model: str, launched: Path, tmp_path: Path
 ) -> None:
     """All processes know of it, so that none computes with what another has not."""
-    run_two("two_policies", tiny_model, str(tmp_path))
-    assert "CUDA out of memory" in (tmp_path / "told").read_text()
+    assert "CUDA out of memory" in (launched / POLICIES / "told").read_text()
     one = Learner(tiny_model, recipe(steps=2), seed=0, scratch=tmp_path)
     one.update(rows(0))
     (tmp_path / "one").mkdir()
     one.save(tmp_path / "one")
     ours = load_file(tmp_path / "one" / "adapter_model.safetensors")
     for name in "ab":
-        theirs = load_file(tmp_path / name / "adapter_model.safetensors")
+        theirs = load_file(launched / POLICIES / name / "adapter_model.safetensors")
         for key, tensor in ours.items():
             assert (tensor - theirs[key]).abs().max() < 1e-6, key

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from store.values.distribution import Distribution
 from store.values.grammars import Grammar
 from tests.integration.trainer.learners.test_learner import plain_logprobs
+from tests.integration.trainer.recovery.test_resuming import same
 from tests.integration.trainer.test_recomputed import filled, learner, lineage, saved, without
-from tests.integration.trainer.test_resuming import same
 from tests.support.training import PLAIN, recipe, rows
 from trainer.batches.rows import Row
 from trainer.errors import Unreplayable

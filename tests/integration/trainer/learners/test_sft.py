@@ -15,7 +15,7 @@ from trainer.learners.learner import Learner
 from trainer.learners.losses.stored import View
 from trainer.recipes.training import KlOptions
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = pytest.mark.timeout(240)
 
 
 def imitated(seed: int = 0) -> list[Row]:

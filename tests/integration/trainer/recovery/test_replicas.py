@@ -3,7 +3,7 @@
 import pytest
 
 from tests.integration.conftest import free_port
-from tests.integration.trainer.test_recovery import Bench, bench, run_once
+from tests.integration.trainer.recovery.test_recovery import Bench, bench, run_once
 from tests.support.servers.fake_server import fake_model_server
 from trainer.errors import UpstreamAway
 from trainer.publishing.replicas import Replicas

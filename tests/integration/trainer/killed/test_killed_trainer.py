@@ -12,7 +12,7 @@ from benchmarks.chaos.trainer.runs import Task
 UPDATES = 14
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_killed_at_every_boundary(tmp_path: Path) -> None:
     task = Task(tmp_path, UPDATES, 1, recipe_toml(UPDATES, "grpo", "group"))
     found = compared(task, lambda run, _: run.kill_at_each_boundary())[BASE]

@@ -13,7 +13,7 @@ from store.schema.claimable import episode_policies
 from store.schema.recorded import episodes
 from store.schema.trained import consumptions
 from store.updates import claims
-from tests.integration.trainer.test_recovery import Bench, bench
+from tests.integration.trainer.recovery.test_recovery import Bench, bench
 from trainer.batches.rows import Row
 from trainer.errors import (
     DriftOutOfBounds,

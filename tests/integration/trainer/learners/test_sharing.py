@@ -59,10 +59,12 @@ def alone(model: str, name: str, recipe: Recipe, folder: Path) -> Learner:
     return made
 
 
-@pytest.fixture
-def by_themselves(tiny_model: str, tmp_path: Path) -> dict[str, dict[str, bytes]]:
+@pytest.fixture(scope="module")
+def by_themselves(
+    tiny_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, bytes]]:
     """What each policy comes to in a process of its own, by policy and file."""
-    folder = tmp_path / "alone"
+    folder = tmp_path_factory.mktemp("alone")
     for name, chosen in RECIPES.items():
         alone(tiny_model, name, chosen, folder)
     return {name: bytes_of(folder / name) for name in RECIPES}

@@ -13,7 +13,7 @@ KILLS = 15
 BESIDE = 6
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_all_killed_at_random(tmp_path: Path) -> None:
     found = trainer_kills(tmp_path, KILLS, 3)
     for report in found.values():

@@ -8,7 +8,7 @@ from benchmarks.misconfigured.__main__ import measured
 from benchmarks.misconfigured.faults import FAULTS
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_what_the_check_at_the_start_knows_costs_nothing(tmp_path: Path) -> None:
     faults = [one for one in FAULTS if one.name in ("rank", "full memory")]
     outcomes = measured(tmp_path, faults, ["at the start"])

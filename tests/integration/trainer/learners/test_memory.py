@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import torch
 
+from tests.integration.trainer.recovery.test_resuming import same
 from tests.integration.trainer.test_recomputed import saved
-from tests.integration.trainer.test_resuming import same
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
 from trainer import run
 from trainer.batches.rows import Row

@@ -14,7 +14,7 @@ from store.records import SpoolRecord
 from store.updates.claims import list_updates
 from store.write.ingest import ingest
 from tests.integration.store.updates.test_slots import VERSION, add
-from tests.integration.trainer.test_recovery import Bench, bench
+from tests.integration.trainer.recovery.test_recovery import Bench, bench
 from tests.support.records import call, reward, tokens
 from trainer.loop import Loop
 from trainer.publishing.adapters import version_folder

@@ -10,7 +10,7 @@ KILLS = 8
 UPDATES = 4
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("shared", [False, True])
 def test_two_policies_killed_at_random(tmp_path: Path, shared: bool) -> None:
     """A trainer for each, each killed apart from the other; or one trainer of both."""
