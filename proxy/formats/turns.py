@@ -18,6 +18,8 @@ from proxy.formats.only_text import is_only_text, members_of
 MAX_TEXT: Final = 1024
 UNHEARD_ROLES: Final = ("system", "developer")
 TOOL_ROLES: Final = ("tool", "function")
+# What parsing a text raises that is no JSON, or that holds half a surrogate pair.
+_NO_JSON: Final = (*UNREADABLE, UnicodeEncodeError)
 
 _members: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _member: Final = msgspec.json.Decoder(dict[str, Any])
@@ -144,7 +146,7 @@ def _texts_in(arguments: Any) -> tuple[str, ...]:
     if isinstance(arguments, str):
         try:
             given = msgspec.json.decode(arguments)
-        except (*UNREADABLE, UnicodeEncodeError):
+        except _NO_JSON:
             # Custom tools take a text as it is.
             return (arguments,)
     members = given.values() if isinstance(given, dict) else ()

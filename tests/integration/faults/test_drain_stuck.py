@@ -15,10 +15,9 @@ from proxy.keeper import drain, held, settling
 from proxy.keeper.drain import Drainer
 from proxy.spool.segments import encode_frame
 from store.connection.engine import make_engine
-from store.embedded.server import EmbeddedPostgres
 from store.ids import new_id
 from store.read.episodes import episode_ids
-from tests.conftest import psql
+from tests.conftest import Psql
 from tests.integration.faults.test_durability import assert_adds_up
 from tests.support.records import captured
 from tests.support.waiting import eventually, until
@@ -34,11 +33,11 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 async def limited(
-    postgres: EmbeddedPostgres, database_url: str, engine: AsyncEngine
+    psql: Psql, database_url: str, engine: AsyncEngine
 ) -> AsyncIterator[tuple[str, str]]:
     """A role that owns all tables, and the database's URL for it."""
     role = f"limited_{uuid4().hex}"
-    psql(postgres, f"CREATE ROLE {role} LOGIN")
+    psql(f"CREATE ROLE {role} LOGIN")
     owned = "SELECT tablename FROM pg_tables WHERE schemaname = 'public'"
     async with engine.begin() as connection:
         await connection.execute(text(f"ALTER SCHEMA public OWNER TO {role}"))
@@ -49,7 +48,7 @@ async def limited(
     async with engine.begin() as connection:
         await connection.execute(text(f"REASSIGN OWNED BY {role} TO CURRENT_USER"))
         await connection.execute(text(f"DROP OWNED BY {role}"))
-    psql(postgres, f"DROP ROLE {role}")
+    psql(f"DROP ROLE {role}")
 
 
 class Traffic:
@@ -140,14 +139,14 @@ async def test_a_missing_grant_is_told_of_while_calls_come(
 
 
 async def test_a_role_that_may_not_connect_loses_no_record(
-    limited: tuple[str, str], postgres: EmbeddedPostgres, tmp_path: Path
+    limited: tuple[str, str], psql: Psql, tmp_path: Path
 ) -> None:
     role, url = limited
-    psql(postgres, f"ALTER ROLE {role} NOLOGIN")
+    psql(f"ALTER ROLE {role} NOLOGIN")
     async with draining(tmp_path, make_engine(url)) as traffic:
         await traffic.flow(2)
         await until(lambda: traffic.drainer.progress.state == "stuck")
-        psql(postgres, f"ALTER ROLE {role} LOGIN")
+        psql(f"ALTER ROLE {role} LOGIN")
         await traffic.moves()
 
 
@@ -177,12 +176,12 @@ async def test_one_record_that_is_held_is_told_of_while_others_are_stored(
 
 async def test_a_failover_that_is_read_only_for_a_while_is_waited_for(
     limited: tuple[str, str],
-    postgres: EmbeddedPostgres,
+    psql: Psql,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     role, url = limited
-    psql(postgres, f"ALTER ROLE {role} SET default_transaction_read_only = on")
+    psql(f"ALTER ROLE {role} SET default_transaction_read_only = on")
     async with draining(tmp_path, make_engine(url)) as traffic:
         traffic.write()
         await until(lambda: traffic.drainer.progress.state == "waiting")
@@ -192,7 +191,7 @@ async def test_a_failover_that_is_read_only_for_a_while_is_waited_for(
         # It does not end.
         monkeypatch.setattr(settling, "READ_ONLY_PATIENCE", 20)
         await until(lambda: traffic.drainer.progress.state == "stuck")
-        psql(postgres, f"ALTER ROLE {role} RESET ALL")
+        psql(f"ALTER ROLE {role} RESET ALL")
         await traffic.engine.dispose()
         await traffic.moves()
 
