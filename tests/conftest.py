@@ -22,6 +22,7 @@ from store.embedded.server import EmbeddedPostgres
 from store.schema.migrate import upgrade
 
 ROOT = Path(__file__).parents[1]
+DROPS = 12
 # Read when torch is first imported, here and in the servers and trainers that tests start. Threads
 # of OpenMP that wait for each other in turns of their own burn the cores that others need: beside
 # them, updates of a tiny model take eighteen times the processor time.
@@ -102,23 +103,39 @@ class Psql:
 
     def __init__(self, server: EmbeddedPostgres) -> None:
         url = server.url.replace("/pawl?", "/postgres?")
-        options = ["--no-psqlrc", "--quiet", "--tuples-only", "--set=ON_ERROR_STOP=1"]
+        options = ["--no-psqlrc", "--quiet", "--tuples-only"]
         self._process = subprocess.Popen(
             [str(server.programs / "psql"), *options, url],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
 
     def __call__(self, statement: str) -> None:
-        """Run one, and return once it is done."""
+        """Run one, and return once it is done; one that fails leaves the session as it is."""
+        said = self._said(statement)
+        assert said is None, f"{statement}: {said}"
+
+    def drop(self, database: str) -> None:
+        """Drop a database. On a busy machine its sessions may not be gone within five seconds."""
+        statement = f"DROP DATABASE {database} WITH (FORCE)"
+        for _ in range(DROPS):
+            if (said := self._said(statement)) is None:
+                return
+        raise AssertionError(f"{statement}: {said}")
+
+    def _said(self, statement: str) -> str | None:
+        """Return what was said of a statement that failed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{statement};\n\\echo done\n")
+        self._process.stdin.write(f"{statement};\n\\echo done :ERROR\n")
         self._process.stdin.flush()
-        while (line := self._process.stdout.readline()) != "done\n":
-            assert line, self._process.communicate()[1]
+        said = ""
+        while not (line := self._process.stdout.readline()).startswith("done "):
+            assert line, f"psql ended: {said}"
+            said += line
+        return said if line == "done true\n" else None
 
     def close(self) -> None:
         """End the session."""
@@ -153,7 +170,7 @@ def database_of(server: EmbeddedPostgres, psql: Psql, template: str) -> Iterator
     # Copied as files: through the log it takes several times as long.
     psql(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY")
     yield url_of(server, name)
-    psql(f"DROP DATABASE {name} WITH (FORCE)")
+    psql.drop(name)
 
 
 @pytest.fixture
@@ -169,7 +186,7 @@ def empty_database_url(postgres: EmbeddedPostgres, psql: Psql) -> Iterator[str]:
     name = f"empty_{uuid4().hex}"
     psql(f"CREATE DATABASE {name}")
     yield url_of(postgres, name)
-    psql(f"DROP DATABASE {name} WITH (FORCE)")
+    psql.drop(name)
 
 
 @pytest.fixture
