@@ -67,8 +67,10 @@ def test_fingerprints_of_a_spool_from_before_their_new_names_are_read() -> None:
     assert record.needs == (b"\x01" + b"t" * 15, b"\x03" + b"p" * 15)
     assert (record.http_status, record.retry, record.total_ms) == (200, 1, 2.0)
     assert [event.tool_id for event in record.tool_events] == ["t"]
-    # What such a spool does not have was added at the end.
+    # What such a spool does not have was added at the end, or by its name.
     fields = msgspec.msgpack.decode(WRITTEN_BEFORE)
+    [event] = fields[22]
+    event["quotes"] = []
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(record))[: len(fields)] == fields
     assert record.split == "train"
     assert (record.tool_grammars, record.explored, record.tool_tag) == (True, None, None)
