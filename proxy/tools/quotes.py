@@ -8,6 +8,7 @@ finds by these digests whose text it was (`store.read.quoting`).
 import re
 from collections.abc import Iterable
 from hashlib import blake2b
+from itertools import islice
 from typing import Final
 from uuid import UUID
 
@@ -27,6 +28,7 @@ def text_digest(text: str) -> UUID | None:
 
 
 def quoted_digests(texts: Iterable[str]) -> tuple[UUID, ...]:
-    """Return the digests of a tool call's texts, each once; those past `MOST_QUOTES` are left."""
+    """Return the digests of a tool call's texts, each once; of the first `MOST_QUOTES`."""
     found = filter(None, map(text_digest, texts))
-    return tuple(dict.fromkeys(found))[:MOST_QUOTES]
+    # No more is digested than is kept: a tool call may have a million arguments.
+    return tuple(dict.fromkeys(islice(found, MOST_QUOTES)))

@@ -5,10 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from store.updates.damage import NON_FINITE
@@ -26,14 +24,12 @@ from trainer.learners.losses.stored import View
 from trainer.learners.merging import attend, can_merge
 from trainer.learners.model import Base
 from trainer.learners.off_policy import checked_metrics
-from trainer.learners.passes import Step, TrainedStep, update_figures
-from trainer.learners.scoring import score_rows
+from trainer.learners.passes import Step, TrainedStep, mean_figures, update_figures
+from trainer.learners.scoring import plain_logprobs, score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_adapter, save_state
 from trainer.learners.trial import nudge, rehearsal_rows, with_logprobs
 from trainer.recipes.recipe import Recipe
 
-# TRL's metric names and Pawl's: the policy's entropy, and the share of clipped ratios.
-FIGURES = {"entropy": "entropy", "clip_ratio/region_mean": "clip_share"}
 Result = TypeVar("Result")
 IN_BETWEEN = "trained on, and not saved as a version"
 
@@ -270,7 +266,7 @@ class Learner:
         """Return TRL's metrics (means over micro-batches) and the trainer's own, and clear them."""
         self._trainer.take_compared()
         kept = self._trainer._metrics["train"]
-        means = {ours: fmean(kept[theirs]) for theirs, ours in FIGURES.items() if kept[theirs]}
+        means = mean_figures(kept)
         kept.clear()
         return {**means, **self._trainer.figures()}
 
@@ -332,12 +328,7 @@ class Learner:
         Raises:
             ShortOfMemory: memory ran out.
         """
-        self._model.eval()
-        with torch.no_grad():
-            return [
-                score_rows(self._model, [_as_plain(row)], merge=bool(self._merge)).logprobs.tolist()
-                for row in rows
-            ]
+        return plain_logprobs(self._model, rows, merge=bool(self._merge))
 
     @says_no_room("while a version was written")
     def save(self, folder: Path) -> None:
@@ -357,7 +348,3 @@ class Learner:
     def saved_as(self, adapter: Path) -> None:
         """Note that the trained state is `adapter` now, so that `restore` need not read it back."""
         self._stands_at = adapter
-
-
-def _as_plain(row: Row) -> Row:
-    return msgspec.structs.replace(row, distribution=Distribution(temperature=1.0))

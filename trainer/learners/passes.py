@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +17,8 @@ from trainer.recipes.schedule import rate_share
 from trainer.recipes.training import OptimizerOptions
 
 Seen = TypeVar("Seen")
+# TRL's metric names and Pawl's: the policy's entropy, and the share of clipped ratios.
+FIGURES = {"entropy": "entropy", "clip_ratio/region_mean": "clip_share"}
 
 
 class TrainedStep(NamedTuple):
@@ -25,6 +27,12 @@ class TrainedStep(NamedTuple):
     loss: float
     norm: float
     micro_batches: MicroBatches
+
+
+def mean_figures(kept: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the means of those of TRL's metrics that are shown, under their names here."""
+    named = ((ours, kept.get(theirs)) for theirs, ours in FIGURES.items())
+    return {ours: fmean(values) for ours, values in named if values}
 
 
 def update_figures(

@@ -11,9 +11,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
+from store.values.distribution import Distribution
 from trainer.batches.rows import Row
 from trainer.batches.trees import Tree, build_tree, padded
 from trainer.errors import LearnerError
@@ -68,6 +70,15 @@ def parents_of(rows: Sequence[Row], tree: Tree) -> list[int]:
         for row, path in zip(rows, tree.paths, strict=True)
         for node in path[len(row.prompt_ids) - 1 :]
     ]
+
+
+def plain_logprobs(model: Any, rows: Sequence[Row], *, merge: bool) -> list[list[float]]:
+    """Return log-probabilities (S,) of each row's sampled tokens at temperature one, unshaped."""
+    plain = Distribution(temperature=1.0)
+    alone = ([msgspec.structs.replace(row, distribution=plain)] for row in rows)
+    model.eval()
+    with torch.no_grad():
+        return [score_rows(model, row, merge=merge).logprobs.tolist() for row in alone]
 
 
 def _score_merged(model: Any, rows: Sequence[Row]) -> Scored:

@@ -150,7 +150,7 @@ PLACES: dict[str, tuple[str, Callable[[Learner], Any]]] = {
     "clipping": ("torch.nn.utils.clip_grad_norm_", of_all),
     "blame": ("trainer.learners.blame._is_finite", of_poison),
     "view": ("trainer.learners.learner.check_view", of_all),
-    "probe": ("trainer.learners.learner.score_rows", lambda made: made.logprobs(rows())),
+    "probe": ("trainer.learners.scoring.score_rows", lambda made: made.logprobs(rows())),
     "another version": (
         "trainer.learners.model.Base.attach",
         lambda made: made.version_logprobs(Path("1"), rows()),
