@@ -11,6 +11,8 @@ declared to Cython in a `.pxd` file beside its source.
 
 Compiling takes minutes. Where `COMPILED_PROXY_CACHE` names a folder, each module's extension is
 kept there under a hash of all that it follows from, and only what changed is compiled again.
+`COMPILED_PROXY_OPTIMIZATION` replaces the C compiler's `-O2`: `-O0` takes a third of the time, for
+those who test what Cython made of the sources (docs/decisions/037-compiled-in-wheels-only.md).
 """
 
 import hashlib
@@ -21,7 +23,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from contextlib import chdir
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,9 +33,10 @@ PACKAGE: Final = "proxy"
 # These stay Python. pydantic must see the settings' class as Python defines it; and compiled code
 # never lets another thread have the GIL, so that a long conversation must be read by a loop of
 # Python's (docs/decisions/030-limits-on-what-is-parsed.md).
-LEFT_AS_THEY_ARE: Final = ("__init__.py", "settings.py", "contents.py")
+LEFT_AS_THEY_ARE: Final = ("__init__.py", "settings.py", "contents.py", "texts.py", "fields.py")
 CACHE: Final = "COMPILED_PROXY_CACHE"
-OPTIONS: Final = ["-O2", "-g0", "-Wno-array-bounds", "-Wno-unused-function"]
+OPTIMIZATION: Final = os.environ.get("COMPILED_PROXY_OPTIMIZATION", "-O2")
+OPTIONS: Final = [OPTIMIZATION, "-g0", "-Wno-array-bounds", "-Wno-unused-function"]
 # Otherwise Cython would enforce annotations as types, and limit ints to those of C. Nothing of the
 # proxy's is pickled.
 DIRECTIVES: Final = {"language_level": "3", "annotation_typing": False, "auto_pickle": False}
@@ -119,7 +122,9 @@ def _kept(source: Path, cache: Path | None) -> Path | None:
         return None
     from Cython import __version__ as cython
 
-    digest = hashlib.sha256(f"{source} {sys.version} {cython} {OPTIONS} {DIRECTIVES} ".encode())
+    compiler = [os.environ.get(name) for name in ("CC", "CFLAGS", "LDFLAGS")]
+    machine = f"{sys.version} {_suffix()} {sysconfig.get_platform()} {compiler}"
+    digest = hashlib.sha256(f"{source} {machine} {cython} {OPTIONS} {DIRECTIVES} ".encode())
     digest.update(source.read_bytes())
     digest.update(source.with_suffix(".pxd").read_bytes())
     return cache / digest.hexdigest()
@@ -131,13 +136,25 @@ def _restored(cached: Path | None, source: Path, built: Path) -> bool:
         return False
     target = built / source.with_suffix(_suffix())
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(cached, target)
+    try:
+        shutil.copy(cached, target)
+    except FileNotFoundError:
+        # Another build has just deleted it, as nobody had used it for long.
+        return False
+    # Used: what is not for long may be deleted. A cache that can only be read is one all the same.
+    with suppress(OSError):
+        os.utime(cached)
     return True
 
 
 def _keep(extension: Path, cached: Path | None) -> None:
-    """Copy an extension to the cache, where it is whole or not there."""
-    if cached is not None and not cached.exists():
+    """Copy an extension to the cache, where it is whole or not there.
+
+    A cache that takes nothing costs the next build its time, and this one nothing.
+    """
+    if cached is None or cached.exists():
+        return
+    with suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
             file.write(extension.read_bytes())

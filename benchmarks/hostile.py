@@ -4,6 +4,7 @@ One worker of a real `pawl proxy`, compiled as it is deployed, is sent each kind
 a connection of its own, while an ordinary call is made again and again beside them. Measured: the
 worker's resident memory at its highest, and the slowest of the ordinary calls. Before each kind the
 worker is replaced, so that no kind finds what another has left. `--sources` measures the checkout.
+The longest stall of the machine itself at the time stands beside them (`benchmarks.witness`).
 
 Ends with status 1 where a bar is missed: 300 MB, 300 ms.
 """
@@ -28,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.chaos.stand import Stand, standing
+from benchmarks.witness import Witness
 
 MOST_MB: Final = 300.0
 MOST_MS: Final = 300.0
@@ -55,6 +57,8 @@ class Found(NamedTuple):
     slowest_ms: float
     ordinary: int
     ordinary_failed: int
+    # The longest stall of the machine and its disk meanwhile.
+    machine_ms: float
 
     @property
     def missed(self) -> bool:
@@ -213,6 +217,7 @@ def measure(stand: Stand, kind: str, at_once: int) -> Found:
     with (
         get_context("spawn").Pool(1) as attackers,
         Peak(worker) as peak,
+        Witness(stand.log.parent) as witness,
         Ordinary(stand.port) as ordinary,
     ):
         calm = list(ordinary.seconds)
@@ -226,6 +231,7 @@ def measure(stand: Stand, kind: str, at_once: int) -> Found:
         slowest_ms=max(ordinary.seconds, default=0.0) * 1000,
         ordinary=len(ordinary.seconds),
         ordinary_failed=ordinary.failed,
+        machine_ms=witness.longest_s * 1000,
     )
 
 
@@ -241,7 +247,8 @@ def measure_all(stand: Stand, kinds: Iterable[str], at_once: int) -> list[Found]
 
 def show(found: Iterable[Found]) -> None:
     """Show the figures as a table."""
-    table = Table("request", "answers", "MB before", "MB at most", "calm ms", "slowest ms", "calls")
+    heads = ("request", "answers", "MB before", "MB at most", "calm ms", "slowest ms", "machine ms")
+    table = Table(*heads, "calls")
     for one in found:
         answers = ", ".join(f"{how} × {count}" for how, count in sorted(one.answers.items()))
         colour = "red" if one.missed else "green"
@@ -253,6 +260,7 @@ def show(found: Iterable[Found]) -> None:
             f"[{colour}]{one.peak_mb:.0f}[/]",
             f"{one.calm_ms:.0f}",
             f"[{colour}]{one.slowest_ms:.0f}[/]",
+            f"{one.machine_ms:.0f}",
             ordinary,
         )
     Console(width=110).print(table)

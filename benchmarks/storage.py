@@ -28,7 +28,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.proxy import wire
 from proxy.calls.capture import CapturedCall
-from proxy.keeper.entries import record_of
+from proxy.keeper.transcribe import record_of
 from proxy.spool.segments import encode_frame, read_frames
 from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres

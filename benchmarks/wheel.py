@@ -13,8 +13,9 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Final
@@ -29,8 +30,14 @@ FILES: Final = ("class_layouts.py", "hatch_build.py", "pyproject.toml")
 KEPT: Final = 3
 LOCK: Final = "lock"
 BUILT_S: Final = 1500.0
-# As hatch_build.py has it: a module that did not change is not compiled again.
-CACHE: Final = {"COMPILED_PROXY_CACHE": str(ROOT / "var" / "compiled")}
+# As hatch_build.py has it: a module that did not change is not compiled again, whichever checkout
+# it lies in.
+CACHES: Final = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+# A user without a home has a cache in each checkout.
+COMPILED: Final = (Path(CACHES) if os.path.isabs(CACHES) else ROOT / "var") / "pawl" / "compiled"
+CACHE: Final = {"COMPILED_PROXY_CACHE": str(COMPILED)}
+UNUSED_S: Final = 30 * 86400.0
+OPTIMIZATION: Final = "COMPILED_PROXY_OPTIMIZATION"
 
 
 class NotBuilt(Exception):
@@ -93,8 +100,18 @@ def _make(folder: Path, sources: AbstractContextManager[Path]) -> None:
             _build(Path(name), root)
             # Complete or not there: whoever finds the folder can use it.
             (Path(name) / "site").rename(folder)
+        _forget_unused(COMPILED, time.time() - UNUSED_S)
         for old in sorted(_folders(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _forget_unused(cache: Path, before: float) -> None:
+    """Delete the extensions that no wheel was built from since a time."""
+    for path in cache.glob("*"):
+        # Another checkout's run may delete it first, and a cache may be there to be read alone.
+        with suppress(FileNotFoundError, PermissionError):
+            if path.stat().st_mtime < before:
+                path.unlink()
 
 
 def environment_of(folder: Path) -> Mapping[str, str]:
@@ -112,8 +129,8 @@ def _folders() -> Iterator[Path]:
 
 
 def _fingerprint() -> str:
-    """Return a hash of the interpreter and of every file that the wheel is made of."""
-    digest = hashlib.sha256(sys.version.encode())
+    """Return a hash of the interpreter, the compiler's option, and every file of the wheel."""
+    digest = hashlib.sha256(f"{sys.version} {os.environ.get(OPTIMIZATION)}".encode())
     within = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*")))
     for path in [*(ROOT / name for name in FILES), *within]:
         if path.is_file() and "__pycache__" not in path.parts:

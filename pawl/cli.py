@@ -8,11 +8,15 @@ from typing import Final
 import typer
 
 from pawl.commands.common import fail
+from pawl.commands.deleting import app as episodes
 from pawl.commands.episodes import credit, export
 from pawl.commands.judging import judge
+from pawl.commands.keys import app as keys
 from pawl.commands.local import demo, example, up
+from pawl.commands.moving import freeze, promote, rollback
 from pawl.commands.policies import app as policies
 from pawl.commands.processes import proxy, steward, trainer
+from pawl.commands.rebuilding import rebuild
 from pawl.commands.records import migrate, spool
 from pawl.commands.rollout import rollout
 from pawl.logs import configure_logging
@@ -50,7 +54,11 @@ app = typer.Typer(
 )
 for command in COMMANDS:
     app.command()(command)
+for verb in (promote, rollback, freeze, rebuild):
+    policies.command()(verb)
+app.add_typer(episodes, name="episodes")
 app.add_typer(policies, name="policies")
+app.add_typer(keys, name="keys")
 
 
 def main() -> None:

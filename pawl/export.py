@@ -12,6 +12,7 @@ from store.read.episodes import episode_ids, read_in_batches
 from store.read.evaluations import evaluations
 from store.read.lines import encoded_line
 from store.records import Record
+from store.updates.policies import list_versions
 
 
 class Selection(Record, frozen=True, kw_only=True):
@@ -21,11 +22,13 @@ class Selection(Record, frozen=True, kw_only=True):
         since: select episodes with a call at or after this time.
         agent: select episodes with a call by this agent.
         policy: select episodes with a call to this policy.
+        tenant: select episodes of this tenant.
     """
 
     since: datetime | None = None
     agent: str | None = None
     policy: str | None = None
+    tenant: str | None = None
 
 
 async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> int:
@@ -44,6 +47,7 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
             since=selection.since,
             agent=selection.agent,
             policy=selection.policy,
+            tenant=selection.tenant,
         )
         async for batch in read_in_batches(connection, ids):
             damaged |= batch.damaged
@@ -62,9 +66,12 @@ async def export(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> i
 
 
 async def export_curve(engine: AsyncEngine, selection: Selection, out: IO[bytes]) -> int:
-    """Write the evaluation of each version, of one policy or of all, and return their number."""
+    """Write the evaluation of each version, of the selected policies, and return their number."""
     async with engine.connect() as connection:
         curve = await evaluations(connection, selection.policy)
+        if selection.tenant is not None:
+            own = {v.name for v in await list_versions(connection) if v.tenant == selection.tenant}
+            curve = [point for point in curve if point.policy in own]
     for point in curve:
         out.write(msgspec.json.encode(point) + b"\n")
     return len(curve)

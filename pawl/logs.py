@@ -182,8 +182,25 @@ class GatheringLogger:
             self._file.flush()
 
 
+class LibraryLines(logging.Handler):
+    """Log what libraries log as lines of our own: one for each record, and cut.
+
+    It may hold what a stranger sent: aiohttp quotes the bytes that it could not read.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log a record; one of a level between ours has the lower of both."""
+        log = structlog.get_logger()
+        tell = log.error if record.levelno >= logging.ERROR else log.warning
+        try:
+            said = record.getMessage()
+            tell("library", library=record.name, said=said, exc_info=record.exc_info)
+        except Exception:
+            self.handleError(record)
+
+
 def configure_logging(*, gather: bool = False) -> None:
-    """Configure structlog; each process calls this once, when it starts.
+    """Configure structlog, which libraries log through, too; each process calls this once.
 
     Args:
         gather: gather lines and write them together (`GatheringLogger`); for processes that
@@ -218,4 +235,4 @@ def configure_logging(*, gather: bool = False) -> None:
         logger_factory=factory,
         cache_logger_on_first_use=True,
     )
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    logging.basicConfig(level=logging.WARNING, handlers=[LibraryLines()])

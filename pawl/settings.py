@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 from dotenv import dotenv_values
-from pydantic import Field, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -78,11 +78,36 @@ class JudgeSettings(StoreSettings):
     )
 
 
+class ClientSettings(BaseSettings):
+    """Hold the settings of the commands that are clients of a proxy."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PAWL_", env_file=".env", extra="ignore", frozen=True, env_ignore_empty=True
+    )
+
+    api_key: SecretStr | None = Field(
+        default=None,
+        description="API key that `pawl rollout` (scopes infer, feedback, read) and `pawl judge` "
+        "(feedback) show the proxy, where it asks for one",
+    )
+
+    @property
+    def key(self) -> str | None:
+        """Return the key, or None without one."""
+        return None if self.api_key is None else self.api_key.get_secret_value()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Return the headers by which a request shows the key; none without a key."""
+        return {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+
+
 class StewardSettings(ServerSettings):
     """Hold the settings of `pawl steward`."""
 
     steward_listen: Listen = Field(
-        default="127.0.0.1:8103", description="address of the steward's /healthz and /metrics"
+        default="127.0.0.1:8103",
+        description="address of the steward's /healthz, /readyz and /metrics",
     )
     steward_poll_s: float = Field(
         default=0.5,
@@ -98,7 +123,10 @@ class UnreadSettings(Exception):
 def known_variables() -> set[str]:
     """Return the names of all `PAWL_*` variables that some process reads."""
     names: set[str] = set()
-    kinds = (ProxySettings, TrainerSettings, StackSettings, JudgeSettings, StewardSettings)
+    kinds = (
+        *(ProxySettings, TrainerSettings, StackSettings),
+        *(JudgeSettings, StewardSettings, ClientSettings),
+    )
     for settings in kinds:
         names |= {PREFIX + name.upper() for name in settings.model_fields if name != "database_url"}
     return names

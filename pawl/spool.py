@@ -1,5 +1,6 @@
 """Show the records that wait on disk and the dead letters, and replay letters (`pawl spool`)."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -7,15 +8,17 @@ from uuid import UUID
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.calls.capture import MOST_INFLATED, CapturedCall, Gap
-from proxy.keeper.entries import record_of
+from proxy.calls.capture import MOST_INFLATED, CapturedCall, Frame, Gap
 from proxy.keeper.letters import FOLDER, LETTER, REASON
-from proxy.keeper.transcribe import NO_READERS
+from proxy.keeper.removing.deleted import names_in
+from proxy.keeper.transcribe import NO_READERS, record_of
+from proxy.redaction.storing import Redaction
 from proxy.spool.folders import OPEN, SEALED
 from proxy.spool.segments import decode_payload, read_pieces
 from proxy.tools.result_readers import ResultReaders
 from store.connection.availability import is_no_records_fault
-from store.records import Record
+from store.records import CallRecord, Record
+from store.tenants import bare, tenant_of
 from store.write.ingest import Ingester
 
 
@@ -53,8 +56,11 @@ class SpoolView(Record, frozen=True, kw_only=True):
     dead_letters: tuple[DeadLetter, ...]
 
 
-def look(folder: Path) -> SpoolView:
-    """Return what waits in the spool directory `folder`, and its dead letters."""
+def look(folder: Path, tenant: str | None = None) -> SpoolView:
+    """Return what waits in the spool directory `folder`, and its dead letters, or a tenant's.
+
+    Segments hold what is everybody's, and a letter that cannot be read is nobody's.
+    """
     segments = records = damaged = size = 0
     for path in sorted([*folder.glob(f"*/*{SEALED}"), *folder.glob(f"*/*{OPEN}")]):
         try:
@@ -72,12 +78,32 @@ def look(folder: Path) -> SpoolView:
         records=records,
         damaged=damaged,
         bytes=size,
-        dead_letters=tuple(_letter(path) for path in letters),
+        dead_letters=tuple(_letters(letters, tenant)),
     )
 
 
-def _letter(path: Path) -> DeadLetter:
-    payload, reason = path.read_bytes(), path.with_suffix(REASON)
+def _letters(paths: Iterable[Path], tenant: str | None) -> Iterator[DeadLetter]:
+    for path in paths:
+        payload = path.read_bytes()
+        if tenant is None or tenant in _tenants(payload):
+            yield _letter(path, payload)
+
+
+def _tenants(payload: bytes) -> set[str]:
+    frame = _read(payload)
+    return set() if frame is None else {tenant_of(name) for _, name in names_in(frame)}
+
+
+def _read(payload: bytes) -> Frame | None:
+    """Return the record in a letter; None: it may hold any bytes, and these are none."""
+    try:
+        return decode_payload(payload)
+    except Exception:
+        return None
+
+
+def _letter(path: Path, payload: bytes) -> DeadLetter:
+    reason = path.with_suffix(REASON)
     return DeadLetter(
         path=str(path),
         reason=reason.read_text(errors="replace") if reason.exists() else "unknown",
@@ -87,13 +113,13 @@ def _letter(path: Path) -> DeadLetter:
 
 
 def _about(payload: bytes) -> str:
-    try:
-        record = decode_payload(payload)
-    except Exception:
-        # A letter may hold any bytes; list it like the others.
+    record = _read(payload)
+    if record is None:
         return "not a record"
     if isinstance(record, CapturedCall):
-        return f"call {UUID(bytes=record.id)} of episode {record.episode}"
+        return f"call {UUID(bytes=record.id)} of episode {bare(record.episode)}"
+    if isinstance(record, CallRecord):
+        return f"call {record.id} of episode {bare(record.episode)}, redacted"
     if isinstance(record, Gap):
         return f"gap: the mark of {len(record.episodes)} episodes that miss a call"
     return f"feedback {record.id} ({len(record.items)} statements)"
@@ -104,6 +130,8 @@ async def replay(
     engine: AsyncEngine,
     readers: ResultReaders = NO_READERS,
     most_reply: int = MOST_INFLATED,
+    redaction: Redaction | None = None,
+    tenant: str | None = None,
 ) -> tuple[int, list[str]]:
     """Try to store each dead letter again; delete those that are stored, and keep the others.
 
@@ -112,6 +140,8 @@ async def replay(
         engine: the database.
         readers: how results of tools are read (`PAWL_TOOL_RESULTS`).
         most_reply: the largest reply that is read, in bytes.
+        redaction: what each record goes through before it is stored.
+        tenant: whose letters; None: everybody's.
 
     Returns:
         The number of letters stored, and a line with the reason for each one that was not.
@@ -123,11 +153,14 @@ async def replay(
     """
     ingester = Ingester()
     stored, refused = 0, []
-    for letter in look(folder).dead_letters:
+    for letter in look(folder, tenant).dead_letters:
         path = Path(letter.path)
         payload = path.read_bytes()
         try:
-            await ingester.store(engine, [record_of(payload, readers, most_reply)])
+            record = record_of(payload, readers, most_reply)
+            if redaction is not None:
+                record = await redaction.record(record)
+            await ingester.store(engine, [record])
         except Exception as error:
             if is_no_records_fault(error):
                 raise

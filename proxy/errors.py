@@ -15,7 +15,7 @@ class ProxyError(Exception):
     fault: ClassVar[Fault] = "proxy"
     kind: ClassVar[str] = "server_error"
     # Set where sending the same request again, after so many seconds, is likely to help.
-    retry_after_s: ClassVar[int | None] = None
+    retry_after_s: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         """Store the message, and the `param` and `code` of OpenAI's error object."""
@@ -39,6 +39,31 @@ class Forbidden(ProxyError):
     status = 403
     fault = "client"
     kind = "invalid_request_error"
+
+
+class NoKey(ProxyError):
+    """Report that the request shows no API key, or one that is wrong or revoked."""
+
+    status = 401
+    fault = "client"
+    kind = "invalid_request_error"
+
+
+class OutOfScope(Forbidden):
+    """Report that the request's API key is not for this endpoint; the message names the scope."""
+
+
+class TooMany(ProxyError):
+    """Report that the request's API key has as many requests as its limits allow."""
+
+    status = 429
+    fault = "client"
+    kind = "rate_limit_error"
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        """Store the message, and after how many seconds the request is let in again."""
+        super().__init__(message, code="rate_limit_exceeded")
+        self.retry_after_s = retry_after_s
 
 
 class BadRequest(ProxyError):
@@ -79,6 +104,13 @@ class Overloaded(ProxyError):
     retry_after_s = 1
 
 
+class KeysUnknown(ProxyError):
+    """Report that the proxy cannot read the API keys now, so it lets nobody in."""
+
+    status = 503
+    retry_after_s = 2
+
+
 class NoUpstream(BadRequest):
     """Report that no upstream serves the requested model."""
 
@@ -89,6 +121,25 @@ class NotServed(BadRequest):
     """Report that the model server does not have the version of a policy that the request names."""
 
     status = 404
+
+
+class NotContinued(BadRequest):
+    """Report that no response of the client's tenant has the id that a call is to go on from."""
+
+    status = 404
+
+
+class NotKept(BadRequest):
+    """Report that the request names what the provider keeps, such as a file, and not for whom."""
+
+    status = 404
+
+
+class NotKnownNow(ProxyError):
+    """Report that the database has to tell whose a name is, and does not answer."""
+
+    status = 503
+    retry_after_s = 2
 
 
 class NotLoaded(ProxyError):
@@ -169,3 +220,11 @@ class DoesNotStart(ProxyError):
 
 class BadUpstreams(ProxyError):
     """Report that the file that `PAWL_UPSTREAMS` names cannot be used."""
+
+
+class BadRedaction(ProxyError):
+    """Report that the file that `PAWL_REDACTION` names cannot be used."""
+
+
+class ProgramFails(ProxyError):
+    """Report that the program of redaction does not work, so that no call can be stored now."""

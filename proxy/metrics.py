@@ -80,6 +80,17 @@ EXPLORED = Counter(
 NOT_TRAINABLE = Counter(
     "pawl_calls_not_trainable_total", "Calls that cannot be trained, by reason.", ["reason"]
 )
+REDACTED = Counter(
+    "pawl_redacted_total",
+    "Records of which something was replaced before they were stored, by rule; `program`: by "
+    "PAWL_REDACTION_PROGRAM.",
+    ["rule"],
+)
+WITHHELD = Counter(
+    "pawl_withheld_total",
+    "Calls stored without their content, as it could not be redacted, by reason.",
+    ["reason"],
+)
 WITHOUT_LOGPROBS = Counter(
     "pawl_calls_without_logprobs_total",
     "Trainable calls whose log-probabilities are left to the version that sampled them.",
@@ -117,19 +128,38 @@ UNFORESEEN = Counter(
     "pawl_unforeseen_failures_total", "Requests that failed over an unexpected error (status 500)."
 )
 
-# Each record is in exactly one of four states, so that at any moment
-# recorded = stored + spooled + dead-lettered + dropped.
+# Each record is in exactly one of five states, so that at any moment
+# recorded = stored + spooled + dead-lettered + dropped + deleted.
 RECORDED = Counter("pawl_records_total", "Records seen, of calls and of feedback.")
 STORED = Counter("pawl_records_stored_total", "Records that are in PostgreSQL.")
 DEAD_LETTERS = Counter("pawl_records_dead_lettered_total", "Records the database refused.")
 DROPPED = Counter(
     "pawl_records_dropped_total", "Records that could not be written to disk, or vanished from it."
 )
+DELETED = Counter(
+    "pawl_records_deleted_total",
+    "Records about deleted episodes only, or calls of dropped days, that came later and were not "
+    "stored.",
+)
+OUTDATED = Counter(
+    "pawl_outdated_total",
+    "Removed as older than PAWL_KEEP_DAYS; `unspent`: episodes that no policy had consumed.",
+    ["what"],
+)
 # Workers count these alone, in one step, and the keeper adds them to both totals that they belong
 # to (`proxy.counting.totals`): two steps could be seen, or ended by a kill, halfway.
 UNWRITTEN = Counter(
     "pawl_records_unwritten_total",
     "Records that could not be written to disk; pawl_records_dropped_total has them too.",
+)
+LAPSES = Counter(
+    "pawl_lapses_total",
+    "Times in which a worker lost records and could not say of which episodes: all near are aside.",
+)
+LAPSE_SECONDS = Gauge(
+    "pawl_lapse_seconds",
+    "Seconds for which a worker has been losing records without saying of which episodes.",
+    multiprocess_mode="livemostrecent",
 )
 SPOOLED = Gauge(
     "pawl_records_spooled",

@@ -6,14 +6,20 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, HttpUrl, InstanceOf
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from proxy.identity.splits import EVAL_TASKS
+from proxy.identity.names import EVAL_TASKS
 from proxy.tools.result_readers import ResultReaders, parse_readers
+from store.keys.grants import Access
+from store.retaining.periods import Periods, read_periods
 from store.settings import Listen, PoliciesFile, StoreSettings
 from store.values.distribution import parse_defaults
 
 
 def _readers(value: object) -> object:
     return parse_readers(value) if isinstance(value, str) else value
+
+
+def _periods(value: object) -> object:
+    return read_periods(value) if isinstance(value, str) else value
 
 
 def _defaults(value: object) -> object:
@@ -48,6 +54,11 @@ class ProxySettings(StoreSettings):
     )
     admin_listen: Listen = Field(
         default="127.0.0.1:8101", description="address of the admin port: health and metrics"
+    )
+    access: Access = Field(
+        default="loopback",
+        description="who may call both ports while no API key was ever made: callers on "
+        "`loopback`, only who has a key (`keys`), or `anyone`",
     )
     spool_dir: Path = Field(
         default=Path("var/spool"), description="directory where records wait on disk"
@@ -127,6 +138,27 @@ class ProxySettings(StoreSettings):
     tool_results: Annotated[InstanceOf[ResultReaders], NoDecode, BeforeValidator(_readers)] = Field(
         default=ResultReaders(),
         description="how each tool's results are read, such as search=json_error,shell=exit_code",
+    )
+    redaction: Path | None = Field(
+        default=None,
+        description="TOML file of rules for what is never stored of calls, by pattern and by "
+        "field; unset: calls are stored as they are",
+    )
+    redaction_program: str | None = Field(
+        default=None,
+        description="command that redacts each call before it is stored, as lines of JSON on its "
+        "standard input and output",
+    )
+    redaction_program_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="how long that program may take for a call, in seconds",
+    )
+    keep_days: Annotated[InstanceOf[Periods] | None, NoDecode, BeforeValidator(_periods)] = Field(
+        default=None,
+        description="how many days records are kept, such as 90, or 90,acme=7,audit=forever with "
+        "tenants of which others are: older episodes and calls are removed, trained or not; a "
+        "tenant without days keeps them for ever",
     )
     drain_batch: int = Field(
         default=256, ge=1, description="most records that are stored in one transaction"

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import structlog
 
-from proxy.calls.handler import CallHandler
+from proxy.calls.call import CallHandler
 from proxy.calls.recent import Recent
 from proxy.door.forward import forward
 from proxy.door.refusal import apologise, explain, refuse
@@ -20,6 +20,8 @@ from proxy.http.server import Handler, Server
 from proxy.idempotency.desk import KeyDesk
 from proxy.idempotency.key_files import KeyFiles
 from proxy.intake.intake import Intake
+from proxy.keys.gate import Gate
+from proxy.keys.key_file import KeyFile
 from proxy.metrics import (
     IN_FLIGHT,
     IN_FLIGHT_BYTES,
@@ -29,14 +31,17 @@ from proxy.metrics import (
     UNFORESEEN,
 )
 from proxy.policies.lookup import Lookup
+from proxy.policies.owners import Owners
 from proxy.policies.policy_file import PolicyFile
 from proxy.policies.versions import MAX_PINS, Versions
+from proxy.redaction.redactor import Redactor
+from proxy.redaction.rules import open_rules
 from proxy.settings import ProxySettings
 from proxy.spool.recorder import Recorder
 from proxy.upstreams.members import Upstreams, open_upstreams
 from store.policy_table import open_policies
-from store.records import PolicyVersion
 from store.updates.policies import pinned_episodes
+from store.versions import PolicyVersion
 
 log = structlog.get_logger()
 
@@ -47,18 +52,28 @@ PINS_S = 5.0
 COUNT_S = 0.5
 
 
-def data_handler(calls: CallHandler, desk: FeedbackDesk, *, may_delete_models: bool) -> Handler:
+def data_handler(
+    calls: CallHandler,
+    desk: FeedbackDesk,
+    gate: Gate,
+    owners: Owners,
+    *,
+    may_delete_models: bool,
+) -> Handler:
     """Return the data port's handler.
 
-    Every request goes through the allow-list (`proxy.door.routes`), which is the only router.
+    Every request goes through the allow-list (`proxy.door.routes`), which is the only router, and
+    through the gate, which checks its key and takes it out.
     """
 
     async def handle(exchange: Exchange) -> None:
+        usage = None
         try:
             route = find_route(exchange.method, exchange.target.partition("?")[0])
+            usage = gate.admit(exchange, route.scope)
             kind = route.kind
             if kind is CALL:
-                await calls.handle(exchange, route)
+                await calls.handle(exchange, route, usage)
             elif kind is FEEDBACK:
                 await desk.handle(exchange)
             else:
@@ -67,6 +82,7 @@ def data_handler(calls: CallHandler, desk: FeedbackDesk, *, may_delete_models: b
                     route,
                     calls.upstreams,
                     calls.intake,
+                    owners,
                     may_delete_models=may_delete_models,
                 )
         except ProxyError as error:
@@ -82,6 +98,9 @@ def data_handler(calls: CallHandler, desk: FeedbackDesk, *, may_delete_models: b
             log.exception("request_failed", method=exchange.method, call=exchange.call)
             UNFORESEEN.inc()
             apologise(exchange)
+        finally:
+            if usage is not None:
+                usage.end()
 
     return handle
 
@@ -107,17 +126,20 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
     """
     versions = Versions(table=open_policies(settings.policies))
     recent = Recent()
-    recorder = Recorder(
-        settings.spool_dir, segment_bytes=settings.segment_mb * 2**20, recent=recent
-    )
+    spool, segment_bytes = settings.spool_dir, settings.segment_mb * 2**20
+    redactor = _redactor(settings)
+    recorder = Recorder(spool, segment_bytes=segment_bytes, recent=recent, redactor=redactor)
     upstreams = open_upstreams(settings)
     lookup = Lookup(settings)
     intake = _intake(settings)
     calls = _calls(settings, upstreams, versions, recorder, lookup, intake)
-    keys = KeyDesk(KeyFiles(settings.spool_dir), recent, lookup)
+    gate, key_file = Gate(settings.access, settings.workers), KeyFile(spool)
+    keys = KeyDesk(KeyFiles(spool), recent, lookup)
     desk = FeedbackDesk(recorder, recent, lookup, intake, keys)
     server = Server(
-        data_handler(calls, desk, may_delete_models=settings.allow_model_delete),
+        data_handler(
+            calls, desk, gate, versions.owners, may_delete_models=settings.allow_model_delete
+        ),
         patience=_deadlines(settings),
         explain=explain,
         on_late=_note_too_slow,
@@ -127,10 +149,12 @@ async def serving(settings: ProxySettings, listener: socket.socket) -> AsyncIter
         versions.replace(known)
         upstreams.learn(known)
 
-    policies = PolicyFile(settings.spool_dir)
+    policies = PolicyFile(spool)
+    gate.take(key_file.read())
     take(policies.read() or [])
     beside = [
         asyncio.create_task(policies.watch(take), name="pawl-policies"),
+        asyncio.create_task(key_file.watch(gate.take), name="pawl-keys"),
         asyncio.create_task(_load_pins(lookup, versions), name="pawl-pins"),
         asyncio.create_task(upstreams.sweep(), name="pawl-sweep"),
         asyncio.create_task(_count_in_flight(server, recorder, intake), name="pawl-in-flight"),
@@ -172,6 +196,13 @@ async def _stop(beside: list[asyncio.Task[None]]) -> None:
     for task in beside:
         task.cancel()
     await asyncio.gather(*beside, return_exceptions=True)
+
+
+def _redactor(settings: ProxySettings) -> Redactor | None:
+    rules = open_rules(settings.redaction)
+    if rules is None:
+        return None
+    return Redactor(rules, settings.tool_results, settings.max_reply_mb * 2**20)
 
 
 def _intake(settings: ProxySettings) -> Intake:

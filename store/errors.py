@@ -28,12 +28,20 @@ class ClaimLost(StoreError):
     """Report that an update does not hold its episodes: it ended, or another of its policy runs."""
 
 
-class TurnedEvaluation(StoreError):
-    """Report that an update holds an episode that turned out to be evaluation.
+class ClaimSpoilt(StoreError):
+    """Report that an update holds an episode that must not be trained on, as is known since.
 
     Such an update cannot be recorded. It still runs; once it is released, that episode is not
     claimed again.
     """
+
+
+class TurnedEvaluation(ClaimSpoilt):
+    """Report that an update holds an episode that turned out to be evaluation."""
+
+
+class HoldsRolledBack(ClaimSpoilt):
+    """Report that an update holds an episode of a version that was rolled back since its claim."""
 
 
 class BadPolicies(StoreError):
@@ -44,8 +52,28 @@ class UnknownPolicy(StoreError):
     """Report that no policy has that name, or that the policy has no such version."""
 
 
+class StateChanged(StoreError):
+    """Report that a version has another state by now than the one that a decision rested on."""
+
+
+class RolledBack(StoreError):
+    """Report that what was rolled back can neither serve nor be trained on any more."""
+
+
+class NotGated(StoreError):
+    """Report that a version has no traffic that a roll-back could take from it."""
+
+
 class UnknownUpdate(StoreError):
     """Report that no finished update, or more than one, has that version or id."""
+
+
+class BadKey(StoreError):
+    """Report that an API key cannot be made as it was asked for; the message says why."""
+
+
+class UnknownKey(StoreError):
+    """Report that no API key that counts has that name or id."""
 
 
 class BadPage(StoreError):

@@ -26,18 +26,20 @@ def write_private(path: Path, data: bytes) -> None:
     """Write a file that only its owner may read, and flush its bytes to disk.
 
     Raises:
-        OSError: the disk failed or is full; a partly written file is removed.
+        OSError: the disk failed or is full; an earlier file of that name is as it was.
     """
     # An existing file may be readable by others, or open in a reader: make a new one.
-    path.unlink(missing_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    partial = path.with_name(f"{path.name}.new")
+    partial.unlink(missing_ok=True)
+    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        partial.replace(path)
     except OSError:
-        path.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
 
 

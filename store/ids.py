@@ -1,6 +1,7 @@
 """Make ids as UUIDv7 (RFC 9562, section 5.7), which sort by the time they were made."""
 
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterable
+from datetime import UTC, date, datetime, timedelta
 from uuid import UUID
 
 import uuid_utils
@@ -32,3 +33,9 @@ def time_of(identifier: UUID) -> datetime:
 def day_of(identifier: UUID) -> int:
     """Return the day (UTC) on which a UUIDv7 was made, in days since 1970-01-01."""
     return (identifier.int >> 80) // 86_400_000
+
+
+def days_of(identifiers: Iterable[UUID]) -> list[date]:
+    """Return the days (UTC) on which UUIDv7s were made, sorted, each once."""
+    epoch = date(1970, 1, 1)
+    return [epoch + timedelta(days=day) for day in sorted({day_of(one) for one in identifiers})]

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from store.errors import BadPolicies
 from store.table_file import TableFile
+from store.tenants import DEFAULT, PATTERN
 
 TABLE: Final = "policy"
 REMEDIES: Final[Mapping[str, str]] = {
@@ -26,6 +27,7 @@ REMEDIES: Final[Mapping[str, str]] = {
     "explore.temperature": "temperature = 0.7, or another from 0.1 to 2",
     "explore.drop_strict": "drop_strict = true",
     "publish_with": 'publish_with = ["checker"], trained policies of this file',
+    "tenant": 'tenant = "team-a", as in `pawl keys create --tenant`',
 }
 Name = Annotated[str, Field(min_length=1)]
 
@@ -58,7 +60,7 @@ class PolicySpec(BaseModel):
     """Describe a policy by one table of the file.
 
     It answers calls for a model of its own name, or of one of `models`; and those for `base` by one
-    of its `agents`.
+    of its `agents`: calls of its tenant, and of no other.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -71,6 +73,7 @@ class PolicySpec(BaseModel):
     recipe: Name | None = None
     explore: Explore | None = None
     publish_with: tuple[Name, ...] = ()
+    tenant: Annotated[str, Field(pattern=rf"^{PATTERN}$")] = DEFAULT
 
     @model_validator(mode="after")
     def _has_only_keys_of_its_kind(self) -> "PolicySpec":
@@ -86,8 +89,12 @@ class PolicyTable:
     def __init__(self, specs: Iterable[PolicySpec]) -> None:
         """Store the policies; no two answer the same call (`parse_policies`)."""
         self._specs = {spec.name: spec for spec in specs}
-        self._by_model = {model: spec for spec in self.specs for model in (*spec.models, spec.name)}
-        self._by_agent = {(spec.base, agent): spec for spec in self.specs for agent in spec.agents}
+        self._by_model = {
+            (spec.tenant, model): spec for spec in self.specs for model in (*spec.models, spec.name)
+        }
+        self._by_agent = {
+            (spec.tenant, spec.base, agent): spec for spec in self.specs for agent in spec.agents
+        }
         self._sets = _sets_of(self.specs)
 
     @property
@@ -99,12 +106,13 @@ class PolicyTable:
         """Return the policy of that name, or None if there is none."""
         return self._specs.get(name)
 
-    def answering(self, model: str, agent: str) -> PolicySpec | None:
+    def answering(self, model: str, agent: str, tenant: str = DEFAULT) -> PolicySpec | None:
         """Return the policy that answers an agent's call for `model`, or None if none does.
 
-        The agents of a base come before a policy that has the base's name.
+        It is one of the tenant's. The agents of a base come before a policy that has the base's
+        name.
         """
-        return self._by_agent.get((model, agent)) or self._by_model.get(model)
+        return self._by_agent.get((tenant, model, agent)) or self._by_model.get((tenant, model))
 
     def live_together(self, name: str) -> tuple[str, ...]:
         """Return the policies whose versions go live with those of `name`, which is one of them.
@@ -162,19 +170,20 @@ def parse_policies(text: str, where: str) -> PolicyTable:
 def _clash(specs: Sequence[PolicySpec]) -> str | None:
     """Return an error message if two tables contradict each other, else None."""
     names: set[str] = set()
-    answered: dict[tuple[str, str], str] = {}
+    answered: dict[tuple[str, str, str], str] = {}
     for spec in specs:
         if spec.name in names:
             return f"two policies are named {spec.name!r}; give each a name of its own"
         names.add(spec.name)
         by_agent = [("agents", f"{agent!r} with base {spec.base!r}") for agent in spec.agents]
         for key, what in [*by_agent, *(("models", repr(model)) for model in spec.models)]:
-            if (key, what) in answered:
-                both = " and ".join(sorted({repr(answered[key, what]), repr(spec.name)}))
+            claim = spec.tenant, key, what
+            if claim in answered:
+                both = " and ".join(sorted({repr(answered[claim]), repr(spec.name)}))
                 return f"{key}: {what} is claimed twice, by {both}; leave it in one place"
-            answered[key, what] = spec.name
+            answered[claim] = spec.name
     for spec in specs:
-        owner = answered.get(("models", repr(spec.name)))
+        owner = answered.get((spec.tenant, "models", repr(spec.name)))
         if owner is not None and owner != spec.name:
             return f"models: {spec.name!r} of policy {owner!r} is another policy's name; rename one"
     return _odd_companion(specs)
@@ -182,13 +191,17 @@ def _clash(specs: Sequence[PolicySpec]) -> str | None:
 
 def _odd_companion(specs: Sequence[PolicySpec]) -> str | None:
     """Return an error message if a policy goes live with one that has no versions, else None."""
-    trained = [spec.name for spec in specs if spec.trained]
     for spec in specs:
+        near = [
+            one.name
+            for one in specs
+            if one.trained and one.tenant == spec.tenant and one.name != spec.name
+        ]
         for other in spec.publish_with:
-            if other == spec.name or other not in trained:
-                others = ", ".join(name for name in trained if name != spec.name) or "none"
+            if other not in near:
+                of_tenant = "" if spec.tenant == DEFAULT else f" of tenant {spec.tenant!r}"
                 return (
-                    f"policy {spec.name!r}: publish_with: {other!r} is no other policy with trained"
-                    f" = true; name some of these: {others}"
+                    f"policy {spec.name!r}: publish_with: {other!r} is no other policy{of_tenant}"
+                    f" with trained = true; name some of these: {', '.join(near) or 'none'}"
                 )
     return None

@@ -1,12 +1,13 @@
 """Define the terms of the project (docs/glossary.md) as frozen values.
 
-`CallRecord`, `FeedbackRecord` and `GapRecord` are made by the proxy and kept in the spool. Each has
-its id from the start, so that storing a record twice has the same effect as storing it once.
+`CallRecord`, `FeedbackRecord`, `GapRecord` and `LapseRecord` are made by the proxy and kept in the
+spool. Each has its id from the start, so that storing a record twice has the same effect as storing
+it once.
 """
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 from uuid import UUID
 
 import msgspec
@@ -18,11 +19,9 @@ ToolStatus = Literal["ok", "error", "timeout", "malformed", "denied"]
 # as success.
 ToolSource = Literal["header", "feedback", "is_error", "reader", "assumed"]
 TargetKind = Literal["episode", "call", "response"]
-PolicyState = Literal["written", "ready", "published", "serving", "retired", "rejected"]
-# The states of versions whose adapters every model server should have loaded.
-SERVABLE: Final[tuple[PolicyState, ...]] = ("serving", "ready", "published")
-# Those of versions that will not be served any more.
-UNSERVED: Final[tuple[PolicyState, ...]] = ("retired", "rejected")
+# The version that a new episode was given: the base model, as a control; the one that serves; or
+# the one that is tried on a share of the episodes.
+Arm = Literal["base", "serving", "canary"]
 EpisodeState = Literal["scored", "unscored", "failed", "open"]
 Confidence = Literal["certain", "likely", "doubtful"]
 Split = Literal["train", "eval"]
@@ -33,7 +32,7 @@ TOOL_SOURCES: Final = ("header", "feedback", "is_error", "reader", "assumed")
 CONFIDENCES: Final = ("certain", "likely", "doubtful")
 SPLITS: Final = ("train", "eval")
 TARGET_KINDS: Final = ("episode", "call", "response")
-POLICY_STATES: Final = ("written", "ready", "published", "serving", "retired", "rejected")
+ARMS: Final[tuple[Arm, ...]] = get_args(Arm)
 # `expired`: the update trained nothing; it consumed episodes that can never be trained any more.
 UPDATE_STATES: Final = ("running", "done", "abandoned", "expired")
 REWARD: Final = "reward"
@@ -179,6 +178,14 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
     retry_of: Annotated[UUID | None, Kept("Failed attempt that this call repeats.")] = None
     # An episode of which any call says `eval` is evaluation: it is never trained on.
     split: Annotated[Split, Kept("`train`, or `eval` for a call of an evaluation.")] = TRAIN
+    # An episode's is that of its first call: a version may get another part while episodes keep it.
+    arm: Annotated[
+        Arm | None,
+        Kept(
+            "What its episode was given, by its version then; null for a call that names its "
+            "version, for evaluation, and where nothing is trained."
+        ),
+    ] = None
     text_digest: Annotated[
         UUID | None,
         Kept(
@@ -216,7 +223,15 @@ class GapRecord(Record, frozen=True, kw_only=True, tag="gap"):
     episodes: tuple[str, ...]
 
 
-SpoolRecord = CallRecord | FeedbackRecord | GapRecord
+class LapseRecord(Record, frozen=True, kw_only=True, tag="lapse"):
+    """Mark a time in which a worker lost records of calls, and could not say of which episodes."""
+
+    id: UUID
+    since: datetime
+    until: datetime
+
+
+SpoolRecord = CallRecord | FeedbackRecord | GapRecord | LapseRecord
 
 
 class Feedback(Record, frozen=True, kw_only=True):
@@ -275,21 +290,6 @@ class Group(Record, frozen=True, kw_only=True):
     earlier: tuple[Episode, ...] = ()
 
 
-class PolicyVersion(Record, frozen=True, kw_only=True):
-    """Describe one immutable version of a policy. Version 0 is the base model.
-
-    `files_deleted` says that its files are gone, as nothing could ask for them any more.
-    """
-
-    name: str
-    version: int
-    state: PolicyState
-    served_name: str
-    adapter_path: str | None
-    update_id: UUID | None
-    files_deleted: bool = False
-
-
 class UpdateRow(Record, frozen=True, kw_only=True):
     """Describe a row of `updates`: the update's state, its parent version and the one it made."""
 
@@ -303,17 +303,7 @@ class UpdateRow(Record, frozen=True, kw_only=True):
     metrics: Mapping[str, Any]
 
 
-# Replies of an upstream that refuses a request for what it says: what the policy wrote is in it,
-# and its conversation may have outgrown the context. Other errors are of the server, or of the way
-# to it (docs/decisions/051-questions-and-outcomes.md).
-REFUSED: Final = (400, 413, 422)
-
-
-def has_failed(http_status: int | None) -> bool:
-    """Return whether an episode failed whose last call came to this status."""
-    return http_status in REFUSED
-
-
-def policy_name(policy: str, version: int, base_name: str) -> str:
-    """Return the name that a version is served under: the base model's own, or `NAME@N`."""
-    return base_name if version == 0 else f"{policy}@{version}"
+# An episode failed if its last call came to one of these: an upstream refused the request for what
+# it says. What the policy wrote is in it, and its conversation may have outgrown the context. Other
+# errors are of the server, or of the way to it (docs/decisions/051-questions-and-outcomes.md).
+FAILED: Final = (400, 413, 422)

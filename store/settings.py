@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import AfterValidator, AliasChoices, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -33,6 +34,12 @@ def address(listen: str) -> tuple[str, int]:
     """Return `HOST:PORT` as a pair; the brackets of an IPv6 host are removed."""
     host, _, port = listen.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def without_login(url: str) -> str:
+    """Return a URL without the name and password that it may hold, to tell it to anybody."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 class StoreSettings(BaseSettings):

@@ -1,11 +1,12 @@
 """Share fixtures between all tiers: a real PostgreSQL, a database a test, settings by value."""
 
 import asyncio
-import atexit
-import gc
 import os
+import shutil
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,29 @@ from hypothesis import HealthCheck, settings
 from sqlalchemy.ext.asyncio import AsyncEngine
 from xdist.scheduler import LoadScopeScheduling
 
+from pawl.imports import large_imports
 from store.connection import engine as engines
 from store.connection.engine import make_engine
-from store.embedded.server import EmbeddedPostgres
+from store.embedded.server import DATABASE, EmbeddedPostgres
+from store.embedded.sharing import Wait, take_turn
 from store.schema.migrate import upgrade
 
 ROOT = Path(__file__).parents[1]
 DROPS = 12
+MEMORY = Path("/dev/shm")
+IN_MEMORY = "pawl-tests-"
+MUCH_ROOM = 4 * 2**30
+# A worker waits so long for the cluster that another makes.
+MADE_S = 600.0
 # Read when torch is first imported, here and in the servers and trainers that tests start. Threads
 # of OpenMP that wait for each other in turns of their own burn the cores that others need: beside
 # them, updates of a tiny model take eighteen times the processor time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Read by the wheel's build, here and in processes: its tests are about what Cython makes of the
+# sources. With the optimization of a deployed wheel, building it takes three times as long.
+os.environ.setdefault("COMPILED_PROXY_OPTIMIZATION", "-O0")
+# Without byte code, each worker rewrites the assertions of all tests anew, and compiles them.
+sys.dont_write_bytecode = False
 
 # A machine busy with something else is no reason for a test to fail.
 # A busy machine generates slowly; that says nothing about the code.
@@ -37,13 +50,17 @@ settings.register_profile("long", deadline=None, max_examples=50_000, print_blob
 settings.load_profile("pawl")
 
 
+# Their files share a stack with a real vLLM.
+SHARING = {"tests/e2e", "tests/e2e/any_model"}
+
+
 class ByFile(LoadScopeScheduling):
-    """Keep the tests of a file together, and the files that share the vLLM of `tests/e2e`."""
+    """Keep the tests of a file together, and the files of a folder that share a stack."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         folder = file.rpartition("/")[0]
-        return folder if folder == "tests/e2e" else file
+        return folder if folder in SHARING else file
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -59,12 +76,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
 
 
-def pytest_collection_finish() -> None:
-    """Exempt from garbage collection what was imported for the tests: it lives as long as they."""
-    gc.collect()
-    gc.freeze()
-    # Else triton's binding reports all that it has as leaked.
-    atexit.register(gc.unfreeze)
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without garbage collection, and exempt what is made: it lives as long as the tests.
+
+    Each worker collects all tests, before the first of them can begin.
+    """
+    with large_imports():
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -85,9 +104,59 @@ def _patient_connections() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
+def migrated_cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the files of a PostgreSQL with the schema in `pawl`, once for all workers."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cluster"
+    folder.mkdir(exist_ok=True)
+    server, made = EmbeddedPostgres(folder), folder / "made"
+    turn = take_turn(folder / "turn", Wait(MADE_S, lambda: False), "the cluster of another worker")
+    try:
+        if not made.exists():
+            asyncio.run(upgrade(server.ensure_running()))
+            server.stop()
+            made.touch()
+    finally:
+        turn.release()
+    return server.folder
+
+
+def copy_cluster(cluster: Path, folder: Path) -> None:
+    """Copy a cluster's files for a server in `folder`; they stay the property of its user."""
+    command = ["cp", "--archive", "--reflink=auto", str(cluster), str(folder)]
+    subprocess.run(command, check=True)
+
+
+@contextmanager
+def folder_in_memory() -> Iterator[Path]:
+    """Make a folder that is gone in the end: in memory if there is much room, or on the disk.
+
+    Each test's database is five hundred files, which a disk's file system makes and deletes at
+    twice the processor time.
+    """
+    memory = None
+    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > MUCH_ROOM:
+        memory = MEMORY
+        for left in MEMORY.glob(f"{IN_MEMORY}*"):
+            # By workers that were killed.
+            if not Path("/proc", left.name.removeprefix(IN_MEMORY).partition("-")[0]).exists():
+                shutil.rmtree(left, ignore_errors=True)
+    prefix = f"{IN_MEMORY}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=memory) as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="session")
+def postgres(migrated_cluster: Path) -> Iterator[EmbeddedPostgres]:
     """Start the real server, once a session."""
-    server = EmbeddedPostgres(tmp_path_factory.mktemp("pg"))
+    with folder_in_memory() as folder:
+        copy_cluster(migrated_cluster, folder)
+        yield from running_server(folder)
+
+
+def running_server(folder: Path) -> Iterator[EmbeddedPostgres]:
+    """Run the server of the cluster in `folder`."""
+    server = EmbeddedPostgres(folder)
     server.ensure_running()
     # What is committed outlives the server's processes all the same; no test ends the machine.
     owner = Psql(server)
@@ -156,11 +225,9 @@ def url_of(server: EmbeddedPostgres, database: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def template(postgres: EmbeddedPostgres, psql: Psql) -> str:
-    """Migrate a database that the tests' own are copied from."""
-    psql("CREATE DATABASE template_pawl")
-    asyncio.run(upgrade(url_of(postgres, "template_pawl")))
-    return "template_pawl"
+def template() -> str:
+    """Name the migrated database that the tests' own are copied from; nobody uses it itself."""
+    return DATABASE
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from store.policy_table import PolicySpec, PolicyTable
 from store.records import Record
+from store.tenants import DEFAULT
 from trainer.errors import TrainerError
 from trainer.recipes.recipe import Recipe, load_recipe
 from trainer.settings import TrainerSettings
@@ -18,7 +19,7 @@ class Chosen(Record, frozen=True, kw_only=True):
     `policy` is None if the model server's base model is the policy. `base` is the name that the
     model server has for the base model; None: the policy's own. `together` are the policies that
     must go live together, this one among them, if any must. `known` are all trained policies of the
-    file, also those of other trainers; empty without one.
+    file, also those of other trainers; empty without one. `tenant` is whose the policy is.
     """
 
     policy: str | None
@@ -26,6 +27,7 @@ class Chosen(Record, frozen=True, kw_only=True):
     recipe: str
     together: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
+    tenant: str = DEFAULT
 
 
 def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tuple[Chosen, ...]:
@@ -61,6 +63,7 @@ def chosen_policies(settings: TrainerSettings, table: PolicyTable | None) -> tup
             recipe=trained[name].recipe or settings.recipe,
             together=together if len(together := table.live_together(name)) > 1 else (),
             known=tuple(trained),
+            tenant=trained[name].tenant,
         )
         for name in names
     )
@@ -99,7 +102,23 @@ def load_recipes(chosen: Sequence[Chosen]) -> list[Recipe]:
                     f" {first!r} and {other!r}, and they share one base model: set the same, or"
                     " start a trainer for each with PAWL_POLICY"
                 )
+    for one, recipe in zip(chosen, recipes, strict=True):
+        check_gate(one, recipe)
     return recipes
+
+
+def check_gate(chosen: Chosen, recipe: Recipe) -> None:
+    """Refuse a gate for a policy whose versions go live together with others'.
+
+    Raises:
+        TrainerError: it has both.
+    """
+    if recipe.gate.is_gated and chosen.together:
+        raise TrainerError(
+            f"policy {chosen.policy!r} has publish_with, and its recipe {chosen.recipe!r} has"
+            ' gate.mode = "gated": a gate decides about one policy at a time; set gate.mode ='
+            ' "immediate", or leave publish_with out'
+        )
 
 
 def _value(recipe: Recipe, key: str) -> object:
@@ -108,17 +127,29 @@ def _value(recipe: Recipe, key: str) -> object:
     return recipe.batch.gradient_checkpointing
 
 
-def importing_policy(settings: TrainerSettings, table: PolicyTable | None, name: str) -> Chosen:
+def importing_policy(
+    settings: TrainerSettings, table: PolicyTable | None, name: str, tenant: str | None = None
+) -> Chosen:
     """Return what a trainer of policy `name` trains, which gets an adapter from elsewhere.
 
+    With `tenant`, the policies of others are as if there were none of their names.
+
     Raises:
-        TrainerError: the file of policies has no such policy, or the policy is not trained.
+        TrainerError: the file of policies has no such policy, or the policy is not trained; or
+            there is no file, and so none that is another tenant's than the default one's.
     """
-    trained = None if table is None else [spec.name for spec in table.specs if spec.trained]
-    if trained is not None and name not in trained:
+    if table is None and tenant not in (None, DEFAULT):
         raise TrainerError(
-            f"{settings.policies} has no policy {name!r} with trained = true, and no other has"
-            f" versions: name one of these, or add it there: {', '.join(trained) or 'none'}"
+            f"without a file of policies (PAWL_POLICIES) all are of tenant {DEFAULT!r}, and so"
+            f" there is no policy {name!r} of tenant {tenant!r}"
+        )
+    specs = () if table is None else table.specs
+    whose = "" if tenant is None else f" of tenant {tenant!r}"
+    trained = [one.name for one in specs if one.trained and tenant in (None, one.tenant)]
+    if table is not None and name not in trained:
+        raise TrainerError(
+            f"{settings.policies} has no policy {name!r}{whose} with trained = true, and no other"
+            f" has versions: name one of these, or add it there: {', '.join(trained) or 'none'}"
         )
     [chosen] = chosen_policies(settings.model_copy(update={"policy": name}), table)
     return chosen

@@ -23,8 +23,20 @@ class AdapterError(TrainerError):
     """Report that files differ from their manifest, or that a version exists already."""
 
 
+class FileMissing(AdapterError):
+    """Report that a file of a version is not there."""
+
+
 class PublishError(TrainerError):
     """Report that a version could not be loaded, or that it is not served correctly."""
+
+
+class FilesAltered(PublishError):
+    """Report that a version is not loaded, because its files are not those that were written."""
+
+
+class FilesUnread(TrainerError):
+    """Report that a version's files cannot be read for now; it is tried again, nothing is spent."""
 
 
 class UpstreamAway(TrainerError):

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from uuid import UUID
 
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.policy_table import open_policies
-from store.records import PolicyVersion
 from store.updates import claims
 from store.updates.claims import IMPORTED_FROM
+from store.versions import PolicyVersion
+from trainer.alone import base_model, hold_alone
 from trainer.batches.rows import Row
-from trainer.chosen import Chosen, importing_policy
-from trainer.errors import AdapterError, PublishError, TrainerError, UpstreamAway
+from trainer.chosen import check_gate, importing_policy
+from trainer.errors import AdapterError, FilesUnread, PublishError, UpstreamAway
 from trainer.learners.learner import Learner
 from trainer.learners.protocol import LearnerProtocol
 from trainer.publishing import adapters
@@ -39,15 +41,17 @@ from trainer.updates.recovery import Recovery
 from trainer.updates.training import Training
 from trainer.updates.versions import Versions, begin_policy
 
+log = structlog.get_logger()
+
 
 async def import_adapter(
     settings: TrainerSettings, engine: AsyncEngine, name: str, directory: Path
 ) -> PolicyVersion:
     """Make the PEFT adapter in `directory` the next version of policy `name`, and publish it.
 
-    Return the version. It is `serving`, or `ready` if it waits for other policies' versions, or
-    `written` if a model server does not answer: then the policy's trainer publishes it as soon as
-    it starts.
+    Return the version. It is `serving`, or `ready` if it waits for other policies' versions, or a
+    `candidate` if the recipe has a gate, or `written` if a model server does not answer: then the
+    policy's trainer publishes it as soon as it starts.
 
     Raises:
         TrainerError: the adapter cannot be a version of the policy, or is not served correctly, or
@@ -55,12 +59,13 @@ async def import_adapter(
     """
     chosen = importing_policy(settings, open_policies(settings.policies), name)
     recipe = load_recipe(chosen.recipe)
+    check_gate(chosen, recipe)
     config = read_config(directory)
     _refuse(directory, why_not_plain(config, recipe.lora))
     async with engine.connect() as guard, Replicas(settings.server_urls) as servers:
         try:
-            await _hold_policy(guard, name)
-            model = await _base_model(settings, chosen, name, servers)
+            await hold_alone(guard, name, "import")
+            model = await base_model(settings, chosen, name, servers)
             if not _names_base_by_hash(directory):
                 _refuse(directory, why_another_base(config, model))
             learner = await asyncio.to_thread(
@@ -68,10 +73,12 @@ async def import_adapter(
             )
             rows = await asyncio.to_thread(learner.adopt, directory)
             await claims.still_connected(guard)
-            await begin_policy(engine, name, chosen.base, settings.policies)
+            await begin_policy(engine, name, chosen.base, settings.policies, chosen.tenant)
             imported = Import(settings, recipe, engine, learner, name)
             number = await imported.write(directory, rows)
-            publisher = Publisher(engine, servers, name, recipe.publish, chosen.together)
+            publisher = Publisher(
+                engine, servers, name, recipe.publish, chosen.together, gate=recipe.gate
+            )
             return await imported.publish(publisher, number)
         finally:
             # Else the pool would keep the connection, and with it the hold on the policy.
@@ -144,51 +151,24 @@ class Import:
             _refuse(directory, f"{serving.served_name} has its weights and serves: all is done")
 
     async def publish(self, publisher: Publisher, number: int) -> PolicyVersion:
-        """Publish version `number`, and return it; it stays `written` if a server is away.
+        """Publish version `number`, and return it.
+
+        It stays `written` if a server is away, or if its files cannot be read for now.
 
         Raises:
             PublishError: it was rejected.
         """
         try:
             why = await self._recovery.publish_written(publisher)
-        except UpstreamAway:
+        except (UpstreamAway, FilesUnread) as error:
             why = None
+            log.warning("version_waits", version=number, reason=str(error))
         version = await self._versions.numbered(number)
         if why is not None:
             raise PublishError(
                 f"{version.served_name} was rejected, and the version before it serves on: {why}"
             )
         return version
-
-
-async def _hold_policy(guard: AsyncConnection, name: str) -> None:
-    if not await claims.hold_policy(guard, name):
-        raise TrainerError(
-            f"policy {name!r} is being worked on, by its trainer or another import, and only one"
-            " may write its versions: stop it, import again, and start it again"
-        )
-
-
-async def _base_model(
-    settings: TrainerSettings, chosen: Chosen, name: str, servers: Replicas
-) -> str:
-    """Return the folder or name of the policy's base model."""
-    base = chosen.base or name
-    try:
-        listed = await servers.models()
-    except UpstreamAway as error:
-        if settings.model is not None:
-            return settings.model
-        raise TrainerError(
-            f"{error}, and no other can tell the base model of policy {name!r}: start it, or set"
-            " PAWL_MODEL to the model's folder or name"
-        ) from error
-    if base not in listed:
-        raise TrainerError(
-            f"the base model of policy {name!r} is {base!r}, but the model server serves"
-            f" {', '.join(sorted(listed))}: name a policy of that model, or serve the other"
-        )
-    return settings.model or str(listed[base]["root"])
 
 
 def _names_base_by_hash(directory: Path) -> bool:

@@ -12,15 +12,14 @@ version, bit by bit, however often it is begun.
 import asyncio
 from time import perf_counter
 
-import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.errors import TurnedEvaluation
-from store.records import PolicyVersion
+from store.errors import ClaimSpoilt
 from store.updates import signal
 from store.updates.claims import Claim
 from store.updates.faults import note_fault
+from store.versions import PolicyVersion
 from trainer.errors import DriftOutOfBounds, LearnerError, ShortOfMemory
 from trainer.learners.protocol import LearnerProtocol
 from trainer.metrics import HELD, UPDATE_SECONDS
@@ -33,11 +32,10 @@ from trainer.updates.claiming import Claiming
 from trainer.updates.ending import Ending
 from trainer.updates.expiring import Expiring
 from trainer.updates.holding import Holding
-from trainer.updates.plan import Plan, claim_rule, plan_update
-from trainer.updates.recomputed import with_logprobs
+from trainer.updates.plan import Plan, claim_rule
+from trainer.updates.planning import Planning
 from trainer.updates.recording import Recording
 from trainer.updates.recovery import Recovery
-from trainer.updates.staleness import looks_like_a_fault, smallest_in, too_far
 from trainer.updates.training import Training
 from trainer.updates.trial import Trial
 from trainer.updates.versions import Versions
@@ -75,6 +73,7 @@ class Loop:
         self._ending = Ending(recipe.optimizer)
         self._versions = Versions(engine, self._folder, policy)
         self._training = Training(learner, self._folder, self._versions)
+        self._planning = Planning(self._training, recipe, self._try_servers)
         self._recording = Recording(engine, policy)
         self._holding = holding or Holding()
         folder = version_folder(self._folder, policy, 0).parent
@@ -156,7 +155,7 @@ class Loop:
             return False
         # Only after the look above: another trainer may let this policy's version go live, and this
         # one alone makes any wait.
-        parent = await self._versions.serving()
+        parent = await self._parent()
         await self._expiring.expire(parent.version)
         if self._ending.has_come(self._versions.folder(parent.version)):
             return False
@@ -169,6 +168,12 @@ class Loop:
         UPDATE_SECONDS.labels(self._policy).observe(perf_counter() - started)
         return True
 
+    async def _parent(self) -> PolicyVersion:
+        """Return the version to train on from: with a gate, training goes on while that decides."""
+        if self._recipe.gate.is_gated:
+            return await self._versions.head()
+        return await self._versions.serving()
+
     async def _update_from(self, parent: PolicyVersion) -> bool:
         """Claim until an update of `parent` comes to its end; return False if too few are ready."""
         while not self._holding.is_held:
@@ -180,7 +185,7 @@ class Loop:
             except LearnerError as error:
                 await self._claiming.undo(claim.update_id, error)
                 await self._weigh(error)
-            except TurnedEvaluation as error:
+            except ClaimSpoilt as error:
                 await self._recovery.give_up(claim.update_id, str(error))
             else:
                 return True
@@ -232,43 +237,12 @@ class Loop:
             LearnerError: it cannot be computed; the claim still runs.
         """
         number = await self._versions.next_number()
-        plan = await self._plan(claim, parent)
+        plan = await self._planning.plan(claim, parent.version)
         log.info("update_begun", update=str(claim.update_id), version=number, **plan.metrics)
         if not plan.rows:
             await self._recording.without_version(claim, plan)
             return
         await self._make_version(claim, plan, parent, number)
-
-    async def _plan(self, claim: Claim, parent: PolicyVersion) -> Plan:
-        """Plan an update of `parent`, without the episodes that the policy is too far from.
-
-        Its rows have all their log-probabilities.
-
-        Raises:
-            LearnerError: some rows cannot be computed with, or most were sampled by a server that
-                is at fault.
-        """
-        if self._recipe.kept is not None:
-            # Nothing is compared with what sampled the rows.
-            return plan_update(claim, self._recipe)
-        lost = await self._training.lost_versions(claim)
-        unreplayed = await self._training.unreplayed(claim)
-        plan = plan_update(claim, self._recipe, lost, unreplayed)
-        if not plan.rows:
-            return plan
-        limits = self._recipe.off_policy
-        whole, shares = await self._training.measure(parent.version, plan.rows, limits.ratio_cap)
-        far = too_far(shares, limits.min_effective_sample)
-        if looks_like_a_fault(shares, far):
-            await self._try_servers(len(far), len(shares))
-        if far:
-            plan = plan_update(claim, self._recipe, lost, unreplayed, far)
-        logprobs = {row.key: row.sampled_logprobs for row in whole}
-        return msgspec.structs.replace(
-            plan,
-            rows=tuple(with_logprobs(plan.rows, logprobs)),
-            metrics=plan.metrics | smallest_in(shares),
-        )
 
     async def _try_servers(self, far: int, measured: int) -> None:
         """Try the model servers before so many episodes are spent as too far off the policy.
@@ -305,7 +279,7 @@ class Loop:
         folder = await self._training.write(new)
         await self._recording.with_version(claim, plan, metrics, number, folder)
         version = await self._versions.numbered(number)
-        why = await self._publisher.try_to_publish(version, parent.served_name, probe)
+        why = await self._recovery.publish(self._publisher, version, probe)
         if why is None:
             self._holding.note_success()
         else:

@@ -67,4 +67,6 @@ NEXT_VERSION = Gauge(
     "Seconds until even intervals allow the policy's next version: 0 where they do.",
     ["policy"],
 )
-VERSION = Gauge("pawl_trained_version", "Newest version that was promoted.", ["policy"])
+VERSION = Gauge(
+    "pawl_trained_version", "Newest version that was promoted, by whomever.", ["policy"]
+)

@@ -8,6 +8,7 @@ from typing import Final
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.updates import claims
+from trainer.errors import FilesUnread
 from trainer.trainee import Trainee
 from trainer.turns import Waiting, in_turn
 
@@ -36,7 +37,8 @@ class Rounds:
         """Run one update after the other; return after the first with `once`.
 
         Raises:
-            Exception: what the last of the policies failed of that could still be worked on.
+            Exception: what the last of the policies failed of that could still be worked on; not
+                where files of one could not be read, which may pass.
         """
         while True:
             await claims.still_connected(self._guard)
@@ -73,5 +75,11 @@ class Rounds:
 
     def _stop_if_all_failed(self) -> None:
         failures = [one.failure for one in self._trainees.values()]
-        if failures[-1] is not None and None not in failures:
-            raise failures[-1]
+        last = failures[-1]
+        if last is not None and not any(why is None or _passes(why) for why in failures):
+            raise last
+
+
+def _passes(why: Exception) -> bool:
+    """Return whether a failure may end without anybody doing something."""
+    return isinstance(why, FilesUnread)

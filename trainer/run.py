@@ -198,9 +198,11 @@ def _trainee(
         The first time the model servers are tried before anything is claimed or published.
         """
         nonlocal is_checked
-        await begin_policy(engine, policy, chosen.base, settings.policies)
+        await begin_policy(engine, policy, chosen.base, settings.policies, chosen.tenant)
         known = chosen.known or (policy,)
-        publisher = Publisher(engine, servers, policy, recipe.publish, chosen.together, known)
+        publisher = Publisher(
+            engine, servers, policy, recipe.publish, chosen.together, known, recipe.gate
+        )
         loop = Loop(settings, recipe, engine, publisher, learner, policy, holding)
         if not is_checked:
             # Its episodes are free, or spent, whether a server answers or not.

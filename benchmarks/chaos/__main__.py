@@ -4,7 +4,8 @@
 are started; one of three things is done (`--kills`, `--outage`, `--calls`), and what the
 clients saw is compared with what is stored. Between kills the spool's disk, a small one of its
 own, is full or gives I/O errors for a moment, and one record in 200 is poison; `--plain` leaves
-that out, and needs neither root nor a C compiler.
+that out, and needs neither root nor a C compiler. With `--full` the disk also stays full for so
+many seconds, while workers, keeper and supervisor are killed.
 
 `--target trainer`: a ledger of scored episodes is trained twice, once by a `pawl trainer` that
 is left alone and once by one that is killed (`--kills`), at boundaries of its steps and at
@@ -63,16 +64,18 @@ def main() -> None:
 
 def _of_the_proxy(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
     faults = not (options.calls or options.outage or options.plain)
+    if options.full and not faults:
+        raise SystemExit("--full fills the disk: leave out --plain, --calls and --outage")
     with standing(folder, options.workers, faults=faults) as stand:
         if options.calls:
             return {"memory": asyncio.run(memory(stand, options.calls))}
         if options.outage:
             return {"outage": asyncio.run(outage(stand, options.outage))}
-        return {"kills": asyncio.run(kills(stand, options.kills, options.seed))}
+        return {"kills": asyncio.run(kills(stand, options.kills, options.seed, options.full))}
 
 
 def _of_the_trainer(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    if options.calls or options.outage:
+    if options.calls or options.outage or options.full:
         raise SystemExit("--target trainer is killed, and nothing else: give it --kills")
     found = trainer_kills(
         folder,
@@ -124,6 +127,12 @@ def _options() -> argparse.Namespace:
     others.add_argument(
         "--vllm", action="store_true", help="the model server beside the trainer is a real vLLM"
     )
+    parser.add_argument(
+        "--full",
+        type=float,
+        default=0.0,
+        help="of the proxy: kill also while the disk is full, for so many seconds (0)",
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the moments and victims (1)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--kills", type=int, default=100, help="kill -9 so many times (100)")
@@ -139,7 +148,7 @@ def broken_promises(found: dict[str, Any]) -> list[str]:
         *("missing", "twice", "failed", "failed_otherwise", "scrapes_off", "scrapes_failed"),
         *("lost", "spent_otherwise", "states_differ", "files_differ", "by_themselves"),
         *("ended_by_itself", "stalled", "dropped_uncounted", "poison_not_dead", "of_untrained"),
-        *("not_loaded", "not_found"),
+        *("not_loaded", "not_found", "not_aside"),
     )
     broken = [f"{name}: {_counted(found[name])}" for name in nothing if found.get(name)]
     if found.get("drain_s", 0.0) is None:

@@ -3,8 +3,9 @@
 With faults, the spool's disk is full or gives I/O errors for a while between two kills, and one
 call in 200 gets a reply that is hard to keep. A call that is answered meanwhile is stored, or its
 record was refused by the disk: then a counter counts it, and the ledger says that its episode
-misses a call. A worker keeps in its memory which episodes these are until the disk takes a record
-again, so that nothing is killed before that.
+misses a call, or that calls of that time were lost (a lapse). After a short fault nothing is killed
+until calls are recorded again, so that the ledger has the names. With `full_s` the disk is also
+full for that long once, and processes are killed meanwhile: what they had in memory is gone.
 """
 
 import asyncio
@@ -28,6 +29,8 @@ AT_ONCE: Final = 16
 PAUSE_S: Final = 0.02
 QUIET_S: Final = (0.05, 1.0)
 FAULT_S: Final = (0.3, 1.5)
+# What is killed while the disk stays full.
+ON_FULL_DISK: Final[tuple[Part, ...]] = ("worker", "worker", "keeper", "supervisor")
 # One fault to so many kills, and one of each kind at least.
 KILLS_A_FAULT: Final = 4
 # Every worker that has calls has told the ledger of what it missed after so many more of them.
@@ -56,33 +59,46 @@ class Happened:
     kills: list[Kill] = field(default_factory=list)
     faults: Counter[Fault] = field(default_factory=Counter)
     laid: Laid = field(default_factory=Laid)
+    # From when to when (monotonic) what was counted went with a supervisor, before it was read.
+    uncounted: list[tuple[float, float]] = field(default_factory=list)
     # Where it did not go on as it should: not ready again, too few calls answered, not stopped.
     stalled: list[str] = field(default_factory=list)
 
 
-async def kills(stand: Stand, count: int, seed: int) -> dict[str, Any]:
-    """Kill so many times; what it cost. The disk fails too where the stand has one of its own."""
+async def kills(
+    stand: Stand, count: int, seed: int, full_s: float = 0.0, pause_s: float = PAUSE_S
+) -> dict[str, Any]:
+    """Kill so many times; what it cost. The disk fails too where the stand has one of its own.
+
+    Args:
+        stand: the processes.
+        count: number of kills.
+        seed: chooses what is killed when.
+        full_s: for how many seconds the disk stays full once, while more is killed.
+        pause_s: how long each of `AT_ONCE` clients waits after a call, in seconds.
+    """
     dice = random.Random(seed)
     await stand.ready()
     load = Load(
         stand.port,
         at_once=AT_ONCE,
-        pause_s=PAUSE_S,
+        pause_s=pause_s,
         calls_per_episode=1,
         poisoned=stand.disk is not None,
     )
     scrapes, done = Scrapes(), Happened()
     watching = asyncio.create_task(scraping(stand.admin, scrapes))
     load.start()
-    for event in _events(count, dice, faulty=stand.disk is not None):
-        await asyncio.sleep(dice.uniform(*QUIET_S))
-        try:
+    try:
+        if full_s:
+            await _kill_on_full_disk(stand, full_s, load, done, dice, scrapes)
+        for event in _events(count, dice, faulty=stand.disk is not None):
+            await asyncio.sleep(dice.uniform(*QUIET_S))
             # Counts begin again at 0 with a new supervisor: they are read before one is killed.
             await scrape(stand.admin, scrapes)
             await _happen(event, stand, load, done, dice)
-        except NotReady as error:
-            done.stalled.append(str(error))
-            break
+    except NotReady as error:
+        done.stalled.append(str(error))
     await load.stop()
     watching.cancel()
     drain_s = await drained(stand.admin, scrapes, within_s=DRAIN_S)
@@ -119,8 +135,10 @@ async def _happen(
         _poison(stand, load.outcome, done, dice)
 
 
-async def _kill(stand: Stand, done: Happened, dice: random.Random) -> None:
-    part = dice.choice(PARTS)
+async def _kill(
+    stand: Stand, done: Happened, dice: random.Random, parts: Sequence[Part] = PARTS
+) -> None:
+    part = dice.choice(parts)
     began = time.monotonic()
     await stand.kill(part, dice.randrange(stand.workers))
     done.kills.append(Kill(part, began, time.monotonic()))
@@ -133,6 +151,37 @@ async def _fail(
     assert stand.disk is not None
     await stand.disk.suffer(fault, dice.uniform(*FAULT_S))
     done.faults[fault] += 1
+    await _recorded_again(stand, fault, load, done)
+
+
+async def _kill_on_full_disk(
+    stand: Stand,
+    seconds: float,
+    load: Load,
+    done: Happened,
+    dice: random.Random,
+    scrapes: Scrapes,
+) -> None:
+    """Keep the disk full for so long, and kill what serves and stores meanwhile."""
+    assert stand.disk is not None
+    await load.reached(CALLS_AFTER_FAULT)
+    full = asyncio.create_task(stand.disk.suffer("full disk", seconds))
+    try:
+        while not full.done():
+            await asyncio.sleep(dice.uniform(*QUIET_S))
+            read = time.monotonic()
+            await scrape(stand.admin, scrapes)
+            await _kill(stand, done, dice, ON_FULL_DISK)
+            if done.kills[-1].part == "supervisor":
+                done.uncounted.append((read, done.kills[-1].at + SLACK_S))
+    finally:
+        await full
+    done.faults["full disk"] += 1
+    await _recorded_again(stand, "full disk", load, done)
+
+
+async def _recorded_again(stand: Stand, fault: Fault, load: Load, done: Happened) -> None:
+    """Wait until the fault is over, and told of by every worker that has calls."""
     await stand.ready()
     try:
         async with asyncio.timeout(CALLS_WITHIN_S):
@@ -159,14 +208,19 @@ async def _compared(
     found = await kept(stand.url, list(answered), own_episodes=True)
     if stand.disk is None:
         return {"stored": found.stored, "missing": found.missing, "twice": found.twice}
-    ended = await ends(stand.url, stand.spool, answered)
+    ended = await ends(stand.url, stand.spool, answered, outcome.times())
+    uncounted = sum(any(a <= at <= b for a, b in done.uncounted) for at, _ in outcome.took)
+    dropped = len(ended.marked) + len(ended.lapsed) - uncounted
     return {
         "stored": found.stored,
         "missing": len(ended.missing),
         "twice": found.twice,
         "faults": dict(done.faults),
         "dropped_and_marked": len(ended.marked),
-        "dropped_uncounted": max(0, len(ended.marked) - int(scrapes.dropped)),
+        "dropped_in_lapses": len(ended.lapsed),
+        "lapses": ended.lapses,
+        "not_aside": ended.not_aside,
+        "dropped_uncounted": max(0, dropped - int(scrapes.dropped)),
         "poisoned_calls": len(outcome.poisoned),
         "poisoned_calls_dead": len(ended.dead),
         "poisoned_segments": len(done.laid.poisoned),

@@ -3,19 +3,28 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
 import asyncpg
 
 from proxy.calls.capture import CapturedCall
 from proxy.spool.segments import decode_payload
+from store.ids import time_of
+from store.link.lapses import SLACK
 from store.write.gaps import LOST_CALL
 
 _REPEATED: Final = """
     SELECT coalesce(sum(times - 1), 0) FROM
       (SELECT count(*) AS times FROM transitions GROUP BY episode_id) AS found
 """
+# Episodes that were under way in a lapse, and may be trained on all the same.
+_NOT_ASIDE: Final = """
+    SELECT count(*) FROM episodes e WHERE quarantined_reason IS NULL AND EXISTS (
+        SELECT FROM lapses WHERE e.last_call_at >= called_since AND e.first_call_id < began_before)
+"""
+# When a call began and ended, Unix time in seconds.
+Times = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +58,20 @@ class Ends:
 
     # The disk refused the record, and the ledger says that the episode misses a call.
     marked: list[str]
+    # The disk refused it while a lapse lasted: the ledger says that calls of that time were lost.
+    lapsed: list[str]
     # The record cannot be read or stored, and lies beside the spool with the reason.
     dead: list[str]
     missing: list[str]
+    lapses: int
+    # How many episodes of the time of a lapse were not set aside.
+    not_aside: int
 
 
-async def ends(url: str, spool: Path, answered: Mapping[str, str]) -> Ends:
-    """Find where each call ended; `answered` is by call its episode."""
+async def ends(
+    url: str, spool: Path, answered: Mapping[str, str], times: Mapping[str, Times]
+) -> Ends:
+    """Find where each call ended; `answered` is by call its episode, and `times` when it was."""
     connection = await asyncpg.connect(url)
     try:
         wanted = [UUID(call) for call in answered]
@@ -68,11 +84,37 @@ async def ends(url: str, spool: Path, answered: Mapping[str, str]) -> Ends:
             LOST_CALL,
         )
         marked = {row["key"] for row in rows}
+        lapses = await _lapses(connection)
+        not_aside = int(await connection.fetchval(_NOT_ASIDE))
     finally:
         await connection.close()
     dead = sorted(gone & dead_calls(spool))
     lost = sorted(call for call in gone.difference(dead) if answered[call] in marked)
-    return Ends(marked=lost, dead=dead, missing=sorted(gone.difference(dead, lost)))
+    unnamed = gone.difference(dead, lost)
+    lapsed = sorted(call for call in unnamed if call in times and within(times[call], lapses))
+    return Ends(
+        marked=lost,
+        lapsed=lapsed,
+        dead=dead,
+        missing=sorted(unnamed.difference(lapsed)),
+        lapses=len(lapses),
+        not_aside=not_aside,
+    )
+
+
+async def _lapses(connection: Any) -> list[Times]:
+    """Return from when to when each lapse was, without the time that is added at both ends."""
+    rows = await connection.fetch("SELECT called_since, began_before FROM lapses")
+    return [
+        ((since + SLACK).timestamp(), (time_of(before) - SLACK).timestamp())
+        for since, before in rows
+    ]
+
+
+def within(call: Times, lapses: Sequence[Times]) -> bool:
+    """Return whether a call may have been recorded in a lapse: it ended in it, or just after."""
+    began, ended = call
+    return any(since <= ended and began <= until for since, until in lapses)
 
 
 def dead_calls(spool: Path) -> set[str]:

@@ -40,6 +40,15 @@ class Outcome:
     poisoned: list[str] = field(default_factory=list)
     # When each of them ended (monotonic), and how long it took.
     took: list[tuple[float, float]] = field(default_factory=list)
+
+    def times(self) -> dict[str, tuple[float, float]]:
+        """Return when each complete call began and ended, as Unix time in seconds."""
+        ahead = time.time() - time.monotonic()
+        return {
+            call: (at - took + ahead, at + ahead)
+            for call, (at, took) in zip(self.complete, self.took, strict=True)
+        }
+
     # Calls that were sent and have no whole reply: when, and why.
     failed: list[tuple[float, str]] = field(default_factory=list)
     # Connections that could not be made: nothing was sent, the client tries again.

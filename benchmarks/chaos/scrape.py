@@ -1,4 +1,4 @@
-"""Read `/metrics` again and again: do the four outcomes add up to what was recorded?"""
+"""Read `/metrics` again and again: do the outcomes add up to what was recorded?"""
 
 import asyncio
 import math
@@ -15,6 +15,7 @@ OUTCOMES: Final = (
     SPOOLED,
     "pawl_records_dead_lettered_total",
     DROPPED,
+    "pawl_records_deleted_total",
 )
 EVERY_S: Final = 0.25
 
@@ -46,7 +47,7 @@ class Scrapes:
 
 
 def adds_up(samples: dict[str, float]) -> bool:
-    """Return whether recorded = stored + spooled + dead letters + dropped."""
+    """Return whether recorded = stored + spooled + dead letters + dropped + deleted."""
     return samples.get(RECORDED, 0.0) == sum(samples.get(name, 0.0) for name in OUTCOMES)
 
 

@@ -13,9 +13,8 @@ from benchmarks.stitching.server import Exchange
 from proxy.door.routes import Kind, Route
 from proxy.formats.base import ModelRequest, ReplySummary, WireFormat
 from proxy.formats.registry import FORMATS
-from proxy.identity.fingerprints import RESPONSE, provided_fingerprints
 from proxy.identity.identify import Identity, identify, retry_count
-from proxy.identity.stitch import CallMemory
+from proxy.identity.stitch import RESPONSE, CallMemory, provided_fingerprints
 from store.ids import new_id
 
 

@@ -1,10 +1,13 @@
 """Share what several commands need: options that select episodes, and the end with status 2."""
 
+import re
 import sys
 from datetime import datetime
 from typing import Annotated, NoReturn
 
 import typer
+
+from store.tenants import PATTERN
 
 Since = Annotated[
     datetime | None,
@@ -18,6 +21,25 @@ def fail(message: str) -> NoReturn:
     """End with status 2, after one line on standard error."""
     print(f"pawl: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def a_tenant(name: str | None) -> str | None:
+    """Return what `--tenant` names, or end with status 2 if it cannot be a tenant's name."""
+    if name is not None and not re.fullmatch(PATTERN, name):
+        fail(
+            f"--tenant: {name!r:.80} cannot be a tenant's name: write 1 to 64 letters, digits, "
+            "'.', '_' and '-', the first of them a letter or a digit"
+        )
+    return name
+
+
+# Whoever has the database sees what is everybody's: this narrows it.
+OfTenant = Annotated[
+    str | None,
+    typer.Option(
+        "--tenant", callback=a_tenant, help="Only what is this tenant's; default: everybody's."
+    ),
+]
 
 
 def require_torch() -> None:

@@ -8,7 +8,7 @@ from uuid import UUID
 
 import typer
 
-from pawl.commands.common import OfAgent, OfPolicy, Since, fail, with_zone
+from pawl.commands.common import OfAgent, OfPolicy, OfTenant, Since, fail, with_zone
 from pawl.settings import StackSettings, read_settings, refuse_unread
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def export(
     since: Since = None,
     agent: OfAgent = None,
     policy: OfPolicy = None,
+    tenant: OfTenant = None,
     out: Annotated[
         Path | None, typer.Option(help="File to write; default: standard output.")
     ] = None,
@@ -45,9 +46,9 @@ def export(
     """
     from pawl.export import Selection, export, export_curve
 
-    if curve and (since is not None or agent is not None):
-        fail("a curve is of all evaluation: leave out --since and --agent")
-    selection = Selection(since=with_zone(since), agent=agent, policy=policy)
+    if curve and any(option is not None for option in (since, agent)):
+        fail("a curve is of all evaluation of a policy: leave out --since and --agent")
+    selection = Selection(since=with_zone(since), agent=agent, policy=policy, tenant=tenant)
     write, what = (export_curve, "versions") if curve else (export, "episodes")
     asyncio.run(_export(read_settings(StackSettings), selection, out, write, what))
 
@@ -106,6 +107,7 @@ def credit(
     recipe: RecipeName = None,
     update: Update = None,
     policy: VersionOf = None,
+    tenant: OfTenant = None,
     as_json: AsJson = False,
 ) -> None:
     """Show each call's return, advantage and loss weight, and why a call is not trained.
@@ -122,12 +124,16 @@ def credit(
 
     if (file is None) == (update is None):
         fail("name a file of episodes, - for standard input, or --update: exactly one of them")
+    if update is None and tenant is not None:
+        fail("--tenant is for --update: a file has the episodes that it was written with")
     if update is not None and recipe is not None:
         fail("an update is explained by the recipe that it ran with: leave out --recipe")
     try:
         if update is not None:
             settings = read_settings(StackSettings)
-            explained = asyncio.run(_explain_update(settings, _version_or_id(update), policy))
+            explained = asyncio.run(
+                _explain_update(settings, _version_or_id(update), policy, tenant)
+            )
         else:
             refuse_unread()
             explained = explain_file(str(file), load_recipe(recipe or "default"))
@@ -144,10 +150,10 @@ def _version_or_id(text: str) -> int | UUID:
 
 
 async def _explain_update(
-    settings: StackSettings, which: int | UUID, policy: str | None
+    settings: StackSettings, which: int | UUID, policy: str | None, tenant: str | None
 ) -> "Explained":
     from pawl.crediting.past import explain_update
     from pawl.stack.database import open_engine
 
     async with open_engine(settings) as engine:
-        return await explain_update(engine, which, policy)
+        return await explain_update(engine, which, policy, tenant)

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pawl.commands.common import fail, require_torch
+from pawl.commands.common import OfTenant, fail, require_torch
 from pawl.imports import large_imports
 from pawl.settings import StackSettings, read_settings
 
 if TYPE_CHECKING:
-    from store.records import PolicyVersion
+    from store.versions import PolicyVersion
     from trainer.settings import TrainerSettings
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Look at the policies and their versions; take an adapter out, or bring one in.",
+    help="Look at the policies and their versions; take one out, bring one in, rebuild.",
 )
 
 PolicyName = Annotated[str, typer.Argument(help="Name of the policy.", show_default=False)]
@@ -26,7 +26,7 @@ AsJson = Annotated[
 
 
 @app.command("list")
-def list_policies(as_json: AsJson = False) -> None:
+def list_policies(tenant: OfTenant = None, as_json: AsJson = False) -> None:
     """List the policies: what each answers, its recipe, and the version that serves.
 
     They are those of PAWL_POLICIES, and those that have versions in the database (DATABASE_URL,
@@ -49,24 +49,36 @@ def list_policies(as_json: AsJson = False) -> None:
         from pawl.stack.database import open_engine
 
         async with open_engine(settings) as engine:
-            lines = await policies_of(engine, policies, settings.recipe)
+            lines = await policies_of(engine, policies, settings.recipe, tenant)
         write_lines(lines, table, as_json=as_json)
 
     asyncio.run(look())
 
 
 @app.command()
-def show(name: PolicyName, as_json: AsJson = False) -> None:
+def show(
+    name: PolicyName,
+    events: Annotated[
+        bool, typer.Option("--events", help="Show how the versions got their states, and why.")
+    ] = False,
+    tenant: OfTenant = None,
+    as_json: AsJson = False,
+) -> None:
     """Show a policy's versions: their states, and the rewards of their evaluation.
 
     Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed
     in it. `mean` is the mean reward of the version's episodes of the `eval` split; `low` and
     `high` are its 95 % interval: Wilson's where all rewards are 0 or 1, else Student's. If
-    PAWL_POLICIES says that the policy explores, so does the line of the version that serves.
+    PAWL_POLICIES says that the policy explores, so does the line of the version that serves. That
+    of a version which is tried says what a gate would decide about it by now.
+
+    With --events it shows the newest changes of their states instead: each with its reason, who
+    made it, and, as JSON, the evidence that it rests on.
 
     Status 2: there is no such policy, or PAWL_POLICIES cannot be used.
     """
     from pawl.output import write_lines
+    from pawl.policies.events import events_of, events_table
     from pawl.policies.show import table, versions_of
     from store.policy_table import open_policies
     from trainer.settings import TrainerSettings
@@ -78,9 +90,41 @@ def show(name: PolicyName, as_json: AsJson = False) -> None:
         from pawl.stack.database import open_engine
 
         async with open_engine(settings) as engine:
-            write_lines(await versions_of(engine, name, policies), table, as_json=as_json)
+            if events:
+                changes = await events_of(engine, name, tenant)
+                write_lines(changes, events_table, as_json=as_json)
+            else:
+                lines = await versions_of(engine, name, policies, tenant)
+                write_lines(lines, table, as_json=as_json)
 
     asyncio.run(look())
+
+
+@app.command()
+def check(tenant: OfTenant = None, as_json: AsJson = False) -> None:
+    """Check that each version has the files that it should have, unchanged: after a restore.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR) and the files in
+    PAWL_ADAPTER_DIR; neither is changed. A line is written for each version whose files are
+    missing or are not those that were written. Versions whose files were deleted, because nothing
+    could ask for them any more, lack nothing.
+
+    Status 1: some versions lack files.
+    """
+    from pawl.output import write_lines
+    from pawl.policies.check import faults, table
+
+    async def look() -> bool:
+        from pawl.stack.database import open_engine
+
+        async with open_engine(read_settings(StackSettings)) as engine:
+            lines = await faults(engine, tenant)
+        if lines:
+            write_lines(lines, table, as_json=as_json)
+        return bool(lines)
+
+    if asyncio.run(look()):
+        raise SystemExit(1)
 
 
 @app.command("export")
@@ -93,6 +137,7 @@ def export_version(
         int | None,
         typer.Option(min=0, help="Number of the version; default: the one that serves."),
     ] = None,
+    tenant: OfTenant = None,
 ) -> None:
     """Copy a version's adapter into a folder that PEFT and vLLM load.
 
@@ -111,7 +156,7 @@ def export_version(
         from pawl.stack.database import open_engine
 
         async with open_engine(read_settings(StackSettings)) as engine, engine.connect() as one:
-            return chosen_version(await found_versions(one, name), version)
+            return chosen_version(await found_versions(one, name, tenant), version)
 
     chosen = asyncio.run(found())
     try:
@@ -127,6 +172,7 @@ def import_version(
     directory: Annotated[
         Path, typer.Argument(help="Folder that PEFT saved the adapter in.", show_default=False)
     ],
+    tenant: OfTenant = None,
 ) -> None:
     """Make a LoRA adapter from elsewhere the next version of a policy, and serve it.
 
@@ -148,7 +194,7 @@ def import_version(
     settings = read_settings(TrainerSettings)
     try:
         # Importing torch takes seconds: report a mistyped name or folder before that.
-        importing_policy(settings, open_policies(settings.policies), name)
+        importing_policy(settings, open_policies(settings.policies), name, tenant)
         read_config(directory)
         with large_imports():
             require_torch()
@@ -161,6 +207,8 @@ def import_version(
         print(f"{version.served_name} serves")
     elif version.state == "ready":
         print(f"{version.served_name} goes live with the next versions of the policies it is with")
+    elif version.state == "candidate":
+        print(f"{version.served_name} waits to be tried on a share of the new episodes")
     else:
         print(f"{version.served_name} is {version.state}: its trainer publishes it when it starts")
 

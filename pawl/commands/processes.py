@@ -82,7 +82,11 @@ def steward() -> None:
 
     Looks at every replica (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) on its own: a server that was
     restarted gets the versions back that the database lists as servable, and one that serves other
-    files under a version's name gets the right ones. Several stewards may run at once.
+    files under a version's name gets the right ones.
+
+    Judges the versions of policies whose recipe has a gate by the rewards of their episodes, and
+    promotes them or rolls them back, with the reason in `pawl policies show --events`. Several
+    stewards may run at once.
 
     SIGTERM or Ctrl-C ends it with status 0. Status 2: its port is taken, or a setting cannot be
     used.

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pawl.commands.common import OfTenant
 from pawl.settings import StackSettings, read_settings
 
 
@@ -14,15 +15,18 @@ def spool(
     replay: Annotated[
         bool, typer.Option("--replay", help="Try to store the dead letters again first.")
     ] = False,
+    tenant: OfTenant = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Show the records that wait on disk, and the dead letters that could not be stored.
 
-    Reads PAWL_SPOOL_DIR; --replay also needs the database. Status 0 also if --replay could not
-    store some letters: they stay on disk, and each is listed with the reason.
+    With --tenant only dead letters of the tenant are shown and tried again; the segments hold what
+    is everybody's. Reads PAWL_SPOOL_DIR; --replay also needs the database. Status 0 also if
+    --replay could not store some letters: they stay on disk, and each is listed with the reason.
     """
     from pawl import spool as letters
     from pawl.stack.database import open_engine
+    from proxy.redaction.storing import open_redaction
     from proxy.settings import ProxySettings
 
     serving = read_settings(ProxySettings)
@@ -30,17 +34,21 @@ def spool(
     settings = read_settings(StackSettings)
 
     async def try_again() -> tuple[int, list[str]]:
-        async with open_engine(settings) as engine:
-            return await letters.replay(
-                folder, engine, serving.tool_results, serving.max_reply_mb * 2**20
-            )
+        most_reply, redaction = serving.max_reply_mb * 2**20, open_redaction(serving)
+        try:
+            async with open_engine(settings) as engine:
+                readers = serving.tool_results
+                return await letters.replay(folder, engine, readers, most_reply, redaction, tenant)
+        finally:
+            if redaction is not None:
+                await redaction.close()
 
     if replay:
         stored, refused = asyncio.run(try_again())
         print(f"{stored} dead letters stored, {len(refused)} refused again", file=sys.stderr)
         for why in refused:
             print(f"  {why}", file=sys.stderr)
-    view = letters.look(folder)
+    view = letters.look(folder, tenant)
     if as_json:
         print(json.dumps(letters.as_json(view)))
     else:

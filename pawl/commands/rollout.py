@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import typer
 
-from pawl.commands.common import fail
+from pawl.commands.common import a_tenant, fail
 from pawl.commands.flags import takes
-from pawl.settings import read_settings
+from pawl.settings import ClientSettings, read_settings
 from store.records import Record, Split
 
 if TYPE_CHECKING:
@@ -101,6 +101,13 @@ class RolloutFlags(Record, frozen=True, kw_only=True):
             help="Run the tasks on each version of --policy that is loaded, as an evaluation.",
         ),
     ] = False
+    tenant: Annotated[
+        str | None,
+        typer.Option(
+            callback=a_tenant,
+            help="Tenant whose key PAWL_API_KEY must be; default: whosever it is.",
+        ),
+    ] = None
     url: Annotated[
         str | None, typer.Option(help="The proxy's address; default: http:// and PAWL_LISTEN.")
     ] = None
@@ -172,6 +179,8 @@ def _options(flags: RolloutFlags, tasks: Path, settings: "ProxySettings") -> "Ro
         journal=flags.journal,
         again=flags.again,
         summary=flags.summary,
+        key=read_settings(ClientSettings).headers,
+        tenant=flags.tenant,
     )
 
 

@@ -18,13 +18,16 @@ from trainer.updates.staleness import far_in
 from trainer.updates.unreplayed import unreplayed_in
 
 
-async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | None) -> Explained:
+async def explain_update(
+    engine: AsyncEngine, which: int | UUID, policy: str | None, tenant: str | None = None
+) -> Explained:
     """Compute the credit of a past update again: its recipe, its claim, its feedback.
 
     Args:
         engine: the database.
         which: the number of the version that the update made, or the update's id.
         policy: the policy of that version; needed only if several policies have the number.
+        tenant: whose the policy is; None: anybody's.
 
     Raises:
         UnknownUpdate: there is no such update, there are several, or it is not finished.
@@ -32,7 +35,7 @@ async def explain_update(engine: AsyncEngine, which: int | UUID, policy: str | N
         Damaged: a call of the update cannot be read back.
     """
     async with engine.connect() as connection:
-        past = await past_update(connection, which, policy)
+        past = await past_update(connection, which, policy, tenant)
     recipe = _recipe(past)
     lost, unreplayed = lost_in(past.metrics), unreplayed_in(past.metrics)
     plan = plan_update(past.claim, recipe, lost, unreplayed, far_in(past.metrics))

@@ -12,6 +12,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 from pydantic import HttpUrl
 
 from pawl.export import Selection
@@ -21,10 +22,11 @@ from pawl.judging.errors import JudgeError
 from pawl.judging.model import JudgingModel, RubricJudge
 from pawl.judging.program import ProgramJudge
 from pawl.judging.run import Judging, JudgingPlan
-from pawl.settings import JudgeSettings, StackSettings, read_settings
+from pawl.settings import ClientSettings, JudgeSettings, StackSettings, read_settings
 from pawl.stack.database import open_engine
 from proxy.settings import ProxySettings
 from store.judge.judgements import forget_unjudged
+from store.keys.keys import tenant_of_key
 from store.records import Record
 from store.settings import address
 
@@ -73,19 +75,22 @@ async def judge_episodes(options: JudgeOptions) -> dict[str, int]:
     ):
         judge = _judge(options, settings, proxy, session)
         url = options.feedback_url or feedback_url(proxy.listen)
-        desk = FeedbackDesk(session, _url("--feedback-url", url))
-        if options.again:
-            async with engine.begin() as connection:
-                await forget_unjudged(connection, judge.name)
-        judging = Judging(engine, judge, desk, _plan(options, settings))
+        client = read_settings(ClientSettings)
+        desk = FeedbackDesk(session, _url("--feedback-url", url), key=client.headers)
+        async with engine.begin() as connection:
+            tenant = await tenant_of_key(connection, client.key)
+            if options.again:
+                await forget_unjudged(connection, judge.name, tenant)
+        judging = Judging(engine, judge, desk, _plan(options, settings, tenant))
         await _run_until_stopped(judging, once=options.once)
         return _counts(judging.tally)
 
 
-def _plan(options: JudgeOptions, settings: JudgeSettings) -> JudgingPlan:
+def _plan(options: JudgeOptions, settings: JudgeSettings, tenant: str) -> JudgingPlan:
+    """Return the rules of the judge: verdicts reach the episodes of its key's tenant alone."""
     quiet_s = settings.judge_quiet_s if options.quiet_s is None else options.quiet_s
     return JudgingPlan(
-        selection=options.selection,
+        selection=msgspec.structs.replace(options.selection, tenant=tenant),
         quiet=timedelta(seconds=quiet_s),
         concurrency=options.concurrency or settings.judge_concurrency,
         attempts=options.attempts,

@@ -1,6 +1,7 @@
 """Post a judge's statements to the proxy's `/feedback`, like any other client."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Final
 
 import aiohttp
@@ -24,10 +25,19 @@ class FeedbackDesk:
     """Post to the proxy's `/feedback`, and retry for a while if there is no answer."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, url: str, *, patience_s: float = 10.0
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        *,
+        key: Mapping[str, str] | None = None,
+        patience_s: float = 10.0,
     ) -> None:
-        """Store the URL of `/feedback`, and for how many seconds a post is tried."""
+        """Store the URL of `/feedback`, and for how many seconds a post is tried.
+
+        `key` is the header with an API key, for a proxy that asks for one.
+        """
         self._session = session
+        self._key = key or {}
         self._url = url
         self._patience_s = patience_s
 
@@ -47,7 +57,7 @@ class FeedbackDesk:
 
     async def _try(self, statements: list[Statement], key: str) -> str | None:
         """Post once; return None if that succeeded, else the reason why it did not."""
-        headers = {"Content-Type": "application/json", "Idempotency-Key": key}
+        headers = {"Content-Type": "application/json", "Idempotency-Key": key, **self._key}
         body = msgspec.json.encode(statements)
         try:
             async with (

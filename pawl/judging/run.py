@@ -27,6 +27,7 @@ from store.judge.judgements import Awaiting, Judgement, Outcome, awaiting, holdi
 from store.read.episodes import read_episodes
 from store.read.lines import encoded_line
 from store.records import Episode, Record
+from store.tenants import DEFAULT, bare, scoped
 
 log = structlog.get_logger()
 
@@ -94,7 +95,8 @@ class Judging:
             JudgeError: another process runs a judge of the same name.
             Away: with `once`, a server does not answer.
         """
-        async with holding(self._engine, self._judge.name) as held:
+        tenant = self._plan.selection.tenant or DEFAULT
+        async with holding(self._engine, scoped(tenant, self._judge.name)) as held:
             if not held:
                 raise JudgeError(
                     f"judge {self._judge.name!r} is at work already in another process: stop "
@@ -147,6 +149,7 @@ class Judging:
                 since=self._plan.selection.since,
                 agent=self._plan.selection.agent,
                 policy=self._plan.selection.policy,
+                tenant=self._plan.selection.tenant,
             )
         self._looked_s = time.monotonic() - begun
         return waiting
@@ -179,7 +182,7 @@ class Judging:
             self.tally[outcome] += 1
             (log.warning if reason else log.info)(
                 "episode_judged",
-                episode=episode.key if episode else str(one.episode_id),
+                episode=bare(episode.key) if episode else str(one.episode_id),
                 outcome=outcome,
                 reason=reason,
                 attempts=one.failures + 1,
@@ -194,11 +197,12 @@ class Judging:
             Away: the judge or `/feedback` does not answer.
             Damaged: the episode cannot be read back.
         """
-        shown = (episode.id, episode.last_call_at)
+        # The proxy takes it for a name of the tenant whose key is shown.
+        name, shown = bare(episode.key), (episode.id, episode.last_call_at)
         statements = self._unsent.pop(shown, None)
         if statements is None:
             line = encoded_line(episode, datetime.now(UTC), self._plan.quiet)
-            statements = await self._judge.judge(episode.key, line)
+            statements = await self._judge.judge(name, line)
         if not statements:
             return "cannot_tell"
         async with self._engine.connect() as connection:
@@ -206,7 +210,7 @@ class Judging:
                 # Somebody scored it meanwhile. The judge's newer statement would override that.
                 return "judged"
         try:
-            await self._desk.post(statements, idempotency_key(self._judge.name, episode.key))
+            await self._desk.post(statements, idempotency_key(self._judge.name, name))
         except Away:
             self._unsent[shown] = statements
             raise

@@ -3,19 +3,23 @@
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import UnknownPolicy
-from store.records import PolicyVersion
 from store.updates.policies import list_versions
+from store.versions import PolicyVersion
 
 
-async def found_versions(connection: AsyncConnection, name: str) -> list[PolicyVersion]:
-    """Return the versions of a policy, oldest first.
+async def found_versions(
+    connection: AsyncConnection, name: str, tenant: str | None = None
+) -> list[PolicyVersion]:
+    """Return the versions of a policy (None: whosever it is, else this tenant's), oldest first.
 
     Raises:
         UnknownPolicy: there is no policy of that name; the message names those that there are.
     """
-    versions = await list_versions(connection, name)
+    of_all = await list_versions(connection)
+    own = [version for version in of_all if tenant in (None, version.tenant)]
+    versions = [version for version in own if version.name == name]
     if not versions:
-        known = sorted({version.name for version in await list_versions(connection)})
+        known = sorted({version.name for version in own})
         names = ", ".join(known) or "there is none yet: start `pawl trainer`"
         raise UnknownPolicy(f"there is no policy {name!r} (known: {names})")
     return versions

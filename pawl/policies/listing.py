@@ -11,9 +11,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.output import cell
 from store.policy_table import PolicyTable
-from store.records import PolicyVersion, Record
+from store.records import Record
+from store.tenants import DEFAULT
 from store.updates.policies import list_versions
 from store.updates.ready import waiting_episodes
+from store.versions import PolicyVersion
 
 # `unlisted`: it has versions, and the file of policies does not name it.
 Kind = Literal["trained", "fixed", "unlisted"]
@@ -25,7 +27,8 @@ class PolicyLine(Record, frozen=True, kw_only=True):
 
     It answers calls for one of `models`, and those for `base` by one of `agents`. `serving` is the
     version that has the traffic, `versions` are those with an adapter, and `waiting` are the
-    episodes with a reward that it may claim. `explore` is there only if it explores.
+    episodes with a reward that it may claim. `explore` is there only if it explores, and `tenant`
+    only if it is not the default one.
     """
 
     name: str
@@ -38,14 +41,16 @@ class PolicyLine(Record, frozen=True, kw_only=True):
     versions: int = 0
     waiting: int = 0
     explore: str | UnsetType = UNSET
+    tenant: str | UnsetType = UNSET
 
 
 async def policies_of(
-    engine: AsyncEngine, table: PolicyTable | None, recipe: str
+    engine: AsyncEngine, table: PolicyTable | None, recipe: str, tenant: str | None = None
 ) -> list[PolicyLine]:
     """Return all policies: those of the file, in its order, and then those in the store alone.
 
-    `recipe` is that of policies for which the file names none.
+    `recipe` is that of policies for which the file names none; with `tenant`, only policies of this
+    tenant are returned.
     """
     async with engine.connect() as connection:
         versions = await list_versions(connection)
@@ -56,7 +61,8 @@ async def policies_of(
     lines = _said(table, recipe)
     in_file = {line.name for line in lines}
     lines += [_unsaid(own, table, recipe) for name, own in stored.items() if name not in in_file]
-    return [_with_versions(line, stored.get(line.name, ()), waiting) for line in lines]
+    chosen = [line for line in lines if tenant in (None, line.tenant or DEFAULT)]
+    return [_with_versions(line, stored.get(line.name, ()), waiting) for line in chosen]
 
 
 def _said(table: PolicyTable | None, recipe: str) -> list[PolicyLine]:
@@ -72,6 +78,7 @@ def _said(table: PolicyTable | None, recipe: str) -> list[PolicyLine]:
             # Until a trainer has begun it, too.
             serving=f"{spec.name}@0" if spec.trained else None,
             explore=UNSET if spec.explore is None else str(spec.explore),
+            tenant=UNSET if spec.tenant == DEFAULT else spec.tenant,
         )
         for spec in (() if table is None else table.specs)
     ]
@@ -82,9 +89,12 @@ def _unsaid(
 ) -> PolicyLine:
     """Return what the store says of a policy; without a file, each model name is one."""
     name, base = versions[0].name, versions[0].served_name
+    tenant = UNSET if versions[0].tenant == DEFAULT else versions[0].tenant
     if table is not None:
-        return PolicyLine(name=name, kind="unlisted", base=base)
-    return PolicyLine(name=name, kind="trained", base=base, models=(name,), recipe=recipe)
+        return PolicyLine(name=name, kind="unlisted", base=base, tenant=tenant)
+    return PolicyLine(
+        name=name, kind="trained", base=base, models=(name,), recipe=recipe, tenant=tenant
+    )
 
 
 def _with_versions(
@@ -100,12 +110,13 @@ def _with_versions(
 
 
 def table(lines: Sequence[PolicyLine]) -> Table:
-    """Return the lines as a table for a terminal; `explore` has a column if any line has it."""
+    """Return the lines as a table for a terminal; `explore` and `tenant` only if any has it."""
     grid = Table(box=None, pad_edge=False)
     rows = [msgspec.structs.asdict(line) for line in lines]
     names = list(PolicyLine.__struct_fields__)
-    if all(row["explore"] is UNSET for row in rows):
-        names.remove("explore")
+    for name in ("explore", "tenant"):
+        if all(row[name] is UNSET for row in rows):
+            names.remove(name)
     for name in names:
         grid.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
     for row in rows:

@@ -1,6 +1,8 @@
 """Show the versions of a policy with their evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from uuid import UUID
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -8,10 +10,16 @@ from rich.table import Table
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.output import cell
+from pawl.policies.events import trial_of
 from pawl.policies.found import found_versions
+from pawl.steward.gate.records import Decision
 from store.policy_table import PolicyTable
 from store.read.evaluations import evaluations
-from store.records import PolicyState, Record
+from store.records import Record
+from store.versions import PolicyState, PolicyVersion
+from trainer.errors import FileMissing, FilesUnread
+from trainer.publishing.altered import why_altered
+from trainer.publishing.reading import reading
 
 TEXTS = ("version", "state")
 
@@ -21,8 +29,11 @@ class VersionLine(Record, frozen=True, kw_only=True):
 
     `eval_episodes` were evaluated and `scored` of them have a reward; the mean of these rewards
     lies in the 95 % interval from `low` to `high`. `files_deleted` says that its adapter is gone,
-    as nothing could ask for it any more. `explore` is there only on the version that serves, if
-    the policy explores.
+    as nothing could ask for it any more; `altered` that its files on this machine, if it has them,
+    are not those that were written, and `unread` that they cannot be read for now. `rebuilt_from`
+    is the version, or the update that made none, that was trained again for it. `explore` is there
+    only on the version that serves, if the policy explores; `trial` only on the one that is tried:
+    what a gate would decide about it by now, and by what.
     """
 
     version: str
@@ -33,29 +44,43 @@ class VersionLine(Record, frozen=True, kw_only=True):
     low: float | None = None
     high: float | None = None
     files_deleted: bool = False
+    altered: bool = False
+    unread: bool = False
+    rebuilt_from: str | UnsetType = UNSET
     explore: str | UnsetType = UNSET
+    trial: Decision | UnsetType = UNSET
 
 
 async def versions_of(
-    engine: AsyncEngine, name: str, policies: PolicyTable | None = None
+    engine: AsyncEngine,
+    name: str,
+    policies: PolicyTable | None = None,
+    tenant: str | None = None,
 ) -> list[VersionLine]:
     """Return the versions of a policy, oldest first; `policies` may say that it explores.
+
+    With `tenant`, only a policy of this tenant is found.
 
     Raises:
         UnknownPolicy: there is no policy of that name; the message names those that there are.
     """
     async with engine.connect() as connection:
-        versions = await found_versions(connection, name)
+        versions = await found_versions(connection, name, tenant)
         curve = {point.version: point for point in await evaluations(connection, name)}
+        tried = await trial_of(connection, name)
     spec = None if policies is None else policies.named(name)
     explore = UNSET if spec is None or spec.explore is None else str(spec.explore)
+    made_by = {one.update_id: f"{name}@{one.version}" for one in versions}
     lines = []
     for version in versions:
         line = VersionLine(
             version=f"{name}@{version.version}",
             state=version.state,
             explore=explore if version.state == "serving" else UNSET,
+            trial=tried[1] if tried and tried[0] == version.version else UNSET,
             files_deleted=version.files_deleted,
+            rebuilt_from=_source(version, made_by),
+            **_of_files(version),
         )
         point = curve.get(version.version)
         if point is not None:
@@ -71,15 +96,49 @@ async def versions_of(
     return lines
 
 
+def _source(version: PolicyVersion, made_by: Mapping[UUID | None, str]) -> str | UnsetType:
+    """Return what was trained again for a version, if it was rebuilt."""
+    source = version.rebuilt_from
+    return UNSET if source is None else made_by.get(source, str(source))
+
+
+def _trial(trial: Decision) -> str:
+    episodes = ", ".join(f"{one.episodes} {arm}" for arm, one in trial.arms.items())
+    return (
+        f"tried: {trial.lower:+.4f} to {trial.upper:+.4f} above what serves, by {episodes}"
+        f" episodes ({trial.kind}: {trial.reason})"
+    )
+
+
+def _of_files(version: PolicyVersion) -> dict[str, bool]:
+    """Return whether the version's files, if they are here, are `altered`, or are `unread`."""
+    if version.adapter_path is None:
+        return {}
+    folder = Path(version.adapter_path)
+    try:
+        with reading(folder):
+            folder.stat()
+        return {"altered": why_altered(version) is not None}
+    except FileMissing:
+        return {}
+    except FilesUnread:
+        return {"unread": True}
+
+
 def table(lines: Sequence[VersionLine]) -> Table:
     """Return the lines as a table for a terminal, with the interval in one column."""
     explore = [f"explores: {line.explore}" for line in lines if line.explore is not UNSET]
-    grid = Table(box=None, pad_edge=False, caption=" ".join(explore) or None)
+    said = explore + [_trial(line.trial) for line in lines if line.trial is not UNSET]
+    grid = Table(box=None, pad_edge=False, caption="\n".join(said) or None)
     for name in ("version", "state", "eval episodes", "scored", "mean reward", "95 % interval"):
         grid.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=True)
     for line in lines:
         interval = None if line.low is None else f"{cell(line.low)} to {cell(line.high)}"
-        state = f"{line.state}, deleted" if line.files_deleted else line.state
+        more = {"deleted": line.files_deleted, "altered": line.altered, "unread": line.unread}
+        words = [word for word, is_so in more.items() if is_so]
+        if line.rebuilt_from is not UNSET:
+            words.append(f"rebuilt from {line.rebuilt_from}")
+        state = ", ".join([line.state, *words])
         shown = (line.version, state, line.eval_episodes, line.scored, line.mean, interval)
         grid.add_row(*[cell(value) for value in shown])
     return grid

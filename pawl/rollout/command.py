@@ -46,9 +46,9 @@ async def run_rollout(options: RolloutOptions) -> dict[str, Any]:
     judge = judge_of(options, path)
     agent = agent_of(options, path)
     timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    async with aiohttp.ClientSession(timeout=timeout, headers=options.key) as session:
         view = ProxyView(session, options.url, options.metrics_url)
-        models = await view.check()
+        models = await view.check(options.tenant)
         journal = JournalFile(path)
         try:
             policies = policies_of(options, models, journal.plan())

@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -42,6 +43,10 @@ class RolloutOptions(Record, frozen=True, kw_only=True):
     journal: Path | None = None
     again: bool = False
     summary: Path | None = None
+    # The header that shows the proxy an API key; empty where it asks for none.
+    key: Mapping[str, str] = {}
+    # Whose that key must be; None: anybody's.
+    tenant: str | None = None
 
 
 def read_tasks(options: RolloutOptions) -> tuple[Task, ...]:

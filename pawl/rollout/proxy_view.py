@@ -4,16 +4,21 @@ import asyncio
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 import msgspec
 
 from pawl.rollout.errors import RolloutError
+from store.tenants import DEFAULT
 
 LOOK_S: Final = 5.0
 PAUSE_S: Final = 2.0
 GLANCE_S: Final = 0.5
+# In the list of models, for keys of other tenants than the default one.
+TENANT: Final = "x-pawl-tenant"
+# The proxy asks for an API key, or for another one.
+ASKS: Final = (401, 403)
 VERSION: Final = re.compile(r"(?P<policy>.+)@(?P<number>0|[1-9]\d*)\Z")
 CALLS: Final = re.compile(r"^pawl_calls_total\{[^}]*\} (\S+)$", re.MULTILINE)
 SERVING: Final = re.compile(r'^pawl_serving_version\{policy="([^"]*)"\} (\S+)$', re.MULTILINE)
@@ -25,6 +30,14 @@ class _Model(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Model]
+
+
+class _Seen(NamedTuple):
+    """Hold a reply; `owner` is the tenant whose key was shown."""
+
+    status: int
+    body: bytes
+    owner: str
 
 
 class ProxyView:
@@ -46,31 +59,44 @@ class ProxyView:
         self.away_at: float | None = None
         self._last: tuple[float, float] | None = None
 
-    async def check(self) -> frozenset[str]:
+    async def check(self, tenant: str | None = None) -> frozenset[str]:
         """Return the names of the models that can be asked for now.
 
         Raises:
-            RolloutError: no proxy answers there, or its model server is away.
+            RolloutError: no proxy answers there, or its model server is away; or the key that is
+                shown is not the `tenant`'s.
         """
         # The prefix has no effect on Pawl, and no other server has such a path.
-        status, body = await self._get(f"{self._url}/task/rollout/v1/models")
+        status, body, owner = await self._get(f"{self._url}/task/rollout/v1/models")
         if status == 404:
             raise RolloutError(
                 f"--url: {self._url} is not Pawl's proxy: give the address that `pawl proxy` or "
                 "`pawl up` prints, without /v1"
             )
+        if status in ASKS:
+            raise RolloutError(
+                f"the proxy at {self._url} answers {status}: set PAWL_API_KEY to a key for infer, "
+                "feedback and read (`pawl keys create NAME --scope infer,feedback,read`)"
+            )
         if status >= 500:
             raise RolloutError(
                 f"the proxy at {self._url} answers {status}: {body[:200].decode(errors='replace')}"
+            )
+        if tenant not in (None, owner):
+            raise RolloutError(
+                f"--tenant is {tenant!r}, and to the proxy at {self._url} these requests are of "
+                f"tenant {owner!r}: set PAWL_API_KEY to a key of tenant {tenant!r} (`pawl keys "
+                f"create NAME --tenant {tenant}`)"
             )
         with suppress(msgspec.DecodeError):
             return frozenset(model.id for model in msgspec.json.decode(body, type=_Models).data)
         return frozenset()
 
-    async def _get(self, url: str) -> tuple[int, bytes]:
+    async def _get(self, url: str) -> _Seen:
         try:
             async with asyncio.timeout(LOOK_S), self._session.get(url) as reply:
-                return reply.status, await reply.read()
+                owner = reply.headers.get(TENANT, DEFAULT)
+                return _Seen(reply.status, await reply.read(), owner)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise RolloutError(
                 f"no proxy answers at {self._url} ({error or type(error).__name__}): start it with "
@@ -81,7 +107,7 @@ class ProxyView:
         """Return whether the proxy answers, and the model server behind it."""
         status = 0
         with suppress(RolloutError):
-            status, _ = await self._get(f"{self._url}/v1/models")
+            status = (await self._get(f"{self._url}/v1/models")).status
         if 0 < status < 500:
             return True
         self.away_at = asyncio.get_running_loop().time()
@@ -109,8 +135,8 @@ class ProxyView:
         while True:
             text = ""
             with suppress(RolloutError):
-                status, body = await self._get(self._metrics_url)
-                text = body.decode(errors="replace") if status == 200 else ""
+                seen = await self._get(self._metrics_url)
+                text = seen.body.decode(errors="replace") if seen.status == 200 else ""
             self._take(text, asyncio.get_running_loop().time())
             await asyncio.sleep(PAUSE_S)
 

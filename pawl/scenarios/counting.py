@@ -10,7 +10,8 @@ from pawl.scenarios.progress import Progress
 from store.policy_table import PolicySpec
 from store.read.evaluations import Evaluation
 from store.read.stats import PolicyTotals, Totals
-from store.records import PolicyVersion, Record, UpdateRow
+from store.records import Record, UpdateRow
+from store.versions import PolicyVersion
 
 
 def serving_version(versions: Sequence[PolicyVersion], policy: str) -> int:

@@ -11,9 +11,10 @@ from store.connection.availability import is_unavailable
 from store.connection.engine import make_engine
 from store.read.evaluations import evaluations, rewards_of_work
 from store.read.stats import PolicyTotals, policy_totals, stored_responses, totals
-from store.records import PolicyVersion, UpdateRow
+from store.records import UpdateRow
 from store.updates.claims import list_updates
 from store.updates.policies import list_versions
+from store.versions import PolicyVersion
 
 Found = TypeVar("Found")
 

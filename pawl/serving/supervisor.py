@@ -17,7 +17,9 @@ from pawl.interpreter import run_module
 from pawl.serving.process import Child, NotReplaced
 from proxy.counting.board import Board
 from proxy.counting.memory import make_block
-from proxy.errors import BadUpstreams
+from proxy.errors import BadRedaction, BadUpstreams
+from proxy.redaction.program import open_program
+from proxy.redaction.rules import open_rules
 from proxy.settings import ProxySettings
 from proxy.upstreams.members import check_upstreams
 from store.errors import BadPolicies
@@ -74,7 +76,7 @@ async def serve(settings: ProxySettings) -> None:
 
     Raises:
         OSError: a port is taken.
-        BadUpstreams: the file of upstreams cannot be used.
+        BadUpstreams, BadRedaction: the file of upstreams, or what redacts, cannot be used.
         BadPolicies: the file of policies cannot be used.
         DoesNotStart: a process never came up.
     """
@@ -194,7 +196,7 @@ async def _replace_each_time(settings: ProxySettings, fleet: Fleet, replace: asy
         try:
             _check_files(settings)
             await fleet.replace()
-        except (BadUpstreams, BadPolicies, NotReplaced) as error:
+        except (BadUpstreams, BadPolicies, BadRedaction, NotReplaced) as error:
             log.error("workers_not_replaced", reason=str(error))
         except Exception:
             log.exception("workers_not_replaced")
@@ -203,10 +205,12 @@ async def _replace_each_time(settings: ProxySettings, fleet: Fleet, replace: asy
 
 
 def _check_files(settings: ProxySettings) -> None:
-    """Check that a worker could use the files of upstreams and policies.
+    """Check that a worker could use the files of upstreams, policies and redaction.
 
     Raises:
-        BadUpstreams, BadPolicies: it could not.
+        BadUpstreams, BadPolicies, BadRedaction: it could not.
     """
     check_upstreams(settings)
     open_policies(settings.policies)
+    open_rules(settings.redaction)
+    open_program(settings)

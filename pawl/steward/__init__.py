@@ -1,1 +1,1 @@
-"""Keep the adapters of each replica of the model server loaded."""
+"""Keep each replica's adapters loaded, and judge versions that a gate decides about."""

@@ -11,11 +11,13 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.stack.database import open_engine
-from pawl.steward.metrics import STORE_UP
+from pawl.steward.metrics import ALTERED, STORE_UP
 from store.connection.availability import is_unavailable
-from store.records import PolicyVersion
 from store.settings import StoreSettings
 from store.updates.policies import list_servable
+from store.versions import PolicyVersion
+from trainer.errors import FilesAltered, FilesUnread
+from trainer.publishing.altered import check_files
 from trainer.publishing.cleaning import LEAST_IDLE_S
 from trainer.publishing.servable import is_servable
 from trainer.publishing.server import LIST_S, TIMEOUT_S
@@ -33,6 +35,8 @@ class Known:
 
     Attributes:
         versions: those versions and each policy's base model; None before the first reading.
+        altered: why, by its name, for each of them whose files are not those that were written.
+        unread: why, by its name, for each of them whose files could not be read last time.
     """
 
     def __init__(self, settings: StoreSettings, poll_s: float) -> None:
@@ -42,6 +46,8 @@ class Known:
         self._up: bool | None = None
         self._read_at = 0.0
         self.versions: list[PolicyVersion] | None = None
+        self.altered: dict[str, str] = {}
+        self.unread: dict[str, str] = {}
 
     def wants(self, version: PolicyVersion) -> bool:
         """Return whether the version was servable at the last reading."""
@@ -54,6 +60,47 @@ class Known:
         """
         age_s = asyncio.get_running_loop().time() - self._read_at
         return version.state == "serving" or age_s <= OLDEST_S
+
+    @property
+    def up(self) -> bool:
+        """Return whether the database was there at the last try to read it."""
+        return bool(self._up)
+
+    async def check(self, version: PolicyVersion) -> None:
+        """Check the files of a version, and note for all to see what is wrong with them.
+
+        Raises:
+            FilesAltered: they are not those that were written.
+            FilesUnread: they cannot be read for now, and may be as they were written.
+        """
+        name = version.served_name
+        try:
+            await check_files(version)
+        except FilesAltered as error:
+            self.unread.pop(name, None)
+            self.altered[name] = str(error)
+            ALTERED.labels(name).set(1)
+            raise
+        except FilesUnread as error:
+            # If they were altered, nobody has seen since that they are not.
+            self.unread[name] = str(error)
+            raise
+        self._forget(name)
+
+    def troubled(self, version: PolicyVersion) -> bool:
+        """Return whether something was wrong with the version's files when last looked at."""
+        return version.served_name in self.altered or version.served_name in self.unread
+
+    def _forget(self, name: str) -> None:
+        self.unread.pop(name, None)
+        if self.altered.pop(name, None) is not None:
+            ALTERED.remove(name)
+
+    def _forget_unservable(self) -> None:
+        """Forget what was noted of versions that are not servable any more."""
+        servable = {one.served_name for one in self.versions or () if is_servable(one)}
+        for name in (self.altered.keys() | self.unread.keys()) - servable:
+            self._forget(name)
 
     async def follow(self) -> None:
         """Keep `versions` as the store has them; never return."""
@@ -72,6 +119,7 @@ class Known:
             async with asyncio.timeout(READ_S), engine.connect() as connection:
                 self.versions = await list_servable(connection)
             self._read_at = read_at
+            self._forget_unservable()
             self._note(True, log.info)
             await asyncio.sleep(self._poll_s)
 

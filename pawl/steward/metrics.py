@@ -15,4 +15,28 @@ LOADS = Counter(
     "Tries to load an adapter that a replica lacked or had with other files, by outcome.",
     ["replica", "outcome"],
 )
+ALTERED = Gauge(
+    "pawl_steward_altered_adapters",
+    "Servable versions that are not loaded as their files are not those that were written.",
+    ["version"],
+)
 STORE_UP = Gauge("pawl_steward_database_up", "1 while the steward reads the database.")
+GATE_MOVES = Counter(
+    "pawl_steward_gate_moves_total",
+    "Versions that the gate gave another state, by what they became.",
+    ["policy", "to"],
+)
+GATE_BOUND = Gauge(
+    "pawl_steward_gate_bound",
+    "Bounds of the difference of mean rewards: the version on trial less the one that serves.",
+    ["policy", "bound"],
+)
+GATE_EPISODES = Gauge(
+    "pawl_steward_gate_episodes", "Episodes that a trial rests on, by arm.", ["policy", "arm"]
+)
+GATE_FROZEN = Gauge(
+    "pawl_steward_gate_frozen", "1 while only operators move a policy's traffic.", ["policy"]
+)
+GATE_FAILED = Gauge(
+    "pawl_steward_gate_failed", "1 while a policy with a gate cannot be judged.", ["policy"]
+)

@@ -4,6 +4,7 @@ Each replica is looked at on its own, so that one that is away or slow delays no
 """
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -11,8 +12,8 @@ import structlog
 
 from pawl.steward.known import Known
 from pawl.steward.metrics import LOADS, MISSING, REPLICA_UP
-from store.records import PolicyVersion
-from trainer.errors import PublishError, UpstreamAway
+from store.versions import PolicyVersion
+from trainer.errors import FilesAltered, FilesUnread, PublishError, TrainerError, UpstreamAway
 from trainer.publishing.servable import Listed, belonging, lacking, with_other_files
 from trainer.publishing.server import ModelServer
 
@@ -20,6 +21,11 @@ log = structlog.get_logger()
 
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
+# What a try to load that failed is counted as, and called in the log; all others are `refused`.
+_OUTCOMES: Final[Mapping[type[TrainerError], tuple[str, str]]] = {
+    FilesAltered: ("altered", "adapter_altered"),
+    FilesUnread: ("unread", "adapter_unread"),
+}
 
 
 class Refusals:
@@ -82,6 +88,9 @@ class ReplicaKeeper:
         MISSING.labels(self._server.url).set(len(waiting))
         loaded = [await self._load(version, listed) for version in waiting]
         MISSING.labels(self._server.url).set(loaded.count(False))
+        for version in wanted:
+            if version not in waiting and self._known.troubled(version):
+                await self._check_again(version)
 
     async def _load(self, version: PolicyVersion, listed: Listed) -> bool:
         """Load one version, and return whether the replica has it now, or need not have it."""
@@ -92,23 +101,39 @@ class ReplicaKeeper:
         if not (self._known.may_load(version) and self._refusals.allow(name, loop.time())):
             return False
         try:
+            await self._known.check(version)
             if name in listed:
                 await self._unload_others(version)
             await self._server.load(name, Path(version.adapter_path or ""))
-        except PublishError as error:
-            pause_s = self._refusals.add(name, loop.time())
-            LOADS.labels(self._server.url, "refused").inc()
-            log.error(
-                "adapter_not_loaded",
-                version=name,
-                replica=self._server.url,
-                reason=str(error),
-                again_in_s=pause_s,
-            )
+        except (PublishError, FilesUnread) as error:
+            self._put_off(name, error)
             return False
         LOADS.labels(self._server.url, "replaced" if name in listed else "loaded").inc()
         log.info("adapter_loaded", version=name, replica=self._server.url)
         return True
+
+    def _put_off(self, name: str, error: PublishError | FilesUnread) -> None:
+        """Count and log why a version was not loaded; it is tried again after a pause."""
+        pause_s = self._refusals.add(name, asyncio.get_running_loop().time())
+        outcome, event = _OUTCOMES.get(type(error), ("refused", "adapter_not_loaded"))
+        LOADS.labels(self._server.url, outcome).inc()
+        log.error(
+            event,
+            version=name,
+            replica=self._server.url,
+            reason=str(error),
+            again_in_s=pause_s,
+        )
+
+    async def _check_again(self, version: PolicyVersion) -> None:
+        """Check files that were in trouble, and whose version somebody else has loaded since."""
+        name, loop = version.served_name, asyncio.get_running_loop()
+        if not self._refusals.allow(name, loop.time()):
+            return
+        try:
+            await self._known.check(version)
+        except (FilesAltered, FilesUnread):
+            self._refusals.add(name, loop.time())
 
     async def _unload_others(self, version: PolicyVersion) -> None:
         """Unload the other files under a version's name, unless another steward has done so."""

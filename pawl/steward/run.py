@@ -9,16 +9,17 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from pawl.settings import StewardSettings
+from pawl.steward.gating import Gating
 from pawl.steward.known import Known
 from pawl.steward.replica import ReplicaKeeper
 from store.settings import address
-from trainer.publishing.server import ModelServer
+from trainer.publishing.replicas import Replicas
 
 log = structlog.get_logger()
 
 
 async def steward(settings: StewardSettings) -> None:
-    """Keep every replica's adapters loaded until SIGTERM or SIGINT.
+    """Keep every replica's adapters loaded, and judge versions, until SIGTERM or SIGINT.
 
     Raises:
         OSError: its port cannot be listened on.
@@ -27,12 +28,12 @@ async def steward(settings: StewardSettings) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
     async with AsyncExitStack() as exits:
-        await _listen(exits, settings)
         known = Known(settings, settings.steward_poll_s)
-        work = [known.follow()]
-        for url in settings.server_urls:
-            server = await exits.enter_async_context(ModelServer(url))
-            work.append(ReplicaKeeper(server, known, settings.steward_poll_s).keep())
+        await _listen(exits, settings, known)
+        replicas = await exits.enter_async_context(Replicas(settings.server_urls))
+        poll_s = settings.steward_poll_s
+        work = [known.follow(), Gating(settings, poll_s, replicas).follow()]
+        work += [ReplicaKeeper(server, known, poll_s).keep() for server in replicas.each]
         tasks = [asyncio.create_task(one) for one in work]
         log.info("steward_up", replicas=settings.server_urls)
         await stop.wait()
@@ -42,17 +43,21 @@ async def steward(settings: StewardSettings) -> None:
     log.info("steward_down")
 
 
-async def _listen(exits: AsyncExitStack, settings: StewardSettings) -> None:
-    """Answer `/healthz` and `/metrics` until `exits` is left."""
-    runner = web.AppRunner(_app(), access_log=None)
+async def _listen(exits: AsyncExitStack, settings: StewardSettings, known: Known) -> None:
+    """Answer `/healthz`, `/readyz` and `/metrics` until `exits` is left."""
+    runner = web.AppRunner(app_of(known), access_log=None)
     await runner.setup()
     exits.push_async_callback(runner.cleanup)
     host, port = address(settings.steward_listen)
     await web.TCPSite(runner, host, port).start()
 
 
-def _app() -> web.Application:
-    """Return what the port answers: `/healthz` is 200 while the process works."""
+def app_of(known: Known) -> web.Application:
+    """Return what the port answers: `/healthz` and `/readyz` are 200 while the process works.
+
+    `/readyz` says why versions are not loaded, and whether the database is there: no restart of the
+    steward would help with either.
+    """
 
     async def healthz(_: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
@@ -60,7 +65,19 @@ def _app() -> web.Application:
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    async def readyz(_: web.Request) -> web.Response:
+        degraded = known.altered or known.unread or not known.up
+        return web.json_response(
+            {
+                "status": "degraded" if degraded else "ready",
+                "database": "up" if known.up else "away",
+                "altered": known.altered,
+                "unread": known.unread,
+            }
+        )
+
     app = web.Application()
     app.router.add_get("/healthz", healthz)
+    app.router.add_get("/readyz", readyz)
     app.router.add_get("/metrics", metrics)
     return app

@@ -19,12 +19,12 @@ from proxy.exploring.changes import header_of
 from proxy.formats.base import StreamTranscript, Transcript
 from proxy.http.client import Torn
 from proxy.http.wire import Headers, for_client
-from proxy.intake.budget import Claim
+from proxy.intake.limits import Claim
 from proxy.metrics import FIRST_CHUNK_SECONDS
-from proxy.upstreams.decoded import as_came
 from proxy.upstreams.model_server import Reply
-from proxy.upstreams.replies import comes_in_events, pass_rest, take_whole
+from proxy.upstreams.replies import as_came, comes_in_events, pass_rest, readable, take_whole
 from store.records import CallStatus
+from store.tenants import bare
 
 log = structlog.get_logger()
 
@@ -64,13 +64,18 @@ def answer_of(
     """Return the answer that passes a reply on: a stream as it comes, any other in one piece.
 
     Args:
-        reply: the upstream's reply; its bytes are readable.
+        reply: the upstream's reply.
         arrived: the call.
         routed: the request that is answered.
         headers: our own headers, which the reply gets.
         claim: the call's part of the memory budget.
         max_reply: longest reply in one piece, in bytes.
+
+    Raises:
+        UnreadableCoding: what was added to the request could not be removed from the reply.
     """
+    if routed.changed:
+        reply = readable(reply)
     ours = [*headers, UPSTREAM_SAID] if reply.status >= ERRORS else headers
     if comes_in_events(reply):
         return StreamedAnswer(reply, arrived, routed, ours, claim)
@@ -81,7 +86,7 @@ def own_headers(arrived: Arrived, asked: Asked, routed: Routed) -> Headers:
     """Return the headers that a reply to a call gets: names, version, exploration, warnings."""
     headers = [
         (b"x-pawl-call", arrived.name.encode()),
-        (b"x-pawl-episode", asked.identity.episode.encode()),
+        (b"x-pawl-episode", bare(asked.identity.episode).encode()),
     ]
     serving = routed.serving
     if serving.policy is not None:

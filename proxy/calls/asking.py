@@ -1,6 +1,7 @@
-"""Take the first step of a call: who asks, for which episode and task, and what headers state.
+"""Take the first step of a call: read its request, and find who asks, for which episode and task.
 
 `Arrived` is what every later step starts from. It is enough to record a call, whatever fails next.
+A request whose reading takes long is read beside the event loop, its conversation included.
 """
 
 from time import perf_counter, time
@@ -8,36 +9,46 @@ from time import perf_counter, time
 import msgspec
 
 from proxy.door.routes import Route
-from proxy.formats.base import ModelRequest, WireFormat
+from proxy.formats.base import ModelRequest, Turns, WireFormat
+from proxy.formats.conversation import Conversation
+from proxy.formats.requests import read_request
 from proxy.http.exchange import Exchange
 from proxy.identity.identify import DEFAULT_AGENT, Identity, identify, split_outside
 from proxy.identity.stitch import CallMemory
-from proxy.intake.reading import Read
+from proxy.intake.intake import Intake
+from proxy.intake.limits import Claim
 from proxy.tools.tool_status import ToolStatusError, parse_tool_status
 from store.ids import new_name
 from store.records import OWN_EPISODE, ToolEvent
+from store.tenants import same_tenant, scoped
 
 
 class Arrived(msgspec.Struct, frozen=True):
     """Hold a call whose request was read.
 
-    `id` is the bytes of a UUIDv7 and `name` the same as text. `at` is when the request arrived, by
+    `id` is the bytes of a UUIDv7, `name` the same as text, and `own` the name of an episode of its
+    own, as it is kept. `at` is when the request arrived, by
     `time.perf_counter`; `started_at` is Unix time in seconds. `request` is as the client sent it.
     """
 
     id: bytes
     name: str
+    own: str
     at: float
     started_at: float
     exchange: Exchange
     route: Route
     format: WireFormat
-    read: Read
     request: ModelRequest
+    # Of a request whose reading takes long: its conversation, which was read as well.
+    conversation: Conversation | None = None
+    # Why it could not be read, where that was not foreseen: the call is answered and recorded.
+    failure: Exception | None = None
 
-    def ms(self) -> float:
-        """Return the milliseconds since the request arrived."""
-        return (perf_counter() - self.at) * 1000
+    @property
+    def takes_long(self) -> bool:
+        """Return whether further work on the request must run beside the event loop."""
+        return self.conversation is not None
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -48,33 +59,57 @@ class Asked(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()
 
 
-def arrive(exchange: Exchange, route: Route, read: Read, at: float) -> Arrived:
-    """Give a call that has arrived its id, by which its client may name it from now on.
+async def arrive(intake: Intake, exchange: Exchange, route: Route, claim: Claim) -> Arrived:
+    """Read a call's request, and give the call its id, by which its client may name it from now on.
 
     Args:
+        intake: reads bodies within their limits.
         exchange: the client's request, and the way to answer it.
         route: the route that the request took.
-        read: the parsed request.
-        at: when the request arrived, by `time.perf_counter`.
+        claim: the call's part of the memory budget.
+
+    Raises:
+        TooLarge, BadRequest, Overloaded, ClientGone: as `Intake.read` does.
     """
+    at = perf_counter()
+    wire_format = route.speaks
+    taken = intake.read_arrived(exchange, claim)
+    body, long = await intake.read(exchange, claim) if taken is None else taken
+    conversation = failure = None
+    try:
+        if long:
+            request, conversation = await intake.beside(_read_all, body, wire_format.turns)
+        else:
+            request = read_request(body, checked=True)
+    except Exception as error:
+        request, failure = ModelRequest(body=body), error
     identifier, name = new_name()
     exchange.call = name
     return Arrived(
         id=identifier,
         name=name,
+        own=scoped(exchange.tenant, name),
         at=at,
         started_at=time(),
         exchange=exchange,
         route=route,
-        format=route.speaks,
-        read=read,
-        request=read.asked,
+        format=wire_format,
+        request=request,
+        conversation=conversation,
+        failure=failure,
     )
+
+
+def _read_all(body: bytes, turns: Turns) -> tuple[ModelRequest, Conversation]:
+    request = read_request(body, checked=True)
+    return request, turns.read(request.fields)
 
 
 def alone(arrived: Arrived) -> Asked:
     """Return what is known of a call before its identity was found: an episode of its own."""
-    return Asked(Identity(arrived.name, OWN_EPISODE, DEFAULT_AGENT, arrived.route.task))
+    own, task = arrived.own, arrived.route.task
+    kept = None if task is None else same_tenant(own, task)
+    return Asked(Identity(own, OWN_EPISODE, DEFAULT_AGENT, kept))
 
 
 def unread(arrived: Arrived, headers: dict[str, str], eval_tasks: str) -> Asked:
@@ -99,9 +134,9 @@ def who_asks(
         arrived.route,
         arrived.request.fields,
         arrived.request.body,
-        arrived.name,
+        arrived.own,
         stitches,
-        arrived.read.conversation,
+        arrived.conversation,
         eval_tasks,
     )
     return Asked(identity, (), identity.warnings)

@@ -1,4 +1,4 @@
-"""Take one recorded call through its steps, and answer and record it whatever fails.
+"""Take recorded calls through their steps, and answer and record each whatever fails.
 
 The steps are `asking`, `routing`, `answering` and `recording`; each makes a value, and the later
 ones start from it. The order matters. The request leaves at once, chunks are passed on as they
@@ -13,28 +13,40 @@ import msgspec
 import structlog
 
 from proxy.calls.answering import Answer, answer_of, own_headers
-from proxy.calls.asking import Arrived, alone, unread, who_asks, with_tool_events
-from proxy.calls.call_log import note_call
+from proxy.calls.asking import (
+    Arrived,
+    alone,
+    arrive,
+    unread,
+    who_asks,
+    with_tool_events,
+)
+from proxy.calls.continuing import check_continued
 from proxy.calls.loading import when_loaded
-from proxy.calls.recording import Answered, CallRecorder, Recorded
+from proxy.calls.recording import Answered, CallRecorder, Recorded, note_call
 from proxy.calls.routing import (
     CallRouter,
     Routed,
-    is_changed,
     rewritten,
     send,
     unrouted,
     without_ids,
 )
 from proxy.door.refusal import UNEXPECTED, apologise, refuse
+from proxy.door.routes import Route
 from proxy.errors import ProxyError, ReplyTorn
-from proxy.http.exchange import ClientGone
-from proxy.http.wire import Headers, lowered
+from proxy.http.exchange import ClientGone, Exchange
+from proxy.http.wire import Headers
 from proxy.identity.stitch import CallMemory
-from proxy.intake.budget import Claim
+from proxy.intake.intake import Intake
+from proxy.intake.limits import Claim
+from proxy.keys.limits import Usage
 from proxy.metrics import ADDED_SECONDS, UNFORESEEN, WARNINGS
+from proxy.policies.lookup import Lookup
+from proxy.policies.versions import Versions
+from proxy.spool.recorder import Recorder
 from proxy.tools.tool_status import HEADER as TOOL_STATUS_HEADER
-from proxy.upstreams.decoded import readable
+from proxy.upstreams.members import Upstreams
 from proxy.upstreams.model_server import ModelServer, Reply
 from store.records import CallStatus
 
@@ -52,6 +64,8 @@ class Shared(msgspec.Struct, frozen=True):
 
     stitches: CallMemory
     router: CallRouter
+    lookup: Lookup
+    intake: Intake
     recorder: CallRecorder
     max_reply: int
     eval_tasks: str
@@ -73,17 +87,22 @@ class Call:
         "_reply",
         "_routed",
         "_shared",
+        "_usage",
     )
 
-    def __init__(self, shared: Shared, arrived: Arrived, claim: Claim) -> None:
+    def __init__(
+        self, shared: Shared, arrived: Arrived, claim: Claim, usage: Usage | None = None
+    ) -> None:
         """Begin a call of which no more is known than that it has arrived.
 
         Args:
             shared: what all calls share.
             arrived: the call.
             claim: its part of the memory budget.
+            usage: what the client's key uses; None: no key is asked for.
         """
         self._shared = shared
+        self._usage = usage
         self._arrived = arrived
         self._claim = claim
         self._asked = alone(arrived)
@@ -121,10 +140,10 @@ class Call:
     def _ask(self) -> None:
         """Find the call's identity, and the tool events that its headers state."""
         arrived, shared = self._arrived, self._shared
-        headers = lowered(arrived.exchange.headers)
-        if arrived.read.failure is not None:
+        headers = arrived.exchange.lowered()
+        if arrived.failure is not None:
             self._asked = unread(arrived, headers, shared.eval_tasks)
-            raise arrived.read.failure
+            raise arrived.failure
         self._asked = who_asks(arrived, headers, shared.stitches, shared.eval_tasks)
         stated = headers.get(TOOL_STATUS_HEADER)
         if stated is not None:
@@ -135,6 +154,9 @@ class Call:
     async def _route(self) -> ModelServer:
         """Choose the policy version and its upstream, and rewrite the request for both."""
         arrived, identity, router = self._arrived, self._asked.identity, self._shared.router
+        await router.check_kept(arrived)
+        shared = self._shared
+        await check_continued(arrived, shared.stitches, shared.lookup, shared.intake)
         policy = router.unpinned(arrived, identity)
         if policy is not None:
             await router.learn_pin(policy, identity.follows)
@@ -142,7 +164,7 @@ class Call:
         self._routed = Routed(serving, arrived.request)
         upstream = router.upstream_of(arrived, serving)
         want_ids = await upstream.gives_ids(serving.served_name)
-        if arrived.read.takes_long:
+        if arrived.takes_long:
             self._routed = await router.rewritten_beside(arrived, serving, want_ids)
         else:
             self._routed = rewritten(arrived, serving, want_ids)
@@ -174,12 +196,10 @@ class Call:
         return await send(upstream, self._arrived, self._routed)
 
     def _begin_answer(self, reply: Reply) -> Answer:
-        """Return the answer that passes the reply on, once it is known that it can be read."""
+        """Return the answer that passes the reply on; the version of the call is served."""
         arrived, shared, routed = self._arrived, self._shared, self._routed
         self._reply = reply
         shared.router.check_served(arrived, routed.serving, reply)
-        if is_changed(arrived, routed):
-            reply = self._reply = readable(reply)
         return answer_of(reply, arrived, routed, self._headers(), self._claim, shared.max_reply)
 
     async def _durable(self, status: CallStatus) -> None:
@@ -193,7 +213,9 @@ class Call:
         if self._recorded is None:
             answered = Answered(status, self._reply, self._answer)
             recorder = self._shared.recorder
-            self._recorded = recorder.record(self._arrived, self._asked, self._routed, answered)
+            self._recorded = recorder.record(
+                self._arrived, self._asked, self._routed, answered, self._usage
+            )
         return self._recorded
 
     async def _refuse(self, error: ProxyError) -> None:
@@ -220,3 +242,53 @@ class Call:
         if recorded.capture is not None:
             model, warnings = self._arrived.request.model, len(self._asked.warnings)
             note_call(recorded.capture, self._arrived.name, model, warnings)
+
+
+class CallHandler:
+    """Answer the recorded calls of one worker."""
+
+    def __init__(
+        self,
+        upstreams: Upstreams,
+        versions: Versions,
+        recorder: Recorder,
+        lookup: Lookup,
+        *,
+        intake: Intake,
+        max_reply: int,
+        eval_tasks: str,
+    ) -> None:
+        """Store the parts.
+
+        Args:
+            upstreams: where calls are forwarded to.
+            versions: which policy version serves an episode.
+            recorder: where records go.
+            lookup: questions to the database.
+            intake: reads requests within their limits.
+            max_reply: longest reply in one piece, in bytes.
+            eval_tasks: how the names of tasks begin whose episodes are evaluation.
+        """
+        self.upstreams = upstreams
+        self.intake = intake
+        stitches = CallMemory()
+        router = CallRouter(upstreams, versions, lookup, intake)
+        self._shared = Shared(
+            stitches,
+            router,
+            lookup,
+            intake,
+            CallRecorder(recorder, stitches, router),
+            max_reply,
+            eval_tasks,
+        )
+
+    async def handle(self, exchange: Exchange, route: Route, usage: Usage | None = None) -> None:
+        """Answer one call and record it; `usage` is what the client's key uses.
+
+        Raises:
+            TooLarge, BadRequest, Overloaded: its body was refused, as by `Intake.read`.
+        """
+        with self.intake.budget.claim() as claim:
+            arrived = await arrive(self.intake, exchange, route, claim)
+            await Call(self._shared, arrived, claim, usage).run()

@@ -10,6 +10,8 @@ from typing import Final
 
 from store.records import (
     TRAIN,
+    Arm,
+    CallRecord,
     CallStatus,
     Confidence,
     FeedbackRecord,
@@ -30,7 +32,7 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
 
     `id` is the bytes of a UUIDv7. `request` is the client's body; `reply` is the upstream's, token
     ids included, deflated if `deflated` is set. `started_at` is Unix time in seconds. `provides`
-    and `needs` are fingerprints (`proxy.identity.fingerprints`).
+    and `needs` are fingerprints (`proxy.identity.stitch`).
 
     It is stored as an array: the order of the fields is what a spool's bytes depend on.
     """
@@ -70,6 +72,7 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     explored: Mapping[str, float | None] | None = None
     # The syntax of that grammar (`proxy.formats.tool_parsers`), where it is known.
     tool_tag: str | None = None
+    arm: Arm | None = None
 
 
 class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):
@@ -79,7 +82,8 @@ class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):
     episodes: tuple[str, ...]
 
 
-Frame = CapturedCall | FeedbackRecord | Gap
+# A call that was redacted is recorded as the ledger has it.
+Frame = CapturedCall | CallRecord | FeedbackRecord | Gap
 
 
 class Tape:
@@ -127,15 +131,13 @@ class ReplyTooLong(Exception):
     """Report that a reply is longer than the limit for reading it into memory."""
 
 
-def inflate(reply: bytes, deflated: bool, most: int = MOST_INFLATED) -> bytes:
-    """Return a reply's bytes as they were before `Tape` deflated them.
+def inflate(reply: bytes, most: int = MOST_INFLATED) -> bytes:
+    """Return the bytes of a deflated reply as they were before `Tape` deflated them.
 
     Raises:
         zlib.error: the deflated bytes are damaged.
         ReplyTooLong: the reply is longer than `most` bytes.
     """
-    if not deflated:
-        return reply
     inflater = zlib.decompressobj()
     inflated = inflater.decompress(reply, most + 1)
     if len(inflated) > most:

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from typing import Final, TypeVar
 
 from proxy.calls.capture import CapturedCall
+from store.tenants import same_tenant
 
 # Targets of about 7,000 calls; the database knows the older ones.
 CAPACITY: Final = 20_000
@@ -20,13 +21,17 @@ class Recent:
         self._keys: OrderedDict[str, str] = OrderedDict()
 
     def remember_call(self, record: CapturedCall, call: str, response_id: str | None) -> None:
-        """Remember a call, its reply's id and its episode as possible targets of feedback."""
+        """Remember a call, its reply's id and its episode as possible targets of feedback.
+
+        They are targets for the tenant of the call, under their names as they are kept.
+        """
         earner = (record.policy or "", str(record.policy_version or 0))
+        call = same_tenant(record.episode, call)
         _put(self._targets, ("call", call), earner)
         if record.episode != call:
             _put(self._targets, ("episode", record.episode), earner)
         if response_id:
-            _put(self._targets, ("response", response_id), earner)
+            _put(self._targets, ("response", same_tenant(record.episode, response_id)), earner)
 
     def earner(self, kind: str, target: str) -> tuple[str, str] | None:
         """Return policy and version of a target's call, or None if it is not remembered."""

@@ -1,6 +1,11 @@
-"""Take the last step of a call: make its record exactly once, whatever the call came to."""
+"""Take the last step of a call: make its record exactly once, whatever the call came to.
+
+A call that has ended is counted, and has one line in the log, which never holds a prompt, a key or
+a body.
+"""
 
 import asyncio
+from time import monotonic, perf_counter
 from typing import Final
 from uuid import UUID
 
@@ -12,12 +17,15 @@ from proxy.calls.asking import Arrived, Asked
 from proxy.calls.capture import CapturedCall
 from proxy.calls.routing import CallRouter, Routed
 from proxy.formats.base import ReplySummary
-from proxy.identity.fingerprints import provided_fingerprints
-from proxy.identity.stitch import CallMemory
+from proxy.identity.stitch import CallMemory, provided_fingerprints
+from proxy.keys.limits import Usage
+from proxy.keys.tokens import tokens_of
+from proxy.metrics import CALL_SECONDS, CALLS, EXPLORED, labelled
 from proxy.spool.recorder import Recorder
 from proxy.upstreams.model_server import Reply
 from proxy.upstreams.replies import comes_in_events
 from store.records import CallStatus
+from store.tenants import DEFAULT, bare, own_digests, tenant_of
 
 log = structlog.get_logger()
 
@@ -49,13 +57,23 @@ class CallRecorder:
         self._router = router
 
     def record(
-        self, arrived: Arrived, asked: Asked, routed: Routed, answered: Answered
+        self,
+        arrived: Arrived,
+        asked: Asked,
+        routed: Routed,
+        answered: Answered,
+        usage: Usage | None = None,
     ) -> Recorded:
-        """Hand a call's record to the recorder; if it cannot be made, count it as lost."""
+        """Hand a call's record to the recorder; if it cannot be made, count it as lost.
+
+        `usage` is what the client's key uses, to which the call's tokens are added.
+        """
         capture = None
         try:
             summary, provided = self._summary_and_provided(arrived, asked, answered)
             capture = self._captured(arrived, asked, routed, answered, provided)
+            if usage is not None and usage.counts_tokens:
+                _spend(usage, capture)
             return Recorded(
                 capture, self._recorder.take(capture, arrived.name, summary.response_id)
             )
@@ -101,12 +119,13 @@ class CallRecorder:
             default_temperature=defaults.temperature,
             started_at=arrived.started_at,
             first_chunk_ms=None if answer is None else answer.first_chunk_ms,
-            total_ms=arrived.ms(),
+            total_ms=(perf_counter() - arrived.at) * 1000,
             sampling_defaults=defaults.others,
             split=identity.split,
             tool_grammars=defaults.tool_grammars,
             explored=routed.explored,
             tool_tag=defaults.tool_tag,
+            arm=serving.arm,
         )
 
     def _summary_and_provided(
@@ -129,9 +148,10 @@ class CallRecorder:
         This happens before the reply's end leaves: the client's next call may follow at once.
         """
         stitches, identity, request = self._stitches, asked.identity, arrived.request
-        provided = provided_fingerprints(
+        said = provided_fingerprints(
             arrived.format.turns, request.fields, summary, identity.conversation
         )
+        provided = own_digests(tenant_of(identity.episode), said)
         stitches.provide(provided, identity.episode, identity.follows)
         got_reply = answered.reply is not None and answered.reply.status < ERRORS
         if not got_reply or answered.status != "complete":
@@ -139,7 +159,64 @@ class CallRecorder:
         return provided
 
 
+def _spend(usage: Usage, capture: CapturedCall) -> None:
+    """Add a call's tokens to what its key uses; if they cannot be counted, it is recorded anyway.
+
+    This happens before the reply's end leaves: the client's next request may follow at once.
+    """
+    try:
+        used = tokens_of(
+            capture.request,
+            capture.reply,
+            deflated=capture.deflated,
+            refused=(capture.http_status or ERRORS) >= ERRORS,
+        )
+        usage.spend(monotonic(), used)
+    except Exception:
+        log.exception("tokens_not_counted")
+
+
 def _came_in_events(answered: Answered) -> bool:
     if answered.answer is not None:
         return answered.answer.streamed
     return answered.reply is not None and comes_in_events(answered.reply)
+
+
+def note_call(record: CapturedCall, call: str, model: str | None, warnings: int) -> None:
+    """Count a call and log its line.
+
+    Args:
+        record: the call's capture.
+        call: its id.
+        model: the model that the client asked for.
+        warnings: how many warnings the client was given.
+    """
+    stream = "true" if record.streamed else "false"
+    version = "" if record.policy_version is None else str(record.policy_version)
+    labelled(CALLS, record.policy or "", version, record.status, stream).inc()
+    labelled(CALL_SECONDS, stream).observe(record.total_ms / 1000)
+    if record.explored is not None:
+        for kind in record.explored:
+            labelled(EXPLORED, record.policy or "", kind).inc()
+    first, tenant = record.first_chunk_ms, tenant_of(record.episode)
+    # A line without a tenant is the default tenant's: most proxies have no other.
+    whose = {} if tenant == DEFAULT else {"tenant": tenant}
+    log.info(
+        "call",
+        call=call,
+        episode=bare(record.episode),
+        method=record.method,
+        agent=record.agent,
+        model=model,
+        served=record.served_model,
+        status=record.status,
+        http_status=record.http_status,
+        stream=record.streamed,
+        first_chunk_ms=None if first is None else round(first, 1),
+        total_ms=round(record.total_ms, 1),
+        ids=record.wanted_ids,
+        bytes=len(record.request) + len(record.reply),
+        retry=record.retry,
+        warnings=warnings,
+        **whose,
+    )

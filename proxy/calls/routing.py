@@ -6,6 +6,8 @@ from typing import Any, Final
 import msgspec
 
 from proxy.calls.asking import Arrived
+from proxy.door.bodies import check_call
+from proxy.door.kept import check_kept
 from proxy.errors import NotServed
 from proxy.exploring.changes import explored
 from proxy.exploring.choice import Exploring, is_chosen
@@ -31,12 +33,15 @@ UNKNOWN_MODEL: Final = 404
 class Routed(msgspec.Struct, frozen=True):
     """Name the policy version that serves a call, with the request as the upstream gets it.
 
-    `explored` is what exploration changed of the request, None if it changed nothing.
+    `explored` is what exploration changed of the request, None if it changed nothing. `changed`
+    says whether the upstream gets other bytes than the client sent: what a change adds to the reply
+    can only be removed if the reply is not compressed.
     """
 
     serving: Serving
     request: ModelRequest
     explored: Changes | None = None
+    changed: bool = False
 
 
 class CallRouter:
@@ -61,12 +66,19 @@ class CallRouter:
         self._explore = versions.explore
 
     def version_of(self, arrived: Arrived, identity: Identity) -> Serving:
-        """Choose the policy version that serves a call, and whether its episode explores."""
+        """Choose the policy version that serves a call, and whether its episode explores.
+
+        Raises:
+            NotServed: the request names a version that the call's tenant has not.
+            BadRequest: it cannot be read, and may name such a version.
+        """
         model, episode, agent = arrived.request.model, identity.follows, identity.agent
-        serving = self._versions.resolve(model, episode, agent)
+        tenant = arrived.exchange.tenant
+        check_call(self._versions.owners, tenant, arrived.exchange.headers, arrived.request)
+        serving = self._versions.resolve(model, episode, agent, tenant, identity.split)
         if not self._explore or model is None or identity.split == EVAL:
             return serving
-        rule = self._versions.exploration(model, agent)
+        rule = self._versions.exploration(model, agent, tenant)
         if rule is None or not is_chosen(episode, rule.share):
             return serving
         exploring = Exploring(rule, self.sampling_defaults(arrived, serving))
@@ -78,9 +90,9 @@ class CallRouter:
         That is so only while the policy has several servable versions.
         """
         model, follows = arrived.request.model, identity.follows
-        if follows == arrived.name or model is None:
+        if follows == arrived.own or model is None:
             return None
-        policy = self._versions.trained_policy(model, identity.agent)
+        policy = self._versions.trained_policy(model, identity.agent, arrived.exchange.tenant)
         return None if policy is None or self._versions.knows(policy, follows) else policy
 
     async def learn_pin(self, policy: str, episode: str) -> None:
@@ -141,6 +153,14 @@ class CallRouter:
         policy = serving.policy
         return arrived.request.model if policy is None else self._versions.base_of(policy)
 
+    async def check_kept(self, arrived: Arrived) -> None:
+        """Check that a call names nothing that is kept for all tenants, as `door.kept` does."""
+        tenant, request = arrived.exchange.tenant, arrived.request
+        if arrived.takes_long:
+            await self._intake.beside(check_kept, tenant, request)
+        else:
+            check_kept(tenant, request)
+
     async def rewritten_beside(self, arrived: Arrived, serving: Serving, want_ids: bool) -> Routed:
         """Return what `rewritten` does, which takes long, without holding up the event loop."""
         return await self._intake.beside(rewritten, arrived, serving, want_ids)
@@ -163,7 +183,7 @@ def rewritten(arrived: Arrived, serving: Serving, want_ids: bool) -> Routed:
         if exploring is not None:
             return exploring
     request = arrived.format.rewrite(arrived.request, serving.served_name, want_ids=want_ids)
-    return Routed(serving, request)
+    return Routed(serving, request, changed=request.body is not arrived.request.body)
 
 
 def _exploring(arrived: Arrived, serving: Serving, exploring: Exploring) -> Routed | None:
@@ -176,12 +196,9 @@ def _exploring(arrived: Arrived, serving: Serving, exploring: Exploring) -> Rout
     if changed is None:
         return None
     request = arrived.format.rewrite(changed.request, serving.served_name, want_ids=True)
-    return Routed(serving, request, changed.changes) if request.injected else None
-
-
-def is_changed(arrived: Arrived, routed: Routed) -> bool:
-    """Return whether the request was changed, so that the reply must be readable."""
-    return routed.request.body is not arrived.request.body
+    if not request.injected:
+        return None
+    return Routed(serving, request, changed.changes, changed=True)
 
 
 def send(upstream: ModelServer, arrived: Arrived, routed: Routed) -> Coroutine[Any, Any, Reply]:
@@ -204,8 +221,7 @@ def send_where_served(
 def _sent(arrived: Arrived, routed: Routed) -> tuple[str, Headers, bytes]:
     """Return the target, headers and body that the upstream gets."""
     exchange, request = arrived.exchange, routed.request
-    # What a change adds to the reply can only be removed if the reply is not compressed.
-    headers = for_upstream(exchange.headers, plain=is_changed(arrived, routed))
+    headers = for_upstream(exchange.headers, plain=routed.changed)
     target = request.path or arrived.route.path
     query = exchange.target.partition("?")[2]
     if query:

@@ -8,6 +8,8 @@ the trainer, which computes them with the version that sampled the ids.
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
+import msgspec
+
 from proxy.formats.base import Sampled, SamplingRules
 from store.records import CallStatus
 from store.values.distribution import distribution_of
@@ -31,6 +33,7 @@ Reason = Literal[
     "unknown_policy",
     "fixed_policy",
     "nested_too_deep",
+    "redacted",
 ]
 
 # For each setting that the trainer cannot replay, the values that leave the distribution unchanged.
@@ -55,6 +58,26 @@ ONE_CALL: Final = "one_call"
 UNREADABLE: Final = "unreadable"
 # What may have held a reply to a grammar that the request alone does not tell.
 HELD: Final = GRAMMARS | {STRICT_TOOLS, ONE_CALL}
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """Hold a call's settings as they are recorded (JSON), and why they forbid to train on it.
+
+    The reason may be another where it is not sure which tokens a grammar held: `unsure` is that.
+    """
+
+    recorded: bytes
+    sure: Reason | None
+    unsure: Reason | None
+
+    def why_not(self, sure: bool) -> Reason | None:
+        """Return why what was sampled from cannot be computed again, or None if it can."""
+        return self.sure if sure else self.unsure
+
+    def with_setting(self, name: str, value: Any) -> "Judged":
+        """Return the same settings with one more recorded, which changes no reason."""
+        recorded = msgspec.json.decode(self.recorded) | {name: value}
+        return msgspec.structs.replace(self, recorded=msgspec.json.encode(recorded))
 
 
 def why_not_trainable(

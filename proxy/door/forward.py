@@ -1,30 +1,38 @@
 """Forward requests that are not recorded: untouched, streamed both ways, of any size.
 
 With several upstreams, the body is read first to find the model's upstream, and the upstreams'
-lists of models are joined.
+lists of models are joined. With several tenants, it is read to see whose version it names, and the
+list has those of the tenant alone; nor may it name what the provider keeps for all of them.
 """
 
+from functools import partial
 from typing import Final
 
 import structlog
 
+from proxy.door.bodies import check_forwarded
 from proxy.door.refusal import UPSTREAM_SAID, refuse
 from proxy.door.routes import Route
 from proxy.errors import Forbidden, NotAllowed, ProxyError, ReplyTorn, UpstreamBroke
+from proxy.formats.base import ModelRequest
 from proxy.formats.requests import read_request
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers, for_client, for_upstream
 from proxy.intake.intake import Intake
 from proxy.metrics import FORWARDED, status_label
+from proxy.policies.owners import Owners
 from proxy.upstreams.members import Upstreams
 from proxy.upstreams.model_server import Reply
 from proxy.upstreams.replies import comes_in_events
 from proxy.upstreams.upstream import Upstream
+from store.tenants import DEFAULT
 
 log = structlog.get_logger()
 
 MODELS: Final = "/v1/models"
+# Tells whose the key is that a client shows.
+TENANT: Final = b"x-pawl-tenant"
 ERRORS: Final = 400
 # A HEAD request is answered like GET; the exchange leaves the body out.
 READS: Final = ("GET", "HEAD")
@@ -35,6 +43,7 @@ async def forward(
     route: Route,
     upstreams: Upstreams,
     intake: Intake,
+    owners: Owners,
     *,
     may_delete_models: bool,
 ) -> None:
@@ -43,26 +52,17 @@ async def forward(
     Any `ProxyError` is answered here and not raised.
     """
     try:
-        if not may_delete_models and exchange.method == "DELETE" and _is_model(route):
-            raise Forbidden(
-                f"DELETE {route.path} would remove a model for everybody who uses it, so this "
-                "proxy does not forward it. Set PAWL_ALLOW_MODEL_DELETE=true to allow it",
-                code="model_delete_not_allowed",
-            )
-        if route.administers and upstreams.keyed:
-            raise NotAllowed(
-                f"{exchange.method} {route.path} manages the account at the provider, and this "
-                "proxy would send it with its own API key. Send it to the provider directly",
-                code="unknown_url",
-            )
-        if upstreams.only is not None:
+        _check_allowed(exchange, route, upstreams, may_delete_models)
+        names_model = not (route.keeps or route.administers)
+        hides = names_model and owners.hides_some(exchange.tenant)
+        if upstreams.only is not None and not hides:
             reply = await _streamed(exchange, route, upstreams.only)
         elif exchange.method in READS and route.path == MODELS:
-            await _models(exchange, upstreams)
+            await _models(exchange, upstreams, owners)
             FORWARDED.labels(MODELS, "200").inc()
             return
         else:
-            reply = await _routed(exchange, route, upstreams, intake)
+            reply = await _routed(exchange, route, upstreams, intake, owners if hides else None)
     except ProxyError as error:
         if isinstance(error, UpstreamBroke):
             # If the client did not send the rest of its body, the upstream is not to blame.
@@ -79,6 +79,36 @@ async def forward(
         reply.close()
 
 
+def _check_allowed(
+    exchange: Exchange, route: Route, upstreams: Upstreams, may_delete_models: bool
+) -> None:
+    """Check that a request does nothing to others that its sender may not do.
+
+    Raises:
+        Forbidden: it would delete a model, or reaches what is kept for all tenants.
+        NotAllowed: it manages an account at the provider that is not the client's own.
+    """
+    if not may_delete_models and exchange.method == "DELETE" and _is_model(route):
+        raise Forbidden(
+            f"DELETE {route.path} would remove a model for everybody who uses it, so this "
+            "proxy does not forward it. Set PAWL_ALLOW_MODEL_DELETE=true to allow it",
+            code="model_delete_not_allowed",
+        )
+    if route.administers and upstreams.keyed:
+        raise NotAllowed(
+            f"{exchange.method} {route.path} manages the account at the provider, and this "
+            "proxy would send it with its own API key. Send it to the provider directly",
+            code="unknown_url",
+        )
+    if route.keeps and exchange.tenant != DEFAULT:
+        raise Forbidden(
+            f"{route.label} is kept by the provider under one account for all tenants, so keys of "
+            f"tenant {exchange.tenant} do not reach it: send what the request is about in the "
+            "request, or ask whoever runs this proxy",
+            code="kept_for_all_tenants",
+        )
+
+
 async def _streamed(exchange: Exchange, route: Route, upstream: Upstream) -> Reply:
     length, chunked = exchange.length, exchange.chunked
     body = exchange.body if chunked or length is not None else None
@@ -90,23 +120,51 @@ async def _streamed(exchange: Exchange, route: Route, upstream: Upstream) -> Rep
     )
 
 
-async def _routed(exchange: Exchange, route: Route, upstreams: Upstreams, intake: Intake) -> Reply:
+async def _routed(
+    exchange: Exchange,
+    route: Route,
+    upstreams: Upstreams,
+    intake: Intake,
+    hiding: Owners | None,
+) -> Reply:
+    """Send a request to the upstream of the model that it names.
+
+    With `hiding`, which hides other tenants' versions, it must name none of these.
+    """
     headers, target = for_upstream(exchange.headers, plain=False), _target(exchange, route)
     named = route.path.removeprefix(MODELS + "/") if _is_model(route) else None
     if exchange.method in READS:
+        if hiding is not None:
+            hiding.check(exchange.tenant, named)
         return await upstreams.for_model(named or route.path).fetch(target, headers)
     with intake.budget.claim() as claim:
         # The body names the model, and so the upstream.
         body, long = await intake.read(exchange, claim)
         if named is None:
-            named = (await intake.beside(read_request, body) if long else read_request(body)).model
+            checked = partial(_checked, body, hiding, exchange)
+            request = await intake.beside(checked) if long else checked()
+            named = request.model
         return await upstreams.for_model(named).ask(exchange.method, target, headers, body)
 
 
-async def _models(exchange: Exchange, upstreams: Upstreams) -> None:
+def _checked(body: bytes, hiding: Owners | None, exchange: Exchange) -> ModelRequest:
+    """Read a body; with `hiding`, it must name nothing that is not its tenant's.
+
+    Raises:
+        NotServed, NotKept, BadRequest: as `check_forwarded` does.
+    """
+    request = read_request(body)
+    if hiding is not None:
+        check_forwarded(hiding, exchange.tenant, exchange.headers, request)
+    return request
+
+
+async def _models(exchange: Exchange, upstreams: Upstreams, owners: Owners) -> None:
     headers = for_upstream(exchange.headers, plain=True)
-    body, missing = await upstreams.models(headers)
+    body, missing = await upstreams.models(headers, partial(owners.hides, exchange.tenant))
     reply_headers: Headers = [JSON]
+    if exchange.tenant != DEFAULT:
+        reply_headers.append((TENANT, exchange.tenant.encode()))
     if missing:
         text = f"no list of models from upstream {', '.join(missing)}"
         reply_headers.append((b"x-pawl-warning", text.encode()))

@@ -23,51 +23,63 @@ class Rule(msgspec.Struct, frozen=True):
 
     Those need a key that may do so, and are therefore forwarded only with the client's own.
     Deleting a model needs no key at many servers, and takes it from everybody: see
-    `proxy.door.forward`.
+    `proxy.door.forward`. `keeps` marks what reaches the files, responses and the like that the
+    provider keeps under that account, whoever put them there.
     """
 
     methods: frozenset[str]
     label: str
     pattern: re.Pattern[str]
     administers: bool = False
+    keeps: bool = False
 
 
-def _rule(methods: str, label: str, pattern: str, *, administers: bool = False) -> Rule:
+def _rule(
+    methods: str, label: str, pattern: str, *, administers: bool = False, keeps: bool = False
+) -> Rule:
     compiled = re.compile(pattern + r"\Z", re.ASCII)
-    return Rule(frozenset(methods.split()), label, compiled, administers)
+    return Rule(frozenset(methods.split()), label, compiled, administers, keeps)
 
 
 RULES: Final = (
     *(
-        _rule("GET POST DELETE", f"/v1/{store}", rf"/v1/{store}(?:/{ID}){{0,6}}")
+        _rule("GET POST DELETE", f"/v1/{store}", rf"/v1/{store}(?:/{ID}){{0,6}}", keeps=True)
         for store in STORES.split("|")
     ),
     _rule(
         "POST",
         "/v1/audio",
-        r"/v1/audio/(?:speech|transcriptions|translations|voices|voice_consents)",
+        r"/v1/audio/(?:speech|transcriptions|translations)",
     ),
+    _rule("POST", "/v1/audio/…", r"/v1/audio/(?:voices|voice_consents)", keeps=True),
     _rule("POST", "/v1/images", r"/v1/images/(?:generations|edits|variations)"),
     _rule("POST", "/v1/moderations", r"/v1/moderations"),
     _rule("POST", "/v1/content_provenance_checks", r"/v1/content_provenance_checks"),
+    # A secret opens a session beside this proxy, which may name whatever the account keeps.
+    _rule("POST", "/v1/realtime", r"/v1/realtime/client_secrets", keeps=True),
     _rule(
         "POST",
-        "/v1/realtime",
-        rf"/v1/realtime/(?:client_secrets|calls/{ID}/(?:accept|hangup|refer|reject))",
+        "/v1/realtime/…",
+        rf"/v1/realtime/calls/{ID}/(?:accept|hangup|refer|reject)",
+        keeps=True,
     ),
-    _rule(
-        "POST",
-        "/v1/responses/…",
-        rf"/v1/responses/(?:compact|input_tokens|{NOT_VLLM}{ID}/cancel)",
-    ),
-    _rule("GET DELETE", "/v1/responses/…", rf"/v1/responses/{NOT_VLLM}{ID}"),
-    _rule("GET", "/v1/responses/…", rf"/v1/responses/{NOT_VLLM}{ID}/input_items"),
+    # They may name a stored response to go on from.
+    _rule("POST", "/v1/responses/…", r"/v1/responses/(?:compact|input_tokens)", keeps=True),
+    _rule("POST", "/v1/responses/…", rf"/v1/responses/{NOT_VLLM}{ID}/cancel", keeps=True),
+    _rule("GET DELETE", "/v1/responses/…", rf"/v1/responses/{NOT_VLLM}{ID}", keeps=True),
+    _rule("GET", "/v1/responses/…", rf"/v1/responses/{NOT_VLLM}{ID}/input_items", keeps=True),
     _rule(
         "GET",
         "/v1/chat/completions/…",
         rf"/v1/chat/completions(?:/{NOT_VLLM}{ID}(?:/messages)?)?",
+        keeps=True,
     ),
-    _rule("POST DELETE", "/v1/chat/completions/…", rf"/v1/chat/completions/{NOT_VLLM}{ID}"),
+    _rule(
+        "POST DELETE",
+        "/v1/chat/completions/…",
+        rf"/v1/chat/completions/{NOT_VLLM}{ID}",
+        keeps=True,
+    ),
     *(
         _rule("GET POST DELETE", f"/v1/{part}", rf"/v1/{part}(?:/{ID}){{0,8}}", administers=True)
         for part in ("organization", "projects", "fine_tuning")

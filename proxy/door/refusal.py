@@ -9,6 +9,9 @@ from proxy.formats.registry import FORMATS
 from proxy.http.exchange import Exchange
 from proxy.http.wire import JSON, Headers
 
+# What a reply of status 401 must have (RFC 9110 §11.6.1), and the status.
+CHALLENGE: Final = (b"WWW-Authenticate", b"Bearer")
+UNAUTHORIZED: Final = 401
 # The header of an error that is passed on as the upstream sent it, whatever its cause.
 UPSTREAM_SAID: Final = (b"x-pawl-fault", b"upstream")
 UNEXPECTED: Final = "The proxy failed unexpectedly; its log has the details"
@@ -42,6 +45,8 @@ def refuse(
     shape = errors or errors_at(exchange.target)
     body = shape.body(error.message, error.kind, error.param, error.code, status=error.status)
     reply_headers: Headers = [JSON, (b"x-pawl-fault", error.fault.encode()), *(headers or [])]
+    if error.status == UNAUTHORIZED:
+        reply_headers.append(CHALLENGE)
     if error.retry_after_s is not None:
         reply_headers.append((b"Retry-After", b"%d" % error.retry_after_s))
     exchange.reply(error.status, b"", reply_headers, body)

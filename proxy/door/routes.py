@@ -18,6 +18,7 @@ from proxy.door.openai_paths import openai_rule
 from proxy.errors import NotAllowed
 from proxy.formats.base import WireFormat
 from proxy.formats.registry import FORMATS
+from store.keys.grants import Scope
 
 FEEDBACK: Final = "/feedback"
 
@@ -28,6 +29,10 @@ class Kind(Enum):
     CALL = "call"
     FORWARD = "forward"
     FEEDBACK = "feedback"
+
+
+# Looking a member of an enumeration up takes long in Python 3.11.
+STATED: Final = Kind.FEEDBACK
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -45,6 +50,15 @@ class Route(msgspec.Struct, frozen=True):
     label: str = ""
     # Manages the account at the provider: forwarded only with the client's own key.
     administers: bool = False
+    # Reaches what the provider keeps under one account, for all tenants.
+    keeps: bool = False
+
+    @property
+    def scope(self) -> Scope:
+        """Return what a key must be for."""
+        if self.kind is STATED:
+            return "feedback"
+        return "admin" if self.administers else "infer"
 
     @property
     def speaks(self) -> WireFormat:
@@ -114,7 +128,13 @@ def _route(method: str, path: str) -> Route:
     rule = openai_rule(reading, path)
     if rule is None:
         raise NotAllowed(_message(method, path), code="unknown_url")
-    return Route(kind=Kind.FORWARD, path=path, label=rule.label, administers=rule.administers)
+    return Route(
+        kind=Kind.FORWARD,
+        path=path,
+        label=rule.label,
+        administers=rule.administers,
+        keeps=rule.keeps,
+    )
 
 
 def _message(method: str, path: str) -> str:

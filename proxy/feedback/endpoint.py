@@ -5,6 +5,7 @@ If all targets are known, the status is 200 (`stored`). A target that is not kno
 """
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -14,14 +15,14 @@ from proxy.calls.recent import Recent
 from proxy.errors import SpoolFull
 from proxy.feedback.statements import parse_feedback
 from proxy.http.exchange import Exchange
-from proxy.http.wire import JSON, lowered
+from proxy.http.wire import JSON
 from proxy.idempotency.desk import LOOK_UP_S, Answer, KeyDesk
-from proxy.intake.budget import Claim
 from proxy.intake.intake import Intake
+from proxy.intake.limits import Claim
 from proxy.metrics import FEEDBACK, REWARD, REWARD_SUM, TOOL_STATUS, metric_label
 from proxy.policies.lookup import Lookup
 from proxy.spool.recorder import Recorder
-from store.link.targets import known_targets
+from store.link.settle import known_targets
 from store.records import REWARD as REWARD_METRIC
 from store.records import FeedbackRecord
 
@@ -62,16 +63,22 @@ class FeedbackDesk:
         """
         with self._intake.budget.claim() as claim:
             record = await self._read(exchange, claim)
-            answer = await self._keys.once(record, self._state)
+            key, body_hash = record.idempotency_key, record.body_hash
+            if key is None or body_hash is None:
+                answer = await self._state(record, False)
+            else:
+                answer = await self._keys.once(key, body_hash, partial(self._state, record))
             exchange.reply(answer.status, b"", [JSON], answer.body)
 
     async def _read(self, exchange: Exchange, claim: Claim) -> FeedbackRecord:
         intake = self._intake
         body = await intake.read_bytes(exchange, claim, intake.max_feedback, SETTING)
-        key = lowered(exchange.headers).get("idempotency-key")
+        key = exchange.lowered().get("idempotency-key")
         if len(body) > LONG_BYTES:
-            return await intake.beside(parse_feedback, body, datetime.now(UTC), key)
-        return parse_feedback(body, datetime.now(UTC), key)
+            return await intake.beside(
+                parse_feedback, body, datetime.now(UTC), key, exchange.tenant
+            )
+        return parse_feedback(body, datetime.now(UTC), key, exchange.tenant)
 
     async def _state(self, record: FeedbackRecord, durable: bool) -> Answer:
         """Record feedback unless it is known to be durable, and return the answer to the client."""

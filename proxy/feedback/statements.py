@@ -9,10 +9,11 @@ from uuid import UUID
 import msgspec
 
 from proxy.errors import BadRequest
-from proxy.intake.shape import check_depth
+from proxy.intake.limits import check_depth, size_within
 from store.ids import new_id
 from store.records import REWARD, TOOL_STATUSES, FeedbackItem, FeedbackRecord, ToolEvent
-from store.values.json_limits import Size, most_of, size_of
+from store.tenants import DEFAULT, scoped
+from store.values.json_limits import Size
 
 TOOL_STATUS: Final = "tool_status"
 TARGETS: Final = ("episode", "call", "response")
@@ -23,17 +24,19 @@ MAX_TEXT: Final = 1024
 # Targets are in a B-tree index, whose rows PostgreSQL limits to 2,704 bytes in all.
 MAX_TARGET_BYTES: Final = 2048
 # Limits of a list of statements that hold only text and numbers.
-MAX_CONTAINERS: Final = MAX_ITEMS + 1
-MAX_VALUES: Final = MAX_ITEMS * (len(COMMON | ABOUT_TOOLS) + 1)
+MOST: Final = Size(containers=MAX_ITEMS + 1, values=MAX_ITEMS * (len(COMMON | ABOUT_TOOLS) + 1))
 
 
-def parse_feedback(body: bytes, at: datetime, idempotency_key: str | None) -> FeedbackRecord:
+def parse_feedback(
+    body: bytes, at: datetime, idempotency_key: str | None, tenant: str = DEFAULT
+) -> FeedbackRecord:
     """Return the statements in a body: one JSON object, or a list of them.
 
     Args:
         body: the request's body.
         at: when it arrived.
         idempotency_key: the request's `Idempotency-Key` header.
+        tenant: whose names are meant: targets and key are those of this tenant.
 
     Raises:
         BadRequest: the key or a statement is malformed; nothing of the body is taken.
@@ -44,29 +47,26 @@ def parse_feedback(body: bytes, at: datetime, idempotency_key: str | None) -> Fe
         raise BadRequest(f"Send 1 to {MAX_ITEMS} statements, not {len(statements)}")
     is_list = isinstance(parsed, list)
     items = tuple(
-        _Statement(statement, f"[{index}]." if is_list else "").item()
+        _Statement(statement, f"[{index}]." if is_list else "", tenant).item()
         for index, statement in enumerate(statements)
     )
     return FeedbackRecord(
         id=new_id(),
         at=at,
         items=items,
-        idempotency_key=_key(idempotency_key),
+        idempotency_key=_key(idempotency_key, tenant),
         body_hash=sha256(body).hexdigest() if idempotency_key else None,
     )
 
 
 def _parsed(body: bytes) -> Any:
-    size = most_of(body)
-    if size.containers > MAX_CONTAINERS or size.values > MAX_VALUES:
-        # That count includes brackets and commas inside strings; count exactly before refusing.
-        size = size_of(body, Size(MAX_CONTAINERS, MAX_VALUES))
-        if size.containers > MAX_CONTAINERS or size.values > MAX_VALUES:
-            raise BadRequest(
-                f"The body holds more than {MAX_ITEMS} statements, each an object of plain "
-                "values; send them in parts",
-                code="too_many_values",
-            )
+    size = size_within(body, MOST)
+    if size is None:
+        raise BadRequest(
+            f"The body holds more than {MAX_ITEMS} statements, each an object of plain "
+            "values; send them in parts",
+            code="too_many_values",
+        )
     check_depth(body, size)
     try:
         return msgspec.json.decode(body)
@@ -80,10 +80,12 @@ def _parsed(body: bytes) -> Any:
         ) from error
 
 
-def _key(value: str | None) -> str | None:
-    if value is not None and not (0 < len(value) <= 256 and value.isprintable()):
+def _key(value: str | None, tenant: str) -> str | None:
+    if value is None:
+        return None
+    if not (0 < len(value) <= 256 and value.isprintable()):
         raise BadRequest("Idempotency-Key must be 1 to 256 printable characters")
-    return value
+    return scoped(tenant, value)
 
 
 def _shown(value: object) -> str:
@@ -103,8 +105,9 @@ def _as_float(value: Any) -> float | None:
 class _Statement:
     """Parse one statement; `where` names it in error messages."""
 
-    def __init__(self, value: object, where: str) -> None:
+    def __init__(self, value: object, where: str, tenant: str) -> None:
         self._where = where
+        self._tenant = tenant
         if not isinstance(value, dict):
             raise BadRequest(
                 f"{where or 'The body'} must be an object such as "
@@ -159,7 +162,7 @@ class _Statement:
                 raise self._error(
                     kind, "must be the UUID that the reply carried as x-pawl-call"
                 ) from error
-        return kind, target
+        return kind, scoped(self._tenant, target)
 
     def _text(self, name: str) -> str | None:
         value = self._fields.get(name)

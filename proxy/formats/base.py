@@ -10,8 +10,10 @@ from typing import Any, Protocol
 import msgspec
 
 from proxy.formats.conversation import Conversation
-from proxy.formats.json_parts import Object
 from store.records import Record, ToolCall
+
+# The top level of a JSON object; its values stay bytes until somebody needs them.
+Object = dict[str, msgspec.Raw]
 
 
 class ModelRequest(msgspec.Struct, frozen=True):

@@ -1,21 +1,11 @@
-"""Find texts and objects in a message's content, in whichever form its API writes it (pure)."""
+"""Find the objects in a list that a client sent (pure): messages, and parts of a content.
 
-from collections.abc import Iterable, Iterator
-from typing import Any, Final
+Python runs these loops also where the rest is compiled, so that the event loop goes on while a long
+conversation is read (docs/decisions/030-limits-on-what-is-parsed.md).
+"""
 
-_TEXT_TYPES: Final = ("text", "input_text", "output_text")
-
-
-def is_text(part: dict[str, Any]) -> bool:
-    """Return whether a part of a content is a text."""
-    return part.get("type") in _TEXT_TYPES and isinstance(part.get("text"), str)
-
-
-def texts(content: Any) -> Iterable[str]:
-    """Return the texts of a content, which is a string or a list of parts."""
-    if isinstance(content, str):
-        return (content,)
-    return (part["text"] for part in objects(content) if is_text(part))
+from collections.abc import Iterator
+from typing import Any
 
 
 def objects(value: Any) -> Iterator[dict[str, Any]]:
@@ -23,3 +13,8 @@ def objects(value: Any) -> Iterator[dict[str, Any]]:
     for member in value if isinstance(value, list) else ():
         if isinstance(member, dict):
             yield member
+
+
+def blocks_of(content: Any, kind: str) -> Iterator[dict[str, Any]]:
+    """Return the blocks of one type in a content, as Anthropic's API and some clients write it."""
+    return (block for block in objects(content) if block.get("type") == kind)

@@ -9,12 +9,13 @@ The pieces are hashed as a chain, so that the digests of all prefixes of a threa
 """
 
 import re
+from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Any, Final
 
 import msgspec
 
-from proxy.formats.contents import is_text, texts
+from proxy.formats.contents import blocks_of, objects
 
 SIZE: Final = 16
 # From 2048 bytes on hashlib releases the GIL: other threads would run, and this one would wait
@@ -26,6 +27,7 @@ _LONG: Final = 2**20
 _RANDOM_TAIL: Final = re.compile(r"(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{8,}\Z", re.ASCII)
 _NOT_ALNUM: Final = re.compile(r"[^A-Za-z0-9]")
 _THOUGHT_END: Final = "</think>"
+_TEXT_TYPES: Final = ("text", "input_text", "output_text")
 
 
 def is_unique(tool_id: str) -> bool:
@@ -94,6 +96,24 @@ class Conversation:
             label = _encoded(f"{identifier}\0{name}\0")
             self._calls.append(label + canonical_arguments(arguments))
 
+    def called_in(self, content: Any) -> None:
+        """Add the tool calls among the blocks of what the assistant said."""
+        for block in blocks_of(content, "tool_use"):
+            self.called(block.get("id"), block.get("name"), block.get("input"))
+
+    def took_turn(self, content: Any) -> None:
+        """Add a user's turn: the tool results among its blocks, and then the rest."""
+        if not isinstance(content, list):
+            self.asked(content)
+            return
+        others = []
+        for part in content:
+            if isinstance(part, dict) and part.get("type") == "tool_result":
+                self.result(part.get("tool_use_id"), part.get("content"))
+            else:
+                others.append(part)
+        self.asked(others)
+
     def open_reply(self) -> tuple[bytes, bool] | None:
         """Return the prefix that ends with the assistant's last words, if nothing followed them.
 
@@ -114,6 +134,18 @@ class Conversation:
             self.replies.append(reply)
             self.results = []
             self._texts, self._calls = [], []
+
+
+def is_text(part: dict[str, Any]) -> bool:
+    """Return whether a part of a content is a text."""
+    return part.get("type") in _TEXT_TYPES and isinstance(part.get("text"), str)
+
+
+def texts(content: Any) -> Iterable[str]:
+    """Return the texts of a content, which is a string or a list of parts."""
+    if isinstance(content, str):
+        return (content,)
+    return (part["text"] for part in objects(content) if is_text(part))
 
 
 def heard_bytes(content: Any) -> bytes:

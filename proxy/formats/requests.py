@@ -1,10 +1,21 @@
-"""Read requests as clients sent them, and put in what the upstream needs (pure)."""
+"""Take JSON apart at its top level: requests as clients sent them, and parts of replies (pure).
+
+Values stay bytes until somebody needs them, and so leave as they came. What the upstream needs is
+put into a request beside them.
+"""
+
+from typing import Any, Final
 
 import msgspec
 
-from proxy.formats.base import ModelRequest
-from proxy.formats.json_parts import Object, parse_object, readable_value
+from proxy.formats.base import ModelRequest, Object
 from store.values.json_limits import nests_too_deep
+
+# Errors of a parser for bytes that are not JSON, not UTF-8, or nested too deep.
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+NULL: Final = msgspec.Raw(b"null")
+
+_objects: Final = msgspec.json.Decoder(Object)
 
 
 def read_request(body: bytes, *, checked: bool = False) -> ModelRequest:
@@ -54,3 +65,45 @@ def own_name(request: ModelRequest, served_name: str | None) -> msgspec.Raw | No
     if served_name is None or request.model is None or served_name == request.model:
         return None
     return msgspec.Raw(msgspec.json.encode(request.model))
+
+
+def parse_object(body: bytes) -> Object | None:
+    """Return a JSON object's top level with values unparsed, or None if it cannot be read as one.
+
+    Keys keep their order and values their exact bytes, so that what is not touched leaves as it
+    came.
+    """
+    try:
+        if not body.isascii():
+            body.decode()
+        return _objects.decode(body)
+    except UNREADABLE:
+        return None
+
+
+def value_of(raw: msgspec.Raw | None) -> Any:
+    """Return the parsed value of a field, or None if the field is absent."""
+    return None if raw is None else msgspec.json.decode(raw)
+
+
+def readable_value(raw: msgspec.Raw) -> Any:
+    """Return the parsed value, or its JSON text if Python cannot represent it (such as 1e400)."""
+    try:
+        return msgspec.json.decode(raw)
+    except UNREADABLE:
+        return bytes(raw).decode()
+
+
+def decoded_object(payload: bytes | msgspec.Raw) -> dict[str, Any] | None:
+    """Return a JSON object with all its values, or None if Python cannot represent or nest it.
+
+    `parse_object` accepts more: it leaves values unparsed, so that a lone surrogate or 1e400 passes
+    through. Reading for the ledger must not fail a reply that was passed on.
+    """
+    if nests_too_deep(bytes(payload)):
+        # The object is walked and encoded again later, which is recursive too.
+        return None
+    try:
+        return msgspec.json.decode(payload, type=dict[str, Any])
+    except UNREADABLE:
+        return None

@@ -1,16 +1,20 @@
-"""Ask servers by HTTP/1.1: keep connections to each, and take replies as they come."""
+"""Ask servers by HTTP/1.1: keep connections to each, and take replies as they come.
+
+A request is sent with its whole body, without one, or with one that comes in pieces.
+"""
 
 import asyncio
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from time import monotonic
 from typing import Any, Final, cast
 
 import httptools
+import structlog
 
 from proxy.http import wire
-from proxy.http.flow import BodyStream
+from proxy.http.flow import BodyStream, Reply
 from proxy.http.wire import Headers
 
 # vLLM closes idle connections after 5 s; one that is reused must be younger.
@@ -18,6 +22,7 @@ KEEPALIVE_S: Final = 3.0
 CONNECT_S: Final = 10.0
 # Limit on a reply's head, and on what is between the pieces of its body: sizes, trailers.
 MAX_HEAD_BYTES: Final = 256 * 1024
+log = structlog.get_logger()
 
 
 class NotSent(ConnectionError):
@@ -34,62 +39,6 @@ class Silent(NoReply):
 
 class Torn(ConnectionError):
     """Report that a reply broke off before its end."""
-
-
-class Reply:
-    """Give a reply whose head has come; its body may still be on its way."""
-
-    __slots__ = ("_connection", "body", "headers", "reason", "status")
-
-    def __init__(
-        self, connection: "UpstreamConnection", status: int, reason: bytes, headers: Headers
-    ) -> None:
-        """Store the head, and begin to receive the body."""
-        self._connection = connection
-        self.status = status
-        self.reason = reason
-        self.headers = headers
-        self.body = BodyStream(connection.transport, connection.loop)
-
-    def header(self, wanted: bytes) -> bytes | None:
-        """Return a header's value, or None; `wanted` is its name in lower case."""
-        return wire.first_value(self.headers, wanted)
-
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body as it comes.
-
-        Raises:
-            Torn: the body broke off.
-        """
-        while data := await self.body.more():
-            yield data
-
-    def read(self, limit: int | None = None) -> Coroutine[Any, Any, bytes | None]:
-        """Return the whole body, or None once it is longer than `limit` bytes.
-
-        Raises:
-            Torn: the body broke off.
-        """
-        return self.body.whole(limit)
-
-    @property
-    def ended(self) -> bool:
-        """Return whether the whole body has come and was taken."""
-        return self.body.exhausted
-
-    def unread(self) -> bytes:
-        """Return the bytes of a torn body that came and were not taken."""
-        return self.body.take()
-
-    def close(self) -> None:
-        """Release the reply; if it has not ended, its connection is closed and the server stops."""
-        if not self.body.ended:
-            self._connection.abort()
-
-    def discard(self) -> None:
-        """Release the reply and close its connection, unless another request has that by now."""
-        if not self.body.ended or self._connection.usable:
-            self._connection.abort()
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -166,7 +115,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail whatever is waited for, unless the close is the body's regular end."""
-        self._pool.forget(self)
+        self._pool.connections.discard(self)
         if self.pushing is not None:
             self.pushing.cancel()
         if self._reply is not None and self._until_close and exc is None:
@@ -287,14 +236,6 @@ class Pool:
         """Return the number of requests under way."""
         return len(self.connections) - len(self._idle)
 
-    async def connection(self) -> UpstreamConnection:
-        """Return an open connection that nobody uses.
-
-        Raises:
-            NotSent: no connection could be made.
-        """
-        return self.kept() or await self._connect()
-
     def kept(self) -> UpstreamConnection | None:
         """Return a kept connection that can be used again, or None if there is none."""
         youngest = monotonic() - KEEPALIVE_S
@@ -305,7 +246,12 @@ class Pool:
             connection.transport.close()
         return None
 
-    async def _connect(self) -> UpstreamConnection:
+    async def connect(self) -> UpstreamConnection:
+        """Open another connection.
+
+        Raises:
+            NotSent: no connection could be made.
+        """
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -320,10 +266,6 @@ class Pool:
         """Keep the connection of a reply that ended for the next request."""
         self._idle.append((connection, monotonic()))
 
-    def forget(self, connection: UpstreamConnection) -> None:
-        """Remove a connection that is closed."""
-        self.connections.discard(connection)
-
     def sweep(self, silence_s: float) -> None:
         """Close connections that were idle for too long, and give up silent servers."""
         now = monotonic()
@@ -337,3 +279,69 @@ class Pool:
         """Close every connection."""
         for connection in list(self.connections):
             connection.transport.abort()
+
+
+def ask_whole(
+    pool: Pool, method: str, target: str, headers: Headers, body: bytes
+) -> Coroutine[Any, Any, Reply]:
+    """Send a request with its whole body, and return the reply once its head has come.
+
+    Raises:
+        NotSent: no connection could be made.
+        NoReply: the connection broke, or was silent for too long, before the reply.
+    """
+    head = wire.request_head(method, target, pool.authority, headers, len(body))
+    return _ask(pool, method, head + body)
+
+
+def ask_bodyless(
+    pool: Pool, method: str, target: str, headers: Headers
+) -> Coroutine[Any, Any, Reply]:
+    """Send a request without a body; it raises what `ask_whole` raises."""
+    return _ask(pool, method, wire.bodyless_head(method, target, pool.authority, headers))
+
+
+def ask_streaming(
+    pool: Pool, method: str, target: str, headers: Headers, length: int | None, body: BodyStream
+) -> Coroutine[Any, Any, Reply]:
+    """Send a request whose body comes in pieces; it raises what `ask_whole` raises.
+
+    A server may answer before it has the whole body: the rest is sent while its answer is received,
+    for as long as that lasts.
+    """
+    head = wire.request_head(method, target, pool.authority, headers, length)
+    return _ask(pool, method, head, body, chunked=length is None)
+
+
+async def _ask(
+    pool: Pool, method: str, data: bytes, body: BodyStream | None = None, *, chunked: bool = False
+) -> Reply:
+    """Send `data`, and then the pieces of `body` as they come; return the reply."""
+    connection = pool.kept() or await pool.connect()
+    connection.sending = body is not None
+    answer = connection.ask(data, to_head=method == "HEAD")
+    if body is not None:
+        connection.pushing = asyncio.create_task(_push(connection, body, chunked=chunked))
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        # Nobody reads the reply any more, so the server must stop generating it.
+        connection.abort()
+        raise
+
+
+async def _push(connection: UpstreamConnection, body: BodyStream, *, chunked: bool) -> None:
+    try:
+        while data := await body.more():
+            await connection.push(wire.chunk(data) if chunked else data)
+    except ConnectionError:
+        # The client left in the middle of its request, and half a request must not be answered.
+        connection.abort()
+        return
+    except Exception:
+        log.exception("request_not_pushed")
+        connection.abort()
+        return
+    if chunked:
+        await connection.push(wire.LAST_CHUNK)
+    connection.sending = False

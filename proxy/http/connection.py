@@ -10,9 +10,9 @@ import structlog
 from proxy.http import wire
 from proxy.http.deadlines import STEP, ClientDeadlines, Clock
 from proxy.http.exchange import BodyTooSlow, ClientGone, Exchange
-from proxy.http.feeding import Feeding
 from proxy.http.flow import SharedBrake
-from proxy.http.parsing import RequestParser
+from proxy.http.parsing import Feeding, RequestParser
+from proxy.http.peers import is_loopback
 
 if TYPE_CHECKING:
     from proxy.http.server import Server
@@ -49,6 +49,7 @@ class Connection(asyncio.Protocol):
         self._held = False
         self._can_write: asyncio.Future[None] | None = None
         self._lost = False
+        self._local: bool | None = None
         # No more requests are taken.
         self.closing = False
 
@@ -61,6 +62,13 @@ class Connection(asyncio.Protocol):
     def unsent(self) -> int:
         """Return the number of bytes written that the client has not taken yet."""
         return self.transport.get_write_buffer_size()
+
+    @property
+    def local(self) -> bool:
+        """Return whether the client's end is on this machine."""
+        if self._local is None:
+            self._local = is_loopback(self.transport.get_extra_info("peername"))
+        return self._local
 
     def send(self, data: bytes) -> None:
         """Write data and count it, so that the client's progress can be computed."""

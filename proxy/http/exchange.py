@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from proxy.http import wire
 from proxy.http.flow import BodyStream, Grown
 from proxy.http.wire import Headers
+from store.tenants import DEFAULT
 
 if TYPE_CHECKING:
     from proxy.http.connection import Connection
@@ -33,6 +34,7 @@ class Exchange:
         "method",
         "started",
         "target",
+        "tenant",
     )
 
     def __init__(
@@ -71,11 +73,17 @@ class Exchange:
         self.started = False
         # The id of the recorded call, if it is one, for logs and messages.
         self.call: str | None = None
+        # Whose names the request means; the gate tells by its key.
+        self.tenant = DEFAULT
 
     @property
     def open(self) -> bool:
         """Return whether the client is there and the reply is due or under way."""
         return self._connection.answering(self)
+
+    def lowered(self) -> dict[str, str]:
+        """Return the request's headers by lower-case name, for look-ups; see `wire.lowered`."""
+        return wire.lowered(self.headers)
 
     @property
     def length(self) -> int | None:
@@ -87,6 +95,11 @@ class Exchange:
     def chunked(self) -> bool:
         """Return whether the body comes in chunks, its length unknown."""
         return wire.first_value(self.headers, b"transfer-encoding") is not None
+
+    @property
+    def local(self) -> bool:
+        """Return whether the client's end of the connection is on this machine."""
+        return self._connection.local
 
     def send_continue(self) -> None:
         """Send `100 Continue` if the client waits for it to send its body (RFC 9110 §10.1.1)."""
@@ -118,6 +131,10 @@ class Exchange:
     def reply(self, status: int, reason: bytes, headers: Headers, body: bytes) -> None:
         """Send the whole reply."""
         framing: Headers = []
+        if not self.body.ended:
+            # The rest of an unread body cannot be told from a request: the connection closes, and a
+            # client that knows it does not send its next request on it.
+            self.keep_alive = False
         if status not in wire.BODYLESS:
             framing = [(b"Content-Length", b"%d" % len(body))]
         head = self._head(status, reason, headers, framing)

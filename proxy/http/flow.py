@@ -1,8 +1,17 @@
-"""Carry a body on its way: the pieces that arrived, and a brake on senders that are too fast."""
+"""Carry a body on its way: the pieces that arrived, and a brake on senders that are too fast.
+
+A request's body is its exchange's (`proxy.http.exchange`); a server's reply is its head and a body.
+"""
 
 import asyncio
-from collections.abc import Callable
-from typing import Final, Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from proxy.http import wire
+from proxy.http.wire import Headers
+
+if TYPE_CHECKING:
+    from proxy.http.client import UpstreamConnection
 
 # Reading from a sender pauses when this many bytes are unread, and resumes when they are taken.
 HIGH_WATER: Final = 256 * 1024
@@ -178,3 +187,59 @@ class BodyStream:
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+class Reply:
+    """Give a reply whose head has come; its body may still be on its way."""
+
+    __slots__ = ("_connection", "body", "headers", "reason", "status")
+
+    def __init__(
+        self, connection: "UpstreamConnection", status: int, reason: bytes, headers: Headers
+    ) -> None:
+        """Store the head, and begin to receive the body."""
+        self._connection = connection
+        self.status = status
+        self.reason = reason
+        self.headers = headers
+        self.body = BodyStream(connection.transport, connection.loop)
+
+    def header(self, wanted: bytes) -> bytes | None:
+        """Return a header's value, or None; `wanted` is its name in lower case."""
+        return wire.first_value(self.headers, wanted)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body as it comes.
+
+        Raises:
+            Torn: the body broke off.
+        """
+        while data := await self.body.more():
+            yield data
+
+    def read(self, limit: int | None = None) -> Coroutine[Any, Any, bytes | None]:
+        """Return the whole body, or None once it is longer than `limit` bytes.
+
+        Raises:
+            Torn: the body broke off.
+        """
+        return self.body.whole(limit)
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the whole body has come and was taken."""
+        return self.body.exhausted
+
+    def unread(self) -> bytes:
+        """Return the bytes of a torn body that came and were not taken."""
+        return self.body.take()
+
+    def close(self) -> None:
+        """Release the reply; if it has not ended, its connection is closed and the server stops."""
+        if not self.body.ended:
+            self._connection.abort()
+
+    def discard(self) -> None:
+        """Release the reply and close its connection, unless another request has that by now."""
+        if not self.body.ended or self._connection.usable:
+            self._connection.abort()

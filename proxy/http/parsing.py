@@ -1,5 +1,17 @@
-"""Make requests of a connection's bytes: check heads, and hand bodies to their exchange."""
+"""Make requests of a connection's bytes: check heads, and hand bodies to their exchange.
 
+No turn of the event loop parses more than it can take. Of 256 KB in chunks of two bytes the parser
+makes 37,000 pieces, which takes longer than an ordinary call. So bytes are parsed in slices.
+Connections whose slices fall into many pieces, or whose body is long, wait for each other, and
+between two of their turns the event loop does other work for as long.
+"""
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 import httptools
@@ -7,8 +19,7 @@ import structlog
 
 from proxy.http import wire
 from proxy.http.exchange import Exchange
-from proxy.http.feeding import Feeding
-from proxy.http.heads import VERSIONS, Refused, read_head, wrong_version
+from proxy.http.flow import Brake
 from proxy.http.wire import Headers
 
 if TYPE_CHECKING:
@@ -18,6 +29,19 @@ log = structlog.get_logger()
 
 # Limit on a head, and on what is between the pieces of a body: chunk sizes, extensions, trailers.
 MAX_HEAD_BYTES: Final = 256 * 1024
+# Versions of HTTP that are served.
+VERSIONS: Final = ("1.1", "1.0")
+# `uri-host [":" port]`, which may be empty (RFC 9110 §7.2, RFC 3986 §3.2.2).
+_HOST: Final = re.compile(rb"(?:\[[0-9A-Za-z:._~%-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(?::[0-9]*)?\Z")
+# A longer length does not fit 63 bits: another server may read it as another one (RFC 9110 §8.6).
+MOST_DIGITS: Final = 18
+# Bytes that are parsed at once.
+SLICE: Final = 16 * 1024
+# A slice that falls into more pieces of a body than this takes long to parse.
+MANY_PIECES: Final = 128
+# Of a body longer than this the rest is taken in turns: of sixteen that come at once, each turn of
+# the event loop would copy 4 MB otherwise.
+LONG_BODY: Final = 2**20
 
 
 class RequestParser:
@@ -60,10 +84,11 @@ class RequestParser:
         if self._connection.closing:
             return
         self._overhead += len(data)
+        offered: int | None = None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._go_on_without_upgrade(data[upgrade.args[0] :])
+            offered = upgrade.args[0]
         except httptools.HttpParserCallbackError as error:
             self._refuse_for(error.__context__)
         except httptools.HttpParserError as error:
@@ -72,6 +97,10 @@ class RequestParser:
             if self._overhead > MAX_HEAD_BYTES:
                 why = f"a head or trailers of more than {MAX_HEAD_BYTES} bytes"
                 self._connection.refuse(431, why)
+        # Not within the handler: what follows would fail with the offer as its `__context__`, and
+        # not with the error that its callback raised.
+        if offered is not None:
+            self._go_on_without_upgrade(data[offered:])
 
     def _refuse_for(self, error: BaseException | None) -> None:
         """Refuse a request for the error that a callback raised."""
@@ -156,3 +185,145 @@ class RequestParser:
         self._resuming = False
         if rest:
             self._feed(rest)
+
+
+class Refused(ValueError):
+    """Report a request that cannot be answered; the message says why."""
+
+    def __init__(self, status: int, why: str) -> None:
+        """Store the status to answer with, and the reason."""
+        super().__init__(why)
+        self.status = status
+        self.why = why
+
+
+def wrong_version(version: str) -> Refused:
+    """Return the refusal of a version: 400 for HTTP/0.9, which has no heads at all, else 505."""
+    status = 400 if version == "0.9" else 505
+    return Refused(status, f"HTTP/{version} is not served here: send the request as HTTP/1.1")
+
+
+def read_head(headers: Headers, *, modern: bool) -> bool:
+    """Check a head, and return whether the client waits to be told to send its body.
+
+    Args:
+        headers: the request's headers.
+        modern: the request is HTTP/1.1.
+
+    Raises:
+        Refused: the request does not have exactly one valid host (RFC 9112 §3.2), or its body has a
+            coding or a length that cannot be passed on as it is.
+    """
+    expects = False
+    hosts = 0
+    for name, value in headers:
+        size = len(name)
+        if size == 4:
+            if name.lower() == b"host":
+                hosts += 1
+                _check_host(value)
+        elif size == 6:
+            if name.lower() == b"expect":
+                expects = value.lower() == b"100-continue"
+        elif size == 14 and len(value) > MOST_DIGITS and name.lower() == b"content-length":
+            raise Refused(400, f"a Content-Length of more than {MOST_DIGITS} digits")
+        elif size == 17 and name.lower() == b"transfer-encoding" and value.lower() != b"chunked":
+            raise Refused(400, "a transfer coding that is not chunked cannot be passed on")
+    if hosts != 1 and (modern or hosts):
+        hosts_given = "no Host header" if not hosts else "more than one Host header"
+        raise Refused(400, f"the request has {hosts_given}: RFC 9112 section 3.2 wants exactly one")
+    return expects
+
+
+@lru_cache(maxsize=64)
+def _check_host(value: bytes) -> None:
+    if _HOST.match(value) is None:
+        raise Refused(400, "the Host header is not a host name with an optional port")
+
+
+class Turns:
+    """Work that takes long, of all connections: one piece at a time, with as long a rest after."""
+
+    def __init__(self) -> None:
+        """Begin with nothing to do."""
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._scheduled = False
+        self._rested_at = 0.0
+
+    def wait(self, work: Callable[[], None]) -> None:
+        """Have `work` done when it is its turn."""
+        self._waiting.append(work)
+        if not self._scheduled:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        self._scheduled = True
+        rest_s = max(0.0, self._rested_at - monotonic())
+        asyncio.get_running_loop().call_later(rest_s, self._next)
+
+    def _next(self) -> None:
+        began = monotonic()
+        try:
+            self._waiting.popleft()()
+        finally:
+            now = monotonic()
+            self._rested_at = now + (now - began)
+            self._scheduled = False
+            if self._waiting:
+                self._schedule()
+
+
+class Feeding:
+    """Keep the bytes of one connection that its parser has not seen yet."""
+
+    def __init__(self, feed: Callable[[bytes], None], source: Brake, turns: Turns) -> None:
+        """Begin with no bytes.
+
+        Args:
+            feed: gives bytes to the parser.
+            source: where the bytes come from; it is paused while some wait.
+            turns: shared with the other connections.
+        """
+        self._feed = feed
+        self._source = source
+        self._turns = turns
+        self._unseen = b""
+        self._takes_long = False
+        # Number of pieces that the parser has made of the present slice; it counts them here.
+        self.pieces = 0
+        # Number of bytes of the present body that have come; the parser counts them here.
+        self.body_bytes = 0
+        self.waiting = False
+
+    def put(self, data: bytes) -> None:
+        """Parse bytes that arrived, now or in turns."""
+        if self.waiting:
+            self._unseen += data
+        elif self._takes_long or self.body_bytes > LONG_BODY:
+            self._unseen = data
+            self._wait()
+        else:
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        at, size = 0, len(data)
+        while at < size:
+            self.pieces = 0
+            self._feed(data[at : at + SLICE] if size > SLICE else data)
+            at += SLICE
+            self._takes_long = self.pieces > MANY_PIECES
+            if self._takes_long and at < size:
+                self._unseen = data[at:]
+                self._wait()
+                return
+
+    def _wait(self) -> None:
+        self.waiting = True
+        self._source.pause_reading()
+        self._turns.wait(self._go_on)
+
+    def _go_on(self) -> None:
+        data, self._unseen = self._unseen, b""
+        self.waiting = False
+        self._source.resume_reading()
+        self._parse(data)

@@ -12,7 +12,7 @@ import structlog
 from proxy.http.connection import LINGER_S, Connection
 from proxy.http.deadlines import ClientDeadlines
 from proxy.http.exchange import Exchange
-from proxy.http.feeding import Turns
+from proxy.http.parsing import Turns
 
 log = structlog.get_logger()
 

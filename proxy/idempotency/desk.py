@@ -16,7 +16,7 @@ from proxy.calls.recent import Recent
 from proxy.errors import KeyReused, SpoolFull
 from proxy.idempotency.key_files import KeyFiles
 from proxy.policies.lookup import Lookup
-from store.records import FeedbackRecord
+from store.tenants import bare
 from store.write.feedback_keys import KeyState, give_key_back, take_key
 
 # Feedback is durable without the database, so it waits only briefly for one that is slow or away.
@@ -30,8 +30,8 @@ class Answer(msgspec.Struct, frozen=True):
     body: bytes
 
 
-# Takes a record, and whether it is known to be durable already; returns the answer to the client.
-State = Callable[[FeedbackRecord, bool], Awaitable[Answer]]
+# Takes a body, of which it is told whether it is known to be durable already; returns the answer.
+State = Callable[[bool], Awaitable[Answer]]
 
 
 class _Running(msgspec.Struct):
@@ -51,16 +51,18 @@ class KeyDesk:
         self._lookup = lookup
         self._running: dict[str, _Running] = {}
 
-    async def once(self, record: FeedbackRecord, state: State) -> Answer:
-        """Return the answer that `state` gives for a record; repeats get the same answer.
+    async def once(self, key: str, body_hash: str, state: State) -> Answer:
+        """Return the answer that `state` gives for a body; repeats get the same answer.
+
+        Args:
+            key: the idempotency key that the body was sent under, as it is kept.
+            body_hash: the body's hash.
+            state: takes the body.
 
         Raises:
-            KeyReused: the record's key was used for another body.
-            SpoolFull: `state` could not make the record durable; the key is free again.
+            KeyReused: the key was used for another body.
+            SpoolFull: `state` could not make the body durable; the key is free again.
         """
-        key, body_hash = record.idempotency_key, record.body_hash
-        if key is None or body_hash is None:
-            return await state(record, False)
         while (running := self._running.get(key)) is not None:
             # Shielded: one request that is cancelled must not cancel the outcome for the others.
             answer = await asyncio.shield(running.outcome)
@@ -72,17 +74,15 @@ class KeyDesk:
         self._running[key] = _Running(body_hash, outcome)
         answer = None
         try:
-            answer = await self._first(key, body_hash, record, state)
+            answer = await self._first(key, body_hash, state)
         finally:
             del self._running[key]
             outcome.set_result(answer)
         return answer
 
-    async def _first(
-        self, key: str, body_hash: str, record: FeedbackRecord, state: State
-    ) -> Answer:
+    async def _first(self, key: str, body_hash: str, state: State) -> Answer:
         if self._is_durable_here(key, body_hash):
-            return await state(record, True)
+            return await state(True)
         taken = await asyncio.to_thread(self._files.take, key, body_hash)
         if taken is not None and taken != body_hash:
             raise _reused(key)
@@ -94,7 +94,7 @@ class KeyDesk:
                 await asyncio.to_thread(self._files.give_back, key)
             raise _reused(key)
         try:
-            answer = await state(record, key_state is KeyState.STORED)
+            answer = await state(key_state is KeyState.STORED)
         except SpoolFull:
             # Nothing was recorded, so the client may use the key again, for any body.
             if taken is None:
@@ -118,6 +118,7 @@ class KeyDesk:
 
 def _reused(key: str) -> KeyReused:
     return KeyReused(
-        f"Idempotency-Key {key!r} was already used for another body. Use a new key for each body",
+        f"Idempotency-Key {bare(key)!r} was already used for another body. "
+        "Use a new key for each body",
         param="Idempotency-Key",
     )

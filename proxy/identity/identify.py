@@ -21,11 +21,18 @@ import msgspec
 from proxy.door.routes import Route
 from proxy.formats.conversation import Conversation
 from proxy.identity.baggage import trace_id
-from proxy.identity.fingerprints import needed_fingerprints
-from proxy.identity.names import Name, SessionHints, episode_names, read_hints, what_is_wrong
-from proxy.identity.splits import EVAL_TASKS, split_of
-from proxy.identity.stitch import CallMemory, Doubt, Joined
+from proxy.identity.names import (
+    EVAL_TASKS,
+    Name,
+    SessionHints,
+    episode_names,
+    read_hints,
+    split_of,
+    what_is_wrong,
+)
+from proxy.identity.stitch import CallMemory, Doubt, Joined, needed_fingerprints
 from store.records import OWN_EPISODE, TRAIN, Confidence, Split
+from store.tenants import own_digests, same_tenant, tenant_of
 
 HEADER_PREFIX: Final = "x-pawl-"
 _HEADERS: Final = {role: HEADER_PREFIX + role for role in ("episode", "agent", "task", "split")}
@@ -40,7 +47,8 @@ class Identity(msgspec.Struct, frozen=True):
     `needs` are the fingerprints that the ledger joins by. `follows` is the episode whose policy
     version the call keeps: its own, or the one that this proxy believes it continues (a wrong guess
     costs nothing, for any live version may answer). `conversation` is the request's, if it was
-    read, for `provided_fingerprints`.
+    read, for `provided_fingerprints`. Episodes and task are names as they are kept
+    (`store.tenants`).
     """
 
     episode: str
@@ -71,7 +79,7 @@ def identify(
     route: Route,
     fields: dict[str, Any],
     body: bytes,
-    call: str,
+    own: str,
     stitches: CallMemory,
     conversation: Conversation | None = None,
     eval_tasks: str = EVAL_TASKS,
@@ -83,7 +91,8 @@ def identify(
         route: names from the URL's prefix.
         fields: the request's parsed fields; empty if the body is not a JSON object.
         body: the request's bytes, read only if they may repeat an earlier attempt.
-        call: the call's id, which names the episode if nothing else does.
+        own: the name, as it is kept, of the episode that the call has if nothing else names one:
+            it tells the call's tenant, whose are all names of the call.
         stitches: what this proxy remembers of earlier calls.
         conversation: the request's, if it was read already.
         eval_tasks: how the names of tasks begin whose episodes are evaluation.
@@ -96,17 +105,19 @@ def identify(
     names = chain(_ours(headers, "episode", route.episode), episode_names(hints, fields))
     name = _first_usable(names, warnings)
     if name is not None:
-        episode = _named(name, body if retry else None, split, stitches)
+        key = same_tenant(own, name.key)
+        episode = _named(key, name.method, body if retry else None, split, stitches)
     else:
         conversation = conversation or route.speaks.turns.read(fields)
-        needs = needed_fingerprints(route.speaks.turns, fields, conversation)
-        episode = _unnamed(headers, needs, body if retry else None, call, split, stitches)
+        said = needed_fingerprints(route.speaks.turns, fields, conversation)
+        needs = own_digests(tenant_of(own), said)
+        episode = _unnamed(headers, needs, body if retry else None, own, split, stitches)
     agent = _role(headers, "agent", route.agent, hints, hints.agents(), warnings)
     return Identity(
         episode=episode.key,
         method=episode.method,
         agent=agent or DEFAULT_AGENT,
-        task=task,
+        task=None if task is None else same_tenant(own, task),
         split=split,
         follows=episode.follows or episode.key,
         warnings=tuple(warnings),
@@ -144,9 +155,11 @@ def retry_count(headers: Mapping[str, str]) -> int:
     return int(value) if value.isdecimal() and len(value) <= _LONGEST_COUNT else 0
 
 
-def _named(name: Name, repeated: bytes | None, split: Split, stitches: CallMemory) -> _Episode:
-    attempt = None if repeated is None else stitches.retried(repeated, name.key, split)
-    return _Episode(name.key, name.method, retry_of=attempt.call_id if attempt else None)
+def _named(
+    key: str, method: str, repeated: bytes | None, split: Split, stitches: CallMemory
+) -> _Episode:
+    attempt = None if repeated is None else stitches.retried(repeated, key, split, tenant_of(key))
+    return _Episode(key, method, retry_of=attempt.call_id if attempt else None)
 
 
 def _unnamed(
@@ -160,7 +173,8 @@ def _unnamed(
     """Return the episode of a call that names none, from what the call repeats."""
     joined = stitches.find(needs)
     follows = joined.follows if isinstance(joined, Joined) else stitches.followed(needs)
-    attempt = None if repeated is None else stitches.retried(repeated, split=split)
+    tenant = tenant_of(own)
+    attempt = None if repeated is None else stitches.retried(repeated, None, split, tenant)
     if attempt is not None:
         return _Episode(attempt.episode, "retry", "likely", (), follows, attempt.call_id)
     if isinstance(joined, Joined):
@@ -172,7 +186,7 @@ def _unnamed(
     parent = headers.get("traceparent")
     trace = None if parent is None else trace_id(parent)
     if trace is not None:
-        return _Episode(f"trace:{trace}", "trace", "likely")
+        return _Episode(same_tenant(own, f"trace:{trace}"), "trace", "likely")
     return _Episode(own, OWN_EPISODE)
 
 

@@ -1,9 +1,10 @@
-"""Read names of sessions, agents and tasks that tools and frameworks send with a call (pure).
+"""Read names of sessions, agents, tasks and splits that are sent with a call (pure).
 
 A name of ours (`pawl_episode`, `pawl.episode`) is an episode's key as it is. A foreign name gets a
 namespace before it (`claude-code:UUID`), so that equal ids of two tools are two episodes. The
 namespace is the tool's, or the kind of id where many tools use the name. Which tool sends what, and
-the source for it, stands in docs/decisions/012-identity.md.
+the source for it, stands in docs/decisions/012-identity.md. A call's split, training or evaluation,
+may follow from the name of its task.
 """
 
 import re
@@ -13,6 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from proxy.identity.baggage import parse_baggage
+from store.records import EVAL, SPLITS, TRAIN, Split
 
 Table = tuple[tuple[str, str], ...]
 
@@ -65,6 +67,11 @@ _OLD_USER_ID: Final = re.compile(r"user_.*_session_(?P<session>[0-9A-Fa-f-]{36})
 _EPISODE_HEADERS: Final = frozenset(name for name, _ in SESSION_HEADERS)
 _EPISODE_FIELDS: Final = frozenset(("conversation", *(name for name, _ in FIELDS)))
 _ROLE_HEADERS: Final = frozenset((*_SUB_AGENT_HEADERS, *(name for name, _ in _AGENT_HEADERS)))
+# Unless PAWL_EVAL_TASKS says otherwise, a task of this beginning is evaluation.
+EVAL_TASKS: Final = "eval/"
+# How much of an unknown split a warning says back.
+SAID_BACK: Final = 40
+_KNOWN: Final[Mapping[str, Split]] = {TRAIN: TRAIN, EVAL: EVAL}
 
 
 class Name(msgspec.Struct, frozen=True):
@@ -189,3 +196,23 @@ def _conversation(conversation: Any) -> Iterator[Name]:
     """Yield the name in the Responses API's `conversation`: an id, or an object with one."""
     source = conversation if isinstance(conversation, dict) else {"id": conversation}
     yield from _told(source, _IN_CONVERSATION, "response", "conversation ")
+
+
+def split_of(
+    names: Iterable[Name], task: str | None, eval_tasks: str, warnings: list[str]
+) -> Split:
+    """Return the first known split that is named, else the one that the task's name tells.
+
+    Args:
+        names: what the call says, the first to count first.
+        task: the call's task, if it names one.
+        eval_tasks: how the names of tasks begin whose episodes are evaluation.
+        warnings: gets a warning for each unknown split before the one that counts.
+    """
+    for name in names:
+        split = _KNOWN.get(name.value.lower())
+        if split is not None:
+            return split
+        shown, known = ascii(name.value[:SAID_BACK]), " and ".join(SPLITS)
+        warnings.append(f"{name.where} {shown} is no split ({known} are); ignored")
+    return EVAL if task is not None and task.startswith(eval_tasks) else TRAIN

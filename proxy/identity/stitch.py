@@ -1,29 +1,52 @@
 """Find the episode of a call without a name, from what the call repeats (pure, bounded memory).
 
-The fingerprints that each call provides are remembered with its episode. A call that needs one
-joins that episode, if only one call can have provided it. If two episodes did, the call is in doubt
-and joins none: a join is never guessed (docs/decisions/008-stitching.md). Mere words may occur in
-many conversations, also at other proxies: they join nothing here, and the ledger decides. A request
-that an SDK sends again after a failure joins the attempt that failed.
+A call provides fingerprints of what a later call may repeat of it, and needs those of what it
+repeats itself: 16 bytes, of which the first is the kind. Those that each call provides are
+remembered with its episode. A call that needs one joins that episode, if only one call can have
+provided it. If two episodes did, the call is in doubt and joins none: a join is never guessed
+(docs/decisions/008-stitching.md). Mere words may occur in many conversations, also at other
+proxies: they join nothing here, and the ledger decides. A request that an SDK sends again after a
+failure joins the attempt that failed.
+
+Fingerprints are those of a tenant (`store.tenants.own_digests`), and so are failed attempts: what
+another tenant's calls provide or repeat is never found.
+
+Fingerprints go to the ledger with the record. The ledger knows what the calls of all proxies
+provide, and joins what a single proxy must not join alone.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from hashlib import blake2b
-from typing import Final
+from typing import Any, Final, Generic, TypeVar
 from uuid import UUID
 
 import msgspec
 
-from proxy.identity.fingerprints import METHODS, PREFIX, PREFIXES
-from proxy.identity.generations import Generations
+from proxy.formats.base import ReplySummary, Turns
+from proxy.formats.conversation import SIZE, Conversation, is_unique
 from store.records import TRAIN, Confidence, Split
+from store.tenants import DEFAULT, digest_key, tenant_of
 
 # Remembered fingerprints, and as many failed attempts. Each takes 170 bytes: 17 MB at most.
 CAPACITY: Final = 50_000
 # Remembered failed attempts with the same body. An SDK sends again within seconds, and many
 # clients may send the same body at once.
 MOST_ATTEMPTS: Final = 64
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+TOOL_CALL: Final = 1
+RESPONSE: Final = 2
+# A conversation's beginning, up to and including a reply. The first kind consists of words only,
+# and any number of conversations may begin with them; the second contains a unique tool call id.
+PREFIX: Final = 3
+UNIQUE_PREFIX: Final = 4
+PREFIXES: Final = (PREFIX, UNIQUE_PREFIX)
+METHODS: Final = {TOOL_CALL: "tool_call", RESPONSE: "response", UNIQUE_PREFIX: "prefix"}
+
+# How many replies before the newest are needed, too: the client may have inserted one of its own.
+EARLIER_REPLIES: Final = 3
+MAX_TOOL_IDS: Final = 8
 
 
 class Joined(msgspec.Struct, frozen=True):
@@ -104,6 +127,10 @@ class CallMemory:
             return Joined(provider.episode, METHODS[kind], confidence, provider.follows)
         return Doubt() if doubt or candidates else None
 
+    def knows(self, digest: bytes) -> bool:
+        """Return whether a call that is remembered provides a fingerprint."""
+        return self._provided.get(digest) is not None
+
     def followed(self, needs: Iterable[bytes]) -> str | None:
         """Return the episode that a call most likely continues by its words: a hint, not a join."""
         for digest in needs:
@@ -115,10 +142,12 @@ class CallMemory:
     def failed(self, body: bytes, episode: str, call_id: UUID, split: Split = TRAIN) -> None:
         """Remember an attempt that ended without a reply: its client may send this body again.
 
+        A repeat by the tenant of `episode` counts alone.
+
         Past `MOST_ATTEMPTS` the oldest one is forgotten: a call that repeats it then counts as a
         new one, with an episode of its own.
         """
-        digest = _body_digest(body, split)
+        digest = _body_digest(body, split, tenant_of(episode))
         attempts = self._failed.get(digest)
         if attempts is None:
             attempts = deque(maxlen=MOST_ATTEMPTS)
@@ -126,13 +155,17 @@ class CallMemory:
         attempts.append(Attempt(episode, call_id))
 
     def retried(
-        self, body: bytes, episode: str | None = None, split: Split = TRAIN
+        self,
+        body: bytes,
+        episode: str | None = None,
+        split: Split = TRAIN,
+        tenant: str = DEFAULT,
     ) -> Attempt | None:
         """Return and forget the latest failed attempt that this body repeats, or None.
 
-        Only attempts of `split` count and, with `episode`, only those of that episode.
+        Only attempts of `split` and `tenant` count and, with `episode`, only those of that episode.
         """
-        digest = _body_digest(body, split)
+        digest = _body_digest(body, split, tenant)
         attempts = self._failed.get(digest)
         if attempts is None:
             return None
@@ -144,5 +177,108 @@ class CallMemory:
         return attempt
 
 
-def _body_digest(body: bytes, split: Split) -> bytes:
-    return blake2b(body, digest_size=16, person=split.encode()).digest()
+def _body_digest(body: bytes, split: Split, tenant: str) -> bytes:
+    key = digest_key(tenant)
+    return blake2b(body, digest_size=16, key=key, person=split.encode()).digest()
+
+
+class Generations(Generic[Key, Value]):
+    """Keep at least the `size` entries used last, and at most twice as many.
+
+    It has two dictionaries instead of a list in order of use. When the young one is full it becomes
+    the old one, and the entries of the former old one are forgotten.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Begin empty, with room for at least `size` entries."""
+        self._size = size
+        self._young: dict[Key, Value] = {}
+        self._old: dict[Key, Value] = {}
+
+    def get(self, key: Key) -> Value | None:
+        """Return the value of `key` and mark it as used, or None if it is not remembered."""
+        value = self._young.get(key)
+        if value is None:
+            value = self._old.pop(key, None)
+            if value is not None:
+                self.put(key, value)
+        return value
+
+    def put(self, key: Key, value: Value) -> None:
+        """Remember `value` for `key`, in place of any earlier value."""
+        if len(self._young) >= self._size and key not in self._young:
+            self._old, self._young = self._young, {}
+        self._young[key] = value
+
+    def forget(self, key: Key) -> None:
+        """Remove `key` if it is there."""
+        self._young.pop(key, None)
+        self._old.pop(key, None)
+
+    def __len__(self) -> int:
+        """Return how many keys are remembered."""
+        return len(self._young.keys() | self._old.keys())
+
+
+def needed_fingerprints(
+    turns: Turns, fields: dict[str, Any], conversation: Conversation | None = None
+) -> tuple[bytes, ...]:
+    """Return the fingerprints that a request needs, surest first.
+
+    They are: the tool calls it brings results for; the response it continues; its prefix up to the
+    newest reply that something follows; the prefixes up to the replies before it; and a reply at
+    its very end (one to be continued, or words put into the assistant's mouth). `conversation` is
+    the request's, if it was read already.
+    """
+    history = conversation or turns.read(fields)
+    needs = [_fingerprint(TOOL_CALL, name) for name in history.results[::-1] if is_unique(name)]
+    del needs[MAX_TOOL_IDS:]
+    previous = turns.continues(fields)
+    if previous is not None:
+        needs.append(response_fingerprint(previous))
+    needs += [_prefix(reply) for reply in history.replies[: -2 - EARLIER_REPLIES : -1]]
+    open_reply = history.open_reply()
+    if open_reply is not None:
+        needs.append(_prefix(open_reply))
+    return tuple(dict.fromkeys(needs))
+
+
+def provided_fingerprints(
+    turns: Turns,
+    fields: dict[str, Any],
+    summary: ReplySummary,
+    conversation: Conversation | None = None,
+) -> tuple[bytes, ...]:
+    """Return the fingerprints that a call provides: its tool calls, its id, the whole conversation.
+
+    `conversation` is the request's, if it was read already. The reply is added to it.
+    """
+    provides = [
+        _fingerprint(TOOL_CALL, call.id) for call in summary.tool_calls if is_unique(call.id)
+    ]
+    if turns.continued_by_id and summary.response_id:
+        provides.append(response_fingerprint(summary.response_id))
+    if (summary.text or summary.tool_calls) and turns.shows_all(fields):
+        history = conversation or turns.read(fields)
+        history.said(summary.text)
+        for call in summary.tool_calls:
+            history.called(call.id, call.name, call.arguments)
+        reply = history.open_reply()
+        if reply is not None:
+            provides.append(_prefix(reply))
+    return tuple(dict.fromkeys(provides))
+
+
+def response_fingerprint(name: str) -> bytes:
+    """Return the fingerprint of a response's id, by which a later call may continue it."""
+    return _fingerprint(RESPONSE, name)
+
+
+def _fingerprint(kind: int, name: str) -> bytes:
+    digest = blake2b(name.encode(errors="surrogatepass"), digest_size=SIZE).digest()
+    return bytes((kind,)) + digest[1:]
+
+
+def _prefix(reply: tuple[bytes, bool]) -> bytes:
+    digest, unique = reply
+    return bytes((UNIQUE_PREFIX if unique else PREFIX,)) + digest[1:]

@@ -8,8 +8,7 @@ from typing import Final, TypeVar
 
 from proxy.errors import ProxyError, TooLarge
 from proxy.http.exchange import Exchange
-from proxy.intake.budget import Budget, Claim
-from proxy.intake.shape import COPIES, check_shape, cost_of, takes_long
+from proxy.intake.limits import COPIES, Budget, Claim, check_shape, cost_of, takes_long
 from store.values.json_limits import Size
 
 Result = TypeVar("Result")

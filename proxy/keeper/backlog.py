@@ -66,6 +66,8 @@ class Segment:
         self.drained = False
         # Whether the last read left pieces behind those that it gave.
         self.has_more = False
+        # Bytes that the next batch will take, going by the last one.
+        self._likely = READ_BYTES
         # After a failure: when it may be tried again (seconds of the monotonic clock).
         self.not_before = 0.0
 
@@ -84,7 +86,7 @@ class Segment:
         Raises:
             OSError: it cannot be read.
         """
-        size = READ_BYTES
+        size = READ_BYTES if most is None else min(READ_BYTES, self._likely)
         while True:
             data, whole = self._read(place.offset, size)
             unread = read_pieces(
@@ -97,9 +99,15 @@ class Segment:
             pieces = list(islice(unread, most))
             if pieces or whole:
                 self.has_more = not whole or len(pieces) == most
+                self._expect(pieces if len(pieces) == most else [])
                 return pieces
             # The first frame is longer than `size`.
             size *= 2
+
+    def _expect(self, batch: list[Piece]) -> None:
+        """Read little more for the next batch than a full one took: the rest is read again."""
+        taken = batch[-1].end - batch[0].start if batch else READ_BYTES
+        self._likely = taken + taken // 4
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes from offset `begin` up to `end`.

@@ -1,7 +1,8 @@
-"""Connect the keeper to PostgreSQL, migrate it, and watch the policy versions.
+"""Connect the keeper to PostgreSQL, migrate it, and watch the policy versions and the API keys.
 
-The versions that have their files are read twice a second and kept in a file that every worker
-watches. A proxy that starts while the database is away therefore routes as the last one did.
+The versions that have their files, and the keys, are read twice a second and kept in files that
+every worker watches. A proxy that starts while the database is away therefore routes as the last
+one did, and lets the same keys in.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from proxy.keys.publishing import KeyPublisher
 from proxy.metrics import DATABASE_UP, SERVING
 from proxy.policies.lookup import url_file
 from proxy.policies.policy_file import PolicyFile, serving_of
@@ -20,9 +22,9 @@ from store.connection.engine import make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.errors import StoreError
 from store.files import write_private
-from store.records import PolicyVersion
 from store.schema.migrate import upgrade
 from store.updates.files import versions_with_files
+from store.versions import PolicyVersion
 
 log = structlog.get_logger()
 
@@ -39,6 +41,7 @@ class Database:
         """Read the last known policy versions from the spool directory; `run` connects."""
         self._settings = settings
         self._file = PolicyFile(settings.spool_dir)
+        self._keys = KeyPublisher(settings.spool_dir)
         self._known: list[PolicyVersion] | None = None
         # Whether the policy file does not hold `_known` yet.
         self._unwritten = False
@@ -48,6 +51,7 @@ class Database:
         self.up = False
         # Why PostgreSQL refuses us, or why we fail with it, though no outage explains it.
         self.refusal = ""
+        self.versions: list[PolicyVersion] = []
         self.serving: dict[str, int] = {}
         self._show(self._file.read() or [])
 
@@ -120,6 +124,7 @@ class Database:
         assert self._engine is not None
         async with self._engine.connect() as connection:
             versions = await versions_with_files(connection)
+            await self._keys.bring(connection)
         if versions != self._known:
             self._known = versions
             self._show(versions)
@@ -137,6 +142,7 @@ class Database:
             self._unwritten = False
 
     def _show(self, versions: list[PolicyVersion]) -> None:
+        self.versions = versions
         self.serving = serving_of(versions)
         for policy, version in self.serving.items():
             SERVING.labels(policy).set(version)

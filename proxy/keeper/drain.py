@@ -14,11 +14,12 @@ No record's content stops the drain:
 - A dead letter that the disk does not take is held and tried again.
 
 Only the keeper counts records, as it finds them in the workers' folders. Whichever process is
-killed at whichever moment, recorded = stored + spooled + dead-lettered + dropped.
+killed at whichever moment, recorded = stored + spooled + dead-lettered + dropped + deleted.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Final
@@ -27,7 +28,9 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import MOST_INFLATED
+from proxy.errors import ProgramFails
 from proxy.keeper.backlog import Segment, segment_files
+from proxy.keeper.lapses import Lapses
 from proxy.keeper.letters import make_private
 from proxy.keeper.progress import Progress
 from proxy.keeper.settling import CANNOT_READ, Settler
@@ -40,6 +43,7 @@ from proxy.metrics import (
     RECORDED,
     SPOOLED,
 )
+from proxy.redaction.storing import Redaction
 from proxy.spool.segments import Piece
 from proxy.tools.result_readers import ResultReaders
 from store.connection.availability import is_no_records_fault
@@ -65,6 +69,7 @@ class Drainer:
         readers: ResultReaders = NO_READERS,
         counted_before: int = 0,
         most_reply: int = MOST_INFLATED,
+        redaction: Redaction | None = None,
     ) -> None:
         """Store where records come from and go to; `run` does the work.
 
@@ -75,11 +80,13 @@ class Drainer:
             readers: how the results of tools are read.
             counted_before: how many of the records on disk an earlier keeper counted already.
             most_reply: longest reply that is read into memory, in bytes.
+            redaction: what each record goes through before it is stored.
         """
         self._root = root
         self._connect = connect
         self._batch = batch
-        self._settler = Settler(root, readers, most_reply)
+        self._settler = Settler(root, readers, most_reply, redaction)
+        self.lapses = Lapses(root)
         self._counted_before = counted_before
         self._segments: dict[str, Segment] = {}
         self._stopping = asyncio.Event()
@@ -91,7 +98,10 @@ class Drainer:
         make_private(root)
 
     def stop(self) -> None:
-        """Let `run` return once the present batch is settled."""
+        """Let `run` return once the present batch is settled.
+
+        It may be cancelled as well, whatever it does: what was not settled stays in the spool.
+        """
         self._stopping.set()
 
     async def run(self) -> None:
@@ -123,7 +133,10 @@ class Drainer:
 
     async def _note_failure(self, error: Exception) -> None:
         reason = type(error).__name__
-        if not is_no_records_fault(error):
+        if isinstance(error, ProgramFails):
+            log.error("redaction_program_fails", reason=str(error))
+            self.progress.note("stuck", str(error))
+        elif not is_no_records_fault(error):
             log.exception("drain_failed")
             self.progress.note("stuck", reason)
         elif await self._takes_nothing(error):
@@ -145,8 +158,8 @@ class Drainer:
     def _note(self, moved: int | None) -> None:
         if moved is None:
             self.progress.note("waiting", "there is no connection to PostgreSQL yet")
-        elif self._settler.trouble:
-            self.progress.note("stuck", self._settler.trouble)
+        elif trouble := self._settler.trouble or self.lapses.trouble:
+            self.progress.note("stuck", trouble)
         else:
             self.progress.note("moving")
 
@@ -165,15 +178,22 @@ class Drainer:
                     continue
                 try:
                     if segment.grown():
-                        # A torn end cannot be told from one being written until it is drained.
-                        pieces = await asyncio.to_thread(
-                            segment.pieces, segment.counted, None, sealed=False
-                        )
-                        self._count(segment, pieces)
+                        await self._count_rest(segment)
                 except OSError as error:
                     segment.failed(error)
                     self._settler.trouble = CANNOT_READ
             self._show()
+
+    async def _count_rest(self, segment: Segment) -> None:
+        """Count what a segment has to its end; one read may give a part of it.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        # A torn end cannot be told from one being written until it is drained.
+        read = partial(segment.pieces, most=None, sealed=False)
+        while pieces := await asyncio.to_thread(read, segment.counted):
+            self._count(segment, pieces)
 
     async def drain_once(self) -> int | None:
         """Store a batch of each worker; return how many records left the spool.
@@ -182,6 +202,7 @@ class Drainer:
         """
         engine = self._connect()
         if engine is None:
+            await self.lapses.look()
             await self.count()
             return None
         async with self._busy:
@@ -189,6 +210,7 @@ class Drainer:
 
     async def _drain_from(self, engine: AsyncEngine) -> int:
         self._settler.begin()
+        await self.lapses.tell(engine)
         self._look()
         moved = await self._settler.try_held(engine, self._segments.values())
         self._is_behind = False
@@ -203,8 +225,10 @@ class Drainer:
             served.add(segment.path.parent)
             self._is_behind |= segment.has_more
             self._count(segment, pieces)
-            await self._settler.settle(engine, segment, self._settler.read(pieces))
-            moved += sum(not piece.damage for piece in pieces)
+            entries = await self._settler.read(pieces)
+            self._is_behind |= len(entries) < len(pieces)
+            await self._settler.settle(engine, segment, entries)
+            moved += sum(not entry.piece.damage for entry in entries)
         self._show()
         return moved
 

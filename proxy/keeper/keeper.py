@@ -10,14 +10,21 @@ from pathlib import Path
 
 import structlog
 from aiohttp import web
+from aiohttp.log import server_logger
 
 from proxy.counting.board import ProcessState
 from proxy.errors import SpoolInUse
-from proxy.keeper.admin import admin_app, unsettled
+from proxy.keeper.admin import admin_app, is_a_failure, unsettled
 from proxy.keeper.cleaning import clean_keys
 from proxy.keeper.database import Database
 from proxy.keeper.drain import Drainer
 from proxy.keeper.evaluating import show_evaluations
+from proxy.keeper.owning import OwnersFile
+from proxy.keeper.removing.deleted import keep_deleted
+from proxy.keeper.removing.outdated import remove_outdated
+from proxy.keys.gate import Gate
+from proxy.keys.key_file import KeyFile
+from proxy.redaction.storing import Redaction, open_redaction
 from proxy.settings import ProxySettings
 from proxy.spool.folders import PRIVATE, Lock, hold
 from store.connection.availability import is_no_records_fault
@@ -46,37 +53,57 @@ async def keeping(
     Raises:
         SpoolInUse: another keeper holds the spool directory.
         OSError: the admin port is taken.
+        BadRedaction: what redacts cannot be used.
     """
+    redaction = open_redaction(settings)
     # Records hold prompts, so a new folder is private. An existing one keeps its owner's choice.
     settings.spool_dir.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
     lock = await _hold_patiently(settings.spool_dir / "lock", patience_s)
     database = Database(settings)
-    drainer = _drainer(settings, database)
-    admin = await _serving(admin_app(database, drainer, processes), settings.admin_listen)
+    drainer = _drainer(settings, database, redaction)
+    gate, key_file = Gate(settings.access), KeyFile(settings.spool_dir)
+    gate.take(key_file.read())
+    owners = OwnersFile(settings.policies)
+    app = admin_app(database, drainer, gate, owners, processes)
+    admin = await _serving(app, settings.admin_listen)
+    keys = asyncio.create_task(key_file.watch(gate.take), name="pawl-keys")
     watching = asyncio.create_task(database.run(), name="pawl-database")
     draining = asyncio.create_task(drainer.run(), name="pawl-drain")
-    cleaning = asyncio.create_task(
-        clean_keys(settings.spool_dir, database.engine), name="pawl-clean-keys"
-    )
-    evaluating = asyncio.create_task(show_evaluations(database.engine), name="pawl-evaluations")
+    aside = _aside(settings, database)
     log.info("keeper_up", admin=settings.admin_listen)
     try:
         yield
     finally:
-        cleaning.cancel()
-        evaluating.cancel()
-        drainer.stop()
-        await asyncio.wait([draining, cleaning, evaluating])
-        await _drain_rest(drainer, min(DRAIN_AT_EXIT_S, settings.last_drain_s))
+        for task in aside:
+            task.cancel()
+        await _drain_rest(drainer, draining, min(DRAIN_AT_EXIT_S, settings.last_drain_s))
+        await asyncio.wait(aside)
+        if redaction is not None:
+            await redaction.close()
         database.stop()
         await asyncio.wait([watching])
         await database.close()
         await admin.cleanup()
+        keys.cancel()
+        await asyncio.wait([keys])
         lock.release()
         log.info("keeper_down")
 
 
-def _drainer(settings: ProxySettings, database: Database) -> Drainer:
+def _aside(settings: ProxySettings, database: Database) -> list[asyncio.Task[None]]:
+    """Begin what a keeper does beside draining; each task runs until it is cancelled."""
+    root, connect = settings.spool_dir, database.engine
+    work = {
+        "clean-keys": clean_keys(root, connect),
+        "evaluations": show_evaluations(connect),
+        "deleted": keep_deleted(root, connect),
+    }
+    if settings.keep_days is not None:
+        work["outdated"] = remove_outdated(root, connect, settings.keep_days)
+    return [asyncio.create_task(task, name=f"pawl-{name}") for name, task in work.items()]
+
+
+def _drainer(settings: ProxySettings, database: Database, redaction: Redaction | None) -> Drainer:
     return Drainer(
         settings.spool_dir,
         database.engine,
@@ -84,6 +111,7 @@ def _drainer(settings: ProxySettings, database: Database) -> Drainer:
         readers=settings.tool_results,
         counted_before=unsettled(),
         most_reply=settings.max_reply_mb * 2**20,
+        redaction=redaction,
     )
 
 
@@ -93,6 +121,7 @@ async def _serving(app: web.Application, listen: str) -> web.AppRunner:
     Raises:
         OSError: the port is taken.
     """
+    server_logger.addFilter(is_a_failure)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     host, port = address(listen)
@@ -112,10 +141,15 @@ async def _hold_patiently(path: Path, patience_s: float) -> Lock:
         await asyncio.sleep(LOOK_S)
 
 
-async def _drain_rest(drainer: Drainer, within_s: float) -> None:
-    """Drain for at most `within_s` seconds; the next start stores the rest."""
+async def _drain_rest(drainer: Drainer, draining: asyncio.Task[None], within_s: float) -> None:
+    """Drain for at most `within_s` seconds; the next start stores the rest.
+
+    That includes the batch that is being drained: a program may take minutes to redact a call.
+    """
+    drainer.stop()
     try:
         async with asyncio.timeout(within_s):
+            await draining
             while await drainer.drain_once():
                 pass
     except Exception as error:

@@ -21,12 +21,12 @@ from proxy.calls.trainable import (
     STRICT_TOOLS,
     STRUCTURED,
     UNREADABLE,
-    Reason,
+    Judged,
     why_not_replayed,
 )
-from proxy.formats.base import ModelRequest, SamplingRules
-from proxy.formats.json_parts import Object, readable_value
+from proxy.formats.base import ModelRequest, Object, SamplingRules
 from proxy.formats.registry import FORMATS
+from proxy.formats.requests import readable_value
 from store.values.distribution import REPLAYED
 from store.values.grammars import GRAMMAR
 from store.values.sampling import number_of, used_temperature
@@ -52,26 +52,6 @@ MOST_FIELD_BYTES: Final = 32 * 1024
 # What the objects of one field take besides its characters.
 FIELD_BYTES: Final = 200
 Fields = tuple[tuple[str, bytes], ...]
-
-
-class Judged(msgspec.Struct, frozen=True):
-    """Hold a call's settings as they are recorded (JSON), and why they forbid to train on it.
-
-    The reason may be another where it is not sure which tokens a grammar held: `unsure` is that.
-    """
-
-    recorded: bytes
-    sure: Reason | None
-    unsure: Reason | None
-
-    def why_not(self, sure: bool) -> Reason | None:
-        """Return why what was sampled from cannot be computed again, or None if it can."""
-        return self.sure if sure else self.unsure
-
-    def with_setting(self, name: str, value: Any) -> "Judged":
-        """Return the same settings with one more recorded, which changes no reason."""
-        recorded = msgspec.json.decode(self.recorded) | {name: value}
-        return msgspec.structs.replace(self, recorded=msgspec.json.encode(recorded))
 
 
 def judged_settings(captured: CapturedCall, request: ModelRequest) -> Judged:

@@ -1,28 +1,42 @@
-"""Settle records, each in one of three ways: stored, a dead letter, or held for later.
+"""Settle records, each in one of three ways: stored and counted, a dead letter, or held for later.
 
 No error over one record keeps those after it from being settled (`proxy.keeper.held`).
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Final
+from uuid import UUID
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.keeper.backlog import Segment
-from proxy.keeper.entries import Entry, raised_at, read_entry
 from proxy.keeper.held import TOLD, Held, Why, is_due
 from proxy.keeper.letters import Letter, bury
-from proxy.keeper.tally import count_calls, count_conflicts
-from proxy.metrics import DEAD_LETTERS, STORED
+from proxy.keeper.transcribe import Entry, raised_at, read_entry
+from proxy.metrics import (
+    DEAD_LETTERS,
+    DELETED,
+    KEY_CONFLICTS,
+    NOT_TRAINABLE,
+    STORED,
+    TOKENS,
+    TOOL_STATUS,
+    WITHOUT_LOGPROBS,
+    labelled,
+)
+from proxy.redaction.storing import Redaction
 from proxy.spool.segments import Piece
 from proxy.tools.result_readers import ResultReaders
 from store.connection.availability import is_no_records_fault, is_read_only, is_refusal
 from store.connection.engine import answers
 from store.errors import Refused
+from store.records import CallRecord, SpoolRecord
+from store.values.tokens import ITEM_BYTES
 from store.write.ingest import Ingester
 
 log = structlog.get_logger()
@@ -32,17 +46,30 @@ log = structlog.get_logger()
 PATIENCE: Final = 5
 # No record makes PostgreSQL read-only. After a failover it may be so for a while.
 READ_ONLY_PATIENCE: Final = 60
+# For about so long one batch is redacted: a program may take seconds for each of its calls, and
+# neither what it has seen nor whoever asks for metrics should wait for all of them.
+REDACT_S: Final = 1.0
 CANNOT_READ: Final = "a segment cannot be read or deleted"
 
 
 class Settler:
     """Settle the records of one drainer; the caller must not run two settlings at once."""
 
-    def __init__(self, root: Path, readers: ResultReaders, most_reply: int) -> None:
-        """Settle records under `root`; replies longer than `most_reply` bytes are not read."""
+    def __init__(
+        self,
+        root: Path,
+        readers: ResultReaders,
+        most_reply: int,
+        redaction: Redaction | None = None,
+    ) -> None:
+        """Settle records under `root`; replies longer than `most_reply` bytes are not read.
+
+        With a redaction, nothing is stored, or kept as a dead letter, that did not go through it.
+        """
         self._root = root
         self._readers = readers
         self._most_reply = most_reply
+        self._redaction = redaction
         self._ingester = Ingester(count_conflicts)
         self._turn = 0
         # The turn in which a record of each type was last stored.
@@ -73,9 +100,29 @@ class Settler:
         patience = READ_ONLY_PATIENCE if is_read_only(error) else PATIENCE
         return bool(self.trouble) or self.failures >= patience
 
-    def read(self, pieces: Iterable[Piece]) -> list[Entry]:
-        """Return the entries of pieces of a segment."""
-        return [read_entry(piece, self._readers, self._most_reply) for piece in pieces]
+    async def read(self, pieces: Iterable[Piece]) -> list[Entry]:
+        """Return the entries of pieces of a segment, redacted, in the same order.
+
+        Where redacting takes long, they are those of the first pieces only, of one at least: what
+        was redacted is stored before the rest is.
+
+        Raises:
+            ProgramFails: the program of redaction does not work.
+        """
+        entries = (read_entry(piece, self._readers, self._most_reply) for piece in pieces)
+        if self._redaction is None:
+            return list(entries)
+        over, redacted = monotonic() + REDACT_S, list[Entry]()
+        for entry in entries:
+            redacted.append(await self._redacted(self._redaction, entry))
+            if monotonic() >= over:
+                break
+        return redacted
+
+    async def _redacted(self, redaction: Redaction, entry: Entry) -> Entry:
+        if entry.record is None:
+            return entry
+        return entry._replace(record=await redaction.record(entry.record))
 
     async def settle(self, engine: AsyncEngine, segment: Segment, entries: Sequence[Entry]) -> None:
         """Store entries of a segment; halve a batch that fails down to the record that fails.
@@ -105,10 +152,14 @@ class Settler:
         """Store and count the records among `entries`; errors are those of `Ingester.store`."""
         records = [entry.record for entry in entries if entry.record is not None]
         if records:
-            await self._ingester.store(engine, records)
+            left_out = await self._ingester.store(engine, records)
             self.failures = 0
             self._stored |= {type(record): self._turn for record in records}
-            STORED.inc(len(records))
+            STORED.inc(len(records) - len(left_out))
+            if left_out:
+                DELETED.inc(len(left_out))
+                log.info("records_of_deleted_episodes", records=len(left_out))
+                records = [record for record in records if record.id not in left_out]
             count_calls(records)
 
     async def _fail(
@@ -146,7 +197,7 @@ class Settler:
             return True
         # Unique to the record, and the same if a kill makes the next keeper write it again.
         letters = [
-            Letter(f"{segment.path.stem}-{entry.piece.end}", entry.piece.data, entry.reason)
+            Letter(f"{segment.path.stem}-{entry.piece.end}", *self._written(entry))
             for entry in entries
         ]
         try:
@@ -163,6 +214,12 @@ class Settler:
                 "dead_letter", reason=letter.reason.partition("\n")[0][:300], letter=letter.name
             )
         return True
+
+    def _written(self, entry: Entry) -> tuple[bytes, str]:
+        """Return what a dead letter holds of an entry, and the reason beside it."""
+        if self._redaction is None:
+            return entry.piece.data, entry.reason
+        return self._redaction.letter(entry)
 
     async def try_held(self, engine: AsyncEngine, segments: Iterable[Segment]) -> int:
         """Try held pieces again that are due, and return how many were settled."""
@@ -191,7 +248,7 @@ class Settler:
         piece = held.piece._replace(data=data)
         entry = Entry(piece, None, held.reason)
         if held.why != "letter":
-            [entry] = self.read([piece])
+            [entry] = await self.read([piece])
             try:
                 await self._store(engine, [entry])
             except Exception as error:
@@ -211,3 +268,38 @@ def _reason(error: Exception) -> str:
     if isinstance(error, Refused):
         return str(error)
     return f"{type(error).__name__} at {raised_at(error)}: {error}"
+
+
+def count_calls(records: Iterable[SpoolRecord]) -> None:
+    """Count the calls among stored records.
+
+    This never raises: the records are stored, and must not be treated as failed.
+    """
+    try:
+        tokens: Counter[tuple[str, str]] = Counter()
+        for record in records:
+            if isinstance(record, CallRecord):
+                policy = record.policy or ""
+                tokens[policy, "prompt"] += len(record.tokens.prompt_ids) // ITEM_BYTES
+                tokens[policy, "sampled"] += len(record.tokens.sampled_ids) // ITEM_BYTES
+                _count_call(record)
+        # Once for a batch: counting in shared memory takes longer than adding up.
+        for labels, number in tokens.items():
+            labelled(TOKENS, *labels).inc(number)
+    except Exception:
+        log.exception("calls_not_counted")
+
+
+def count_conflicts(requests: Sequence[UUID]) -> None:
+    """Count feedback that was stored although its idempotency key belongs to another body."""
+    KEY_CONFLICTS.inc(len(requests))
+    log.warning("idempotency_key_reused", stored=[str(request) for request in requests[:10]])
+
+
+def _count_call(record: CallRecord) -> None:
+    if record.reason is not None:
+        labelled(NOT_TRAINABLE, record.reason).inc()
+    elif not record.tokens.sampled_logprobs:
+        WITHOUT_LOGPROBS.inc()
+    for event in record.tool_events:
+        labelled(TOOL_STATUS, event.status).inc()

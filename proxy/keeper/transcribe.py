@@ -1,17 +1,23 @@
-"""Turn a worker's capture into the ledger's record (pure), by reading it again in its format."""
+"""Turn a piece of a segment into the ledger's record, or a reason why there is none (pure).
 
+A worker's capture is read again in its format.
+"""
+
+import gc
 from datetime import UTC, datetime
-from typing import Final
+from pathlib import Path
+from typing import Final, NamedTuple
 from uuid import UUID
 
 import msgspec
 
-from proxy.calls.capture import MOST_INFLATED, CapturedCall, inflate
-from proxy.calls.trainable import Reason, first_reason
+from proxy.calls.capture import MOST_INFLATED, CapturedCall, Gap, inflate
+from proxy.calls.trainable import UNREADABLE, Judged, Reason, first_reason
 from proxy.exploring.requests import with_explored
 from proxy.formats.base import (
     NOTHING_SAMPLED,
     ModelRequest,
+    Object,
     ReplyFacts,
     ReplyReader,
     ReplySummary,
@@ -19,20 +25,79 @@ from proxy.formats.base import (
     Transcript,
     WireFormat,
 )
-from proxy.formats.json_parts import Object, parse_object
 from proxy.formats.registry import FORMATS
-from proxy.formats.requests import read_request, request_of
-from proxy.keeper.sampling import Judged, judged_settings
+from proxy.formats.requests import parse_object, read_request, request_of
+from proxy.keeper.sampling import judged_settings
+from proxy.spool.segments import Piece, decode_payload
 from proxy.tools.quotes import text_digest
 from proxy.tools.result_readers import ResultReaders
 from proxy.tools.tool_results import result_events
-from store.records import EXPLORED, CallRecord, Tokens, ToolEvent
+from store.records import EXPLORED, CallRecord, GapRecord, SpoolRecord, Tokens, ToolEvent
+from store.tenants import same_tenant
 from store.values.json_limits import nests_too_deep
 from store.values.tokens import pack_ids, pack_logprobs
 
 TOO_DEEP: Final[Reason] = "nested_too_deep"
 NO_READERS = ResultReaders()
 NO_REPLY = ReplyFacts(None, None, None, None, (), NOTHING_SAMPLED, whole=False)
+CANNOT_BE_READ: Final = "cannot be read"
+
+
+class Entry(NamedTuple):
+    """Hold a piece of a segment with its record, or with the reason why it has none."""
+
+    piece: Piece
+    record: SpoolRecord | None
+    reason: str
+
+
+def read_entry(
+    piece: Piece, readers: ResultReaders = NO_READERS, most_reply: int = MOST_INFLATED
+) -> Entry:
+    """Return the record of a piece, or why it cannot be read.
+
+    This never raises: a record that cannot be read must not stop the others.
+    """
+    if piece.damage:
+        return Entry(piece, None, piece.damage)
+    try:
+        try:
+            return Entry(piece, record_of(piece.data, readers, most_reply), "")
+        except MemoryError:
+            # Other work may have held the memory: collect garbage and try once more.
+            gc.collect()
+            return Entry(piece, record_of(piece.data, readers, most_reply), "")
+    except Exception as error:
+        # Clients and models decide what is in it; reading it again would fail the same way.
+        cause = f"{type(error).__name__} at {raised_at(error)}"
+        return Entry(piece, None, f"{CANNOT_BE_READ}: {cause}: {error}")
+
+
+def raised_at(error: Exception) -> str:
+    """Return file and line of the code that raised `error`, as `file.py:12`."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "an unknown place"
+    return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}"
+
+
+def record_of(
+    payload: bytes, readers: ResultReaders = NO_READERS, most_reply: int = MOST_INFLATED
+) -> SpoolRecord:
+    """Return the ledger's record in a spooled payload.
+
+    Raises:
+        Exception: this version of Pawl cannot read it. The type is not narrower, because the
+            content is a client's and a model's.
+    """
+    frame = decode_payload(payload)
+    if isinstance(frame, CapturedCall):
+        return transcribe(frame, readers, most_reply)
+    if isinstance(frame, Gap):
+        return GapRecord(id=UUID(bytes=frame.id), episodes=frame.episodes)
+    return frame
 
 
 def transcribe(
@@ -50,16 +115,27 @@ def transcribe(
         ReplyTooLong: the reply is longer than `most_reply` bytes.
     """
     request, shown = _read_request(captured.request, FORMATS[captured.dialect])
-    raw = inflate(captured.reply, captured.deflated, most_reply)
+    raw = inflate(captured.reply, most_reply) if captured.deflated else captured.reply
     sent = request if captured.explored is None else with_explored(request, captured.explored)
     facts, deep = _reply_facts(captured, sent, raw)
     settings = judged_settings(captured, sent)
     if captured.explored is not None:
         settings = settings.with_setting(EXPLORED, captured.explored)
     reason = TOO_DEEP if deep else _reason(captured, facts, settings, shown)
-    events = (*captured.tool_events, *_results(captured, shown, readers))
-    said = _quotable(captured, facts, readers)
+    events, said = captured.tool_events, None
+    if _reads_results(captured, readers):
+        events = (*events, *_results(captured, shown, readers))
+        said = _quotable(facts)
     return _record(captured, request, raw, facts, settings, reason, events, said)
+
+
+def unread_call(captured: CapturedCall) -> CallRecord:
+    """Return the record of a captured call of which nothing is read, request and reply left out."""
+    request = ModelRequest(body=b"")
+    unknown = msgspec.json.encode({UNREADABLE: ["request"]})
+    events, reason = captured.tool_events, TOO_DEEP
+    settings = Judged(unknown, reason, reason)
+    return _record(captured, request, b"", NO_REPLY, settings, reason, events, None)
 
 
 def _record(
@@ -73,6 +149,7 @@ def _record(
     said: UUID | None,
 ) -> CallRecord:
     """Return the record of a call; all that is to be found out about it is known."""
+    response_id = facts.response_id
     return CallRecord(
         # A quarter of the time that `UUID(bytes=...)` takes.
         id=msgspec.convert(captured.id, UUID),
@@ -92,7 +169,7 @@ def _record(
         request_raw=request.body if request.parsed is None else None,
         reply=facts.reply,
         reply_raw=raw or None if facts.reply is None else None,
-        response_id=facts.response_id,
+        response_id=response_id and same_tenant(captured.episode, response_id),
         tokens=_tokens(facts.sampled),
         sampling=settings.recorded,
         trainable=reason is None,
@@ -109,6 +186,7 @@ def _record(
         needs=captured.needs,
         retry_of=None if captured.retry_of is None else UUID(bytes=captured.retry_of),
         split=captured.split,
+        arm=captured.arm,
         text_digest=said,
     )
 
@@ -229,22 +307,18 @@ def _results(
     captured: CapturedCall, shown: Object | None, readers: ResultReaders
 ) -> tuple[ToolEvent, ...]:
     """Return an event for each tool result in the request."""
-    if not _reads_results(captured, readers):
-        return ()
     turns = FORMATS[captured.dialect].turns
     return result_events(UUID(bytes=captured.id), turns, shown, readers)
 
 
-def _quotable(captured: CapturedCall, facts: ReplyFacts, readers: ResultReaders) -> UUID | None:
+def _quotable(facts: ReplyFacts) -> UUID | None:
     """Return the digest of what a reply says that asks for no tool; a later call may quote it."""
-    if facts.tool_calls or not _reads_results(captured, readers):
-        return None
-    return text_digest(facts.text)
+    return None if facts.tool_calls else text_digest(facts.text)
 
 
 def _reads_results(captured: CapturedCall, readers: ResultReaders) -> bool:
     """Return whether results are read: the API states how a tool ended, or there is a reader."""
-    return FORMATS[captured.dialect].turns.states_errors or bool(readers)
+    return FORMATS[captured.dialect].turns.states_errors or readers.give_verdicts
 
 
 def _tokens(sampled: Sampled) -> Tokens:

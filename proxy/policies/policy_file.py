@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 import structlog
 
-from store.records import PolicyVersion
+from store.versions import PolicyVersion
 
 log = structlog.get_logger()
 

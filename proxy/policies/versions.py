@@ -1,10 +1,10 @@
 """Choose the version of a policy that serves an episode (pure).
 
 The model name that an agent asks for names a policy; or, where a file names the policies, model
-name and agent do (`store.policy_table`). An episode's first call of a policy takes the version that
-is serving then, and its later calls keep it for as long as that version can be served at all: an
-episode is sampled by one version of each policy. One whose version was retired moves to the one
-that serves then, and keeps that.
+name and agent do (`store.policy_table`). An episode's first call of a policy takes the version
+that its arm has then, which is the serving one for most (`proxy.policies.arms`). Its later calls
+keep it for as long as that version can be served at all: an episode is sampled by one version of
+each policy. One whose version was retired moves to the one that serves then, and keeps that.
 """
 
 from collections import OrderedDict
@@ -15,27 +15,35 @@ import msgspec
 
 from proxy.exploring.choice import Exploring
 from proxy.identity.identify import DEFAULT_AGENT
-from store.policy_table import Explore, PolicyTable
-from store.records import SERVABLE, PolicyState, PolicyVersion
+from proxy.policies.arms import Arms, arms_of
+from proxy.policies.owners import Owners
+from store.policy_table import Explore, PolicySpec, PolicyTable
+from store.records import EVAL, TRAIN, Arm, Split
+from store.tenants import DEFAULT
+from store.versions import SERVABLE, WITH_TRAFFIC, PolicyState, PolicyVersion
 
 MAX_PINS: Final = 200_000
 SEVERAL: Final = 2
-# The states in which an episode may keep a version.
-WITH_TRAFFIC: Final = ("serving", "published")
-# What a client may ask for by the version's own name: one that waits for others to go live with is
-# loaded, and a retired one may still be.
+# What a client may ask for by the version's own name: one that waits to go live is loaded, and a
+# retired one may still be.
 ASKABLE: Final = (*SERVABLE, "retired")
 # How many versions a message names.
 MOST_NAMED: Final = 8
 MOST_DIGITS: Final = 9
+_AGAIN: Final = "is being loaded again"
 _WHY_NOT: Final[Mapping[PolicyState, str]] = {
     "written": "is not published yet",
-    "ready": "is being loaded again",
-    "published": "is being loaded again",
-    "serving": "is being loaded again",
+    "ready": _AGAIN,
+    "candidate": _AGAIN,
+    "canary": _AGAIN,
+    "published": _AGAIN,
+    "serving": _AGAIN,
+    "rolled_back": "was rolled back, and is kept for the episodes that began with it alone; for "
+    f"these it {_AGAIN}",
     "retired": "is retired, and was unloaded because no episode used it; while its files "
     "are there they can be loaded again (docs/howto/evaluate.md)",
-    "rejected": "was rejected: it did not load, or was not served as it was trained",
+    "rejected": "was rejected: it did not load, was not served as it was trained, or was trained "
+    "on from a version that was rolled back",
 }
 _DELETED: Final = (
     "was retired or rejected, and its files were deleted, as nothing asked for them any more"
@@ -46,13 +54,14 @@ class Serving(msgspec.Struct, frozen=True):
     """Name the policy and version that a call gets, and the model name to ask the upstream for.
 
     A policy that is not trained has no version: the base model serves it. `exploring` is set for
-    an episode that explores.
+    an episode that explores. A call that names its version, or is evaluation, has no `arm`.
     """
 
     policy: str | None
     version: int | None
     served_name: str | None
     exploring: Exploring | None = None
+    arm: Arm | None = None
 
 
 class Versions:
@@ -69,6 +78,7 @@ class Versions:
         `table` names the policies there are; None: each model name that the store knows is one.
         """
         self._table = table
+        self.owners = Owners(table)
         self._pins: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._promised: OrderedDict[tuple[str, str], int] = OrderedDict()
         self.replace(versions)
@@ -80,6 +90,9 @@ class Versions:
         self._asked_for: dict[str, Serving] = {}
         self._states: dict[str, dict[int, PolicyState]] = {}
         self._newest: dict[str, int] = {}
+        versions = list(versions)
+        self.owners.learn(versions)
+        self._arms = dict(arms_of(versions))
         for version in versions:
             name, number = version.name, version.version
             self._newest[name] = max(number, self._newest.get(name, 0))
@@ -104,24 +117,29 @@ class Versions:
         """Return the version that new episodes of each policy get."""
         return dict(self._serving)
 
-    def trained_policy(self, model: str, agent: str) -> str | None:
+    def trained_policy(self, model: str, agent: str, tenant: str = DEFAULT) -> str | None:
         """Return the policy whose version an agent's call for `model` gets, or None if none."""
         if self._table is None:
-            return model if model in self._serving else None
-        spec = self._table.answering(model, agent)
+            return model if model in self._serving and self.owners.owns(tenant, model) else None
+        spec = self._answering(model, agent, tenant)
         return spec.name if spec is not None and spec.trained else None
+
+    def _answering(self, model: str, agent: str, tenant: str) -> PolicySpec | None:
+        """Return the policy of the file that answers a call, if it is the tenant's to this day."""
+        spec = None if self._table is None else self._table.answering(model, agent, tenant)
+        return spec if spec is not None and self.owners.owns(tenant, spec.name) else None
 
     @property
     def explore(self) -> bool:
         """Return whether any policy explores."""
         return self._table is not None and any(spec.explore for spec in self._table.specs)
 
-    def exploration(self, model: str, agent: str) -> Explore | None:
+    def exploration(self, model: str, agent: str, tenant: str = DEFAULT) -> Explore | None:
         """Return how the policy explores that an agent's call for `model` gets, if it does.
 
         Whoever asks for a version by its own name gets just that.
         """
-        spec = None if self._table is None else self._table.answering(model, agent)
+        spec = self._answering(model, agent, tenant)
         return None if spec is None else spec.explore
 
     def base_of(self, policy: str) -> str:
@@ -149,24 +167,34 @@ class Versions:
         if len(self._pins) > MAX_PINS:
             self._pins.popitem(last=False)
 
-    def resolve(self, model: str | None, episode: str, agent: str = DEFAULT_AGENT) -> Serving:
+    def resolve(
+        self,
+        model: str | None,
+        episode: str,
+        agent: str = DEFAULT_AGENT,
+        tenant: str = DEFAULT,
+        split: Split = TRAIN,
+    ) -> Serving:
         """Return what to ask the upstream for when an agent asks for `model`.
 
+        Evaluation measures what serves: its episodes are in no arm, and nothing is tried on them.
         A name that is not a policy's goes through unchanged; the name of a version (`NAME@3`) is
-        that version, and `NAME@0` the base model.
+        that version, and `NAME@0` the base model. A name that is hidden from the tenant must not
+        get here (`Owners.check`).
         """
         if model is None:
             return Serving(None, None, None)
-        policy = self.trained_policy(model, agent)
+        policy = self.trained_policy(model, agent, tenant)
         if policy is not None:
-            version = self._version_for(policy, episode)
+            version = self._version_for(policy, episode, split)
             served = self._names.get(policy, {}).get(version, self.base_of(policy))
-            return Serving(policy, version, served)
-        fixed = None if self._table is None else self._table.answering(model, agent)
+            arm = None if split == EVAL else self._arm_of(policy, version)
+            return Serving(policy, version, served, arm=arm)
+        fixed = self._answering(model, agent, tenant)
         if fixed is not None:
             return Serving(fixed.name, None, fixed.base)
         asked_for = self._asked_for.get(model) or self._deleted(model)
-        if asked_for is not None and self._is_trained(asked_for.policy):
+        if asked_for is not None and self._trains(tenant, asked_for.policy):
             return asked_for
         return Serving(None, None, model)
 
@@ -218,11 +246,14 @@ class Versions:
         is_known = self._state(policy, number) is not None
         return not is_known and 0 < number <= self._newest.get(policy, 0)
 
-    def _is_trained(self, policy: str | None) -> bool:
-        spec = None if self._table is None or policy is None else self._table.named(policy)
+    def _trains(self, tenant: str, policy: str | None) -> bool:
+        """Return whether a policy is trained, and the tenant's own."""
+        if policy is None or not self.owners.owns(tenant, policy):
+            return False
+        spec = None if self._table is None else self._table.named(policy)
         return self._table is None or (spec is not None and spec.trained)
 
-    def _version_for(self, policy: str, episode: str) -> int:
+    def _version_for(self, policy: str, episode: str, split: Split) -> int:
         key = (policy, episode)
         if policy not in self._serving:
             # No trainer has begun it: it is its base, to which nothing need be pinned.
@@ -232,18 +263,31 @@ class Versions:
             self._pins.move_to_end(key)
             return pinned
         # The version that it was pinned to, if any, can no longer be served.
-        self._pins.pop(key, None)
-        promised = self._promised.pop(key, self._serving[policy])
-        version = promised if promised in self._names[policy] else self._serving[policy]
-        self.pin(policy, episode, version)
-        self._promise(policy, episode)
-        return version
+        was_pinned = self._pins.pop(key, None) is not None
+        promised = self._promised.pop(key, None)
+        if promised is None or promised not in self._names[policy]:
+            # What had to leave its version began long ago: it is nothing to try a new one on.
+            is_new = not was_pinned and split != EVAL
+            promised = self._drawn(policy, episode) if is_new else self._serving[policy]
+        self.pin(policy, episode, promised)
+        self._promise(policy, episode, split)
+        return promised
 
-    def _promise(self, policy: str, episode: str) -> None:
+    def _drawn(self, policy: str, episode: str) -> int:
+        """Return the version that a new episode of a policy gets, by its arm."""
+        arms = self._arms[policy]
+        return arms.version_of(arms.of_new(episode))
+
+    def _arm_of(self, policy: str, version: int) -> Arm:
+        arms: Arms | None = self._arms.get(policy)
+        return "serving" if arms is None else arms.of_version(version)
+
+    def _promise(self, policy: str, episode: str, split: Split) -> None:
         """Keep for an episode the versions that are live together with its first one of them."""
         together = () if self._table is None else self._table.live_together(policy)
         for other in together:
             if other != policy and other in self._serving:
-                self._promised.setdefault((other, episode), self._serving[other])
+                gets = self._serving[other] if split == EVAL else self._drawn(other, episode)
+                self._promised.setdefault((other, episode), gets)
         while len(self._promised) > MAX_PINS:
             self._promised.popitem(last=False)

@@ -1,8 +1,9 @@
 """Hand records to the spool; count one that cannot be written, and leave a gap.
 
 A `Gap` names the episodes that miss a record. It is written with the failed commit itself, into
-the spool's reserve. If that fails too (the disk gives I/O errors), the episodes are remembered, and
-the gap is written as soon as the disk works.
+the spool's reserve. If that fails too (the reserve is used up, or the disk gives I/O errors), the
+episodes are remembered, and the gap is written as soon as the disk works. Meanwhile a lapse on disk
+stands for them, in case this process is killed (`proxy.spool.lapse_file`).
 """
 
 import asyncio
@@ -14,13 +15,15 @@ import structlog
 from proxy.calls.capture import CapturedCall, Frame, Gap
 from proxy.calls.recent import Recent
 from proxy.metrics import UNWRITTEN
+from proxy.redaction.redactor import Redactor
 from proxy.spool.segments import encode_frame
 from proxy.spool.spool import Outcome, take_folder
 from store.ids import new_id
+from store.records import FeedbackRecord
 
 log = structlog.get_logger()
 
-# Most episodes with an unwritten gap that are remembered; beyond them gaps are only counted.
+# Most episodes with an unwritten gap that are remembered; beyond them only the lapse is on disk.
 MOST_GAPS: Final = 100_000
 # After a failed write the disk is tried again at this interval, even if no call comes.
 RETRY_S: Final = 1.0
@@ -31,16 +34,28 @@ GAP: Final = "\0gap"
 class Recorder:
     """Bring one worker's records to disk: each is durable, or it is dropped, counted and marked."""
 
-    def __init__(self, root: Path, *, segment_bytes: int, recent: Recent) -> None:
-        """Take a folder under `root`.
+    def __init__(
+        self,
+        root: Path,
+        *,
+        segment_bytes: int,
+        recent: Recent,
+        redactor: Redactor | None = None,
+    ) -> None:
+        """Take a folder under `root`; with a redactor, each record goes through it before.
 
         Raises:
             OSError: it cannot be created or written, and that will not change by itself.
         """
         self._recent = recent
+        self._redactor = redactor
+        self._redacting: set[asyncio.Task[None]] = set()
         self._gaps: dict[str, None] = {}
         # Those in the gap that is being written.
         self._telling: tuple[str, ...] = ()
+        # Records were lost since the last lapse ended; and some of whose episodes no name is left.
+        self._lapsing = False
+        self._unnamed = False
         self._retry: asyncio.TimerHandle | None = None
         self._spool = take_folder(
             root, segment_bytes=segment_bytes, on_commit=self._committed, note=self._gap_of
@@ -51,7 +66,27 @@ class Recorder:
     ) -> "asyncio.Future[bool]":
         """Take a call's record; it is written whether or not the future is awaited."""
         self._recent.remember_call(record, call, response_id)
-        return self._append(record, record.episode)
+        if self._redactor is None:
+            return self._append(record, record.episode)
+        durable: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        # A task of its own: who awaits the future may give up, and the record is written anyway.
+        task = asyncio.create_task(self._append_redacted(self._redactor, record, durable))
+        self._redacting.add(task)
+        task.add_done_callback(self._redacting.discard)
+        return durable
+
+    async def _append_redacted(
+        self, redactor: Redactor, record: CapturedCall, durable: "asyncio.Future[bool]"
+    ) -> None:
+        is_durable = False
+        try:
+            is_durable = await self._append(await redactor.call(record), record.episode)
+        except Exception:
+            log.exception("record_not_redacted")
+            self.lose(record.episode)
+        finally:
+            if not durable.done():
+                durable.set_result(is_durable)
 
     def lose(self, episode: str) -> "asyncio.Future[bool]":
         """Count a record that could not be made, as if the disk had refused it."""
@@ -62,6 +97,8 @@ class Recorder:
 
     async def append(self, record: Frame) -> bool:
         """Write any other record, and return whether it is durable."""
+        if self._redactor is not None and isinstance(record, FeedbackRecord):
+            record = self._redactor.feedback(record)
         return await self._append(record, "")
 
     def _append(self, record: Frame, episode: str) -> "asyncio.Future[bool]":
@@ -94,16 +131,33 @@ class Recorder:
         lost = [mark for mark in marks if mark != GAP]
         if outcome == "durable":
             self._tell_of_gaps()
+        if outcome != "lost" and self._lapsing:
+            self._end_lapse()
+        if outcome == "durable":
             return
         if lost:
             UNWRITTEN.inc(len(lost))
             log.error("records_dropped", records=len(lost), reason="not written")
         if outcome == "lost":
-            for episode in lost:
-                if episode and len(self._gaps) < MOST_GAPS:
-                    self._gaps[episode] = None
+            self._remember(lost)
         if self._gaps and self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(RETRY_S, self._try_again)
+
+    def _remember(self, lost: list[str]) -> None:
+        """Remember the episodes of lost records, as many as there is room for."""
+        for episode in filter(None, lost):
+            self._lapsing = True
+            if len(self._gaps) < MOST_GAPS:
+                self._gaps[episode] = None
+            elif episode not in self._gaps:
+                self._unnamed = True
+
+    def _end_lapse(self) -> None:
+        """End the lapse once all episodes that are remembered have been told of."""
+        if self._gaps or self._telling:
+            return
+        self._spool.end_lapse(named=not self._unnamed)
+        self._lapsing = self._unnamed = False
 
     def _try_again(self) -> None:
         # If no call comes, nothing else would notice that the disk works again, and an episode
@@ -120,6 +174,10 @@ class Recorder:
 
     async def close(self) -> None:
         """Write what waits, and unlock the folder."""
+        while self._redacting:
+            await asyncio.wait(self._redacting)
+        if self._redactor is not None:
+            self._redactor.close()
         await self._spool.flush()
         self._tell_of_gaps()
         await self._spool.flush()

@@ -5,15 +5,19 @@ then. Failures are logged, and `append` returns False.
 
 Beside the present segment there is an empty one, the reserve, for which blocks of the disk are set
 aside. It takes the marks of lost records (`mark`) while the disk has no room for anything else.
+Once it is used up, one mark of fixed size says that records were lost (`proxy.spool.lapse_file`).
 """
 
+import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Final
 
 import structlog
 
 from proxy.spool.folders import SEALED, Home
+from proxy.spool.lapse_file import LapseFile
 from proxy.spool.segment_file import SegmentFile
 
 log = structlog.get_logger()
@@ -35,6 +39,14 @@ class SegmentWriter:
         self._reserve_failed = False
         # Segments that will not grow any more, but could not be renamed yet.
         self._unsealed: list[Path] = [] if home is None else home.left
+        self._lapse: LapseFile | None = None
+        # Whether the file of lapses failed last, and an end that it did not take yet.
+        self._lapse_failed = False
+        self._ending: bool | None = None
+        # When the first record was lost that no mark tells of (Unix time): what refused the mark
+        # may be over while the disk still has no room for names.
+        self._unmarked_since = inf
+        self._open_lapse()
 
     def append(self, data: bytes) -> bool:
         """Make `data` durable at the segment's end, and return whether that worked.
@@ -53,6 +65,7 @@ class SegmentWriter:
             return False
         if begins:
             # The disk works, perhaps again.
+            self._open_lapse()
             self._renew_reserve(segment.path.parent)
         if segment.size >= self._segment_bytes:
             self.seal()
@@ -80,12 +93,52 @@ class SegmentWriter:
             return False
         return True
 
+    def begin_lapse(self) -> None:
+        """Mark durably, without a byte more on the disk, that records are lost from now on.
+
+        A loss before, of which no mark could be made, is in it.
+        """
+        self._ending = None
+        self._unmarked_since = min(self._unmarked_since, time.time())
+        self._open_lapse()
+        if self._lapse is None:
+            return
+        try:
+            if self._lapse.begin(self._unmarked_since):
+                log.error("lapse_began", reason="records are lost, and no room is left for names")
+            self._unmarked_since = inf
+        except Exception as error:
+            self._lose_lapse(error)
+
+    def end_lapse(self, *, named: bool) -> None:
+        """End the lapse, if one lasts: records can be written again.
+
+        `named` tells whether all episodes that lost a record meanwhile are marked by name.
+        """
+        self._ending = named
+        if self._lapse is None:
+            return
+        try:
+            if self._unmarked_since < inf and not named:
+                self._lapse.begin(self._unmarked_since)
+            lapse = self._lapse.end(time.time(), named=named)
+        except Exception as error:
+            # `seal` tries again.
+            self._lose_lapse(error)
+            return
+        self._ending, self._unmarked_since = None, inf
+        if lapse is not None and lapse.until is not None:
+            log.warning("lapse_ended", after_s=round(lapse.until - lapse.since, 3))
+
     def seal(self) -> None:
         """End the segment; the next `append` begins another one."""
         segment, self._segment = self._segment, None
         if segment is not None:
             self._end(segment)
         self._unsealed = [path for path in self._unsealed if not _sealed(path)]
+        if self._ending is not None:
+            self._open_lapse()
+            self.end_lapse(named=self._ending)
 
     def release(self) -> None:
         """End the segment and the reserve, and unlock the folder."""
@@ -93,6 +146,9 @@ class SegmentWriter:
         if reserve is not None:
             self._end(reserve)
         self.seal()
+        if self._lapse is not None:
+            self._lapse.close()
+            self._lapse = None
         if self._home is not None:
             self._home.release()
             self._home = None
@@ -126,6 +182,28 @@ class SegmentWriter:
         if reserve is not None:
             self._end(reserve)
 
+    def _open_lapse(self) -> None:
+        """Have the file of lapses, and end the lapse of a worker that was killed."""
+        if self._lapse is not None or self._home is None:
+            return
+        try:
+            lapse = LapseFile(self._home.folder)
+        except Exception as error:
+            self._lose_lapse(error)
+            return
+        self._lapse, self._lapse_failed = lapse, False
+        if lapse.lasts and self._ending is None:
+            self.end_lapse(named=False)
+
+    def _lose_lapse(self, error: Exception) -> None:
+        """Note that the file of lapses failed; it is opened again when it is needed."""
+        if not self._lapse_failed:
+            log.error("lapse_not_marked", reason=_text(error), kept="in this worker's memory")
+        self._lapse_failed = True
+        lapse, self._lapse = self._lapse, None
+        if lapse is not None:
+            _close(lapse)
+
     def _give_up(self) -> None:
         """Cut off the bytes that failed, if the disk allows it, and end the segment."""
         segment, self._segment = self._segment, None
@@ -155,9 +233,9 @@ class SegmentWriter:
             self._unsealed.append(segment.path)
 
 
-def _close(segment: SegmentFile) -> None:
+def _close(file: SegmentFile | LapseFile) -> None:
     try:
-        segment.close()
+        file.close()
     except OSError as error:
         # Linux releases the descriptor all the same (close(2)). What was acknowledged was synced.
         log.error("segment_not_closed", reason=_text(error))

@@ -22,7 +22,7 @@ from zlib import crc32
 import msgspec
 
 from proxy.calls.capture import CapturedCall, Frame, Gap
-from store.records import FeedbackRecord
+from store.records import CallRecord, FeedbackRecord
 
 # Read as a length of the earlier format, this is longer than any frame ever was.
 MAGIC: Final = b"\xf7PW\xfe"
@@ -45,7 +45,9 @@ _encoder: Final = msgspec.msgpack.Encoder()
 _captured: Final[msgspec.msgpack.Decoder[CapturedCall | Gap]] = msgspec.msgpack.Decoder(
     CapturedCall | Gap
 )
-_feedback: Final = msgspec.msgpack.Decoder(FeedbackRecord)
+_ledgers: Final[msgspec.msgpack.Decoder[FeedbackRecord | CallRecord]] = msgspec.msgpack.Decoder(
+    FeedbackRecord | CallRecord
+)
 # First bytes of MessagePack's arrays: fixarray, array 16 and array 32.
 ARRAYS: Final = range(0x90, 0xA0)
 LONG_ARRAYS: Final = (0xDC, 0xDD)
@@ -86,9 +88,14 @@ class _Head(msgspec.Struct, frozen=True, gc=False):
 
 def encode_frame(record: Frame) -> bytes:
     """Return a record as a frame, with the process's next frame number."""
-    payload = _encoder.encode(record)
+    payload = encode_payload(record)
     fields = _FIELDS.pack(_SYNC, next(_numbers) % NUMBERS, len(payload), _checksum(payload))
     return fields + _CHECK.pack(crc32(fields)) + payload
+
+
+def encode_payload(record: Frame) -> bytes:
+    """Return a record as a frame's payload, which is also what a dead letter holds."""
+    return _encoder.encode(record)
 
 
 def _checksum(payload: bytes) -> int:
@@ -270,4 +277,4 @@ def decode_payload(payload: bytes) -> Frame:
     first = payload[0] if payload else 0
     if first in ARRAYS or first in LONG_ARRAYS:
         return _captured.decode(payload)
-    return _feedback.decode(payload)
+    return _ledgers.decode(payload)

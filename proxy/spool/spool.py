@@ -16,6 +16,7 @@ refused at once.
 
 Whether a commit failed is known to the writer thread first. It writes what is to be noted of the
 lost frames (`note`) into a reserve that a full disk cannot refuse, before anybody gets an answer.
+Where the reserve is used up it marks a lapse instead (`proxy.spool.lapse_file`), until `end_lapse`.
 """
 
 import asyncio
@@ -102,7 +103,7 @@ class Spool:
         self._began = 0.0
         self._watched = False
         self._stalled = False
-        self._queue: queue.SimpleQueue[Commit | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Commit | Callable[[], None] | None] = queue.SimpleQueue()
         self._writer = SegmentWriter(take, _taken(take), segment_bytes=segment_bytes)
         self._thread = threading.Thread(target=self._run, name="pawl-spool", daemon=True)
         self._thread.start()
@@ -185,6 +186,10 @@ class Spool:
             if not future.done():
                 future.set_result(outcome == "durable")
 
+    def end_lapse(self, *, named: bool) -> None:
+        """End the lapse, if one lasts; `named`: all that was lost meanwhile is marked by name."""
+        self._queue.put(partial(self._writer.end_lapse, named=named))
+
     async def flush(self) -> None:
         """Wait until every frame that was taken is durable or given up."""
         while waiting := [*self._gathered, *self._in_commit]:
@@ -213,6 +218,9 @@ class Spool:
             if commit is None:
                 self._writer.release()
                 return
+            if callable(commit):
+                commit()
+                continue
             waiting, loop = commit
             outcome = self._written(waiting)
             try:
@@ -226,11 +234,14 @@ class Spool:
             if self._writer.append(b"".join([frame for frame, _, _ in waiting])):
                 return "durable"
             note = self._note([mark for _, _, mark in waiting])
-            return "noted" if note and self._writer.mark(note) else "lost"
+            if note and self._writer.mark(note):
+                return "noted"
         except Exception:
             # Memory may be short. This thread must go on, or no frame would get a result again.
             log.exception("spool_write_failed", records=len(waiting))
-            return "lost"
+        if any(mark for _, _, mark in waiting):
+            self._writer.begin_lapse()
+        return "lost"
 
 
 def _split(gathered: list[Waiting]) -> tuple[list[Waiting], list[Waiting]]:

@@ -45,9 +45,13 @@ class BadReaders(ValueError):
 
 
 class ResultReaders(Record, frozen=True, kw_only=True):
-    """Read the results of tools by each one's rules; `*` is for tools without their own."""
+    """Read the results of tools by each one's rules; `*` is for tools without their own.
+
+    `give_verdicts` says whether any tool has a rule that can give a verdict.
+    """
 
     rules: Mapping[str, tuple[str, ...]] = {}
+    give_verdicts: bool = False
 
     def read(self, name: str | None, text: str) -> Reading | None:
         """Return how the tool of that name ended, or None if no rule gives a verdict.
@@ -64,10 +68,6 @@ class ResultReaders(Record, frozen=True, kw_only=True):
     def ignores(self, name: str | None) -> bool:
         """Return whether a result of that tool must not be assumed `ok` when it states nothing."""
         return IGNORE in self._of(name)
-
-    def __bool__(self) -> bool:
-        """Return whether any tool has a rule that can give a verdict."""
-        return any(rule != IGNORE for rules in self.rules.values() for rule in rules)
 
     def _of(self, name: str | None) -> tuple[str, ...]:
         own = None if name is None else self.rules.get(name)
@@ -92,7 +92,8 @@ def parse_readers(value: str) -> ResultReaders:
         rules[name] = tuple(_rule(rule.strip(), part) for rule in rule_names.split("+"))
         if IGNORE in rules[name] and len(rules[name]) > 1:
             raise BadReaders(f"{part!r}: {IGNORE} cannot be combined with other rules")
-    return ResultReaders(rules=rules)
+    give_verdicts = any(rule != IGNORE for of_tool in rules.values() for rule in of_tool)
+    return ResultReaders(rules=rules, give_verdicts=give_verdicts)
 
 
 def _rule(rule: str, part: str) -> str:

@@ -7,9 +7,8 @@ from typing import Final
 import msgspec
 import structlog
 
-from proxy.formats.json_parts import UNREADABLE
-from proxy.http.asking import ask_bodyless
-from proxy.http.client import NoReply, NotSent, Pool, Torn
+from proxy.formats.requests import UNREADABLE
+from proxy.http.client import NoReply, NotSent, Pool, Torn, ask_bodyless
 from proxy.http.wire import Headers
 from proxy.upstreams.keys import CREDENTIALS
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -19,7 +19,7 @@ from proxy.upstreams.litellm_upstream import LitellmUpstream
 from proxy.upstreams.model_server import ModelServer
 from proxy.upstreams.routing import ModelTable, shown
 from proxy.upstreams.upstream import Upstream
-from store.records import PolicyVersion
+from store.versions import PolicyVersion
 
 log = structlog.get_logger()
 
@@ -118,10 +118,12 @@ class Upstreams:
             if version.version and number is not None:
                 self._members[number].server.learn([version.served_name])
 
-    async def models(self, headers: Headers) -> tuple[bytes, list[str]]:
+    async def models(
+        self, headers: Headers, is_hidden: Callable[[str], bool] | None = None
+    ) -> tuple[bytes, list[str]]:
         """Return one list of all upstreams' models, and the names of upstreams that gave no list.
 
-        The list has only models that a request for them would reach.
+        The list has only models that a request for them would reach, and that are not hidden.
 
         Raises:
             UpstreamUnreachable: no upstream gave its list.
@@ -137,16 +139,21 @@ class Upstreams:
                 f"No upstream gave its list of models: {', '.join(missing)}. Are they running?",
                 code="upstream_unreachable",
             )
-        listed = [entry for entries in lists for entry in entries or ()]
+        listed = [
+            entry
+            for entries in lists
+            for name, entry in (entries or {}).items()
+            if is_hidden is None or not is_hidden(name)
+        ]
         return msgspec.json.encode({"object": "list", "data": listed}), missing
 
-    async def _listed(self, member: Member, headers: Headers) -> list[msgspec.Raw] | None:
+    async def _listed(self, member: Member, headers: Headers) -> dict[str, msgspec.Raw] | None:
         try:
             listed = await member.server.models(headers)
         except ProxyError as error:
             log.warning("models_unknown", upstream=member.name, reason=error.message)
             return None
-        return [entry for name, entry in listed.items() if self._reaches(name, member)]
+        return {name: entry for name, entry in listed.items() if self._reaches(name, member)}
 
     def _reaches(self, model: str, member: Member) -> bool:
         number = self._table.find(model)

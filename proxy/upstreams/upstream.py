@@ -10,13 +10,22 @@ import msgspec
 import structlog
 
 from proxy.errors import NoModels, ProxyError, UpstreamBroke, UpstreamSilent, UpstreamUnreachable
-from proxy.formats.json_parts import UNREADABLE
-from proxy.http.asking import ask_bodyless, ask_streaming, ask_whole
-from proxy.http.client import NoReply, NotSent, Pool, Reply, Silent, Torn
-from proxy.http.flow import BodyStream
+from proxy.formats.requests import UNREADABLE
+from proxy.http.client import (
+    NoReply,
+    NotSent,
+    Pool,
+    Silent,
+    Torn,
+    ask_bodyless,
+    ask_streaming,
+    ask_whole,
+)
+from proxy.http.flow import BodyStream, Reply
 from proxy.http.wire import Headers
 from proxy.upstreams.keys import Key
 from proxy.upstreams.listing import Listing
+from store.settings import without_login
 
 log = structlog.get_logger()
 
@@ -43,7 +52,8 @@ class Replica:
         parts = urlsplit(base_url)
         secure = parts.scheme == "https"
         self.prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self.root = f"{parts.scheme}://{parts.netloc}{self.prefix}"
+        # What logs and messages call the server.
+        self.root = without_login(f"{parts.scheme}://{parts.netloc}{self.prefix}")
         self.pool = Pool(
             parts.hostname or "", parts.port or (443 if secure else 80), tls=tls if secure else None
         )

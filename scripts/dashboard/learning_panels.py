@@ -196,6 +196,43 @@ VERSIONS: Final = Row(
             Query("sum(max by (replica) (pawl_steward_replica_up))", "replicas that answer"),
             decimals=0,
         ),
+        lines(
+            "Trial: difference of rewards",
+            "Bounds of the mean reward of the version that is tried, less that of the one that serves. It is promoted, or rolled back, by them.",
+            "none",
+            Query(
+                'max by (policy, bound) (pawl_steward_gate_bound{policy=~"$policy"})',
+                "{{policy}} {{bound}}",
+            ),
+        ),
+        stairs(
+            "Trial: episodes",
+            "Episodes that the trial rests on, by arm.",
+            "none",
+            Query(
+                'max by (policy, arm) (pawl_steward_gate_episodes{policy=~"$policy"})',
+                "{{policy}} {{arm}}",
+            ),
+            decimals=0,
+        ),
+        stairs(
+            "Moved by the gate",
+            "Versions that got another state, by what they became, since the steward's start; policies whose traffic is frozen, or that cannot be judged.",
+            "none",
+            Query(
+                'sum by (policy, to) (pawl_steward_gate_moves_total{policy=~"$policy"})',
+                "{{policy}} {{to}}",
+            ),
+            Query(
+                'max by (policy) (pawl_steward_gate_frozen{policy=~"$policy"}) > 0',
+                "{{policy}} is frozen",
+            ),
+            Query(
+                'max by (policy) (pawl_steward_gate_failed{policy=~"$policy"}) > 0',
+                "{{policy}} cannot be judged",
+            ),
+            decimals=0,
+        ),
         stairs(
             "Updates, by outcome",
             "Counted since the trainer's start.",

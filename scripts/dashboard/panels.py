@@ -164,12 +164,13 @@ RECORDS: Final = Row(
         8,
         lines(
             "Records",
-            "Each record that is made ends in exactly one of stored, spooled, dead-lettered, dropped.",
+            "Each record that is made ends in exactly one of stored, spooled, dead-lettered, dropped, deleted.",
             "suffix:records/s",
             rate("pawl_records_total", legend="made"),
             rate("pawl_records_stored_total", legend="stored"),
             rate("pawl_records_dead_lettered_total", legend="dead-lettered"),
             rate("pawl_records_dropped_total", legend="dropped"),
+            rate("pawl_records_deleted_total", legend="of deleted episodes"),
         ),
         lines(
             "Spool",
@@ -181,10 +182,10 @@ RECORDS: Final = Row(
         ),
         lines(
             "Records not accounted for",
-            "Made, less stored, spooled, dead-lettered and dropped. A few while they are being written; a number that stays is a fault.",
+            "Made, less stored, spooled, dead-lettered, dropped and deleted. A few while they are being written; a number that stays is a fault.",
             "short",
             Query(
-                "sum(pawl_records_total) - sum(pawl_records_stored_total) - sum(pawl_records_spooled) - sum(pawl_records_dead_lettered_total) - sum(pawl_records_dropped_total)",
+                "sum(pawl_records_total) - sum(pawl_records_stored_total) - sum(pawl_records_spooled) - sum(pawl_records_dead_lettered_total) - sum(pawl_records_dropped_total) - sum(pawl_records_deleted_total)",
                 "not accounted for",
             ),
             min=None,

@@ -19,7 +19,8 @@ STATUSES: Final = {
     0: "Success; for `pawl proxy`, `pawl trainer` and `pawl up` also the end after SIGTERM or "
     "Ctrl-C.",
     1: "`pawl judge` could not judge some episodes; runs of `pawl rollout` failed or could not be "
-    "judged; or a failure that Pawl does not expect, with a traceback.",
+    "judged; records of what `pawl episodes delete` deleted still wait in the spool; `pawl "
+    "policies check` found faults; or a failure that Pawl does not expect, with a traceback.",
     2: "An expected failure, such as a wrong setting, a port in use or an unusable recipe. One "
     "line on standard error, `pawl: MESSAGE`, says what happened and what to do. Usage errors "
     "(an unknown option, a value out of range) exit with 2, too.",

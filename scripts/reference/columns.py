@@ -17,6 +17,12 @@ TABLES: Final = {
     "the id of a tool call that it handed out.",
     "needed_fingerprints": "Fingerprints of what a call repeats of earlier calls, where its "
     "proxy could not join it to an episode.",
+    "deleted_names": "Tombstones: names of deleted episodes, calls and responses, of which nothing "
+    "is stored again.",
+    "dropped_days": "Days of calls that were dropped after `PAWL_KEEP_DAYS`; no call of them, or "
+    "of a day before, is stored any more.",
+    "outdated_days": "The last day of each tenant of which records were removed after "
+    "`PAWL_KEEP_DAYS`; no call of the tenant from it, or from a day before, is stored any more.",
     "links": "Matches of needed and provided fingerprints. Which episodes are one is computed "
     "from these rows.",
     "tool_events": "How tool executions ended.",
@@ -26,6 +32,8 @@ TABLES: Final = {
     "feedback_keys": "Idempotency keys in use, maybe for bodies that are not stored yet. Kept for "
     "a day.",
     "policies": "One row per policy version; a version never changes. Version 0 is the base model.",
+    "policy_events": "Changes of versions' states, with reasons. Rows are only added; none is of "
+    "a time before there was this table.",
     "updates": "One row per training update. At most one per policy is running.",
     "episode_policies": "What each policy may claim of an episode: a row for each policy that "
     "served a call of it, or of its parts.",
@@ -33,12 +41,17 @@ TABLES: Final = {
     "at most once.",
     "fault_times": "Times in which a policy's model server sampled wrongly. Episodes with a call "
     "in one are set aside: no update claims them, and they expire as others do.",
+    "lapses": "Times in which a worker lost records and could not say of which episodes. Episodes "
+    "that were under way in one are set aside, whenever their calls are stored.",
     "judgements": "What `pawl judge` has asked, and what came of it.",
+    "api_keys": "API keys: their hashes, and what each may do. A revoked key keeps its row.",
 }
 REASONS: Final = ", ".join(f"`{reason}`" for reason in get_args(Reason))
 EPISODES: Final = {
     "id": "Id.",
-    "key": "The episode's name: as the client gave it, with its namespace, or the first call's id.",
+    "key": "The episode's name: as the client gave it, with its namespace, or the first call's id. "
+    "Names of tenants other than the default one begin with the tenant and U+001F, here and in "
+    "`task`, `response_id`, `target` and `idempotency_key`.",
     "method": "How the first call was assigned to this episode, such as `header` or `own`.",
     "task": "Task that its calls name, or one derived from its first call.",
     "task_named": "Whether a client named the task.",
@@ -59,6 +72,8 @@ EPISODES: Final = {
     "split": "`eval` if any of its own calls says so, else `train`. Evaluation is never claimed.",
     "joined_split": "`eval` if it is joined with an episode of evaluation, or is one itself.",
     "quarantined_reason": "Why the episode is never claimed; null: it may be.",
+    "deleted_at": "Time it was deleted; null: it is there. Of a deleted one only ids and times are "
+    "left, and `key` is the digest of its name.",
 }
 TRANSITIONS: Final = {
     "episode_id": "Episode (the part of it that has the call's own key).",
@@ -81,6 +96,14 @@ JOINS: Final = {
     "needed_fingerprints.episode_id": "Episode of that call.",
     "needed_fingerprints.level": "How sure a fingerprint it is, 0 the surest; of a call, only "
     "the lowest level with a match counts.",
+    "deleted_names.digest": "First 16 bytes of the SHA-256 of the kind and the name.",
+    "deleted_names.deletion": "Number of the deletion, in the order of deletions.",
+    "deleted_names.at": "Time of the deletion.",
+    "dropped_days.day": "Day (UTC).",
+    "dropped_days.calls": "How many calls it had.",
+    "dropped_days.at": "Time it was dropped.",
+    "outdated_days.tenant": "Tenant.",
+    "outdated_days.day": "Day (UTC).",
     "links.call_id": "Call that needs a fingerprint.",
     "links.level": "As in `needed_fingerprints`.",
     "links.provided_by": "Episode that provides the fingerprint.",
@@ -123,6 +146,7 @@ FEEDBACK: Final = {
 TRAINING: Final = {
     "policies.name": "Name of the policy.",
     "policies.version": "Number of the version; 0: the base model.",
+    "policies.tenant": "Whose the policy is; it never changes.",
     "policies.state": "State of the version.",
     "policies.served_name": "Model name on the upstream: `NAME@N`, or the base model's own.",
     "policies.adapter_path": "Folder of the adapter; null for version 0.",
@@ -130,6 +154,20 @@ TRAINING: Final = {
     "policies.created_at": "Time it was made.",
     "policies.changed_at": "Time of its last change of state.",
     "policies.files_deleted_at": "Time its files were deleted; null: they are there.",
+    "policies.share": "Share of new episodes: of a canary, and of what was rolled back as one, the "
+    "share it was tried on; of version 0, the share that stays on the base model; null: none.",
+    "policies.gate": "Rule by which it is judged, as the recipe had it (JSON); null: by none.",
+    "policies.rolled_back_at": "Time it was rolled back, which stays; null: it was not.",
+    "policies.frozen_at": "Of version 0: since when only operators move the policy's traffic.",
+    "policy_events.id": "Id (UUIDv7); events of a version sort by it.",
+    "policy_events.name": "Name of the policy.",
+    "policy_events.version": "Number of the version.",
+    "policy_events.from_state": "State before; null: it was made.",
+    "policy_events.to_state": "State after.",
+    "policy_events.reason": "Why.",
+    "policy_events.actor": "Who changed it.",
+    "policy_events.evidence": "What the decision rested on (JSON); null: nothing but the reason.",
+    "policy_events.at": "Time.",
     "updates.id": "Id.",
     "updates.policy": "Policy that is trained.",
     "updates.parent_version": "Version that training starts from.",
@@ -165,12 +203,16 @@ TRAINING: Final = {
     "consumptions.policy": "Policy that spent it: the update's.",
     "consumptions.update_id": "Update that spent it.",
     "consumptions.trained": "Whether it carried loss.",
-    "consumptions.reason": "Why it did not, such as `stale`, `aged`, `alone`, `damaged`, "
-    "`non_finite`, `too_long` or `low_reward`.",
+    "consumptions.reason": "Why it did not, such as `stale`, `aged`, `rolled_back`, `alone`, "
+    "`damaged`, `non_finite`, `too_long` or `low_reward`; `left_out`: a rebuild has left it out "
+    "since, and it may have carried loss.",
     "consumptions.at": "Time.",
     "fault_times.policy": "Policy.",
     "fault_times.called_since": "Its beginning: what had a call since then is set aside,",
     "fault_times.began_before": "if it began before this id (UUIDv7), which is its end.",
+    "lapses.id": "Id (UUIDv7).",
+    "lapses.called_since": "An hour before its beginning: what had a call since then is set aside,",
+    "lapses.began_before": "if it began before this id (UUIDv7), made an hour after its end.",
     "judgements.episode_id": "Episode.",
     "judgements.judge": "Name of the judge.",
     "judgements.outcome": "What came of it; scores are in `feedback`.",
@@ -181,10 +223,23 @@ TRAINING: Final = {
     "judgements.due_at": "Time of the next attempt; null: none.",
     "judgements.at": "Time of the answer.",
 }
+KEYS: Final = {
+    "api_keys.id": "Id of the key, which is a part of it and no secret.",
+    "api_keys.name": "Name; no two keys that count have the same.",
+    "api_keys.tenant": "Whose it is: with it one sees, scores and trains what is this tenant's.",
+    "api_keys.hash": "SHA-256 of the key, which itself is kept nowhere.",
+    "api_keys.scopes": "What it may be used for.",
+    "api_keys.per_minute": "Requests that may begin in a minute; null: any number.",
+    "api_keys.at_once": "Requests that may run at once; null: any number.",
+    "api_keys.tokens_per_minute": "Tokens of calls in a minute; null: any number.",
+    "api_keys.created_at": "Time it was made.",
+    "api_keys.revoked_at": "Time it was revoked; null: it counts.",
+}
 COLUMNS: Final = {
     **{f"episodes.{name}": text for name, text in EPISODES.items()},
     **{f"transitions.{name}": text for name, text in TRANSITIONS.items()},
     **JOINS,
     **FEEDBACK,
     **TRAINING,
+    **KEYS,
 }

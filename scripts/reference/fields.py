@@ -18,7 +18,7 @@ NAMES: Final[dict[object, str]] = {
     bool: "true or false",
     Path: "path",
     HttpUrl: "URL",
-    SecretStr: "URL, secret",
+    SecretStr: "text, secret",
 }
 
 
@@ -61,6 +61,8 @@ def as_toml(value: object) -> str:
     if isinstance(value, dict):
         inner = ", ".join(f"{key} = {as_toml(one)}" for key, one in value.items())
         return f"{{ {inner} }}" if inner else "{}"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(as_toml, value))}]"
     return str(value)
 
 

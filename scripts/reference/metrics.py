@@ -16,12 +16,14 @@ from .markdown import code, page, paragraph, table_with_notes
 INTRODUCTION: Final = """
 The proxy serves its metrics at `/metrics` of its admin port (`PAWL_ADMIN_LISTEN`), summed over all
 workers and the keeper. The trainer serves its own at `/metrics` of `PAWL_TRAINER_LISTEN`, and a
-steward at that of `PAWL_STEWARD_LISTEN`, with the Python and process metrics of
+steward at that of `PAWL_STEWARD_LISTEN` (with `pawl_trained_version`, too, of policies with a
+gate), with the Python and process metrics of
 prometheus_client. A histogram `NAME` has the series `NAME_bucket`, `NAME_sum` and `NAME_count`.
 """
 RECORDS: Final = """
-Each record ends in exactly one of four places: `pawl_records_total` = `pawl_records_stored_total`
-+ `pawl_records_spooled` + `pawl_records_dead_lettered_total` + `pawl_records_dropped_total`.
+Each record ends in exactly one of five places: `pawl_records_total` = `pawl_records_stored_total`
++ `pawl_records_spooled` + `pawl_records_dead_lettered_total` + `pawl_records_dropped_total`
++ `pawl_records_deleted_total`.
 `pawl_reward` has no `_sum`, because rewards may be negative; `pawl_reward_stated_sum` stands in
 for it. It may fall: use `delta()`, not `rate()`.
 """
@@ -32,6 +34,8 @@ MODULES: Final[dict[str, ModuleType]] = {
 }
 HEAD: Final = ("metric", "type", "labels", "meaning")
 LABELS: Final = {
+    "arm": "What an episode was given: `base`, `serving` or `canary`.",
+    "bound": "`lower` or `upper`.",
     "figure": "`mean`, or `low` or `high` for the limits of its 95 % interval.",
     "kind": "`pawl_tokens_total`: `prompt` or `sampled`. `pawl_calls_explored_total`: "
     "`temperature`, `seed` or `strict`.",
@@ -39,19 +43,27 @@ LABELS: Final = {
     "outcome": "`pawl_updates_total`: `trained`, `no_signal` (no call had an advantage other than "
     "0), `released` (given back), `rejected` (the version failed its probe) or `failed`. "
     "`pawl_waited_for_adapter_total`: `served`, or `given_up` (503). "
-    "`pawl_steward_loads_total`: `loaded`, `replaced` (it had other files) or `refused`.",
+    "`pawl_steward_loads_total`: `loaded`, `replaced` (it had other files), "
+    "`refused`, `altered` (the files are not those that were written), or `unread` (they could not "
+    "be read).",
     "path": "A forwarded route without the ids in it, such as `/v1/models`.",
     "policy": "Name of the policy; empty if none served the call.",
     "reason": "`pawl_refused_total`: an error class of [http.md](http.md#errors). "
     "`pawl_calls_not_trainable_total`: as in the column `transitions.reason`. "
-    "`pawl_episodes_consumed_total`: `trained`, or as in the column `consumptions.reason`.",
+    "`pawl_episodes_consumed_total`: `trained`, or as in the column `consumptions.reason`. "
+    "`pawl_withheld_total`: `not_json` (a body that rules cannot be applied to), `unreadable`, or "
+    "`program` (it failed over the call).",
     "replica": "Base URL of a replica of the model server.",
     "result": "`known` if the target was seen before, else `pending`.",
     "status": "`pawl_calls_total`: how the call ended, as in the column `transitions.status`. "
     "`pawl_tool_events_total`: the tool status. `pawl_forwarded_total`: the HTTP status.",
     "stream": "`true` or `false`: whether the reply was streamed.",
-    "version": "Number of the policy version; empty if none served the call.",
-    "what": "`head`, `body` or `write`: what the client was too slow with.",
+    "rule": "Name of a rule of redaction, or `program`.",
+    "to": "State of a version: `canary`, `serving`, `rolled_back`, `published` or `rejected`.",
+    "version": "Number of the policy version; empty if none served the call. "
+    "`pawl_steward_altered_adapters`: its served name.",
+    "what": "`pawl_clients_too_slow_total`: `head`, `body` or `write`. `pawl_outdated_total`: "
+    "`episodes`, `unspent`, `calls`, `statements` or `letters`.",
 }
 
 

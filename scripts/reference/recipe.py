@@ -39,7 +39,9 @@ Some keys are checked together. `claim.smallest_group` must not exceed `claim.gr
 `credit.normalisation = "none"`, and allows neither `credit.assignment = "discounted"` nor
 `kl.place = "reward"`. With a decaying `optimizer.schedule`, `warmup_steps` must be
 smaller than `total_steps`. `off_policy.sequence_min` to `sequence_max` must contain 1. A malformed
-tool call must score below every clean failure of any tool.
+tool call must score below every clean failure of any tool. `gate.margin` must be smaller than the
+width of `gate.reward_range`, `gate.canary_share + gate.base_share` below 1, and `gate.deadline_s`
+must exceed `gate.reward_delay_s`.
 """
 
 

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
-from pawl.settings import PREFIX, JudgeSettings, StackSettings, StewardSettings
+from pawl.settings import PREFIX, ClientSettings, JudgeSettings, StackSettings, StewardSettings
 from proxy.settings import ProxySettings
 from store.settings import StoreSettings
 from trainer.settings import ServerSettings, TrainerSettings
@@ -28,6 +28,7 @@ ADDRESS: Final = "HOST:PORT"
 LISTS: Final = {
     "replica_urls": "comma-separated URLs",
     "default_sampling": "comma-separated NAME=NUMBER",
+    "keep_days": "DAYS and TENANT=DAYS, comma-separated",
 }
 
 
@@ -48,6 +49,7 @@ SECTIONS: Final = (
     Section(StewardSettings, "Steward", f"`pawl steward`, {STACKS}"),
     Section(StackSettings, "Local stack", STACKS),
     Section(JudgeSettings, "Judge", "`pawl judge`, `pawl up`"),
+    Section(ClientSettings, "Clients", "`pawl rollout`, `pawl judge`"),
 )
 # What the tables do not show, by the title of the section.
 NOTES: Final = {

@@ -1,11 +1,13 @@
 """Make one engine per process, with time limits so that nothing waits for the database forever."""
 
 import asyncio
+from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from store.connection.availability import is_no_records_fault
 from store.connection.urls import check_url
@@ -47,6 +49,20 @@ def make_engine(database_url: str, *, pool_size: int = 5) -> AsyncEngine:
             "server_settings": {"application_name": "pawl"},
         },
     )
+
+
+async def driver_of(connection: AsyncConnection) -> Any:
+    """Return the driver's own connection, in the transaction of `connection`."""
+    # SQLAlchemy begins the transaction with its first statement; the driver's come later.
+    await connection.execute(text("SELECT 1"))
+    return (await connection.get_raw_connection()).driver_connection
+
+
+async def database_time(engine: AsyncEngine) -> datetime:
+    """Return the time (UTC) by the clock of the database."""
+    async with engine.connect() as connection:
+        now: datetime = (await connection.execute(text("SELECT now()"))).scalar_one()
+    return now.astimezone(UTC)
 
 
 async def answers(engine: AsyncEngine, within_s: float = 5.0) -> bool:

@@ -16,7 +16,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.read.episodes import matching
+from store.read.episodes import is_of, matching
 from store.records import Record
 from store.schema.claimable import episode_policies
 from store.schema.recorded import episodes
@@ -58,13 +58,14 @@ async def awaiting(
     since: datetime | None = None,
     agent: str | None = None,
     policy: str | None = None,
+    tenant: str | None = None,
 ) -> list[Awaiting]:
     """Return at most `limit` episodes that wait for `judge`, oldest first.
 
     They have no score, and their last call was before `quiet_since`. Left out are episodes that
-    updates of all their policies have claimed or consumed, and quarantined ones. `since`, `agent`
-    and `policy` filter as in `store.read.episodes.matching`; `now` is compared with the time of the
-    next attempt.
+    updates of all their policies have claimed or consumed, and quarantined ones. `since`, `agent`,
+    `policy` and `tenant` filter as in `store.read.episodes.matching`; `now` is compared with the
+    time of the next attempt.
     """
     part = episodes.alias("part")
     of_parts = select(func.max(part.c.last_call_at)).where(part.c.root == episodes.c.id)
@@ -73,7 +74,7 @@ async def awaiting(
     earlier = judgements.alias("asked")
     news = earlier.c.last_call_at < last_call
     query = (
-        matching(since=since, agent=agent, policy=policy)
+        matching(since=since, agent=agent, policy=policy, tenant=tenant)
         .outerjoin(earlier, and_(earlier.c.episode_id == episodes.c.id, earlier.c.judge == judge))
         .add_columns(earlier.c.attempts, news.label("news"))
         .where(
@@ -102,7 +103,13 @@ async def is_scored(connection: AsyncConnection, episode_id: UUID) -> bool:
 
 
 async def note(connection: AsyncConnection, judgement: Judgement) -> None:
-    """Store a judgement, in place of the judge's earlier one about the episode."""
+    """Store a judgement, in place of the judge's earlier one; nothing of a deleted episode."""
+    there = select(episodes.c.id).where(
+        episodes.c.id == judgement.episode_id, episodes.c.deleted_at.is_(None)
+    )
+    # Locked, so that it is not deleted before this is committed.
+    if await connection.scalar(there.with_for_update(read=True, key_share=True)) is None:
+        return
     values = {name: getattr(judgement, name) for name in judgement.__struct_fields__}
     await connection.execute(
         postgresql.insert(judgements)
@@ -113,9 +120,16 @@ async def note(connection: AsyncConnection, judgement: Judgement) -> None:
     )
 
 
-async def forget_unjudged(connection: AsyncConnection, judge: str) -> int:
-    """Delete judgements without a score, so that the judge is asked again; return how many."""
-    query = delete(judgements).where(judgements.c.judge == judge, judgements.c.outcome != "judged")
+async def forget_unjudged(connection: AsyncConnection, judge: str, tenant: str) -> int:
+    """Delete judgements without a score of a tenant's episodes; return how many.
+
+    The judge is then asked about them again.
+    """
+    query = delete(judgements).where(
+        judgements.c.judge == judge,
+        judgements.c.outcome != "judged",
+        judgements.c.episode_id.in_(select(episodes.c.id).where(is_of(tenant))),
+    )
     return (await connection.execute(query)).rowcount
 
 
@@ -124,7 +138,10 @@ _LOCK = "hashtextextended('pawl judge ' || :judge, 0)"
 
 @asynccontextmanager
 async def holding(engine: AsyncEngine, judge: str) -> AsyncIterator[bool]:
-    """Hold this judge's lock, so that only one process runs it; yield False if another does."""
+    """Hold this judge's lock, so that only one process runs it; yield False if another does.
+
+    Its name is as it is kept (`store.tenants`): two tenants may have judges of one name.
+    """
     async with engine.connect() as connection:
         query = text(f"SELECT pg_try_advisory_lock({_LOCK})")
         held = bool((await connection.execute(query, {"judge": judge})).scalar_one())

@@ -6,28 +6,52 @@ computed from all that is stored, so that neither the order of arrival nor a rep
 (docs/decisions/011-joins-in-the-store.md).
 """
 
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.link.claimable import refresh_wholes, share_policies
 from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve
-from store.link.targets import Target, stored_targets
-from store.records import EVAL, OWN_EPISODE, REWARD, SPLITS, CallRecord, FeedbackRecord
-from store.values.digests import MATCHES, as_uuid
+from store.link.lapses import AMONG, Span, find_lapsed, find_under_way, set_aside
+from store.records import EVAL, OWN_EPISODE, REWARD, CallRecord, FeedbackRecord
+from store.tenants import bare, same_tenant
+from store.values.digests import MATCHES
 
 # Key of the advisory lock that `settle` holds until its transaction ends.
 SETTLE_LOCK: Final = 0x5041574D
+# By kind of target: name, episode and call of those whose names are in the one parameter. A call's
+# id is stored without its tenant, who is known by the episode's key (`_kept_names`).
+_STORED: Final[Mapping[str, str]] = {
+    "episode": "SELECT key, id, NULL::uuid, key FROM episodes WHERE key = ANY($1)",
+    "response": """SELECT response_id, episode_id, id, response_id FROM transitions
+        WHERE response_id = ANY($1)""",
+    "call": """SELECT t.id::text, t.episode_id, t.id, e.key
+        FROM transitions t JOIN episodes e ON e.id = t.episode_id
+        WHERE t.id = ANY($1::text[]::uuid[])""",
+}
+
+
+class Target(NamedTuple):
+    """Name a target that feedback may use, with the episode and call that it stands for."""
+
+    kind: str
+    name: str
+    episode_id: UUID
+    call_id: UUID | None
 
 
 class Written(msgspec.Struct):
     """Collect the parts of a written batch that refer to other records, or may be referred to.
 
-    `calls` are pairs of a call and its episode's id.
+    `calls` are pairs of a call and its episode's id; `provided` are the fingerprints that they
+    provide, each as that of either split.
     """
 
     calls: list[tuple[CallRecord, UUID]] = []
+    provided: list[UUID] = []
     statements: list[FeedbackRecord] = []
     # Episodes that are linked to others already.
     linked: list[UUID] = []
@@ -35,15 +59,13 @@ class Written(msgspec.Struct):
     rescored: list[UUID] = []
     # Feedback requests that have an idempotency key.
     keyed: list[UUID] = []
+    # The time of the calls' episodes, and the lapses in the batch.
+    span: Span | None = None
+    lapses: list[UUID] = []
 
-    def provided(self) -> list[UUID]:
-        """Return the fingerprints that the batch's calls provide, each as that of either split."""
-        return [
-            as_uuid(digest, split)
-            for call, _ in self.calls
-            for digest in call.provides
-            for split in SPLITS
-        ]
+    def episodes(self) -> list[UUID]:
+        """Return the episodes of the batch's calls."""
+        return list({episode_id for _, episode_id in self.calls})
 
     def needing(self) -> list[UUID]:
         """Return the ids of the batch's calls that need fingerprints."""
@@ -54,16 +76,18 @@ class Written(msgspec.Struct):
         targets = []
         for call, episode_id in self.calls:
             targets.append(Target("episode", call.episode, episode_id, None))
-            targets.append(Target("call", str(call.id), episode_id, call.id))
+            name = same_tenant(call.episode, str(call.id))
+            targets.append(Target("call", name, episode_id, call.id))
             if call.response_id is not None:
                 targets.append(Target("response", call.response_id, episode_id, call.id))
         return targets
 
 
-_MEETS = """
-    SELECT EXISTS (SELECT FROM needed_fingerprints WHERE digest = ANY($1))
+_MEETS = f"""
+    SELECT EXISTS (SELECT FROM needed_fingerprints WHERE digest = ANY($4))
         OR EXISTS (SELECT FROM feedback WHERE episode_id IS NULL)
         OR EXISTS (SELECT FROM tool_events WHERE episode_id IS NULL)
+        OR EXISTS ({AMONG})
 """
 
 
@@ -71,27 +95,49 @@ async def meets_others(driver: Any, written: Written) -> bool:
     """Return whether the batch may refer to stored records, or be referred to by them."""
     if written.statements or written.linked or written.rescored or written.needing():
         return True
-    return bool(written.calls) and bool(await driver.fetchval(_MEETS, written.provided()))
+    if written.span is None:
+        return False
+    return bool(await driver.fetchval(_MEETS, written.episodes(), *written.span, written.provided))
 
 
 async def settle(driver: Any, written: Written) -> None:
     """Resolve references between the batch and all stored records, in the current transaction.
 
-    It links feedback to targets, joins episodes, and computes the scores of all affected episodes.
+    It links feedback to targets, joins episodes, sets aside those with a call in a lapse, and
+    computes the scores of all affected episodes.
 
     Raises:
         asyncpg.PostgresError: the database is away.
     """
     await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
     rescored = {*written.rescored, *await _match(driver, written)}
-    linked = await _linked(driver, await _link(driver, written))
-    touched = {*rescored, *linked}
+    lapsed = await find_lapsed(driver, written.episodes(), written.span)
+    await _bring(driver, rescored, await _link(driver, written), lapsed)
+
+
+async def settle_lapses(driver: Any, lapses: Sequence[UUID]) -> bool:
+    """Set aside some of the episodes under way in these lapses; return whether there were any."""
+    await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
+    lapsed = await find_under_way(driver, lapses)
+    await _bring(driver, set(), set(), lapsed)
+    return bool(lapsed)
+
+
+async def _bring(
+    driver: Any, rescored: set[UUID], joined: set[UUID], lapsed: Mapping[UUID, bool]
+) -> None:
+    """Compute anew all that follows from scores, joins and lapses of these episodes."""
+    ends = joined | {one for one, is_linked in lapsed.items() if is_linked}
+    linked = await _linked(driver, ends)
+    touched = {*rescored, *linked, *lapsed}
     if not touched:
         return
     await _lock(driver, touched)
+    if lapsed:
+        await set_aside(driver, list(lapsed))
     if linked:
         await _join(driver, linked)
-    await driver.execute(_SCORE, list(touched))
+    await driver.execute(_SCORE, [*rescored, *linked])
     if linked:
         await share_policies(driver, linked)
     await refresh_wholes(driver, touched)
@@ -125,6 +171,43 @@ async def _match(driver: Any, written: Written) -> set[UUID]:
 
 def _in_order(target: Target) -> tuple[str, str, str]:
     return target.kind, target.name, str(target.call_id)
+
+
+async def stored_targets(driver: Any, wanted: Iterable[tuple[str, str]]) -> list[Target]:
+    """Return those of the (kind, name) pairs that are stored, on the driver's own connection."""
+    asked = set(wanted)
+    return [
+        Target(kind, name, episode_id, call_id)
+        for kind, names in _by_kind(asked).items()
+        for name, episode_id, call_id in _kept_names(kind, await driver.fetch(_STORED[kind], names))
+        if (kind, name) in asked
+    ]
+
+
+async def known_targets(
+    connection: AsyncConnection, wanted: Iterable[tuple[str, str]]
+) -> set[tuple[str, str]]:
+    """Return those of the (kind, name) pairs that are stored."""
+    asked = set(wanted)
+    return {
+        (kind, name)
+        for kind, names in _by_kind(asked).items()
+        for name, *_ in _kept_names(kind, await connection.exec_driver_sql(_STORED[kind], (names,)))
+        if (kind, name) in asked
+    }
+
+
+def _by_kind(wanted: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    by_kind: dict[str, list[str]] = {}
+    for kind, name in wanted:
+        by_kind.setdefault(kind, []).append(bare(name) if kind == "call" else name)
+    return by_kind
+
+
+def _kept_names(kind: str, rows: Iterable[Any]) -> Iterator[tuple[str, UUID, UUID | None]]:
+    """Yield name, episode and call of stored targets: of a call the name that its tenant has."""
+    for name, episode_id, call_id, of_tenant in rows:
+        yield same_tenant(of_tenant, name) if kind == "call" else name, episode_id, call_id
 
 
 # An episode of method `own` has one call only, so feedback on the call is feedback on the episode.
@@ -195,7 +278,7 @@ _REACHED = """
 
 async def _link(driver: Any, written: Written) -> set[UUID]:
     """Store links for the needs that the batch has or meets; return the affected episodes."""
-    rows = await driver.fetch(_LINK, written.provided(), written.needing())
+    rows = await driver.fetch(_LINK, written.provided, written.needing())
     calls = list({row[0] for row in rows})
     if not calls:
         return set(written.linked)
@@ -223,7 +306,8 @@ async def _lock(driver: Any, episodes: set[UUID]) -> None:
 _PARTS = """
     SELECT e.id, e.first_call_id, e.task, e.task_named, e.task_from, e.doubtful, e.split,
         EXISTS (SELECT FROM episode_policies p
-                WHERE p.episode_id = COALESCE(e.root, e.id) AND p.claimed_by IS NOT NULL) AS held
+                WHERE p.episode_id = COALESCE(e.root, e.id) AND p.claimed_by IS NOT NULL)
+            OR e.deleted_at IS NOT NULL AS held
     FROM episodes e WHERE e.id = ANY($1)
 """
 _LINKS = "SELECT call_id, level, needed_by, provided_by FROM links WHERE needed_by = ANY($1)"

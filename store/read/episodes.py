@@ -5,14 +5,15 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
-from sqlalchemy import Row, Select, Text, cast, func, or_, select
+from sqlalchemy import ColumnElement, Row, Select, Text, cast, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import Damaged
-from store.read.assembly import assemble, whole_texts
+from store.read.assembly import Texts, WholeTexts, assemble, whole_texts
 from store.records import Episode
 from store.schema.recorded import episodes, transitions
 from store.schema.stated import feedback, tool_events
+from store.tenants import SEPARATOR, bare, beginning
 
 BATCH = 200
 # How many of the episodes that cannot be read back a message names.
@@ -25,22 +26,29 @@ async def episode_ids(
     since: datetime | None = None,
     agent: str | None = None,
     policy: str | None = None,
+    tenant: str | None = None,
 ) -> list[UUID]:
     """Return the ids of matching episodes, oldest first; the filters are those of `matching`."""
-    rows = await connection.execute(matching(since=since, agent=agent, policy=policy))
-    return list(rows.scalars())
+    chosen = matching(since=since, agent=agent, policy=policy, tenant=tenant)
+    return list((await connection.execute(chosen)).scalars())
 
 
 def matching(
-    *, since: datetime | None = None, agent: str | None = None, policy: str | None = None
+    *,
+    since: datetime | None = None,
+    agent: str | None = None,
+    policy: str | None = None,
+    tenant: str | None = None,
 ) -> Select[tuple[UUID]]:
-    """Build the query for the ids of matching episodes, oldest first.
+    """Build the query for the ids of matching episodes, oldest first; none is deleted.
 
-    An episode matches if it has a call at or after `since` and, for each of `agent` and `policy`, a
-    call with that value. None: no filter.
+    An episode matches if it is the tenant's, has a call at or after `since` and, for each of
+    `agent` and `policy`, a call with that value. None: no filter.
     """
     whole = func.coalesce(episodes.c.root, episodes.c.id)
-    query = select(episodes.c.id).where(episodes.c.root.is_(None))
+    query = select(episodes.c.id).where(episodes.c.root.is_(None), episodes.c.deleted_at.is_(None))
+    if tenant is not None:
+        query = query.where(is_of(tenant))
     if since is not None:
         query = query.where(
             episodes.c.id.in_(select(whole).where(episodes.c.last_call_at >= since))
@@ -50,6 +58,15 @@ def matching(
             matching = select(transitions.c.episode_id).where(transitions.c[column] == wanted)
             query = query.where(episodes.c.id.in_(select(whole).where(episodes.c.id.in_(matching))))
     return query.order_by(episodes.c.first_call_id)
+
+
+def is_of(tenant: str) -> ColumnElement[bool]:
+    """Return the condition for an episode of a tenant."""
+    begins = beginning(tenant)
+    if begins is None:
+        # One that has none before a separator, or no separator, is the default tenant's.
+        return func.strpos(episodes.c.key, SEPARATOR) <= 1
+    return episodes.c.key.startswith(begins, autoescape=True)
 
 
 class Reading(NamedTuple):
@@ -104,7 +121,7 @@ async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
     calls = await _rows(connection, _CALLS.where(transitions.c.episode_id.in_(all_parts)))
     events = await _rows(connection, _EVENTS.where(tool_events.c.episode_id.in_(all_parts)))
     items = await _rows(connection, _FEEDBACK.where(feedback.c.episode_id.in_(all_parts)))
-    texts = whole_texts([*calls, *await _bases(connection, calls)])
+    texts = await _whole(connection, calls)
     calls_of, events_of, items_of = (_grouped(rows, whole_of) for rows in (calls, events, items))
     parts_of: dict[UUID, list[Row[Any]]] = {}
     for part in parts:
@@ -117,7 +134,7 @@ async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
         try:
             reading.episodes.append(assemble(parts_of[whole], own, tools, statements, texts))
         except Damaged as error:
-            key = parts_of[whole][0].key
+            key = bare(parts_of[whole][0].key)
             reading.damaged[whole] = f"episode {key!r} cannot be read back: {error}"
     return reading
 
@@ -138,6 +155,20 @@ _FEEDBACK = select(feedback).order_by(feedback.c.at, feedback.c.id)
 
 async def _rows(connection: AsyncConnection, query: Any) -> Sequence[Row[Any]]:
     return (await connection.execute(query)).all()
+
+
+async def whole_calls(connection: AsyncConnection, ids: Sequence[UUID]) -> dict[UUID, Texts]:
+    """Return the full request and prompt ids of these calls; those that are damaged are left out.
+
+    A call is stored as what it adds to an earlier one.
+    """
+    calls = await _rows(connection, _CALLS.where(transitions.c.id.in_(list(ids))))
+    texts = await _whole(connection, calls)
+    return {row.id: texts.of[row.id] for row in calls if row.id in texts.of}
+
+
+async def _whole(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> WholeTexts:
+    return whole_texts([*calls, *await _bases(connection, calls)])
 
 
 async def _bases(connection: AsyncConnection, calls: Sequence[Row[Any]]) -> list[Row[Any]]:

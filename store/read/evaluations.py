@@ -36,10 +36,23 @@ class Evaluation(Record, frozen=True, kw_only=True):
     high: float | None = None
 
 
-# The reward of an episode is the newest about all of it, else the mean of its calls' newest; of
-# several from the same time the lowest counts. Feedback about the call of an episode of one call
-# is about the episode, as in `store.link.settle`. The split is written into the text, so that the
-# index of `eval` is used.
+# The reward of each whole episode among `parts`: the newest about all of it, else the mean of its
+# calls' newest; of several from the same time the lowest counts. Feedback about the call of an
+# episode of one call is about the episode, as in `store.link.settle`. `counts` says which
+# statements count.
+REWARDS_WHERE: Final = f"""said AS (
+        SELECT p.whole, f.at, GREATEST(-{LARGEST}, LEAST({LARGEST}, f.value)) AS value,
+            CASE WHEN p.method <> '{OWN_EPISODE}' THEN f.call_id END AS call_id
+        FROM parts p JOIN feedback f ON f.episode_id = p.id AND f.metric = '{REWARD}'
+            AND {{counts}}),
+    newest AS (
+        SELECT DISTINCT ON (whole, call_id) whole, call_id, value
+        FROM said ORDER BY whole, call_id, at DESC, value),
+    rewards AS (
+        SELECT whole, COALESCE(min(value) FILTER (WHERE call_id IS NULL), avg(value)) AS value
+        FROM newest GROUP BY whole)"""
+REWARDS: Final = REWARDS_WHERE.format(counts="true")
+# The split is written into the text, so that the index of `eval` is used.
 _CURVE: Final = f"""
     WITH wholes AS (
         SELECT id FROM episodes
@@ -54,16 +67,7 @@ _CURVE: Final = f"""
             AND (CAST(:policy AS text) IS NULL OR t.policy = :policy)
             {{and_not}}
         ORDER BY p.whole, t.policy, t.id),
-    said AS (
-        SELECT p.whole, f.at, GREATEST(-{LARGEST}, LEAST({LARGEST}, f.value)) AS value,
-            CASE WHEN p.method <> '{OWN_EPISODE}' THEN f.call_id END AS call_id
-        FROM parts p JOIN feedback f ON f.episode_id = p.id AND f.metric = '{REWARD}'),
-    newest AS (
-        SELECT DISTINCT ON (whole, call_id) whole, call_id, value
-        FROM said ORDER BY whole, call_id, at DESC, value),
-    rewards AS (
-        SELECT whole, COALESCE(min(value) FILTER (WHERE call_id IS NULL), avg(value)) AS value
-        FROM newest GROUP BY whole)
+    {REWARDS}
     SELECT s.policy, s.version, count(*) AS episodes, count(r.value) AS scored,
         avg(r.value) AS mean, stddev_samp(r.value) AS spread,
         COALESCE(bool_and(r.value IN (0, 1)), false) AS zero_or_one

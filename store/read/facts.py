@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 
-from store.records import Episode, Record, ToolCall, ToolEvent, ToolStatus, TransitionRow
-from store.records import has_failed as call_has_failed
+from store.records import FAILED, Episode, Record, ToolCall, ToolEvent, ToolStatus, TransitionRow
 
 
 def has_failed(episode: Episode) -> bool:
     """Return True if the episode's last call was refused for what it says."""
-    return bool(episode.calls) and call_has_failed(episode.calls[-1].http_status)
+    return bool(episode.calls) and episode.calls[-1].http_status in FAILED
 
 
 class MatchedEvent(Record, frozen=True, kw_only=True):

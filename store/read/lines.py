@@ -16,10 +16,11 @@ from store.records import (
     Feedback,
     ToolEvent,
     TransitionRow,
-    policy_name,
 )
+from store.tenants import DEFAULT, bare, tenant_of
 from store.values.documents import compact
 from store.values.tokens import unpack_ids, unpack_logprobs
+from store.versions import policy_name
 
 # An episode without a reward counts as finished this long after its last call.
 QUIET: Final = timedelta(minutes=10)
@@ -60,8 +61,8 @@ def encoded_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> b
 
 def _episode_line(episode: Episode, now: datetime, quiet: timedelta) -> dict[str, Any]:
     line: dict[str, Any] = {
-        "episode": episode.key,
-        "task": episode.task,
+        "episode": bare(episode.key),
+        "task": episode.task and bare(episode.task),
         "split": episode.split,
         "state": episode_state(episode, now, quiet),
         "feedback": _statements(episode.feedback),
@@ -70,6 +71,9 @@ def _episode_line(episode: Episode, now: datetime, quiet: timedelta) -> dict[str
     if stray := [*episode.stray_tool_events, *_unmatched_events(episode.calls)]:
         # Tool events that belong to no tool call of the episode: shown, but without effect.
         line["stray_tool_events"] = [_stray(event) for event in stray]
+    tenant = tenant_of(episode.key)
+    if tenant != DEFAULT:
+        line["tenant"] = tenant
     if episode.quarantined_reason is not None:
         line["quarantined"] = episode.quarantined_reason
     return line
@@ -107,7 +111,8 @@ def _document(episode: Episode, call: TransitionRow, part: str) -> msgspec.Raw |
         return msgspec.Raw(compact(text))
     except ValueError as error:
         raise Damaged(
-            f"episode {episode.key!r} cannot be read back: the {part} of call {call.id}: {error}"
+            f"episode {bare(episode.key)!r} cannot be read back: the {part} of call {call.id}: "
+            f"{error}"
         ) from error
 
 

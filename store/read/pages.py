@@ -18,10 +18,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import BadPage
 from store.read.episodes import matching
-from store.records import PolicyVersion, Record, Split, UpdateRow
+from store.records import Record, Split, UpdateRow
 from store.schema.claimable import episode_policies
 from store.schema.recorded import episodes
-from store.schema.trained import consumptions, policies, updates
+from store.schema.trained import MANIFEST_SHA256, REBUILT, consumptions, policies, updates
+from store.tenants import bare, tenant_of
+from store.versions import PolicyVersion
 
 PAGE_SIZE: Final = 100
 Item = TypeVar("Item")
@@ -39,7 +41,7 @@ class PolicyClaim(Record, frozen=True, kw_only=True):
 
     `version` is the policy's version in the episode. `update_id` is the update that claimed it for
     the policy, if one did. Once that update has consumed it, `trained` says whether it was trained,
-    and `reason` why not.
+    and `reason` why not, or that a rebuild has left it out since.
     """
 
     policy: str
@@ -57,6 +59,7 @@ class EpisodeSummary(Record, frozen=True, kw_only=True):
     """
 
     id: UUID
+    tenant: str
     key: str
     task: str | None
     method: str
@@ -115,6 +118,7 @@ async def episode_page(
     since: datetime | None = None,
     agent: str | None = None,
     policy: str | None = None,
+    tenant: str | None = None,
 ) -> Page[EpisodeSummary]:
     """Read a page of episodes by id; the filters are those of `store.read.episodes.matching`.
 
@@ -125,12 +129,13 @@ async def episode_page(
         since: only episodes with a call at or after this time.
         agent: only episodes with a call by this agent.
         policy: only episodes with a call to this policy.
+        tenant: only episodes of this tenant.
 
     Raises:
         BadPage: `limit` is below 1, or `after` is not the `next` of a page.
     """
     query = (
-        matching(since=since, agent=agent, policy=policy)
+        matching(since=since, agent=agent, policy=policy, tenant=tenant)
         .with_only_columns(*_SUMMARY)
         .order_by(None)
         .order_by(episodes.c.id)
@@ -207,11 +212,17 @@ def _no_next_of(after: str) -> BadPage:
 
 def _summary_of(row: Row[Any]) -> EpisodeSummary:
     claims = convert(row.claims or (), tuple[PolicyClaim, ...])
-    return EpisodeSummary(**dict(row._mapping) | {"claims": claims})
+    named = {
+        "tenant": tenant_of(row.key),
+        "key": bare(row.key),
+        "task": row.task and bare(row.task),
+    }
+    return EpisodeSummary(**dict(row._mapping) | named | {"claims": claims})
 
 
 def version_of(row: Row[Any]) -> PolicyVersion:
-    """Return a row of `policies` as a record."""
+    """Return a row of `policies` as a record; what its update tells of it may not be in the row."""
+    source = getattr(row, REBUILT, None)
     return PolicyVersion(
         name=row.name,
         version=row.version,
@@ -220,6 +231,11 @@ def version_of(row: Row[Any]) -> PolicyVersion:
         adapter_path=row.adapter_path,
         update_id=row.update_id,
         files_deleted=row.files_deleted_at is not None,
+        manifest_sha256=getattr(row, MANIFEST_SHA256, None),
+        rebuilt_from=None if source is None else UUID(source),
+        tenant=row.tenant,
+        share=row.share,
+        rolled_back=row.rolled_back_at is not None,
     )
 
 

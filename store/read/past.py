@@ -6,13 +6,14 @@ from typing import Any
 from uuid import UUID
 
 import msgspec
-from sqlalchemy import Row, select
+from sqlalchemy import Row, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import UnknownUpdate
 from store.ids import time_of
 from store.records import Episode, Group, Record, TransitionRow
-from store.schema.trained import consumptions, updates
+from store.schema.recorded import episodes
+from store.schema.trained import REBUILT, consumptions, policies, updates
 from store.updates.claims import IMPORTED_FROM, Claim, Outcome, load_claim
 
 
@@ -26,53 +27,92 @@ class PastUpdate(Record, frozen=True, kw_only=True):
 
 
 async def past_update(
-    connection: AsyncConnection, which: int | UUID, policy: str | None = None
+    connection: AsyncConnection,
+    which: int | UUID,
+    policy: str | None = None,
+    tenant: str | None = None,
 ) -> PastUpdate:
     """Read the update that made version `which`, or that has the id `which`.
 
-    If several policies have that version, `policy` selects one. Calls and feedback that came after
+    If several policies have that version, `policy` selects one; with `tenant` only those of this
+    tenant are looked at. Calls and feedback that came after
     the claim are left out.
 
     Raises:
         UnknownUpdate: there is no such update, or several, or it is not finished, or it imported
-            its version.
+            its version or was rebuilt, or an episode that it consumed was deleted.
         Damaged: a call cannot be read back.
     """
-    row = await _find(connection, which, policy)
-    claim = await load_claim(connection, row.id)
+    row = await _find(connection, which, policy, tenant)
+    await _refuse_deleted(connection, row.id)
+    claim = await load_claim(connection, row.id, as_it_was=True)
     spent = await connection.execute(select(consumptions).where(consumptions.c.update_id == row.id))
     return PastUpdate(
-        claim=msgspec.structs.replace(
-            claim, groups=tuple(_group_at(group, row.claimed_at) for group in claim.groups)
-        ),
+        claim=claim_at(claim, row.claimed_at, baselines=claim.baselines),
         recipe=row.recipe,
         metrics=row.metrics,
+        # What was trained, and left out of a rebuild since, was trained all the same.
         outcomes=tuple(
-            Outcome(episode_id=one.episode_id, trained=one.trained, reason=one.reason)
+            Outcome(
+                episode_id=one.episode_id,
+                trained=one.trained,
+                reason=None if one.trained else one.reason,
+            )
             for one in spent
         ),
     )
 
 
-async def _find(connection: AsyncConnection, which: int | UUID, policy: str | None) -> Row[Any]:
+def claim_at(claim: Claim, moment: datetime, baselines: Mapping[str, Any] | None) -> Claim:
+    """Return a claim as it was at `moment`, with these moving baselines."""
+    groups = tuple(_group_at(group, moment) for group in claim.groups)
+    return msgspec.structs.replace(claim, groups=groups, baselines=baselines)
+
+
+async def _find(
+    connection: AsyncConnection, which: int | UUID, policy: str | None, tenant: str | None
+) -> Row[Any]:
     column = updates.c.version if isinstance(which, int) else updates.c.id
     query = select(updates).where(column == which)
     if policy is not None:
         query = query.where(updates.c.policy == policy)
+    if tenant is not None:
+        own = select(policies.c.name).where(policies.c.tenant == tenant)
+        query = query.where(updates.c.policy.in_(own))
     rows = (await connection.execute(query.order_by(updates.c.policy))).all()
     name = f"version {which}" if isinstance(which, int) else f"update {which}"
     if not rows:
         what = f"no update made {name}" if isinstance(which, int) else f"there is no {name}"
         raise UnknownUpdate(f"{what}: `pawl policies show` lists a policy's versions")
     if len(rows) > 1:
-        policies = ", ".join(row.policy for row in rows)
-        raise UnknownUpdate(f"several policies have {name}: name one of {policies} (--policy)")
+        names = ", ".join(row.policy for row in rows)
+        raise UnknownUpdate(f"several policies have {name}: name one of {names} (--policy)")
     if rows[0].state != "done":
         raise UnknownUpdate(f"{name} is {rows[0].state}: only finished updates (done) can be read")
     if IMPORTED_FROM in rows[0].metrics:
         source = rows[0].metrics[IMPORTED_FROM]
         raise UnknownUpdate(f"{name} was imported from {source}: no episodes were trained for it")
+    if REBUILT in rows[0].metrics:
+        source = rows[0].metrics[REBUILT]["source"]
+        raise UnknownUpdate(
+            f"{name} was rebuilt from update {source}, which claimed its episodes: ask for that"
+        )
     return rows[0]
+
+
+async def _refuse_deleted(connection: AsyncConnection, update_id: UUID) -> None:
+    """Raise `UnknownUpdate` if some of what the update consumed is not there any more."""
+    query = (
+        select(func.count())
+        .select_from(consumptions)
+        .join(episodes, episodes.c.id == consumptions.c.episode_id)
+        .where(consumptions.c.update_id == update_id, episodes.c.deleted_at.is_not(None))
+    )
+    if deleted := await connection.scalar(query):
+        raise UnknownUpdate(
+            f"{deleted} episodes of update {update_id} were deleted since: what it came to cannot "
+            "be computed again, and `pawl policies show` has its figures"
+        )
 
 
 def _group_at(group: Group, moment: datetime) -> Group:

@@ -31,16 +31,16 @@ _TOTALS = text(
     SELECT
       (SELECT count(*) FROM transitions) AS calls,
       (SELECT count(*) FROM transitions WHERE trainable) AS trainable_calls,
-      (SELECT count(*) FROM episodes WHERE root IS NULL) AS episodes,
+      (SELECT count(*) FROM episodes WHERE root IS NULL AND deleted_at IS NULL) AS episodes,
       (SELECT count(*) FROM consumptions) AS consumed_episodes,
       (SELECT count(*) FROM consumptions WHERE trained) AS trained_episodes,
       (SELECT count(*) FROM consumptions c JOIN episodes e ON e.id = c.episode_id
         WHERE c.trained AND e.scored_at IS NULL
-            AND e.call_scored_at IS NULL) AS trained_unscored_episodes,
+            AND e.call_scored_at IS NULL AND e.deleted_at IS NULL) AS trained_unscored_episodes,
       (SELECT count(*) FROM (SELECT episode_id FROM consumptions
         GROUP BY episode_id, policy HAVING count(*) > 1) twice) AS twice_consumed_episodes,
       (SELECT count(*) FROM episodes
-        WHERE root IS NULL AND {SPLIT} = '{EVAL}') AS eval_episodes,
+        WHERE root IS NULL AND deleted_at IS NULL AND {SPLIT} = '{EVAL}') AS eval_episodes,
       (SELECT count(*) FROM consumptions c JOIN episodes e ON e.id = c.episode_id
         WHERE {SPLIT} = '{EVAL}') AS consumed_eval_episodes
     """

@@ -23,6 +23,15 @@ from store.schema.base import When, metadata
 # The condition for an episode that a policy may claim now.
 FREE = "claimed_by IS NULL AND claimable"
 
+
+def minute_of(time: str) -> str:
+    """Return the SQL of the minute that a time is in.
+
+    `date_trunc` of a time with a zone depends on the session, so no index may contain it.
+    """
+    return f"date_bin('00:01:00'::interval, {time}, '1970-01-01 00:00:00+00'::timestamptz)"
+
+
 episode_policies = Table(
     "episode_policies",
     metadata,
@@ -55,6 +64,16 @@ episode_policies = Table(
         "version",
         "scored_at",
         postgresql_include=["reward", "episode_id"],
+        postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
+    ),
+    # The same episodes in the order in which groups of one are claimed (`store.updates.ready`).
+    Index(
+        "ix_episode_policies_latest",
+        "policy",
+        text(f"{minute_of('scored_at')} DESC"),
+        text("version DESC"),
+        "scored_at",
+        "episode_id",
         postgresql_where=text(f"scored_at IS NOT NULL AND {FREE}"),
     ),
     Index(

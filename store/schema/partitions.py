@@ -1,13 +1,12 @@
 """Create the day partitions of `transitions`, each when the first call of its day is stored."""
 
-from collections.abc import Iterable
 from datetime import UTC, date, datetime, timedelta
 from uuid import UUID
 
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.ids import day_of, lowest_id_at
+from store.ids import lowest_id_at
 
 
 def partition_name(day: date) -> str:
@@ -19,12 +18,6 @@ def day_bounds(day: date) -> tuple[UUID, UUID]:
     """Return the half-open range of UUIDv7s made on `day` (UTC)."""
     start = datetime(day.year, day.month, day.day, tzinfo=UTC)
     return lowest_id_at(start), lowest_id_at(start + timedelta(days=1))
-
-
-def days_of(call_ids: Iterable[UUID]) -> list[date]:
-    """Return the days (UTC) on which these ids were made, sorted, each once."""
-    epoch = date(1970, 1, 1)
-    return [epoch + timedelta(days=day) for day in sorted({day_of(call) for call in call_ids})]
 
 
 async def ensure_partition(connection: AsyncConnection, day: date) -> None:

@@ -6,9 +6,11 @@ would add a third to the cost of storing a row, and only `store.write.ingest` wr
 """
 
 from sqlalchemy import (
+    BigInteger,
     Boolean,
     CheckConstraint,
     Column,
+    Date,
     Double,
     Index,
     Integer,
@@ -19,15 +21,17 @@ from sqlalchemy import (
     text,
 )
 
-from store.records import CALL_STATUSES, CONFIDENCES, EVAL, SPLITS, TRAIN, CallRecord
+from store.records import ARMS, CALL_STATUSES, CONFIDENCES, EVAL, SPLITS, TRAIN, CallRecord
 from store.schema.base import When, metadata, one_of
 from store.schema.call_columns import call_columns
 
 # The split of a whole episode: `eval` if any call of any of its parts says so.
 SPLIT = "COALESCE(joined_split, split)"
 # The condition for an episode that policies may claim. Parts of another episode are claimed and
-# consumed with it, quarantined ones and evaluation never.
-CLAIMABLE = f"root IS NULL AND quarantined_reason IS NULL AND {SPLIT} = '{TRAIN}'"
+# consumed with it; quarantined ones, evaluation and what is deleted never.
+CLAIMABLE = (
+    f"root IS NULL AND quarantined_reason IS NULL AND {SPLIT} = '{TRAIN}' AND deleted_at IS NULL"
+)
 # The condition for a call that can be trained once the version that sampled it has been asked for
 # its log-probabilities.
 WITHOUT_LOGPROBS = "trainable AND octet_length(sampled_logprobs) = 0"
@@ -49,7 +53,7 @@ episodes = Table(
     Column("first_call_id", Uuid, nullable=False),
     Column("last_call_id", Uuid, nullable=False),
     Column("last_call_at", When, nullable=False),
-    # The last call was refused for what it says (`store.records.has_failed`).
+    # The last call was refused for what it says (`store.records.FAILED`).
     Column("failed", Boolean, nullable=False, server_default=text("false")),
     # The time of its first reward, and of its newest reward for a single call.
     Column("scored_at", When),
@@ -68,6 +72,9 @@ episodes = Table(
     Column("split", Text, nullable=False, server_default=text(f"'{TRAIN}'")),
     Column("joined_split", Text),
     Column("quarantined_reason", Text),
+    # Nothing of the episode is left but what consumptions and other episodes' links refer to
+    # (docs/decisions/070-deleting-episodes.md).
+    Column("deleted_at", When),
     # Evaluation by policy: the rewards of each version.
     Index(
         "ix_episodes_eval",
@@ -76,6 +83,8 @@ episodes = Table(
         postgresql_where=text(f"{SPLIT} = '{EVAL}'"),
     ),
     Index("ix_episodes_root", "root", postgresql_where=text("root IS NOT NULL")),
+    # In the order of their first calls, which never changes: what is outdated is looked for here.
+    Index("ix_episodes_there", "id", postgresql_where=text("deleted_at IS NULL")),
     # BRIN, because a later call then changes no index entry (a heap-only tuple update).
     Index("ix_episodes_last_call_at", "last_call_at", postgresql_using="brin"),
     one_of("split", SPLITS),
@@ -101,6 +110,7 @@ transitions = Table(
     one_of("status", CALL_STATUSES),
     one_of("confidence", CONFIDENCES),
     one_of("split", SPLITS),
+    one_of("arm", ARMS),
     CheckConstraint("trainable OR reason IS NOT NULL", name="reason_given"),
     Index("ix_transitions_episode_id", "episode_id"),
     Index("ix_transitions_response_id", "response_id"),
@@ -129,6 +139,8 @@ provided_fingerprints = Table(
     Column("digest", Uuid, nullable=False),
     Column("episode_id", Uuid, nullable=False),
     Index("ix_provided_fingerprints_digest", "digest"),
+    # BRIN, because it is looked up when an episode is deleted, and every call adds rows.
+    Index("ix_provided_fingerprints_episode_id", "episode_id", postgresql_using="brin"),
 )
 
 needed_fingerprints = Table(
@@ -141,6 +153,36 @@ needed_fingerprints = Table(
     Column("level", Integer, nullable=False),
     Index("ix_needed_fingerprints_digest", "digest"),
     Index("ix_needed_fingerprints_call_id", "call_id"),
+    Index("ix_needed_fingerprints_episode_id", "episode_id", postgresql_using="brin"),
+)
+
+# Tombstones: digests of the names of what was deleted (`store.deleting.names`). `deletion` counts
+# deletions, so that whoever remembers stored calls knows when some of them may be gone.
+deleted_names = Table(
+    "deleted_names",
+    metadata,
+    Column("digest", Uuid, primary_key=True),
+    Column("deletion", BigInteger, nullable=False),
+    Column("at", When, nullable=False, server_default=text("now()")),
+    Index("ix_deleted_names_deletion", "deletion"),
+)
+
+# Days whose partition was dropped: no call of these days is stored any more.
+dropped_days = Table(
+    "dropped_days",
+    metadata,
+    Column("day", Date, primary_key=True),
+    Column("calls", BigInteger, nullable=False),
+    Column("at", When, nullable=False, server_default=text("now()")),
+)
+
+# The last day of each tenant of which records were removed: no call of it, or of a day before, is
+# stored any more (`store.retaining`).
+outdated_days = Table(
+    "outdated_days",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("day", Date, nullable=False),
 )
 
 links = Table(
@@ -154,4 +196,16 @@ links = Table(
     Column("too_common", Boolean, nullable=False, server_default=text("false")),
     Index("ix_links_provided_by", "provided_by"),
     Index("ix_links_needed_by", "needed_by"),
+)
+
+# Times in which a worker lost records without knowing whose, each taken longer at both ends
+# (`store.link.lapses`). Episodes with a call since then that began before this UUIDv7 was made are
+# set aside.
+lapses = Table(
+    "lapses",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("called_since", When, nullable=False),
+    Column("began_before", Uuid, nullable=False),
+    Index("ix_lapses_began_before", "began_before"),
 )

@@ -60,6 +60,7 @@ feedback = Table(
     Column("at", When, nullable=False),
     one_of("target_kind", TARGET_KINDS),
     Index("ix_feedback_episode_id", "episode_id"),
+    Index("ix_feedback_request_id", "request_id"),
     Index(
         "ix_feedback_pending", "target_kind", "target", postgresql_where=text("episode_id IS NULL")
     ),

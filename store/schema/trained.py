@@ -1,9 +1,12 @@
 """Define the trainer's tables: policy versions, updates that made them, what they consumed."""
 
+from typing import Final
+
 from sqlalchemy import (
     Boolean,
     CheckConstraint,
     Column,
+    Double,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
@@ -16,17 +19,27 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import JSONB
 
-from store.records import POLICY_STATES, UPDATE_STATES
+from store.records import UPDATE_STATES
 from store.schema.base import When, metadata, one_of
+from store.tenants import DEFAULT
+from store.versions import ACTORS, POLICY_STATES
 
+# Among the figures of an update that made a version: the SHA-256 of the version's manifest.
+MANIFEST_SHA256: Final = "manifest_sha256"
+# Among the figures of an update that trained a past one again (`store.rebuilding.line`).
+REBUILT: Final = "rebuilt"
+# The reason of episodes that were left out of a rebuild: no later update is compared with them.
+LEFT_OUT: Final = "left_out"
 # The condition for a version that is loaded, or that will be: of all that there ever were few are.
-LIVE = "state IN ('written', 'ready', 'serving', 'published')"
+LIVE = "state IN ('written', 'ready', 'candidate', 'canary', 'serving', 'published', 'rolled_back')"
 
 policies = Table(
     "policies",
     metadata,
     Column("name", Text, primary_key=True),
     Column("version", Integer, primary_key=True),
+    # Whose the policy is, which never changes.
+    Column("tenant", Text, nullable=False, server_default=text(f"'{DEFAULT}'")),
     Column("state", Text, nullable=False),
     Column("served_name", Text, nullable=False),
     Column("adapter_path", Text),
@@ -35,7 +48,21 @@ policies = Table(
     Column("changed_at", When, nullable=False, server_default=text("now()")),
     # The files are gone, as nothing could ask for them any more; null while they are there.
     Column("files_deleted_at", When),
+    # Of a canary, its share of new episodes; of version 0, the share that stays on the base model.
+    Column("share", Double),
+    # The rule by which a candidate is judged, as its recipe had it.
+    Column("gate", JSONB),
+    # It was rolled back, which stays so: nothing is trained from it, or on its episodes.
+    Column("rolled_back_at", When),
+    # Of version 0: nothing but an operator changes which of the policy's versions has traffic.
+    Column("frozen_at", When),
     one_of("state", POLICY_STATES),
+    CheckConstraint("share >= 0 AND share <= 1", name="share_is_a_share"),
+    CheckConstraint(
+        "CASE WHEN rolled_back_at IS NULL THEN state <> 'rolled_back'"
+        " ELSE state IN ('rolled_back', 'retired') END",
+        name="rolled_back_for_good",
+    ),
     CheckConstraint(
         "files_deleted_at IS NULL OR state IN ('retired', 'rejected')",
         name="deleted_is_not_servable",
@@ -49,6 +76,14 @@ policies = Table(
         postgresql_where=text("version > 0"),
     ),
     Index("uq_policies_serving", "name", unique=True, postgresql_where=text("state = 'serving'")),
+    Index("uq_policies_canary", "name", unique=True, postgresql_where=text("state = 'canary'")),
+    # Few of all versions, and most policies have none.
+    Index(
+        "ix_policies_rolled_back",
+        "name",
+        "version",
+        postgresql_where=text("rolled_back_at IS NOT NULL"),
+    ),
     # So that what is asked once a second does not grow with the number of versions.
     Index("ix_policies_base", "served_name", postgresql_where=text("version = 0")),
     Index("ix_policies_live", "name", postgresql_where=text(LIVE)),
@@ -59,6 +94,28 @@ policies = Table(
         "version",
         postgresql_where=text("files_deleted_at IS NULL"),
     ),
+)
+
+# Each change of a version's state, append-only (`store.updates.states`).
+policy_events = Table(
+    "policy_events",
+    metadata,
+    Column("id", Uuid, primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("version", Integer, nullable=False),
+    # Null for its first state.
+    Column("from_state", Text),
+    Column("to_state", Text, nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("actor", Text, nullable=False),
+    # What the decision rested on.
+    Column("evidence", JSONB),
+    Column("at", When, nullable=False, server_default=text("now()")),
+    ForeignKeyConstraint(["name", "version"], ["policies.name", "policies.version"]),
+    one_of("from_state", POLICY_STATES),
+    one_of("to_state", POLICY_STATES),
+    one_of("actor", ACTORS),
+    Index("ix_policy_events_version", "name", "version", "id"),
 )
 
 updates = Table(

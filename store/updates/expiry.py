@@ -1,8 +1,9 @@
 """Consume episodes that can never be trained any more, so that they do not wait forever.
 
 Each policy consumes such an episode once, in an update in state `expired` that does nothing else,
-with a reason: `stale` (sampled by an older version than the recipe allows) or `aged` (without a
-call for longer than it allows). Scored and unscored episodes expire alike, in short transactions.
+with a reason: `rolled_back` (sampled by a version that was), `stale` (sampled by an older version
+than the recipe allows) or `aged` (without a call for longer than it allows). Scored and unscored
+episodes expire alike, in short transactions.
 """
 
 from collections import Counter
@@ -19,13 +20,15 @@ from store.schema.claimable import FREE, episode_policies
 from store.schema.trained import updates
 from store.updates.consuming import consume_episodes
 from store.updates.ready import ClaimRule, lock_free
+from store.updates.rolled_back import REASON, rolled_back_episodes
 
 MOST: Final = 1000
 
 _OLDEST = text(
     """
     SELECT version FROM policies
-    WHERE name = :policy AND version <= :parent AND state IN ('serving', 'published', 'retired')
+    WHERE name = :policy AND version <= :parent AND rolled_back_at IS NULL
+        AND state IN ('serving', 'canary', 'published', 'retired')
     ORDER BY version DESC OFFSET :staleness LIMIT 1
     """
 )
@@ -56,7 +59,8 @@ async def oldest_version(
 ) -> int:
     """Return the first version whose episodes an update of version `parent` may train on.
 
-    Only versions that had traffic count: a rejected version does not make episodes older.
+    Only versions that had traffic count: one that was rejected does not make episodes older, nor
+    does one that was rolled back.
     """
     if max_staleness is None:
         return 0
@@ -104,9 +108,10 @@ async def expire(
 async def _past_limits(
     connection: AsyncConnection, rule: ClaimRule, parent: int, oldest: int
 ) -> dict[UUID, str]:
-    values: dict[str, Any] = {"policy": rule.policy, "oldest": oldest, "most": MOST}
+    reasons = dict.fromkeys(await rolled_back_episodes(connection, rule.policy, MOST), REASON)
+    values = {"policy": rule.policy, "oldest": oldest, "most": MOST - len(reasons)}
     stale = (await connection.execute(_STALE, values)).scalars()
-    reasons = dict.fromkeys(stale, "stale")
+    reasons = dict.fromkeys(stale, "stale") | reasons
     if rule.max_episode_age_s is not None and len(reasons) < MOST:
         age: dict[str, Any] = {
             "age_s": rule.max_episode_age_s,
@@ -116,5 +121,5 @@ async def _past_limits(
         now = await connection.scalar(text("SELECT now()"))
         age["began_before"] = lowest_id_at(now - timedelta(seconds=rule.max_episode_age_s))
         aged = (await connection.execute(_AGED, values | age)).scalars()
-        reasons |= dict.fromkeys(aged, "aged")
+        reasons = dict.fromkeys(aged, "aged") | reasons
     return reasons

@@ -28,7 +28,8 @@ _NOTE: Final = text(
     VALUES (:policy, COALESCE((
         SELECT max(u.claimed_at) FROM updates u
             JOIN policies p ON (p.name, p.version) = (u.policy, u.version)
-        WHERE u.policy = :policy AND p.state IN ('serving', 'published', 'retired')
+        WHERE u.policy = :policy
+            AND p.state IN ('serving', 'canary', 'published', 'rolled_back', 'retired')
         ), to_timestamp(0)), :began_before)
     ON CONFLICT (policy, called_since) DO UPDATE
         SET began_before = GREATEST(known.began_before, excluded.began_before)

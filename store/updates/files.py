@@ -7,11 +7,11 @@ from sqlalchemy import select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.read.pages import version_of
-from store.records import UNSERVED, PolicyVersion
 from store.schema.claimable import FREE
 from store.schema.recorded import WITHOUT_LOGPROBS
 from store.schema.trained import policies
-from store.updates.policies import idle_versions
+from store.updates.policies import WITH_HASH, idle_versions
+from store.versions import UNSERVED, PolicyVersion
 
 # Versions with a call in a free episode that an update would ask for log-probabilities again
 # (docs/decisions/042-without-log-probabilities.md), from an index of such calls alone: what waits
@@ -39,7 +39,7 @@ async def versions_with_files(
     They are in the order of name and version, the base model's among them. Nothing else can be
     asked for, and there are few of these, however many versions there were.
     """
-    query = select(policies).where(policies.c.files_deleted_at.is_(None))
+    query = select(*WITH_HASH).where(policies.c.files_deleted_at.is_(None))
     if name is not None:
         query = query.where(policies.c.name == name)
     rows = await connection.execute(query.order_by(policies.c.name, policies.c.version))

@@ -1,25 +1,48 @@
 """Record policy versions, and decide which one has the traffic.
 
-After a version's row is inserted, only its state (and the time of its change) changes.
+After a version's row is inserted, only its state changes (`store.updates.states`), and what says
+how it is judged (`store.updates.gating`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import insert, select, text, update
+from sqlalchemy import ScalarSelect, func, insert, select, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.errors import UnknownPolicy
 from store.ids import lowest_id_at
 from store.read.pages import version_of
-from store.records import SERVABLE, PolicyState, PolicyVersion, policy_name
 from store.schema.recorded import OF_A_VERSION
-from store.schema.trained import LIVE, policies
+from store.schema.trained import LIVE, MANIFEST_SHA256, REBUILT, policies, updates
+from store.tenants import DEFAULT, tenant_of
+from store.updates.states import add_event, change_state, lock_policies, lock_version
+from store.versions import SERVABLE, Actor, PolicyState, PolicyVersion, policy_name
 
+# A version with the hash of its manifest, and the update that was trained again for it, if one was:
+# its own update has both among its figures.
+WITH_HASH: Final = (
+    policies,
+    select(updates.c.metrics[MANIFEST_SHA256].astext)
+    .where(updates.c.id == policies.c.update_id)
+    .scalar_subquery()
+    .label(MANIFEST_SHA256),
+    select(updates.c.metrics[REBUILT]["source"].astext)
+    .where(updates.c.id == policies.c.update_id)
+    .scalar_subquery()
+    .label(REBUILT),
+)
 _SINCE: Final = text("SELECT GREATEST(now() - make_interval(secs => :idle_s), to_timestamp(0))")
+# What comes before the separator in a key, with it (`store.tenants`); empty for the default tenant.
+_TENANTS_OF_CALLS: Final = text(
+    """
+    SELECT DISTINCT substr(e.key, 1, strpos(e.key, chr(31))) AS tenant
+    FROM episode_policies p JOIN episodes e ON e.id = p.episode_id
+    WHERE p.policy = :name AND e.deleted_at IS NULL
+    """
+)
 # In use is what episodes of that time go on with, whichever policy they called, which is found once
 # for all; and what served a call of that time, whoever asked for it. The latter is looked for by
 # index, in the partitions of the days in question. LIMIT keeps PostgreSQL from reading all calls of
@@ -43,26 +66,45 @@ _IDLE: Final = text(
 )
 
 
-async def ensure_base(connection: AsyncConnection, name: str, base: str | None = None) -> str:
+async def ensure_base(
+    connection: AsyncConnection, name: str, base: str | None = None, tenant: str = DEFAULT
+) -> str:
     """Add the base model as version 0 of policy `name`, in state `serving`, unless it exists.
 
-    `base` is the name that the base model is served under; None: the policy's. Return that which
-    the policy began with.
+    `base` is the name that the base model is served under; None: the policy's. `tenant` is whose a
+    policy is that begins now. Return the base that the policy began with.
     """
-    await connection.execute(
+    began = await connection.scalar(
         postgresql.insert(policies)
-        .values(name=name, version=0, state="serving", served_name=base or name)
+        .values(name=name, version=0, state="serving", served_name=base or name, tenant=tenant)
         .on_conflict_do_nothing()
+        .returning(policies.c.name)
     )
+    if began is not None:
+        why = "the policy began, with its base model"
+        await add_event(connection, name, 0, "serving", reason=why, actor="trainer")
     served = select(policies.c.served_name).where(policies.c.name == name, policies.c.version == 0)
     return (await connection.execute(served)).scalar() or base or name
+
+
+async def owners_of(connection: AsyncConnection, name: str) -> set[str]:
+    """Return the tenants whose policy `name` is, or whose episodes have calls of it.
+
+    Of a policy that has begun this is the one that it began with.
+    """
+    began = select(policies.c.tenant).where(policies.c.name == name, policies.c.version == 0)
+    tenant = await connection.scalar(began)
+    if tenant is not None:
+        return {tenant}
+    found = await connection.execute(_TENANTS_OF_CALLS, {"name": name})
+    return {tenant_of(row.tenant) for row in found}
 
 
 async def list_versions(
     connection: AsyncConnection, name: str | None = None
 ) -> list[PolicyVersion]:
     """Return all versions of policy `name` (None: of every policy), by name and version."""
-    query = select(policies).order_by(policies.c.name, policies.c.version)
+    query = select(*WITH_HASH).order_by(policies.c.name, policies.c.version)
     if name is not None:
         query = query.where(policies.c.name == name)
     return [version_of(row) for row in await connection.execute(query)]
@@ -72,7 +114,7 @@ async def list_servable(
     connection: AsyncConnection, name: str | None = None
 ) -> list[PolicyVersion]:
     """Return the servable versions of policy `name` (None: of every policy), and its base model."""
-    query = select(policies).where((policies.c.version == 0) | policies.c.state.in_(SERVABLE))
+    query = select(*WITH_HASH).where((policies.c.version == 0) | policies.c.state.in_(SERVABLE))
     if name is not None:
         query = query.where(policies.c.name == name)
     return [version_of(row) for row in await connection.execute(query)]
@@ -83,7 +125,7 @@ async def list_live(connection: AsyncConnection, name: str) -> list[PolicyVersio
 
     There are few of these, however many versions there were.
     """
-    query = select(policies).where(policies.c.name == name, text(LIVE))
+    query = select(*WITH_HASH).where(policies.c.name == name, text(LIVE))
     rows = await connection.execute(query.order_by(policies.c.version))
     return [version_of(row) for row in rows]
 
@@ -92,71 +134,90 @@ async def numbered_version(
     connection: AsyncConnection, name: str, version: int
 ) -> PolicyVersion | None:
     """Return one version of policy `name`, or None if there is none of that number."""
-    query = select(policies).where(policies.c.name == name, policies.c.version == version)
+    query = select(*WITH_HASH).where(policies.c.name == name, policies.c.version == version)
     row = (await connection.execute(query)).first()
     return None if row is None else version_of(row)
 
 
 async def add_version(
-    connection: AsyncConnection, name: str, version: int, adapter_path: str, update_id: UUID
+    connection: AsyncConnection,
+    name: str,
+    version: int,
+    adapter_path: str,
+    update_id: UUID,
+    state: PolicyState = "written",
+    *,
+    imported_from: str | None = None,
 ) -> None:
-    """Record a version whose adapter is complete on disk, in state `written`."""
+    """Record a version whose adapter is complete on disk, in `state`.
+
+    `imported_from` is where the adapter came from, if no update trained it. A version of a rebuild
+    is `rejected` until its line is whole.
+    """
     await connection.execute(
         insert(policies).values(
             name=name,
             version=version,
-            state="written",
+            state=state,
             served_name=policy_name(name, version, name),
+            tenant=func.coalesce(_tenant_of_base(name), DEFAULT),
             adapter_path=adapter_path,
             update_id=update_id,
         )
     )
+    why = "its update is done" if imported_from is None else f"imported from {imported_from}"
+    if state == "rejected":
+        why = "it is a part of a rebuild, which serves once the line is whole"
+    actor: Actor = "trainer" if imported_from is None else "import"
+    await add_event(connection, name, version, state, reason=why, actor=actor)
 
 
-async def set_state(
-    connection: AsyncConnection, name: str, version: int, state: PolicyState
+def _tenant_of_base(name: str) -> ScalarSelect[str]:
+    base = policies.alias("base")
+    found = select(base.c.tenant).where(base.c.name == name, base.c.version == 0)
+    return found.scalar_subquery()
+
+
+async def promote(
+    connection: AsyncConnection,
+    name: str,
+    version: int,
+    *,
+    reason: str,
+    actor: Actor,
+    evidence: Mapping[str, Any] | None = None,
 ) -> None:
-    """Move one version to `state`.
-
-    Raises:
-        UnknownPolicy: there is no such version.
-    """
-    changed = await connection.execute(
-        update(policies)
-        .where(policies.c.name == name, policies.c.version == version)
-        .values(state=state, changed_at=text("now()"))
-        .returning(policies.c.version)
-    )
-    if changed.first() is None:
-        raise UnknownPolicy(f"policy {name!r} has no version {version}")
-
-
-async def promote(connection: AsyncConnection, name: str, version: int) -> None:
     """Give `version` the traffic; the version that had it becomes `published`.
 
     Raises:
         UnknownPolicy: there is no such version.
+        RolledBack: it was rolled back.
     """
-    await connection.execute(
-        update(policies)
-        .where(policies.c.name == name, policies.c.state == "serving")
-        .values(state="published", changed_at=text("now()"))
-    )
-    await set_state(connection, name, version, "serving")
+    await lock_policies(connection, [name])
+    new = await lock_version(connection, name, version)
+    serving = select(policies).where(policies.c.name == name, policies.c.state == "serving")
+    for row in (await connection.execute(serving)).all():
+        if row.version != version:
+            why = f"{name}@{version} took the traffic"
+            await change_state(connection, version_of(row), "published", reason=why, actor=actor)
+    await change_state(connection, new, "serving", reason=reason, actor=actor, evidence=evidence)
 
 
-async def make_ready(connection: AsyncConnection, name: str, version: int) -> None:
+async def make_ready(
+    connection: AsyncConnection, name: str, version: int, *, reason: str, actor: Actor
+) -> None:
     """Let `version`, which is loaded, wait to go live; one that waited before never will.
 
     Raises:
         UnknownPolicy: there is no such version.
     """
-    await connection.execute(
-        update(policies)
-        .where(policies.c.name == name, policies.c.state == "ready")
-        .values(state="retired", changed_at=text("now()"))
-    )
-    await set_state(connection, name, version, "ready")
+    new = await lock_version(connection, name, version)
+    ready = select(policies).where(policies.c.name == name, policies.c.state == "ready")
+    for row in (await connection.execute(ready)).all():
+        if row.version != version:
+            why = f"{name}@{version} is newer, and waits instead"
+            await change_state(connection, version_of(row), "retired", reason=why, actor=actor)
+    await change_state(connection, new, "ready", reason=reason, actor=actor)
 
 
 async def promote_together(
@@ -165,21 +226,43 @@ async def promote_together(
     """Give the traffic to the versions of these policies that are ready, all at once, if it is due.
 
     It is if every policy has one, or if one of them has waited for `wait_s` seconds. Return the
-    versions that were promoted. Several trainers may ask at the same time.
+    versions that were promoted. Several trainers may ask at the same time. Nothing is promoted of a
+    policy that is frozen.
+    """
+    due, _ = await _ready_of(connection, names, wait_s)
+    if not due:
+        return []
+    # What waits for others must not keep these from coming: it locks nothing until it is due.
+    await lock_policies(connection, names)
+    ready, why = await _ready_of(connection, names, wait_s, held=True)
+    for version in ready:
+        await promote(connection, version.name, version.version, reason=why, actor="trainer")
+    return ready
+
+
+async def _ready_of(
+    connection: AsyncConnection, names: Sequence[str], wait_s: float, *, held: bool = False
+) -> tuple[list[PolicyVersion], str]:
+    """Return the versions that are ready, if it is time to promote them, and why it is.
+
+    If `held`, they stay so until the transaction ends.
     """
     has_waited = text("changed_at < now() - make_interval(secs => :wait_s) AS has_waited")
-    rows = await connection.execute(
+    base = policies.alias("base")
+    frozen = select(base.c.name).where(base.c.version == 0, base.c.frozen_at.is_not(None))
+    query = (
         select(policies, has_waited.bindparams(wait_s=wait_s))
         .where(policies.c.name.in_(names), policies.c.state == "ready")
+        .where(policies.c.name.not_in(frozen))
         .order_by(policies.c.name, policies.c.version)
-        .with_for_update()
     )
-    ready = rows.all()
-    if {row.name for row in ready} < set(names) and not any(row.has_waited for row in ready):
-        return []
-    for row in ready:
-        await promote(connection, row.name, row.version)
-    return [version_of(row) for row in ready]
+    ready = (await connection.execute(query.with_for_update() if held else query)).all()
+    if {row.name for row in ready} == set(names):
+        return [version_of(row) for row in ready], "it is ready"
+    if not any(row.has_waited for row in ready):
+        return [], ""
+    why = f"it has waited for {wait_s:g} s for others to go live with"
+    return [version_of(row) for row in ready], why
 
 
 async def idle_versions(

@@ -19,8 +19,10 @@ from sqlalchemy import TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.records import Record
-from store.schema.claimable import FREE
+from store.schema.claimable import FREE, minute_of
+from store.schema.trained import LEFT_OUT, REBUILT
 from store.updates.faults import and_not_aside
+from store.updates.rolled_back import and_not_rolled_back
 
 # How many of the last updates are searched for consumed members to compare a late member with.
 EARLIER_UPDATES = 32
@@ -92,28 +94,32 @@ _FAILED = f"""
         AND version >= :oldest
 """
 # Members of each task that the policy's last updates before a given time consumed. OFFSET 0 makes
-# the planner look each update up: it would rather read all that was ever consumed.
-_EARLIER = f"""
-    SELECT p.episode_id AS id, p.task, u.claimed_at, p.reward, p.failed
+# the planner look each update up: it would rather read all that was ever consumed. An update that
+# was trained again consumes nothing; what it was trained on is the past one's.
+_ALL_EARLIER = f"""
+    SELECT p.episode_id AS id, p.task, u.claimed_at, p.reward, p.failed, c.reason
     FROM (SELECT id, claimed_at FROM updates
           WHERE policy = :policy AND state = 'done' AND claimed_at < CAST(:before AS timestamptz)
+              AND NOT metrics ? '{REBUILT}'
           ORDER BY claimed_at DESC LIMIT {EARLIER_UPDATES}) u
     CROSS JOIN LATERAL (
-        SELECT episode_id, policy FROM consumptions WHERE update_id = u.id OFFSET 0) c
+        SELECT episode_id, policy, reason FROM consumptions WHERE update_id = u.id OFFSET 0) c
     JOIN episode_policies p ON (p.episode_id, p.policy) = (c.episode_id, c.policy)
     WHERE p.task IS NOT NULL AND p.version >= :oldest AND p.claimable
         AND (p.scored_at IS NOT NULL OR p.call_scored_at IS NOT NULL OR p.failed)
 """
-EARLIER_MEMBERS = text(
-    f"SELECT id, task FROM ({_EARLIER}) e WHERE task = ANY(:tasks) ORDER BY claimed_at DESC, id"
-)
-_GROUPS = """
-    WITH ready AS ({ready}),
+_EARLIER = f"{_ALL_EARLIER} AND c.reason IS DISTINCT FROM '{LEFT_OUT}'"
+_MEMBERS_OF = "SELECT id, task FROM ({}) e WHERE task = ANY(:tasks) ORDER BY claimed_at DESC, id"
+EARLIER_MEMBERS = text(_MEMBERS_OF.format(_EARLIER))
+# As they were before some of them were left out of a rebuild.
+ALL_EARLIER_MEMBERS = text(_MEMBERS_OF.format(_ALL_EARLIER))
+_GROUPS = f"""
+    WITH ready AS ({{ready}}),
     consumed AS (
         SELECT task, count(*) AS members, min(reward) AS least, max(reward) AS most
         FROM (SELECT task, COALESCE(reward, CASE WHEN failed
                   THEN CAST(:failed_reward AS double precision) END) AS reward
-              FROM ({earlier}) e) compared
+              FROM ({{earlier}}) e) compared
         GROUP BY task),
     found AS (
         SELECT task, count(*) AS members, min(at) AS first, max(version) AS newest,
@@ -121,7 +127,7 @@ _GROUPS = """
         FROM ready WHERE task IS NOT NULL GROUP BY task),
     complete AS (
         SELECT task, newest, first, last, COALESCE(c.members, 0) AS earlier,
-            COALESCE({signal}, false) AS has_signal
+            COALESCE({{signal}}, false) AS has_signal
         FROM found g LEFT JOIN consumed c USING (task)
         WHERE g.members >= :group_size
             OR (g.members + COALESCE(c.members, 0) >= :smallest_group
@@ -129,19 +135,19 @@ _GROUPS = """
     SELECT task, extract(epoch FROM now() - first) AS age_s, earlier, has_signal
     FROM (SELECT *, row_number() OVER (
               PARTITION BY has_signal
-              ORDER BY date_trunc('minute', last) DESC, newest DESC, first, task) AS place
+              ORDER BY {minute_of("last")} DESC, newest DESC, first, task) AS place
           FROM complete) placed
-    WHERE place <= :groups ORDER BY date_trunc('minute', last) DESC, newest DESC, first, task
+    WHERE place <= :groups ORDER BY {minute_of("last")} DESC, newest DESC, first, task
 """
-_MEMBERS = """
+_MEMBERS = f"""
     SELECT m.id, t.task FROM unnest(CAST(:tasks AS text[])) AS t (task) CROSS JOIN LATERAL (
-        SELECT id FROM ({ready}) r WHERE r.task = t.task
-        ORDER BY {best}date_trunc('minute', at) DESC, version DESC, at, id LIMIT :group_size) m
+        SELECT id FROM ({{ready}}) r WHERE r.task = t.task
+        ORDER BY {{best}}{minute_of("at")} DESC, version DESC, at, id LIMIT :group_size) m
 """
-_SINGLES = """
-    SELECT id, extract(epoch FROM now() - at) AS age_s, {has_signal} AS has_signal
-    FROM ({ready}) r WHERE {condition}
-    ORDER BY date_trunc('minute', at) DESC, version DESC, at, id LIMIT :groups
+_SINGLES = f"""
+    SELECT id, extract(epoch FROM now() - at) AS age_s, {{has_signal}} AS has_signal
+    FROM ({{ready}}) r WHERE {{condition}}
+    ORDER BY {minute_of("at")} DESC, version DESC, at, id LIMIT :groups
 """
 # What makes a group count, of the rewards of those that wait (g) and those consumed earlier (c).
 _ANY_SIGNAL = "true"
@@ -188,7 +194,9 @@ async def find_ready(
     `rule.most_groups` groups.
     """
     groups = (takes_most and rule.most_groups) or rule.groups
-    ready, values = _ready_of(rule, await and_not_aside(connection, rule.policy))
+    but = await and_not_aside(connection, rule.policy)
+    but += await and_not_rolled_back(connection, rule.policy)
+    ready, values = _ready_of(rule, but)
     values |= {"policy": rule.policy, "oldest": oldest, "groups": groups}
     if rule.group_size == 1:
         return await _singles(connection, rule, ready, values)

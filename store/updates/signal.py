@@ -8,6 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.schema.claimable import FREE
 from store.updates.faults import and_not_aside
 from store.updates.ready import ClaimRule
+from store.updates.rolled_back import and_not_rolled_back
 
 # Whole groups alone, and where an update waits for spread only those whose rewards differ, or for a
 # reward only those with it: what is left over of a task waits for more members, or for its age.
@@ -37,5 +38,7 @@ async def waiting_updates(connection: AsyncConnection, rule: ClaimRule) -> float
         "needs_spread": rule.needs_spread and rule.group_size > 1,
         "least_reward": rule.least_reward,
     }
-    query = text(_GROUPS.format(but=await and_not_aside(connection, rule.policy)))
+    but = await and_not_aside(connection, rule.policy)
+    but += await and_not_rolled_back(connection, rule.policy)
+    query = text(_GROUPS.format(but=but))
     return int((await connection.execute(query, values)).scalar_one()) / rule.groups

@@ -12,8 +12,10 @@ from typing import Final
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from store.read.pages import version_of
 from store.records import Record
 from store.schema.trained import LIVE
+from store.updates.states import change_state
 
 _HERE: Final = """
     SELECT other.name FROM policies own
@@ -67,11 +69,12 @@ _LIVE: Final = text(
         count(*) FILTER (WHERE state = 'ready' AND is_needed) AS ready,
         (SELECT count(*) FROM policies WHERE state = 'ready' AND name <> :policy
             AND name = ANY(CAST(:together AS text[]))) AS partners_ready,
-        count(*) FILTER (WHERE state = 'published') AS published,
+        count(*) FILTER (WHERE state IN ('candidate', 'canary')) AS gated,
+        count(*) FILTER (WHERE state IN ('published', 'rolled_back')) AS published,
         (SELECT count(*) FROM policies
             WHERE version > 0 AND name IN (SELECT name FROM here) AND state = 'retired'
                 AND changed_at > now() - make_interval(secs => :unload_s)) AS unloading,
-        count(*) FILTER (WHERE state = 'written'
+        count(DISTINCT name) FILTER (WHERE state = 'written'
             AND changed_at > now() - make_interval(secs => :longest_s))
             + (SELECT count(*) FROM making) AS coming,
         COALESCE((SELECT extract(epoch FROM avg(tail)) FROM newest_retired), 0) AS tail_s,
@@ -80,28 +83,23 @@ _LIVE: Final = text(
     """
 )
 _LONGEST: Final = f"""
-    SELECT name, version FROM policies
-    WHERE version > 0 AND state = 'published' AND name IN ({_HERE})
+    SELECT * FROM policies
+    WHERE version > 0 AND state IN ('published', 'rolled_back') AND name IN ({_HERE})
         AND changed_at < now() - make_interval(secs => :longest_s)
     ORDER BY changed_at, name, version LIMIT 1
 """
 _HAS_LONGEST: Final = text(f"SELECT EXISTS ({_LONGEST})")
-_RETIRE: Final = text(
-    f"""
-    UPDATE policies SET state = 'retired', changed_at = now()
-    WHERE state = 'published' AND (name, version) = ({_LONGEST})
-    RETURNING served_name
-    """
-)
+_LOCK_LONGEST: Final = text(f"{_LONGEST} FOR NO KEY UPDATE")
 
 
 class Live(Record, frozen=True, kw_only=True):
     """Count the trained versions of one model server that need an adapter slot.
 
-    `serving` have the traffic, `ready` wait for it until others go live with them, `published` are
-    kept for episodes that began with them, `unloading` were retired so lately that a proxy may not
-    know it, and `coming` are being made or wait to be loaded. `partners_ready` of those that are
-    ready wait for the policy itself.
+    `serving` have the traffic, `ready` wait for it until others go live with them, and `gated` are
+    tried, or wait to be. `published` are kept for episodes that began with them, whether they lost
+    the traffic to a newer one or were rolled back. `unloading` were retired so lately that a proxy
+    may not know it, and `coming` are being made or wait to be loaded. `partners_ready` of those
+    that are ready wait for the policy itself.
 
     Those that were retired last were kept for `tail_s` seconds after they lost the traffic, of each
     no more than one may be kept; the update that made the newest version was claimed `since_s`
@@ -113,6 +111,7 @@ class Live(Record, frozen=True, kw_only=True):
     unloading: int
     coming: int
     ready: int = 0
+    gated: int = 0
     partners_ready: int = 0
     tail_s: float = 0.0
     since_s: float = inf
@@ -120,7 +119,8 @@ class Live(Record, frozen=True, kw_only=True):
     @property
     def total(self) -> int:
         """Return how many slots are taken or reserved."""
-        return self.serving + self.ready + self.published + self.unloading + self.coming
+        waiting = self.ready + self.gated + self.coming
+        return self.serving + waiting + self.published + self.unloading
 
 
 def free_slots(live: Live, slots: int) -> int:
@@ -194,6 +194,7 @@ async def live_versions(
     return Live(
         serving=row.serving,
         published=row.published,
+        gated=row.gated,
         unloading=row.unloading,
         coming=row.coming,
         ready=row.ready,
@@ -215,5 +216,10 @@ async def retire_longest(connection: AsyncConnection, policy: str, longest_s: fl
     Its episodes go on with the version that serves. Return its served name, or None.
     """
     values = {"policy": policy, "longest_s": longest_s}
-    name: str | None = (await connection.execute(_RETIRE, values)).scalar()
-    return name
+    row = (await connection.execute(_LOCK_LONGEST, values)).first()
+    if row is None:
+        return None
+    longest = version_of(row)
+    why = f"its slot is needed, and it lost the traffic more than {longest_s:g} s ago"
+    await change_state(connection, longest, "retired", reason=why, actor="trainer")
+    return longest.served_name

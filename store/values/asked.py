@@ -26,6 +26,9 @@ class _Body(msgspec.Struct):
     input: str | list[_Message] | None = None
 
 
+_body: Final = msgspec.json.Decoder(_Body)
+
+
 def asked(dialect: str, request: bytes | None) -> bytes | None:
     """Return a digest of what users say in a request's conversation, in its order.
 
@@ -36,7 +39,7 @@ def asked(dialect: str, request: bytes | None) -> bytes | None:
     if field is None or request is None:
         return None
     try:
-        pieces = list(_pieces(getattr(msgspec.json.decode(request, type=_Body), field)))
+        pieces = _pieces(getattr(_body.decode(request), field))
     except (msgspec.DecodeError, RecursionError):
         return None
     if not any(pieces):
@@ -48,13 +51,18 @@ def asked(dialect: str, request: bytes | None) -> bytes | None:
     return digest.digest()
 
 
-def _pieces(conversation: str | list[_Message] | None) -> Iterator[bytes]:
+def _pieces(conversation: str | list[_Message] | None) -> list[bytes]:
     if isinstance(conversation, str):
-        yield _text(conversation)
-        return
-    for message in conversation or ():
-        if message.role == _USER:
-            yield b"".join(_said(msgspec.json.decode(message.content)))
+        return [_text(conversation)]
+    return [_spoken(bytes(one.content)) for one in conversation or () if one.role == _USER]
+
+
+def _spoken(content: bytes) -> bytes:
+    """Return the text of one message, whose content is JSON."""
+    # The bytes of such a string are its text: there is nothing to decode, and to encode again.
+    if content[:1] == content[-1:] == b'"' and b"\\" not in content and content.isascii():
+        return content[1:-1]
+    return b"".join(_said(msgspec.json.decode(content)))
 
 
 def _said(content: Any) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
 """Compute the fingerprints that calls provide and need: 16 bytes, the first is the kind (pure).
 
-The proxy makes them (`proxy.identity.fingerprints`), the store matches them (`store.link.settle`).
+The proxy makes them (`proxy.identity.stitch`), the store matches them (`store.link.settle`).
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _KINDS_OF_IDS: Final = (TOOL_CALL, RESPONSE)
 # matched and counted apart.
 _OF_EVAL: Final = 0x80
 # The SQL of a stored digest's twin, which is the same digest in the other split.
-_TWIN: Final = (
+TWIN: Final = (
     "CAST(translate(left({0}::text, 1), '0123456789abcdef', '89abcdef01234567')"
     " || substr({0}::text, 2) AS uuid)"
 )
@@ -29,7 +29,7 @@ ACROSS: Final = 1 << 16
 # Mere words match across splits only where a call of training repeats what evaluation was told:
 # evaluation may well repeat recorded conversations of training, which stay training's.
 MATCHES: Final = (
-    f"(VALUES (n.digest, n.level, true), ({_TWIN.format('n.digest')}, n.level + {ACROSS},"
+    f"(VALUES (n.digest, n.level, true), ({TWIN.format('n.digest')}, n.level + {ACROSS},"
     f" n.level < {len(_KINDS_OF_IDS)} OR n.digest < '80000000-0000-0000-0000-000000000000'))"
     " AS d (digest, level, counts)"
 )

@@ -12,10 +12,19 @@ from uuid import UUID
 from store.ids import time_of
 from store.link.claimable import add_policies
 from store.link.joins import DOUBTFUL_CALL
+from store.link.lapses import note_lapses
 from store.link.settle import Written
-from store.records import EVAL, OWN_EPISODE, CallRecord, FeedbackRecord, GapRecord, SpoolRecord
+from store.records import (
+    EVAL,
+    OWN_EPISODE,
+    SPLITS,
+    CallRecord,
+    FeedbackRecord,
+    GapRecord,
+    LapseRecord,
+    SpoolRecord,
+)
 from store.values.digests import as_uuid, levels
-from store.values.storable import storable_call
 from store.write.bases import Batch
 from store.write.gaps import mark_gaps
 from store.write.rows import (
@@ -26,11 +35,13 @@ from store.write.rows import (
     episode_row,
     event_row,
     feedback_row,
+    storable_call,
     transition_row,
 )
 
 # A named task beats a derived one; among equals the earliest call's task counts. The policy is the
-# earliest call's, too. So the result does not depend on the order of arrival.
+# earliest call's, too. Of two reasons to exclude an episode the lesser text counts. So the result
+# does not depend on the order of arrival.
 _TAKES_TASK = (
     "excluded.task IS NOT NULL AND (episodes.task IS NULL"
     " OR (excluded.task_named AND NOT episodes.task_named)"
@@ -64,8 +75,8 @@ _UPSERT_EPISODES = f"""
                          ELSE episodes.policy_version END,
         doubtful = episodes.doubtful OR excluded.doubtful,
         split = CASE WHEN excluded.split = '{EVAL}' THEN '{EVAL}' ELSE episodes.split END,
-        quarantined_reason = COALESCE(episodes.quarantined_reason, excluded.quarantined_reason)
-    RETURNING key, id, linked, xmax <> 0 AS was_there
+        quarantined_reason = LEAST(episodes.quarantined_reason, excluded.quarantined_reason)
+    RETURNING key, id, linked, xmax <> 0 AS was_there, first_call_id, last_call_at
 """
 
 _INSERT_REQUESTS = """
@@ -94,7 +105,12 @@ async def write(
     if calls:
         known = await _known(driver, list(calls)) if repeated else set[UUID]()
         await _write_calls(driver, list(calls.values()), known, batch, written)
-    await mark_gaps(driver, [record for record in records if isinstance(record, GapRecord)])
+    gaps = [record for record in records if isinstance(record, GapRecord)]
+    if gaps:
+        written.linked += await mark_gaps(driver, gaps)
+    lapses = [record for record in records if isinstance(record, LapseRecord)]
+    if lapses:
+        written.lapses += await note_lapses(driver, lapses)
     if statements:
         written.keyed += await _write_feedback(driver, list(statements.values()))
         written.statements += statements.values()
@@ -111,8 +127,13 @@ async def _write_calls(
 ) -> None:
     episode_ids, changed = await _upsert_episodes(driver, calls, written)
     written.calls += [(call, episode_ids[call.episode]) for call in calls]
+    written.provided += [
+        as_uuid(digest, split) for call in calls for digest in call.provides for split in SPLITS
+    ]
     await add_policies(driver, written.calls, changed)
-    new = [(call, episode) for call, episode in written.calls if call.id not in known]
+    new = written.calls
+    if known:
+        new = [(call, episode) for call, episode in new if call.id not in known]
     # A generator, so that each row is in memory only until it is sent.
     rows = (transition_row(call, episode, batch.store(call)) for call, episode in new)
     provided = [
@@ -148,7 +169,8 @@ async def _upsert_episodes(
         by_key.setdefault(call.episode, []).append(call)
     columns = zip(*map(episode_row, by_key.values()), strict=True)
     upserted = await driver.fetch(_UPSERT_EPISODES, *map(list, columns))
-    for key, episode_id, linked, was_there in upserted:
+    written.span = (min(row[4] for row in upserted), max(row[5] for row in upserted))
+    for key, episode_id, linked, was_there, *_ in upserted:
         if linked:
             written.linked.append(episode_id)
         elif was_there and by_key[key][0].method == OWN_EPISODE:

@@ -17,15 +17,17 @@ from typing import Any
 from uuid import UUID
 
 import asyncpg
-from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.connection.availability import is_no_records_fault
+from store.connection.engine import driver_of
+from store.deleting.tombstones import admit
 from store.errors import Refused
-from store.link.settle import meets_others, settle
+from store.ids import days_of
+from store.link.settle import meets_others, settle, settle_lapses
 from store.records import CallRecord, SpoolRecord
-from store.schema.partitions import days_of, ensure_partition
+from store.schema.partitions import ensure_partition
 from store.write.bases import Bases
 from store.write.batches import key_conflicts, write
 
@@ -42,10 +44,14 @@ class Ingester:
         self._on_conflicts = on_conflicts
         self._bases = Bases()
         self._days: set[date] = set()
+        # The last deletion before which the calls in `_bases` were stored.
+        self._deletion = 0
 
-    async def store(self, engine: AsyncEngine, records: Sequence[SpoolRecord]) -> None:
+    async def store(self, engine: AsyncEngine, records: Sequence[SpoolRecord]) -> frozenset[UUID]:
         """Store all `records` or none; those that are stored already change nothing.
 
+        Return the ids of those that were left out, because they are about deleted episodes only, or
+        calls of days that were dropped.
         After any error the batch may be stored again, whole or in halves.
 
         Raises:
@@ -55,16 +61,15 @@ class Ingester:
                 unexpected: one record may be at fault, or none.
         """
         with _refusals():
-            await self._store(engine, records)
+            return await self._store(engine, records)
 
-    async def _store(self, engine: AsyncEngine, records: Sequence[SpoolRecord]) -> None:
-        days = set(days_of(record.id for record in records if isinstance(record, CallRecord)))
+    async def _store(self, engine: AsyncEngine, records: Sequence[SpoolRecord]) -> frozenset[UUID]:
+        days = _days(records)
         for repeated in (False, True):
             await self._make_partitions(engine, days)
             try:
                 async with engine.connect() as connection:
-                    await self._store_on(await _driver_of(connection), records, repeated)
-                return
+                    return await self._store_on(await _driver_of(connection), records, repeated)
             except (asyncpg.UniqueViolationError, asyncpg.CheckViolationError):
                 # Some records are stored already, or a day's partition was dropped. Both are
                 # rare, so it is looked for only now.
@@ -72,11 +77,18 @@ class Ingester:
                     raise
                 self._days.clear()
                 self._bases = Bases()
+        raise AssertionError("unreachable: the second try returns or raises")
 
-    async def _store_on(self, driver: Any, records: Sequence[SpoolRecord], repeated: bool) -> None:
-        batch = self._bases.batch()
+    async def _store_on(
+        self, driver: Any, records: Sequence[SpoolRecord], repeated: bool
+    ) -> frozenset[UUID]:
         async with driver.transaction():
-            written = await write(driver, records, batch, repeated=repeated)
+            admitted = await admit(driver, records)
+            if admitted.deletion != self._deletion:
+                # A call that another adds to may be gone.
+                self._bases, self._deletion = Bases(), admitted.deletion
+            batch = self._bases.batch()
+            written = await write(driver, admitted.records, batch, repeated=repeated)
         batch.commit()
         conflicts = await key_conflicts(driver, written)
         if conflicts and self._on_conflicts is not None:
@@ -84,6 +96,12 @@ class Ingester:
         if await meets_others(driver, written):
             async with driver.transaction():
                 await settle(driver, written)
+        # One that lasted for days has the episodes of days: batches of others are stored between.
+        more = bool(written.lapses)
+        while more:
+            async with driver.transaction():
+                more = await settle_lapses(driver, written.lapses)
+        return admitted.left_out
 
     async def _make_partitions(self, engine: AsyncEngine, days: set[date]) -> None:
         # In a transaction of their own, so that no drainer holds row locks while it waits here.
@@ -91,6 +109,11 @@ class Ingester:
             async with engine.begin() as connection:
                 await ensure_partition(connection, day)
             self._days.add(day)
+
+
+def _days(records: Sequence[SpoolRecord]) -> set[date]:
+    """Return the days (UTC) of the calls among `records`."""
+    return set(days_of([record.id for record in records if isinstance(record, CallRecord)]))
 
 
 async def ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) -> None:
@@ -106,13 +129,14 @@ async def ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) ->
 
 
 async def _ingest(connection: AsyncConnection, records: Sequence[SpoolRecord]) -> None:
-    for day in days_of(record.id for record in records if isinstance(record, CallRecord)):
+    for day in sorted(_days(records)):
         await ensure_partition(connection, day)
-    # SQLAlchemy begins the transaction with its first statement; the driver's come later.
-    await connection.execute(text("SELECT 1"))
-    driver = await _driver_of(connection)
-    written = await write(driver, records, Bases().batch(), repeated=True)
+    driver = await driver_of(connection)
+    admitted = await admit(driver, records)
+    written = await write(driver, admitted.records, Bases().batch(), repeated=True)
     await settle(driver, written)
+    while written.lapses and await settle_lapses(driver, written.lapses):
+        pass
 
 
 @contextmanager

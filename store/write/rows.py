@@ -1,4 +1,9 @@
-"""Convert records to rows (pure): the columns given to COPY, and the values in that order."""
+"""Convert records to rows (pure): the columns given to COPY, and the values in that order.
+
+No record is refused for its texts. PostgreSQL's text columns accept neither U+0000 nor a lone
+surrogate, and a B-tree index accepts no entry of more than 2,704 bytes. Such characters are
+replaced by their escapes. Request and reply are kept as bytes, and so unchanged.
+"""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -7,16 +12,18 @@ from operator import attrgetter
 from typing import Any, Final
 from uuid import UUID
 
-from store.connection.engine import to_json
+import msgspec
+
 from store.records import (
     EVAL,
+    FAILED,
     TRAIN,
     CallRecord,
     FeedbackItem,
     FeedbackRecord,
     ToolEvent,
-    has_failed,
 )
+from store.tenants import bare, same_tenant
 from store.values.asked import asked
 from store.values.call_fields import kept_fields
 from store.write.bases import Stored
@@ -44,6 +51,15 @@ EVENT_COLUMNS: Final = (
     *("status", "detail", "ms", "source", "quotes", "at"),
 )
 FEEDBACK_COLUMNS: Final = ("id", "metric", "value", "target_kind", "target", "request_id", "at")
+# A longer response id is not stored. No feedback can name it: /feedback does not accept it either.
+MAX_INDEXED_BYTES: Final = 2048
+# The texts of a call: those in columns of `transitions`, and those in other tables.
+_TEXTS: Final = (
+    *("episode", "task"),
+    *(field.name for field in kept_fields(CallRecord) if field.type is str),
+)
+_texts_of: Final = attrgetter(*_TEXTS)
+_encode: Final = msgspec.json.Encoder().encode
 
 
 def transition_row(call: CallRecord, episode_id: UUID, stored: Stored) -> Row:
@@ -59,9 +75,9 @@ def transition_row(call: CallRecord, episode_id: UUID, stored: Stored) -> Row:
 
 
 def _json_text(value: object) -> str | None:
-    if value is None:
-        return None
-    return value.decode() if isinstance(value, bytes) else to_json(value)
+    if isinstance(value, bytes):
+        return value.decode()
+    return None if value is None else _encode(value).decode()
 
 
 def event_row(
@@ -114,7 +130,7 @@ def derived_task(record: CallRecord) -> str | None:
     if not record.tokens.prompt_ids:
         return None
     question = asked(record.dialect, record.request) or record.tokens.prompt_ids
-    return "prompt:" + sha256(question).hexdigest()[:32]
+    return same_tenant(record.episode, "prompt:" + sha256(question).hexdigest()[:32])
 
 
 def episode_row(calls: Sequence[CallRecord]) -> Row:
@@ -136,7 +152,7 @@ def episode_row(calls: Sequence[CallRecord]) -> Row:
         first.policy_version,
         calls[-1].id,
         max(call.started_at for call in calls),
-        has_failed(calls[-1].http_status),
+        calls[-1].http_status in FAILED,
         any(call.confidence == "doubtful" for call in calls),
         EVAL if any(call.split == EVAL for call in calls) else TRAIN,
     )
@@ -151,3 +167,65 @@ def _task(calls: Sequence[CallRecord]) -> tuple[str | None, bool, UUID | None]:
         if (derived := derived_task(call)) is not None:
             return derived, False, call.id
     return None, False, None
+
+
+def storable_text(value: str) -> str:
+    """Return `value` with escapes in place of the characters that text columns do not accept."""
+    if value.isascii():
+        return value.replace("\x00", "\\u0000")
+    return value.replace("\x00", "\\u0000").encode(errors="backslashreplace").decode()
+
+
+def storable_call(call: CallRecord) -> CallRecord:
+    """Return the record with storable texts, or the record itself if all of them are.
+
+    A response id of more than `MAX_INDEXED_BYTES` bytes is replaced by None.
+    """
+    texts = _texts_of(call)
+    changed: dict[str, object] = {}
+    # Nearly always all of them are, and one look at all together is cheaper than one at each.
+    if not _is_plain("".join(filter(None, texts))):
+        changed = {
+            name: storable_text(value)
+            for name, value in zip(_TEXTS, texts, strict=True)
+            if value is not None and not _is_storable(value)
+        }
+    response_id = changed.get("response_id", call.response_id)
+    if isinstance(response_id, str) and len(bare(response_id).encode()) > MAX_INDEXED_BYTES:
+        changed["response_id"] = None
+    if call.tool_events:
+        events = tuple(map(storable_event, call.tool_events))
+        if any(new is not old for new, old in zip(events, call.tool_events, strict=True)):
+            changed["tool_events"] = events
+    return msgspec.structs.replace(call, **changed) if changed else call
+
+
+def storable_event(event: ToolEvent) -> ToolEvent:
+    """Return the event with storable texts, or the event itself if all of them are."""
+    changed = {
+        name: storable_text(value)
+        for name, value in (
+            ("tool_id", event.tool_id),
+            ("name", event.name),
+            ("detail", event.detail),
+        )
+        if value is not None and not _is_storable(value)
+    }
+    return msgspec.structs.replace(event, **changed) if changed else event
+
+
+def _is_plain(value: str) -> bool:
+    """Return whether a text is storable as it is; of one beyond ASCII this does not tell."""
+    return value.isascii() and "\x00" not in value
+
+
+def _is_storable(value: str) -> bool:
+    if _is_plain(value):
+        return True
+    if "\x00" in value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,7 +1,9 @@
 """A whole stack with a real vLLM: embedded PostgreSQL, proxy and trainer as processes."""
 
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -9,13 +11,17 @@ import pytest_asyncio
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from benchmarks.small_stack import small_plan
+from benchmarks.small_stack import TOOL_PARSER, small_plan
 from pawl.stack.stack import Stack, running_stack
 from store.read.episodes import read_episodes
 from store.records import Episode
 from store.schema.recorded import episodes
+from tests.support.shallow import write_shallow
+from tests.support.training import recipe
+from trainer.learners.learner import Learner
 
 ShowNats = Callable[[Mapping[str, float]], None]
+Running = AbstractAsyncContextManager[Stack]
 POLICY = "calculator"
 PATIENCE_S = 400.0
 RECIPE = """
@@ -26,6 +32,8 @@ group_size = 4
 groups = 4
 smallest_group = 4
 max_age_s = 20
+[batch]
+micro_batch_tokens = 256
 [optimizer]
 learning_rate = 2e-4
 [publish]
@@ -33,14 +41,41 @@ tolerance = 0.01
 """
 
 
+# So deep is the model where any does; the packaged one's whole depth is 30.
+LAYERS = int(os.environ.get("TEST_LAYERS", "4"))
+
+
+@pytest.fixture(scope="session")
+def shallow_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Make a model of the packaged one's words and first layers, for what any model shows.
+
+    It says nothing sensible, as random weights do, in a fourth of the time. Set TEST_LAYERS to
+    another depth.
+    """
+    return str(write_shallow(Path(model_dir), tmp_path_factory.mktemp("shallow"), LAYERS))
+
+
+def stack_of(model: str, folder: Path, *, tool_parser: str = TOOL_PARSER) -> Running:
+    """Return a stack to be entered, with a recipe whose updates are small."""
+    recipe = folder / "small.toml"
+    recipe.write_text(RECIPE)
+    return running_stack(small_plan(folder, model, POLICY, str(recipe), tool_parser=tool_parser))
+
+
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def stack(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """Run one stack for this folder's tests; it is gone when their worker takes other files."""
-    folder: Path = tmp_path_factory.mktemp("stack")
-    recipe = folder / "small.toml"
-    recipe.write_text(RECIPE)
-    async with running_stack(small_plan(folder, model_dir, POLICY, str(recipe))) as running:
+    async with stack_of(model_dir, tmp_path_factory.mktemp("stack")) as running:
         yield running
+
+
+@pytest.fixture(scope="package")
+def learner(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Learner:
+    """Load the packaged model once, for what a server's log-probabilities are compared with.
+
+    It stands at whatever version the test before left it at: each restores the one it asks about.
+    """
+    return Learner(model_dir, recipe(), seed=0, scratch=tmp_path_factory.mktemp("learner"))
 
 
 @pytest.fixture

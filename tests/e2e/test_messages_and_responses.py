@@ -1,12 +1,11 @@
 """Messages and responses on a real vLLM: what the SDKs read, and ids that are exact."""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import aiohttp
 import pytest
-from anthropic import AsyncAnthropic
 
 from pawl.stack.stack import Stack
 from store.connection.engine import make_engine
@@ -16,6 +15,9 @@ from store.values.tokens import unpack_ids, unpack_logprobs
 from tests.e2e.conftest import POLICY, episodes_of
 from tests.support.recordings import normalised
 from tests.support.waiting import awaited
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 pytestmark = [
     pytest.mark.e2e,
@@ -76,6 +78,17 @@ def direct(stack: Stack) -> str:
     return f"http://127.0.0.1:{stack.plan.vllm.port}/v1"
 
 
+def client_of(stack: Stack, episode: str) -> "AsyncAnthropic":
+    # All workers collect this file: one of them runs it.
+    from anthropic import AsyncAnthropic
+
+    return AsyncAnthropic(
+        base_url=stack.base_url.removesuffix("/v1"),
+        api_key="unused",
+        default_headers={"x-pawl-episode": episode},
+    )
+
+
 async def post(url: str, body: dict[str, Any], **headers: str) -> tuple[Any, Any]:
     """A reply's JSON and its headers."""
     async with (
@@ -124,11 +137,7 @@ async def test_a_tool_using_message_has_exact_ids(stack: Stack, stream: bool) ->
     told: Any = CALCULATE | {"model": POLICY, "max_tokens": 24, "system": "Use the calculator."}
     # The SDK names no temperature of its own.
     told |= {"extra_body": {"temperature": 0.0}}
-    async with AsyncAnthropic(
-        base_url=stack.base_url.removesuffix("/v1"),
-        api_key="unused",
-        default_headers={"x-pawl-episode": episode},
-    ) as client:
+    async with client_of(stack, episode) as client:
         if stream:
             async with client.messages.stream(**told) as events:
                 pieces = [e.partial_json async for e in events if e.type == "input_json"]
@@ -164,11 +173,7 @@ async def test_a_message_of_text_is_trainable_and_tokenised_as_chat_is(
     episode = str(new_id())
     told: Any = {"model": POLICY, "max_tokens": 12, "system": "Be brief."}
     told |= {"messages": [{"role": "user", "content": "Say héllo"}]}
-    async with AsyncAnthropic(
-        base_url=stack.base_url.removesuffix("/v1"),
-        api_key="unused",
-        default_headers={"x-pawl-episode": episode},
-    ) as client:
+    async with client_of(stack, episode) as client:
         if stream:
             async with client.messages.stream(**told) as events:
                 text = "".join([piece async for piece in events.text_stream])

@@ -1,12 +1,11 @@
 """Responses on a real vLLM: exact ids, and log-probabilities from the version that sampled."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import msgspec
 import pytest
-from openai import AsyncOpenAI
 
 from pawl.stack.stack import Stack
 from store.connection.engine import make_engine
@@ -27,7 +26,9 @@ from tests.e2e.test_messages_and_responses import (
 )
 from tests.support.training import rows
 from trainer.learners.learner import Learner
-from trainer.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 pytestmark = [
     pytest.mark.e2e,
@@ -36,13 +37,20 @@ pytestmark = [
 ]
 
 
+def client_of(stack: Stack) -> "AsyncOpenAI":
+    # All workers collect this file: one of them runs it.
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=stack.base_url, api_key="unused")
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_response_has_exact_ids(stack: Stack, stream: bool) -> None:
     """Cut at its length, so that no token that ends it lacks its log-probability."""
     episode = str(new_id())
     told: Any = {"model": POLICY, "input": "Count to ten", "max_output_tokens": 9}
     told |= {"temperature": 0.0, "extra_headers": {"x-pawl-episode": episode}}
-    async with AsyncOpenAI(base_url=stack.base_url, api_key="unused") as client:
+    async with client_of(stack) as client:
         if stream:
             async with client.responses.stream(**told) as events:
                 pieces = [e.delta async for e in events if e.type == "response.output_text.delta"]
@@ -65,7 +73,7 @@ async def test_a_response_of_a_tool_call_alone_is_trainable(stack: Stack, stream
     told: Any = {"model": POLICY, "input": RESPONSES_QUESTION, "tools": [RESPONSES_TOOL]}
     # Nearly greedy, so that a chat samples the same.
     told |= {"temperature": 0.01, "extra_headers": {"x-pawl-episode": episode}}
-    async with AsyncOpenAI(base_url=stack.base_url, api_key="unused") as client:
+    async with client_of(stack) as client:
         if stream:
             async with client.responses.stream(**told) as events:
                 response = await events.get_final_response()
@@ -93,7 +101,7 @@ async def test_a_response_of_a_tool_call_alone_is_trainable(stack: Stack, stream
 
 
 async def test_the_version_that_sampled_gives_the_servers_log_probabilities(
-    stack: Stack, tmp_path: Path
+    stack: Stack, learner: Learner
 ) -> None:
     """Of a whole text, which has them all: equal to 1e-3 in float32."""
     sampled, told, versions = [], [], []
@@ -120,7 +128,6 @@ async def test_the_version_that_sampled_gives_the_servers_log_probabilities(
     async with engine.connect() as connection:
         folders = {v.version: v.adapter_path for v in await list_versions(connection, POLICY)}
     await engine.dispose()
-    learner = Learner(stack.plan.model or "", Recipe(dtype="float32"), 0, tmp_path)
     for row, version, theirs in zip(sampled, versions, told, strict=True):
         path = folders[version]
         [ours] = learner.version_logprobs(None if path is None else Path(path), [row])

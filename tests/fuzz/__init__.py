@@ -6,5 +6,6 @@ every time. The long run tries 50,000 of each, other ones every time:
     make test ARGS="tests/fuzz --hypothesis-profile=long"
 
 A failure prints the smallest input that was found, and how to run it again. The two properties
-that need a PostgreSQL of their own hold many records in each example.
+that need a PostgreSQL of their own hold many records in each example; those of `ports` need a
+proxy, and an example is what a client sends on one connection.
 """

@@ -5,8 +5,8 @@ from typing import Final
 
 import pytest
 
-from tests.fuzz.database import SharedDatabase, shared_database
 from tests.fuzz.profile import is_long
+from tests.support.ledger.shared_database import SharedDatabase, shared_database
 
 TIMEOUT_S: Final = 300
 

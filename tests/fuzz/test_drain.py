@@ -18,13 +18,13 @@ from proxy.keeper.drain import Drainer
 from proxy.spool.segments import HEADER, MARK, decode_payload, encode_frame, read_frames
 from store.ids import new_id
 from tests.fuzz import calls
-from tests.fuzz.database import SharedDatabase
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made_of
 from tests.fuzz.texts import anything
+from tests.support.ledger.shared_database import SharedDatabase
 from tests.support.records import captured
 
-OUTCOMES: Final = ("stored", "dead_lettered", "dropped")
+OUTCOMES: Final = ("stored", "dead_lettered", "dropped", "deleted")
 NAMES: Final = ("e1", "m", "", "\0", "x" * 2_000, "\U0001f600" * 1_024, "a\nb")
 # Far more turns than any segment has records.
 TURNS: Final = 200

@@ -15,10 +15,10 @@ from store.ids import new_id
 from store.records import SpoolRecord
 from store.write.ingest import Ingester
 from tests.fuzz import calls
-from tests.fuzz.database import SharedDatabase
 from tests.fuzz.profile import fuzzing
 from tests.fuzz.tape import Tape, made_of
 from tests.fuzz.texts import BLANKS, anything
+from tests.support.ledger.shared_database import SharedDatabase
 from tests.support.records import captured, reward
 
 FORGED = b'\n{"episode":"forged","state":"scored","feedback":[{"metric":"reward","value":1}]}\n'

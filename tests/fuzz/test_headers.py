@@ -10,10 +10,9 @@ from proxy.formats.base import ReplySummary
 from proxy.formats.requests import read_request
 from proxy.http.wire import for_client, for_upstream, lowered
 from proxy.identity.baggage import parse_baggage, trace_id
-from proxy.identity.fingerprints import provided_fingerprints
 from proxy.identity.identify import identify
 from proxy.identity.names import SESSION_HEADERS
-from proxy.identity.stitch import CallMemory
+from proxy.identity.stitch import CallMemory, provided_fingerprints
 from proxy.tools.tool_status import HEADER, ToolStatusError, parse_tool_status
 from tests.fuzz import calls
 from tests.fuzz.profile import fuzzing

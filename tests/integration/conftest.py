@@ -1,9 +1,7 @@
 """A real proxy in this process: real spool, real PostgreSQL, a scripted model server."""
 
-import asyncio
 import json
 import socket
-import subprocess
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -20,11 +18,10 @@ from proxy.keeper.keeper import keeping
 from proxy.policies.policy_file import PolicyFile, serving_of
 from proxy.settings import ProxySettings
 from proxy.worker import serving
-from store.embedded.server import EmbeddedPostgres
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode, TransitionRow
-from store.schema.migrate import upgrade
 from store.updates.policies import ensure_base
+from tests.conftest import copy_cluster
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream
 from tests.support.waiting import eventually, until
 
@@ -129,21 +126,10 @@ async def proxy_with(settings: ProxySettings, engine: AsyncEngine) -> AsyncItera
             yield Proxy(settings, engine, session)
 
 
-@pytest.fixture(scope="session")
-def migrated_cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of an embedded PostgreSQL with the schema: to make them takes seconds, each time."""
-    server = EmbeddedPostgres(tmp_path_factory.mktemp("cluster"))
-    asyncio.run(upgrade(server.ensure_running()))
-    server.stop()
-    return server.folder
-
-
 @pytest.fixture
 def own_cluster(migrated_cluster: Path, tmp_path: Path) -> None:
-    """A copy of them, for a server of the test's own in `tmp_path`."""
-    # They stay the property of the server's user.
-    command = ["cp", "--archive", "--reflink=auto", str(migrated_cluster), str(tmp_path)]
-    subprocess.run(command, check=True)
+    """Copy a migrated cluster for a server of the test's own in `tmp_path`."""
+    copy_cluster(migrated_cluster, tmp_path)
 
 
 @pytest.fixture

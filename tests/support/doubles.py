@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from proxy.calls.call import CallHandler
 from proxy.calls.capture import CapturedCall, Frame
-from proxy.calls.handler import CallHandler
 from proxy.calls.recent import Recent
 from proxy.errors import UpstreamBroke
 from proxy.feedback.endpoint import FeedbackDesk
@@ -17,13 +17,16 @@ from proxy.http.server import Connection, Server
 from proxy.http.wire import Headers
 from proxy.idempotency.desk import KeyDesk
 from proxy.idempotency.key_files import KeyFiles
-from proxy.identity.splits import EVAL_TASKS
+from proxy.identity.names import EVAL_TASKS
 from proxy.intake.intake import Intake
+from proxy.keys.gate import Gate
+from proxy.keys.key_file import NO_KEYS
+from proxy.policies.owners import Owners
 from proxy.policies.versions import Versions
 from proxy.spool.segments import encode_frame
 from proxy.upstreams.members import Member, Upstreams
 from proxy.worker import data_handler
-from store.records import PolicyVersion
+from store.versions import PolicyVersion
 from tests.support.http_wires import Wire
 
 # Longest reply of a data port, in bytes.
@@ -170,7 +173,9 @@ def data_port(
     )
     keys = KeyDesk(KeyFiles(folder), recent, away)  # type: ignore[arg-type]
     desk = FeedbackDesk(kept, recent, away, intake, keys)  # type: ignore[arg-type]
-    handler = data_handler(relay, desk, may_delete_models=False)
+    gate = Gate("anyone")
+    gate.take(NO_KEYS)
+    handler = data_handler(relay, desk, gate, Owners(None), may_delete_models=False)
     connection, wire = Connection(Server(handler)), Wire()
     wire.protocol = connection
     connection.connection_made(wire)

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from store.records import Record
+from store.values.families import task_family
 from trainer.credit.accounts import EpisodeAccount
 from trainer.credit.baselines.baseline import Baseline, BaselineValue, ComparedReturns, NoSignal
 from trainer.credit.baselines.registry import baselines
 from trainer.credit.means import mean_of
-from trainer.credit.moving import MovingBaselines, task_family
+from trainer.credit.moving import MovingBaselines
 from trainer.credit.normalisations.registry import normalisations
 from trainer.credit.returns import CallReturn
 from trainer.recipes.credit import CreditOptions

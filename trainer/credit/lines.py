@@ -12,6 +12,7 @@ import msgspec
 
 from store.read.facts import MatchedEvent
 from store.records import EVAL, REWARD, TRAIN, Feedback, Record, Split, ToolStatus
+from store.tenants import DEFAULT, bare
 from trainer.credit.accounts import CallAccount, EpisodeAccount, current_reward
 from trainer.credit.calls import CallCredit, credit_accounts
 from trainer.errors import CreditLineError
@@ -74,6 +75,12 @@ class EpisodeLine(Record, frozen=True, kw_only=True):
     task: str | None = None
     quarantined: str | None = None
     split: Split = TRAIN
+    tenant: str = DEFAULT
+
+    @property
+    def whose(self) -> tuple[str, str]:
+        """Return what tells the episode from all others: its tenant and its name."""
+        return self.tenant, self.episode
 
 
 class CreditLine(Record, frozen=True, kw_only=True):
@@ -100,12 +107,12 @@ def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:
             names the line and the field.
     """
     episodes: list[EpisodeLine] = []
-    line_of: dict[str, int] = {}
+    line_of: dict[tuple[str, str], int] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         episode = _read(line, f"{where}, line {number}")
-        first = line_of.setdefault(episode.episode, number)
+        first = line_of.setdefault(episode.whose, number)
         if first != number:
             raise CreditLineError(
                 f"{where}, line {number}: episode {episode.episode!r} is on line {first} already,"
@@ -120,27 +127,28 @@ def credit_lines(
 ) -> list[CreditLine]:
     """Return the credit of each call, in the order of episodes and calls.
 
-    Episodes of one task form a group; an episode without a task is a group of its own. Only the
-    episodes are trained that `kept` keeps (None: all).
+    Episodes of one task of a tenant form a group; an episode without a task is a group of its own.
+    Only the episodes are trained that `kept` keeps (None: all).
     """
     groups: dict[object, list[EpisodeLine]] = {}
     for index, line in enumerate(episodes):
-        groups.setdefault(index if line.task is None else line.task, []).append(line)
+        name = index if line.task is None else (line.tenant, line.task)
+        groups.setdefault(name, []).append(line)
     accounts = [[_account(line) for line in members] for members in groups.values()]
     credited = credit_accounts(accounts, rule, kept=kept)
     lines = [line for members in groups.values() for line in members]
-    credit_of = {line.episode: own for line, own in zip(lines, credited.calls, strict=True)}
+    credit_of = {line.whose: own for line, own in zip(lines, credited.calls, strict=True)}
     return [
         credit_line(line.episode, call.call, call.agent, credit)
         for line in episodes
-        for call, credit in zip(line.calls, credit_of[line.episode], strict=True)
+        for call, credit in zip(line.calls, credit_of[line.whose], strict=True)
     ]
 
 
 def credit_line(episode: str, call: str, agent: str, credit: CallCredit) -> CreditLine:
-    """Return the output line of one call."""
+    """Return the output line of one call; its episode's name may be as it is kept."""
     return CreditLine(
-        episode=episode,
+        episode=bare(episode),
         call=call,
         agent=agent,
         r_final=credit.r_final,

@@ -9,7 +9,6 @@ mean over all orders of such steps. While fewer than 1/rate returns were seen th
 the plain mean, so that the first returns do not dominate for long.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Any, Final
@@ -20,23 +19,6 @@ from trainer.credit.means import mean_of, mean_square
 # Only the most frequent families are kept: task names that never repeat (a random id for
 # each task) would otherwise make the record grow without end.
 MAX_FAMILIES: Final = 1000
-
-_FAMILY: Final = re.compile(r"[^/:]*")
-_NUMBER: Final = re.compile(r"[\W_]*\d+$")
-
-
-def task_family(task: str | None) -> str:
-    """Return the name of the family whose baseline a task shares.
-
-    It is the part before the first `/` or `:`, or, where there is neither, the name without
-    the number at its end: `refunds/17`, `refunds:x` and `refunds-17` are all `refunds`.
-    Episodes without a task form one family (the empty name), and so do those whose task is
-    derived from the prompt (`prompt:…`).
-    """
-    name = task or ""
-    family = _FAMILY.match(name)
-    assert family is not None
-    return family[0] if family[0] != name else _NUMBER.sub("", name)
 
 
 class MovingAverage(Record, frozen=True, kw_only=True):

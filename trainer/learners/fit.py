@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer.errors import AdapterError
 from trainer.publishing.adapters import SERVED
 from trainer.publishing.progress import read_base
+from trainer.publishing.reading import reading
 
 # How many values of each parameter count: models that were trained differ in nearly all.
 VALUES: Final = 64
@@ -46,16 +47,17 @@ def why_misfit(base: Any, own: str, adapter: Path) -> str | None:
     `own` is the hash of `base`.
 
     Raises:
-        AdapterError: a file cannot be read.
+        AdapterError: a file is missing or damaged.
+        FilesUnread: a file cannot be read for now.
     """
     theirs = read_base(adapter)
     if theirs is not None:
         return None if theirs == own else "it was trained on another base model"
     weights = adapter / SERVED[1]
     try:
-        with safe_open(str(weights), "pt") as file:
+        with reading(weights), safe_open(str(weights), "pt") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except SafetensorError as error:
         raise AdapterError(f"{weights} cannot be read: {error}") from error
     odd = [name for name, shape in shapes.items() if not _fits(base, name, shape)]
     return f"its {odd[0]} does not fit the base model" if odd else None

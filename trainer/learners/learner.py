@@ -93,7 +93,7 @@ class Learner:
         """Continue from `adapter`, optimiser state included, or from the base model if it is None.
 
         Raises:
-            AdapterError: a state file cannot be read.
+            AdapterError, FilesUnread: a state file is damaged, or cannot be read for now.
             ShortOfMemory: memory ran out.
         """
         if adapter == self._stands_at:
@@ -274,7 +274,7 @@ class Learner:
         """Return why the version in `adapter` is not of this base model, or None if it may be.
 
         Raises:
-            AdapterError: a file cannot be read.
+            AdapterError, FilesUnread: a file is missing or damaged, or cannot be read for now.
         """
         return self._base.misfit(adapter)
 

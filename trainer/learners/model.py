@@ -123,6 +123,10 @@ class Base:
         """Return the base with the adapter in a folder, or a new one, in place of any other.
 
         Whoever held the base lets go of it first.
+
+        Raises:
+            LearnerError: the recipe's layers are not those of the model.
+            FilesUnread: a file of the adapter cannot be read for now.
         """
         if self._holder is not None and self._holder is not holder:
             self._holder.let_go()
@@ -146,7 +150,8 @@ class Base:
         """Return why the version in `adapter` is not of this base model, or None if it may be.
 
         Raises:
-            AdapterError: a file cannot be read.
+            AdapterError: a file is missing or damaged.
+            FilesUnread: a file cannot be read for now.
         """
         return why_misfit(self._model, self.hash, adapter)
 

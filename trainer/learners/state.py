@@ -17,9 +17,10 @@ import structlog
 import torch
 from safetensors import SafetensorError
 
-from trainer.errors import AdapterError
+from trainer.errors import AdapterError, FilesUnread
 from trainer.publishing.adapters import STATE
 from trainer.publishing.progress import read_progress, write_progress
+from trainer.publishing.reading import reading
 
 log = structlog.get_logger()
 
@@ -66,7 +67,8 @@ def load_state(objects: Mapping[str, Any], version_folder: Path) -> int:
     further back than states are kept.
 
     Raises:
-        AdapterError: a file cannot be read; the message names it and the remedy.
+        AdapterError: a file is damaged; the message names it and the remedy.
+        FilesUnread: a file cannot be read for now.
     """
     for name, one in objects.items():
         path = version_folder / STATE / f"{name}.pt"
@@ -74,7 +76,11 @@ def load_state(objects: Mapping[str, Any], version_folder: Path) -> int:
             log.warning("state_starts_anew", part=name, version=version_folder.name)
             continue
         try:
-            one.load_state_dict(_with_recipe_settings(one, torch.load(path, weights_only=True)))
+            with reading(path):
+                state = torch.load(path, weights_only=True)
+            one.load_state_dict(_with_recipe_settings(one, state))
+        except FilesUnread:
+            raise
         except Exception as error:
             raise AdapterError(
                 f"{path} cannot be read ({type(error).__name__}): remove it to start anew there"

@@ -22,8 +22,9 @@ import structlog
 from store.files import whole_folder
 from store.records import Record
 from store.updates.claims import Outcome
-from trainer.errors import AdapterError
+from trainer.errors import AdapterError, FileMissing
 from trainer.publishing.probe import ProbeRow
+from trainer.publishing.reading import reading
 
 log = structlog.get_logger()
 
@@ -103,11 +104,12 @@ def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a version's folder, or None if there is no such version.
 
     Raises:
-        AdapterError: the manifest cannot be read, or a file does not have the hash in it.
+        AdapterError: the manifest is damaged, or a file is missing or does not have the hash in it.
+        FilesUnread: a file cannot be read for now.
     """
     manifest = _manifest(folder)
     for name, expected in manifest.sha256.items() if manifest is not None else ():
-        if sha256_of(folder / name) != expected:
+        if written_sha256(folder / name) != expected:
             raise AdapterError(
                 f"{folder / name} is not the file that was written: its SHA-256 is not the one in"
                 f" {MANIFEST}; restore it from a backup"
@@ -117,19 +119,21 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def _manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
-    if not path.exists():
-        return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        with reading(path):
+            return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except msgspec.DecodeError as error:
         raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error
+    except FileMissing:
+        return None
 
 
 def find_update(root: Path, policy: str, update_id: UUID) -> tuple[Path, Manifest] | None:
     """Return the folder and manifest of the version that an update wrote, or None if it wrote none.
 
     Raises:
-        AdapterError: the manifest cannot be read, or a file does not have the hash in it.
+        AdapterError: the manifest is damaged, or a file is missing or does not have the hash in it.
+        FilesUnread: a file cannot be read for now; the update may have written it.
     """
     for _, folder in reversed(folders(root, policy)):
         unchecked = _manifest(folder)
@@ -179,7 +183,22 @@ def remove(folder: Path) -> None:
         shutil.rmtree(going)
 
 
+def written_sha256(path: Path) -> str:
+    """Return the SHA-256 of a version's file, in hexadecimal digits.
+
+    Raises:
+        AdapterError: it is not there.
+        FilesUnread: it cannot be read for now.
+    """
+    with reading(path):
+        return sha256_of(path)
+
+
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file, in hexadecimal digits.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()

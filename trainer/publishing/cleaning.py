@@ -13,8 +13,8 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.records import PolicyVersion
 from store.updates.files import mark_deleted, unasked_versions, versions_with_files
+from store.versions import PolicyVersion
 from trainer.errors import UpstreamAway
 from trainer.publishing import adapters
 from trainer.publishing.kept import kept_files, leftovers, old_states

@@ -3,32 +3,43 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from store.records import SERVABLE, PolicyVersion
+from store.versions import SERVABLE, PolicyVersion
 
 # States in which a version's files are read: it is published, or may be.
 IN_USE: Final = ("written", *SERVABLE)
+# Those from which training may go on.
+HEADS: Final = ("written", "ready", "candidate", "canary", "serving")
 HAD_TRAFFIC: Final = ("published", "retired")
 
 
 def last_good(versions: Sequence[PolicyVersion]) -> int | None:
     """Return the version that had the traffic before the one that has it, or None."""
     serving = max((one.version for one in versions if one.state == "serving"), default=0)
-    before = [one.version for one in versions if one.state in HAD_TRAFFIC and one.version < serving]
+    before = [
+        one.version
+        for one in versions
+        if one.state in HAD_TRAFFIC and one.version < serving and not one.rolled_back
+    ]
     return max(before, default=None)
 
 
 def kept_files(versions: Sequence[PolicyVersion]) -> set[int]:
-    """Return the versions whose files stay whatever else is known: in use, and the last good."""
-    return _numbers(one for one in versions if one.state in IN_USE) | _last_good(versions)
+    """Return the versions whose files stay whatever else is known.
+
+    They are in use, or the last good one, or a rebuild goes on from them.
+    """
+    in_use = _numbers(one for one in versions if one.state in IN_USE)
+    return in_use | _last_good(versions) | _under_way(versions)
 
 
 def kept_states(versions: Sequence[PolicyVersion]) -> set[int]:
     """Return the versions that training may go on from, whose optimiser states stay.
 
-    That is the one with the traffic, the one before it, and those that may still get it.
+    That is the one with the traffic, the one before it, those that may still get it, and the one
+    that a rebuild has come to.
     """
-    heads = _numbers(one for one in versions if one.state in ("written", "ready", "serving"))
-    return heads | _last_good(versions)
+    heads = _numbers(one for one in versions if one.state in HEADS)
+    return heads | _last_good(versions) | _under_way(versions)
 
 
 def old_states(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list[int]:
@@ -54,6 +65,13 @@ def leftovers(versions: Sequence[PolicyVersion], folders: Iterable[int]) -> list
 def _last_good(versions: Sequence[PolicyVersion]) -> set[int]:
     number = last_good(versions)
     return set() if number is None else {number}
+
+
+def _under_way(versions: Sequence[PolicyVersion]) -> set[int]:
+    """Return the version that a rebuild which is not at its end goes on from, if there is one."""
+    rebuilt = [one for one in versions if one.rebuilt_from is not None]
+    newest = max(rebuilt, key=lambda one: one.version, default=None)
+    return set() if newest is None or newest.state != "rejected" else {newest.version}
 
 
 def _numbers(versions: Iterable[PolicyVersion]) -> set[int]:

@@ -7,6 +7,7 @@ import msgspec
 
 from store.records import Record
 from trainer.errors import AdapterError
+from trainer.publishing.reading import reading
 
 PROGRESS: Final = "progress.json"
 
@@ -36,7 +37,8 @@ def read_progress(folder: Path) -> int:
     """Return the optimiser steps taken up to the version in `folder`.
 
     Raises:
-        AdapterError: the file cannot be read.
+        AdapterError: the file is missing or damaged.
+        FilesUnread: it cannot be read for now.
     """
     return _read(folder).steps_taken
 
@@ -45,7 +47,8 @@ def read_base(folder: Path) -> str | None:
     """Return the hash of the base model of the version in `folder`, or None if it is not known.
 
     Raises:
-        AdapterError: the file cannot be read.
+        AdapterError: the file is missing or damaged.
+        FilesUnread: it cannot be read for now.
     """
     return _read(folder).base
 
@@ -53,6 +56,7 @@ def read_base(folder: Path) -> str | None:
 def _read(folder: Path) -> Progress:
     path = folder / PROGRESS
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Progress)
-    except (OSError, msgspec.DecodeError) as error:
+        with reading(path):
+            return msgspec.json.decode(path.read_bytes(), type=Progress)
+    except msgspec.DecodeError as error:
         raise AdapterError(f"{path} cannot be read: {error}; restore it from a backup") from error

@@ -1,7 +1,8 @@
-"""Load a written version, probe it, and promote it to serve the traffic.
+"""Load a written version, probe it, and promote it to serve the traffic, or let it wait for that.
 
 A version that does not load or fails the probe is rejected, and the one before keeps the
-traffic. Adapters that a restarted server lost are loaded again.
+traffic. With a gate (`trainer.recipes.gate`) one that passes becomes a candidate, which the steward
+tries on live traffic. Adapters that a restarted server lost are loaded again.
 """
 
 from collections.abc import Sequence
@@ -11,21 +12,27 @@ from typing import Final
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.records import UNSERVED, PolicyState, PolicyVersion
-from store.updates import policies
-from trainer.errors import PublishError, UpstreamAway
+from store.read.standing import newest_promoted
+from store.updates import gating, policies
+from store.updates.states import lock_policies, set_state
+from store.versions import UNSERVED, PolicyState, PolicyVersion
+from trainer.errors import FilesUnread, PublishError, UpstreamAway
 from trainer.metrics import UPDATE, UPDATES, VERSION
+from trainer.publishing.altered import check_files
 from trainer.publishing.cleaning import Cleaning
 from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
 from trainer.publishing.replicas import Replicas
 from trainer.publishing.servable import belonging, lacking
 from trainer.publishing.server import ModelServer
 from trainer.recipes.adapter import PublishOptions
+from trainer.recipes.gate import GateOptions
 
 log = structlog.get_logger()
 
 # All proxies know of a change after this long; they read the policies twice a second.
 PROXY_REFRESH_S: Final = 10.0
+# Why a version gets out of the state `written`, as its events say.
+PROBED: Final = "it is loaded, and served as it was trained"
 
 
 class Publisher:
@@ -39,11 +46,13 @@ class Publisher:
         rule: PublishOptions,
         together: Sequence[str] = (),
         known: Sequence[str] | None = None,
+        gate: GateOptions | None = None,
     ) -> None:
         """Store the model servers, the policy's name and the recipe's `[publish]` rule.
 
         `together` are the policies that must go live together, this one among them, if any must;
-        `known` are all that are configured (None: all that have versions).
+        `known` are all that are configured (None: all that have versions). `gate` is the recipe's,
+        None: a version serves at once.
         """
         self._engine = engine
         self.servers = servers
@@ -51,6 +60,7 @@ class Publisher:
         self._rule = rule
         self.together = tuple(together) or (policy,)
         self.known = known
+        self.gate = gate or GateOptions()
 
     async def publish(
         self,
@@ -60,42 +70,85 @@ class Publisher:
     ) -> ProbeResult:
         """Load `version` and probe it on the replicas that answer, and promote it.
 
-        It is promoted once all are ready that must go live together.
+        It is promoted once all are ready that must go live together; with a gate it becomes a
+        candidate instead, unless it is of a rebuild, which an operator asked for.
 
         `before` is the served name of the version that has the traffic now.
 
         Raises:
             PublishError: the version was rejected; nothing changes for any request.
             UpstreamAway: no server answers; the version stays `written`.
+            FilesUnread: its files cannot be read for now; the version stays `written`.
         """
         assert version.adapter_path is not None
         # A replica may have been restarted since: the probe asks it for `before`, too.
         await self.keep_loaded()
         try:
+            await check_files(version)
             loaded = await self.servers.load(version.served_name, Path(version.adapter_path))
             probe = await self._probe(loaded, version.served_name, before, rows)
         except PublishError as error:
-            await self._set_state(version.version, "rejected")
+            await self._set_state(version.version, "rejected", str(error))
             await self.servers.unload(version.served_name)
             log.error("version_rejected", version=version.served_name, reason=str(error))
             raise
+        await self._admit(version)
+        return probe
+
+    async def _admit(self, version: PolicyVersion) -> None:
+        """Let a version that passed the probe go live, or wait for others or for its trial.
+
+        Raises:
+            PublishError: what it was trained from was rolled back meanwhile.
+        """
+        promoted: list[PolicyVersion] = []
         async with self._engine.begin() as connection:
-            await policies.make_ready(connection, self._policy, version.version)
-            promoted = await self._promote(connection)
-        if not promoted:
+            # All at once: the trainer of another of them may let them go live at this moment.
+            await lock_policies(connection, self.together)
+            lost = await gating.reject_orphan(connection, self._policy, version.version)
+            if lost is None and self._is_tried(version):
+                await self._make_candidate(connection, version)
+            elif lost is None:
+                await policies.make_ready(
+                    connection, self._policy, version.version, reason=PROBED, actor="trainer"
+                )
+                promoted = await self._promote(connection)
+                if not self.gate.is_gated:
+                    await gating.end_base_share(connection, self._policy)
+        if lost is not None:
+            await self.servers.unload(version.served_name)
+            log.error("version_rejected", version=version.served_name, reason=lost)
+            raise PublishError(lost)
+        if self._is_tried(version):
+            log.info("version_is_candidate", version=version.served_name)
+        elif not promoted:
             log.info("version_ready", version=version.served_name, goes_with=self.together)
         self._tell(promoted)
-        return probe
+
+    def _is_tried(self, version: PolicyVersion) -> bool:
+        """Return whether live rewards decide about a version.
+
+        They would compare one that was rebuilt with what is in doubt.
+        """
+        return self.gate.is_gated and version.rebuilt_from is None
+
+    async def _make_candidate(self, connection: AsyncConnection, version: PolicyVersion) -> None:
+        """Let the steward try a version, by the rule of the recipe, which it cannot read itself."""
+        rule = self.gate.model_dump(mode="json")
+        await gating.make_candidate(connection, self._policy, version.version, rule, reason=PROBED)
 
     async def go_live(self) -> None:
         """Promote what is ready, if all that go live together are, or have waited long enough.
 
         It is one transaction, and proxies read all versions at once: no new episode gets a new
         version of one policy and the old one of another. Whichever trainer comes first does it.
+        What others promoted, such as a steward, is shown too.
         """
         async with self._engine.begin() as connection:
             promoted = await self._promote(connection)
+            newest = await newest_promoted(connection, self._policy)
         self._tell(promoted)
+        VERSION.labels(self._policy).set(newest)
 
     async def _promote(self, connection: AsyncConnection) -> list[PolicyVersion]:
         wait_s = self._rule.wait_for_others_s
@@ -116,6 +169,7 @@ class Publisher:
 
         Raises:
             UpstreamAway: no server answers; the version stays `written`.
+            FilesUnread: its files cannot be read for now; the version stays `written`.
         """
         try:
             probe = await self.publish(version, before, rows)
@@ -166,9 +220,11 @@ class Publisher:
         log.warning("probed_against_base", version=name, lost=before, replica=server.url)
         return await server.base_of(name)
 
-    async def _set_state(self, version: int, state: PolicyState) -> None:
+    async def _set_state(self, version: int, state: PolicyState, reason: str) -> None:
         async with self._engine.begin() as connection:
-            await policies.set_state(connection, self._policy, version, state)
+            await set_state(
+                connection, self._policy, version, state, reason=reason, actor="trainer"
+            )
 
     async def keep_loaded(self) -> None:
         """Load again the adapters that a replica should serve and does not (it was restarted).
@@ -183,15 +239,16 @@ class Publisher:
 
     async def _load_again(self, server: ModelServer, version: PolicyVersion) -> None:
         try:
+            await check_files(version)
             await server.load(version.served_name, Path(version.adapter_path or ""))
-        except (PublishError, UpstreamAway) as error:
+        except (PublishError, FilesUnread, UpstreamAway) as error:
             # It is tried again at the next sync; training and other versions go on meanwhile.
             log.error("version_not_reloaded", version=version.served_name, reason=str(error))
             return
         log.info("version_reloaded", version=version.served_name, replica=server.url)
 
     async def retire_idle(self) -> None:
-        """Retire published versions that no episode has used for a while.
+        """Retire versions that lost the traffic, once no episode has used them for a while.
 
         They are taken from the proxies first and, once all proxies know, from the model servers.
         The files stay until `clean`: vLLM's engine dies over a missing folder. What was rejected
@@ -202,8 +259,10 @@ class Publisher:
             for name in idle:
                 if name in listed:
                     await self._unload(server, name)
-        for version in await self._idle(["published"], self._rule.retire_after_s):
-            await self._set_state(version.version, "retired")
+        idle_s = self._rule.retire_after_s
+        for version in await self._idle(["published", "rolled_back"], idle_s):
+            why = f"it lost the traffic, and no episode has used it for {idle_s:g} s"
+            await self._set_state(version.version, "retired", why)
 
     async def clean(self, root: Path) -> None:
         """Delete the files below `root` that nothing can ask for any more."""

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from store.records import SERVABLE, PolicyVersion
+from store.versions import SERVABLE, PolicyVersion
 
 # What a server lists: `root` and `parent` of each model, by its name.
 Listed = Mapping[str, Mapping[str, Any]]

@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 
 import aiohttp
 
+from store.settings import without_login
 from trainer.errors import PublishError, TrainerError, UpstreamAway
 
 TIMEOUT_S: Final = 120.0
@@ -33,7 +34,9 @@ class ModelServer:
 
     def __init__(self, base_url: str) -> None:
         """Store the base URL, with its `/v1`; `async with` opens the connection pool."""
-        self.url = base_url.rstrip("/")
+        self._base_url = base_url.rstrip("/")
+        # What logs, metrics and messages call the server.
+        self.url = without_login(self._base_url)
 
     async def __aenter__(self) -> Self:
         """Open the connection pool."""
@@ -76,7 +79,7 @@ class ModelServer:
         Raises:
             UpstreamAway: the server does not answer.
         """
-        root = self.url.removesuffix("/v1")
+        root = self._base_url.removesuffix("/v1")
         status, body = await self._ask("GET", f"{root}/metrics", None, LIST_S)
         return body if status == 200 and isinstance(body, str) else ""
 
@@ -212,14 +215,14 @@ class ModelServer:
         """
         if status < SERVER_ERROR:
             return PublishError(why)
-        health = self.url.removesuffix("/v1") + "/health"
+        health = self._base_url.removesuffix("/v1") + "/health"
         status, _ = await self._ask("GET", health, None, LIST_S)
         return UpstreamAway(why) if status >= SERVER_ERROR else PublishError(why)
 
     async def _request(
         self, method: str, path: str, body: object, within_s: float = TIMEOUT_S
     ) -> tuple[int, Any]:
-        return await self._ask(method, self.url + path, body, within_s)
+        return await self._ask(method, self._base_url + path, body, within_s)
 
     async def _ask(self, method: str, url: str, body: object, within_s: float) -> tuple[int, Any]:
         limit = aiohttp.ClientTimeout(total=within_s)

@@ -14,6 +14,7 @@ from trainer.errors import RecipeError
 from trainer.recipes.adapter import LoraOptions, PublishOptions
 from trainer.recipes.claim import ClaimOptions
 from trainer.recipes.credit import CreditOptions
+from trainer.recipes.gate import GateOptions
 from trainer.recipes.options import RecipeOptions
 from trainer.recipes.training import (
     BatchOptions,
@@ -40,6 +41,7 @@ class Recipe(RecipeOptions):
     sft: SftOptions = SftOptions()
     lora: LoraOptions = LoraOptions()
     publish: PublishOptions = PublishOptions()
+    gate: GateOptions = GateOptions()
 
     @model_validator(mode="after")
     def _groups_are_compared(self) -> "Recipe":

@@ -8,10 +8,11 @@ from uuid import UUID
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.schema.trained import MANIFEST_SHA256
 from store.updates import claims
 from store.updates.claims import Claim, Outcome
 from trainer.metrics import EPISODES, TRAINED_TOKENS, UPDATE, UPDATES
-from trainer.publishing.adapters import Manifest, NewVersion
+from trainer.publishing.adapters import MANIFEST, Manifest, NewVersion, written_sha256
 from trainer.updates.plan import Plan
 
 log = structlog.get_logger()
@@ -51,6 +52,20 @@ class Recording:
         self._count_outcomes(manifest.outcomes)
         log.warning("update_finished_late", update=str(update_id), version=manifest.version)
 
+    async def rebuilt(
+        self,
+        update_id: UUID,
+        metrics: Mapping[str, Any],
+        baselines: Mapping[str, Any] | None,
+        made: tuple[int, Path] | None,
+    ) -> None:
+        """Record an update that was trained again; `made` is its version's number and folder.
+
+        Its episodes stay consumed by the update that claimed them.
+        """
+        await self._consume(update_id, (), metrics, baselines, made)
+        log.info("update_rebuilt", update=str(update_id), version=made and made[0], **metrics)
+
     async def imported_version(self, new: NewVersion, folder: Path) -> None:
         """Record the version `new`, whose adapter comes from elsewhere and lies in `folder` now."""
         made = (new.version, folder)
@@ -65,8 +80,15 @@ class Recording:
         baselines: Mapping[str, Any] | None,
         made: tuple[int, Path] | None = None,
     ) -> None:
-        """Consume an update's episodes; `made` is the number and folder of its version, if any."""
+        """Consume an update's episodes; `made` is the number and folder of its version, if any.
+
+        Raises:
+            FilesUnread: the version's manifest cannot be read for now; nothing is recorded.
+        """
         version, folder = made or (None, None)
+        if folder is not None:
+            # So that nobody can exchange the files, and the manifest that vouches for them.
+            metrics = {**metrics, MANIFEST_SHA256: written_sha256(folder / MANIFEST)}
         async with self._engine.begin() as connection:
             await claims.consume(
                 connection,

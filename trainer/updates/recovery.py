@@ -5,6 +5,7 @@ exists is recorded from its manifest; one without a folder is abandoned, and its
 again.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from uuid import UUID
 
@@ -12,11 +13,16 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.connection.availability import is_unavailable
-from store.errors import ClaimLost, TurnedEvaluation
+from store.errors import ClaimLost, ClaimSpoilt
+from store.schema.trained import REBUILT
 from store.updates import claims
-from trainer.errors import AdapterError
+from store.updates.claims import IMPORTED_FROM
+from store.versions import PolicyVersion
+from trainer.errors import AdapterError, FilesUnread
 from trainer.publishing import adapters
+from trainer.publishing.probe import ProbeRow
 from trainer.publishing.publish import Publisher
+from trainer.recipes.gate import GateOptions
 from trainer.updates.recording import Recording
 from trainer.updates.versions import Versions
 
@@ -48,6 +54,7 @@ class Recovery:
 
         Raises:
             AdapterError: the version's files differ from its manifest.
+            FilesUnread: files cannot be read for now, so that nobody knows if the version exists.
             ClaimLost: the update was ended by another trainer meanwhile.
         """
         async with self._engine.connect() as connection:
@@ -60,40 +67,92 @@ class Recovery:
             return
         try:
             await self._recording.found_version(running, *found)
-        except TurnedEvaluation as error:
+        except ClaimSpoilt as error:
             await self.give_up(running, str(error))
 
     async def finish_if_possible(self, why: str) -> None:
-        """Do what `finish` does, unless the database is away or another trainer has taken over.
+        """Do what `finish` does, unless database or files are away, or another trainer took over.
 
         The next trainer of the policy finds the update then (`finish`).
         """
         try:
             await self.finish(why)
         except Exception as error:
-            if not (is_unavailable(error) or isinstance(error, ClaimLost)):
+            if not (is_unavailable(error) or isinstance(error, (ClaimLost, FilesUnread))):
                 raise
             log.warning("update_left", reason=str(error))
 
     async def publish_written(self, publisher: Publisher) -> str | None:
         """Publish the newest version that was written and not published; reject those before it.
 
-        Return why the newest was rejected, or None if it serves or there is none.
+        With a gate it is published once so many updates made it that it is a candidate, and those
+        before it stay `written` until then. Return why the newest was rejected, or None if it was
+        not, or there is none.
 
         Raises:
             AdapterError: the version's files are missing or differ from its manifest.
             UpstreamAway: no model server answers; the version stays `written`.
+            FilesUnread: its files cannot be read for now; the version stays `written`.
         """
         written = await self._versions.written()
-        for version in written[:-1]:
-            await self._versions.reject(version)
-        for version in written[-1:]:
-            manifest = adapters.read_manifest(Path(version.adapter_path or ""))
-            if manifest is None:
-                raise AdapterError(f"the files of {version.served_name} are gone")
-            serving = await self._versions.serving()
-            return await publisher.try_to_publish(version, serving.served_name, manifest.probe)
-        return None
+        if not written:
+            return None
+        *before, newest = written
+        if not publisher.gate.is_gated:
+            for version in before:
+                why = f"{newest.served_name} is newer, and neither was published"
+                await self._versions.reject(version, why)
+        return await self.publish_one(publisher, newest)
+
+    async def publish_one(
+        self, publisher: Publisher, version: PolicyVersion, *, is_due: bool = False
+    ) -> str | None:
+        """Publish a version that was written, as `publish` says; its manifest has the probe.
+
+        What was imported or rebuilt is due.
+
+        Raises:
+            AdapterError: the version's files are missing or differ from its manifest.
+            UpstreamAway: no model server answers; the version stays `written`.
+            FilesUnread: its files cannot be read for now; the version stays `written`.
+        """
+        manifest = adapters.read_manifest(Path(version.adapter_path or ""))
+        if manifest is None:
+            raise AdapterError(f"the files of {version.served_name} are gone")
+        is_due = is_due or not manifest.metrics.keys().isdisjoint((IMPORTED_FROM, REBUILT))
+        return await self.publish(publisher, version, manifest.probe, is_due=is_due)
+
+    async def publish(
+        self,
+        publisher: Publisher,
+        version: PolicyVersion,
+        probe: Sequence[ProbeRow],
+        *,
+        is_due: bool = False,
+    ) -> str | None:
+        """Publish a recorded version, unless more updates are due before, or its parent is lost.
+
+        If it `is_due`, none are. Return why it was rejected, or None if it was not.
+
+        Raises:
+            UpstreamAway: no model server answers; the version stays `written`.
+            FilesUnread: its files cannot be read for now; the version stays `written`.
+        """
+        lost = await self._versions.reject_orphan(version)
+        if lost is not None:
+            log.error("version_rejected", version=version.served_name, reason=lost)
+            return lost
+        if not is_due and not await self._is_due(version, publisher.gate):
+            return None
+        serving = await self._versions.serving()
+        return await publisher.try_to_publish(version, serving.served_name, probe)
+
+    async def _is_due(self, version: PolicyVersion, gate: GateOptions) -> bool:
+        """Return whether enough updates made a version; without a gate one is enough."""
+        if not gate.is_gated or gate.updates_per_candidate == 1:
+            return True
+        made_by = await self._versions.updates_since_candidate(version)
+        return made_by >= gate.updates_per_candidate
 
     async def give_up(self, update_id: UUID, why: str) -> None:
         """Abandon a running update: its episodes are free again, and its version is not recorded.

@@ -56,6 +56,9 @@ class Training:
         """Return why, by version, for those that can no longer compute a claim's log-probabilities.
 
         Only versions that sampled a call without log-probabilities are looked at.
+
+        Raises:
+            FilesUnread: files of one cannot be read for now; it may not be lost.
         """
         asked = versions_to_ask(claim) - {0, claim.parent_version}
         if not asked:
@@ -78,7 +81,7 @@ class Training:
             gone = adapters.read_manifest(folder) is None
             why = f"{folder} has no version" if gone else self._learner.misfit(folder)
             reason = VERSION_GONE if gone else OTHER_BASE
-        except (AdapterError, OSError) as error:
+        except AdapterError as error:
             why, reason = str(error), VERSION_GONE
         if why is None:
             return None

@@ -5,25 +5,35 @@ from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.records import PolicyVersion
-from store.updates import claims, policies
+from store.tenants import DEFAULT
+from store.updates import claims, gating, policies
 from store.updates.files import deleted_versions
+from store.updates.states import set_state
+from store.versions import PolicyVersion
 from trainer.errors import TrainerError
 from trainer.publishing import adapters
 
 
 async def begin_policy(
-    engine: AsyncEngine, policy: str, base: str | None, file: Path | None
+    engine: AsyncEngine, policy: str, base: str | None, file: Path | None, tenant: str = DEFAULT
 ) -> None:
     """Add the base model as the policy's version 0, unless it has begun already.
 
-    `base` is the name that the file of policies, `file`, gives to the base model, if there is one.
+    `base` is the name that the file of policies, `file`, gives to the base model, if there is one,
+    and `tenant` the one that it gives the policy to.
 
     Raises:
-        TrainerError: the policy began with another base model.
+        TrainerError: the policy began with another base model, or is another tenant's.
     """
     async with engine.begin() as connection:
-        began = await policies.ensure_base(connection, policy, base)
+        others = sorted(await policies.owners_of(connection, policy) - {tenant})
+        if others:
+            raise TrainerError(
+                f"{file or 'without a file of policies'}: policy {policy!r}: tenant: it is"
+                f" {tenant!r}, but what was recorded or trained for the policy is of tenant"
+                f" {others[0]!r}, and stays so: write that, or give the policy another name"
+            )
+        began = await policies.ensure_base(connection, policy, base, tenant)
     if base is not None and began != base:
         raise TrainerError(
             f"{file}: policy {policy!r}: base: it is {base!r}, but the policy's"
@@ -43,6 +53,21 @@ class Versions:
     async def serving(self) -> PolicyVersion:
         """Return the version that has the traffic."""
         return next(v for v in await self._live() if v.state == "serving")
+
+    async def head(self) -> PolicyVersion:
+        """Return the newest version that may still serve, which a gated policy trains on from."""
+        async with self._engine.connect() as connection:
+            return await gating.head_of(connection, self._policy)
+
+    async def updates_since_candidate(self, version: PolicyVersion) -> int:
+        """Return how many updates lie between a version and the last that was loaded before it."""
+        async with self._engine.connect() as connection:
+            return await gating.updates_since_candidate(connection, self._policy, version.version)
+
+    async def reject_orphan(self, version: PolicyVersion) -> str | None:
+        """Reject a version if what it was trained from was rolled back; return why it was."""
+        async with self._engine.begin() as connection:
+            return await gating.reject_orphan(connection, self._policy, version.version)
 
     async def written(self) -> list[PolicyVersion]:
         """Return the versions that no server has loaded yet, oldest first."""
@@ -70,10 +95,17 @@ class Versions:
         async with self._engine.connect() as connection:
             return await deleted_versions(connection, self._policy, asked)
 
-    async def reject(self, version: PolicyVersion) -> None:
-        """Set the state of a version to `rejected`."""
+    async def reject(self, version: PolicyVersion, reason: str) -> None:
+        """Set the state of a version to `rejected`, for a reason that is recorded."""
         async with self._engine.begin() as connection:
-            await policies.set_state(connection, self._policy, version.version, "rejected")
+            await set_state(
+                connection,
+                self._policy,
+                version.version,
+                "rejected",
+                reason=reason,
+                actor="trainer",
+            )
 
     def folder(self, version: int) -> Path | None:
         """Return the folder of a version's files, or None for version 0, the base model."""

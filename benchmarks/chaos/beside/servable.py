@@ -8,7 +8,7 @@ from typing import Final
 import asyncpg
 
 from benchmarks.chaos.trainer.database import Database
-from store.records import SERVABLE
+from store.versions import SERVABLE
 
 _SERVABLE: Final = """
     SELECT served_name, adapter_path FROM policies

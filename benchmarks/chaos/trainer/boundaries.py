@@ -16,7 +16,6 @@ from typing import Any, Final
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import trainer.learners.learner
-import trainer.loop
 from store import files
 from store.updates import claims, policies
 from trainer.learners.learner import Learner
@@ -24,6 +23,7 @@ from trainer.loop import Loop
 from trainer.publishing import adapters
 from trainer.publishing.publish import Publisher
 from trainer.publishing.server import ModelServer
+from trainer.updates.planning import Planning
 
 Patch = Callable[[], None]
 
@@ -34,16 +34,21 @@ def die() -> None:
 
 
 def _before(target: Any, name: str, time: int = 1) -> Patch:
-    return lambda: _wrap(target, name, time, after=False)
+    return _dying(target, name, time, after=False)
 
 
 def _after(target: Any, name: str, time: int = 1) -> Patch:
-    return lambda: _wrap(target, name, time, after=True)
+    return _dying(target, name, time, after=True)
 
 
-def _wrap(target: Any, name: str, time: int, *, after: bool) -> None:
-    """Die before or after `target.name` did its work for the `time`-th time."""
+def _dying(target: Any, name: str, time: int, *, after: bool) -> Patch:
+    # Looked up now: a name that the trainer no longer has is an error before any life begins.
     real = getattr(target, name)
+    return lambda: _wrap(target, name, real, time, after=after)
+
+
+def _wrap(target: Any, name: str, real: Any, time: int, *, after: bool) -> None:
+    """Die before or after `target.name` did its work for the `time`-th time."""
     left = [time]
 
     def at(is_after: bool) -> None:
@@ -82,7 +87,7 @@ BOUNDARIES: Final[dict[str, Patch]] = {
     "after recovery": _after(Loop, "recover"),
     "before the claim": _before(claims, "claim"),
     "in the transaction of the claim": _after(claims, "claim"),
-    "after the claim": _before(trainer.loop, "plan_update"),
+    "after the claim": _before(Planning, "plan"),
     "before training": _before(Learner, "update"),
     "between optimiser steps": _between_steps,
     "after training": _after(Learner, "update"),

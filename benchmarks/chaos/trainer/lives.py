@@ -35,6 +35,10 @@ LONGEST_S: Final = 120.0
 LOOK_S: Final = 0.1
 
 
+class NotComeBy(Exception):
+    """Report a boundary at which nothing dies, which every life must come by."""
+
+
 class Run:
     """Run a trainer over the ledger of `place`, in lives that end as they are told."""
 
@@ -62,11 +66,21 @@ class Run:
         self.lives.seconds = time.monotonic() - started
 
     def kill_at_each_boundary(self) -> None:
-        """Start a life for each of the boundaries, which it dies at."""
+        """Start a life for each of the boundaries, which it dies at.
+
+        Raises:
+            NotComeBy: a life lived on: the trainer no longer does what the boundary is about.
+        """
         for name in self._zygote.boundaries:
             if name in OF_A_RELEASE:
-                self._life(CLAIMED, LONGEST_S)
-            self._life(name, LONGEST_S)
+                self._life_to(CLAIMED)
+            self._life_to(name)
+
+    def _life_to(self, boundary: str) -> None:
+        before = self.lives.killed[boundary]
+        self._life(boundary, LONGEST_S)
+        if self.lives.killed[boundary] == before:
+            raise NotComeBy(f"no trainer died '{boundary}' in {LONGEST_S:g} s: mend boundaries.py")
 
     def kill(self, times: int, dice: random.Random, update_s: float) -> None:
         """Start so many lives, ended at boundaries and at random, spread over the whole ledger.

@@ -18,10 +18,7 @@ CHAT: Final = ChoicesFormat(
     sampling=ChatSampling(),
     unread=("messages",),
     wanted={LOGPROBS: msgspec.Raw(b"true"), IDS: msgspec.Raw(b"true")},
-    asked=lambda _field, value: value is not None and value is not False,
     # vLLM refuses these two without the client's own `logprobs`.
-    spoilt=lambda fields: (
-        not fields.get(LOGPROBS)
-        and bool(fields.get("top_logprobs") or fields.get("logprob_token_ids"))
-    ),
+    spoiling=("top_logprobs", "logprob_token_ids"),
+    spared_by=LOGPROBS,
 )

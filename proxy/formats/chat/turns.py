@@ -3,13 +3,19 @@
 from collections.abc import Iterable
 from typing import Any, Final
 
-from proxy.formats.base import ToolResult
-from proxy.formats.blocks import add_tool_calls, add_user_turn
+from proxy.formats.base import Object, ToolResult
 from proxy.formats.contents import objects
 from proxy.formats.conversation import Conversation
-from proxy.formats.json_parts import Object, readable_value
-from proxy.formats.only_text import is_given
-from proxy.formats.turns import TOOL_ROLES, UNHEARD_ROLES, BaseTurns, Calls, Named, tool_result
+from proxy.formats.requests import readable_value
+from proxy.formats.turns import (
+    TOOL_ROLES,
+    UNHEARD_ROLES,
+    BaseTurns,
+    Calls,
+    Named,
+    is_given,
+    tool_result,
+)
 
 # What may be asked for besides nothing.
 TEXT_ALONE: Final[tuple[object, ...]] = (None, [], ["text"])
@@ -38,11 +44,11 @@ class ChatTurns(BaseTurns):
                 function = call.get("function")
                 function = function if isinstance(function, dict) else {}
                 conversation.called(call.get("id"), function.get("name"), function.get("arguments"))
-            add_tool_calls(conversation, member.get("content"))
+            conversation.called_in(member.get("content"))
         elif role in TOOL_ROLES:
             conversation.result(member.get("tool_call_id"), member.get("content"))
         elif isinstance(role, str) and role not in UNHEARD_ROLES:
-            add_user_turn(conversation, member.get("content"))
+            conversation.took_turn(member.get("content"))
 
     def _called(self, member: dict[str, Any]) -> Iterable[Named]:
         for call in objects(member.get("tool_calls")):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import msgspec
 
 from proxy.formats.base import Sampled
-from proxy.formats.json_parts import UNREADABLE
+from proxy.formats.requests import UNREADABLE
 
 # An escape in a string; the group is a surrogate without its other half.
 ESCAPE: Final = re.compile(

@@ -5,7 +5,7 @@ reply the resulting values are set to `null` again, as vLLM sends them to client
 the model's name is put back, and the extra chunks that carry nothing but ids are dropped.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from proxy.formats.base import (
     ErrorShape,
     ModelRequest,
+    Object,
     ReplyReader,
     SamplingRules,
     StreamTranscript,
@@ -22,16 +23,16 @@ from proxy.formats.base import (
 from proxy.formats.choices.readers import StreamReader, WholeReader
 from proxy.formats.choices.replies import StreamedReply, WholeReply
 from proxy.formats.errors import OPENAI
-from proxy.formats.json_parts import Object
 from proxy.formats.requests import with_changes
 
 
 class ChoicesFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Speak chat completions or text completions.
 
-    `wanted` are the fields that make vLLM send ids and log-probabilities. `asked` returns whether a
-    client's own value of such a field is kept. `spoilt` returns whether a request must get none of
-    them: vLLM would then answer it differently, or accept what it refuses without them.
+    `wanted` are the fields that make vLLM send ids and log-probabilities. A client's own value of
+    such a field is kept, unless it is null or false; of `numbers` false is kept, too, which is 0. A
+    request with any of the fields `spoiling`, and without the field `spared_by`, gets none of them:
+    vLLM would then answer it differently, or accept what it refuses without them.
     """
 
     name: str
@@ -42,8 +43,9 @@ class ChoicesFormat(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingRules
     unread: tuple[str, ...]
     wanted: Mapping[str, msgspec.Raw]
-    asked: Callable[[str, Any], bool]
-    spoilt: Callable[[Mapping[str, Any]], bool]
+    spoiling: tuple[str, ...]
+    spared_by: str | None = None
+    numbers: tuple[str, ...] = ()
     errors: ErrorShape = OPENAI
     forwarded: tuple[str, ...] = ()
 
@@ -52,13 +54,20 @@ class ChoicesFormat(msgspec.Struct, frozen=True, kw_only=True):
     ) -> ModelRequest:
         """Return the request with the version's name and those `wanted` fields that it lacks."""
         fields = request.fields
-        want_ids = want_ids and not self.spoilt(fields)
+        want_ids = want_ids and not self._is_spoilt(fields)
         added: Object = {
             field: value
             for field, value in self.wanted.items()
-            if want_ids and not self.asked(field, fields.get(field))
+            if want_ids and not self._is_asked(field, fields.get(field))
         }
         return with_changes(request, served_name, added)
+
+    def _is_asked(self, field: str, value: Any) -> bool:
+        return value is not None and (value is not False or field in self.numbers)
+
+    def _is_spoilt(self, fields: Mapping[str, Any]) -> bool:
+        spared = self.spared_by is not None and fields.get(self.spared_by)
+        return not spared and any(map(fields.get, self.spoiling))
 
     def whole(
         self, request: ModelRequest, served_name: str | None, *, status: int | None = None

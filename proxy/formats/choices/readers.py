@@ -1,6 +1,10 @@
 """Read recorded replies in `choices` for all that the ledger stores of them (pure).
 
-A reader follows a reply as the worker did, and gathers what it removes.
+A reader follows a reply as the worker did, gathers what it removes, and merges a stream's chunks
+into one reply. To pass an event on, its values are kept as bytes, taken apart level by level and
+put together again. The keeper only needs their contents: for an event of the usual shape one
+untyped parse gives these, and one typed parse gives its ids. Any other event is read as the worker
+reads it.
 """
 
 import json
@@ -8,16 +12,13 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.formats.base import ModelRequest, ReplyFacts
-from proxy.formats.choices.merge import merge_delta
-from proxy.formats.choices.replies import DONE, StreamedReply, WholeReply
-from proxy.formats.choices.reply_filter import ODD_SHAPE
-from proxy.formats.choices.reread import reread
-from proxy.formats.choices.token_reader import TokenReader
-from proxy.formats.choices.words import string_or_none
-from proxy.formats.json_parts import Object, decoded_object, readable_value
+from proxy.formats.base import ModelRequest, Object, ReplyFacts
+from proxy.formats.choices.replies import DONE, Said, StreamedReply, WholeReply, string_or_none
+from proxy.formats.choices.reply_filter import ODD_SHAPE, Id, Logprobs, TokenReader
+from proxy.formats.requests import decoded_object, readable_value
 from proxy.formats.sse import EventStream, is_done
 from store.records import ToolCall
+from store.values.json_limits import nests_too_deep
 
 READ: Final = ("id", "usage")
 IN_PIECES: Final = ("delta", "text")
@@ -25,6 +26,8 @@ CHOICES: Final = ("choices",)
 OF_CHOICE: Final = ("finish_reason", "message", "text")
 
 _encode: Final = msgspec.json.Encoder().encode
+# These strings come whole; all others come in pieces.
+WHOLE_STRINGS: Final = frozenset({"role", "id", "type", "name"})
 
 
 class WholeReader(WholeReply):
@@ -161,3 +164,104 @@ def _decoded(payload: bytes) -> dict[str, Any]:
     except msgspec.MsgspecError:
         event: dict[str, Any] = json.loads(payload)
         return event
+
+
+class _Choice(msgspec.Struct, gc=False):
+    index: int = 0
+    delta: Said | msgspec.UnsetType = msgspec.UNSET
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[Id] | None = None
+    token_ids: list[Id] | None = None
+    logprobs: Logprobs | None = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    choices: list[_Choice]
+    prompt_token_ids: list[Id] | None = None
+
+
+_event: Final = msgspec.json.Decoder(dict[str, Any])
+_typed: Final = msgspec.json.Decoder(_Event)
+
+
+def reread(payload: bytes, filtered: TokenReader) -> dict[str, Any] | None:
+    """Return the event as the client saw it, and add what is removed from it to `filtered`.
+
+    Return None for an event that is not of the usual shape; then nothing is added.
+    """
+    if nests_too_deep(payload):
+        return None
+    try:
+        event, typed = _event.decode(payload), _typed.decode(payload)
+    except ODD_SHAPE:
+        return None
+    if not event["choices"] or not all(map(_is_usual, event["choices"])):
+        return None
+    if filtered.model is not None and "model" in event:
+        event["model"] = filtered.model
+    _take_prompt(event, typed.prompt_token_ids, filtered)
+    for choice, read in zip(event["choices"], typed.choices, strict=True):
+        _take_choice(choice, read, filtered)
+    return event
+
+
+def _is_usual(choice: dict[str, Any]) -> bool:
+    """Return whether a choice has a non-empty delta or text, and a whole number as index.
+
+    An event with an empty delta may have been dropped.
+    """
+    says = choice.get("delta", "text" in choice)
+    return bool(says) and "message" not in choice and type(choice.get("index", 0)) is int
+
+
+def _take_prompt(holder: dict[str, Any], ids: list[int] | None, filtered: TokenReader) -> None:
+    if ids is not None:
+        filtered.prompt_ids = ids
+        if filtered.hide_ids:
+            holder["prompt_token_ids"] = None
+
+
+def _take_choice(choice: dict[str, Any], read: _Choice, filtered: TokenReader) -> None:
+    filtered.indices.add(read.index)
+    _take_prompt(choice, read.prompt_token_ids, filtered)
+    if read.token_ids is not None:
+        filtered.took_ids(read.token_ids)
+        if filtered.hide_ids:
+            choice["token_ids"] = None
+    if read.logprobs is not None:
+        filtered.took_logprobs(read.logprobs)
+        if filtered.hide_logprobs:
+            choice["logprobs"] = None
+
+
+def merge_delta(message: dict[str, Any], delta: dict[str, Any]) -> None:
+    """Add one delta to `message`, in place.
+
+    Strings are appended, lists whose members have an `index` are merged by it, and anything else is
+    replaced.
+    """
+    for name, value in delta.items():
+        known = message.get(name)
+        if value is None:
+            message.setdefault(name, None)
+        elif isinstance(value, str) and isinstance(known, str) and name not in WHOLE_STRINGS:
+            message[name] = known + value
+        elif isinstance(value, dict) and isinstance(known, dict):
+            merge_delta(known, value)
+        elif isinstance(value, list) and all(_indexed(member) for member in value):
+            message[name] = _merge_indexed(known or [], value)
+        else:
+            message[name] = value
+
+
+def _indexed(member: object) -> bool:
+    return isinstance(member, dict) and isinstance(member.get("index"), int)
+
+
+def _merge_indexed(
+    known: list[dict[str, Any]], pieces: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    by_index = {member["index"]: member for member in known}
+    for piece in pieces:
+        merge_delta(by_index.setdefault(piece["index"], {}), piece)
+    return [by_index[index] for index in sorted(by_index)]

@@ -19,7 +19,7 @@ COMPLETIONS: Final = ChoicesFormat(
     unread=("prompt",),
     # Here `logprobs` is a number: how many alternatives beside the sampled token.
     wanted={LOGPROBS: msgspec.Raw(b"0"), IDS: msgspec.Raw(b"true")},
-    asked=lambda field, value: value is not None and (field == LOGPROBS or value is not False),
+    numbers=(LOGPROBS,),
     # With ids asked for, the prompt's text is left out of the echo.
-    spoilt=lambda fields: bool(fields.get("echo")),
+    spoiling=("echo",),
 )

@@ -1,8 +1,7 @@
 """Read a text completion's request: a prompt, and no turns (pure)."""
 
-from proxy.formats.json_parts import Object
-from proxy.formats.only_text import is_given
-from proxy.formats.turns import BaseTurns
+from proxy.formats.base import Object
+from proxy.formats.turns import BaseTurns, is_given
 
 
 class CompletionsTurns(BaseTurns):

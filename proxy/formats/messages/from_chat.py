@@ -11,12 +11,11 @@ from proxy.formats.base import ModelRequest, ReplySummary
 from proxy.formats.choices.chat_reply import Reply, read_repaired, read_reply
 from proxy.formats.choices.replies import DONE
 from proxy.formats.choices.reply_filter import ReplyFilter
-from proxy.formats.json_parts import decoded_object, value_of
 from proxy.formats.messages.errors import ANTHROPIC, ERRORS
 from proxy.formats.messages.merge import merge_message_event
 from proxy.formats.messages.message_events import Event, MessageEvents, encode_event, whole_message
 from proxy.formats.messages.plain import message_summary
-from proxy.formats.requests import own_name
+from proxy.formats.requests import decoded_object, own_name, value_of
 from proxy.formats.sse import BOM, Lines, is_done
 
 UNREADABLE: Final = "The model server sent data that is not a chunk of a chat completion."

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.formats.json_parts import UNREADABLE
+from proxy.formats.requests import UNREADABLE
 from store.values.json_limits import nests_too_deep
 
 # The field of a block where a tool's input is gathered until the block ends.

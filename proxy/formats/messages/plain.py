@@ -11,14 +11,14 @@ import msgspec
 from proxy.formats.base import (
     NOTHING_SAMPLED,
     ModelRequest,
+    Object,
     ReplyFacts,
     ReplySummary,
     Sampled,
 )
 from proxy.formats.blind import Member, without
-from proxy.formats.json_parts import Object, decoded_object, parse_object
 from proxy.formats.messages.merge import PARTIAL_INPUT, merge_message_event
-from proxy.formats.requests import own_name
+from proxy.formats.requests import decoded_object, own_name, parse_object
 from proxy.formats.sse import EventStream, Unread
 from store.records import ToolCall
 

@@ -6,12 +6,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-from proxy.formats.base import ToolResult
-from proxy.formats.blocks import add_tool_calls, add_user_turn, blocks_of
+from proxy.formats.base import Object, ToolResult
+from proxy.formats.contents import blocks_of
 from proxy.formats.conversation import Conversation
-from proxy.formats.json_parts import Object
-from proxy.formats.only_text import is_only_text
-from proxy.formats.turns import UNHEARD_ROLES, BaseTurns, Calls, Named, tool_result
+from proxy.formats.turns import UNHEARD_ROLES, BaseTurns, Calls, Named, is_only_text, tool_result
 
 
 class MessagesTurns(BaseTurns):
@@ -28,9 +26,9 @@ class MessagesTurns(BaseTurns):
         role, content = member.get("role"), member.get("content")
         if role == "assistant":
             conversation.said(content)
-            add_tool_calls(conversation, content)
+            conversation.called_in(content)
         elif isinstance(role, str) and role not in UNHEARD_ROLES:
-            add_user_turn(conversation, content)
+            conversation.took_turn(content)
 
     def _called(self, member: dict[str, Any]) -> Iterable[Named]:
         for block in blocks_of(member.get("content"), "tool_use"):

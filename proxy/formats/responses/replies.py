@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import msgspec
 
-from proxy.formats.base import ModelRequest, ReplySummary
-from proxy.formats.json_parts import NULL, Object, decoded_object, parse_object, value_of
+from proxy.formats.base import ModelRequest, Object, ReplySummary
+from proxy.formats.requests import NULL, decoded_object, parse_object, value_of
 from proxy.formats.responses.response_filter import EMPTY, ODD_SHAPE, ResponseFilter
 from proxy.formats.sse import EventStream, Unread
 from store.records import ToolCall

@@ -4,10 +4,9 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from proxy.formats.base import ModelRequest, Sampled
+from proxy.formats.base import ModelRequest, Object, Sampled
 from proxy.formats.blind import NUMBER, Member, without
-from proxy.formats.json_parts import NULL, UNREADABLE, Object, value_of
-from proxy.formats.requests import own_name
+from proxy.formats.requests import NULL, UNREADABLE, own_name, value_of
 
 IDS: Final = "enable_response_messages"
 INCLUDE: Final = "include"

@@ -19,13 +19,13 @@ import msgspec
 from proxy.formats.base import (
     ErrorShape,
     ModelRequest,
+    Object,
     ReplyReader,
     SamplingRules,
     StreamTranscript,
     Transcript,
     Turns,
 )
-from proxy.formats.json_parts import Object
 from proxy.formats.requests import with_changes
 from proxy.formats.responses.errors import ResponsesErrors
 from proxy.formats.responses.readers import StreamedResponseReader, WholeResponseReader

@@ -3,11 +3,19 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from proxy.formats.base import ToolResult
+from proxy.formats.base import Object, ToolResult
 from proxy.formats.conversation import Conversation
-from proxy.formats.json_parts import NULL, Object, readable_value
-from proxy.formats.only_text import is_only_text, is_text
-from proxy.formats.turns import TOOL_ROLES, UNHEARD_ROLES, BaseTurns, Calls, Named, tool_result
+from proxy.formats.requests import NULL, readable_value
+from proxy.formats.turns import (
+    TOOL_ROLES,
+    UNHEARD_ROLES,
+    BaseTurns,
+    Calls,
+    Named,
+    is_only_text,
+    is_text,
+    tool_result,
+)
 
 PREVIOUS: Final = "previous_response_id"
 # With either of these the server keeps the conversation, and a request shows only what is new.

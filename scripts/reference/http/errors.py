@@ -17,10 +17,15 @@ CALL: Final = "call"
 FORWARD: Final = "forward"
 FEEDBACK: Final = "feedback"
 EVERY: Final = (CALL, FORWARD, FEEDBACK)
+ADMIN: Final = "admin"
 # Where each error can be the answer to a request; an empty tuple: no client gets it.
 WHERE: Final[dict[type[ProxyError], tuple[str, ...]]] = {
     errors.NotAllowed: (FORWARD,),
-    errors.Forbidden: (FORWARD,),
+    errors.NoKey: (*EVERY, ADMIN),
+    errors.OutOfScope: (*EVERY, ADMIN),
+    errors.TooMany: EVERY,
+    errors.KeysUnknown: (*EVERY, ADMIN),
+    errors.Forbidden: (*EVERY, ADMIN),
     errors.BadRequest: EVERY,
     errors.KeyReused: (FEEDBACK,),
     errors.TooSlow: EVERY,
@@ -28,7 +33,10 @@ WHERE: Final[dict[type[ProxyError], tuple[str, ...]]] = {
     errors.TooLarge: EVERY,
     errors.Overloaded: EVERY,
     errors.NoUpstream: (CALL, FORWARD),
-    errors.NotServed: (CALL,),
+    errors.NotServed: (CALL, FORWARD),
+    errors.NotContinued: (CALL,),
+    errors.NotKept: (CALL, FORWARD),
+    errors.NotKnownNow: (CALL,),
     errors.NotLoaded: (CALL,),
     errors.UpstreamUnreachable: (CALL, FORWARD),
     errors.UpstreamBroke: (CALL, FORWARD),
@@ -41,9 +49,15 @@ WHERE: Final[dict[type[ProxyError], tuple[str, ...]]] = {
     errors.SpoolInUse: (),
     errors.DoesNotStart: (),
     errors.BadUpstreams: (),
+    errors.BadRedaction: (),
+    errors.ProgramFails: (),
 }
 # Codes of errors whose class is chosen at run time.
-CHOSEN_CODES: Final = {"UpstreamBroke": {"upstream_broke"}, "UpstreamSilent": {"upstream_silent"}}
+CHOSEN_CODES: Final = {
+    "TooMany": {"rate_limit_exceeded"},
+    "UpstreamBroke": {"upstream_broke"},
+    "UpstreamSilent": {"upstream_silent"},
+}
 # What is refused before it is a request; the connection is closed after each.
 NOT_READ: Final = {
     400: "The bytes are not an HTTP/1.1 request, or its head is not valid.",

@@ -1,18 +1,29 @@
 """List the headers and fields that the proxy reads, and the headers that it adds to a reply."""
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from proxy.identity import names
 from proxy.tools.tool_status import MAX_TEXT, PARAMETERS
 from store.records import TOOL_STATUSES
 
+ANY_TEXT: Final[Mapping[str, object]] = {"type": "string"}
+# In ASCII alone, as clients encode other characters in different ways; spaces around a value are
+# none of it (RFC 9110 §5.5).
+PRINTABLE: Final[Mapping[str, object]] = {
+    "type": "string",
+    "maxLength": names.MAX_LENGTH,
+    "pattern": "^[!-~]([ -~]*[!-~])?$",
+}
+
 
 class Header(NamedTuple):
-    """Describe a header: name, meaning, and an example."""
+    """Describe a header: name, meaning, an example, and the values that are not refused."""
 
     name: str
     meaning: str
     example: str
+    schema: Mapping[str, object] = ANY_TEXT
 
 
 _NAME: Final = f"1 to {names.MAX_LENGTH} printable characters."
@@ -42,6 +53,7 @@ IDEMPOTENCY: Final = Header(
     "Keys are shared by all proxies of one database, and a key never expires once its body is "
     "stored.",
     "run-7-final",
+    PRINTABLE,
 )
 REPLY: Final = (
     Header("x-pawl-call", "Id of the recorded call, for feedback.", "019a1b2c-…"),
@@ -69,6 +81,11 @@ FAULT: Final = Header(
     "On replies of status 400 and above: who caused the error. `client`, `proxy` or `upstream`; "
     "`upstream` also on errors that the upstream answered itself.",
     "client",
+)
+TENANT: Final = Header(
+    "x-pawl-tenant",
+    "Whose API key the request shows, on `GET /v1/models`. Absent for the default tenant's.",
+    "team-a",
 )
 RETRY_AFTER: Final = Header("Retry-After", "Seconds after which to send it again.", "1")
 

@@ -1,13 +1,16 @@
 """Write the OpenAPI 3.1 document of the data port and the admin port."""
 
 import json
+from collections.abc import Mapping
 from typing import Any, Final
 
 from proxy.feedback.statements import MAX_ITEMS
 from proxy.formats.base import WireFormat
+from proxy.keys.admin_gate import OPEN
 from proxy.settings import ProxySettings
+from store.keys.grants import Scope
 
-from .errors import CALL, FEEDBACK, NOT_READ, ErrorClass, error_classes
+from .errors import ADMIN, CALL, FEEDBACK, NOT_READ, ErrorClass, error_classes
 from .headers import FAULT, IDEMPOTENCY, REPLY, REQUEST, RETRY_AFTER, Header
 from .routes import (
     BELOW_MARK,
@@ -26,6 +29,12 @@ from .texts import FEEDBACK as FEEDBACK_TEXT
 from .texts import FORWARDED, INTRODUCTION, PREFIX, RECORDED
 
 JSON: Final = "application/json"
+# Either will do on every route; which scope a key needs is said by each (OpenAPI 3.1 allows roles
+# for schemes of any type).
+SCHEMES: Final[Schema] = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "A key of `pawl keys create`."},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 ANY: Final[Schema] = {"description": "As the upstream's API has it; passed through."}
 VERSION: Final = "1"
 
@@ -44,7 +53,10 @@ def openapi() -> Schema:
         "info": {"title": "Pawl", "version": VERSION, "description": _text(INTRODUCTION)},
         "servers": [_data_port()],
         "paths": {**calls, "/feedback": {"post": _feedback()}, **admin},
-        "components": {"schemas": feedback_schemas() | error_schemas() | admin_schemas()},
+        "components": {
+            "schemas": feedback_schemas() | error_schemas() | admin_schemas(),
+            "securitySchemes": SCHEMES,
+        },
         "x-pawl-forwarded": {"description": _text(FORWARDED), "routes": _forwarded()},
     }
 
@@ -76,6 +88,7 @@ def _call(wire_format: WireFormat) -> Schema:
     return {
         "operationId": f"create_{wire_format.name}",
         "summary": "Call a model; recorded.",
+        "security": _security("infer"),
         "description": _text(RECORDED),
         "parameters": [_parameter(header) for header in REQUEST],
         "requestBody": body,
@@ -96,6 +109,7 @@ def _feedback() -> Schema:
     return {
         "operationId": "state_feedback",
         "summary": "State rewards, other metrics and tool statuses.",
+        "security": _security("feedback"),
         "description": _text(FEEDBACK_TEXT),
         "parameters": [_parameter(IDEMPOTENCY)],
         "requestBody": {
@@ -115,15 +129,15 @@ def _results(description: str) -> Schema:
     return {"description": description, "content": content}
 
 
-def _errors(where: str, schema: str) -> Schema:
-    """Return the proxy's own error replies on a route, by status."""
+def _errors(where: str, schema: str, not_read: Mapping[int, str] = NOT_READ) -> Schema:
+    """Return the proxy's own error replies on a route, by status, and those of `not_read`."""
     by_status: dict[int, list[ErrorClass]] = {}
     for one in error_classes():
         if where in one.where:
             by_status.setdefault(one.status, []).append(one)
     return {
-        str(status): _error(by_status.get(status, []), NOT_READ.get(status), schema)
-        for status in sorted({*by_status, *NOT_READ})
+        str(status): _error(by_status.get(status, []), not_read.get(status), schema)
+        for status in sorted({*by_status, *not_read})
     }
 
 
@@ -144,6 +158,8 @@ def _admin(path: str, meaning: str) -> Schema:
     replies = {"200": {"description": "OK", "content": content}}
     if path == "/readyz":
         replies["503"] = {"description": "No worker takes calls now.", "content": content}
+    if path not in OPEN:
+        replies |= _errors(ADMIN, "OpenAIError", {})
     return {
         "servers": [
             {
@@ -155,9 +171,14 @@ def _admin(path: str, meaning: str) -> Schema:
         "get": {
             "operationId": path.strip("/"),
             "summary": meaning.partition(": see [")[0],
+            "security": [] if path in OPEN else _security("read"),
             "responses": replies,
         },
     }
+
+
+def _security(scope: Scope) -> list[Schema]:
+    return [{name: [scope]} for name in SCHEMES]
 
 
 def _forwarded() -> list[Schema]:
@@ -166,6 +187,8 @@ def _forwarded() -> list[Schema]:
             "methods": list(one.methods),
             "paths": [_plain(path) for path in one.paths],
             "account": one.administers,
+            "kept": one.keeps,
+            "security": _security("admin" if one.administers else "infer"),
         }
         for one in forwarded_routes()
     ]
@@ -181,7 +204,7 @@ def _parameter(header: Header) -> Schema:
         "name": header.name,
         "in": "header",
         "description": header.meaning,
-        "schema": {"type": "string"},
+        "schema": header.schema,
         "example": header.example,
     }
 

@@ -12,6 +12,7 @@ from .headers import (
     REPLY,
     REQUEST,
     RETRY_AFTER,
+    TENANT,
     Header,
     episode_sources,
 )
@@ -29,6 +30,7 @@ from .texts import (
     FORWARDED,
     IDENTITY,
     INTRODUCTION,
+    KEYS,
     PREFIX,
     RECORDED,
     TRAINER,
@@ -40,6 +42,8 @@ def http_page() -> str:
     return page(
         "HTTP API",
         paragraph(INTRODUCTION),
+        "## Keys",
+        paragraph(KEYS),
         "## Recorded calls",
         *_recorded(),
         "## Names in the URL",
@@ -75,7 +79,7 @@ def _headers() -> list[str]:
         table(("where", "name", "namespace"), sources),
         paragraph(AGENT),
         "### Of a reply",
-        _header_table((*REPLY, FAULT, RETRY_AFTER)),
+        _header_table((*REPLY, FAULT, RETRY_AFTER, TENANT)),
     ]
 
 
@@ -99,10 +103,15 @@ def _feedback() -> list[str]:
 
 def _forwarded() -> list[str]:
     rows = [
-        (", ".join(one.methods), _paths(one), "yes" if one.administers else "")
+        (
+            ", ".join(one.methods),
+            _paths(one),
+            "yes" if one.administers else "",
+            "yes" if one.keeps else "",
+        )
         for one in forwarded_routes()
     ]
-    return [paragraph(FORWARDED), table(("methods", "paths", "account"), rows)]
+    return [paragraph(FORWARDED), table(("methods", "paths", "account", "kept"), rows)]
 
 
 def _paths(route: Forwarded) -> str:

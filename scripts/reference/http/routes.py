@@ -17,11 +17,15 @@ GROUP: Final = re.compile(r"\(\?:((?:[^()]|\([^()]*\))*)\)(\??)")
 
 
 class Forwarded(NamedTuple):
-    """Describe routes forwarded unrecorded: methods, readable paths, and whose account it is."""
+    """Describe routes forwarded unrecorded: methods, readable paths, and what they reach.
+
+    That may be the account at the provider, or what is kept under it for all tenants.
+    """
 
     methods: tuple[str, ...]
     paths: tuple[str, ...]
     administers: bool = False
+    keeps: bool = False
 
 
 def exact_routes() -> dict[tuple[str, str], Kind]:
@@ -47,7 +51,9 @@ def forwarded_routes() -> list[Forwarded]:
         if kind is Kind.FORWARD
     ]
     rules = [
-        Forwarded(tuple(sorted(rule.methods)), readable_paths(rule.pattern), rule.administers)
+        Forwarded(
+            tuple(sorted(rule.methods)), readable_paths(rule.pattern), rule.administers, rule.keeps
+        )
         for rule in openai_paths.RULES
     ]
     return [*exact, Forwarded(("GET",), ("/v1/models/{model}",)), *rules]

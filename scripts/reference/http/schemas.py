@@ -12,8 +12,8 @@ Schema = dict[str, Any]
 
 ADMIN: Final = {
     "/healthz": "200 while the keeper process answers.",
-    "/readyz": "200 while some worker takes calls, else 503. The body tells of workers, database "
-    "and drain; a database that is away does not make it 503.",
+    "/readyz": "200 while some worker takes calls, else 503. The body tells of workers, database, "
+    "drain and lapses; a database that is away does not make it 503.",
     "/metrics": "Prometheus metrics: see [metrics.md](metrics.md).",
 }
 MEANINGS: Final = {
@@ -97,7 +97,12 @@ def _statement(fields: frozenset[str], special: Schema) -> Schema:
 
 
 def _one_target(name: str) -> Schema:
-    return {"required": [name], "properties": {name: {"type": "string", "minLength": 1}}}
+    """Return what holds where a statement has this target: the others are not there, or null."""
+    others: Schema = {other: {"type": "null"} for other in statements.TARGETS if other != name}
+    return {
+        "required": [name],
+        "properties": {name: {"type": "string", "minLength": 1}} | others,
+    }
 
 
 def _results() -> Schema:
@@ -152,6 +157,7 @@ def admin_schemas() -> dict[str, Schema]:
             database={"type": "string"},
             serving={"type": "object", "additionalProperties": {"type": "integer"}},
             drain=drain,
+            lapse_s=number,
         ),
     }
 

@@ -7,8 +7,18 @@ from proxy.feedback.statements import MAX_ITEMS, MAX_TARGET_BYTES
 INTRODUCTION: Final = """
 The proxy listens on two ports: the data port (`PAWL_LISTEN`, 127.0.0.1:8100) for calls and
 feedback, and the admin port (`PAWL_ADMIN_LISTEN`, 127.0.0.1:8101) for health and metrics. Both
-speak HTTP/1.1 and have no access keys: keep them on this machine, or behind something that has
-keys. [openapi.json](openapi.json) describes both ports as OpenAPI 3.1.
+speak HTTP/1.1. [openapi.json](openapi.json) describes both ports as OpenAPI 3.1.
+"""
+KEYS: Final = """
+Until a key is made, only programs on the proxy's machine may call both ports, unless
+`PAWL_ACCESS` says otherwise. From the first key on (`pawl keys create`) every route but
+`/healthz` and `/readyz` asks for one, sent as `Authorization: Bearer KEY` or as `x-api-key: KEY`:
+`infer` for calls and what is forwarded, `feedback` for `/feedback`, `read` for `/metrics`, `admin`
+for routes marked *account*. No route asks for `train` yet. Without a key, and with a wrong or
+revoked one, the answer is 401; with one that is for something else, 403; beyond the key's limits,
+429. Credentials never reach the upstream then. Each key belongs to a tenant, and all names in its
+requests (of episodes, tasks, calls, responses, policies, idempotency keys) are that tenant's: what
+another tenant has under a name is unknown.
 """
 RECORDED: Final = """
 Bodies are those of the upstream's API. They are passed through unchanged, streamed or not, except
@@ -65,8 +75,12 @@ upstreams (`PAWL_UPSTREAMS`), a body is read first, up to `PAWL_MAX_BODY_MB`, to
 by its `model`, and `GET /v1/models` joins the lists of all. `GET` routes
 take `HEAD`, too. Any other method and path is refused with 404: the list is an allow-list, so that
 the model server's own adapter and administration endpoints cannot be reached. Routes marked
-*account* manage the account at the provider: they are refused if the proxy sends requests with its
-own key. `DELETE` of a model also needs `PAWL_ALLOW_MODEL_DELETE=true`.
+*account* manage the account at the provider: they need a key for `admin`, and are refused if the
+proxy sends requests with its own key. `DELETE` of a model also needs
+`PAWL_ALLOW_MODEL_DELETE=true`. Routes marked *kept* reach what the provider keeps under one account
+for all tenants: keys of other tenants than the default one are refused with 403. Where there are
+several tenants, the bodies of all other routes are read, up to `PAWL_MAX_BODY_MB`, and a version of
+another tenant's policy is refused as unknown; `GET /v1/models` leaves it out.
 """
 ERROR_CLASSES: Final = """
 Every reply of status 400 and above has `x-pawl-fault`. Errors that the upstream answers are passed
@@ -90,5 +104,7 @@ The admin port serves three routes:
 """
 TRAINER: Final = """
 The trainer serves `GET /metrics` on `PAWL_TRAINER_LISTEN` (127.0.0.1:8102), and the steward
-`GET /healthz` and `GET /metrics` on `PAWL_STEWARD_LISTEN` (127.0.0.1:8103).
+`GET /healthz`, `GET /readyz` and `GET /metrics` on `PAWL_STEWARD_LISTEN` (127.0.0.1:8103). Its
+`/readyz` is always 200, and says why versions are not loaded: their files were altered, or cannot
+be read for now (`unread`).
 """

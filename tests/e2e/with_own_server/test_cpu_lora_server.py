@@ -28,7 +28,7 @@ class Answer:
 
 
 @pytest.fixture(scope="module")
-def adapter_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter_dir(shallow_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random rank-16 adapter with B not zero, strong enough to change every answer."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -36,16 +36,16 @@ def adapter_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     torch.manual_seed(0)
     config = LoraConfig(r=16, lora_alpha=64, target_modules="all-linear", init_lora_weights=False)
     # The shapes are all that is needed of the base: its weights are not read.
-    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shallow_dir))
     folder = tmp_path_factory.mktemp("adapter")
     get_peft_model(base, config).save_pretrained(str(folder), save_embedding_layers=False)
     return folder
 
 
 @pytest.fixture(scope="module")
-def server_url(model_dir: Path) -> Iterator[str]:
+def server_url(shallow_dir: str) -> Iterator[str]:
     """A server with room for two adapters, our plugin in place."""
-    arguments = ["--model", str(model_dir), "--served-model-name", BASE]
+    arguments = ["--model", shallow_dir, "--served-model-name", BASE]
     arguments += ["--dtype", "float32", "--max-model-len", "1024"]
     arguments += ["--enable-lora", "--max-loras", "2", "--max-lora-rank", "16"]
     # A cached prefix would be computed in one batch and read in another.

@@ -5,17 +5,15 @@ The tools are strict, forced, or one at most may be called: each is held to a st
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from benchmarks.small_stack import small_plan
-from pawl.stack.stack import Stack, running_stack
+from pawl.stack.stack import Stack
 from store.records import TransitionRow
-from tests.e2e.conftest import POLICY, RECIPE, ShowNats
-from tests.e2e.test_replayed_sampling import (
+from tests.e2e.conftest import POLICY, ShowNats, stack_of
+from tests.e2e.replaying import (
     ALL,
     assert_alike,
     post,
@@ -24,7 +22,6 @@ from tests.e2e.test_replayed_sampling import (
     row_of,
     trainers_differences,
 )
-from tests.support.training import recipe
 from trainer.learners.learner import Learner
 from trainer.learners.replay.grammars import OUTSIDE
 
@@ -96,11 +93,8 @@ CARD = {"top_p": 0.95, "top_k": 20, "presence_penalty": 0.3}
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def hermes(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """A stack whose model server reads Hermes' syntax, as `pawl up` starts it."""
-    folder: Path = tmp_path_factory.mktemp("hermes")
-    (folder / "small.toml").write_text(RECIPE)
-    recipe_file = str(folder / "small.toml")
-    plan = small_plan(folder, model_dir, POLICY, recipe_file, tool_parser="hermes")
-    async with running_stack(plan) as running:
+    folder = tmp_path_factory.mktemp("hermes")
+    async with stack_of(model_dir, folder, tool_parser="hermes") as running:
         yield running
 
 
@@ -113,7 +107,7 @@ async def ask(stack: Stack, name: str, seed: int) -> None:
 
 
 async def test_calls_in_hermes_syntax_are_replayed_to_a_thousandth_of_a_nat(
-    hermes: Stack, model_dir: str, tmp_path: Path, show_nats: ShowNats
+    hermes: Stack, learner: Learner, show_nats: ShowNats
 ) -> None:
     # At once: the server makes the masks of a whole batch.
     await asyncio.gather(*(ask(hermes, name, seed) for name in EACH for seed in SEEDS))
@@ -125,11 +119,10 @@ async def test_calls_in_hermes_syntax_are_replayed_to_a_thousandth_of_a_nat(
     # Where none need be called, the examples let the model call all the same.
     for name in ("strict", "one at most", "required", "named", "messages"):
         assert any(call.tool_calls for call in calls[name]), name
-    means = trainers_differences(model_dir, tmp_path, calls, folders)
+    means = trainers_differences(learner, calls, folders)
     show_nats(means)
     assert max(means.values()) <= 1e-3, means
 
-    learner = Learner(model_dir, recipe(), seed=0, scratch=tmp_path)
     for call in recorded:
         row = row_of(call)
         assert learner.why_unreplayable(row.distribution, row.sampled_ids) is None
@@ -149,7 +142,7 @@ async def ask_both_ways(stack: Stack, name: str, seed: int) -> None:
 
 
 async def test_responses_in_hermes_syntax_are_recomputed_to_a_thousandth_of_a_nat(
-    hermes: Stack, model_dir: str, tmp_path: Path, show_nats: ShowNats
+    hermes: Stack, learner: Learner, show_nats: ShowNats
 ) -> None:
     """Held to the same tag, a chat has the server's own log-probabilities."""
     await asyncio.gather(*(ask_both_ways(hermes, name, s) for name in RESPONSES for s in SEEDS))
@@ -176,6 +169,6 @@ async def test_responses_in_hermes_syntax_are_recomputed_to_a_thousandth_of_a_na
             silent = [(call, twin) for call, twin in own if not call.tokens.sampled_logprobs]
             assert any(call.tool_calls for call, _ in silent), (name, way)
             pairs[f"{name}, {way}"] = silent
-    differences = recomputed_differences(model_dir, tmp_path, pairs, folders)
+    differences = recomputed_differences(learner, pairs, folders)
     show_nats(differences)
     assert max(differences.values()) <= 1e-3, differences

@@ -13,7 +13,8 @@ from pawl.rollout.agents.warm import SHARING
 from pawl.scenarios.places import EXAMPLES
 from pawl.scenarios.run import RunOptions, run_scenario
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+# On a machine that others slow down, a wave may take minutes.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 PORTS = ("PAWL_LISTEN", "PAWL_ADMIN_LISTEN", "PAWL_TRAINER_LISTEN", "PAWL_STEWARD_LISTEN")
 RECIPE = """
@@ -24,6 +25,8 @@ group_size = 4
 groups = 1
 smallest_group = 4
 max_age_s = 20
+[batch]
+micro_batch_tokens = 256
 [optimizer]
 learning_rate = 3e-4
 [publish]
@@ -33,18 +36,17 @@ tolerance = 0.01
 
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Copy the example, with four held-out tasks, looked at after each of two waves."""
+    """Copy the example, with four held-out tasks."""
     for variable in PORTS:
         monkeypatch.setenv(variable, f"127.0.0.1:{free_port()}")
     monkeypatch.setenv("PAWL_VLLM_PORT", str(free_port()))
     folder = tmp_path / "examples"
     shutil.copytree(EXAMPLES / "math", folder / "math")
     file = folder / "math" / "example.toml"
-    keys = re.sub(r"(?m)^(held_out|at_once).*\n", "", file.read_text())
+    keys = re.sub(r"(?m)^(held_out|at_once|most_waves).*\n", "", file.read_text())
     # As many at once as share a worker, each of which imports AutoGen.
     file.write_text(
-        f"{keys}held_out = 4\nheld_out_samples = 1\nheld_out_every = 1\nmost_waves = 2\n"
-        f"at_once = {SHARING}\n"
+        f"{keys}held_out = 4\nheld_out_samples = 1\nmost_waves = 2\nat_once = {SHARING}\n"
     )
     return folder
 
@@ -62,8 +64,11 @@ async def test_an_example_learns_and_reports(
     var = tmp_path / "var"
     options = RunOptions(
         name="math",
-        minutes=10,
+        minutes=25,
         seed=0,
+        # A wave of two groups gives none, one or two updates: there is a look between two waves.
+        updates=3,
+        held_out_every=1,
         var=var,
         models=Path(model_dir).parent,
         recipe=str(recipe),
@@ -71,9 +76,11 @@ async def test_an_example_learns_and_reports(
     )
     await run_scenario(options)
     summary = json.loads((var / "summary.json").read_text())
-    assert each(summary, "waves") == [0, 1, 2]
+    waves = each(summary, "waves")
+    assert waves == list(range(len(waves)))
+    assert len(waves) >= 3
     assert each(summary, "updates")[0] == 0
-    assert summary["updates"] >= 2
+    assert summary["updates"] >= 3
     assert [summary["before"], summary["after"]] == [
         summary["held_out"][0]["score"],
         summary["held_out"][-1]["score"],
@@ -81,7 +88,7 @@ async def test_an_example_learns_and_reports(
     assert summary["recorded"] == summary["calls"] > 0
     assert summary["trainable_share"] >= 0.95
     assert summary["failed_requests"] == summary["failed_runs"] == 0
-    assert summary["policies"]["math"]["versions"] >= 2
+    assert summary["policies"]["math"]["versions"] >= 3
     assert summary["policies"]["math"]["trained_episodes"] >= 4
     assert (var / "reward.png").stat().st_size > 10_000
     assert "held-out after" in (var / "report.html").read_text()

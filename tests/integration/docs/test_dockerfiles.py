@@ -133,7 +133,7 @@ def test_the_command_explains_itself(image: Stage) -> None:
 
 
 def test_the_proxy_is_compiled(image: Stage) -> None:
-    told = image.sh("python -c 'import proxy.calls.handler; print(proxy.calls.handler.__file__)'")
+    told = image.sh("python -c 'import proxy.calls.call; print(proxy.calls.call.__file__)'")
     assert told.strip().endswith(".so")
 
 

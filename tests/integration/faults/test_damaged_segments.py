@@ -14,8 +14,8 @@ from proxy.keeper import backlog, settling
 from proxy.keeper.drain import Drainer
 from proxy.spool.segments import HEAD_BYTES, encode_frame
 from proxy.spool.spool import Spool
-from tests.integration.faults.test_durability import assert_adds_up, ledger
 from tests.integration.faults.test_poison import Spooled, spooled
+from tests.support.faults.counters import assert_adds_up, ledger
 from tests.support.records import captured
 
 __all__ = ["spooled"]
@@ -80,7 +80,8 @@ async def test_dead_letters_are_private_and_durable_before_their_segment_goes(
 
     def fsync(handle: int) -> None:
         real(handle)
-        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name)
+        # A letter gets its name once it is whole.
+        synced.append(Path(os.readlink(f"/proc/self/fd/{handle}")).name.removesuffix(".new"))
 
     def unlinked(path: Path, missing_ok: bool = False) -> None:
         if path.suffix == ".seg":

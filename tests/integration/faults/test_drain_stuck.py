@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from prometheus_client import REGISTRY
@@ -18,7 +18,7 @@ from store.connection.engine import make_engine
 from store.ids import new_id
 from store.read.episodes import episode_ids
 from tests.conftest import Psql
-from tests.integration.faults.test_durability import assert_adds_up
+from tests.support.faults.counters import assert_adds_up
 from tests.support.records import captured
 from tests.support.waiting import eventually, until
 
@@ -156,10 +156,10 @@ async def test_one_record_that_is_held_is_told_of_while_others_are_stored(
     """How long it has been held must not begin anew with each record that is stored."""
     fails = True
 
-    async def store(self: object, engine: AsyncEngine, records: list[object]) -> None:
+    async def store(self: object, engine: AsyncEngine, records: list[object]) -> frozenset[UUID]:
         if fails and any(getattr(record, "episode", None) == "huge" for record in records):
             raise TimeoutError
-        await real(self, engine, records)  # type: ignore[arg-type]
+        return await real(self, engine, records)  # type: ignore[arg-type]
 
     real = settling.Ingester.store
     monkeypatch.setattr(settling.Ingester, "store", store)

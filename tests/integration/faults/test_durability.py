@@ -10,9 +10,8 @@ import aiohttp
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from proxy.keeper import drain
+from proxy.keeper import backlog, drain
 from proxy.keeper.drain import Drainer
-from proxy.metrics import exposed
 from proxy.spool.segments import HEADER, encode_frame
 from proxy.spool.spool import LONG_BYTES, Spool
 from store.connection.engine import make_engine
@@ -21,26 +20,13 @@ from store.ids import new_id
 from store.read.episodes import episode_ids
 from tests.conftest import Psql, url_of
 from tests.integration.conftest import Proxy, running, settings_for
+from tests.support.faults.counters import assert_adds_up, ledger
 from tests.support.records import captured, reward, statement
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.waiting import eventually, until
 
 # A whole frame that is none of ours.
 FOREIGN = HEADER.pack(3, crc32(b"\x93\x01\x02")) + b"\x93\x01\x02"
-COUNTERS = ("", "_stored", "_dead_lettered", "_dropped")
-
-
-def ledger() -> dict[str, float]:
-    """The four outcomes and their sum, as `/metrics` has them."""
-    names = {f"pawl_records{name}_total" for name in COUNTERS} | {"pawl_records_spooled"}
-    shown = exposed()
-    return {name: shown.get_sample_value(name) or 0.0 for name in names}
-
-
-def assert_adds_up() -> None:
-    now = ledger()
-    made = now.pop("pawl_records_total")
-    assert made == sum(now.values())
 
 
 async def test_calls_go_on_without_a_database_and_are_stored_when_it_comes(
@@ -290,6 +276,19 @@ async def test_a_record_that_cannot_be_read_is_one_dead_letter_however_long_the_
     await drainer.count()
     assert_adds_up()
     await engine.dispose()
+
+
+async def test_a_new_keeper_counts_all_of_a_segment_that_is_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backlog, "READ_BYTES", 4096)
+    spool = Spool(tmp_path / "0", segment_bytes=2**20)
+    for number in range(50):
+        await spool.append(encode_frame(captured(f"e{number}")))
+    spool.close()
+    drainer = Drainer(tmp_path, lambda: None, batch=10, counted_before=50)
+    await drainer.count()
+    assert ledger()["pawl_records_spooled"] == 50
 
 
 async def test_the_next_keeper_goes_on_where_a_killed_one_ended(

@@ -8,10 +8,10 @@ import pytest
 
 from proxy.calls import answering, asking, recording, routing
 from proxy.calls import call as steps
-from proxy.intake import reading
+from proxy.http.exchange import Exchange
 from proxy.metrics import UNFORESEEN
 from tests.integration.conftest import Proxy
-from tests.integration.faults.test_durability import ledger
+from tests.support.faults.counters import ledger
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.servers.raw_upstream import post, raw_ask
 from tests.support.waiting import eventually
@@ -40,8 +40,8 @@ async def ask(proxy: Proxy, request: bytes, *, kept: bool = True) -> tuple[bytes
 
 
 STEPS = {
-    "read_request": reading,
-    "lowered": steps,
+    "read_request": asking,
+    "lowered": Exchange,
     "identify": asking,
     "for_upstream": routing,
     "rewritten": steps,
@@ -125,7 +125,7 @@ async def test_a_call_whose_record_cannot_be_made_is_answered_and_counted_as_dro
 async def test_a_failure_beside_calls_is_500_too(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr("proxy.feedback.endpoint.lowered", fails)
+    monkeypatch.setattr("proxy.http.exchange.Exchange.lowered", fails)
     monkeypatch.setattr("proxy.door.forward.for_upstream", fails)
     listing = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
     request = post(path, b"{}") if path == "/feedback" else listing

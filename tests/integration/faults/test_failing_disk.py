@@ -24,7 +24,7 @@ from proxy.spool.recorder import Recorder
 from proxy.spool.segments import encode_frame
 from proxy.spool.spool import Spool
 from store.read.episodes import episode_ids, read_episodes
-from tests.integration.faults.test_durability import assert_adds_up, ledger
+from tests.support.faults.counters import assert_adds_up, ledger
 from tests.support.records import captured
 from tests.support.servers.fake_upstream import FakeUpstream
 from tests.support.servers.raw_upstream import post, raw_ask
@@ -290,7 +290,7 @@ async def ask(stand: Stand) -> str:
     return call.strip().decode()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 async def test_a_proxy_serves_on_through_io_errors_and_recovers_by_itself(
     faulty: tuple[Stand, Path],
 ) -> None:
@@ -320,7 +320,7 @@ async def test_a_proxy_serves_on_through_io_errors_and_recovers_by_itself(
     assert time.monotonic() - began < 20
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 async def test_a_proxy_of_which_the_disk_hangs_answers_and_ends(
     faulty: tuple[Stand, Path],
 ) -> None:

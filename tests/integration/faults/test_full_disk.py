@@ -168,7 +168,7 @@ async def test_a_worker_that_ends_again_and_again_ends_nothing_else(
     assert (await fetch(stand.admin, "/readyz")).status == 200
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 async def test_readiness_says_when_nobody_takes_calls(stand: Stand) -> None:
     for process in stand.processes("worker"):
         # It keeps the supervisor from starting another in a moment: it ends for good, and slowly.

@@ -16,8 +16,8 @@ from proxy.keeper.drain import Drainer
 from proxy.spool import recorder as recording
 from proxy.spool.recorder import Recorder
 from store.read.episodes import episode_ids, read_episodes
-from tests.integration.faults.test_durability import assert_adds_up, ledger
 from tests.integration.faults.test_failing_disk import failing
+from tests.support.faults.counters import assert_adds_up, ledger
 from tests.support.records import captured
 from tests.support.waiting import eventually
 

@@ -4,12 +4,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import Frame
-from proxy.keeper import entries
+from proxy.keeper import transcribe
 from proxy.keeper.drain import Drainer
 from proxy.spool.segments import encode_frame
 from store.ids import new_id
@@ -17,7 +18,7 @@ from store.read.episodes import episode_ids
 from store.records import CallRecord, SpoolRecord
 from store.write.ingest import Ingester
 from tests.integration.conftest import Proxy
-from tests.integration.faults.test_durability import assert_adds_up, ledger
+from tests.support.faults.counters import assert_adds_up, ledger
 from tests.support.records import captured, reward
 from tests.support.waiting import eventually
 
@@ -117,7 +118,7 @@ def raising(error: BaseException, what: Callable[..., Any], poison: str) -> Call
 async def test_whatever_reading_a_record_raises_it_alone_is_a_dead_letter(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(entries, "transcribe", raising(error, entries.transcribe, "poison"))
+    monkeypatch.setattr(transcribe, "transcribe", raising(error, transcribe.transcribe, "poison"))
     spooled.write(captured("a"), captured("poison"), captured("b"), captured("poison"))
     await spooled.drain()
     assert await spooled.stored() == 2
@@ -134,10 +135,10 @@ def storing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[SpoolRecord]
     def use(check: Callable[[SpoolRecord], object]) -> None:
         async def store(
             self: Ingester, engine: AsyncEngine, records: Sequence[SpoolRecord]
-        ) -> None:
+        ) -> frozenset[UUID]:
             for record in records:
                 check(record)
-            await real(self, engine, records)
+            return await real(self, engine, records)
 
         monkeypatch.setattr(Ingester, "store", store)
 
@@ -251,12 +252,12 @@ async def test_a_record_that_postgres_fails_over_while_it_answers_is_passed_over
 async def test_counting_what_was_stored_never_stops_the_drain(
     spooled: Spooled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from proxy.keeper import tally
+    from proxy.keeper import settling
 
     def broken(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tally, "_count_call", broken)
+    monkeypatch.setattr(settling, "_count_call", broken)
     spooled.write(captured("a"), captured("b"))
     await spooled.drain()
     assert (await spooled.stored(), spooled.segments()) == (2, [])

@@ -5,9 +5,11 @@ from pathlib import Path
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.spool import as_json, as_lines, look, replay
-from proxy.calls.capture import Frame
+from proxy.calls.capture import Frame, Gap
 from proxy.spool.segments import encode_frame, read_frames
+from store.ids import new_id
 from store.read.episodes import episode_ids
+from store.tenants import scoped
 from tests.support.records import captured, reward, statement
 
 
@@ -41,6 +43,27 @@ def test_what_waits_and_what_is_dead_is_told(tmp_path: Path) -> None:
     assert view.dead_letters[1].about == "not a record"
     assert as_json(view)["dead_letters"][1]["reason"] == "a torn frame"
     assert any("000000.letter" in line and "refused" in line for line in as_lines(view))
+
+
+async def test_a_tenants_letters_alone_are_shown_and_replayed(
+    engine: AsyncEngine, tmp_path: Path
+) -> None:
+    keys = {tenant: scoped(tenant, "e") for tenant in ("a", "b", "default")}
+    for tenant, key in keys.items():
+        bury(tmp_path, tenant, payload(captured(key)), "the partition was missing")
+    gap = Gap(id=new_id().bytes, episodes=(keys["a"], keys["b"]))
+    bury(tmp_path, "gap", payload(gap), "refused")
+    bury(tmp_path, "torn", b"torn", "a torn frame")
+
+    def shown(tenant: str | None) -> list[str]:
+        return [Path(one.path).stem for one in look(tmp_path, tenant).dead_letters]
+
+    assert shown("a") == ["a", "gap"]
+    assert shown("default") == ["default"]
+    assert shown("nobody") == []
+    assert len(shown(None)) == 5
+    assert await replay(tmp_path, engine, tenant="default") == (1, [])
+    assert shown(None) == ["a", "b", "gap", "torn"]
 
 
 async def test_replaying_stores_what_can_be_stored_and_keeps_the_rest(

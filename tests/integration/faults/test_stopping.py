@@ -53,7 +53,7 @@ async def ended(stand: Stand) -> float:
 
 
 @pytest.mark.usefixtures("own_cluster")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 async def test_it_ends_in_time_with_stalled_readers_and_dribbling_writers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +89,7 @@ async def test_it_ends_in_time_with_stalled_readers_and_dribbling_writers(
 async def test_a_stream_that_goes_on_is_broken_off_at_the_end_of_the_grace_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PAWL_STOP_GRACE_S", "5")
+    monkeypatch.setenv("PAWL_STOP_GRACE_S", str(GRACE_S))
     go_on = asyncio.Event()
     async with fake_upstream() as upstream:
         slow(go_on, upstream)
@@ -101,7 +101,7 @@ async def test_a_stream_that_goes_on_is_broken_off_at_the_end_of_the_grace_and_r
         writer.close()
         go_on.set()
         await down(stand)
-    assert 3 <= took < 5
+    assert GRACE_S / 2 <= took < GRACE_S
     assert '"status":"client_gone"' in stand.log.read_text()
     assert "calls_broken_off" in stand.log.read_text()
 

@@ -24,8 +24,8 @@ from store.updates.claims import Claim
 from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.write.ingest import ingest
+from tests.support.ledger.updates import record_update
 from tests.support.records import START, call, reward, statement, tool_event
-from tests.support.updates import record_update
 from trainer.credit.assign import TransitionCredit, assign_credit
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
 from trainer.errors import RecipeError

@@ -147,4 +147,4 @@ def test_a_curve_of_some_episodes_is_refused(
     with pytest.raises(SystemExit) as ended:
         export_command(curve=True, **chosen)
     assert ended.value.code == 2
-    assert "a curve is of all evaluation: leave out --since and --agent" in capsys.readouterr().err
+    assert "leave out --since and --agent" in capsys.readouterr().err

@@ -178,7 +178,7 @@ async def promote_version_1(proxy: Proxy) -> None:
                 " SELECT 'm', 1, 'published', 'm@1', id FROM updates"
             )
         )
-        await promote(connection, "m", 1)
+        await promote(connection, "m", 1, reason="for the test", actor="operator")
 
     async def swapped() -> bool:
         return (await proxy.chat()).headers["x-pawl-policy"] == "m@1"

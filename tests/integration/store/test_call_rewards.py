@@ -13,8 +13,8 @@ from pawl.crediting.past import explain_update
 from pawl.export import Selection, export
 from store.records import CallRecord, FeedbackRecord
 from tests.integration.store.test_groups import LONG_AGO, PATIENT, keys, reasons, store
+from tests.support.ledger.updates import claimed, record_update
 from tests.support.records import START, call, reward
-from tests.support.updates import claimed, record_update
 from trainer.credit.lines import CreditLine, credit_line, credit_lines, read_lines
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import Plan, claim_rule, plan_update

@@ -15,8 +15,8 @@ from store.updates.expiry import expire
 from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.write.ingest import ingest
+from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
-from tests.support.updates import claimed, consume_all
 from trainer.recipes.claim import ClaimOptions
 from trainer.recipes.credit import CreditOptions
 from trainer.recipes.recipe import Recipe

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.errors import Refused
 from store.ids import lowest_id_at, new_id, time_of
-from store.link.targets import known_targets
+from store.link.settle import known_targets
 from store.read.episodes import episode_ids, read_episodes
 from store.records import Episode, SpoolRecord, ToolCall
 from store.schema.partitions import partition_name

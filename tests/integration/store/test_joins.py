@@ -17,7 +17,7 @@ from store.link.joins import (
     TOLD_MORE_THAN_ONE,
     TOO_LATE,
 )
-from store.link.targets import known_targets
+from store.link.settle import known_targets
 from store.read.episodes import episode_ids, read_episodes
 from store.records import CallRecord, Episode, SpoolRecord
 from store.updates import claims
@@ -25,7 +25,7 @@ from store.updates.policies import ensure_base, pinned_episodes
 from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX, RESPONSE, TOOL_CALL
 from store.write.ingest import Ingester
-from tests.support.any_order import store_in_batches
+from tests.support.ledger.any_order import same_in_any_order
 from tests.support.records import call, reward, statement, tokens, tool_event
 
 RULE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
@@ -55,16 +55,6 @@ async def store(engine: AsyncEngine, *records: SpoolRecord) -> None:
 async def episodes(engine: AsyncEngine) -> list[Episode]:
     async with engine.connect() as connection:
         return await read_episodes(connection, await episode_ids(connection))
-
-
-async def empty(engine: AsyncEngine) -> None:
-    async with engine.begin() as connection:
-        await connection.execute(
-            text(
-                "TRUNCATE episodes, transitions, tool_events, feedback, feedback_requests,"
-                " consumptions, provided_fingerprints, needed_fingerprints, links CASCADE"
-            )
-        )
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -268,18 +258,16 @@ async def scores(engine: AsyncEngine) -> Any:
         return sorted(tuple(row) for row in rows)
 
 
+async def stored(engine: AsyncEngine) -> tuple[Any, ...]:
+    return content(await episodes(engine)), await scores(engine)
+
+
 @pytest.mark.parametrize("seed", range(12))
 async def test_any_order_split_and_repetition_gives_the_same_episodes(
     engine: AsyncEngine, seed: int
 ) -> None:
     dice = random.Random(seed)
-    records = scenario(dice)
-    seen = []
-    for disorder in (False, True, True, True):
-        await store_in_batches(engine, records, dice, disorder=disorder)
-        seen.append((content(await episodes(engine)), await scores(engine)))
-        await empty(engine)
-    assert seen[1:] == seen[:1] * 3
+    await same_in_any_order(engine, scenario(dice), dice, stored)
 
 
 async def test_several_drainers_at_once_lose_no_join(engine: AsyncEngine) -> None:

@@ -18,8 +18,8 @@ from store.updates.expiry import expire
 from store.updates.policies import ensure_base, idle_versions, pinned_episodes, pinned_version
 from store.updates.ready import ClaimRule
 from store.write.ingest import Ingester
+from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
-from tests.support.updates import claimed, consume_all
 from trainer.recipes.recipe import Recipe
 from trainer.updates.plan import plan_update
 

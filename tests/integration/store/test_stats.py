@@ -6,8 +6,8 @@ from store.read.stats import PolicyTotals, policy_totals
 from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.write.ingest import Ingester
+from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
-from tests.support.updates import claimed, consume_all
 
 
 async def test_each_policys_calls_and_what_came_of_them(engine: AsyncEngine) -> None:

@@ -21,8 +21,8 @@ from store.read.episodes import episode_ids, read
 from store.records import SpoolRecord
 from store.updates.policies import ensure_base
 from tests.integration.conftest import free_port
-from tests.integration.pawl.test_judge import Bench as Program
-from tests.integration.pawl.test_judge import Desk, Opinion, outcomes
+from tests.integration.pawl.judging.test_judge import Bench as Program
+from tests.integration.pawl.judging.test_judge import Desk, Opinion, outcomes
 from tests.integration.store.test_damage import Threads
 from tests.integration.store.test_groups import reasons, store
 from tests.integration.trainer.recovery.test_recovery import run_once

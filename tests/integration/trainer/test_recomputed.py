@@ -14,15 +14,16 @@ from store.read.stats import totals
 from store.records import SpoolRecord, Tokens
 from store.updates.claims import list_updates
 from store.updates.files import mark_deleted
-from store.updates.policies import set_state
+from store.updates.states import set_state
 from store.write.ingest import ingest
 from tests.integration.trainer.learners.test_learner import plain_logprobs, shake
 from tests.integration.trainer.recovery.test_recovery import Bench, bench, run_once
 from tests.integration.trainer.recovery.test_resuming import same
+from tests.support.faults.unreadable import unreadable
 from tests.support.records import call, reward
 from tests.support.training import ppo_recipe, recipe, rows, write_tiny_model
 from trainer.batches.rows import Row
-from trainer.errors import AdapterError, Interrupted, Unusable
+from trainer.errors import AdapterError, FilesUnread, Interrupted, Unusable
 from trainer.learners.learner import Learner
 from trainer.publishing import adapters
 from trainer.publishing.progress import PROGRESS, write_progress
@@ -177,7 +178,7 @@ def test_a_version_of_another_base_does_not_fit(tiny_model: str, tmp_path: Path)
     with pytest.raises(AdapterError, match="cannot be read"):
         made.misfit(one)
     (one / PROGRESS).unlink()
-    with pytest.raises(AdapterError, match="cannot be read"):
+    with pytest.raises(AdapterError, match="is not there; restore it"):
         made.misfit(one)
 
 
@@ -242,12 +243,30 @@ async def test_where_a_version_is_lost_its_calls_are_not_trained(bench: Bench, l
     await bench.assert_spent_once(12)
 
 
+@pytest.mark.parametrize("name", [adapters.MANIFEST, *adapters.SERVED])
+async def test_a_version_that_cannot_be_read_for_now_is_not_lost(bench: Bench, name: str) -> None:
+    await run_once(bench)
+    await fill(bench, "u", 1, told=True)
+    await run_once(bench)
+    await fill(bench, "v", 1)
+    one = adapters.version_folder(bench.folder, "m", 1)
+    with unreadable(one / name), pytest.raises(FilesUnread, match=f"{name} cannot be read"):
+        await run_once(bench)
+    # None of its episodes was spent: the next trainer frees them, and trains on all.
+    await bench.assert_spent_once(8)
+    assert await run_once(bench)
+    metrics = await last_metrics(bench)
+    assert "lost_versions" not in metrics
+    assert bench.learner.asked == [(one, 2)]
+    await bench.assert_spent_once(12)
+
+
 async def test_a_deleted_version_is_gone_by_its_mark(bench: Bench) -> None:
     await run_once(bench)
     await fill(bench, "u", 1, told=True)
     await run_once(bench)
     async with bench.engine.begin() as connection:
-        await set_state(connection, "m", 1, "retired")
+        await set_state(connection, "m", 1, "retired", reason="for the test", actor="operator")
         assert await mark_deleted(connection, "m", [1]) == {1}
     # A folder that is still there is not looked at: it may be on its way out.
     await fill(bench, "v", 1)

@@ -14,10 +14,11 @@ from store.records import SpoolRecord
 from store.updates import claims, policies
 from store.updates.policies import list_versions
 from store.write.ingest import ingest
-from tests.support.killing import Killed, killing
+from tests.support.faults.killing import Killed, killing
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
-from trainer.errors import AdapterError
+from tests.support.waiting import until
+from trainer.errors import AdapterError, FilesUnread
 from trainer.loop import Loop
 from trainer.metrics import LEFT
 from trainer.publishing.adapters import version_folder
@@ -202,6 +203,25 @@ async def test_a_trainer_of_which_all_policies_fail_ends(bench: Bench) -> None:
             await asyncio.wait_for(rounds.run(0.01, once=True), 30)
 
 
+async def test_a_trainer_goes_on_by_itself_once_what_it_could_not_read_can_be_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.trainee.FIRST_PAUSE_S", 0.05)
+    await bench.fill({"checker": 2})
+    learner = bench.learners["checker"]
+    learner.fails = FilesUnread("weights cannot be read (Input/output error)")
+    async with bench.rounds(["checker"]) as rounds:
+        # It has no other policy, and does not end.
+        work = asyncio.create_task(rounds.run(0.01, once=True))
+        await until(lambda: LEFT.labels("checker")._value.get() == 1)
+        await until(lambda: work.done() or rounds._trainees["checker"]._failures > 1)
+        assert not work.done()
+        learner.fails = None
+        await asyncio.wait_for(work, 30)
+    assert await bench.states() == {"checker@1": "serving"}
+    assert LEFT.labels("checker")._value.get() == 0
+
+
 async def test_a_rejected_version_of_one_does_not_stop_the_other(bench: Bench) -> None:
     await bench.fill({"writer": 8, "checker": 6})
     bench.learners["checker"].served = -7.0
@@ -324,16 +344,25 @@ async def test_what_it_takes_to_begin_makes_no_pause(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server may take a minute to come up; the store is looked at as often as before."""
-    looks, taken = 0, Trainee.take_up
+    looks, now, taken = 0, 0.0, Trainee.take_up
+    looked_again = asyncio.Event()
 
     async def slowly(self: Trainee, guard: Any, engine: Any) -> bool:
-        nonlocal looks
-        looks += 1
-        await asyncio.sleep(0.5 if looks == 1 else 0.0)
+        nonlocal looks, now
+        looks, now = looks + 1, now + 60.0
+        if looks > 1:
+            looked_again.set()
         return await taken(self, guard, engine)
 
     monkeypatch.setattr(Trainee, "take_up", slowly)
+    # No time passes but in beginning: else the pause would depend on the machine.
+    monkeypatch.setattr("trainer.rounds.perf_counter", lambda: now)
     async with bench.rounds(["writer"]) as rounds:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(rounds.run(0.01, once=False), 4.0)
+        running = asyncio.create_task(rounds.run(0.01, once=False))
+        try:
+            # Ten times a minute's beginning would be ten minutes.
+            await asyncio.wait_for(looked_again.wait(), 120.0)
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
     assert looks > 1

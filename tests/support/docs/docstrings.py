@@ -12,8 +12,9 @@ VERBS: Final = frozenset(
         r"[a-z]+",
         """
     abandon accept add adopt allow annotate answer append apply ask assemble assign attach attend
-    avoid batch be begin bind bound break bring budget build cache call cancel capture carry centre
-    change charge check choose claim clean clear close collect combine communicate compare compile
+    avoid batch be begin bet bind bound break bring budget build cache call cancel capture carry
+    centre change charge check choose claim clean clear close collect combine communicate compare
+    compile
     compose compress compute configure connect consume continue control convert copy count create
     credit cut decide declare decode define delete derive describe detach detect die discard
     distinguish divide do downgrade drain draw drop encode end enter estimate evaluate exclude
@@ -24,13 +25,14 @@ VERBS: Final = frozenset(
     make map mark mask match measure merge migrate mix mount move multiply name note notice observe
     open order overwrite pack pair parse pass patch pause place plan play post prefix prepare print
     probe profile promise promote prove provide publish put query queue raise read rebuild receive
-    record recover reduce refresh refuse register rehearse reject release remember remove rename
-    render repeat replace replay reply report request reserve reset resolve restart restore resume
-    retire retry return rewrite roll round route run sample save say scale schedule score script
-    seal search select send serve set settle shape shard share show shrink shut simulate skip sleep
-    sort speak split spool stage stand start state stop store stream subtract sum sweep switch take
-    tell test throw time title track train transform translate treat try turn undo unload unlock
-    unpack update upgrade use validate verify wait walk warn watch weigh word work wrap write yield
+    record recover redact reduce refresh refuse register rehearse reject release remember remove
+    rename render repeat replace replay reply report request reserve reset resolve restart restore
+    resume retire retry return rewrite roll round route run sample save say scale schedule score
+    script seal search select send serve set settle shape shard share show shrink shut simulate skip
+    sleep sort speak split spool stage stand start state stop store stream subtract sum sweep switch
+    take tell test throw time title track train transform translate treat try turn undo unload
+    unlock unpack update upgrade use validate verify wait walk warn watch weigh word work wrap write
+    yield
         """,
     )
 )

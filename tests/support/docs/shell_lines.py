@@ -13,17 +13,23 @@ from typer.core import TyperGroup
 
 from pawl.cli import app
 from pawl.settings import known_variables
+from proxy.door.routes import find_route
+from proxy.errors import NotAllowed
 from proxy.feedback.statements import parse_feedback
 from tests.conftest import ROOT
 from tests.support.docs.citations import is_module_or_name
 
 # Programs of the system, or of the reader, whose options are not ours to check.
-OTHERS: Final = frozenset({"claude", "docker", "nginx", "pip", "uv"})
+OTHERS: Final = frozenset(
+    {"claude", "createdb", "docker", "nginx", "pg_dump", "pg_restore", "pip", "rm", "rsync", "uv"}
+)
 # Programs that a reader has.
 THEIR_OWN: Final = frozenset({"my_agent.py", "my_judge.py"})
 JOINTS: Final = frozenset({"|", "&&", ";", "||"})
 REDIRECTS: Final = frozenset({">", ">>", "<"})
 ASSIGNMENT: Final = re.compile(r"([A-Za-z_]\w*)=")
+# A variable that takes what a command prints.
+SUBSTITUTION: Final = re.compile(r"[A-Za-z_]\w*=\$\((.+)\)")
 
 PAWL: Final = typer.main.get_command(app)
 TARGETS: Final = frozenset(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -46,6 +52,8 @@ def check_script(text: str, folder: Path = ROOT) -> None:
 
 def commands(line: str) -> Iterator[list[str]]:
     """Yield the commands of a line, without comments and redirections."""
+    printed = SUBSTITUTION.fullmatch(line.strip())
+    line = line if printed is None else printed[1]
     lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     words: list[str] = []
@@ -190,10 +198,21 @@ def _selects(word: str) -> bool:
     )
 
 
+def check_route(path: str) -> None:
+    """Check a path that something is posted to."""
+    try:
+        find_route("POST", path)
+    except NotAllowed as error:
+        raise NoSuchCommand(f"no endpoint {path}") from error
+
+
 def check_feedback(arguments: list[str]) -> None:
     """Check what is posted to /feedback, as the proxy does."""
     url = next(word for word in arguments if not word.startswith("-"))
     path = "/" + url.removeprefix("http://").partition("/")[2]
+    if path.startswith("/v1/"):
+        check_route(path)
+        return
     if path != "/feedback":
         require(path in ("/metrics", "/healthz", "/readyz"), f"no endpoint {path}")
         return

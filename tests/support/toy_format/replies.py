@@ -4,9 +4,8 @@ from typing import Any
 
 import msgspec
 
-from proxy.formats.base import ModelRequest, ReplyFacts, ReplySummary, Sampled
-from proxy.formats.json_parts import Object, parse_object, value_of
-from proxy.formats.requests import own_name
+from proxy.formats.base import ModelRequest, Object, ReplyFacts, ReplySummary, Sampled
+from proxy.formats.requests import own_name, parse_object, value_of
 from proxy.formats.sse import EventStream, Unread, is_done
 
 

@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from proxy.formats.base import ToolResult
+from proxy.formats.base import Object, ToolResult
 from proxy.formats.conversation import Conversation
-from proxy.formats.json_parts import Object
 from proxy.formats.turns import BaseTurns, Calls, Named, tool_result
 
 

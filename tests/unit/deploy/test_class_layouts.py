@@ -66,7 +66,7 @@ def test_the_classes_on_a_call_s_way_are_c_s() -> None:
         "http/exchange": "Exchange",
         "http/flow": "BodyStream",
         "formats/conversation": "Conversation",
-        "intake/budget": "Claim",
+        "intake/limits": "Claim",
     }.items():
         source = (ROOT / "proxy" / f"{module}.py").read_text()
         assert f"cdef class {name}:" in layouts(source)

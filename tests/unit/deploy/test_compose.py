@@ -179,11 +179,11 @@ def test_dependencies_say_what_they_wait_for() -> None:
 
 
 def test_the_steward_is_the_proxys_image_with_another_command() -> None:
-    # Nothing of torch is in it, and it needs neither spool nor adapters: the server reads those.
+    # Nothing of torch is in it, and it needs no spool. It checks adapters that the server reads.
     assert service("steward")["image"] == service("proxy")["image"]
     assert service("steward")["build"] == service("proxy")["build"]
     assert service("steward")["command"] == ["steward"]
-    assert mounts("steward") == {}
+    assert mounts("steward") == {"adapters": ("/var/lib/pawl/adapters", "ro")}
     [line] = service("steward")["healthcheck"]["test"][3:]
     assert "8103" in line
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from proxy.feedback.statements import parse_feedback
+from proxy.redaction.rules import parse_rules
 from proxy.upstreams.file import parse_upstreams
 from store.policy_table import parse_policies
 from tests.conftest import ROOT
@@ -84,12 +85,14 @@ def test_json_blocks_are_json_or_a_line_of_it_each(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=where)
-def test_toml_blocks_are_upstreams_policies_or_recipes(block: Block) -> None:
+def test_toml_blocks_are_upstreams_policies_rules_or_recipes(block: Block) -> None:
     keys = tomllib.loads(block.text).keys()
     if "upstream" in keys:
         assert parse_upstreams(block.text, where(block))
     elif "policy" in keys:
         assert parse_policies(block.text, where(block)).specs
+    elif "rule" in keys:
+        assert parse_rules(block.text, where(block)).fields
     else:
         assert Recipe.model_validate(tomllib.loads(block.text))
 

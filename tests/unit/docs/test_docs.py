@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import pytest
 
 from pawl.settings import known_variables
-from store.records import PolicyState
+from store.versions import PolicyState
 from tests.conftest import ROOT
 from tests.support.docs.documents import anchors, links, slug
 

@@ -187,7 +187,10 @@ def test_the_prefix_is_the_one_that_routes_take() -> None:
 
 def test_the_admin_ports_routes_are_those_of_its_application() -> None:
     nothing: Any = None
-    served = {resource.canonical for resource in admin_app(nothing, nothing).router.resources()}
+    served = {
+        resource.canonical
+        for resource in admin_app(nothing, nothing, nothing, nothing).router.resources()
+    }
     assert served == {path for path, item in DOCUMENT["paths"].items() if "get" in item}
 
 
@@ -198,7 +201,9 @@ def test_every_header_of_ours_in_the_sources_is_described() -> None:
     named = {
         name for text in SOURCES.values() for name in re.findall(r"x-pawl-[a-z]+[a-z-]*", text)
     }
-    described = {one.name for one in (*headers.REQUEST, *headers.REPLY, headers.FAULT)}
+    described = {
+        one.name for one in (*headers.REQUEST, *headers.REPLY, headers.FAULT, headers.TENANT)
+    }
     assert named | {"x-pawl-agent", "x-pawl-task", "x-pawl-split"} == described
 
 
@@ -238,7 +243,7 @@ def test_every_code_in_the_sources_is_described() -> None:
 
 
 def test_every_status_of_what_is_not_read_is_described() -> None:
-    names = ("connection.py", "parsing.py", "heads.py")
+    names = ("connection.py", "parsing.py")
     modules = [ROOT / "proxy" / "http" / name for name in names]
     nodes = [node for path in modules for node in ast.walk(ast.parse(path.read_text()))]
     numbers = {node.value for node in nodes if isinstance(node, ast.Constant)}
@@ -299,6 +304,21 @@ def test_the_schema_of_feedback_takes_what_feedback_takes(good: bool, body: Any)
     assert Draft202012Validator(schema).is_valid(body) is good
     try:
         parse_feedback(json.dumps(body).encode(), datetime.now(UTC), None)
+    except BadRequest:
+        assert not good
+    else:
+        assert good
+
+
+@pytest.mark.parametrize(
+    ("good", "key"),
+    [(True, "k"), (True, "run 7"), (True, "k" * 256), (False, ""), (False, "k" * 257)],
+)
+def test_the_schema_of_an_idempotency_key_takes_what_feedback_takes(good: bool, key: str) -> None:
+    [parameter] = DOCUMENT["paths"]["/feedback"]["post"]["parameters"]
+    assert Draft202012Validator(parameter["schema"]).is_valid(key) is good
+    try:
+        parse_feedback(b'{"value": 1, "episode": "e"}', datetime.now(UTC), key)
     except BadRequest:
         assert not good
     else:

@@ -110,3 +110,31 @@ log.bind(worker=1).info("bound", model="m")
         told.append(lines)
     assert told[0] == told[1]
     assert [line["event"] for line in told[0]] == ["call", "one of two", "bound"]
+
+
+LIBRARY = """
+import logging, sys
+from pawl.logs import configure_logging
+configure_logging(gather=sys.argv[1] == "gather")
+log = logging.getLogger("aiohttp.server")
+log.info("nobody wants to know")
+log.warning("from %s", "a\\n{}" * 1_000)
+try:
+    raise ValueError("bytes of a stranger: \\n{}" * 1_000)
+except ValueError:
+    log.exception("Error handling request")
+"""
+
+
+@pytest.mark.parametrize("how", ["gather", "plain"])
+def test_what_a_library_logs_is_a_line_like_any_other(how: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIBRARY, how], capture_output=True, check=True, timeout=60
+    )
+    warned, failed = map(json.loads, done.stderr.splitlines())
+    assert (warned["event"], warned["library"]) == ("library", "aiohttp.server")
+    assert (warned["level"], failed["level"]) == ("warning", "error")
+    assert warned["said"].startswith("from a\n{}a")
+    assert len(warned["said"]) < 300
+    assert failed["exception"].startswith("Traceback")
+    assert len(failed["exception"]) < 10_000

@@ -8,13 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.errors import BadRequest, Overloaded, TooLarge
-from proxy.intake.budget import SMALL, Budget, Claim
 from proxy.intake.intake import SWITCH_S, Intake
-from proxy.intake.shape import (
+from proxy.intake.limits import (
     COPIES,
     LONG_BYTES,
     MAX_CONTAINERS,
     MAX_VALUES,
+    SMALL,
+    Budget,
+    Claim,
     check_shape,
     cost_of,
     takes_long,

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.calls.capture import CapturedCall
-from proxy.calls.trainable import why_not_replayed
+from proxy.calls.trainable import Judged, why_not_replayed
 from proxy.formats.registry import FORMATS
 from proxy.formats.requests import read_request
 from proxy.keeper import sampling
-from proxy.keeper.sampling import Judged, judged_settings, sampling_settings
+from proxy.keeper.sampling import judged_settings, sampling_settings
 
 VALUES = st.sampled_from(
     [

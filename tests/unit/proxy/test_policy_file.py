@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from proxy.policies.policy_file import NAME, PolicyFile
-from store.records import PolicyVersion
+from store.versions import PolicyVersion
 
 BASE = PolicyVersion(
     name="m", version=0, state="serving", served_name="m", adapter_path=None, update_id=None

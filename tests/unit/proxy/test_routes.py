@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.door.routes import Kind, find_route
+from proxy.door.openai_paths import RULES
+from proxy.door.routes import Kind, exact_routes, find_route
 from proxy.errors import NotAllowed
+from proxy.formats.registry import FORMATS
 
 FORBIDDEN = [
     "/v1/load_lora_adapter",
@@ -141,3 +143,19 @@ def test_no_other_path_of_vllm_gets_through(method: str) -> None:
     for path in vllm_paths():
         with pytest.raises(NotAllowed):
             find_route(method, re.sub(r"\{[^}]*\}", "x", path))
+
+
+def test_what_tenants_reach_beside_calls_is_known_one_by_one() -> None:
+    # Whoever adds a path here has to look at what a body of it, JSON or a form, may name by an id
+    # that the provider keeps for all tenants (`proxy.formats.kept`).
+    beside = {rule.label for rule in RULES if not (rule.keeps or rule.administers)}
+    assert beside == {
+        *("/v1/audio", "/v1/images", "/v1/moderations", "/v1/content_provenance_checks"),
+    }
+    exact = {route.path for route in exact_routes(FORMATS.values()).values()}
+    assert exact - {one.path for one in FORMATS.values()} == {
+        *("/v1/embeddings", "/v1/models", "/tokenize", "/detokenize", "/feedback"),
+        "/v1/messages/count_tokens",
+    }
+    for path in ("/v1/realtime/client_secrets", "/v1/audio/voices", "/v1/uploads/u1/parts"):
+        assert find_route("POST", path).keeps

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from proxy.policies.versions import Serving, Versions
 from store.policy_table import parse_policies
-from store.records import PolicyState, PolicyVersion
+from store.versions import PolicyState, PolicyVersion
 
 
 def version(number: int, state: PolicyState) -> PolicyVersion:
@@ -28,10 +28,10 @@ def test_an_unknown_name_goes_through_as_it_is() -> None:
 
 def test_new_episodes_get_the_serving_version_and_old_ones_keep_theirs() -> None:
     versions = Versions([version(0, "serving")])
-    assert versions.resolve("m", "old") == Serving("m", 0, "m")
+    assert versions.resolve("m", "old") == Serving("m", 0, "m", arm="serving")
     versions.replace([version(0, "published"), version(1, "serving")])
-    assert versions.resolve("m", "new") == Serving("m", 1, "m@1")
-    assert versions.resolve("m", "old") == Serving("m", 0, "m")
+    assert versions.resolve("m", "new") == Serving("m", 1, "m@1", arm="serving")
+    assert versions.resolve("m", "old") == Serving("m", 0, "m", arm="serving")
 
 
 def test_a_retired_version_is_left_for_the_serving_one() -> None:
@@ -50,7 +50,7 @@ def test_the_base_can_be_asked_for_by_its_number() -> None:
     versions = Versions([version(0, "published"), version(1, "serving")])
     assert versions.resolve("m@0", "e") == Serving("m", 0, "m")
     # It is not the episode's version: that of the policy's own name.
-    assert versions.resolve("m", "e") == Serving("m", 1, "m@1")
+    assert versions.resolve("m", "e") == Serving("m", 1, "m@1", arm="serving")
 
 
 def test_a_retired_version_can_be_asked_for_as_it_may_still_be_loaded() -> None:
@@ -179,8 +179,10 @@ def trained_table() -> Versions:
 
 def test_each_agent_of_an_episode_gets_its_policys_own_version() -> None:
     versions = trained_table()
-    assert versions.resolve("qwen", "e", "writer") == Serving("writes", 1, "writes@1")
-    assert versions.resolve("qwen", "e", "checker") == Serving("checks", 0, "qwen")
+    assert versions.resolve("qwen", "e", "writer") == Serving(
+        "writes", 1, "writes@1", arm="serving"
+    )
+    assert versions.resolve("qwen", "e", "checker") == Serving("checks", 0, "qwen", arm="serving")
     versions.replace(
         [
             *(of("writes", number, "published") for number in (0, 1)),
@@ -189,9 +191,13 @@ def test_each_agent_of_an_episode_gets_its_policys_own_version() -> None:
             of("checks", 1, "serving"),
         ]
     )
-    assert versions.resolve("qwen", "e", "writer") == Serving("writes", 1, "writes@1")
-    assert versions.resolve("qwen", "e", "checker") == Serving("checks", 0, "qwen")
-    assert versions.resolve("qwen", "new", "checker") == Serving("checks", 1, "checks@1")
+    assert versions.resolve("qwen", "e", "writer") == Serving(
+        "writes", 1, "writes@1", arm="serving"
+    )
+    assert versions.resolve("qwen", "e", "checker") == Serving("checks", 0, "qwen", arm="serving")
+    assert versions.resolve("qwen", "new", "checker") == Serving(
+        "checks", 1, "checks@1", arm="serving"
+    )
 
 
 def test_a_fixed_policy_is_its_base_and_has_no_version() -> None:
@@ -203,10 +209,10 @@ def test_a_fixed_policy_is_its_base_and_has_no_version() -> None:
 
 def test_a_policy_that_no_trainer_has_begun_is_its_base() -> None:
     versions = Versions([], TABLE)
-    assert versions.resolve("writes", "e", "any") == Serving("writes", 0, "qwen")
+    assert versions.resolve("writes", "e", "any") == Serving("writes", 0, "qwen", arm="serving")
     assert versions.knows("writes", "e")
     versions.replace([of("writes", 0, "published"), of("writes", 1, "serving")])
-    assert versions.resolve("writes", "new") == Serving("writes", 1, "writes@1")
+    assert versions.resolve("writes", "new") == Serving("writes", 1, "writes@1", arm="serving")
 
 
 def test_a_name_that_the_file_does_not_have_is_no_policys() -> None:
@@ -219,7 +225,7 @@ def test_a_name_that_the_file_does_not_have_is_no_policys() -> None:
 
 def test_without_a_file_a_policy_is_served_where_its_base_is() -> None:
     versions = Versions([of("writes", 0, "serving")])
-    assert versions.resolve("writes", "e") == Serving("writes", 0, "qwen")
+    assert versions.resolve("writes", "e") == Serving("writes", 0, "qwen", arm="serving")
     assert versions.base_of("writes") == "qwen"
     # The base itself is nobody's: no policy has its name.
     assert versions.resolve("qwen", "e") == Serving(None, None, "qwen")

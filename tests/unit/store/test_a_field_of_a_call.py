@@ -35,7 +35,7 @@ from types import SimpleNamespace
 from proxy.keeper.transcribe import transcribe
 from store.read.assembly import assemble, whole_texts
 from store.schema.recorded import transitions
-from store.values.storable import storable_call
+from store.write.rows import storable_call
 from store.write.bases import Bases
 from store.write.rows import TRANSITION_COLUMNS, transition_row
 from tests.support.records import captured

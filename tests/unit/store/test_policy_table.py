@@ -232,3 +232,36 @@ def test_a_fixed_policy_goes_live_with_none() -> None:
     text = CHAIN.replace("trained = false", 'trained = false\npublish_with = ["a"]')
     with pytest.raises(BadPolicies, match="publish_with is for a trained policy alone"):
         parse_policies(text, "p.toml")
+
+
+TWO = "".join(
+    f'[[policy]]\nname = "{tenant}-writes"\nbase = "m"\ntenant = "{tenant}"\n'
+    'agents = ["writer"]\nmodels = ["writes"]\n'
+    for tenant in "ab"
+)
+
+
+def test_each_tenants_policies_answer_its_own_calls_alone() -> None:
+    table = parse_policies(TWO + ONE, "p.toml")
+    asked = [("m", "writer"), ("writes", "x"), ("a-writes", "x"), ("a", "x")]
+    for tenant, answers in (
+        ("a", ["a-writes", "a-writes", "a-writes", None]),
+        ("b", ["b-writes", "b-writes", None, None]),
+        ("default", [None, None, None, "a"]),
+        ("nobody", [None] * 4),
+    ):
+        found = [table.answering(*one, tenant) for one in asked]
+        assert [one and one.name for one in found] == answers
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ('tenant = "a"\npublish_with = ["b-writes"]', "no other policy of tenant 'a' with trained"),
+        ('tenant = "a/b"', 'tenant: .*; write tenant = "team-a"'),
+        ('tenant = "b"', "agents: 'writer' with base 'm' is claimed twice"),
+    ],
+)
+def test_policies_of_two_tenants_have_nothing_in_common(change: str, named: str) -> None:
+    with pytest.raises(BadPolicies, match=named):
+        parse_policies(TWO.replace('tenant = "a"', change), "p.toml")

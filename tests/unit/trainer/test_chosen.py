@@ -99,3 +99,35 @@ def test_an_adapter_goes_to_a_policy_by_its_name_whatever_the_settings_train() -
 def test_an_adapter_for_no_trained_policy_is_refused_with_those_there_are(name: str) -> None:
     with pytest.raises(TrainerError, match=rf"p\.toml has no policy '{name}' .*: writes, checks"):
         importing_policy(settings(), parse_policies(FIXED + TWO, "p.toml"), name)
+
+
+def test_an_adapter_goes_to_a_policy_of_the_tenant_that_is_named_or_to_none() -> None:
+    owned = ONE + 'tenant = "a"\n' + OTHER + 'tenant = "b"\n' + '[[policy]]\nname = "p"\nbase = "m"'
+    table = parse_policies(owned, "p.toml")
+    for name, tenant in (("writes", "a"), ("plans", "b"), ("p", "default")):
+        assert importing_policy(settings(), table, name, tenant).tenant == tenant
+        assert importing_policy(settings(), table, name) == importing_policy(
+            settings(), table, name, tenant
+        )
+        for other in {"a", "b", "default", "nobody"} - {tenant}:
+            with pytest.raises(
+                TrainerError, match=rf"no policy '{name}' of tenant '{other}'"
+            ) as no:
+                importing_policy(settings(), table, name, other)
+            assert str(no.value).endswith(
+                {"a": ": writes", "b": ": plans", "default": ": p", "nobody": ": none"}[other]
+            )
+    alone = settings(policies=None)
+    assert importing_policy(alone, None, "m", "default") == importing_policy(alone, None, "m")
+    with pytest.raises(TrainerError, match=r"without a file .*no policy 'm' of tenant 'a'"):
+        importing_policy(alone, None, "m", "a")
+
+
+def test_a_gate_is_refused_for_policies_that_go_live_together(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("[gate]\nmode = 'gated'")
+    alone = Chosen(policy="writes", base="qwen", recipe=str(recipe))
+    assert load_recipes([alone])[0].gate.is_gated
+    together = Chosen(policy="writes", base="qwen", recipe=str(recipe), together=BOTH)
+    with pytest.raises(TrainerError, match=r"'writes' has publish_with, .*set gate\.mode"):
+        load_recipes([together])

@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.errors import LearnerError
 from trainer.learners.adapted.choice import Choice, Part, choose, expert_holders
 from trainer.learners.kernels.lean import make_adapter_lean
+from trainer.publishing.reading import reading
 from trainer.recipes.adapter import AUTO, LoraOptions
 
 TASK: Final = "CAUSAL_LM"
@@ -30,6 +31,7 @@ def attach_adapter(base: Any, lora: LoraOptions, adapter: Path | None, seed: int
 
     Raises:
         LearnerError: the recipe's layers are not those of the model.
+        FilesUnread: a file in `adapter` cannot be read for now.
     """
     model = _new(base, lora, seed) if adapter is None else _restored(base, adapter)
     for config in model.peft_config.values():
@@ -75,6 +77,11 @@ def parts_of(base: Any) -> list[Part]:
 
 
 def _restored(base: Any, adapter: Path) -> PeftModel:
+    with reading(adapter):
+        return _read(base, adapter)
+
+
+def _read(base: Any, adapter: Path) -> PeftModel:
     config = LoraConfig.from_pretrained(str(adapter))
     # An adapter from elsewhere may have others. Pawl trains without dropout, and whatever the
     # weights began as, they are read now.

@@ -12,7 +12,7 @@ from pawl.rollout.command import run_rollout
 from pawl.rollout.errors import RolloutError
 from pawl.rollout.options import RolloutOptions
 from tests.integration.conftest import free_port
-from tests.integration.pawl.test_rollout import COMMAND, fake, runner
+from tests.integration.pawl.rollout.test_rollout import COMMAND, fake, runner
 from tests.support.rollouts import Runner
 from tests.support.servers.fake_proxy import FakeProxy
 

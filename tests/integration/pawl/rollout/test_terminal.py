@@ -6,7 +6,7 @@ import os
 import re
 import termios
 
-from tests.integration.pawl.test_rollout import COMMAND, fake, runner
+from tests.integration.pawl.rollout.test_rollout import COMMAND, fake, runner
 from tests.support.rollouts import Runner
 
 __all__ = ["fake", "runner"]

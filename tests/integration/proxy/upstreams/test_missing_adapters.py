@@ -18,7 +18,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from proxy.policies.policy_file import PolicyFile
 from proxy.upstreams.upstream import Upstream
 from store.updates.files import mark_deleted
-from store.updates.policies import ensure_base, promote, set_state
+from store.updates.policies import ensure_base, promote
+from store.updates.states import set_state
 from tests.integration.conftest import Proxy, proxy_with, settings_for
 from tests.support.servers.fake_upstream import FakeUpstream, fake_upstream, whole_reply
 from tests.support.waiting import eventually
@@ -61,9 +62,11 @@ async def publish(engine: AsyncEngine, *states: str) -> None:
         for version, state in enumerate(states or ["serving"], 1):
             await connection.execute(WRITTEN, {"version": version})
             if state == "serving":
-                await promote(connection, "m", version)
+                await promote(connection, "m", version, reason="for the test", actor="operator")
             else:
-                await set_state(connection, "m", version, "retired")
+                await set_state(
+                    connection, "m", version, "retired", reason="for the test", actor="operator"
+                )
             if state == "deleted":
                 assert await mark_deleted(connection, "m", [version]) == {version}
 
@@ -135,8 +138,8 @@ async def test_a_version_that_is_retired_meanwhile_is_not_waited_for(
 
     await eventually(is_asked)
     async with engine.begin() as connection:
-        await promote(connection, "m", 0)
-        await set_state(connection, "m", 1, "retired")
+        await promote(connection, "m", 0, reason="for the test", actor="operator")
+        await set_state(connection, "m", 1, "retired", reason="for the test", actor="operator")
     # Proxies know within a second; it would be given up after ten.
     reply = await asyncio.wait_for(waiting, 5.0)
     assert (reply.status, said in reply.json["error"]["message"]) == (status, True)

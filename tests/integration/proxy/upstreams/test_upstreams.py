@@ -116,7 +116,7 @@ async def test_a_version_goes_where_its_policy_is(setup: Setup) -> None:
     async with setup.proxy.engine.begin() as connection:
         for statement in PUBLISHED:
             await connection.execute(text(statement))
-        await promote(connection, "m", 1)
+        await promote(connection, "m", 1, reason="for the test", actor="operator")
 
     async def swapped() -> bool:
         return (await setup.proxy.chat()).headers["x-pawl-policy"] == "m@1"

@@ -1,6 +1,5 @@
 """Any corruption of a stored row is one episode's own, and a line of an export is one document."""
 
-import asyncio
 import io
 import json
 from pathlib import Path
@@ -13,13 +12,13 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from pawl.export import Selection, export
-from store.connection.engine import make_engine
 from store.errors import Damaged
 from store.records import ToolCall
 from store.values.tokens import pack_logprobs
 from tests.integration.store.test_damage import Threads, damage
 from tests.integration.store.test_groups import store
 from tests.integration.store.test_unreadable import DEEP, NAN, bench, fill, read_all
+from tests.support.ledger.shared_database import shared_database
 from tests.support.records import call
 from trainer.credit.lines import read_lines
 
@@ -107,42 +106,44 @@ async def exported(engine: AsyncEngine) -> list[str]:
 @pytest.mark.timeout(300)
 def test_any_corruption_of_a_row_is_one_episodes_own(database_url: str) -> None:
     """Read or damaged, and nothing else; the others are read as they were."""
+    with shared_database(database_url) as shared:
+        before = shared.run(prepare(shared.engine))
 
-    async def prepare() -> dict[str, Any]:
-        engine = make_engine(database_url)
-        bench = Threads(engine, None, Path())  # type: ignore[arg-type]
-        await bench.fill()
-        async with engine.begin() as connection:
-            await connection.execute(text("CREATE TABLE kept AS SELECT * FROM transitions"))
+        @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @given(st.lists(st.tuples(CORRUPTION, st.booleans()), min_size=1, max_size=2))
+        def holds(damages: list[tuple[tuple[str, str, int, bytes], bool]]) -> None:
+            shared.run(only_one_is_damaged(shared.engine, damages, before))
+
+        holds()
+
+
+async def prepare(engine: AsyncEngine) -> dict[str, Any]:
+    """Fill the ledger, keep its rows, and return what is read of it."""
+    await Threads(engine, None, Path()).fill()  # type: ignore[arg-type]
+    async with engine.begin() as connection:
+        await connection.execute(text("CREATE TABLE kept AS SELECT * FROM transitions"))
+    found, damaged = await read_all(engine)
+    assert not damaged
+    return found
+
+
+async def only_one_is_damaged(
+    engine: AsyncEngine,
+    damages: list[tuple[tuple[str, str, int, bytes], bool]],
+    before: dict[str, Any],
+) -> None:
+    try:
+        for one, newest in damages:
+            await corrupt(engine, one, newest)
         found, damaged = await read_all(engine)
-        assert not damaged
-        await engine.dispose()
-        return found
-
-    before = asyncio.run(prepare())
-
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(st.lists(st.tuples(CORRUPTION, st.booleans()), min_size=1, max_size=2))
-    def holds(damages: list[tuple[tuple[str, str, int, bytes], bool]]) -> None:
-        async def run() -> None:
-            engine = make_engine(database_url)
-            try:
-                for one, newest in damages:
-                    await corrupt(engine, one, newest)
-                found, damaged = await read_all(engine)
-                others = set(before) - {"t0-1"}
-                assert {key: found[key] for key in others} == {key: before[key] for key in others}
-                assert ("t0-1" in found) + len(damaged) == 1
-                assert others <= set(await exported(engine)) <= set(before)
-            finally:
-                async with engine.begin() as connection:
-                    await connection.execute(text("DELETE FROM transitions"))
-                    await connection.execute(text("INSERT INTO transitions SELECT * FROM kept"))
-                await engine.dispose()
-
-        asyncio.run(run())
-
-    holds()
+        others = set(before) - {"t0-1"}
+        assert {key: found[key] for key in others} == {key: before[key] for key in others}
+        assert ("t0-1" in found) + len(damaged) == 1
+        assert others <= set(await exported(engine)) <= set(before)
+    finally:
+        async with engine.begin() as connection:
+            await connection.execute(text("DELETE FROM transitions"))
+            await connection.execute(text("INSERT INTO transitions SELECT * FROM kept"))
 
 
 async def test_a_statement_of_no_number_is_damage(engine: AsyncEngine) -> None:
@@ -197,37 +198,37 @@ BODIES = st.one_of(
 @pytest.mark.timeout(300)
 def test_each_line_of_an_export_is_one_document(database_url: str) -> None:
     """Whatever a body is: one line an episode, its own, or a message that names it."""
+    with shared_database(database_url) as shared:
 
-    async def run(bodies: list[tuple[bytes, bytes]]) -> None:
-        engine = make_engine(database_url)
+        @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @given(st.lists(st.tuples(BODIES, BODIES), min_size=1, max_size=3))
+        def holds(bodies: list[tuple[bytes, bytes]]) -> None:
+            shared.run(each_is_one_line(shared.engine, bodies))
+
+        holds()
+
+
+async def each_is_one_line(engine: AsyncEngine, bodies: list[tuple[bytes, bytes]]) -> None:
+    try:
+        for number, (request, reply) in enumerate(bodies):
+            await store(engine, call(f"e{number}", request=request, reply=reply))
+        out = io.BytesIO()
+        told = ""
         try:
-            for number, (request, reply) in enumerate(bodies):
-                await store(engine, call(f"e{number}", request=request, reply=reply))
-            out = io.BytesIO()
-            told = ""
-            try:
-                await export(engine, Selection(), out)
-            except Damaged as error:
-                told = "; ".join(error.episodes.values())
-            lines = out.getvalue().split(b"\n")
-            assert lines.pop() == b""
-            assert not any(b"\r" in line for line in lines)
-            keys = [json.loads(line)["episode"] for line in lines]
-            assert sorted(keys) == sorted(set(keys))
-            for number in range(len(bodies)):
-                assert (f"e{number}" in keys) != (f"'e{number}'" in told)
-            assert len(read_lines(io.BytesIO(out.getvalue()), "the export")) == len(lines)
-        finally:
-            async with engine.begin() as connection:
-                await connection.execute(text("TRUNCATE transitions, episodes CASCADE"))
-            await engine.dispose()
-
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(st.lists(st.tuples(BODIES, BODIES), min_size=1, max_size=3))
-    def holds(bodies: list[tuple[bytes, bytes]]) -> None:
-        asyncio.run(run(bodies))
-
-    holds()
+            await export(engine, Selection(), out)
+        except Damaged as error:
+            told = "; ".join(error.episodes.values())
+        lines = out.getvalue().split(b"\n")
+        assert lines.pop() == b""
+        assert not any(b"\r" in line for line in lines)
+        keys = [json.loads(line)["episode"] for line in lines]
+        assert sorted(keys) == sorted(set(keys))
+        for number in range(len(bodies)):
+            assert (f"e{number}" in keys) != (f"'e{number}'" in told)
+        assert len(read_lines(io.BytesIO(out.getvalue()), "the export")) == len(lines)
+    finally:
+        async with engine.begin() as connection:
+            await connection.execute(text("TRUNCATE transitions, episodes CASCADE"))
 
 
 async def test_an_export_leaves_numbers_and_strings_alone(engine: AsyncEngine) -> None:

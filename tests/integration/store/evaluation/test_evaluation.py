@@ -22,8 +22,8 @@ from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.values.digests import PREFIX, TOOL_CALL
 from store.write.ingest import Ingester
+from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
-from tests.support.updates import claimed, consume_all
 
 PATIENT = 1e9
 SINGLE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=PATIENT)

@@ -5,18 +5,17 @@ releases and expiry come in between, in any order. Two policies serve the calls 
 claim it each for itself: alone, or in whole groups of a task, which late members join.
 """
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import UUID
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.connection.engine import make_engine
 from store.errors import TurnedEvaluation
 from store.records import Episode, SpoolRecord
 from store.updates import claims
@@ -25,6 +24,7 @@ from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.values.digests import ACROSS, PREFIX, TOOL_CALL
 from store.write.ingest import Ingester
+from tests.support.ledger.shared_database import SharedDatabase, shared_database
 from tests.support.records import call, reward
 
 POLICIES = ("m", "n")
@@ -233,22 +233,20 @@ ACROSS_SPLITS = f"""
 """
 
 
-async def play(url: str, steps: Sequence[Sequence[Any]], rule: ClaimRule = SINGLES) -> None:
-    engine = make_engine(url)
-    try:
-        ledger = Ledger(engine, rule)
-        await ledger.empty()
-        for step in steps:
-            await ledger.do(step)
-        await ledger.spend_the_rest()
-        everything = await ledger.ask(WHOLES)
-        for key, reason, split, spent, scored in everything:
-            # Every reward of training that nothing forbids is trained on.
-            assert spent or not scored or split == "eval" or reason is not None, key
-        across = await ledger.ask(ACROSS_SPLITS)
-        await compare_without_evaluation(ledger, steps, everything, {key for (key,) in across})
-    finally:
-        await engine.dispose()
+async def play(
+    engine: AsyncEngine, steps: Sequence[Sequence[Any]], rule: ClaimRule = SINGLES
+) -> None:
+    ledger = Ledger(engine, rule)
+    await ledger.empty()
+    for step in steps:
+        await ledger.do(step)
+    await ledger.spend_the_rest()
+    everything = await ledger.ask(WHOLES)
+    for key, reason, split, spent, scored in everything:
+        # Every reward of training that nothing forbids is trained on.
+        assert spent or not scored or split == "eval" or reason is not None, key
+    across = await ledger.ask(ACROSS_SPLITS)
+    await compare_without_evaluation(ledger, steps, everything, {key for (key,) in across})
 
 
 async def compare_without_evaluation(
@@ -271,6 +269,20 @@ async def compare_without_evaluation(
             assert reason is None or without[key] is not None, key
 
 
+async def add_marks(engine: AsyncEngine) -> None:
+    """Let the test mark which consumptions it has looked at."""
+    async with engine.begin() as connection:
+        await connection.execute(text("ALTER TABLE consumptions ADD COLUMN seen boolean"))
+
+
+@pytest.fixture
+def marked(database_url: str) -> Iterator[SharedDatabase]:
+    """A database for all examples: each empties it first."""
+    with shared_database(database_url) as shared:
+        shared.run(add_marks(shared.engine))
+        yield shared
+
+
 @settings(
     max_examples=60,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -278,10 +290,9 @@ async def compare_without_evaluation(
 @given(steps=ledgers, rule=rules)
 @example(steps=LATE, rule=GROUPS)
 def test_none_of_evaluation_is_spent_and_all_of_training_is(
-    database_url: str, steps: list[Sequence[Any]], rule: ClaimRule
+    marked: SharedDatabase, steps: list[Sequence[Any]], rule: ClaimRule
 ) -> None:
-    asyncio.run(with_marks(database_url))
-    asyncio.run(play(database_url, steps, rule))
+    marked.run(play(marked.engine, steps, rule))
 
 
 @settings(
@@ -289,16 +300,7 @@ def test_none_of_evaluation_is_spent_and_all_of_training_is(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(steps=st.lists(calls | calls | rewards, max_size=24))
-def test_evaluation_sets_no_training_aside(database_url: str, steps: list[Sequence[Any]]) -> None:
-    asyncio.run(with_marks(database_url))
-    asyncio.run(play(database_url, steps))
-
-
-async def with_marks(url: str) -> None:
-    """Let the test mark which consumptions it has looked at."""
-    engine = make_engine(url)
-    async with engine.begin() as connection:
-        await connection.execute(
-            text("ALTER TABLE consumptions ADD COLUMN IF NOT EXISTS seen boolean")
-        )
-    await engine.dispose()
+def test_evaluation_sets_no_training_aside(
+    marked: SharedDatabase, steps: list[Sequence[Any]]
+) -> None:
+    marked.run(play(marked.engine, steps))

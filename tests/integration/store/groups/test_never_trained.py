@@ -18,7 +18,7 @@ from tests.integration.store.test_groups import (
     reasons,
     versions,
 )
-from tests.support.updates import claimed
+from tests.support.ledger.updates import claimed
 
 # What can never be trained any more
 

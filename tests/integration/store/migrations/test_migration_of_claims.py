@@ -80,7 +80,6 @@ async def asked(url: str, query: str) -> list[tuple[Any, ...]]:
 
 async def fill(url: str) -> None:
     """Leave the rows of a database of the schema before."""
-    await upgrade(url)
     engine = make_engine(url)
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
@@ -107,8 +106,8 @@ async def claimed(engine: AsyncEngine, policy: str) -> list[str]:
     return sorted(e.key for group in claim.groups for e in group.episodes)
 
 
-async def test_all_rows_are_there_and_free_or_spent_as_before(empty_database_url: str) -> None:
-    url = empty_database_url
+async def test_all_rows_are_there_and_free_or_spent_as_before(database_url: str) -> None:
+    url = database_url
     await fill(url)
     before = {table: await asked(url, query) for table, query in COUNTED.items()}
     holders = await asked(url, HOLDERS)
@@ -137,9 +136,8 @@ async def test_all_rows_are_there_and_free_or_spent_as_before(empty_database_url
     await check(url)
 
 
-async def test_down_again_an_episode_is_one_policys(empty_database_url: str) -> None:
-    url = empty_database_url
-    await upgrade(url)
+async def test_down_again_an_episode_is_one_policys(database_url: str) -> None:
+    url = database_url
     engine = make_engine(url)
     await Ingester().store(engine, records())
     for policy in ("checks", "m"):

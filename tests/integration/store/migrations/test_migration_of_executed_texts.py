@@ -40,9 +40,8 @@ async def owned(engine: AsyncEngine) -> dict[str, tuple[list[str], list[str]]]:
     }
 
 
-async def test_events_from_before_are_nobodys_and_stay(empty_database_url: str) -> None:
-    url = empty_database_url
-    await upgrade(url)
+async def test_events_from_before_are_nobodys_and_stay(database_url: str) -> None:
+    url = database_url
     engine = make_engine(url)
     await Ingester().store(engine, executed("old"))
     assert await owned(engine) == {"old": (["made_up"], [])}

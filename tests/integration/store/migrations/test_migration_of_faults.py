@@ -16,10 +16,9 @@ TABLE = "SELECT to_regclass('fault_times') IS NOT NULL"
 
 
 async def test_episodes_from_before_may_be_claimed_and_those_set_aside_again_on_the_way_back(
-    empty_database_url: str,
+    database_url: str,
 ) -> None:
-    url = empty_database_url
-    await upgrade(url)
+    url = database_url
     engine = make_engine(url)
     async with engine.begin() as connection:
         await ensure_base(connection, "m")

@@ -42,9 +42,8 @@ async def asked(url: str, query: str) -> list[tuple[Any, ...]]:
     return rows
 
 
-async def test_rows_from_before_are_as_they_would_have_been_stored(empty_database_url: str) -> None:
-    url = empty_database_url
-    await upgrade(url)
+async def test_rows_from_before_are_as_they_would_have_been_stored(database_url: str) -> None:
+    url = database_url
     engine = make_engine(url)
     await Ingester().store(engine, RECORDS)
     async with engine.begin() as connection:

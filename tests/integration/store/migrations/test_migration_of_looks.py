@@ -25,9 +25,8 @@ INDEXES = """
 """
 
 
-async def test_calls_from_before_keep_their_versions(empty_database_url: str) -> None:
-    url = empty_database_url
-    await upgrade(url)
+async def test_calls_from_before_keep_their_versions(database_url: str) -> None:
+    url = database_url
     engine = make_engine(url)
     async with engine.begin() as connection:
         for statement in OLD_ROWS:

@@ -33,8 +33,7 @@ async def test_up_and_down_and_up_again(empty_database_url: str) -> None:
     await upgrade(empty_database_url)
     made = await tables(empty_database_url)
     assert {"transitions", "episodes", "tool_events", "feedback", "policies"} <= made
-    assert {"updates", "consumptions", "links"} <= made
-    assert "api_keys" not in made
+    assert {"updates", "consumptions", "links", "api_keys"} <= made
     await downgrade(empty_database_url, "base")
     assert await tables(empty_database_url) == {"alembic_version"}
     await upgrade(empty_database_url)
@@ -66,9 +65,8 @@ OLD_CALL_NOW = """
 """
 
 
-async def upgraded_with(url: str, records: Sequence[SpoolRecord]) -> None:
-    """Upgrade a database, and store records in it."""
-    await upgrade(url)
+async def store_all(url: str, records: Sequence[SpoolRecord]) -> None:
+    """Store records."""
     engine = make_engine(url)
     await Ingester().store(engine, records)
     await engine.dispose()
@@ -112,9 +110,8 @@ async def store_as_before(engine: AsyncEngine, key: str) -> None:
         await connection.execute(text(OLD_CALL_NOW), values)
 
 
-async def test_what_was_stored_before_splits_is_trainings(empty_database_url: str) -> None:
-    url = empty_database_url
-    await upgrade(url)
+async def test_what_was_stored_before_splits_is_trainings(database_url: str) -> None:
+    url = database_url
     await downgrade(url, "0007")
     engine = make_engine(url)
     for key in ("spent", "waiting", "doubtful"):
@@ -154,11 +151,11 @@ async def test_what_was_stored_before_splits_is_trainings(empty_database_url: st
 
 
 async def test_evaluation_is_kept_from_training_in_the_schema_before(
-    empty_database_url: str,
+    database_url: str,
 ) -> None:
-    url = empty_database_url
+    url = database_url
     told = b"\x01" * 16
-    await upgraded_with(
+    await store_all(
         url,
         [
             call("e", split="eval"),
@@ -177,23 +174,23 @@ async def test_evaluation_is_kept_from_training_in_the_schema_before(
 
 
 async def test_versions_that_wait_to_go_live_survive_up_and_are_probed_again_after_down(
-    empty_database_url: str,
+    database_url: str,
 ) -> None:
-    await upgrade(empty_database_url, "0009")
-    engine = make_engine(empty_database_url)
+    engine = make_engine(database_url)
     states = text("SELECT version, state FROM policies ORDER BY version")
     async with engine.begin() as connection:
         await ensure_base(connection, "m")
         update = await begin_update(connection, "m", 0, {})
         await add_version(connection, "m", 1, "/adapters/m/1", update)
     await engine.dispose()
-    await upgrade(empty_database_url)
+    await downgrade(database_url, "0009")
+    await upgrade(database_url)
     async with engine.begin() as connection:
         assert dict(map(tuple, await connection.execute(states))) == {0: "serving", 1: "written"}
-        await make_ready(connection, "m", 1)
+        await make_ready(connection, "m", 1, reason="for the test", actor="operator")
     await engine.dispose()
-    await check(empty_database_url)
-    await downgrade(empty_database_url, "0009")
+    await check(database_url)
+    await downgrade(database_url, "0009")
     async with engine.connect() as connection:
         assert dict(map(tuple, await connection.execute(states))) == {0: "serving", 1: "written"}
     await engine.dispose()
@@ -205,8 +202,8 @@ REWARDS = """
 """
 
 
-async def test_rewards_of_before_tell_which_groups_differ(empty_database_url: str) -> None:
-    url = empty_database_url
+async def test_rewards_of_before_tell_which_groups_differ(database_url: str) -> None:
+    url = database_url
     told = b"\x02" * 16
     whole = call("whole", method="own", provides=(told,))
     part = call("part", method="own", needs=(told,))
@@ -223,8 +220,8 @@ async def test_rewards_of_before_tell_which_groups_differ(empty_database_url: st
         reward(1.0, call=str(part.id), at=2),
     ]
     single = [one.id for one in records if getattr(one, "episode", None) == "single"]
-    await upgraded_with(url, records)
-    await upgraded_with(url, [reward(1.0, call=str(single[0]))])
+    await store_all(url, records)
+    await store_all(url, [reward(1.0, call=str(single[0]))])
     before = await joins(url, REWARDS)
     assert [row for row in before if row[0] in ("corrected", "single", "unscored")] == [
         ("corrected", 0.75, 0.75),
@@ -245,11 +242,11 @@ FAILED = """
 
 
 async def test_of_what_had_failed_only_refused_requests_are_failures(
-    empty_database_url: str,
+    database_url: str,
 ) -> None:
-    url = empty_database_url
+    url = database_url
     told = b"\x03" * 16
-    await upgraded_with(
+    await store_all(
         url,
         [
             call("answered"),

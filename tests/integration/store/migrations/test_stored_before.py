@@ -11,13 +11,12 @@ from store.schema.migrate import check, downgrade, upgrade
 from store.schema.partitions import ensure_partition
 from store.values.tokens import pack_logprobs
 from store.write.ingest import Ingester
-from tests.integration.store.migrations.test_migrations import joins, tables, upgraded_with
+from tests.integration.store.migrations.test_migrations import joins, store_all, tables
 from tests.support.records import call, reward, tokens
 
 
-async def test_rewards_on_single_calls_are_found_again(empty_database_url: str) -> None:
-    await upgrade(empty_database_url)
-    engine = make_engine(empty_database_url)
+async def test_rewards_on_single_calls_are_found_again(database_url: str) -> None:
+    engine = make_engine(database_url)
     whole = call("whole", provides=(b"3" * 16,))
     part = call("part", method="own", needs=(b"3" * 16,))
     named = call("part", method="prefix")
@@ -29,8 +28,8 @@ async def test_rewards_on_single_calls_are_found_again(empty_database_url: str) 
         before = sorted(map(tuple, await connection.execute(query)), key=str)
     assert [key for key, _, at in before if at] == ["whole"]
     await engine.dispose()
-    await downgrade(empty_database_url, "0004")
-    await upgrade(empty_database_url)
+    await downgrade(database_url, "0004")
+    await upgrade(database_url)
     async with engine.connect() as connection:
         assert sorted(map(tuple, await connection.execute(query)), key=str) == before
     await engine.dispose()
@@ -137,8 +136,8 @@ async def test_two_bodies_under_one_key_survive_down_and_up(empty_database_url: 
     await check(empty_database_url)
 
 
-async def test_both_sides_of_a_join_survive_their_new_names(empty_database_url: str) -> None:
-    url = empty_database_url
+async def test_both_sides_of_a_join_survive_their_new_names(database_url: str) -> None:
+    url = database_url
     before = (
         "SELECT digest, episode_id FROM offers",
         "SELECT digest, call_id, episode_id, level FROM asks",
@@ -150,7 +149,7 @@ async def test_both_sides_of_a_join_survive_their_new_names(empty_database_url: 
         "SELECT call_id, level, provided_by, needed_by, too_common FROM links",
     )
     alone, shared = b"3" * 16, b"4" * 16
-    await upgraded_with(
+    await store_all(
         url,
         [
             call("one", method="own", provides=(alone,)),
@@ -186,7 +185,9 @@ async def test_indexes_have_the_names_that_their_tables_give_them(database_url: 
     assert {(table, name) for table, name in await joins(database_url, query)} == {
         ("needed_fingerprints", "ix_needed_fingerprints_digest"),
         ("needed_fingerprints", "ix_needed_fingerprints_call_id"),
+        ("needed_fingerprints", "ix_needed_fingerprints_episode_id"),
         ("provided_fingerprints", "ix_provided_fingerprints_digest"),
+        ("provided_fingerprints", "ix_provided_fingerprints_episode_id"),
         ("links", "pk_links"),
         ("links", "ix_links_needed_by"),
         ("links", "ix_links_provided_by"),

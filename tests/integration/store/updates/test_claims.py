@@ -11,11 +11,12 @@ from store.errors import ClaimLost, UnknownPolicy
 from store.records import SpoolRecord
 from store.updates import claims
 from store.updates.claims import Claim
-from store.updates.policies import ensure_base, idle_versions, list_versions, promote, set_state
+from store.updates.policies import ensure_base, idle_versions, list_versions, promote
 from store.updates.ready import ClaimRule
+from store.updates.states import set_state
 from store.write.ingest import ingest
+from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
-from tests.support.updates import claimed, consume_all
 from tests.support.waiting import eventually
 
 RULE = ClaimRule(policy="m", group_size=2, groups=2, smallest_group=2, max_age_s=1e9)
@@ -171,12 +172,12 @@ async def test_recording_makes_the_version_and_promoting_moves_the_traffic(
         assert await claims.next_version(connection, "m") == 2
         [base, new] = await list_versions(connection, "m")
         assert (base.state, new.state, new.served_name) == ("serving", "written", "m@1")
-        await promote(connection, "m", 1)
+        await promote(connection, "m", 1, reason="for the test", actor="operator")
         states = {v.version: v.state for v in await list_versions(connection, "m")}
         assert states == {0: "published", 1: "serving"}
         assert [v.version for v in await idle_versions(connection, "m", ["serving"], 0)] == []
         with pytest.raises(UnknownPolicy):
-            await set_state(connection, "m", 9, "retired")
+            await set_state(connection, "m", 9, "retired", reason="for the test", actor="operator")
 
 
 async def test_late_members_wait_for_the_next_group(engine: AsyncEngine) -> None:

@@ -16,7 +16,7 @@ from store.updates.damage import NON_FINITE, set_aside
 from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.write.ingest import Ingester
-from tests.support.any_order import store_in_batches
+from tests.support.ledger.any_order import same_in_any_order
 from tests.support.records import call, reward
 
 POLICIES: Final = ("writes", "checks")
@@ -65,16 +65,6 @@ def scenario(dice: random.Random) -> list[SpoolRecord]:
     return [*records, *(reward(0.2, at=n, response=f"r{dice.randrange(14)}") for n in range(2))]
 
 
-async def empty(engine: AsyncEngine) -> None:
-    async with engine.begin() as connection:
-        await connection.execute(
-            text(
-                "TRUNCATE episodes, transitions, feedback, feedback_requests, updates,"
-                " provided_fingerprints, needed_fingerprints, links CASCADE"
-            )
-        )
-
-
 async def found(engine: AsyncEngine, query: str = OF_POLICIES) -> list[tuple[Any, ...]]:
     async with engine.connect() as connection:
         return [tuple(row) for row in await connection.execute(text(query))]
@@ -85,14 +75,7 @@ async def test_any_order_split_and_repetition_gives_the_same_to_claim(
     engine: AsyncEngine, seed: int
 ) -> None:
     dice = random.Random(seed)
-    records = scenario(dice)
-    seen = []
-    for disorder in (False, True, True, True):
-        await store_in_batches(engine, records, dice, disorder=disorder)
-        seen.append(await found(engine))
-        await empty(engine)
-    assert seen[0]
-    assert seen[1:] == seen[:1] * 3
+    assert await same_in_any_order(engine, scenario(dice), dice, found, "updates")
 
 
 # Kills

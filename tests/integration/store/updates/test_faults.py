@@ -14,8 +14,8 @@ from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.updates.signal import waiting_updates
 from store.write.ingest import Ingester
+from tests.support.ledger.updates import claimed
 from tests.support.records import ago, call, reward
-from tests.support.updates import claimed
 
 RULE = ClaimRule(policy="m", group_size=1, groups=99, smallest_group=1, max_age_s=1e-6)
 SMALL = msgspec.structs.replace(RULE, groups=1, max_staleness=0)

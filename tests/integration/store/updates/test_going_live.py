@@ -37,11 +37,11 @@ async def serving(connection: AsyncConnection) -> dict[str, int]:
 
 async def test_who_looks_sees_both_old_or_both_new(written: AsyncEngine) -> None:
     async with written.begin() as connection:
-        await make_ready(connection, "writer", 1)
+        await make_ready(connection, "writer", 1, reason="for the test", actor="operator")
         assert await promote_together(connection, BOTH, FOR_EVER) == []
     async with written.connect() as looking:
         async with written.begin() as connection:
-            await make_ready(connection, "checker", 1)
+            await make_ready(connection, "checker", 1, reason="for the test", actor="operator")
             promoted = await promote_together(connection, BOTH, FOR_EVER)
             assert [v.served_name for v in promoted] == ["checker@1", "writer@1"]
             assert await serving(looking) == {"checker": 0, "writer": 0}
@@ -53,7 +53,7 @@ async def test_two_trainers_that_are_at_it_at_once_leave_it_to_the_next_look(
 ) -> None:
     async with written.connect() as one, written.connect() as other:
         for connection, name in ((one, "writer"), (other, "checker")):
-            await make_ready(connection, name, 1)
+            await make_ready(connection, name, 1, reason="for the test", actor="operator")
             assert await promote_together(connection, BOTH, FOR_EVER) == []
         await one.commit()
         await other.commit()
@@ -64,11 +64,11 @@ async def test_two_trainers_that_are_at_it_at_once_leave_it_to_the_next_look(
 
 async def test_a_newer_version_takes_the_place_of_one_that_waits(written: AsyncEngine) -> None:
     async with written.begin() as connection:
-        await make_ready(connection, "writer", 1)
+        await make_ready(connection, "writer", 1, reason="for the test", actor="operator")
         await connection.exec_driver_sql("UPDATE updates SET state = 'done'")
         update = await begin_update(connection, "writer", 0, {})
         await add_version(connection, "writer", 2, "/writer/2", update)
-        await make_ready(connection, "writer", 2)
+        await make_ready(connection, "writer", 2, reason="for the test", actor="operator")
         states = {v.version: v.state for v in await list_versions(connection, "writer")}
     assert states == {0: "serving", 1: "retired", 2: "ready"}
 

@@ -7,12 +7,15 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
-from store.records import POLICY_STATES, UNSERVED, CallRecord, PolicyState
+from store.records import CallRecord
 from store.updates.policies import ensure_base, idle_versions, pinned_episodes, pinned_version
+from store.versions import POLICY_STATES, UNSERVED, PolicyState
 from store.write.ingest import Ingester
 from tests.support.records import ago, call
 
 IDLE_S = 100.0
+# A policy has one version in each of these states.
+ONE_EACH = ("serving", "canary")
 LONG_AGO_S = 2 * IDLE_S
 SAID = (b"1" * 16,)
 VERSIONS = text(
@@ -21,9 +24,10 @@ VERSIONS = text(
         INSERT INTO updates (id, policy, parent_version, version, state, recipe)
         VALUES (uuidv7(), :name, 0, :version, 'done', '{}') RETURNING id)
     INSERT INTO policies (name, version, state, served_name, adapter_path, update_id, changed_at,
-        files_deleted_at)
+        files_deleted_at, rolled_back_at)
     SELECT :name, :version, :state, :name || '@' || CAST(:version AS integer), '/a', id,
-        now() - make_interval(secs => :ago_s), CASE WHEN :deleted THEN now() END
+        now() - make_interval(secs => :ago_s), CASE WHEN :deleted THEN now() END,
+        CASE WHEN :state = 'rolled_back' THEN now() END
     FROM made
     """
 )
@@ -79,7 +83,7 @@ async def fill(engine: AsyncEngine, draw: Random) -> None:
         for name in ("m", "n"):
             await ensure_base(connection, name)
             for version in range(1, 9):
-                state = draw.choice([one for one in POLICY_STATES if one != "serving"])
+                state = draw.choice([one for one in POLICY_STATES if one not in ONE_EACH])
                 ago_s = draw.choice([0.0, LONG_AGO_S])
                 deleted = state in UNSERVED and draw.random() < 0.3
                 await add_version(connection, name, version, state, ago_s=ago_s, deleted=deleted)

@@ -4,16 +4,17 @@ from random import Random
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from benchmarks.durations.load import Episode
 from benchmarks.durations.waiting import Waiting, latest_minute_first
 from store.records import SpoolRecord
 from store.updates.policies import ensure_base
-from store.updates.ready import ClaimRule
+from store.updates.ready import ClaimRule, _ready_of, _singles_of
 from store.write.ingest import ingest
+from tests.support.ledger.updates import claimed
 from tests.support.records import START, call, reward
-from tests.support.updates import claimed
 
 PATIENT = 1e9
 RULE: dict[str, Any] = {"policy": "m", "smallest_group": 2, "max_age_s": PATIENT}
@@ -74,3 +75,20 @@ async def test_the_simulated_order_is_that_of_the_store(
     held = {one.key for group in claim.groups for one in group.episodes}
     taken = waiting.claim(START.timestamp(), 0, whole=False)
     assert held == {f"e{one.number}" for _, group in taken for one in group}
+
+
+async def test_groups_of_one_are_found_without_sorting_what_waits(engine: AsyncEngine) -> None:
+    await store(engine, [made(n, n, float(n), 1.0, 0) for n in range(3)])
+    rule = ClaimRule(**RULE, group_size=1, groups=2)
+    ready, values = _ready_of(rule, "")
+    async with engine.begin() as connection:
+        # Of three rows the planner would rather read the table.
+        for kind in ("seqscan", "bitmapscan"):
+            await connection.execute(text(f"SET LOCAL enable_{kind} = off"))
+        plan = await connection.execute(
+            text(f"EXPLAIN {_singles_of(rule, ready).text}"),
+            values | {"policy": "m", "oldest": 0, "groups": rule.groups},
+        )
+        steps = "\n".join(plan.scalars())
+    assert "ix_episode_policies_latest" in steps
+    assert "Sort" not in steps

@@ -10,8 +10,8 @@ from store.updates.claims import Claim
 from store.updates.policies import ensure_base
 from store.updates.ready import ClaimRule
 from store.write.ingest import ingest
+from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
-from tests.support.updates import claimed, consume_all
 
 # Rewards in these tests were stated long ago.
 PATIENT = 1e9

@@ -9,8 +9,8 @@ from store.updates.claims import Claim
 from store.updates.ready import ClaimRule
 from store.updates.signal import waiting_updates
 from tests.integration.store.updates.test_signal import NOW, group, rule, store, tasks
+from tests.support.ledger.updates import claimed, consume_all
 from tests.support.records import call, reward
-from tests.support.updates import claimed, consume_all
 
 
 def success(**changes: Any) -> ClaimRule:

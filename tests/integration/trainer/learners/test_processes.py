@@ -42,7 +42,7 @@ def launched(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *LAUNCH]
     command += ["--num_processes", "2", "--use_fsdp", "--fsdp_version", "2"]
     command += ["--main_process_port", str(free_port())]
-    command += ["-m", "tests.support.launched", json.dumps(programs)]
+    command += ["-m", "tests.support.distributed.launched", json.dumps(programs)]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -14,10 +14,11 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from store.records import PolicyVersion
 from store.updates import claims
 from store.updates.files import unasked_versions
-from store.updates.policies import ensure_base, list_versions, promote, set_state
+from store.updates.policies import ensure_base, list_versions, promote
+from store.updates.states import set_state
+from store.versions import PolicyVersion
 from store.write.ingest import ingest
 from tests.integration.conftest import free_port
 from tests.support.records import ago, call, tokens
@@ -93,9 +94,11 @@ class Disk:
     async def end(self, number: int, *, good: bool) -> None:
         async with self.engine.begin() as connection:
             if good:
-                await promote(connection, "m", number)
+                await promote(connection, "m", number, reason="for the test", actor="operator")
             else:
-                await set_state(connection, "m", number, "rejected")
+                await set_state(
+                    connection, "m", number, "rejected", reason="for the test", actor="operator"
+                )
 
     async def retire(self) -> None:
         """A day passes: what lost the traffic is idle, and is retired."""
@@ -296,6 +299,6 @@ async def test_a_version_that_was_given_back_meanwhile_keeps_its_files(disk: Dis
     async with disk.engine.begin() as connection:
         found = await unasked_versions(connection, "m", {2, 3}, 900.0)
         assert [one.version for one in found] == [1]
-        await set_state(connection, "m", 1, "published")
+        await set_state(connection, "m", 1, "published", reason="for the test", actor="operator")
     await disk.clean()
     assert disk.there() == [1, 2, 3]

@@ -20,7 +20,7 @@ from store.schema.trained import updates
 from store.updates import claims, policies
 from store.updates.policies import list_versions
 from store.write.ingest import ingest
-from tests.support.killing import Killed, killing
+from tests.support.faults.killing import Killed, killing
 from tests.support.records import call, reward, tokens
 from tests.support.servers.computing_server import computing_server
 from tests.support.servers.fake_server import fake_model_server
@@ -145,6 +145,9 @@ async def test_it_is_served_and_recorded_as_one_that_was_trained(bench: Bench) -
         with pytest.raises(UnknownUpdate, match=r"version 1 was imported from .*sft: no episodes"):
             await past_update(connection, 1)
     assert (update.state, update.parent_version, update.version) == ("done", 0, 1)
+    assert update.metrics.pop("manifest_sha256") == adapters.sha256_of(
+        bench.version(1) / adapters.MANIFEST
+    )
     assert update.metrics == {"imported_from": str(bench.adapter)}
     assert update.recipe["lora"]["rank"] == 4
 
@@ -331,6 +334,20 @@ async def test_killed_at(bench: Bench, monkeypatch: pytest.MonkeyPatch, step: st
         assert await bench.states() == {0: "serving"}
         assert await bench.imports() == "m@1 serving"
     assert await bench.states() == whole
+
+
+async def test_none_is_made_a_version_of_another_tenants_policy(
+    bench: Bench, tmp_path: Path
+) -> None:
+    async with bench.engine.begin() as connection:
+        await policies.ensure_base(connection, "m", None, "a")
+    file = tmp_path / "policies.toml"
+    file.write_text('[[policy]]\nname = "m"\nbase = "m"\ntrained = true\ntenant = "b"\n')
+    with pytest.raises(TrainerError, match="of tenant 'a', and stays so"):
+        await bench.imports(bench.at(policies=file))
+    assert await bench.states() == {0: "serving"}
+    assert await bench.running() is None
+    assert not bench.version(1).exists()
 
 
 async def test_one_that_cannot_be_written_leaves_no_update_running(

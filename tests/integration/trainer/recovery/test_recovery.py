@@ -18,11 +18,12 @@ from store.schema.trained import consumptions, updates
 from store.updates import claims, policies
 from store.updates.policies import ensure_base, list_versions
 from store.write.ingest import ingest
-from tests.support.killing import Killed, killing
+from tests.support.faults.killing import Killed, killing
+from tests.support.faults.unreadable import unreadable
 from tests.support.records import call, reward, tokens
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from trainer.batches.rows import Row, bare_row
-from trainer.errors import DriftOutOfBounds, Interrupted, LearnerError
+from trainer.errors import DriftOutOfBounds, FilesUnread, Interrupted, LearnerError
 from trainer.loop import Loop
 from trainer.publishing import adapters
 from trainer.publishing.progress import write_progress
@@ -31,6 +32,7 @@ from trainer.publishing.replicas import Replicas
 from trainer.publishing.server import ModelServer
 from trainer.recipes.adapter import PublishOptions
 from trainer.recipes.claim import ClaimOptions
+from trainer.recipes.gate import GateOptions
 from trainer.recipes.recipe import Recipe
 from trainer.recipes.training import OptimizerOptions
 from trainer.settings import TrainerSettings
@@ -128,6 +130,7 @@ class Bench:
         self.folder = folder
         self.learner = FakeLearner(server, folder.resolve())
         self.optimizer = OptimizerOptions()
+        self.gate = GateOptions()
 
     async def fill(self, name: str = "t") -> None:
         records: list[SpoolRecord] = []
@@ -146,8 +149,9 @@ class Bench:
             claim=ClaimOptions(group_size=2, groups=2, max_age_s=1e9),
             publish=PublishOptions(retire_after_s=1e9),
             optimizer=self.optimizer,
+            gate=self.gate,
         )
-        publisher = Publisher(self.engine, server, "m", recipe.publish)
+        publisher = Publisher(self.engine, server, "m", recipe.publish, gate=recipe.gate)
         settings = TrainerSettings.model_validate({"adapter_dir": self.folder})
         return Loop(settings, recipe, self.engine, publisher, self.learner, "m")
 
@@ -286,6 +290,65 @@ async def test_a_version_found_after_a_crash_is_probed_too(
     bench.fake.logprobs["m@1"] = -7.0
     await run_once(bench)
     assert await bench.states() == {0: "serving", 1: "rejected"}
+
+
+@pytest.mark.parametrize("name", [adapters.MANIFEST, *adapters.SERVED])
+async def test_a_version_that_cannot_be_read_for_now_is_published_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    STEPS["before publishing"](monkeypatch)
+    with pytest.raises(Killed):
+        await run_once(bench)
+    file = adapters.version_folder(bench.folder, "m", 1) / name
+    async with Replicas([bench.fake.url]) as server, bench.engine.connect() as connection:
+        version = await policies.numbered_version(connection, "m", 1)
+        assert version is not None
+        publisher = Publisher(bench.engine, server, "m", PublishOptions())
+        with unreadable(file):
+            with pytest.raises(FilesUnread, match=f"{name} cannot be read"):
+                await publisher.try_to_publish(version, "m", ())
+            with pytest.raises(FilesUnread, match=f"{name} cannot be read"):
+                await bench.loop(server).recover()
+        assert (await bench.states())[1] == "written"
+        await bench.loop(server).recover()
+    assert await bench.states() == {0: "published", 1: "serving"}
+
+
+async def test_what_cannot_be_read_for_now_stops_no_other_from_being_loaded_again(
+    bench: Bench,
+) -> None:
+    await run_once(bench)
+    await bench.fill("u")
+    await run_once(bench)
+    bench.fake.loaded.clear()
+    async with Replicas([bench.fake.url]) as server:
+        with unreadable(adapters.version_folder(bench.folder, "m", 2) / adapters.SERVED[1]):
+            await bench.loop(server).sync_adapters()
+            assert list(bench.fake.loaded) == ["m@1"]
+        await bench.loop(server).sync_adapters()
+    assert set(bench.fake.loaded) == {"m@1", "m@2"}
+
+
+@pytest.mark.parametrize("at", ["start", "stop"])
+async def test_a_killed_update_is_neither_recorded_nor_freed_while_its_files_cannot_be_read(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    STEPS["before consuming"](monkeypatch)
+    with pytest.raises(Killed):
+        await run_once(bench)
+    file = adapters.version_folder(bench.folder, "m", 1) / adapters.MANIFEST
+    async with Replicas([bench.fake.url]) as server:
+        with unreadable(file):
+            if at == "start":
+                with pytest.raises(FilesUnread):
+                    await bench.loop(server).recover()
+            else:
+                await bench.loop(server)._recovery.finish_if_possible("the trainer was stopped")
+        async with bench.engine.connect() as connection:
+            assert await claims.running_update(connection, "m") is not None
+        await bench.loop(server).recover()
+    assert await bench.states() == {0: "published", 1: "serving"}
+    await bench.assert_spent_once(4)
 
 
 async def test_a_version_that_cannot_be_loaded_again_stops_nothing(bench: Bench) -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from tests.support.faults.unreadable import unreadable
 from tests.support.training import recipe, rows
 from trainer.batches.rows import Row
-from trainer.errors import AdapterError, Interrupted, LearnerError
+from trainer.errors import AdapterError, FilesUnread, Interrupted, LearnerError
 from trainer.learners.learner import Learner
 from trainer.publishing import adapters
-from trainer.publishing.progress import read_progress
+from trainer.publishing.progress import PROGRESS, read_progress
 from trainer.recipes.recipe import Recipe
 from trainer.recipes.schedule import rate_share
 from trainer.recipes.training import OptimizerOptions
@@ -195,6 +196,20 @@ def test_a_state_that_is_damaged_is_named(tiny_model: str, tmp_path: Path, strai
     (straight / adapters.STATE / "optimizer.pt").write_bytes(b"half")
     with pytest.raises(AdapterError, match=r"optimizer\.pt cannot be read .* remove it"):
         learner(tiny_model, tmp_path).restore(straight)
+
+
+FILES = ("adapter_config.json", "adapter_model.safetensors", "trainer/optimizer.pt", PROGRESS)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_version_that_cannot_be_read_for_now_is_restored_later(
+    tiny_model: str, tmp_path: Path, straight: Path, name: str
+) -> None:
+    made = learner(tiny_model, tmp_path)
+    with unreadable(straight / name), pytest.raises(FilesUnread, match="may pass"):
+        made.restore(straight)
+    made.restore(straight)
+    assert same(save(made, tmp_path / "again"), straight)
 
 
 @contextmanager

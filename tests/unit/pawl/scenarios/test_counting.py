@@ -18,7 +18,8 @@ from store.ids import new_id
 from store.policy_table import PolicySpec
 from store.read.evaluations import Evaluation
 from store.read.stats import PolicyTotals
-from store.records import PolicyVersion, UpdateRow
+from store.records import UpdateRow
+from store.versions import PolicyVersion
 
 SPECS = (
     PolicySpec(name="writer", base="m"),

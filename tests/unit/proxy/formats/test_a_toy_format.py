@@ -14,7 +14,7 @@ from proxy.door.refusal import explain
 from proxy.door.routes import Kind, find_route
 from proxy.formats.base import ReplySummary
 from proxy.formats.registry import FORMATS
-from proxy.identity.fingerprints import needed_fingerprints, provided_fingerprints
+from proxy.identity.stitch import needed_fingerprints, provided_fingerprints
 from proxy.intake.intake import Intake
 from proxy.keeper.transcribe import transcribe
 from store.records import CallRecord

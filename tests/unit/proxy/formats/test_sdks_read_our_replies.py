@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx2
-import openai
 import pytest
 
 from proxy.formats.registry import FORMATS
 from tests.support.recordings import asked, follow, recordings
+
+if TYPE_CHECKING:
+    import anthropic
+    import openai
 
 HI: Any = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], "model": "agent"}
 
@@ -29,14 +31,19 @@ def transport(body: bytes, status: int = 200, *, stream: bool = False) -> httpx2
     return httpx2.MockTransport(answer)
 
 
-def claude(body: bytes, status: int = 200, *, stream: bool = False) -> anthropic.Anthropic:
+def claude(body: bytes, status: int = 200, *, stream: bool = False) -> "anthropic.Anthropic":
+    # All workers collect this file, and each would import the SDKs: one of them runs it.
+    import anthropic
+
     client = httpx2.Client(transport=transport(body, status, stream=stream))
     return anthropic.Anthropic(
         api_key="x", base_url="http://pawl", http_client=client, max_retries=0
     )
 
 
-def gpt(body: bytes, status: int = 200, *, stream: bool = False) -> openai.OpenAI:
+def gpt(body: bytes, status: int = 200, *, stream: bool = False) -> "openai.OpenAI":
+    import openai
+
     client = httpx2.Client(transport=transport(body, status, stream=stream))
     return openai.OpenAI(api_key="x", base_url="http://pawl/v1", http_client=client, max_retries=0)
 
@@ -97,6 +104,8 @@ def test_openais_sdk_reads_responses(name: str, kind: str) -> None:
 
 
 def test_anthropics_sdk_raises_our_errors() -> None:
+    import anthropic
+
     body = FORMATS["messages"].errors.body("no such model", "not_found_error")
     with pytest.raises(anthropic.NotFoundError, match="no such model"):
         claude(body, 404).messages.create(**HI)
@@ -114,6 +123,8 @@ def test_anthropics_sdk_raises_our_errors() -> None:
 
 
 def test_openais_sdk_raises_our_errors() -> None:
+    import openai
+
     for api in ("chat", "completions", "responses"):
         body = FORMATS[api].errors.body(
             "no such model", "invalid_request_error", "model", "not_found"
@@ -132,6 +143,8 @@ def test_openais_sdk_raises_our_errors() -> None:
 
 
 def test_openais_sdk_reads_a_responses_error_event() -> None:
+    import openai
+
     torn = FORMATS["responses"].errors.event("the upstream broke off", sequence_number=7)
     [event] = gpt(torn, stream=True).responses.create(model="agent", input="x", stream=True)
     assert isinstance(event, openai.types.responses.ResponseErrorEvent)

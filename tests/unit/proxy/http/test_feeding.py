@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.http import feeding
+from proxy.http import parsing
 from proxy.http.exchange import Exchange
-from proxy.http.feeding import LONG_BODY, MANY_PIECES, SLICE, Feeding, Turns
+from proxy.http.parsing import LONG_BODY, MANY_PIECES, SLICE, Feeding, Turns
 from tests.support.http_wires import client, settle
 
 
@@ -54,7 +54,7 @@ async def test_what_takes_long_waits_for_its_turn_and_other_work_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, rests = [0.0], []
-    monkeypatch.setattr(feeding, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(parsing, "monotonic", lambda: clock[0])
     loop = asyncio.get_running_loop()
 
     def later(delay: float, call: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from proxy.http.exchange import Exchange
 from proxy.http.flow import SMALL, BodyStream
@@ -242,3 +243,36 @@ def test_head_and_get_are_told_apart_however_they_are_cut(pieces: list[bytes]) -
     sent = asyncio.run(asked())
     assert sent.count(b"Content-Length: 5") == 3
     assert sent.count(b"hello") == 1
+
+
+async def test_a_reply_before_the_body_has_come_says_that_the_connection_closes() -> None:
+    connection, wire = client(whole)
+    connection.data_received(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\n\r\nab")
+    await settle()
+    assert b"\r\nConnection: close\r\n" in wire.sent
+    # What has come whole leaves the connection open.
+    connection, wire = client(whole)
+    connection.data_received(b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nab")
+    await settle()
+    assert b"Connection: close" not in wire.sent
+
+
+async def test_a_bad_request_after_an_offer_to_upgrade_is_no_failure_of_the_proxys() -> None:
+    offer = b"GET / HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n"
+    connection, wire = client(whole)
+    with capture_logs() as lines:
+        connection.data_received(offer + b"GET / HTTP/1.1\r\n\r\n")
+        await settle()
+    assert lines == []
+    assert wire.sent.count(b"HTTP/1.1 200 ") == 1
+    assert wire.is_closing()
+
+
+@pytest.mark.parametrize("length", [b"9223372036854775808", b"18446744073709551615", b"0" * 19])
+async def test_a_length_that_another_server_may_read_as_another_one_is_refused(
+    length: bytes,
+) -> None:
+    connection, wire = client(whole)
+    await feed(connection, [GET[:-2] + b"Content-Length: %b\r\n\r\n" % length])
+    assert wire.sent.startswith(b"HTTP/1.1 400 ")
+    assert wire.ended

@@ -8,8 +8,8 @@ import pytest
 from proxy.formats.base import ReplySummary
 from proxy.formats.conversation import Conversation, is_unique
 from proxy.formats.registry import FORMATS
-from proxy.identity import fingerprints
-from proxy.identity.fingerprints import (
+from proxy.identity import stitch
+from proxy.identity.stitch import (
     PREFIX,
     PREFIXES,
     RESPONSE,
@@ -26,13 +26,13 @@ Message = dict[str, Any]
 def needed_fingerprints(
     name: str, fields: Fields, read: Conversation | None = None
 ) -> tuple[bytes, ...]:
-    return fingerprints.needed_fingerprints(FORMATS[name].turns, fields, read)
+    return stitch.needed_fingerprints(FORMATS[name].turns, fields, read)
 
 
 def provided_fingerprints(
     name: str, fields: Fields, told: ReplySummary, read: Conversation | None = None
 ) -> tuple[bytes, ...]:
-    return fingerprints.provided_fingerprints(FORMATS[name].turns, fields, told, read)
+    return stitch.provided_fingerprints(FORMATS[name].turns, fields, told, read)
 
 
 def chat(*messages: Message) -> Fields:

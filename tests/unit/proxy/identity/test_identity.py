@@ -4,6 +4,7 @@ import json
 from typing import Any
 from uuid import UUID
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,10 +12,10 @@ from hypothesis import strategies as st
 from proxy.door.routes import Kind, Route
 from proxy.formats.base import ReplySummary
 from proxy.formats.chat.chat import CHAT
-from proxy.identity.fingerprints import provided_fingerprints
 from proxy.identity.identify import Identity, identify, retry_count
-from proxy.identity.stitch import CallMemory
+from proxy.identity.stitch import CallMemory, provided_fingerprints
 from store.records import ToolCall
+from store.tenants import DEFAULT, own_digests, scoped, tenant_of
 
 CALL, EARLIER = UUID("01a1f80b-8bb3-758b-b889-c07dbbff7a56"), UUID(int=1)
 PLAIN = Route(kind=Kind.CALL, path="/v1/chat/completions", wire_format=CHAT)
@@ -190,3 +191,41 @@ def test_no_value_fails_a_call(headers: dict[str, str], fields: dict[str, Any]) 
     found = who(headers, fields=fields)
     assert found.episode.strip()
     assert found.episode.isprintable()
+
+
+def test_another_tenant_joins_nothing_that_was_said_or_failed_here() -> None:
+    stitches = CallMemory()
+    first = identify({}, PLAIN, FIRST, b"", scoped("a", "1"), stitches)
+    told = own_digests(
+        "a", provided_fingerprints(CHAT.turns, FIRST, ReplySummary(tool_calls=(TOOL,)))
+    )
+    stitches.provide(told, first.episode)
+    stitches.failed(b"body", first.episode, CALL)
+    fields: dict[str, Any] = {"messages": [*FIRST["messages"], *ANSWER["messages"]]}
+    retry = {"x-stainless-retry-count": "1"}
+    for tenant in ("b", DEFAULT):
+        found = identify(retry, PLAIN, fields, b"body", scoped(tenant, "2"), stitches)
+        assert (found.episode, found.retry_of) == (scoped(tenant, "2"), None)
+        assert not set(found.needs) & set(told)
+    joined = identify({}, PLAIN, fields, b"", scoped("a", "2"), stitches)
+    assert (joined.episode, joined.method) == (scoped("a", "1"), "tool_call")
+    again = identify(retry, PLAIN, fields, b"body", scoped("a", "3"), stitches)
+    assert (again.episode, again.retry_of) == (scoped("a", "1"), CALL)
+
+
+def test_all_names_of_a_call_are_its_tenants() -> None:
+    named = identify({}, NAMED, FIRST, b"", scoped("a", "1"), CallMemory())
+    assert (named.episode, named.task, named.agent) == (scoped("a", "u"), scoped("a", "t"), "a")
+    traced = identify({"traceparent": TRACEPARENT}, PLAIN, {}, b"", scoped("a", "1"), CallMemory())
+    assert traced.episode.startswith(scoped("a", "trace:"))
+    # The task decides about the split by the name that was given.
+    evaluated = msgspec.structs.replace(NAMED, task="eval/t")
+    found = identify({}, evaluated, FIRST, b"", scoped("a", "1"), CallMemory())
+    assert (found.split, found.task) == ("eval", scoped("a", "eval/t"))
+
+
+def test_no_name_that_a_client_gives_is_another_tenants() -> None:
+    for name in ("b\x1fu", "\x1fu", "default\x1fu"):
+        found = who({"x-pawl-episode": name, "x-pawl-task": name})
+        assert (tenant_of(found.episode), found.task) == (DEFAULT, None)
+        assert found.warnings

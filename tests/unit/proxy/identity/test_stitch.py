@@ -6,9 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.identity.fingerprints import PREFIX, RESPONSE, TOOL_CALL, UNIQUE_PREFIX
-from proxy.identity.generations import Generations
-from proxy.identity.stitch import MOST_ATTEMPTS, Attempt, CallMemory, Doubt, Joined
+from proxy.identity.stitch import (
+    MOST_ATTEMPTS,
+    PREFIX,
+    RESPONSE,
+    TOOL_CALL,
+    UNIQUE_PREFIX,
+    Attempt,
+    CallMemory,
+    Doubt,
+    Generations,
+    Joined,
+)
 
 FIRST, SECOND = UUID(int=1), UUID(int=2)
 

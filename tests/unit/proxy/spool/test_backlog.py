@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proxy.keeper.backlog import BEGIN, Segment
+from proxy.keeper.backlog import BEGIN, Place, Segment
 from proxy.spool.segments import encode_frame
 from tests.support.records import captured
 
@@ -44,3 +44,30 @@ def test_one_that_is_gone_is_an_error(path: Path) -> None:
     path.unlink()
     with pytest.raises(FileNotFoundError):
         segment.grown()
+
+
+def test_batches_are_read_once_and_little_more_with_each(path: Path) -> None:
+    # Frames of very different lengths: a batch may be shorter than the last one, or longer.
+    frames = [
+        encode_frame(captured(f"{number}", request=b"x" * 2 ** (number % 14)))
+        for number in range(210)
+    ]
+    path.write_bytes(b"".join(frames))
+    read: list[int] = []
+
+    class Counting(Segment):
+        def _read(self, offset: int, size: int) -> tuple[bytes, bool]:
+            data, whole = super()._read(offset, size)
+            read.append(len(data))
+            return data, whole
+
+    segment, place, ends = Counting(path), BEGIN, []
+    while pieces := segment.pieces(place, 7, sealed=True):
+        assert len(pieces) <= 7
+        assert not any(piece.damage for piece in pieces)
+        ends += [piece.end for piece in pieces]
+        place = Place(pieces[-1].end, pieces[-1].number)
+    assert ends == [sum(map(len, frames[: number + 1])) for number in range(210)]
+    assert not segment.has_more
+    # Without a look at the last batch, each one would read all that follows it.
+    assert sum(read) < 6 * sum(map(len, frames))

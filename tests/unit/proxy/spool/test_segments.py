@@ -76,10 +76,12 @@ def test_fingerprints_of_a_spool_from_before_their_new_names_are_read() -> None:
     assert (record.tool_grammars, record.explored, record.tool_tag) == (True, None, None)
 
 
-def test_a_spool_from_before_the_last_field_is_read() -> None:
-    """What a call's tools were held to is then unknown, as it was."""
-    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(captured(tool_tag="hermes")))
-    assert fields[-1] == "hermes"
-    old = decode_payload(msgspec.msgpack.encode(fields[:-1]))
-    assert isinstance(old, CapturedCall)
-    assert old.tool_tag is None
+def test_a_spool_from_before_the_last_fields_is_read() -> None:
+    """What a call's tools were held to, and the arm of its episode, are then unknown, as before."""
+    call = captured(tool_tag="hermes", arm="canary")
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(call))
+    assert fields[-2:] == ["hermes", "canary"]
+    for kept, tool_tag in ((1, "hermes"), (2, None)):
+        old = decode_payload(msgspec.msgpack.encode(fields[:-kept]))
+        assert isinstance(old, CapturedCall)
+        assert (old.tool_tag, old.arm) == (tool_tag, None)

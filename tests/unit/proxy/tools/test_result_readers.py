@@ -149,9 +149,10 @@ def test_a_tools_own_rules_go_before_those_of_any() -> None:
 
 
 def test_no_rules_read_nothing() -> None:
-    assert not parse_readers("")
-    assert not parse_readers(" , ")
-    assert not parse_readers("a=ignore")
+    assert not parse_readers("").give_verdicts
+    assert not parse_readers(" , ").give_verdicts
+    assert not parse_readers("a=ignore").give_verdicts
+    assert parse_readers("a=ignore,b=timeout").give_verdicts
     assert parse_readers("").read("a", '{"error": 1}') is None
     assert parse_readers("").rules == ResultReaders().rules
 

@@ -58,6 +58,22 @@ def test_in_each_form(dialect: str, one: Any, other: Any) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("text", ["What is 2 + 2?", 'a "b" \\ c', "\u00fcber\n", "\U0001f600", ""])
+def test_how_a_text_is_escaped_changes_nothing(text: str) -> None:
+    escaped = "".join(rf"\u{unit:04x}" for unit in _utf16(text))
+    written = [json.dumps(text), f'"{escaped}"', json.dumps([{"type": "text", "text": text}])]
+    bodies = [
+        f'{{"messages": [{json.dumps(USER)}, {{"role": "user", "content": {content}}}]}}'
+        for content in written
+    ]
+    assert len({asked("chat", body.encode()) for body in bodies}) == 1
+
+
+def _utf16(text: str) -> list[int]:
+    data = text.encode("utf-16-le", errors="surrogatepass")
+    return [int.from_bytes(data[at : at + 2], "little") for at in range(0, len(data), 2)]
+
+
 def test_all_that_users_say_counts_and_nothing_else() -> None:
     found = asked("chat", chat(USER))
     example = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.records import Episode, Group, ToolCall
+from store.values.families import task_family
 from tests.support.records import tool_event
 from tests.support.stored import episode, transition
 from trainer.credit.assign import Credited, assign_credit
@@ -17,7 +18,6 @@ from trainer.credit.moving import (
     NO_MOVING_BASELINES,
     MovingAverage,
     MovingBaselines,
-    task_family,
 )
 from trainer.recipes.credit import CreditOptions
 

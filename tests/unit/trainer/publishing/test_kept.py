@@ -1,13 +1,18 @@
 """Which files and optimiser states stay: by the versions' states, never by their numbers."""
 
+from uuid import UUID
+
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.records import PolicyState, PolicyVersion
+from store.versions import PolicyState, PolicyVersion
 from trainer.publishing.kept import kept_files, kept_states, last_good, leftovers, old_states
 
 
-def version(number: int, state: PolicyState, *, deleted: bool = False) -> PolicyVersion:
+def version(
+    number: int, state: PolicyState, *, deleted: bool = False, rebuilt: bool = False
+) -> PolicyVersion:
     return PolicyVersion(
         name="m",
         version=number,
@@ -16,6 +21,7 @@ def version(number: int, state: PolicyState, *, deleted: bool = False) -> Policy
         adapter_path=f"/a/{number}",
         update_id=None,
         files_deleted=deleted,
+        rebuilt_from=UUID(int=number) if rebuilt else None,
     )
 
 
@@ -34,10 +40,35 @@ def test_ten_rejections_in_a_row_leave_the_head_and_the_last_good_one() -> None:
     assert old_states(versions, range(1, 15)) == [1, 2, *range(5, 15)]
 
 
+def test_a_rebuild_that_was_stopped_keeps_what_it_goes_on_from() -> None:
+    versions = [
+        version(3, "serving"),
+        *(version(number, "rejected", rebuilt=True) for number in (4, 5, 6)),
+        version(7, "rejected"),
+    ]
+    assert kept_states(versions) == kept_files(versions) == {3, 6}
+    ended = [*versions, version(8, "serving", rebuilt=True)]
+    assert 6 not in kept_states(ended) | kept_files(ended)
+
+
 def test_the_last_good_one_had_the_traffic_before() -> None:
     # Version 5 was rolled back: 3 serves again, and what it had taken over from is 2.
     versions = [version(0, "published"), version(2, "retired"), version(3, "serving")]
     assert last_good([*versions, version(4, "rejected"), version(5, "retired")]) == 2
+
+
+def test_what_was_rolled_back_is_no_version_to_go_back_to() -> None:
+    lost = msgspec.structs.replace(version(3, "retired"), rolled_back=True)
+    versions = [version(0, "published"), version(2, "retired"), lost, version(4, "serving")]
+    assert last_good(versions) == 2
+    assert kept_files(versions) == {0, 2, 4}
+
+
+def test_training_may_go_on_from_what_is_tried_or_waits_for_it() -> None:
+    states: list[PolicyState] = ["published", "serving", "canary", "candidate", "written"]
+    versions = [version(number, state) for number, state in enumerate(states)]
+    assert kept_states(versions) == {0, 1, 2, 3, 4}
+    assert kept_files(versions) == {0, 1, 2, 3, 4}
 
 
 def test_a_folder_that_no_update_recorded_goes_once_its_number_is_passed() -> None:

@@ -5,7 +5,7 @@ from typing import Final, get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.records import PolicyState, PolicyVersion
+from store.versions import PolicyState, PolicyVersion
 from trainer.publishing.servable import belonging, is_servable, lacking, with_other_files
 
 BASES: Final = ("base", "other")

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import RecipeError
+from trainer.recipes.gate import GateOptions
 from trainer.recipes.recipe import load_recipe, parse_recipe
+from trainer.recipes.recorded import recorded_recipe
 
 SFT = "learner = 'sft'\n[credit]\nbaseline = 'none'\nnormalisation = 'none'"
 
@@ -78,6 +80,20 @@ def test_a_recipe_that_names_no_precision_has_float32() -> None:
         (f"{SFT}\n[sft]\nmin_reward = inf", "sft.min_reward"),
         ("[off_policy]\nratio_cap = inf", "off_policy.ratio_cap"),
         ("[kl]\nplace = 'prompt'", "kl.place"),
+        ("[gate]\nmode = 'never'", "gate.mode"),
+        ("[gate]\ncanary = 0.1", "unknown key 'gate.canary': did you mean canary_share"),
+        ("[gate]\ncanary_share = 0.0", "gate.canary_share"),
+        ("[gate]\ncanary_share = 0.6", "gate.canary_share"),
+        ("[gate]\ncanary_share = 0.5\nbase_share = 0.5", r"canary_share \+ base_share"),
+        ("[gate]\nreward_range = [1, 0]", "reward_range must be"),
+        ("[gate]\nreward_range = [0, 1, 2]", "gate.reward_range"),
+        ("[gate]\nreward_range = [0, inf]", "gate.reward_range"),
+        ("[gate]\nmargin = 1.0", "margin must be smaller"),
+        ("[gate]\ndeadline_s = 600", "deadline_s must be larger than reward_delay_s"),
+        ("[gate]\nreward_delay_s = 0", "gate.reward_delay_s"),
+        ("[gate]\nmistakes = 0", "gate.mistakes"),
+        ("[gate]\nfewest = 0", "gate.fewest"),
+        ("[gate]\nupdates_per_candidate = 0", "gate.updates_per_candidate"),
         ("[claim", "not TOML"),
     ],
 )
@@ -100,3 +116,21 @@ def test_a_recipe_that_is_not_there(tmp_path: Path) -> None:
         load_recipe("nope")
     with pytest.raises(RecipeError, match="cannot be read"):
         load_recipe(str(tmp_path / "nope.toml"))
+
+
+def test_without_a_table_of_the_gate_a_version_serves_at_once() -> None:
+    assert not parse_recipe("", "r.toml").gate.is_gated
+
+
+def test_a_gate_has_its_options() -> None:
+    found = parse_recipe("[gate]\nmode = 'gated'\nreward_range = [-1, 2]\nmargin = 1.5", "r.toml")
+    assert found.gate.is_gated
+    assert (found.gate.reward_range, found.gate.margin) == ((-1.0, 2.0), 1.5)
+    # The steward reads them from the store, where they are JSON.
+    assert GateOptions.model_validate(found.gate.model_dump(mode="json")) == found.gate
+
+
+def test_a_recipe_that_was_recorded_before_the_gate_is_read() -> None:
+    recorded = load_recipe("default").model_dump(mode="json")
+    del recorded["gate"]
+    assert recorded_recipe(recorded) == load_recipe("default")

@@ -1,0 +1,128 @@
+"""Compute what the runs come to: mistakes by world, episodes to a verdict, and the bars."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from benchmarks.gate.falls import Falls
+from benchmarks.gate.runs import POWER, Ends
+from benchmarks.proxy.figures import Bar, percentile
+from benchmarks.proxy.tables import Rows, number
+from store.records import Record
+
+# The bar: the share of runs that may end by mistake.
+MOST_MISTAKES: Final = 0.05
+
+
+class Found(Record, frozen=True, kw_only=True):
+    """Hold all that was simulated.
+
+    Attributes:
+        equal: canaries as good as what serves, by world.
+        worse: canaries worse by the margin, by world.
+        effects: canaries of several effects, to their verdicts.
+        falls: versions that serve, and fall.
+        peeked: the share of equals that a fixed-horizon test calls worse, looked at as often.
+        episodes: looked at in each run of `equal` and `worse`.
+    """
+
+    equal: list[Ends]
+    worse: list[Ends]
+    effects: list[Ends]
+    falls: list[Falls]
+    peeked: float
+    episodes: int
+
+
+def bars(found: Found) -> list[Bar]:
+    """Return what the gate promises."""
+    retired = max((one.retired / one.runs for one in found.equal), default=None)
+    promoted = max((one.promoted / one.runs for one in found.worse), default=None)
+    healthy = [one.early / one.runs for one in found.falls if not one.fall]
+    return [
+        Bar("retired by mistake, in the worst world", retired, MOST_MISTAKES),
+        Bar("promoted by mistake, in the worst world", promoted, MOST_MISTAKES),
+        Bar("rolled back by mistake", max(healthy, default=None), MOST_MISTAKES),
+    ]
+
+
+def tables(found: Found) -> list[Rows]:
+    """Return the mistakes, the speed, and the roll-backs."""
+    return [_mistakes(found), _speed(found.effects), _rolled_back(found.falls)]
+
+
+def _mistakes(found: Found) -> Rows:
+    lines = [
+        [
+            equal.world,
+            f"{equal.runs:,}",
+            f"{equal.retired / equal.runs:.3f}",
+            f"{worse.promoted / worse.runs:.3f}",
+            f"{equal.promoted / equal.runs:.3f}",
+            f"{worse.retired / worse.runs:.3f}",
+        ]
+        for equal, worse in zip(found.equal, found.worse, strict=True)
+    ]
+    heads = ["rewards", "runs", "equal: **retired**", "worse: **promoted**"]
+    heads += ["equal: promoted", "worse: retired"]
+    note = (
+        f"Each run is looked at after each of its {found.episodes:,} episodes, until its verdict;"
+        " *worse* is by the margin, 0.02. In bold what is a mistake. A z-test of the same level"
+        f" looked at as often calls {found.peeked:.3f} of equals worse (right or wrong, 0.5)."
+    )
+    return Rows("Mistakes", heads, lines, [note])
+
+
+def _speed(effects: Sequence[Ends]) -> Rows:
+    lines = [
+        [
+            f"{one.effect:+.2f}",
+            f"{one.runs:,}",
+            f"{one.promoted / one.runs:.3f}",
+            f"{one.retired / one.runs:.3f}",
+            number(one.middle),
+            number(one.ninth),
+            number(one.fixed),
+            number(one.middle / one.fixed, 2),
+        ]
+        for one in effects
+    ]
+    heads = ["effect", "runs", "promoted", "retired", "episodes, median", "nine of ten"]
+    heads += ["fixed horizon", "median in times of it"]
+    note = (
+        "Right or wrong, 0.5 for what serves; episodes of all arms, a tenth of them the canary's."
+        f" *Fixed horizon*: a test with one look, at its end, that finds it in {POWER:.0%} of runs;"
+        " it must know the effect beforehand."
+    )
+    return Rows("Episodes to a verdict", heads, lines, [note])
+
+
+def _rolled_back(falls: Sequence[Falls]) -> Rows:
+    lines = [
+        [
+            f"{one.base_share:.0%}",
+            f"{one.tried:,}" + (f" + {one.later:,}" if one.later else ""),
+            f"−{one.fall:.1f}" if one.fall else "none",
+            str(one.runs),
+            str(one.early),
+            str(len(one.found)),
+            number(percentile(one.found, 0.5)),
+            number(percentile(one.found, 0.9)),
+        ]
+        for one in falls
+    ]
+    heads = [
+        "base share",
+        "canary for",
+        "fall",
+        "runs",
+        "by mistake",
+        "found",
+        "episodes after it, median",
+    ]
+    note = (
+        "Each version is watched for 20,000 episodes, in a world whose mean swings by ±0.15 for"
+        " all; it is 0.2 above the base, and falls after 5,000 where it does. Of the episodes that"
+        " it had been a canary for, those after the + had begun by its promotion, and counted"
+        " later."
+    )
+    return Rows("Roll-back", [*heads, "nine of ten"], lines, [note])

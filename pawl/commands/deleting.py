@@ -1,0 +1,137 @@
+"""Define `pawl episodes`: delete recorded episodes, with a receipt for each."""
+
+import asyncio
+import sys
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from pawl.commands.common import a_tenant, fail, with_zone
+from pawl.settings import StackSettings, read_settings
+from store.tenants import DEFAULT, scoped
+
+if TYPE_CHECKING:
+    from store.deleting.choosing import Selection
+
+app = typer.Typer(no_args_is_help=True, help="Delete recorded episodes from everywhere.")
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[EPISODE]...", help="Keys or ids of episodes.", show_default=False),
+]
+
+Task = Annotated[str | None, typer.Option(help="Instead of names: all episodes of this task.")]
+Prefix = Annotated[
+    str | None,
+    typer.Option(help="Instead of names: all whose key begins so, such as a user's name."),
+]
+Since = Annotated[
+    datetime | None,
+    typer.Option(help="Instead of names: all whose last call was at or after this time."),
+]
+Before = Annotated[
+    datetime | None,
+    typer.Option(help="Instead of names: all whose last call was before this time."),
+]
+
+
+@app.callback()
+def episodes() -> None:
+    """Delete recorded episodes from everywhere."""
+
+
+@app.command()
+def delete(
+    names: Names = None,
+    task: Task = None,
+    prefix: Prefix = None,
+    since: Since = None,
+    before: Before = None,
+    tenant: Annotated[
+        str,
+        typer.Option(
+            callback=a_tenant,
+            help="Whose episodes: names and selections are of this tenant alone.",
+        ),
+    ] = DEFAULT,
+    unrecorded: Annotated[
+        bool,
+        typer.Option(
+            "--unrecorded", help="Keep what comes of unknown names from being stored, too."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the receipts, and delete nothing.")
+    ] = False,
+    patience_s: Annotated[
+        float, typer.Option("--wait", min=0, help="How long to wait for the spool, in seconds.")
+    ] = 30.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON lines on a terminal too, not text.")
+    ] = False,
+) -> None:
+    """Delete episodes: their calls, feedback, judgements and all else, with a receipt for each.
+
+    Several of --task, --prefix, --since and --before select what meets all of them. What comes
+    later of a deleted episode (calls, feedback, a spooled record) is not stored. A receipt lists
+    what was removed, and the versions that had been trained on the episode; that it was spent
+    stays known. Run it again after a kill: what was deleted is not deleted twice.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR), and PAWL_SPOOL_DIR for
+    the dead letters of this machine; keepers elsewhere remove their own. Status 1: records of a
+    deleted episode still wait in the spool, and `pawl proxy` has to run to remove them. Status 2: a
+    name is not recorded; nothing is deleted then.
+    """
+    from store.deleting.choosing import Selection
+
+    selection = Selection(
+        tenant=tenant,
+        task=task,
+        prefix=prefix,
+        since=with_zone(since),
+        before=with_zone(before),
+    )
+    is_selected = selection != Selection(tenant=tenant)
+    if is_selected == bool(names):
+        fail("name episodes, or select them by --task, --prefix, --since or --before: one of both")
+    chosen = selection if is_selected else None
+    kept = [scoped(tenant, name) for name in names or ()]
+    run = _Run(kept, chosen, unrecorded, dry_run, patience_s, as_json)
+    if asyncio.run(run()):
+        raise SystemExit(1)
+
+
+class _Run(msgspec.Struct):
+    """Delete episodes as the command's options say."""
+
+    names: list[str]
+    selection: "Selection | None"
+    unrecorded: bool
+    dry: bool
+    patience_s: float
+    as_json: bool
+
+    async def __call__(self) -> int:
+        """Print each receipt once its episode is deleted; return how many records wait."""
+        from pawl.deleting import as_given, as_text, choose, delete, drained
+        from pawl.stack.database import open_engine
+        from proxy.settings import ProxySettings
+
+        spool_dir = read_settings(ProxySettings).spool_dir
+        as_lines = self.as_json or not sys.stdout.isatty()
+        async with open_engine(read_settings(StackSettings)) as engine:
+            chosen = await choose(engine, self.names, self.selection, marking=self.unrecorded)
+            async for kept in delete(engine, spool_dir, chosen, dry=self.dry):
+                receipt = as_given(kept)
+                line = msgspec.json.encode(receipt).decode() if as_lines else None
+                print(line or as_text(receipt, dry=self.dry), flush=True)
+            left = 0 if self.dry else await drained(engine, spool_dir, self.patience_s)
+        if left:
+            print(
+                f"{left} records of deleted episodes still wait in {spool_dir}: the keeper of "
+                "`pawl proxy` removes them; start it, or look again once it is not busy",
+                file=sys.stderr,
+            )
+        return left

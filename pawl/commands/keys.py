@@ -1,0 +1,146 @@
+"""Define `pawl keys`: make, list and revoke the API keys of the proxy's ports."""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from pawl.commands.common import OfTenant
+from pawl.settings import StackSettings, read_settings
+from store.tenants import DEFAULT
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection
+
+Result = TypeVar("Result")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Make, list and revoke the API keys that the proxy's ports ask for.",
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+@app.command()
+def create(
+    name: Annotated[
+        str, typer.Argument(help="Name of the key, by which it is revoked.", show_default=False)
+    ],
+    scope: Annotated[
+        str,
+        typer.Option(
+            help="What it may be used for, comma-separated: infer (calls), feedback, read "
+            "(metrics), admin (the account at the provider), train (no endpoint yet: it opens "
+            "nothing)."
+        ),
+    ] = "infer,feedback",
+    tenant: Annotated[
+        str,
+        typer.Option(
+            help="Whose the key is: with it one sees and scores what is this tenant's, and its "
+            "calls train this tenant's policies."
+        ),
+    ] = DEFAULT,
+    per_minute: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=100_000, help="Requests that may begin in any minute, in one proxy."
+        ),
+    ] = None,
+    at_once: Annotated[
+        int | None, typer.Option(min=1, help="Requests that may run at once, in one proxy.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=2_000_000_000,
+            help="Tokens, of prompts and replies, after which no call may begin in that minute.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key and print it: this once, for only its hash is kept.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). Proxies take the key
+    within two seconds. From the first key on, they refuse whoever has none, on both ports.
+
+    Status 2: a key that counts has this name already, or there is no such scope, or a tenant other
+    than the default one asks for admin.
+    """
+    from pawl.keys import shown
+    from store.keys.grants import Limits, read_scopes
+    from store.keys.keys import create_key
+
+    scopes = read_scopes(scope)
+    limits = Limits(per_minute=per_minute, at_once=at_once, tokens_per_minute=tokens_per_minute)
+    new = _in_database(lambda connection: create_key(connection, name, scopes, limits, tenant))
+    if as_json:
+        sys.stdout.buffer.write(shown.as_json(new))
+        return
+    print(new.key)
+    whose = "" if tenant == DEFAULT else f" of tenant {tenant}"
+    what = f"key {name} ({new.about.id}){whose} for {','.join(scopes)}"
+    about = f"{what}: keep it, it is not shown again"
+    print(about, file=sys.stderr)
+    if "train" in scopes:
+        print("no endpoint asks for the scope train yet: it opens nothing", file=sys.stderr)
+
+
+@app.command("list")
+def list_all(
+    tenant: OfTenant = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON lines on a terminal too, not a table.")
+    ] = False,
+) -> None:
+    """List the keys, revoked ones too: names, ids, scopes and times, never a secret.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR); nothing is changed
+    in it.
+    """
+    from pawl.keys import shown
+    from pawl.output import write_lines
+    from store.keys.keys import list_keys
+
+    found = _in_database(lambda connection: list_keys(connection, tenant))
+    write_lines(found, shown.table, as_json=as_json)
+
+
+@app.command()
+def revoke(
+    key: Annotated[str, typer.Argument(help="Name or id of the key.", show_default=False)],
+    tenant: OfTenant = None,
+    as_json: AsJson = False,
+) -> None:
+    """Revoke a key: proxies that reach the database refuse it within two seconds.
+
+    Calls under way are finished. After the last key is revoked nobody may call, on loopback
+    neither, until a new one is made.
+
+    Status 2: no key that counts has this name or id.
+    """
+    import msgspec
+
+    from store.keys.keys import revoke_key
+
+    revoked = _in_database(lambda connection: revoke_key(connection, key, tenant))
+    if as_json:
+        sys.stdout.buffer.write(msgspec.json.encode(revoked) + b"\n")
+    else:
+        print(f"key {revoked.name} ({revoked.id}) is revoked")
+
+
+def _in_database(work: "Callable[[AsyncConnection], Awaitable[Result]]") -> Result:
+    """Run `work` in a transaction of its own, and return its result."""
+
+    async def run() -> Result:
+        from pawl.stack.database import open_engine
+
+        async with open_engine(read_settings(StackSettings)) as engine, engine.begin() as one:
+            return await work(one)
+
+    return asyncio.run(run())

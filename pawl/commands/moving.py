@@ -1,0 +1,98 @@
+"""Define `pawl policies promote`, `rollback` and `freeze`: move a policy's traffic by hand."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from pawl.commands.common import OfTenant
+from pawl.settings import StackSettings, StewardSettings, read_settings
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+    from pawl.steward.again import Loaded
+    from store.versions import PolicyVersion
+
+T = TypeVar("T")
+VersionName = Annotated[
+    str, typer.Argument(metavar="NAME[@N]", help="The policy, or a version.", show_default=False)
+]
+PolicyName = Annotated[str, typer.Argument(help="Name of the policy.", show_default=False)]
+Reason = Annotated[str, typer.Option(help="Why, for the policy's events.")]
+BY_HAND = "by hand"
+
+
+def promote(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = None) -> None:
+    """Give a version the traffic now: by default the one that is tried, or waits for it.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). New episodes begin with
+    the version; those under way keep theirs. It must be loaded: its state is `candidate`, `canary`,
+    `ready` or `published`. The next candidate is judged as before: `pawl policies freeze` keeps the
+    traffic where it is.
+
+    Status 2: there is no such version, or it cannot serve.
+    """
+    from pawl.policies.moving import promote_by_hand
+
+    chosen = _with_engine(lambda engine: promote_by_hand(engine, name, reason, tenant))
+    print(f"{chosen.served_name} serves")
+
+
+def rollback(name: VersionName, reason: Reason = BY_HAND, tenant: OfTenant = None) -> None:
+    """Take the new episodes from a version: by default the one that serves.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). If the version serves,
+    the one before it serves again, or the base model. For that it must be loaded: run this where
+    the model servers (PAWL_UPSTREAM_URL, PAWL_REPLICA_URLS) and the adapters' files are within
+    reach, as for a steward. What cannot be loaded does not serve: the base model does. Episodes
+    under way keep their version, and are not trained on. What was trained from it never serves.
+    Nothing undoes this; the adapter can be exported and imported again.
+
+    Status 2: there is no such version, or it has no new episodes.
+    """
+    from pawl.policies.moving import roll_back_by_hand
+    from trainer.publishing.replicas import Replicas
+
+    async def work(
+        engine: "AsyncEngine",
+    ) -> "tuple[PolicyVersion, PolicyVersion | None, Loaded | None]":
+        async with Replicas(read_settings(StewardSettings).server_urls) as replicas:
+            return await roll_back_by_hand(engine, replicas, name, reason, tenant)
+
+    chosen, serves, loaded = _with_engine(work)
+    print(f"{chosen.served_name} is rolled back")
+    if serves is not None:
+        print(f"{serves.served_name} serves")
+    if serves is not None and loaded is not None and loaded.why_not is not None:
+        print(f"{loaded.version.served_name} could not be loaded: {loaded.why_not}")
+
+
+def freeze(
+    name: PolicyName,
+    off: Annotated[bool, typer.Option("--off", help="Let the gate decide again.")] = False,
+    reason: Reason = BY_HAND,
+    tenant: OfTenant = None,
+) -> None:
+    """Keep a policy's traffic where it is, until `--off`: nothing but a command moves it.
+
+    Needs the database (DATABASE_URL, or the embedded one in PAWL_DATA_DIR). A version that is tried
+    keeps its share of the new episodes; training goes on.
+
+    Status 2: there is no such policy.
+    """
+    from pawl.policies.moving import freeze_by_hand
+
+    _with_engine(lambda engine: freeze_by_hand(engine, name, reason, tenant, frozen=not off))
+    print(f"{name} is {'no longer ' if off else ''}frozen")
+
+
+def _with_engine(work: Callable[["AsyncEngine"], Awaitable[T]]) -> T:
+    async def run() -> T:
+        from pawl.stack.database import open_engine
+
+        async with open_engine(read_settings(StackSettings)) as engine:
+            return await work(engine)
+
+    return asyncio.run(run())

@@ -1,0 +1,1 @@
+"""Show API keys on the command line."""

@@ -1,0 +1,150 @@
+"""Move a policy's traffic by hand: promote a version, roll one back, or freeze the gate."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from pawl.policies.found import found_versions
+from pawl.steward.again import Loaded, call_back, load_again, roll_back_to
+from pawl.steward.evidence import OnTrial
+from store.errors import NotGated, UnknownPolicy
+from store.read.standing import gated
+from store.updates.gating import freeze, roll_back
+from store.updates.policies import promote
+from store.versions import Actor, PolicyState, PolicyVersion
+from trainer.publishing.replicas import Replicas
+
+OPERATOR: Final[Actor] = "operator"
+# The states of versions that every model server has loaded, and that do not serve.
+LOADED: Final[tuple[PolicyState, ...]] = ("candidate", "canary", "ready", "published")
+# Which of them is meant where none is named: the one that is tried, or waits for it.
+NEXT: Final[tuple[PolicyState, ...]] = ("canary", "candidate", "ready")
+
+
+def split_name(named: str) -> tuple[str, int | None]:
+    """Return the policy and the number in `NAME@N`, or the policy and None (pure)."""
+    name, at, number = named.rpartition("@")
+    return (name, int(number)) if at and number.isdecimal() else (named, None)
+
+
+async def promote_by_hand(
+    engine: AsyncEngine, named: str, reason: str, tenant: str | None = None
+) -> PolicyVersion:
+    """Give a version the traffic, and return it; with `tenant` it must be that tenant's.
+
+    What its trial came to so far is recorded with it, if it is tried.
+
+    Raises:
+        UnknownPolicy: there is no such version, or none waits.
+        NotGated: the version is not loaded, or serves already.
+    """
+    name, number = split_name(named)
+    async with engine.begin() as connection:
+        versions = await found_versions(connection, name, tenant)
+        chosen = _chosen(versions, number)
+        _refuse_what_cannot_serve(chosen)
+        evidence = await _trial_so_far(connection, chosen)
+        await promote(
+            connection, name, chosen.version, reason=reason, actor=OPERATOR, evidence=evidence
+        )
+    return chosen
+
+
+def _chosen(versions: list[PolicyVersion], number: int | None) -> PolicyVersion:
+    name = versions[0].name
+    if number is not None:
+        return _numbered(versions, number)
+    for state in NEXT:
+        for version in versions:
+            if version.state == state:
+                return version
+    raise UnknownPolicy(
+        f"no version of {name!r} is tried, or waits for it: name the one to promote, as {name}@N"
+    )
+
+
+def _numbered(versions: list[PolicyVersion], number: int) -> PolicyVersion:
+    for version in versions:
+        if version.version == number:
+            return version
+    known = ", ".join(str(one.version) for one in versions)
+    raise UnknownPolicy(f"policy {versions[0].name!r} has no version {number} (there are: {known})")
+
+
+def _refuse_what_cannot_serve(version: PolicyVersion) -> None:
+    if version.state == "serving":
+        raise NotGated(f"{version.name}@{version.version} serves already")
+    if version.state not in LOADED:
+        raise NotGated(
+            f"{version.name}@{version.version} is {version.state!r}, and can only be promoted while"
+            f" it is loaded ({', '.join(LOADED)}): export its adapter and import it, which makes it"
+            " a version of its own"
+        )
+
+
+async def _trial_so_far(
+    connection: AsyncConnection, version: PolicyVersion
+) -> Mapping[str, Any] | None:
+    stands = await gated(connection, version.name)
+    if stands is None or stands.canary is None or stands.canary.version.version != version.version:
+        return None
+    trial = OnTrial(stands, stands.canary)
+    return trial.evidence(await trial.decide(connection, stands.now))
+
+
+async def roll_back_by_hand(
+    engine: AsyncEngine,
+    replicas: Replicas,
+    named: str,
+    reason: str,
+    tenant: str | None = None,
+) -> tuple[PolicyVersion, PolicyVersion | None, Loaded | None]:
+    """Take the new episodes from a version, by default the one that serves.
+
+    If it serves, what served before it is loaded first. Return the version; what serves instead, or
+    None if it did not serve; and what came of loading that. With `tenant` the policy must be that
+    tenant's.
+
+    Raises:
+        UnknownPolicy: there is no such version.
+        NotGated: the version has no new episodes, or is the base model.
+        StateChanged: somebody else moved the traffic meanwhile.
+    """
+    name, number = split_name(named)
+    async with engine.begin() as connection:
+        versions = await found_versions(connection, name, tenant)
+        if number is None:
+            [chosen] = [one for one in versions if one.state == "serving"]
+        else:
+            chosen = _numbered(versions, number)
+        if chosen.state != "serving" or not chosen.version:
+            await roll_back(connection, chosen, reason=reason, actor=OPERATOR)
+            return chosen, None, None
+        before, why = await call_back(connection, chosen, OPERATOR)
+    loaded = await load_again(replicas, before)
+    async with engine.begin() as connection:
+        serves = await roll_back_to(
+            connection,
+            chosen,
+            loaded,
+            was_called_back=why is not None,
+            reason=reason,
+            actor=OPERATOR,
+        )
+    return chosen, serves, loaded
+
+
+async def freeze_by_hand(
+    engine: AsyncEngine, name: str, reason: str, tenant: str | None = None, *, frozen: bool
+) -> None:
+    """Let only operators move the policy's traffic from now on; or, if not `frozen`, all again.
+
+    With `tenant` the policy must be that tenant's.
+
+    Raises:
+        UnknownPolicy: there is no such policy.
+    """
+    async with engine.begin() as connection:
+        await found_versions(connection, name, tenant)
+        await freeze(connection, name, frozen=frozen, reason=reason, actor=OPERATOR)

@@ -1,0 +1,135 @@
+"""Have a version loaded before it serves again, in place of one that is rolled back.
+
+What was retired is on no server, and requests for it would wait, and fail. So it is made servable
+first, by which every steward keeps it loaded, and it gets the traffic once all replicas that answer
+have it. If one refuses it, the base model serves instead, which is always there.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.records import Record
+from store.updates.gating import roll_back, version_before
+from store.updates.policies import numbered_version
+from store.updates.states import change_state, lock_policies
+from store.versions import Actor, PolicyVersion
+from trainer.errors import FilesUnread, PublishError, UpstreamAway
+from trainer.publishing.altered import check_files
+from trainer.publishing.replicas import Replicas
+from trainer.publishing.servable import belonging, lacking, with_other_files
+from trainer.publishing.server import ModelServer
+
+# What is bad serves meanwhile, so a load that takes longer is not waited for.
+LOAD_S: Final = 30.0
+
+
+class Before(Record, frozen=True, kw_only=True):
+    """Name what is to serve again, and its base model; they are one if no adapter had served."""
+
+    version: PolicyVersion
+    base: PolicyVersion
+
+
+class Loaded(Record, frozen=True, kw_only=True):
+    """Say what came of loading `version`: why it cannot serve, or None if it can.
+
+    `refused` says that a replica cannot have it; else no replica could be asked.
+    """
+
+    version: PolicyVersion
+    why_not: str | None = None
+    refused: bool = False
+
+
+async def call_back(
+    connection: AsyncConnection, version: PolicyVersion, actor: Actor
+) -> tuple[Before, str | None]:
+    """Return what would serve if `version` lost the traffic, and why it became servable, if it did.
+
+    If it had been retired it is `published` from now on.
+
+    Raises:
+        StateChanged: it has another state by now.
+    """
+    # First the policy, as whoever changes its states: two would wait for each other otherwise.
+    await lock_policies(connection, [version.name])
+    before = await version_before(connection, version)
+    why = None
+    if before.state == "retired":
+        why = f"it is loaded, to serve again in place of {version.served_name}"
+        await change_state(connection, before, "published", reason=why, actor=actor)
+    found = [await numbered_version(connection, version.name, n) for n in (before.version, 0)]
+    servable, base = found
+    assert servable is not None
+    assert base is not None
+    return Before(version=servable, base=base), why
+
+
+async def load_again(replicas: Replicas, before: Before) -> Loaded:
+    """Load a version on every replica of its base model that answers and lacks it."""
+    version = before.version
+    if not version.version:
+        return Loaded(version=version)
+    try:
+        async with asyncio.timeout(LOAD_S):
+            has_it = await replicas.ask(lambda server: _load(server, before))
+    except UpstreamAway as error:
+        return Loaded(version=version, why_not=str(error))
+    except (PublishError, FilesUnread) as error:
+        return Loaded(version=version, why_not=str(error), refused=True)
+    except TimeoutError:
+        late = f"it was not loaded within {LOAD_S:g} s"
+        return Loaded(version=version, why_not=late, refused=True)
+    if not any(has_it.values()):
+        nobody = f"no replica that answers serves its base model, {before.base.served_name}"
+        return Loaded(version=version, why_not=nobody)
+    return Loaded(version=version)
+
+
+async def _load(server: ModelServer, before: Before) -> bool:
+    """Load a version on one replica, and return whether that has it: it has its base model."""
+    version = before.version
+    listed = await server.models()
+    if not belonging([version, before.base], listed):
+        return False
+    if lacking([version], listed) or with_other_files([version], listed):
+        await check_files(version)
+        await server.load(version.served_name, Path(version.adapter_path or ""))
+    return True
+
+
+async def roll_back_to(
+    connection: AsyncConnection,
+    version: PolicyVersion,
+    loaded: Loaded,
+    *,
+    was_called_back: bool,
+    reason: str,
+    actor: Actor,
+    evidence: Mapping[str, Any] | None = None,
+) -> PolicyVersion:
+    """Roll back what serves, and return what serves instead: what was loaded, or the base model.
+
+    What no replica could be asked about serves if it had its place on them all along.
+
+    Raises:
+        StateChanged: one of them has another state by now; nothing was written.
+        NotGated: the version does not serve.
+    """
+    await lock_policies(connection, [version.name])
+    before, why = loaded.version, loaded.why_not
+    to_base = None
+    if why is not None and (loaded.refused or was_called_back):
+        to_base = f"{before.served_name}, which served before it, could not be loaded: {why}"
+        if was_called_back and loaded.refused:
+            again = f"it could not be loaded: {why}"
+            await change_state(connection, before, "retired", reason=again, actor=actor)
+    serves = await roll_back(
+        connection, version, reason=reason, actor=actor, evidence=evidence, to_base=to_base
+    )
+    assert serves is not None
+    return serves

@@ -1,0 +1,227 @@
+"""Take in the episodes that a version is judged by: each once, in the order of their first calls.
+
+What was taken in is kept, so that a look costs what is new since the last one. Another steward, or
+one that is started again, begins at the version's beginning and comes to the same: of an episode
+counts what there was of it a fixed time after it began, whenever it is read.
+"""
+
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from typing import Annotated, Any, Final
+from uuid import UUID
+
+import msgspec
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from pawl.steward.gate.lead import Lead
+from pawl.steward.gate.records import Decision, Episode, GateOptions
+from pawl.steward.gate.reference import Reference, joined
+from pawl.steward.gate.trial import Trial
+from pawl.steward.gate.watch import Watch, Watched
+from store.read.arms import MOST, ArmEpisode, arm_episodes
+from store.read.standing import Gated, Standing
+from store.records import Arm
+from trainer.publishing.publish import PROXY_REFRESH_S
+
+# Episodes are read in parts of this length, so that none is too large for memory.
+PART: Final = timedelta(hours=1)
+# All proxies know of a change after this long.
+KNOWN: Final = timedelta(seconds=PROXY_REFRESH_S)
+# What a proxy recorded is in the database after this long, unless that is away.
+STORED: Final = timedelta(seconds=5)
+
+
+class Rule(GateOptions, frozen=True, kw_only=True):
+    """Add to what decides when an episode counts: `reward_delay_s` seconds after its beginning.
+
+    What is said of it later does not count.
+    """
+
+    # Without any, no call would have ended in time.
+    reward_delay_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0
+
+    def counted_at(self, now: datetime) -> datetime:
+        """Return the time such that episodes that began before it count at `now`."""
+        return now - timedelta(seconds=self.reward_delay_s) - STORED
+
+
+def rule_of(gate: Mapping[str, Any]) -> Rule:
+    """Return the rule that a candidate was recorded with.
+
+    Raises:
+        msgspec.ValidationError: it is none.
+    """
+    return msgspec.convert(dict(gate), Rule)
+
+
+class Intake:
+    """Hand over the episodes that some arms gave to their versions: each once, and none left out.
+
+    Attributes:
+        at: the time before which all episodes have been handed over.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        given: Mapping[Arm, int],
+        since: datetime,
+        rule: Rule,
+        take: Callable[[list[Episode]], None],
+    ) -> None:
+        """Begin with the episodes of `since`; they count as they stand after the rule's delay.
+
+        `given` is the version of each arm. What an arm gave to another is of another time, as what
+        serves now was once a canary, and a proxy may still take it for one.
+        """
+        self._policy = policy
+        self._given = given
+        self._versions = sorted(set(given.values()))
+        self._counts = timedelta(seconds=rule.reward_delay_s)
+        self._take = take
+        self._goes_on_from: UUID | None = None
+        self.at = since
+
+    async def catch_up(self, connection: AsyncConnection, until: datetime) -> None:
+        """Hand over the episodes that began before `until`, and were not yet handed over."""
+        while self.at < until:
+            end = min(self.at + PART, until)
+            found = await arm_episodes(
+                connection,
+                self._policy,
+                self._versions,
+                since=self._goes_on_from or self.at,
+                until=end,
+                counts=self._counts,
+                most=MOST,
+            )
+            own = [one for one in found.episodes if self._given.get(one.arm) == one.version]
+            self._take([_episode(one) for one in own])
+            self._goes_on_from = found.goes_on_from
+            if found.goes_on_from is None:
+                self.at = end
+
+
+class OnTrial:
+    """Judge a canary by its episodes and those of what serves."""
+
+    def __init__(self, stands: Gated, canary: Standing, *, is_second: bool = False) -> None:
+        """Begin with the episodes since both had traffic.
+
+        `is_second` says that another has come to a verdict, which this one is to confirm.
+
+        Raises:
+            msgspec.ValidationError: the canary's rule cannot be read.
+        """
+        self.key = key_of(stands.serving, canary)
+        self.is_second = is_second
+        self.begun_at = stands.now
+        self._rule = rule_of(canary.gate or {})
+        self._trial = Trial(self._rule)
+        self._base_serves = not stands.serving.version.version
+        self._lead = Lead(self._rule, base_serves=self._base_serves)
+        self._began = canary.since
+        given: dict[Arm, int] = {
+            "base": 0,
+            "serving": stands.serving.version.version,
+            "canary": canary.version.version,
+        }
+        since = max(canary.since, stands.serving.since) + KNOWN
+        self._intake = Intake(canary.version.name, given, since, self._rule, self._extend)
+
+    async def decide(self, connection: AsyncConnection, now: datetime) -> Decision:
+        """Return what is to be done with the canary by the episodes that count at `now`."""
+        await self._intake.catch_up(connection, self._rule.counted_at(now))
+        return self._trial.decide((now - self._began).total_seconds())
+
+    def evidence(self, decision: Decision) -> dict[str, Any]:
+        """Return what a decision rests on, and what a watch over the version starts from; JSON."""
+        reference = self._lead.reference()
+        promoted_on = PromotedOn(reference, self._intake.at, self._base_serves)
+        found: dict[str, Any] = msgspec.to_builtins(promoted_on)
+        return {"decision": msgspec.to_builtins(decision), **found}
+
+    def _extend(self, episodes: list[Episode]) -> None:
+        self._trial.extend(episodes)
+        self._lead.extend(episodes)
+
+
+class PromotedOn(msgspec.Struct, frozen=True):
+    """Hold what a watch over a version starts from: part of its promotion's evidence, as JSON.
+
+    Attributes:
+        reference: how far it was above the base model, by the episodes begun before `until`.
+        until: the first time of which no episode is in it; None if that is not known.
+        base_serves: the base model was what it was compared with.
+    """
+
+    reference: Reference
+    until: datetime | None = None
+    base_serves: bool = False
+
+
+class OnWatch:
+    """Judge what serves by its episodes and those of the base model.
+
+    What it was promoted for are the episodes of its trial: those that its promotion rested on, and
+    those that had begun by then and counted only later. The latter are taken in first.
+    """
+
+    def __init__(self, stands: Gated, promoted_on: Mapping[str, Any]) -> None:
+        """Begin with the last of its trial; `promoted_on` is its promotion's evidence.
+
+        Raises:
+            msgspec.ValidationError: the evidence, or the version's rule, cannot be read.
+        """
+        serving = stands.serving
+        self.key = key_of(serving)
+        self._rule = rule_of(serving.gate or {})
+        self._then = msgspec.convert(promoted_on, PromotedOn)
+        self._lead = Lead(self._rule, base_serves=self._then.base_serves)
+        self._watch = Watch(self._then.reference, self._rule)
+        self._begins = True
+        self._promoted = serving.since
+        name, version = serving.version.name, serving.version.version
+        begun = min(self._then.until or serving.since, serving.since)
+        # In its trial it was the canary; beside it, the base model may have served.
+        tried: dict[Arm, int] = {"base": 0, "serving": 0, "canary": version}
+        self._last = Intake(name, tried, begun, self._rule, self._lead.extend)
+        since = serving.since + KNOWN
+        served: dict[Arm, int] = {"base": 0, "serving": version}
+        self._intake = Intake(name, served, since, self._rule, self._extend)
+
+    async def look(self, connection: AsyncConnection, now: datetime) -> Watched:
+        """Return whether the version is to be rolled back by the episodes that count at `now`."""
+        until = self._rule.counted_at(now)
+        await self._last.catch_up(connection, min(until, self._promoted))
+        await self._intake.catch_up(connection, until)
+        return self._watch.watched()
+
+    def evidence(self) -> dict[str, Any]:
+        """Return what a roll-back rests on; JSON."""
+        found: dict[str, Any] = msgspec.to_builtins({"watched": self._watch.watched()})
+        return found
+
+    def _extend(self, episodes: list[Episode]) -> None:
+        """Take in episodes that it had as it served: all of its trial have been by now."""
+        if self._begins:
+            self._begins = False
+            both = joined(self._then.reference, self._lead.reference())
+            self._watch = Watch(both, self._rule)
+        self._watch.extend(episodes)
+
+
+def key_of(*parts: Standing) -> tuple[object, ...]:
+    """Return what a judgement is about: with another key it begins anew."""
+    return tuple((one.version.version, one.since) for one in parts)
+
+
+def _episode(one: ArmEpisode) -> Episode:
+    return Episode(
+        arm=one.arm,
+        family=one.family,
+        reward=one.reward,
+        failed=one.failed or one.broken,
+        malformed=one.malformed,
+        seconds=one.seconds,
+    )

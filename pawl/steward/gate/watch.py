@@ -1,0 +1,92 @@
+"""Watch over a version that serves: roll it back if it falls behind what it was promoted for.
+
+What the world does to the rewards it does to the base model's too, which keeps a share of the
+episodes for good. So what counts is how far the version is above the base: now, and when it was
+promoted. The claim is that this has not fallen by more than the margin. For each difference d
+that the version may have had, the claim says that it now has d − margin or more; the wealth
+against "at most d then" times that against "d − margin or more now" has a mean of at most 1 if d
+is the true one. So the least of these products over all d refutes the claim at 1/α.
+"""
+
+from collections.abc import Iterable
+from math import exp, log
+
+import msgspec
+
+from pawl.steward.gate.blocks import Blocks, block_size
+from pawl.steward.gate.counts import ArmCount
+from pawl.steward.gate.records import BASE, SERVING, Arm, ArmFigures, Episode, GateOptions
+from pawl.steward.gate.reference import CELLS, Reference, cell_start
+from pawl.steward.gate.wealth import BELOW, MOST_WEALTH, LateWealth
+
+
+class Watched(msgspec.Struct, frozen=True):
+    """Say whether a version is to be rolled back, and what that rests on (JSON as it is)."""
+
+    roll_back: bool
+    reason: str
+    wealth: float
+    needed: float
+    arms: dict[str, ArmFigures]
+
+
+class Watch:
+    """Follow the episodes of one serving version and of the base, in order, since it serves.
+
+    The work is that of the new episodes. The probability of rolling back one that has not fallen
+    is at most `mistakes` over all the time that it serves; one that falls after long is found as
+    well, since a part of the bets begins with every block.
+    """
+
+    def __init__(self, reference: Reference, options: GateOptions) -> None:
+        """Begin without episodes."""
+        self._options = options
+        self._logs = reference.logs
+        served = 1 - options.canary_share - options.base_share
+        self._rewards = Blocks(block_size(served, options.base_share))
+        margin = options.scaled_margin
+        self._now = [LateWealth(cell_start(cell) - margin, BELOW) for cell in range(CELLS)]
+        self._arms: dict[Arm, ArmCount] = {BASE: ArmCount(), SERVING: ArmCount()}
+        self._fallen = False
+
+    def extend(self, episodes: Iterable[Episode]) -> None:
+        """Take in more episodes, in order of their first calls; a canary's are passed over."""
+        for episode in episodes:
+            if episode.arm in self._arms and not self._fallen:
+                self._take(episode)
+
+    @property
+    def has_fallen(self) -> bool:
+        """Return whether the version is to be rolled back."""
+        return self._fallen
+
+    def watched(self) -> Watched:
+        """Return whether the version is to be rolled back."""
+        reason = "as far above the base model as when it was promoted, or not shown to be less"
+        if self._fallen:
+            reason = "less far above the base model than when it was promoted"
+        return Watched(
+            roll_back=self._fallen,
+            reason=reason,
+            wealth=self._wealth(),
+            needed=1 / self._options.mistakes,
+            arms={arm: count.figures(self._options) for arm, count in self._arms.items()},
+        )
+
+    def _take(self, episode: Episode) -> None:
+        value = self._options.scaled(episode)
+        self._arms[episode.arm].add(episode, value)
+        if value is None:
+            return
+        block = self._rewards.add(episode.arm == SERVING, episode.family, value)
+        if block is None:
+            return
+        for wealth in self._now:
+            wealth.update(block)
+        self._fallen = self._wealth() >= 1 / self._options.mistakes
+
+    def _wealth(self) -> float:
+        """Return the least product over all differences, at most MOST_WEALTH."""
+        pairs = zip(self._logs, self._now, strict=True)
+        least = min(then + log(now.value) for then, now in pairs)
+        return exp(min(least, log(MOST_WEALTH)))

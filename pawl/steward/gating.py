@@ -1,0 +1,306 @@
+"""Judge the versions of policies with a gate by what their episodes came to, and move the traffic.
+
+A look is one transaction: what a decision rests on is read, and the states are changed with their
+events, by one steward at a time. So a kill, or a database that goes away, leaves nothing half done,
+and several stewards decide what one would. It needs no trainer, and a model server only to load
+what serves again after a roll-back.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Final
+
+import structlog
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from pawl.stack.database import open_engine
+from pawl.steward.again import Before, Loaded, call_back, load_again, roll_back_to
+from pawl.steward.evidence import OnTrial, OnWatch, key_of, rule_of
+from pawl.steward.gate.records import Decision
+from pawl.steward.metrics import GATE_BOUND, GATE_EPISODES, GATE_FAILED, GATE_FROZEN, GATE_MOVES
+from store.connection.availability import is_unavailable
+from store.read.standing import (
+    Gated,
+    Standing,
+    gated,
+    gated_policies,
+    newest_promoted,
+    promotion_evidence,
+)
+from store.records import ARMS
+from store.settings import StoreSettings
+from store.updates.gating import begin_canary, hold_gate, roll_back
+from store.updates.policies import promote
+from store.updates.states import change_state
+from store.versions import Actor, PolicyState, PolicyVersion
+from trainer.metrics import VERSION
+from trainer.publishing.replicas import Replicas
+
+log = structlog.get_logger()
+
+STEWARD: Final[Actor] = "steward"
+# A look that takes longer is given up, and begun again: episodes that were read count.
+LOOK_S: Final = 60.0
+# What was stored late, as the database was away, only a reading from the beginning has. There is
+# one after this time, and before a verdict is acted on.
+READ_AGAIN: Final = timedelta(hours=1)
+
+
+class Gating:
+    """Judge each policy with a gate, again and again."""
+
+    def __init__(self, settings: StoreSettings, poll_s: float, replicas: Replicas) -> None:
+        """Store where the database is, the pause between two looks, and the model servers.
+
+        The latter are asked for one thing alone: to load what is to serve again.
+        """
+        self._settings = settings
+        self._poll_s = poll_s
+        self._replicas = replicas
+        self._policies: dict[str, PolicyGate] = {}
+        self._is_away = False
+
+    async def follow(self) -> None:
+        """Look again and again; never return. `Known` tells whether the database is there."""
+        while True:
+            try:
+                async with open_engine(self._settings) as engine:
+                    while True:
+                        await self.look(engine)
+                        self._is_away = False
+                        await asyncio.sleep(self._poll_s)
+            except Exception as error:
+                # What is known of the episodes stays, and the next look goes on from there.
+                if not self._is_away:
+                    tell = log.warning if is_unavailable(error) else log.exception
+                    tell("gate_waits_for_database", reason=f"{type(error).__name__}: {error}"[:200])
+                self._is_away = True
+            await asyncio.sleep(self._poll_s)
+
+    async def look(self, engine: AsyncEngine) -> None:
+        """Judge every policy once; what fails in one hinders no other.
+
+        Raises:
+            Exception: the database is away.
+        """
+        async with engine.connect() as connection:
+            names = await gated_policies(connection)
+        for name in self._policies.keys() - set(names):
+            self._policies.pop(name).forget()
+        for name in names:
+            policy = self._policies.setdefault(name, PolicyGate(name))
+            try:
+                await self._judge(engine, policy)
+            except Exception as error:
+                if is_unavailable(error):
+                    raise
+                policy.failed(error)
+                continue
+            policy.failed(None)
+
+    async def _judge(self, engine: AsyncEngine, policy: "PolicyGate") -> None:
+        """Judge one policy; if what is to serve again must be loaded, load it, and judge again."""
+        for _ in range(2):
+            async with asyncio.timeout(LOOK_S), engine.begin() as connection:
+                moved = await policy.judge(connection)
+            # Only now is it so.
+            for version, to, reason in moved:
+                GATE_MOVES.labels(version.name, to).inc()
+                log.info("gate_moved", version=version.served_name, to=to, reason=reason)
+                if to == "serving" and version.state == "canary":
+                    log.info("version_promoted", version=version.served_name)
+            if not await policy.load(self._replicas):
+                return
+
+
+Moved = list[tuple[PolicyVersion, PolicyState, str]]
+
+
+class PolicyGate:
+    """Judge the versions of one policy."""
+
+    def __init__(self, name: str) -> None:
+        """Begin without having seen an episode."""
+        self._name = name
+        self._trial: OnTrial | None = None
+        self._watch: OnWatch | None = None
+        self._failure: str | None = None
+        # What is to serve again, and what came of loading it.
+        self._before: Before | None = None
+        self._was_called_back = False
+        self._loaded: Loaded | None = None
+
+    def failed(self, error: Exception | None) -> None:
+        """Show whether the policy can be judged; log a failure once, however often it comes."""
+        failure = None if error is None else repr(error)
+        if error is not None and failure != self._failure:
+            log.error("policy_not_judged", policy=self._name, exc_info=error)
+        self._failure = failure
+        GATE_FAILED.labels(self._name).set(error is not None)
+
+    async def judge(self, connection: AsyncConnection) -> Moved:
+        """Make the changes that are due, in the caller's transaction, and return them.
+
+        There are none of a policy that is frozen, or that another steward judges now.
+        """
+        self._before = None
+        if not await hold_gate(connection, self._name):
+            return []
+        stands = await gated(connection, self._name)
+        if stands is None:
+            return []
+        GATE_FROZEN.labels(self._name).set(stands.frozen)
+        VERSION.labels(self._name).set(await newest_promoted(connection, self._name))
+        if stands.frozen:
+            return []
+        moved = await self._outdated(connection, stands) or await self._watched(connection, stands)
+        if moved or self._before is not None:
+            return moved
+        return await self._tried(connection, stands) or await self._begun(connection, stands)
+
+    async def _outdated(self, connection: AsyncConnection, stands: Gated) -> Moved:
+        """Take from the gate what is older than the version that serves."""
+        serving, moved = stands.serving.version, Moved()
+        why = f"{serving.served_name} serves, and is newer"
+        ends: tuple[tuple[Standing | None, PolicyState], ...] = (
+            (stands.canary, "published"),
+            (stands.candidate, "rejected"),
+        )
+        for one, to in ends:
+            if one is not None and one.version.version < serving.version:
+                await change_state(connection, one.version, to, reason=why, actor=STEWARD)
+                moved.append((one.version, to, why))
+        return moved
+
+    async def _watched(self, connection: AsyncConnection, stands: Gated) -> Moved:
+        """Roll back what serves if it has fallen behind what it was promoted for."""
+        watch = await self._watch_of(connection, stands)
+        if watch is None:
+            return []
+        found = await watch.look(connection, stands.now)
+        if not found.roll_back:
+            return []
+        return await self._fall(connection, stands.serving, found.reason, watch.evidence())
+
+    async def _fall(
+        self,
+        connection: AsyncConnection,
+        serving: Standing,
+        reason: str,
+        evidence: Mapping[str, Any],
+    ) -> Moved:
+        """Roll back what serves, if what is to serve instead was loaded; else let it be loaded."""
+        before, why = await call_back(connection, serving.version, STEWARD)
+        loaded, self._loaded = self._loaded, None
+        if loaded is None or loaded.version.version != before.version.version:
+            self._before, self._was_called_back = before, why is not None
+            return [] if why is None else [(before.version, "published", why)]
+        serves = await roll_back_to(
+            connection,
+            serving.version,
+            loaded,
+            was_called_back=self._was_called_back,
+            reason=reason,
+            actor=STEWARD,
+            evidence=evidence,
+        )
+        again = f"{serving.version.served_name} was rolled back"
+        return [(serving.version, "rolled_back", reason), (serves, "serving", again)]
+
+    async def load(self, replicas: Replicas) -> bool:
+        """Load what is to serve again, if a roll-back waits for that; return whether one does."""
+        before, self._before, self._loaded = self._before, None, None
+        if before is None:
+            return False
+        self._loaded = await load_again(replicas, before)
+        if self._loaded.why_not is not None:
+            name = before.version.served_name
+            log.error("adapter_not_loaded", version=name, reason=self._loaded.why_not)
+        return True
+
+    async def _watch_of(self, connection: AsyncConnection, stands: Gated) -> OnWatch | None:
+        """Return the watch over what serves, or None if it did not come through the gate."""
+        serving = stands.serving
+        if self._watch is None or self._watch.key != key_of(serving):
+            version = serving.version.version
+            evidence = await promotion_evidence(connection, self._name, version)
+            has_passed = serving.gate is not None and "reference" in (evidence or {})
+            self._watch = OnWatch(stands, evidence or {}) if has_passed else None
+        return self._watch
+
+    async def _tried(self, connection: AsyncConnection, stands: Gated) -> Moved:
+        """Promote the canary, or roll it back, if its episodes suffice for that."""
+        canary = stands.canary
+        if canary is None:
+            self._show(None)
+            return []
+        key = key_of(stands.serving, canary)
+        trial = self._trial
+        if trial is None or trial.key != key or trial.begun_at <= stands.now - READ_AGAIN:
+            trial = self._trial = OnTrial(stands, canary)
+        decision = await trial.decide(connection, stands.now)
+        if decision.kind != "wait" and not trial.is_second:
+            trial = self._trial = OnTrial(stands, canary, is_second=True)
+            decision = await trial.decide(connection, stands.now)
+        self._show(decision)
+        if decision.kind == "wait":
+            trial.is_second = False
+            return []
+        evidence = trial.evidence(decision)
+        if decision.kind == "retire":
+            why = decision.reason
+            await roll_back(
+                connection, canary.version, reason=why, actor=STEWARD, evidence=evidence
+            )
+            return [(canary.version, "rolled_back", why)]
+        await promote(
+            connection,
+            self._name,
+            canary.version.version,
+            reason=decision.reason,
+            actor=STEWARD,
+            evidence=evidence,
+        )
+        return [(canary.version, "serving", decision.reason)]
+
+    async def _begun(self, connection: AsyncConnection, stands: Gated) -> Moved:
+        """Let the candidate be tried, if none is."""
+        candidate = stands.candidate
+        if candidate is None or stands.canary is not None:
+            return []
+        rule = rule_of(candidate.gate or {})
+        why = f"it gets {rule.canary_share:.0%} of the new episodes, to be compared"
+        await begin_canary(
+            connection,
+            candidate.version,
+            rule.canary_share,
+            rule.base_share,
+            reason=why,
+            actor=STEWARD,
+        )
+        return [(candidate.version, "canary", why)]
+
+    def _show(self, decision: Decision | None) -> None:
+        """Show how far a trial is."""
+        if decision is None:
+            if self._trial is not None:
+                self._hide()
+            return
+        for bound, value in (("lower", decision.lower), ("upper", decision.upper)):
+            GATE_BOUND.labels(self._name, bound).set(value)
+        for arm, figures in decision.arms.items():
+            GATE_EPISODES.labels(self._name, arm).set(figures.episodes)
+
+    def _hide(self) -> None:
+        self._trial = None
+        for bound in ("lower", "upper"):
+            GATE_BOUND.remove(self._name, bound)
+        for arm in ARMS:
+            GATE_EPISODES.remove(self._name, arm)
+
+    def forget(self) -> None:
+        """Show nothing more of the policy: it has no version with a gate any more."""
+        self._hide()
+        for gauge in (GATE_FROZEN, GATE_FAILED, VERSION):
+            gauge.remove(self._name)

@@ -1,0 +1,212 @@
+"""Read forms (`multipart/form-data`, RFC 7578), strictly (pure).
+
+A form is read to see what it names, and is passed on as it came. So it has to say the same to
+whoever reads it: what readers take in different ways cannot be read here. Such are delimiters
+within a part, names said twice or in escapes, transfer encodings, and character sets in which the
+bytes of ASCII mean something else.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from store.values.json_limits import nests_too_deep
+
+FORM: Final = "multipart/form-data"
+# vLLM's reader (Starlette) takes as many fields, and as many files.
+MOST_PARTS: Final = 1000
+MOST_HEAD: Final = 16 * 1024
+LINE: Final = b"\r\n"
+HEAD_END: Final = b"\r\n\r\n"
+CLOSE: Final = b"--"
+ENDS: Final = (CLOSE, CLOSE + LINE)
+# RFC 2046 §5.1.1; unquoted, only what needs no quotes and separates nothing.
+_QUOTED: Final = re.compile(rb"\"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]\"")
+_UNQUOTED: Final = re.compile(rb"[0-9A-Za-z'+_.-]{1,70}")
+# A backslash before a quote escapes it for some readers, and for others is a character of its own.
+_PARAMETER: Final = re.compile(
+    rb"[ \t]*;[ \t]*([0-9A-Za-z_-]+\*?)=(\"(?:[^\"\\]|\\(?!\"))*\"|[^\s\";,\\]+)[ \t]*"
+)
+# Some readers end a line at one of these.
+_CONTROLS: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_TOKEN: Final = re.compile(rb"[0-9A-Za-z!#$&'*+.^_`|~-]+")
+_NAME: Final = re.compile(rb"\"?([0-9A-Za-z_.\[\]-]{1,256})\"?")
+# Clients write it beside `filename`, for what is not ASCII.
+_FILE_NAME: Final = b"filename*"
+# Fields of a structure are written `mask[file_id]`, `images[0][file_id]` or `mask.file_id`.
+_STEPS: Final = re.compile(r"[\[\].]+")
+_CHARSET: Final = re.compile(r"charset[^;]*", re.IGNORECASE)
+# In these the bytes of ASCII are ASCII.
+_PLAIN: Final = re.compile(
+    r'charset\s*=\s*"?(?:utf-?8|us-ascii|iso-8859-1|windows-1252)"?\s*', re.IGNORECASE
+)
+# A field of this name says the others' character set (RFC 7578 §4.6).
+_SAYS_CHARSET: Final = "_charset_"
+_MODEL: Final = "model"
+_TRANSFER: Final = (b"7bit", b"8bit", b"binary")
+_STRUCTURES: Final = ("[", "{")
+
+
+class Form(msgspec.Struct, frozen=True):
+    """Hold what a form says beside its files.
+
+    `texts` are the values of its parts. `fields` are the same by their names, as in a JSON object:
+    those of `mask[file_id]` and the like in objects, and those that are JSON as what they mean.
+    """
+
+    texts: tuple[str, ...]
+    fields: Mapping[str, Any]
+
+
+class _Head(NamedTuple):
+    name: str
+    is_file: bool
+
+
+def is_plain(content_type: str) -> bool:
+    """Return whether a content type names no character set in which ASCII is not ASCII."""
+    return all(map(_PLAIN.fullmatch, _CHARSET.findall(content_type)))
+
+
+def read_form(content_type: str, body: bytes) -> Form:
+    """Return what a form says.
+
+    Args:
+        content_type: the request's `Content-Type`, which names the boundary.
+        body: the request's body.
+
+    Raises:
+        ValueError: it is no form that every reader reads alike; the message says what is wrong.
+    """
+    texts: list[str] = []
+    fields: dict[str, Any] = {}
+    for number, (head, value) in enumerate(_parts(_boundary(content_type), body)):
+        if number >= MOST_PARTS:
+            raise ValueError(f"it has more than {MOST_PARTS} parts")
+        if value is None:
+            if head.name == _MODEL:
+                raise ValueError("its model is a file, and for some readers a text")
+            continue
+        text = _text(value)
+        if head.name == _SAYS_CHARSET and not is_plain(f"charset={text}"):
+            raise ValueError(f"{_SAYS_CHARSET} names another character set than UTF-8")
+        texts.append(text)
+        _put(fields, head.name, _meant(text))
+    return Form(tuple(texts), fields)
+
+
+def _boundary(content_type: str) -> bytes:
+    given = content_type.encode(errors="surrogateescape").strip()
+    kind = given.partition(b";")[0]
+    if kind.strip().lower() != FORM.encode() or not is_plain(content_type):
+        raise ValueError("its Content-Type is not multipart/form-data in UTF-8")
+    named = _parameters(given, len(kind))
+    boundary = named.get(b"boundary", b"")
+    if _QUOTED.fullmatch(boundary):
+        return boundary[1:-1]
+    if not _UNQUOTED.fullmatch(boundary):
+        raise ValueError("its Content-Type names no boundary of 1 to 70 letters and digits")
+    return boundary
+
+
+def _parameters(header: bytes, at: int) -> dict[bytes, bytes]:
+    """Return the parameters of a header from a place on, by lower-case name, quotes included."""
+    found: dict[bytes, bytes] = {}
+    while at < len(header):
+        parameter = _PARAMETER.match(header, at)
+        name = b"" if parameter is None else parameter[1].lower()
+        # Any other in this form, or in pieces, is one more of the same name (RFC 2231).
+        is_again = name in found or (name.endswith(b"*") and name != _FILE_NAME)
+        if parameter is None or is_again:
+            raise ValueError("a header of it has parameters that are malformed or said twice")
+        found[name] = parameter[2]
+        at = parameter.end()
+    return found
+
+
+def _parts(boundary: bytes, body: bytes) -> Iterator[tuple[_Head, bytes | None]]:
+    """Yield the parts of a form: the head and the value, which is None for a file.
+
+    The body is gone through once, and files are not copied.
+    """
+    mark = CLOSE + boundary
+    if not body.startswith(mark):
+        raise ValueError("it does not begin with its boundary")
+    at = len(mark)
+    while body.startswith(LINE, at):
+        head_end = body.find(HEAD_END, at, at + MOST_HEAD)
+        begin = head_end + len(HEAD_END)
+        end = body.find(mark, at)
+        if head_end < 0 or end < begin + len(LINE) or not body.startswith(LINE, end - len(LINE)):
+            raise ValueError("a part has no head or no end, or its boundary is within it")
+        head = _head(body[at + len(LINE) : head_end])
+        yield head, None if head.is_file else body[begin : end - len(LINE)]
+        at = end + len(mark)
+    if body[at : at + len(ENDS[1]) + 1] not in ENDS:
+        raise ValueError("it does not end with its boundary")
+
+
+def _head(raw: bytes) -> _Head:
+    headers: dict[bytes, bytes] = {}
+    for line in raw.split(LINE):
+        name, colon, value = line.partition(b":")
+        name = name.lower()
+        is_line = colon and _TOKEN.fullmatch(name) and not _CONTROLS.search(value)
+        if not is_line or name in headers:
+            raise ValueError("a part has headers that are malformed or said twice")
+        headers[name] = value.strip(b" \t")
+    disposition = headers.get(b"content-disposition", b"")
+    content_type = headers.get(b"content-type", b"").decode("latin-1")
+    kind = disposition.partition(b";")[0]
+    named = _parameters(disposition, len(kind))
+    own = _NAME.fullmatch(named.get(b"name", b""))
+    if kind.strip().lower() != b"form-data" or own is None:
+        raise ValueError("a part has no name, or one that is not of letters, digits and . _ - [ ]")
+    if headers.get(b"content-transfer-encoding", _TRANSFER[0]).lower() not in _TRANSFER:
+        raise ValueError("a part has a Content-Transfer-Encoding")
+    if not is_plain(content_type) or content_type.lower().startswith("multipart/"):
+        raise ValueError("a part has parts of its own, or is not in UTF-8")
+    # Without a name, a file is a text for some readers.
+    return _Head(own[1].decode(), named.get(b"filename", b'""') != b'""')
+
+
+def _text(value: bytes) -> str:
+    """Return a value as vLLM's reader takes it: what is not UTF-8 is Latin-1."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
+def _meant(text: str) -> Any:
+    """Return the structure that a text is as JSON, or the text."""
+    if not text.lstrip().startswith(_STRUCTURES):
+        return text
+    if nests_too_deep(text.encode()):
+        raise ValueError("a part of it nests too deep")
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+    except ValueError as error:
+        # Of so many digits that Python does not make a number of them.
+        raise ValueError("a part of it has a number of too many digits") from error
+
+
+def _put(fields: dict[str, Any], name: str, value: Any) -> None:
+    """Add a value under the name of its part, which may be that of a member of a structure."""
+    *path, last = [step for step in _STEPS.split(name) if step] or [name]
+    for step in path:
+        fields = fields.setdefault(step, {})
+        if not isinstance(fields, dict):
+            raise ValueError(f"{name} is said twice, as a whole and in parts")
+    known = fields.get(last)
+    if known is None:
+        fields[last] = value
+    elif isinstance(value, str) and isinstance(known, (str, list)):
+        fields[last] = [*([known] if isinstance(known, str) else known), value]
+    else:
+        raise ValueError(f"{name} is said twice, and not as texts")

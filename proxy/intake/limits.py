@@ -1,0 +1,186 @@
+"""Limit what requests take of one worker (pure): memory, and what parsing their content costs.
+
+The numbers were measured: docs/decisions/030-limits-on-what-is-parsed.md.
+
+A request claims room before it is read, and as it grows; if there is none, it is refused. A reply
+is charged without being asked, because the model has done the work already.
+
+Two kinds of request are admitted past the limit, so that the budget shuts nobody out for good:
+one large request while there is no other large one, however small the budget is; and small
+requests up to a quarter of the budget in all, whatever else is in flight.
+"""
+
+from types import TracebackType
+from typing import Final
+
+from proxy.errors import BadRequest, Overloaded, TooLarge
+from store.values.json_limits import MAX_DEPTH, Size, most_of, nests_too_deep, size_of
+
+# Largest claim in bytes that counts as small: an ordinary call with a megabyte of conversation.
+SMALL: Final = 4 * 2**20
+# One part in so many of the budget is set aside for small requests.
+SET_ASIDE: Final = 4
+# Most lists and objects in one body: a conversation of 30,000 messages in parts. Most values of
+# any kind: a prompt of a million token ids.
+MAX_CONTAINERS: Final = 100_000
+MAX_VALUES: Final = 1_000_000
+MOST: Final = Size(MAX_CONTAINERS, MAX_VALUES)
+# Memory that a container or a value takes in Python, in bytes (approximate).
+CONTAINER_BYTES: Final = 200
+VALUE_BYTES: Final = 60
+# A body is in memory four times: as it came, as parsed text, as sent, and as recorded.
+COPIES: Final = 4
+# Above these sizes parsing takes longer than about 10 ms and is done beside the event loop.
+LONG_BYTES: Final = 2**20
+LONG_CONTAINERS: Final = 3_000
+LONG_VALUES: Final = 30_000
+
+
+class Budget:
+    """Limit the bytes that all requests and replies in flight may hold together."""
+
+    def __init__(self, limit: int) -> None:
+        """Begin with nothing held of `limit` bytes."""
+        self.limit = limit
+        # Of a small budget less is small: what is small must fit in what is set aside.
+        self.small = min(SMALL, limit // SET_ASIDE)
+        self.used = 0
+        self._small = 0
+        self._large_claims = 0
+
+    def claim(self) -> "Claim":
+        """Return one request's claim: a context manager that gives all of it back at its end."""
+        return Claim(self)
+
+    def _admits(self, held: int, wanted: int) -> bool:
+        if self.used - held + wanted <= self.limit:
+            return True
+        if wanted <= self.small:
+            return self._small - held + wanted <= self.limit // SET_ASIDE
+        return self._large_claims == (1 if held > self.small else 0)
+
+    def _move(self, held: int, now: int) -> None:
+        """Change one claim from `held` to `now` bytes."""
+        change = now - held
+        self.used += change
+        if held <= self.small >= now:
+            self._small += change
+            return
+        if held <= self.small:
+            self._small -= held
+        else:
+            self._large_claims -= 1
+        if now <= self.small:
+            self._small += now
+        else:
+            self._large_claims += 1
+
+
+class Claim:
+    """Hold one request's part of the budget: `held` bytes."""
+
+    __slots__ = ("_budget", "held")
+
+    def __init__(self, budget: Budget) -> None:
+        """Begin with 0 bytes of `budget`."""
+        self._budget = budget
+        self.held = 0
+
+    def __enter__(self) -> "Claim":
+        """Return the claim itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Give all of it back."""
+        self.release()
+
+    def ask(self, size: int) -> None:
+        """Claim at least `size` bytes in all.
+
+        Raises:
+            Overloaded: there is no room for them now; the claim stays as it was.
+        """
+        if size > self.held:
+            if not self._budget._admits(self.held, size):
+                raise Overloaded(
+                    "Requests in flight fill the memory that PAWL_IN_FLIGHT_MB allows. Send the "
+                    "request again in a moment",
+                    code="overloaded",
+                )
+            self._set(size)
+
+    def add(self, size: int) -> None:
+        """Charge `size` bytes more, whether or not there is room."""
+        if size:
+            self._set(self.held + size)
+
+    def release(self) -> None:
+        """Give all of it back."""
+        if self.held:
+            self._set(0)
+
+    def _set(self, size: int) -> None:
+        self._budget._move(self.held, size)
+        self.held = size
+
+
+def check_shape(body: bytes) -> Size:
+    """Return an upper bound of the containers and values in a body, if it may be parsed.
+
+    Raises:
+        TooLarge: the body holds too many of them.
+        BadRequest: the body nests too deep.
+    """
+    size = size_within(body, MOST)
+    if size is None:
+        raise TooLarge(
+            f"The body holds more than {MAX_CONTAINERS} lists and objects, or more than "
+            f"{MAX_VALUES} values, which is the most that this proxy reads. Send less in one "
+            "request",
+            code="too_many_values",
+        )
+    check_depth(body, size)
+    return size
+
+
+def size_within(body: bytes, most: Size) -> Size | None:
+    """Return an upper bound of a body's containers and values, or None if it holds too many."""
+    size = most_of(body)
+    if _exceeds(size, most):
+        # That count includes brackets and commas inside strings; count exactly before refusing.
+        size = size_of(body, most)
+    return None if _exceeds(size, most) else size
+
+
+def check_depth(body: bytes, size: Size) -> None:
+    """Check that a body, which holds at most `size`, does not nest too deep to be parsed.
+
+    Raises:
+        BadRequest: the body nests too deep.
+    """
+    if size.containers > MAX_DEPTH and nests_too_deep(body):
+        raise BadRequest(
+            f"The body nests lists and objects more than {MAX_DEPTH} deep, which is the most "
+            "that this proxy reads. Send a flatter body",
+            code="nested_too_deep",
+        )
+
+
+def cost_of(body: bytes, size: Size) -> int:
+    """Estimate the memory that a body takes until its call has ended, in bytes."""
+    parsed = CONTAINER_BYTES * size.containers + VALUE_BYTES * size.values
+    return COPIES * len(body) + parsed
+
+
+def takes_long(body: bytes, size: Size) -> bool:
+    """Return whether parsing the body would hold up other calls on the event loop."""
+    return len(body) > LONG_BYTES or size.containers > LONG_CONTAINERS or size.values > LONG_VALUES
+
+
+def _exceeds(size: Size, most: Size) -> bool:
+    return size.containers > most.containers or size.values > most.values

@@ -1,0 +1,149 @@
+"""Let a request in, or say why not: the one place where keys are checked.
+
+Every check is in memory. A wrong key, a revoked one and a right one cost the same: a hash, a
+look-up by the id that is no secret, and a comparison in constant time.
+"""
+
+from hmac import compare_digest
+from time import monotonic
+from typing import Final
+
+from proxy.errors import Forbidden, KeysUnknown, NoKey, OutOfScope, TooMany
+from proxy.http.exchange import Exchange
+from proxy.keys.credentials import Shown, shown_in, without_credentials
+from proxy.keys.limits import Usage
+from store.keys.grants import Access, Grant, Scope
+from store.keys.keys import KeyRing
+from store.keys.secrets import ID_BYTES, MARK, hash_of
+
+# What is asked of a model server may take tokens; feedback takes none.
+INFER: Final[Scope] = "infer"
+_ID: Final = slice(len(MARK), len(MARK) + 2 * ID_BYTES)
+# What an id that is not known is compared with: no key has this hash.
+_NOBODY: Final = Grant(id="", hash=bytes(32), scopes=())
+_SEND: Final = "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
+
+
+class Gate:
+    """Know the keys, and check what requests show."""
+
+    def __init__(self, access: Access, workers: int = 1) -> None:
+        """Begin without knowing the keys: until `take`, nobody is let in.
+
+        Each of `workers` holds keys to its share of their limits.
+        """
+        self._access = access
+        self._workers = workers
+        self._usages: dict[str, Usage] = {}
+        self._known: KeyRing | None = None
+        self._grants: dict[bytes, Grant] = {}
+        # Keys are asked for, or would be if they were known.
+        self._asks = True
+
+    def take(self, ring: KeyRing | None) -> None:
+        """Replace the keys. None: they are not known; then those known so far go on to count."""
+        if ring is None and self._known is not None and self._known.made:
+            return
+        self._known = ring
+        self._asks = ring is None or ring.made or self._access == "keys"
+        grants = () if ring is None else ring.grants
+        self._grants = {grant.id.encode(): grant for grant in grants}
+        # Those of revoked keys are forgotten; what runs ends all the same.
+        usages = {grant.id: self._usages.get(grant.id) or Usage() for grant in grants}
+        for grant in grants:
+            usages[grant.id].hold_to(grant, self._workers)
+        self._usages = usages
+
+    def admit(self, exchange: Exchange, scope: Scope) -> Usage | None:
+        """Let a request of the data port in, without its credentials if keys are asked for.
+
+        The exchange has the tenant of its key from then on.
+
+        Returns:
+            Whom to tell that the request has ended; None if no key is asked for.
+
+        Raises:
+            TooMany: its key has as many requests as its limits allow, or has used up its tokens.
+            ProxyError: it is not let in, as `check` says.
+        """
+        shown = shown_in(exchange.headers)
+        credential = shown.credential
+        if credential is not None and (self._asks or credential.startswith(MARK)):
+            exchange.headers = without_credentials(exchange.headers, shown)
+        grant = self.check(shown, scope, local=not self._asks and exchange.local)
+        if grant is None:
+            return None
+        exchange.tenant = grant.tenant
+        usage = self._usages[grant.id]
+        wait_s = usage.begin(monotonic(), takes_tokens=scope == INFER)
+        if wait_s is not None:
+            raise _too_many(grant, wait_s)
+        return usage
+
+    def check(self, shown: Shown, scope: Scope, *, local: bool) -> Grant | None:
+        """Return the grant by which a request is let in, or None if no key is asked for.
+
+        Args:
+            shown: what its headers say of who calls.
+            scope: what a key must be for at this endpoint.
+            local: the request comes from this machine; only asked where no key was made.
+
+        Raises:
+            NoKey: it shows no key, or one that is wrong or revoked.
+            OutOfScope: its key is for something else.
+            Forbidden: no key was made, and it comes from another machine.
+            KeysUnknown: keys were made, and cannot be read.
+        """
+        if not self._asks:
+            if self._access == "loopback" and (shown.relayed or not local):
+                raise _not_local(shown)
+            return None
+        if self._known is None:
+            raise KeysUnknown(
+                "The proxy cannot read its API keys, so it lets nobody in. It reads them again as "
+                "soon as its keeper reaches the database; its log has the details"
+            )
+        if shown.credential is None:
+            raise NoKey(f"This proxy asks for an API key: {_SEND}", code="missing_api_key")
+        grant = self._grant(shown.credential)
+        if grant is None:
+            raise NoKey(
+                "The API key is wrong or was revoked: ask whoever runs this proxy for another, and "
+                f"{_SEND}",
+                code="invalid_api_key",
+            )
+        if scope not in grant.scopes:
+            raise OutOfScope(
+                f"The API key is for {', '.join(grant.scopes)}, and this needs {scope}: use a key "
+                f"that was made with --scope {scope}",
+                code="missing_scope",
+            )
+        return grant
+
+    def _grant(self, key: bytes) -> Grant | None:
+        grant = self._grants.get(key[_ID], _NOBODY)
+        return grant if compare_digest(hash_of(key), grant.hash) else None
+
+
+def _too_many(grant: Grant, wait_s: int) -> TooMany:
+    limits = [
+        f"{number} {what}"
+        for number, what in (
+            (grant.per_minute, "requests a minute"),
+            (grant.at_once, "requests at once"),
+            (grant.tokens_per_minute, "tokens a minute"),
+        )
+        if number is not None
+    ]
+    return TooMany(
+        f"The API key is limited to {' and '.join(limits)}: send this again in {wait_s} s", wait_s
+    )
+
+
+def _not_local(shown: Shown) -> Forbidden:
+    why = "it came through a reverse proxy" if shown.relayed else "it comes from another machine"
+    return Forbidden(
+        f"No API key was made yet, so only this machine may call, and {why}. Make a key with "
+        "`pawl keys create NAME`, or open the port to anyone with PAWL_ACCESS=anyone",
+        code="not_loopback",
+    )

@@ -1,0 +1,96 @@
+"""Tell whose a policy is, and hide the versions of other tenants' (pure).
+
+A policy is one tenant's, and to all others it is as if there were none of its name. A policy that
+has begun is the tenant's that it began with, whatever its file says later; where the two disagree
+it is nobody's. What neither knows is the default tenant's. A version may only be asked for at the
+upstream by its owner: whoever knows the name could use it otherwise.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from proxy.errors import BadRequest, NotServed
+from proxy.upstreams.routing import shown
+from store.policy_table import PolicyTable
+from store.tenants import DEFAULT
+from store.versions import PolicyVersion
+
+
+class Owners:
+    """Know which tenant each policy belongs to, by the file of policies and by the store."""
+
+    def __init__(self, table: PolicyTable | None) -> None:
+        """Take the file's policies (None: there is no file), and none of the store's."""
+        specs = () if table is None else table.specs
+        self._said = {spec.name: spec.tenant for spec in specs}
+        self._bases = frozenset(spec.base for spec in specs)
+        self.learn(())
+
+    def learn(self, versions: Iterable[PolicyVersion]) -> None:
+        """Replace what is known of the store's policies."""
+        self._began: Mapping[str, str] = {one.name: one.tenant for one in versions}
+        tenants = (*self._said.values(), *self._began.values())
+        self._several = any(tenant != DEFAULT for tenant in tenants)
+
+    def owns(self, tenant: str, policy: str) -> bool:
+        """Return whether a policy is a tenant's."""
+        said, began = self._said.get(policy), self._began.get(policy)
+        if said is not None and began is not None and said != began:
+            return False
+        return (said or began or DEFAULT) == tenant
+
+    def hides_some(self, tenant: str) -> bool:
+        """Return whether there may be versions that are hidden from a tenant."""
+        return self._several or tenant != DEFAULT
+
+    def hides(self, tenant: str, model: str | None) -> bool:
+        """Return whether `model` is formed as a version's name, and names none of the tenant's.
+
+        Another tenant's version cannot be told from one that nobody has: neither is asked for at
+        the upstream. Where there is one tenant only nothing is hidden, nor is a base model that has
+        a name of this form.
+        """
+        if model is None or not self.hides_some(tenant) or model in self._bases:
+            return False
+        policy = _policy_in(model)
+        return policy is not None and not self._is_known(tenant, policy)
+
+    def _is_known(self, tenant: str, policy: str) -> bool:
+        return (policy in self._said or policy in self._began) and self.owns(tenant, policy)
+
+    def check_body(self, tenant: str, *, is_read: bool) -> None:
+        """Check that the body of a request could be read, where it may name what is hidden.
+
+        A server may read what the proxy cannot: another encoding, or an object of any depth.
+
+        Raises:
+            BadRequest: it could not.
+        """
+        if not is_read and self.hides_some(tenant):
+            raise BadRequest(
+                "The body is not a JSON object in UTF-8, or it is nested too deep, so it is not "
+                "known which model it names: send a JSON object",
+                code="invalid_json",
+            )
+
+    def check(self, tenant: str, model: str | None) -> None:
+        """Check that a tenant may ask for a model of this name.
+
+        Raises:
+            NotServed: it is hidden from the tenant.
+        """
+        if self.hides(tenant, model):
+            raise NotServed(
+                f"There is no version {shown(model or '')!r}: ask for a policy, or for a version "
+                "of one",
+                param="model",
+                code="model_not_found",
+            )
+
+
+def _policy_in(model: str) -> str | None:
+    """Return the policy in a version's name, or in what a server could take for one, else None.
+
+    The name of a policy without a file may hold an @ itself.
+    """
+    policy, _, number = model.strip().rpartition("@")
+    return policy if policy and number.isdecimal() else None

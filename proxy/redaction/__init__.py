@@ -1,0 +1,1 @@
+"""Keep what must not be stored out of the records of calls."""

@@ -1,0 +1,1 @@
+"""Delete episodes from everywhere, keep them from being stored again, and say what was deleted."""

@@ -1,0 +1,155 @@
+"""Read what the episodes of a policy came to, arm by arm: the evidence of a canary or a roll-back.
+
+An episode belongs to the arm that its first call of the policy was given, whatever it went on with.
+Left out are those that are quarantined or deleted, evaluation, and those that began with a call
+that names its version: none of these were given to an arm by chance.
+
+What counts of an episode is what there was of it a fixed time after it began: calls that had ended
+by then, and what was said of it by then. So whoever reads it later reads the same.
+"""
+
+from collections.abc import Collection
+from datetime import datetime, timedelta
+from typing import Any, Final
+from uuid import UUID
+
+from sqlalchemy import Row, text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.ids import lowest_id_at
+from store.read.evaluations import REWARDS_WHERE
+from store.records import FAILED, Arm, Record
+from store.schema.recorded import CLAIMABLE
+from store.tenants import bare
+from store.values.families import task_family
+
+# So many episodes are read at once; the next part goes on after them.
+MOST: Final = 100_000
+# The first 48 bits of a UUIDv7 are the milliseconds since 1970.
+_BEGAN: Final = """
+    to_timestamp(
+        ('x' || left(replace(e.first_call_id::text, '-', ''), 12))::bit(48)::bigint / 1000.0)
+"""
+_REWARDS: Final = REWARDS_WHERE.format(counts="f.at < p.until")
+# Episodes are looked for by their ids, which are those of the calls that were stored first, and
+# calls in the days since; the order is that of first calls, which does not depend on storing.
+_EPISODES: Final = text(
+    f"""
+    WITH begun AS MATERIALIZED (
+        SELECT e.id, e.method, e.first_call_id, COALESCE(e.joined_task, e.task) AS task,
+            {_BEGAN} + make_interval(secs => :counts_s) AS until
+        FROM episodes e
+        JOIN episode_policies s ON s.episode_id = e.id AND s.policy = :policy
+        WHERE e.id >= :first AND e.first_call_id >= :first AND e.first_call_id < :last
+            AND {CLAIMABLE}
+        ORDER BY e.first_call_id LIMIT :most),
+    parts AS (
+        SELECT id AS whole, id, method, until FROM begun
+        UNION ALL
+        SELECT b.id, e.id, e.method, b.until FROM begun b JOIN episodes e ON e.root = b.id),
+    called AS (
+        SELECT p.whole, (array_agg(t.arm ORDER BY t.id))[1] AS arm,
+            (array_agg(t.policy_version ORDER BY t.id))[1] AS version,
+            avg(t.total_ms) / 1000 AS seconds,
+            COALESCE((array_agg(t.http_status ORDER BY t.id DESC))[1]
+                = ANY(CAST(:failed AS integer[])), false) AS failed,
+            bool_or(t.status <> 'client_gone'
+                AND (COALESCE(t.http_status >= 400, true) OR t.status = 'truncated')) AS broken
+        FROM parts p JOIN transitions t ON t.episode_id = p.id AND t.policy = :policy
+            AND t.id >= :first AND t.started_at + t.total_ms * interval '1 ms' < p.until
+        GROUP BY p.whole),
+    tools AS (
+        SELECT p.whole, bool_or(v.status = 'malformed') AS malformed
+        FROM parts p JOIN tool_events v ON v.episode_id = p.id AND v.at < p.until
+        GROUP BY p.whole),
+    {_REWARDS}
+    SELECT b.id, b.first_call_id, b.task, c.arm, c.version, c.seconds, c.failed, c.broken,
+        t.malformed, r.value AS reward
+    FROM begun b LEFT JOIN called c ON c.whole = b.id
+    LEFT JOIN tools t ON t.whole = b.id LEFT JOIN rewards r ON r.whole = b.id
+    ORDER BY b.first_call_id
+    """
+)
+
+
+class ArmEpisode(Record, frozen=True, kw_only=True):
+    """Describe what one episode says about its arm.
+
+    `version` is the one that it was given. `reward` is None while nobody scored it. `failed` says
+    whether its last call was refused for what it says (`store.records.FAILED`), `broken` whether
+    any of its requests came to an error, or to a reply that broke off by itself. `malformed` says
+    whether a tool call of it was malformed, None if it called no tool. `seconds` is the mean
+    duration of its calls.
+    """
+
+    id: UUID
+    arm: Arm
+    version: int
+    family: str
+    reward: float | None
+    failed: bool
+    broken: bool
+    malformed: bool | None
+    seconds: float
+
+
+class ArmPart(Record, frozen=True, kw_only=True):
+    """Hold some episodes, in the order of their first calls.
+
+    There are more of the time that was asked for if `goes_on_from`, a bound of first calls, is set.
+    """
+
+    episodes: list[ArmEpisode]
+    goes_on_from: UUID | None = None
+
+
+async def arm_episodes(
+    connection: AsyncConnection,
+    policy: str,
+    versions: Collection[int],
+    *,
+    since: datetime | UUID,
+    until: datetime,
+    counts: timedelta,
+    most: int,
+) -> ArmPart:
+    """Return the episodes that were given to these versions by chance, in the order of first calls.
+
+    Args:
+        connection: an open connection.
+        policy: the policy.
+        versions: those that are compared; what a proxy gave to another, as it did not know better,
+            is left out.
+        since: only episodes begun at or after this time, as both arms ran; or where a part goes on.
+        until: only episodes begun before this time.
+        counts: what comes later than this after an episode's beginning does not count: calls that
+            end later, and what is said of it. Nobody should read it earlier.
+        most: the length of a part, before what was given to no arm is left out.
+    """
+    values = {
+        "policy": policy,
+        "first": since if isinstance(since, UUID) else lowest_id_at(since),
+        "last": lowest_id_at(until),
+        "counts_s": counts.total_seconds(),
+        "failed": list(FAILED),
+        "most": most,
+    }
+    rows = (await connection.execute(_EPISODES, values)).all()
+    found = [_episode_of(row) for row in rows if row.arm is not None and row.version in versions]
+    is_whole = len(rows) < most
+    after = None if is_whole else UUID(int=rows[-1].first_call_id.int + 1)
+    return ArmPart(episodes=found, goes_on_from=after)
+
+
+def _episode_of(row: Row[Any]) -> ArmEpisode:
+    return ArmEpisode(
+        id=row.id,
+        arm=row.arm,
+        version=row.version,
+        family=task_family(row.task and bare(row.task)),
+        reward=row.reward,
+        failed=row.failed,
+        broken=row.broken,
+        malformed=row.malformed,
+        seconds=row.seconds,
+    )

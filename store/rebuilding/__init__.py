@@ -1,0 +1,1 @@
+"""Choose what a rebuild leaves out, read past updates without it, and put a new line in place."""

@@ -1,0 +1,1 @@
+"""Remove what is older than the days that records are kept for."""

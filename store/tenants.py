@@ -1,0 +1,63 @@
+"""Keep tenants apart by their names: each has a space of names of its own (pure).
+
+What clients and model servers name (an episode, a task, a call, a response, an idempotency key) is
+kept as TENANT, U+001F, NAME; fingerprints of what is said are computed with the tenant as the key.
+Whatever looks a name up therefore finds those of the same tenant alone, without knowing of tenants
+(docs/decisions/068-tenants.md). Names of the tenant `default` are kept as they are.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Final
+
+# Whose everything is that no key, or a key without a tenant, made.
+DEFAULT: Final = "default"
+# No tenant's name holds it, and no name that a client gives an episode: those are printable.
+SEPARATOR: Final = "\x1f"
+# At most 64 characters, the longest key of BLAKE2b.
+PATTERN: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+
+
+def scoped(tenant: str, name: str) -> str:
+    """Return a tenant's name as it is kept.
+
+    A name of the default tenant that could be taken for another's gets a separator before it.
+    """
+    if tenant == DEFAULT:
+        return name if SEPARATOR not in name else SEPARATOR + name
+    return f"{tenant}{SEPARATOR}{name}"
+
+
+def tenant_of(kept: str) -> str:
+    """Return whose a kept name is."""
+    if SEPARATOR not in kept:
+        return DEFAULT
+    return kept.partition(SEPARATOR)[0] or DEFAULT
+
+
+def bare(kept: str) -> str:
+    """Return a kept name as it was given."""
+    return kept.partition(SEPARATOR)[2] if SEPARATOR in kept else kept
+
+
+def same_tenant(kept: str, name: str) -> str:
+    """Return another name of the tenant of a kept one, as it is kept."""
+    return scoped(tenant_of(kept), name)
+
+
+def beginning(tenant: str) -> str | None:
+    """Return how all kept names of a tenant begin; None for the default tenant, whose do not."""
+    return None if tenant == DEFAULT else tenant + SEPARATOR
+
+
+def digest_key(tenant: str) -> bytes:
+    """Return the key of a tenant's digests, which is empty for the default tenant."""
+    return b"" if tenant == DEFAULT else tenant.encode()
+
+
+def own_digests(tenant: str, digests: Sequence[bytes]) -> tuple[bytes, ...]:
+    """Return a tenant's fingerprints for those of the same words: 16 bytes, the first as it was."""
+    if tenant == DEFAULT:
+        return tuple(digests)
+    key = digest_key(tenant)
+    return tuple(one[:1] + blake2b(one, digest_size=15, key=key).digest() for one in digests)

@@ -1,0 +1,305 @@
+"""Take a version through its gate: candidate, canary, serving; or rolled back, with what it made.
+
+Every function here locks the policy first (`states.lock_policies`), so that of several stewards and
+operators one moves traffic at a time; and each is one transaction of its caller's.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from sqlalchemy import select, text, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from store.errors import NotGated, StateChanged
+from store.read.pages import version_of
+from store.schema.trained import policies
+from store.updates.policies import numbered_version, promote
+from store.updates.states import add_event, change_state, lock_policies, lock_version
+from store.versions import Actor, PolicyState, PolicyVersion
+
+# All that was trained on from a version, whatever number of updates ago. An import has version 0 as
+# its parent: nothing was trained.
+_DESCENDANTS: Final = """
+    WITH RECURSIVE built AS (
+        SELECT version FROM policies WHERE name = :name AND {of}
+        UNION
+        SELECT u.version FROM updates u JOIN built ON u.parent_version = built.version
+        WHERE u.policy = :name AND u.version IS NOT NULL)
+"""
+_BUILT_ON: Final = text(
+    f"""
+    {_DESCENDANTS.format(of="version = :version")}
+    SELECT p.* FROM policies p JOIN built USING (version)
+    WHERE p.name = :name AND p.version <> :version AND p.state = ANY(CAST(:states AS text[]))
+    ORDER BY p.version FOR NO KEY UPDATE OF p
+    """
+)
+_HEAD: Final = text(
+    f"""
+    {_DESCENDANTS.format(of="rolled_back_at IS NOT NULL")}
+    SELECT p.* FROM policies p
+    WHERE p.name = :name AND p.version NOT IN (SELECT version FROM built)
+        AND (p.version = 0 OR p.state IN ('written', 'ready', 'candidate', 'canary', 'serving'))
+    ORDER BY p.version DESC LIMIT 1
+    """
+)
+# The one that had the traffic before it, as far as that can be loaded again; or the base model.
+_BEFORE: Final = text(
+    """
+    SELECT version FROM policies
+    WHERE name = :name AND version < :version AND rolled_back_at IS NULL
+        AND (version = 0 OR state = 'published' OR state = 'retired' AND files_deleted_at IS NULL
+            AND EXISTS (SELECT FROM policy_events v WHERE v.name = policies.name
+                AND v.version = policies.version AND v.to_state = 'serving'))
+    ORDER BY version DESC LIMIT 1
+    """
+)
+# What a version was trained from, as far back as it goes, if any of that was rolled back.
+_LOST: Final = text(
+    """
+    WITH RECURSIVE chain AS (
+        SELECT parent_version AS version FROM updates WHERE policy = :name AND version = :version
+        UNION
+        SELECT u.parent_version FROM chain JOIN updates u
+            ON u.policy = :name AND u.version = chain.version)
+    SELECT p.version FROM policies p JOIN chain USING (version)
+    WHERE p.name = :name AND p.rolled_back_at IS NOT NULL ORDER BY p.version LIMIT 1
+    """
+)
+# Versions that no server has loaded, from one back to the first that went through the gate.
+_SINCE: Final = text(
+    """
+    WITH RECURSIVE chain AS (
+        SELECT version, parent_version FROM updates WHERE policy = :name AND version = :version
+        UNION
+        SELECT u.version, u.parent_version FROM chain
+            JOIN policies p ON p.name = :name AND p.version = chain.parent_version
+            JOIN updates u ON u.id = p.update_id
+        WHERE p.state = 'written')
+    SELECT count(*) FROM chain
+    """
+)
+# What never had traffic, and what has it only to be tried.
+_WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "ready", "candidate")
+_BUILT: Final = "it was trained on from {lost}, which was rolled back"
+_NOT_LIVE: Final[tuple[PolicyState, ...]] = (*_WITHOUT_TRAFFIC, "canary")
+
+
+async def hold_gate(connection: AsyncConnection, name: str) -> bool:
+    """Try to become the only one that judges a policy, until the transaction ends.
+
+    Return False if another does already.
+    """
+    query = text("SELECT pg_try_advisory_xact_lock(hashtext(:name))")
+    return bool(await connection.scalar(query, {"name": f"pawl-gate:{name}"}))
+
+
+async def make_candidate(
+    connection: AsyncConnection,
+    name: str,
+    version: int,
+    gate: Mapping[str, Any],
+    *,
+    reason: str,
+    actor: Actor = "trainer",
+) -> None:
+    """Let `version`, which is loaded, wait for its canary, to be judged by the rule `gate`.
+
+    What was made before it and has no traffic yet never will have any: this one has learnt what
+    that had.
+
+    Raises:
+        UnknownPolicy: there is no such version.
+    """
+    await lock_policies(connection, [name])
+    before = select(policies).where(
+        policies.c.name == name,
+        policies.c.version < version,
+        policies.c.state.in_(("written", "candidate")),
+    )
+    for row in (await connection.execute(before.order_by(policies.c.version))).all():
+        newer = f"{name}@{version} was made from more episodes, and waits instead"
+        await change_state(connection, version_of(row), "rejected", reason=newer, actor=actor)
+    held = await lock_version(connection, name, version)
+    await connection.execute(
+        update(policies)
+        .where(policies.c.name == name, policies.c.version == version)
+        .values(gate=dict(gate))
+    )
+    await change_state(connection, held, "candidate", reason=reason, actor=actor)
+
+
+async def begin_canary(
+    connection: AsyncConnection,
+    version: PolicyVersion,
+    share: float,
+    base_share: float,
+    *,
+    reason: str,
+    actor: Actor,
+) -> None:
+    """Give a candidate `share` of the new episodes, and the base model `base_share` for good.
+
+    Both are fractions of all new episodes.
+
+    Raises:
+        StateChanged: it is no candidate any more.
+    """
+    await lock_policies(connection, [version.name])
+    for number, part in ((0, base_share), (version.version, share)):
+        await connection.execute(
+            update(policies)
+            .where(policies.c.name == version.name, policies.c.version == number)
+            .values(share=part)
+        )
+    await change_state(connection, version, "canary", reason=reason, actor=actor)
+
+
+async def roll_back(
+    connection: AsyncConnection,
+    version: PolicyVersion,
+    *,
+    reason: str,
+    actor: Actor,
+    evidence: Mapping[str, Any] | None = None,
+    to_base: str | None = None,
+) -> PolicyVersion | None:
+    """Take the new episodes from a canary, or from the version that serves.
+
+    In the latter case the version before it serves again, which is returned; every server must have
+    it loaded. `to_base` is why it cannot be: then the base model serves. What was trained on from
+    it and did not serve yet is rejected, a canary rolled back. The episodes that it has keep it,
+    and are not trained on.
+
+    Raises:
+        StateChanged: it, or the version before it, has another state by now; nothing was written.
+        NotGated: it is neither a canary nor the one that serves, or it is the base model.
+    """
+    if version.state not in ("canary", "serving") or not version.version:
+        raise NotGated(
+            f"{version.name}@{version.version} is {version.state!r}: only a trained version that "
+            "serves, or is a canary, can be rolled back"
+        )
+    await lock_policies(connection, [version.name])
+    await change_state(
+        connection, version, "rolled_back", reason=reason, actor=actor, evidence=evidence
+    )
+    await _reject_built_on(connection, version, actor)
+    if version.state == "canary":
+        return None
+    before = await _instead(connection, version, to_base)
+    again = f"{version.name}@{version.version} was rolled back: {reason}"
+    if to_base is not None:
+        again = f"{again}; {to_base}"
+    await promote(connection, before.name, before.version, reason=again, actor=actor)
+    return before
+
+
+async def version_before(connection: AsyncConnection, version: PolicyVersion) -> PolicyVersion:
+    """Return what would serve if `version` lost the traffic: what had it before, or the base model.
+
+    A `retired` one is on no server, and must be loaded before it can serve.
+    """
+    values = {"name": version.name, "version": version.version}
+    number = (await connection.execute(_BEFORE, values)).scalar_one()
+    return await _numbered(connection, version.name, number)
+
+
+async def _instead(
+    connection: AsyncConnection, version: PolicyVersion, to_base: str | None
+) -> PolicyVersion:
+    """Return what serves instead of a version."""
+    if to_base is not None:
+        return await _numbered(connection, version.name, 0)
+    before = await version_before(connection, version)
+    if before.state == "retired":
+        raise StateChanged(
+            f"{before.name}@{before.version}, which served before, is retired, and so on no server:"
+            " it cannot serve before it is loaded; decide again"
+        )
+    return before
+
+
+async def _numbered(connection: AsyncConnection, name: str, number: int) -> PolicyVersion:
+    found = await numbered_version(connection, name, number)
+    assert found is not None
+    return found
+
+
+async def _reject_built_on(
+    connection: AsyncConnection, version: PolicyVersion, actor: Actor
+) -> None:
+    values = {"name": version.name, "version": version.version, "states": list(_NOT_LIVE)}
+    why = _BUILT.format(lost=f"{version.name}@{version.version}")
+    for row in (await connection.execute(_BUILT_ON, values)).all():
+        built = version_of(row)
+        to: PolicyState = "rejected" if built.state in _WITHOUT_TRAFFIC else "rolled_back"
+        await change_state(connection, built, to, reason=why, actor=actor)
+
+
+async def end_base_share(connection: AsyncConnection, name: str) -> None:
+    """Give the base model no new episodes any more: the policy has no gate."""
+    await connection.execute(
+        update(policies)
+        .where(policies.c.name == name, policies.c.version == 0, policies.c.share.is_not(None))
+        .values(share=None)
+    )
+
+
+async def head_of(connection: AsyncConnection, name: str) -> PolicyVersion:
+    """Return the version that a gated policy is trained on from.
+
+    It is the newest that serves, or may still, and was not trained on from one that was rolled
+    back. If no trained one is left, it is version 0.
+    """
+    return version_of((await connection.execute(_HEAD, {"name": name})).one())
+
+
+async def reject_orphan(connection: AsyncConnection, name: str, version: int) -> str | None:
+    """Reject a version without traffic if what it was trained from was rolled back meanwhile.
+
+    Return why it was, or None. Until the transaction ends nothing of the policy is rolled back.
+
+    Raises:
+        UnknownPolicy: there is no such version.
+    """
+    await lock_policies(connection, [name])
+    lost = await connection.scalar(_LOST, {"name": name, "version": version})
+    if lost is None:
+        return None
+    held = await lock_version(connection, name, version)
+    why = _BUILT.format(lost=f"{name}@{lost}")
+    await change_state(connection, held, "rejected", reason=why, actor="trainer")
+    return why
+
+
+async def updates_since_candidate(connection: AsyncConnection, name: str, version: int) -> int:
+    """Return how many updates lie between a version and the last that was loaded before it.
+
+    Its own is among them.
+    """
+    return int(await connection.scalar(_SINCE, {"name": name, "version": version}) or 0)
+
+
+async def freeze(
+    connection: AsyncConnection, name: str, *, frozen: bool, reason: str, actor: Actor
+) -> None:
+    """Let only operators move the policy's traffic from now on; or, if not `frozen`, all again.
+
+    Raises:
+        UnknownPolicy: there is no such policy.
+    """
+    base = await lock_version(connection, name, 0)
+    await connection.execute(
+        update(policies)
+        .where(policies.c.name == name, policies.c.version == 0)
+        .values(frozen_at=text("now()") if frozen else None)
+    )
+    said = f"{'frozen' if frozen else 'no longer frozen'}: {reason}"
+    await add_event(connection, name, 0, base.state, before=base.state, reason=said, actor=actor)
+
+
+async def is_frozen(connection: AsyncConnection, name: str) -> bool:
+    """Return whether only operators move the policy's traffic."""
+    query = select(policies.c.frozen_at).where(policies.c.name == name, policies.c.version == 0)
+    return await connection.scalar(query) is not None

@@ -1,0 +1,179 @@
+"""vLLM is killed, during an update and with the trainer down, and no agent sees a 404."""
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+
+from pawl.stack.stack import Stack
+from store.connection.engine import make_engine
+from store.read.stats import totals
+from store.updates import claims
+from store.updates.policies import list_versions
+from tests.e2e.conftest import PATIENCE_S, POLICY
+from tests.support.waiting import eventually
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(900),
+]
+OK = 200
+# What an agent may see while its model server is away, or has not been given the version yet.
+AWAY = 502
+MEANWHILE = {AWAY, 503}
+PAUSE_S = 0.02
+# After an answer. Without a pause, four agents take all of the processor time of an update that the
+# test waits for; from the first refusal on, they ask as soon as they can.
+ANSWERED_PAUSE_S = 0.5
+LOOKS = 25
+
+
+class Asker:
+    """An agent that asks again and again, whatever it is told."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.url = f"{stack.base_url}/chat/completions"
+        self.port = stack.plan.vllm.port
+        self.seen: Counter[tuple[int, str]] = Counter()
+        self.last: list[tuple[int, str]] = []
+
+    async def ask(self, session: aiohttp.ClientSession) -> int:
+        said = [{"role": "user", "content": "Where does the river end?"}]
+        body = {"model": POLICY, "max_tokens": 1, "messages": said}
+        async with session.post(self.url, json=body) as reply:
+            await reply.read()
+            found = (reply.status, reply.headers.get("x-pawl-policy", ""))
+        self.seen[found] += 1
+        self.last.append(found)
+        return found[0]
+
+    async def keep_asking(self) -> None:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                status = await self.ask(session)
+                await asyncio.sleep(ANSWERED_PAUSE_S if status == OK else PAUSE_S)
+                if status == AWAY:
+                    await self.back_or_bored()
+
+    async def back_or_bored(self) -> None:
+        """Wait until the model server takes connections again, but no longer than half a second.
+
+        Whoever asks on at once has a server that is away tens of thousands of times.
+        """
+        for _ in range(LOOKS):
+            if await takes_connections(self.port):
+                return
+            await asyncio.sleep(PAUSE_S)
+
+    async def served(self, version: int, times: int) -> None:
+        """Wait until the last so many answers are all by this version."""
+        wanted = (OK, f"{POLICY}@{version}")
+
+        async def seen() -> bool:
+            return self.last[-times:] == [wanted] * times
+
+        await eventually(seen, PATIENCE_S)
+
+    async def failed(self) -> bool:
+        """Whether the model server is seen to be away."""
+        return bool({status for status, _ in self.last[-4:]} & MEANWHILE)
+
+
+async def takes_connections(port: int) -> bool:
+    """Whether something listens there."""
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+@asynccontextmanager
+async def asking(stack: Stack) -> AsyncIterator[Asker]:
+    asker = Asker(stack)
+    tasks = [asyncio.create_task(asker.keep_asking()) for _ in range(4)]
+    try:
+        yield asker
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def killed(stack: Stack) -> None:
+    """Kill vLLM, and wait until the stack has started another."""
+    vllm = stack.processes["vllm"]
+    before = vllm.pid
+    assert before is not None
+    os.kill(before, signal.SIGKILL)
+
+    async def another() -> bool:
+        return vllm.pid != before
+
+    await eventually(another, PATIENCE_S)
+
+
+async def fill(stack: Stack) -> None:
+    """Four tasks, each tried four times, two of them well: what one update takes."""
+    async with aiohttp.ClientSession() as session:
+        await asyncio.gather(*(work(stack, session, number) for number in range(16)))
+
+
+async def work(stack: Stack, session: aiohttp.ClientSession, number: int) -> None:
+    """One of the tries, and its reward."""
+    name = f"killed-{number}"
+    url = f"http://{stack.plan.listen}/task/killed-{number // 4}/episode/{name}/v1"
+    said = [{"role": "user", "content": "Where does the river end?"}]
+    body = {"model": POLICY, "max_tokens": 12, "seed": number, "messages": said}
+    async with session.post(f"{url}/chat/completions", json=body) as reply:
+        assert reply.status == 200
+    stated = {"episode": name, "value": float(number % 2)}
+    async with session.post(stack.feedback_url, json=stated) as reply:
+        assert reply.status == 200
+
+
+async def test_no_call_is_a_404_once_vllm_is_back(stack: Stack) -> None:
+    engine = make_engine(stack.database_url)
+
+    async def serving() -> int:
+        async with engine.connect() as connection:
+            versions = await list_versions(connection, POLICY)
+        return next(one.version for one in versions if one.state == "serving")
+
+    async def updating() -> bool:
+        async with engine.connect() as connection:
+            return await claims.running_update(connection, POLICY) is not None
+
+    async def moved_on() -> bool:
+        return await serving() != first
+
+    first = await serving()
+    await fill(stack)
+    await eventually(updating, PATIENCE_S)
+    async with asking(stack) as asker:
+        await killed(stack)
+        await eventually(moved_on, PATIENCE_S)
+        version = await serving()
+        await asker.served(version, 20)
+
+        # Now with nobody but the steward to load anything.
+        trainer = stack.processes["trainer"]
+        await trainer.stop()
+        await killed(stack)
+        await eventually(asker.failed, PATIENCE_S)
+        await asker.served(version, 40)
+    trainer._stopping = False
+    await trainer.start()
+    statuses = {status for status, _ in asker.seen}
+    assert statuses <= {OK, *MEANWHILE}, asker.seen
+    async with engine.connect() as connection:
+        counted = await totals(connection)
+    assert counted.twice_consumed_episodes == 0
+    await engine.dispose()

@@ -1,0 +1,70 @@
+"""The check before the first claim, against a real vLLM: what fits passes, the rest is named."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pawl.stack.stack import Stack
+from tests.support.training import recipe
+from trainer.learners.learner import Learner
+from trainer.learners.model import Base
+from trainer.publishing.replicas import Replicas
+from trainer.recipes.adapter import LoraOptions, PublishOptions
+from trainer.recipes.recipe import Recipe
+from trainer.updates.trial import Trial
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.timeout(900),
+]
+
+# The stack's own trainer tries its policy whenever it comes up: the two must not take the other's.
+TRIED = "tried"
+
+
+def with_lora(**lora: Any) -> Recipe:
+    changes = {"lora": LoraOptions(**lora), "publish": PublishOptions(tolerance=0.01)}
+    return recipe().model_copy(update=changes)
+
+
+async def why_unserved(stack: Stack, model: str | Base, chosen: Recipe, folder: Path) -> str | None:
+    url = f"http://127.0.0.1:{stack.plan.vllm.port}/v1"
+    learner = Learner(model, chosen, seed=0, scratch=folder)
+    async with Replicas([url]) as servers:
+        why = await Trial(learner, folder, servers, TRIED, chosen).why_unserved()
+        assert f"{TRIED}@trial" not in await servers.models()
+    assert not list(folder.glob("trial"))
+    return why
+
+
+# PEFT, of the layer that no server can serve.
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+async def test_what_fits_passes_and_what_does_not_is_named(
+    stack: Stack, learner: Learner, tmp_path: Path
+) -> None:
+    base = learner._base
+    assert await why_unserved(stack, base, with_lora(rank=4), tmp_path) is None
+    too_high = await why_unserved(stack, base, with_lora(rank=256), tmp_path)
+    assert "--max-lora-rank" in (too_high or "")
+    odd_layers = with_lora(rank=4, target_modules=["embed_tokens"])
+    why = await why_unserved(stack, base, odd_layers, tmp_path)
+    assert "lora.target_modules" in (why or "")
+
+
+async def test_another_base_model_is_named(stack: Stack, shallow_dir: str, tmp_path: Path) -> None:
+    """The same layers and words, other weights: as a model's next release."""
+    model = AutoModelForCausalLM.from_pretrained(shallow_dir)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.8)
+    other = tmp_path / "other"
+    model.save_pretrained(other)
+    for file in Path(shallow_dir).glob("*token*"):
+        shutil.copy(file, other)
+    why = await why_unserved(stack, str(other), with_lora(rank=4), tmp_path)
+    assert "PAWL_MODEL" in (why or "")

@@ -1,0 +1,142 @@
+"""Ask a stack, read what it recorded, and compare its log-probabilities with the trainer's."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import torch
+
+from pawl.stack.stack import Stack
+from store.connection.engine import make_engine
+from store.records import TransitionRow
+from store.updates.policies import list_versions
+from store.values.distribution import distribution_of
+from store.values.tokens import unpack_ids, unpack_logprobs
+from tests.e2e.conftest import POLICY, episodes_of
+from tests.support.waiting import eventually
+from trainer.batches.rows import Row
+from trainer.learners.learner import Learner
+from trainer.learners.scoring import score_rows
+
+ALL: dict[str, Any] = {
+    "temperature": 0.8,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.02,
+    "logit_bias": {"28": 2, "30": -3, "411": 1.5},
+    "bad_words": ["the", "Paris"],
+    "min_tokens": 12,
+    "stop_token_ids": [28, 30],
+    "presence_penalty": 0.6,
+    "frequency_penalty": 0.4,
+    "repetition_penalty": 1.2,
+}
+
+
+async def post(stack: Stack, path: str, body: Mapping[str, Any], episode: str) -> None:
+    """Make a call of an episode, which succeeds."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(
+            f"{stack.base_url}/{path}", json=body, headers={"x-pawl-episode": episode}
+        ) as response,
+    ):
+        assert response.status == 200, await response.text()
+        # A stream that is not read to its end is recorded as incomplete.
+        await response.read()
+
+
+def row_of(call: TransitionRow) -> Row:
+    return Row(
+        episode_id=call.episode_id,
+        agent="",
+        position=0,
+        prompt_ids=tuple(unpack_ids(call.tokens.prompt_ids)),
+        sampled_ids=tuple(unpack_ids(call.tokens.sampled_ids)),
+        sampled_logprobs=tuple(unpack_logprobs(call.tokens.sampled_logprobs)),
+        distribution=distribution_of(call.sampling),
+        r_total=0.0,
+        advantage=0.0,
+        weight=1.0,
+        version=call.policy_version or 0,
+    )
+
+
+async def recorded_calls(
+    stack: Stack, wanted: Mapping[str, str]
+) -> tuple[dict[str, list[TransitionRow]], dict[int, str | None]]:
+    """The calls of the episodes `wanted`, by what each stands for, and the versions' folders."""
+    engine = make_engine(stack.database_url)
+    calls: dict[str, list[TransitionRow]] = {}
+
+    async def stored() -> bool:
+        calls.clear()
+        async with engine.connect() as connection:
+            for episode in await episodes_of(connection, wanted):
+                calls.setdefault(wanted[episode.key], []).extend(episode.calls)
+        return sum(map(len, calls.values())) == len(wanted)
+
+    assert await eventually(stored)
+    async with engine.connect() as connection:
+        folders = {v.version: v.adapter_path for v in await list_versions(connection, POLICY)}
+    await engine.dispose()
+    return calls, folders
+
+
+def trainers_differences(
+    learner: Learner,
+    calls: dict[str, list[TransitionRow]],
+    folders: dict[int, str | None],
+) -> dict[str, float]:
+    """The mean difference a token for each way of sampling, merged and separate."""
+    means = {}
+    for name, own in calls.items():
+        [version] = {call.policy_version or 0 for call in own}
+        path = folders[version]
+        learner.restore(None if path is None else Path(path))
+        batch = learner._base.checked(list(map(row_of, own)))
+        served = torch.tensor([value for one in batch for value in one.sampled_logprobs])
+        for merge in (True, False):
+            with torch.no_grad():
+                found = score_rows(learner._model, batch, merge=merge).logprobs
+            key = f"{name}, {'merged' if merge else 'separate'}"
+            means[key] = float((found - served).abs().mean())
+    return means
+
+
+def recomputed_differences(
+    learner: Learner,
+    pairs: Mapping[str, Sequence[tuple[TransitionRow, TransitionRow]]],
+    folders: dict[int, str | None],
+) -> dict[str, float]:
+    """The greatest difference of a token for each way of sampling, from the server's own.
+
+    Of two calls that are sampled alike, the first has no log-probabilities, and the other has.
+    """
+    greatest = {}
+    for name, own in pairs.items():
+        [version] = {call.policy_version or 0 for pair in own for call in pair}
+        path = folders[version]
+        silent = [
+            msgspec.structs.replace(row_of(call), position=number, recomputed=True)
+            for number, (call, _) in enumerate(own)
+        ]
+        found = learner.version_logprobs(None if path is None else Path(path), silent)
+        told = [unpack_logprobs(twin.tokens.sampled_logprobs) for _, twin in own]
+        differences = [
+            abs(a - b)
+            for ours, theirs in zip(found, told, strict=True)
+            for a, b in zip(ours, theirs, strict=True)
+        ]
+        greatest[name] = max(differences)
+    return greatest
+
+
+def assert_alike(call: TransitionRow, twin: TransitionRow) -> None:
+    """Two calls have the same tokens, and were sampled from the same distribution."""
+    assert unpack_ids(call.tokens.prompt_ids) == unpack_ids(twin.tokens.prompt_ids)
+    assert unpack_ids(call.tokens.sampled_ids) == unpack_ids(twin.tokens.sampled_ids)
+    assert distribution_of(call.sampling) == distribution_of(twin.sampling)
+    assert twin.tokens.sampled_logprobs

@@ -1,0 +1,77 @@
+"""The model server behind the fuzzed ports sees what it is there to see."""
+
+import pytest
+
+from tests.fuzz.ports.allowed import is_allowed
+from tests.fuzz.ports.odd import ALLOWED, FORBIDDEN
+from tests.fuzz.ports.upstream import Heard, StrictUpstream, Unsound, first_of
+
+HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: a\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"POST /v1/embeddings HTTP/1.0\r\nHost: a\r\n\r\n",
+        b"POST http://a/v1/embeddings HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST /v1/a b HTTP/1.1\r\nHost: a\r\n\r\n",
+        HEAD + b"Content-Length: 1\r\nContent-Length: 1\r\n\r\nx",
+        HEAD + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Content-Length: +1\r\n\r\nx",
+        HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n0x1\r\nx\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\nX: y\r\n\r\n",
+        HEAD + b"X: a\r\n folded\r\n\r\n",
+        HEAD + b"X : a\r\n\r\n",
+        HEAD + b"X: a\nx-injected: b\r\n\r\n",
+        HEAD + b"X: a\x00\r\n\r\n",
+    ],
+)
+def test_what_could_be_read_in_two_ways_is_unsound(data: bytes) -> None:
+    with pytest.raises(Unsound):
+        first_of(data)
+
+
+def test_a_sound_request_is_read_to_its_end_and_no_further() -> None:
+    for framed in (
+        b"Content-Length: 2\r\n\r\nhi",
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n",
+    ):
+        assert all(first_of((HEAD + framed)[:end]) is None for end in range(len(HEAD + framed)))
+        found = first_of(HEAD + framed + b"POST")
+        assert found is not None
+        heard, rest = found
+        assert (heard.method, heard.target, heard.body, rest) == (
+            b"POST",
+            b"/v1/embeddings",
+            b"hi",
+            b"POST",
+        )
+
+
+def test_the_document_allows_its_routes_and_no_path_of_a_server_s_own() -> None:
+    asked = [(method, path) for method, path in ALLOWED if path != b"/feedback"]
+    assert len(asked) > 60
+    assert all(is_allowed(method.encode(), path + b"?q") for method, path in asked)
+    assert not is_allowed(b"POST", b"/feedback")
+    for path in FORBIDDEN:
+        for method in (b"POST", b"DELETE", b"GET", b"HEAD")[: 2 if path == b"/v1/models/m" else 4]:
+            assert not is_allowed(method, path)
+    assert not is_allowed(b"GET", b"/v1/files/%2e%2e/load_lora_adapter")
+    assert not is_allowed(b"GET", b"/v1/files/batch")
+
+
+def test_what_may_not_come_is_noted() -> None:
+    upstream = StrictUpstream(is_allowed, "ours")
+    upstream.secrets = [b"theirs"]
+    sound = [(b"Host", b"127.0.0.1:0"), (b"Authorization", b"Bearer ours")]
+    upstream.take(Heard(b"POST", b"/v1/embeddings", sound, b""))
+    assert upstream.wrong == []
+    more = [*sound, (b"api-key", b"theirs"), (b"x-mark", b"nobody")]
+    upstream.take(Heard(b"POST", b"/sleep", more, b""))
+    assert [why for why, _ in upstream.wrong] == [
+        "a path that is not allowed",
+        "a header b'api-key'",
+        "an agent's key",
+        "a request without a key that may",
+    ]

@@ -1,0 +1,291 @@
+"""`PAWL_KEEP_DAYS`: older episodes and days are removed, and what goes on stays readable."""
+
+import asyncio
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from proxy.calls.capture import Frame, Gap
+from proxy.keeper.letters import Letter, bury
+from proxy.keeper.removing import outdated
+from proxy.keeper.removing.outdated import remove_all, remove_old_letters
+from proxy.spool.segments import encode_payload
+from store.ids import lowest_id_at, time_of
+from store.read.stats import totals
+from store.records import CallRecord
+from store.retaining.outdated import LOST_CALLS, RETAIN_LOCK, remove_some
+from store.retaining.periods import Cuts, Periods
+from store.tenants import scoped
+from store.updates.policies import ensure_base
+from store.updates.ready import ClaimRule
+from store.values.digests import PREFIX
+from store.write.ingest import Ingester
+from tests.integration.deleting.test_deleting import body, digest
+from tests.support.ledger.deleting import exported, places_with
+from tests.support.ledger.updates import claimed, consume_all
+from tests.support.records import call, captured, reward
+from tests.support.waiting import awaited
+
+NOON = datetime.now(UTC).replace(hour=12, minute=0, second=0, microsecond=0)
+BEFORE = NOON.date() - timedelta(days=2)
+CUTS = Cuts(others=BEFORE)
+TWO = Periods(others=2)
+RULE = ClaimRule(policy="m", group_size=1, groups=1, smallest_group=1, max_age_s=1e9)
+PARTITIONS = "SELECT count(*) FROM pg_inherits WHERE inhparent = 'transitions'::regclass"
+
+
+def made(days_ago: int, number: int) -> dict[str, Any]:
+    """Fields of a call from noon so many days ago."""
+    began = NOON - timedelta(days=days_ago)
+    return {"id": UUID(int=lowest_id_at(began).int + number), "started_at": began}
+
+
+def thread(key: str, turns: int, first_day: int) -> list[CallRecord]:
+    """A call a day, each with all that was said before."""
+    return [
+        call(
+            key,
+            request=body(*[f"{key} {n}" for n in range(turn + 1)]),
+            **made(first_day - turn, turn),
+        )
+        for turn in range(turns)
+    ]
+
+
+async def rows(engine: AsyncEngine, query: str) -> list[Any]:
+    async with engine.connect() as connection:
+        return list((await connection.execute(text(query))).scalars())
+
+
+async def test_older_episodes_and_days_go_and_newer_ones_stay(engine: AsyncEngine) -> None:
+    ingester = Ingester()
+    old = [
+        call("old 1", request=body("canary 1"), **made(9, 1)),
+        call("old 1", request=body("canary 1", "canary 2"), **made(9, 2)),
+        call("old 2", request=body("canary 3"), provides=(digest(PREFIX, "p"),), **made(3, 3)),
+    ]
+    new = [call("new", request=body("new"), **made(2, 4)), *thread("now", 2, 1)]
+    said = [reward(1.0, episode="old 1"), reward(1.0, episode="canary never came")]
+    await ingester.store(engine, [*old, *new, *said, reward(0.5, episode="new")])
+    before = await exported(engine)
+    await remove_all(engine, CUTS)
+    after = await exported(engine)
+    assert after == {key: before[key] for key in ("new", "now")}
+    assert await places_with(engine, "canary") == []
+    assert await places_with(engine, "old 1") == []
+    # The reward's time in these tests is long past, and its episode goes on.
+    assert await rows(engine, "SELECT target FROM feedback") == ["new"]
+    assert await rows(engine, PARTITIONS) == [3]
+    assert await rows(engine, "SELECT sum(calls) FROM dropped_days") == [3]
+    # What is stored late is not stored again.
+    assert await ingester.store(engine, [*old, *new]) == {record.id for record in old}
+    await remove_all(engine, CUTS)
+    assert await exported(engine) == after
+
+
+async def test_an_episode_that_goes_on_is_readable_and_set_aside(engine: AsyncEngine) -> None:
+    calls = thread("long", 4, 4)
+    same_day = call("long", request=body("long 0", "again"), **made(2, 9))
+    await Ingester().store(engine, [*calls, same_day, reward(1.0, episode="long")])
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+    claim = await claimed(engine, RULE)
+    assert claim is not None
+    await remove_all(engine, CUTS)
+    line = (await exported(engine))["long"]
+    assert line["quarantined"] == LOST_CALLS
+    kept = [str(one.id) for one in (*calls[2:], same_day)]
+    assert sorted(shown["call"] for shown in line["calls"]) == sorted(kept)
+    assert await rows(engine, "SELECT state FROM updates") == ["abandoned"]
+    assert await claimed(engine, RULE) is None
+
+
+async def aside(engine: AsyncEngine) -> int:
+    [found] = await rows(engine, "SELECT count(*) FROM episodes WHERE quarantined_reason <> ''")
+    return int(found)
+
+
+async def test_what_goes_on_is_set_aside_some_at_a_time_before_its_day_is_dropped(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("store.retaining.outdated.MOST", 2)
+    calls = [call(f"long {n}", **made(day, 9 * day + n)) for n in range(5) for day in (3, 1)]
+    await Ingester().store(engine, [*calls, call("new", **made(1, 0))])
+    steps = []
+    while (removed := await remove_some(engine, CUTS)) is not None:
+        steps.append((await aside(engine), removed.calls))
+    # The day is noted, five are set aside, and the day is dropped.
+    assert steps == [(0, 0), (2, 0), (4, 0), (5, 0), (5, 5)]
+    assert await rows(engine, "SELECT sum(calls) FROM dropped_days") == [5]
+
+
+async def test_no_call_of_a_day_is_stored_any_more_once_its_episodes_are_looked_for(
+    engine: AsyncEngine,
+) -> None:
+    ingester = Ingester()
+    await ingester.store(engine, thread("long", 3, 3))
+    assert await remove_some(engine, CUTS) is not None
+    late = call("late", **made(3, 9))
+    assert await ingester.store(engine, [late, call("late", **made(1, 9))]) == {late.id}
+    await remove_all(engine, CUTS)
+    assert await aside(engine) == 2
+
+
+async def test_records_are_stored_while_a_day_is_looked_through_and_counted(
+    engine: AsyncEngine,
+) -> None:
+    ingester = Ingester()
+    await ingester.store(engine, [*thread("long", 3, 3), call("new", **made(1, 1))])
+    table = f"transitions_{NOON - timedelta(days=3):%Y%m%d}"
+    waits = f"SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = '{table}'::regclass"
+    # As long as this lock is held, nobody can read what calls the day has.
+    async with engine.connect() as connection, asyncio.timeout(60):
+        await connection.execute(text(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE"))
+        removing = asyncio.create_task(remove_all(engine, CUTS))
+        await awaited(lambda: rows(engine, waits), lambda found: found == [1])
+        await ingester.store(engine, [call("new", **made(1, 2))])
+        assert not removing.done()
+    await removing
+    assert await rows(engine, PARTITIONS) == [2]
+
+
+async def test_that_it_was_spent_stays_known(engine: AsyncEngine) -> None:
+    await Ingester().store(
+        engine,
+        [
+            call("spent", **made(5, 1)),
+            call("unspent", **made(5, 2)),
+            reward(1.0, episode="spent"),
+        ],
+    )
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+    claim = await claimed(engine, RULE)
+    assert claim is not None
+    await consume_all(engine, claim, version=1)
+    removed = await remove_some(engine, CUTS)
+    assert removed is not None
+    assert (removed.episodes, removed.unspent) == (2, 1)
+    await remove_all(engine, CUTS)
+    assert await exported(engine) == {}
+    async with engine.connect() as connection:
+        counted = await totals(connection)
+    assert (counted.episodes, counted.trained_episodes) == (0, 1)
+    assert await rows(engine, "SELECT count(*) FROM episodes") == [1]
+    # The name may be used again.
+    await Ingester().store(engine, [call("spent", **made(1, 3))])
+    assert list(await exported(engine)) == ["spent"]
+
+
+async def test_an_episode_whose_late_call_is_left_out_is_set_aside(engine: AsyncEngine) -> None:
+    ingester = Ingester()
+    await ingester.store(engine, [call("old", **made(9, 1))])
+    await remove_all(engine, CUTS)
+    # In either order, and where the late call is the first that comes.
+    late = call("before", **made(9, 2)), call("after", **made(9, 3))
+    await ingester.store(
+        engine, [late[0], call("after", **made(1, 4)), call("whole", **made(1, 5))]
+    )
+    left_out = await ingester.store(engine, [call("before", **made(1, 6)), late[1]])
+    assert left_out == {late[1].id}
+    aside = "SELECT key FROM episodes WHERE quarantined_reason IS NOT NULL ORDER BY key"
+    assert await rows(engine, aside) == ["after", "before"]
+
+
+async def test_a_clock_that_is_ahead_removes_nothing_new(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ahead(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return datetime.now(tz) + timedelta(days=1000)
+
+    monkeypatch.setattr(outdated, "FIRST_S", 0.01)
+    monkeypatch.setattr(outdated, "LOOK_S", 0.01)
+    monkeypatch.setattr(outdated, "datetime", Ahead)
+    await Ingester().store(engine, [call("old", **made(9, 1)), call("new")])
+    keeping = asyncio.create_task(outdated.remove_outdated(tmp_path, lambda: engine, TWO))
+    try:
+        await awaited(lambda: exported(engine), lambda found: "old" not in found)
+        assert list(await exported(engine)) == ["new"]
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])
+
+
+async def test_one_removes_at_a_time(engine: AsyncEngine) -> None:
+    await Ingester().store(engine, [call("old", **made(9, 1))])
+    async with engine.connect() as connection:
+        await connection.execute(text(f"SELECT pg_advisory_lock({RETAIN_LOCK})"))
+        assert await remove_some(engine, CUTS) is None
+        await connection.execute(text(f"SELECT pg_advisory_unlock({RETAIN_LOCK})"))
+    assert await remove_some(engine, CUTS) is not None
+
+
+def letter(folder: Path, name: str, frame: Frame | bytes) -> None:
+    payload = frame if isinstance(frame, bytes) else encode_payload(frame)
+    bury(folder, [Letter(name, payload, "why")])
+
+
+def letters_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "dead").iterdir())
+
+
+def test_old_dead_letters_are_removed(tmp_path: Path) -> None:
+    letter(tmp_path, "old", captured(id=made(9, 1)["id"].bytes))
+    letter(tmp_path, "new", captured())
+    letter(tmp_path, "said", reward(1.0, episode="e", at=-400 * 86_400))
+    letter(tmp_path, "torn", b"torn")
+    assert remove_old_letters(tmp_path, CUTS) == 2
+    assert letters_in(tmp_path) == ["new.letter", "new.reason", "torn.letter", "torn.reason"]
+
+
+def test_dead_letters_are_kept_for_the_days_of_their_tenant(tmp_path: Path) -> None:
+    cuts = Cuts(others=None, of={"a": BEFORE, "b": BEFORE - timedelta(days=30)})
+    old = made(9, 1)["id"]
+    for tenant in ("a", "b", "c"):
+        letter(tmp_path, f"call {tenant}", captured(scoped(tenant, "e"), id=old.bytes))
+        letter(tmp_path, f"new {tenant}", captured(scoped(tenant, "e")))
+        # When it was made, its file says.
+        letter(tmp_path, f"torn {tenant}", b"torn" + scoped(tenant, "e").encode())
+    said = reward(1.0, episode=scoped("a", "e"), at=-400 * 86_400)
+    letter(tmp_path, "said", said)
+    keys = [scoped(tenant, "e") for tenant in ("a", "b", "c")]
+    letter(tmp_path, "gap", Gap(id=old.bytes, episodes=tuple(keys)))
+    letter(tmp_path, "gap a", Gap(id=old.bytes, episodes=(keys[0],)))
+    for torn in (tmp_path / "dead").glob("torn*"):
+        os.utime(torn, (0, time_of(old).timestamp()))
+    assert remove_old_letters(tmp_path, cuts) == 5
+    kept = ["call b", "call c", "gap", "new a", "new b", "new c", "torn b", "torn c"]
+    assert letters_in(tmp_path) == [f"{n}.{end}" for n in kept for end in ("letter", "reason")]
+    for path in (tmp_path / "dead").iterdir():
+        assert b"a\x1f" not in path.read_bytes() or path.stem == "new a"
+    assert remove_old_letters(tmp_path, cuts) == 0
+
+
+async def test_a_keeper_goes_on_whatever_fails(
+    engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outdated, "FIRST_S", 0.01)
+    monkeypatch.setattr(outdated, "LOOK_S", 0.01)
+    await Ingester().store(engine, [call("old", **made(9, 1)), call("new")])
+    failures = iter([OSError("the disk fails")])
+
+    def connect() -> AsyncEngine:
+        for failure in failures:
+            raise failure
+        return engine
+
+    keeping = asyncio.create_task(outdated.remove_outdated(tmp_path, connect, TWO))
+    try:
+        await awaited(lambda: exported(engine), lambda found: "old" not in found)
+        assert list(await exported(engine)) == ["new"]
+    finally:
+        keeping.cancel()
+        await asyncio.wait([keeping])

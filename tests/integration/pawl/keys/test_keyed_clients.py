@@ -1,0 +1,157 @@
+"""Pawl's own clients show a proxy the key that it asks for."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.rollout.command import run_rollout
+from pawl.rollout.errors import RolloutError
+from pawl.rollout.options import RolloutOptions
+from pawl.settings import ClientSettings
+from store.tenants import DEFAULT, scoped, tenant_of
+from tests.integration.conftest import Proxy
+from tests.integration.pawl.judging.test_judge import Bench, bench, pawl_judge
+from tests.integration.proxy.keys.conftest import key_of
+from tests.integration.proxy.keys.test_keys import bearer, made, status, taken
+from tests.support.waiting import eventually
+
+__all__ = ["bench"]
+
+AGENT = """
+import json, os, urllib.request
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    data=json.dumps({"model": "m", "messages": [{"role": "user", "content": "q"}]}).encode(),
+    headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+with urllib.request.urlopen(request, timeout=30) as reply:
+    print(json.load(reply)["choices"][0]["message"]["content"])
+"""
+
+
+async def test_a_judge_posts_its_verdict_with_the_key(
+    proxy: Proxy,
+    engine: AsyncEngine,
+    bench: Bench,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await proxy.chat(headers={"x-pawl-episode": "good-1"})
+    await proxy.episodes(1)
+    key = await made(engine, "judge", "feedback")
+    await taken(proxy, key)
+    monkeypatch.setenv("PAWL_API_KEY", key)
+    code, out, err = await pawl_judge(
+        *("--once", "--quiet", "0", "--json", "--", *bench.command),
+        database_url=database_url,
+        listen=proxy.settings.listen,
+    )
+    assert (code, json.loads(out)) == (0, {"judged": 1, "cannot_tell": 0, "failed": 0})
+    assert key not in err
+
+
+async def test_a_judge_sees_and_scores_the_episodes_of_its_keys_tenant(
+    proxy: Proxy,
+    engine: AsyncEngine,
+    bench: Bench,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for tenant in ("a", "b"):
+        agent = await key_of(engine, tenant, "infer", "read")
+        await taken(proxy, agent)
+        for name in ("good-1", f"good-{tenant}"):
+            reply = await proxy.chat(headers={**bearer(agent), "x-pawl-episode": name})
+            assert reply.status == 200
+    await proxy.episodes(4)
+    key = await key_of(engine, "a", "feedback")
+
+    async def known() -> bool:
+        # It is for no other endpoint.
+        return await status(proxy, "/v1/embeddings", bearer(key)) == 403
+
+    await eventually(known)
+    monkeypatch.setenv("PAWL_API_KEY", key)
+    code, out, _ = await pawl_judge(
+        *("--once", "--quiet", "0", "--json", "--", *bench.command),
+        database_url=database_url,
+        listen=proxy.settings.listen,
+    )
+    assert (code, json.loads(out)["judged"]) == (0, 2)
+    assert bench.asked == ["good-1", "good-a"]
+
+    async def scored() -> list[str]:
+        found = await proxy.episodes(4)
+        said = [one.key for one in found if one.feedback or one.calls[0].feedback]
+        return sorted(said) if len(said) == 2 else []
+
+    assert await eventually(scored) == [scoped("a", "good-1"), scoped("a", "good-a")]
+
+
+async def test_a_rollout_shows_its_key_and_the_agent_its_own(
+    proxy: Proxy, engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text('{"id": "t1", "a": "hi"}\n')
+    runner = await made(engine, "runner", "infer", "feedback", "read")
+    agent = await made(engine, "agent", "infer")
+    await taken(proxy, runner)
+    monkeypatch.setenv("OPENAI_API_KEY", agent)
+    monkeypatch.setenv("PAWL_API_KEY", runner)
+
+    def options(**key: dict[str, str]) -> RolloutOptions:
+        return RolloutOptions(
+            tasks=Path("tasks.jsonl"),
+            url=proxy.url,
+            metrics_url=f"{proxy.admin}/metrics",
+            command=f"{sys.executable} agent.py",
+            answer="a",
+            **key,  # type: ignore[arg-type]
+        )
+
+    with pytest.raises(RolloutError, match="401: set PAWL_API_KEY"):
+        await run_rollout(options())
+    assert ClientSettings().headers == bearer(runner)
+    summary = await run_rollout(options(key=ClientSettings().headers))
+    assert (summary["runs"], summary["failed"], summary["reward"]) == (1, 0, 1.0)
+    journal = (tmp_path / "tasks.rollout.jsonl").read_text()
+    assert runner not in journal
+    assert agent not in journal
+
+
+async def test_a_rollout_is_of_the_tenant_that_is_named_or_does_not_run(
+    proxy: Proxy, engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "tasks.jsonl").write_text('{"id": "t1", "a": "hi"}\n')
+    keys = {one: await key_of(engine, one, "infer", "feedback", "read") for one in ("a", DEFAULT)}
+    for key in keys.values():
+        await taken(proxy, key)
+
+    async def run(whose: str, tenant: str | None) -> int:
+        monkeypatch.setenv("OPENAI_API_KEY", keys[whose])
+        options = RolloutOptions(
+            tasks=Path("tasks.jsonl"),
+            url=proxy.url,
+            metrics_url=f"{proxy.admin}/metrics",
+            command=f"{sys.executable} agent.py",
+            answer="a",
+            journal=tmp_path / f"{whose}-{tenant}.jsonl",
+            key=bearer(keys[whose]),
+            tenant=tenant,
+        )
+        return int((await run_rollout(options))["runs"])
+
+    for whose, tenant in (("a", DEFAULT), ("a", "b"), (DEFAULT, "a")):
+        with pytest.raises(RolloutError, match=f"--tenant is '{tenant}', .* of tenant '{whose}'"):
+            await run(whose, tenant)
+        assert not (tmp_path / f"{whose}-{tenant}.jsonl").exists()
+    assert await run("a", "a") == 1
+    assert await run(DEFAULT, DEFAULT) == 1
+    found = await proxy.episodes(2)
+    assert sorted(tenant_of(one.key) for one in found) == ["a", DEFAULT]

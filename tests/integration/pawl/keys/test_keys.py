@@ -1,0 +1,104 @@
+"""`pawl keys`: the secret is shown once, and kept nowhere."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from rich.console import Console
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+from typer.testing import CliRunner
+
+from pawl.cli import app
+from pawl.keys.shown import table
+from store.errors import BadKey, UnknownKey
+from store.keys.keys import key_ring, list_keys
+from store.keys.secrets import hash_of
+from store.schema.tables import metadata
+
+
+@pytest.fixture(autouse=True)
+def _settings(database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATABASE_URL", database_url)
+
+
+async def pawl_keys(*arguments: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, app, ["keys", *arguments])
+
+
+async def test_a_key_is_printed_alone_and_only_its_hash_is_kept(engine: AsyncEngine) -> None:
+    made = await pawl_keys("create", "agent")
+    assert made.exit_code == 0
+    key = made.stdout.strip()
+    assert made.stdout == f"{key}\n"
+    assert key not in made.stderr
+    assert "not shown again" in made.stderr
+    async with engine.connect() as connection:
+        [grant] = (await key_ring(connection)).grants
+        assert grant.hash == hash_of(key.encode())
+        assert grant.scopes == ("infer", "feedback")
+        for name in metadata.tables:
+            rows = await connection.execute(text(f"SELECT t::text FROM {name} t"))
+            assert not any(key[22:] in row for row in rows.scalars())
+    for shown in (await pawl_keys("list"), await pawl_keys("list", "--json")):
+        assert key[22:] not in shown.output
+
+
+async def test_a_scope_that_opens_nothing_yet_says_so(engine: AsyncEngine) -> None:
+    made = await pawl_keys("create", "trainer", "--scope", "train,read")
+    assert "no endpoint asks for the scope train yet" in made.stderr
+    assert "train" not in (await pawl_keys("create", "agent")).stderr
+
+
+async def test_scripts_read_json(engine: AsyncEngine) -> None:
+    options = ("--scope", "read,infer", "--per-minute", "60", "--at-once", "8", "--json")
+    made = json.loads((await pawl_keys("create", "ci", *options)).stdout)
+    assert list(made) == [
+        *("id", "name", "tenant", "scopes", "per_minute", "at_once", "tokens_per_minute"),
+        *("created_at", "revoked_at", "key"),
+    ]
+    assert (made["per_minute"], made["at_once"]) == (60, 8)
+    assert (made["name"], made["scopes"], made["revoked_at"]) == ("ci", ["infer", "read"], None)
+    revoked = json.loads((await pawl_keys("revoke", "ci", "--json")).stdout)
+    assert revoked["id"] == made["id"]
+    assert revoked["revoked_at"] is not None
+    lines = (await pawl_keys("list", "--json")).stdout.splitlines()
+    assert [json.loads(line) for line in lines] == [revoked]
+
+
+async def test_a_name_is_free_again_once_its_key_is_revoked(engine: AsyncEngine) -> None:
+    first = (await pawl_keys("create", "agent")).stdout.strip()
+    taken = await pawl_keys("create", "agent")
+    assert isinstance(taken.exception, BadKey)
+    assert "revoke it first, or choose another name" in str(taken.exception)
+    # By the id, which the key shows.
+    assert (await pawl_keys("revoke", first[5:21])).exit_code == 0
+    second = (await pawl_keys("create", "agent")).stdout.strip()
+    assert second != first
+    async with engine.connect() as connection:
+        ring = await key_ring(connection)
+        assert [one.hash for one in ring.grants] == [hash_of(second.encode())]
+        console = Console(width=180)
+        with console.capture() as shown:
+            console.print(table(await list_keys(connection)))
+    head, *lines = shown.get().splitlines()
+    assert head.split() == [
+        *("id", "name", "tenant", "scopes", "per_minute", "at_once", "tokens_per_minute"),
+        *("created_at", "revoked_at"),
+    ]
+    assert [line.split()[1:4] for line in lines] == [["agent", "default", "infer,feedback"]] * 2
+    assert [line.count("UTC") for line in lines] == [2, 1]
+
+
+async def test_what_cannot_be_done_is_said(engine: AsyncEngine) -> None:
+    for arguments, kind in (
+        (("create", "a b"), BadKey),
+        (("create", "a", "--scope", "everything"), BadKey),
+        (("revoke", "nobody"), UnknownKey),
+    ):
+        assert isinstance((await pawl_keys(*arguments)).exception, kind)
+    async with engine.connect() as connection:
+        assert not (await key_ring(connection)).made

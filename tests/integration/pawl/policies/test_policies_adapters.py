@@ -1,0 +1,124 @@
+"""`pawl policies import` and `export`: an adapter comes in as version 1, and goes out again."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from sqlalchemy.ext.asyncio import AsyncEngine
+from typer.testing import CliRunner
+
+from pawl.cli import app
+from store.errors import UnknownPolicy
+from store.updates.files import mark_deleted
+from store.updates.policies import ensure_base, list_versions
+from store.updates.states import set_state
+from tests.support.servers.computing_server import computing_server
+from tests.support.training import write_adapter
+
+FILE = '[[policy]]\nname = "writer"\nbase = "qwen"\n'
+WEIGHTS = "adapter_model.safetensors"
+Run = Callable[..., Awaitable[Result]]
+
+
+@pytest.fixture
+async def run(
+    engine: AsyncEngine,
+    database_url: str,
+    tiny_model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[Run]:
+    """`pawl policies` with the settings of a trainer of `writer`, in a folder with an adapter."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.toml").write_text(FILE)
+    write_adapter(tiny_model, tmp_path / "sft")
+    async with computing_server("qwen", tiny_model) as url:
+        monkeypatch.setenv("DATABASE_URL", database_url)
+        monkeypatch.setenv("PAWL_UPSTREAM_URL", url)
+        monkeypatch.setenv("PAWL_POLICIES", "p.toml")
+        monkeypatch.setenv("PAWL_ADAPTER_DIR", "adapters")
+
+        async def invoke(*arguments: str) -> Result:
+            return await asyncio.to_thread(CliRunner().invoke, app, ["policies", *arguments])
+
+        yield invoke
+
+
+async def test_in_as_version_1_and_out_with_the_same_weights(run: Run, tmp_path: Path) -> None:
+    imported = await run("import", "writer", "sft")
+    assert imported.exit_code == 0
+    assert imported.stdout.endswith("writer@1 serves\n")
+    exported = await run("export", "writer", "out")
+    assert (exported.exit_code, exported.stdout) == (0, "writer@1 is in out\n")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("adapter_config.json", WEIGHTS, "progress.json")
+    ]
+    version = tmp_path / "adapters/writer/1" / WEIGHTS
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == version.read_bytes()
+    again = await run("export", "writer", "out", "--version", "1")
+    assert again.exit_code == 2
+    assert "pawl: out is there already and not empty: name a new folder" in again.stderr
+
+
+async def test_an_adapter_is_imported_for_the_tenant_that_is_named(
+    run: Run, engine: AsyncEngine, tmp_path: Path
+) -> None:
+    (tmp_path / "p.toml").write_text(FILE + 'tenant = "team-a"\n')
+    refused = await run("import", "writer", "sft", "--tenant", "team-b")
+    assert refused.exit_code == 2
+    assert "no policy 'writer' of tenant 'team-b'" in refused.stderr
+    imported = await run("import", "writer", "sft", "--tenant", "team-a")
+    assert imported.exit_code == 0
+    async with engine.connect() as connection:
+        versions = await list_versions(connection)
+    assert {(one.served_name, one.tenant) for one in versions} == {
+        ("qwen", "team-a"),
+        ("writer@1", "team-a"),
+    }
+
+
+async def test_what_is_not_there_is_told_from_what_is(run: Run, engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "writer", "qwen")
+    unknown = await run("export", "reader", "out")
+    assert isinstance(unknown.exception, UnknownPolicy)
+    assert str(unknown.exception) == "there is no policy 'reader' (known: writer)"
+    base = await run("export", "writer", "out")
+    assert "writer@0 is the base model, which has no adapter" in str(base.exception)
+    assert "(there are: none yet)" in str(base.exception)
+    await run("import", "writer", "sft")
+    other = await run("export", "writer", "out", "--version", "7")
+    assert str(other.exception) == "policy 'writer' has no version 7 (with an adapter: 1)"
+
+
+async def test_deleted_files_are_told_from_those_that_never_were(
+    run: Run, engine: AsyncEngine
+) -> None:
+    await run("import", "writer", "sft")
+    async with engine.begin() as connection:
+        await set_state(connection, "writer", 1, "retired", reason="for the test", actor="operator")
+        await mark_deleted(connection, "writer", [1])
+    gone = await run("export", "writer", "out", "--version", "1")
+    assert str(gone.exception) == (
+        "the files of writer@1 were deleted, as the version was retired and nothing asked for them"
+        " any more (there are those of: none)"
+    )
+    shown = await run("show", "writer")
+    lines = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert [line["files_deleted"] for line in lines] == [False, True]
+
+
+async def test_an_import_that_is_refused_says_why_and_ends_with_2(run: Run, tmp_path: Path) -> None:
+    unknown = await run("import", "reader", "sft")
+    assert unknown.exit_code == 2
+    assert "pawl: p.toml has no policy 'reader' with trained = true" in unknown.stderr
+    missing = await run("import", "writer", "nothing")
+    assert missing.exit_code == 2
+    assert "pawl: nothing is no PEFT adapter: it has no adapter_config.json" in missing.stderr
+    (tmp_path / "sft" / WEIGHTS).write_bytes(b"half")
+    damaged = await run("import", "writer", "sft")
+    assert damaged.exit_code == 2
+    assert "cannot be read" in damaged.stderr

@@ -1,0 +1,72 @@
+"""`pawl rollout` against a real proxy: what the ledger has after kills, and of runs that failed."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+from sqlalchemy import text
+
+from store.read.episodes import episode_ids, read_episodes
+from store.records import Episode
+from tests.integration.conftest import Proxy
+from tests.support.rollouts import Runner, kill
+from tests.support.waiting import eventually
+
+TASKS = [{"id": f"t{number}", "q": f"q{number}", "a": "2", "seconds": 0.05} for number in range(5)]
+
+
+async def stored(proxy: Proxy, statements: int) -> list[Episode]:
+    """All episodes, once so many statements are stored, and have found their episodes.
+
+    A run that was killed before its first call has no episode: what says so is stored alone.
+    """
+
+    async def look() -> list[Episode]:
+        async with proxy.engine.connect() as connection:
+            asked = (
+                "SELECT count(*) FROM feedback"
+                " WHERE episode_id IS NOT NULL OR metric = 'run_abandoned'"
+            )
+            if (await connection.execute(text(asked))).scalar_one() < statements:
+                return []
+            return await read_episodes(connection, await episode_ids(connection))
+
+    found: list[Episode] = await eventually(look)
+    return found
+
+
+def rewards(episode: Episode) -> list[float]:
+    return [float(one.value or 0) for one in episode.feedback if one.metric == "reward"]
+
+
+async def test_killed_and_resumed_each_run_is_one_scored_episode(
+    proxy: Proxy, tmp_path: Path
+) -> None:
+    runner = Runner(tmp_path, proxy.url, TASKS)
+    options = ("--python", "agent:answer", "-n", "4", "-k", "4", "--answer", "a")
+    for settled in (2, 7, 13):
+        process = await runner.start(*options)
+        await runner.until_settled(settled)
+        await kill(process)
+    told = await runner.run(*options)
+    assert told.status == 0, told.errors
+    episodes = await stored(proxy, 20 + told.summary["abandoned"])
+    scored = [episode for episode in episodes if rewards(episode)]
+    assert Counter(episode.task for episode in scored) == {f"t{n}": 4 for n in range(5)}
+    assert all(len(rewards(episode)) == 1 for episode in scored)
+    assert all(len(episode.calls) == 1 for episode in scored)
+    others = [episode for episode in episodes if not rewards(episode)]
+    assert {one.metric for episode in others for one in episode.feedback} <= {"run_abandoned"}
+
+
+async def test_a_failed_run_is_an_episode_without_a_reward(proxy: Proxy, tmp_path: Path) -> None:
+    tasks = [{"id": "good", "a": "x"}, {"id": "bad", "a": "x", "do": "exit"}]
+    runner = Runner(tmp_path, proxy.url, tasks)
+    options = ("--command", f"{sys.executable} agent.py", "--answer", "a", "--split", "eval")
+    told = await runner.run(*options, PAWL_ADMIN_LISTEN=proxy.settings.admin_listen)
+    assert told.status == 1
+    episodes = {episode.task: episode for episode in await stored(proxy, 2)}
+    assert {episode.split for episode in episodes.values()} == {"eval"}
+    assert rewards(episodes["good"]) == [0.0]
+    assert [(one.metric, one.value) for one in episodes["bad"].feedback] == [("run_failed", 1.0)]
+    assert told.summary["waves"][0]["versions"] in ([], ["m@0"])

@@ -1,0 +1,185 @@
+"""What a judgement rests on: the same whoever reads it and when, and none of it left out."""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from random import Random
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import msgspec
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from pawl.steward.evidence import KNOWN, STORED, OnTrial, OnWatch, PromotedOn
+from pawl.steward.gate.reference import CELLS, Reference
+from store.ids import lowest_id_at
+from store.read.standing import Gated, Standing
+from store.records import ARMS, Arm, SpoolRecord
+from store.versions import PolicyState, PolicyVersion, policy_name
+from store.write.ingest import Ingester
+from tests.support.records import call, reward
+from trainer.recipes.gate import GateOptions
+
+DELAY = timedelta(seconds=600)
+RULE = GateOptions(
+    mode="gated",
+    canary_share=0.4,
+    base_share=0.3,
+    margin=0.2,
+    reward_delay_s=DELAY.total_seconds(),
+    fewest=10,
+).model_dump(mode="json")
+VERSIONS: dict[Arm, int] = {"base": 0, "serving": 1, "canary": 2}
+BEGAN = datetime.now(UTC) - timedelta(hours=2)
+MEANS: dict[Arm, float] = {"base": 0.4, "serving": 0.5, "canary": 0.6}
+
+
+class Arrival(NamedTuple):
+    """A record, and when it comes to the database."""
+
+    at: datetime
+    record: SpoolRecord
+
+
+def version(number: int, state: PolicyState) -> PolicyVersion:
+    return PolicyVersion(
+        name="m",
+        version=number,
+        state=state,
+        served_name=policy_name("m", number, "m"),
+        adapter_path=None,
+        update_id=None,
+    )
+
+
+def trial() -> OnTrial:
+    """A steward's that begins now."""
+    since = BEGAN - KNOWN
+    serving = Standing(version=version(1, "serving"), gate=RULE, since=since)
+    canary = Standing(version=version(2, "canary"), gate=RULE, since=since)
+    return OnTrial(Gated(now=BEGAN, frozen=False, serving=serving, canary=canary), canary)
+
+
+def begun(key: str, arm: Arm, at: datetime, number: int, served: int | None = None) -> Arrival:
+    """The call of an episode of one call."""
+    one = VERSIONS[arm] if served is None else served
+    made = call(
+        key,
+        id=UUID(int=lowest_id_at(at).int + number),
+        started_at=at,
+        arm=arm,
+        policy_version=one,
+        served_model=policy_name("m", one, "m"),
+    )
+    return Arrival(at + timedelta(seconds=1), made)
+
+
+def said(key: str, value: float, at: datetime) -> Arrival:
+    return Arrival(at, msgspec.structs.replace(reward(value, episode=key), at=at))
+
+
+def traffic(random: Random, count: int) -> Iterator[Arrival]:
+    """Episodes whose rewards come in time or late, and are corrected, or never come."""
+    for number in range(count):
+        at = BEGAN + timedelta(seconds=random.uniform(0, 1500))
+        arm = random.choice(ARMS)
+        key = f"{arm}-{number}"
+        yield begun(key, arm, at, number)
+        for _ in range(random.choice([0, 1, 1, 1, 2])):
+            value = float(random.random() < MEANS[arm])
+            yield said(key, value, at + random.uniform(0.01, 1.6) * DELAY)
+
+
+async def figures(engine: AsyncEngine, trial: OnTrial, now: datetime) -> dict[str, Any]:
+    """What a look comes to."""
+    async with engine.connect() as connection:
+        return trial.evidence(await trial.decide(connection, now))
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_a_steward_that_ran_on_and_one_that_was_restarted_come_to_the_same(
+    engine: AsyncEngine, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = Random(seed)
+    arrivals = sorted(traffic(random, 150), key=lambda one: one.at)
+    looks = sorted(BEGAN + timedelta(seconds=random.uniform(0, 3200)) for _ in range(12))
+    ran_on = restarted = trial()
+    ingester, undecided = Ingester(), 0
+    for now in looks:
+        come = [one.record for one in arrivals if one.at <= now]
+        arrivals = [one for one in arrivals if one.at > now]
+        random.shuffle(come)
+        await ingester.store(engine, come)
+        monkeypatch.setattr("pawl.steward.evidence.MOST", random.choice([1, 7, 50, 100_000]))
+        if random.random() < 0.4:
+            restarted = trial()
+        found = await figures(engine, ran_on, now)
+        assert found == await figures(engine, restarted, now)
+        undecided += found["decision"]["kind"] == "wait"
+    assert undecided
+    # All that came later than the last look changes nothing of what had counted by then.
+    await ingester.store(engine, [one.record for one in arrivals])
+    fresh = trial()
+    assert await figures(engine, fresh, now) == await figures(engine, ran_on, now)
+    counted = found["decision"]["arms"]
+    assert sum(one["episodes"] for one in counted.values()) > 50
+    assert sum(one["unscored"] for one in counted.values()) > 10
+
+
+async def test_what_serves_is_not_judged_by_what_it_was_given_as_a_canary(
+    engine: AsyncEngine,
+) -> None:
+    """Nor a canary by what a proxy that lags took it for."""
+    arrivals = []
+    for number in range(30):
+        arm, at = ARMS[number % 3], BEGAN + timedelta(seconds=number)
+        arrivals += [begun(f"own-{number}", arm, at, number)]
+        of_another_time: Arm = "canary" if arm == "serving" else "serving"
+        arrivals += [begun(f"other-{number}", of_another_time, at, 100 + number, VERSIONS[arm])]
+    await Ingester().store(engine, [one.record for one in arrivals])
+    found = await figures(engine, trial(), BEGAN + 2 * DELAY)
+    counted = {arm: one["episodes"] for arm, one in found["decision"]["arms"].items()}
+    assert counted == dict.fromkeys(ARMS, 10)
+
+
+NOTHING = Reference([0.0] * CELLS)
+
+
+async def fallen(engine: AsyncEngine, promoted: datetime) -> None:
+    """A version that was far above the base in what its trial was not told of, and is below now."""
+    arrivals = []
+    for number in range(300):
+        arm: Arm = ("base", "canary")[number % 2]  # type: ignore[assignment]
+        at = promoted - timedelta(seconds=400 - number)
+        arrivals += [begun(f"t-{number}", arm, at, number)]
+        arrivals += [said(f"t-{number}", float(arm == "canary"), at + DELAY / 2)]
+        now: Arm = ("base", "serving")[number % 2]  # type: ignore[assignment]
+        at = promoted + KNOWN + timedelta(seconds=1 + number)
+        served = 2 if now == "serving" else 0
+        arrivals += [begun(f"s-{number}", now, at, number, served)]
+        arrivals += [said(f"s-{number}", 0.5, at + DELAY / 2)]
+    await Ingester().store(engine, [one.record for one in arrivals])
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_what_began_before_a_promotion_and_counts_after_it_is_what_it_was_promoted_for(
+    engine: AsyncEngine, is_told: bool
+) -> None:
+    promoted = BEGAN + timedelta(hours=1)
+    await fallen(engine, promoted)
+    until = promoted - DELAY if is_told else None
+    evidence = msgspec.to_builtins(PromotedOn(NOTHING, until))
+    serving = Standing(version=version(2, "serving"), gate=RULE, since=promoted)
+    later = promoted + DELAY + STORED
+    async with engine.connect() as connection:
+        watch = OnWatch(Gated(now=later, frozen=False, serving=serving), evidence)
+        # Before what it serves counts nothing can be said.
+        for seconds in (-300, 0, 5):
+            found = await watch.look(connection, later + timedelta(seconds=seconds))
+            assert found.arms["serving"].episodes == 0
+        end = later + timedelta(seconds=400)
+        found = await watch.look(connection, end)
+        assert found.roll_back is is_told
+        # One that was started again comes to the same.
+        again = OnWatch(Gated(now=end, frozen=False, serving=serving), evidence)
+        assert await again.look(connection, end) == found

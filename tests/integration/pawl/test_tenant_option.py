@@ -1,0 +1,124 @@
+"""`--tenant` narrows what commands list and act on to what is one tenant's."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from sqlalchemy.ext.asyncio import AsyncEngine
+from typer.testing import CliRunner
+
+from pawl.cli import app
+from store.errors import UnknownKey, UnknownPolicy, UnknownUpdate
+from store.keys.keys import create_key
+from store.tenants import DEFAULT, scoped
+from store.updates import claims
+from store.updates.policies import ensure_base, promote
+from store.write.ingest import ingest
+from tests.support.records import call, reward
+
+TENANTS = ("a", "b", DEFAULT)
+POLICY = '[[policy]]\nname = "of-{0}"\nbase = "qwen"\ntenant = "{0}"\n'
+
+
+@pytest.fixture
+async def filled(
+    engine: AsyncEngine, database_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> AsyncEngine:
+    """Each tenant has a policy with a version 1, a key, and an evaluated episode `e`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATABASE_URL", database_url)
+    monkeypatch.setenv("PAWL_ADAPTER_DIR", str(tmp_path))
+    async with engine.begin() as connection:
+        for tenant in TENANTS:
+            policy, key = f"of-{tenant}", scoped(tenant, "e")
+            await ensure_base(connection, policy, tenant=tenant)
+            update = await claims.begin_update(connection, policy, 0, {})
+            folder = str(tmp_path / "gone" / tenant)
+            await claims.consume(
+                connection, update, (), {}, policy=policy, version=1, adapter_path=folder
+            )
+            await promote(connection, policy, 1, reason="a test", actor="trainer")
+            await create_key(connection, f"key-{tenant}", ("infer",), tenant=tenant)
+            await ingest(connection, [call(key, policy=policy, split="eval")])
+            await ingest(connection, [reward(1.0, episode=key)])
+    (tmp_path / "p.toml").write_text("".join(map(POLICY.format, TENANTS)))
+    return engine
+
+
+async def pawl(*arguments: str) -> Result:
+    return await asyncio.to_thread(CliRunner().invoke, app, arguments)
+
+
+async def lines(*arguments: str) -> list[dict[str, Any]]:
+    done = await pawl(*arguments)
+    assert done.exit_code in (0, 1), done.output
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("command", "field", "begins"),
+    [
+        (("policies", "list", "--json"), "name", "of-"),
+        (("policies", "check", "--json"), "version", "of-"),
+        (("keys", "list", "--json"), "name", "key-"),
+        (("export", "--curve"), "policy", "of-"),
+    ],
+)
+async def test_what_is_listed_is_the_tenants(
+    filled: AsyncEngine, command: tuple[str, ...], field: str, begins: str
+) -> None:
+    whole = [line[field].partition("@")[0] for line in await lines(*command)]
+    assert sorted(whole) == sorted(f"{begins}{tenant}" for tenant in TENANTS)
+    for tenant in TENANTS:
+        [line] = await lines(*command, "--tenant", tenant)
+        assert line[field].partition("@")[0] == f"{begins}{tenant}"
+    assert await lines(*command, "--tenant", "nobody") == []
+
+
+async def test_another_tenants_is_not_found(filled: AsyncEngine) -> None:
+    for tenant in TENANTS:
+        shown = await lines("policies", "show", f"of-{tenant}", "--tenant", tenant, "--json")
+        assert [line["version"] for line in shown] == [f"of-{tenant}@0", f"of-{tenant}@1"]
+    for command, kind in (
+        (("policies", "show", "of-b"), UnknownPolicy),
+        (("policies", "export", "of-b", "out"), UnknownPolicy),
+        (("keys", "revoke", "key-b"), UnknownKey),
+        (("credit", "--update", "1", "--policy", "of-b"), UnknownUpdate),
+    ):
+        refused = (await pawl(*command, "--tenant", "a")).exception
+        assert isinstance(refused, kind)
+        assert "of-default" not in str(refused)
+    assert {line["revoked_at"] for line in await lines("keys", "list", "--json")} == {None}
+    assert (await pawl("keys", "revoke", "key-b", "--tenant", "b")).exit_code == 0
+
+
+@pytest.mark.parametrize("file", ["p.toml", None])
+async def test_another_tenants_policy_is_not_imported_nor_rebuilt(
+    filled: AsyncEngine, file: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if file is not None:
+        monkeypatch.setenv("PAWL_POLICIES", file)
+    rebuild = ("--without", "e", "--dry-run")
+    for command in (("import", "of-b", "sft"), ("rebuild", "of-b", *rebuild)):
+        done = await pawl("policies", *command, "--tenant", "a")
+        assert done.exit_code == 2
+        assert "no policy 'of-b' of tenant 'a'" in done.stderr
+        assert "of-default" not in done.output
+
+
+async def test_what_cannot_be_a_tenant_is_said(
+    filled: AsyncEngine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for command in (
+        ("keys", "list"),
+        ("export",),
+        ("spool",),
+        ("episodes", "delete", "e"),
+        ("rollout",),
+    ):
+        done = await pawl(*command, "--tenant", "a b")
+        assert done.exit_code == 2
+        assert "--tenant: 'a b' cannot be a tenant's name: write 1 to 64" in done.output

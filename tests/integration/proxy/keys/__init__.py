@@ -1,0 +1,1 @@
+"""Whom the proxy lets in, for what and how often, and what is another tenant's."""

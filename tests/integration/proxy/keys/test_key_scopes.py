@@ -1,0 +1,152 @@
+"""Every endpoint with every scope and tenant, as the OpenAPI document has it: that alone passes."""
+
+import asyncio
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from scripts.reference.http.openapi import openapi
+from store.keys.grants import SCOPES
+from store.tenants import DEFAULT
+from store.updates.policies import ensure_base
+from tests.integration.conftest import Proxy, proxy_with, settings_for
+from tests.integration.proxy.keys.conftest import EVERYONE, key_of
+from tests.integration.proxy.keys.test_keys import bearer, made, taken
+from tests.support.servers.fake_upstream import FakeUpstream
+
+DOCUMENT = openapi()
+BODIES = {"/feedback": {"value": 1, "episode": "e"}}
+CALL = {"model": "m", "messages": [{"role": "user", "content": "q"}], "input": "q", "prompt": "q"}
+REPEATED = re.compile(r"\[(/\{id\})\] \(0 to \d+ times\)")
+
+
+class Endpoint(NamedTuple):
+    """A method and path, the port, and the scope that the document asks for; None: open."""
+
+    method: str
+    path: str
+    admin: bool
+    scope: str | None
+    # Reaches what a provider keeps for all tenants: only keys of the default one may.
+    kept: bool = False
+
+
+def scope_of(security: list[dict[str, list[str]]]) -> str | None:
+    """The one scope that each of the schemes asks for."""
+    asked = {scope for scheme in security for scopes in scheme.values() for scope in scopes}
+    assert len(asked) == bool(security)
+    return next(iter(asked), None)
+
+
+def endpoints() -> Iterator[Endpoint]:
+    for path, item in DOCUMENT["paths"].items():
+        for method in item.keys() & {"get", "post"}:
+            scope = scope_of(item[method]["security"])
+            yield Endpoint(method.upper(), path, "servers" in item, scope)
+    for route in DOCUMENT["x-pawl-forwarded"]["routes"]:
+        scope = scope_of(route["security"])
+        for method in route["methods"]:
+            for path in route["paths"]:
+                whole = REPEATED.sub(r"\1", path).replace("{id}", "x1").replace("{model}", "m")
+                yield Endpoint(method, whole, False, scope, route["kept"])
+
+
+ENDPOINTS = sorted(endpoints())
+
+
+async def answer(
+    proxy: Proxy, endpoint: Endpoint, headers: Mapping[str, str], model: str = "m", **about: str
+) -> tuple[int, str]:
+    """The status, and who is at fault."""
+    path = endpoint.path.replace("/v1/models/m", f"/v1/models/{model}")
+    url = f"{proxy.admin if endpoint.admin else proxy.url}{path}"
+    body: Any = None
+    if endpoint.method == "POST":
+        body = BODIES.get(endpoint.path, CALL | {"model": model})
+        if about and endpoint.path == "/feedback":
+            body = {"value": 1, **about}
+    asking = proxy.session.request(endpoint.method, url, json=body, headers=headers)
+    async with asking as reply:
+        return reply.status, reply.headers.get("x-pawl-fault", "")
+
+
+def test_the_document_has_every_endpoint_and_its_schemes() -> None:
+    assert len(ENDPOINTS) > 60
+    assert {one.scope for one in ENDPOINTS} == {None, "infer", "feedback", "read", "admin"}
+    assert {one.path for one in ENDPOINTS if one.scope is None} == {"/healthz", "/readyz"}
+    schemes = set(DOCUMENT["components"]["securitySchemes"])
+    for item in DOCUMENT["paths"].values():
+        for method in item.keys() & {"get", "post"}:
+            assert {name for one in item[method]["security"] for name in one} in (set(), schemes)
+
+
+async def test_exactly_the_allowed_cells_pass(
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+    keys = {scope: await made(engine, scope, scope) for scope in SCOPES}
+    settings = settings_for(database_url, upstream.url, tmp_path)
+    settings = settings.model_copy(update={"allow_model_delete": True})
+    wrong: list[tuple[Endpoint, str, int]] = []
+    async with proxy_with(settings, engine) as proxy:
+        await taken(proxy, keys["infer"])
+        shown = {scope: bearer(key) for scope, key in keys.items()} | {"": {}}
+        for endpoint in ENDPOINTS:
+            asking = [answer(proxy, endpoint, headers) for headers in shown.values()]
+            answers = dict(zip(shown, await asyncio.gather(*asking), strict=True))
+            for scope, (status, fault) in answers.items():
+                refused = (401 if scope == "" else 403, "client") == (status, fault)
+                if refused == (endpoint.scope in (None, scope)) or (scope and status == 401):
+                    wrong.append((endpoint, scope, status))
+    assert wrong == []
+
+
+HIDDEN = (404, "client")
+FORBIDDEN = (403, "client")
+
+
+def expected(endpoint: Endpoint, tenant: str, scope: str) -> tuple[int, str] | None:
+    """The refusal of a request about what is tenant a's, by a key of a tenant; None: it passes."""
+    if endpoint.scope is None:
+        return None
+    if scope != endpoint.scope or (endpoint.kept and tenant != DEFAULT):
+        return FORBIDDEN
+    # The account is the default tenant's, and so is what is kept there.
+    names_a_version = endpoint.method == "POST" or endpoint.path.startswith("/v1/models/")
+    about_a = names_a_version and scope == "infer" and not endpoint.kept
+    return HIDDEN if about_a and tenant != "a" else None
+
+
+async def test_exactly_the_allowed_cells_pass_for_what_is_another_tenants(
+    shared: Proxy, engine: AsyncEngine
+) -> None:
+    cells = [
+        (tenant, scope)
+        for tenant in EVERYONE
+        for scope in SCOPES
+        if tenant == DEFAULT or scope != "admin"
+    ]
+    keys = {cell: await key_of(engine, *cell) for cell in cells}
+    for key in keys.values():
+        await taken(shared, key)
+    shown = {cell: bearer(key) for cell, key in keys.items()}
+    reply = await shared.chat(headers=shown["a", "infer"], model="writes")
+    call = reply.headers["x-pawl-call"]
+    wrong: list[tuple[Endpoint, str, str, int]] = []
+    for endpoint in ENDPOINTS:
+        # Deleting a model is not forwarded at all.
+        if (endpoint.method, endpoint.path) == ("DELETE", "/v1/models/x1"):
+            continue
+        asking = [answer(shared, endpoint, one, "a-writes@1", call=call) for one in shown.values()]
+        answers = dict(zip(shown, await asyncio.gather(*asking), strict=True))
+        for (tenant, scope), (status, fault) in answers.items():
+            refusal = (status, fault) if fault == "client" else None
+            if refusal != expected(endpoint, tenant, scope):
+                wrong.append((endpoint, tenant, scope, status))
+            if endpoint.path == "/feedback" and status in (200, 202):
+                assert (status == 200) == (tenant == "a")
+    assert wrong == []

@@ -1,0 +1,272 @@
+"""API keys on both ports: who is let in, for what, and that no key goes any further."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+from structlog.testing import capture_logs
+
+from store.connection.engine import make_engine
+from store.keys.grants import SCOPES, Scope
+from store.keys.keys import create_key, revoke_key
+from store.schema.tables import metadata
+from store.updates.policies import ensure_base
+from tests.integration.conftest import Proxy, proxy_with, running, settings_for, working
+from tests.support.servers.fake_upstream import FakeUpstream
+from tests.support.waiting import eventually
+
+CALL = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
+EFFECTIVE_S = 2.0
+AWAY = "postgresql://nobody@127.0.0.1:1/away"
+
+
+async def made(engine: AsyncEngine, name: str, *scopes: Scope) -> str:
+    async with engine.begin() as connection:
+        return (await create_key(connection, name, scopes)).key
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def status(proxy: Proxy, path: str, headers: Mapping[str, str], port: str = "") -> int:
+    """POST what the path takes, or GET from the admin port."""
+    if port:
+        async with proxy.session.get(f"{proxy.admin}{path}", headers=headers) as reply:
+            return reply.status
+    body: Any = {"value": 1, "episode": "e"} if path == "/feedback" else CALL
+    async with proxy.session.post(f"{proxy.url}{path}", json=body, headers=headers) as reply:
+        return reply.status
+
+
+async def taken(proxy: Proxy, key: str) -> None:
+    """Wait until the proxy knows a key, on both ports."""
+
+    async def known() -> bool:
+        seen = [
+            await status(proxy, "/v1/embeddings", bearer(key)),
+            await status(proxy, "/metrics", bearer(key), "admin"),
+        ]
+        # A port that has not seen the key yet may still be open to everybody.
+        open_to_all = [
+            await status(proxy, "/v1/embeddings", {}),
+            await status(proxy, "/metrics", {}, "admin"),
+        ]
+        return 401 not in seen and open_to_all == [401, 401]
+
+    await eventually(known)
+
+
+async def test_a_key_made_while_the_proxy_runs_counts_and_one_revoked_does_not(
+    proxy: Proxy, engine: AsyncEngine
+) -> None:
+    assert (await proxy.chat()).status == 200
+    key = await made(engine, "agent", "infer")
+    other = await made(engine, "other", "infer")
+    await taken(proxy, key)
+    assert (await proxy.chat(headers=bearer(key))).status == 200
+    clock = asyncio.get_running_loop().time
+    async with engine.begin() as connection:
+        await revoke_key(connection, "agent")
+    at = clock()
+
+    async def refused() -> bool:
+        return (await proxy.chat(headers=bearer(key))).status == 401
+
+    await eventually(refused)
+    assert clock() - at < EFFECTIVE_S
+    assert (await proxy.chat(headers=bearer(other))).status == 200
+    async with engine.begin() as connection:
+        await revoke_key(connection, "other")
+
+    async def locked() -> bool:
+        return (await proxy.chat(headers=bearer(other))).status == 401
+
+    # The last key revoked locks the port, loopback or not.
+    await eventually(locked)
+    assert (await proxy.chat()).status == 401
+
+
+async def test_each_endpoint_needs_its_scope(proxy: Proxy, engine: AsyncEngine) -> None:
+    keys = {scope: await made(engine, scope, scope) for scope in SCOPES}
+    await taken(proxy, keys["infer"])
+    needed: list[tuple[str, str, Scope]] = [
+        ("/v1/chat/completions", "", "infer"),
+        ("/task/t/episode/e/agent/a/v1/chat/completions", "", "infer"),
+        ("/v1/responses", "", "infer"),
+        ("/v1/messages", "", "infer"),
+        ("/v1/embeddings", "", "infer"),
+        ("/v1/files", "", "infer"),
+        ("/v1/organization/users", "", "admin"),
+        ("/feedback", "", "feedback"),
+        ("/metrics", "admin", "read"),
+    ]
+    for (path, port, scope), held in product(needed, SCOPES):
+        seen = await status(proxy, path, bearer(keys[held]), port)
+        assert (seen not in (401, 403)) == (held == scope), (path, held, seen)
+        assert await status(proxy, path, {}, port) == 401
+    for path in ("/healthz", "/readyz"):
+        assert await status(proxy, path, {}, "admin") == 200
+
+
+async def test_a_refusal_has_the_shape_of_the_api_and_says_what_to_do(
+    proxy: Proxy, engine: AsyncEngine
+) -> None:
+    key = await made(engine, "feeds", "feedback")
+    await taken(proxy, key)
+
+    async def refusal(url: str, headers: Mapping[str, str]) -> tuple[int, Mapping[str, str], Any]:
+        async with proxy.session.post(url, json=CALL, headers=headers) as reply:
+            return reply.status, reply.headers, await reply.json()
+
+    chat, messages = (f"{proxy.url}/v1/{path}" for path in ("chat/completions", "messages"))
+    code, headers, body = await refusal(chat, {})
+    assert (code, headers["x-pawl-fault"], headers["WWW-Authenticate"]) == (401, "client", "Bearer")
+    assert body["error"]["code"] == "missing_api_key"
+    code, _, body = await refusal(chat, bearer(key[:-1] + "x"))
+    assert (code, body["error"]["code"]) == (401, "invalid_api_key")
+    assert key[22:] not in str(body)
+    code, headers, body = await refusal(chat, bearer(key))
+    assert (code, headers["x-pawl-fault"]) == (403, "client")
+    assert "is for feedback, and this needs infer" in body["error"]["message"]
+    code, _, body = await refusal(messages, {"x-api-key": "sk-ant-other"})
+    assert (code, body["type"], body["error"]["type"]) == (401, "error", "authentication_error")
+    code, _, body = await refusal(messages, {"x-api-key": key})
+    assert (code, body["error"]["type"]) == (403, "permission_error")
+    async with proxy.session.get(f"{proxy.admin}/metrics", headers=bearer(key)) as reply:
+        assert (reply.status, reply.headers["x-pawl-fault"]) == (403, "client")
+        assert (await reply.json())["error"]["code"] == "missing_scope"
+
+
+async def test_without_any_key_made_what_a_reverse_proxy_relays_is_refused(proxy: Proxy) -> None:
+    relayed = {"X-Forwarded-For": "203.0.113.7"}
+    reply = await proxy.chat(headers=relayed)
+    assert (reply.status, reply.headers["x-pawl-fault"]) == (403, "client")
+    assert "PAWL_ACCESS=anyone" in reply.json["error"]["message"]
+    assert await status(proxy, "/metrics", relayed, "admin") == 403
+    assert (await proxy.chat()).status == 200
+
+
+async def test_the_port_may_be_opened_or_closed_on_purpose(
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+    for access, relayed, local in (("anyone", 200, 200), ("keys", 401, 401)):
+        settings = settings_for(database_url, upstream.url, tmp_path / access)
+        chosen = settings.model_copy(update={"access": access})
+        async with proxy_with(chosen, engine) as proxy:
+            assert (await proxy.chat(headers={"Via": "1.1 a"})).status == relayed
+            assert (await proxy.chat()).status == local
+
+
+async def test_keys_work_on_without_a_database_across_restarts(
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+    key = await made(engine, "agent", "infer", "read")
+    settings = settings_for(database_url, upstream.url, tmp_path)
+    async with proxy_with(settings, engine) as proxy:
+        await taken(proxy, key)
+    away = settings_for(AWAY, upstream.url, tmp_path)
+    async with AsyncExitStack() as exits:
+        await exits.enter_async_context(running(away))
+        session = await exits.enter_async_context(aiohttp.ClientSession())
+        proxy = Proxy(away, make_engine(AWAY), session)
+        assert (await proxy.chat(headers=bearer(key))).status == 200
+        assert (await proxy.chat()).status == 401
+        assert await status(proxy, "/metrics", bearer(key), "admin") == 200
+        assert await status(proxy, "/metrics", {}, "admin") == 401
+
+
+@pytest.mark.parametrize("damage", ["lost", "torn", "empty"])
+async def test_keys_that_cannot_be_read_let_nobody_in(
+    damage: str, database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+    key = await made(engine, "agent", "infer")
+    settings = settings_for(database_url, upstream.url, tmp_path)
+    async with proxy_with(settings, engine) as proxy:
+        await taken(proxy, key)
+    file = settings.spool_dir / "access" / "keys.json"
+    whole = file.read_bytes()
+    if damage == "lost":
+        file.unlink()
+    else:
+        file.write_bytes(whole[: len(whole) // 2] if damage == "torn" else b"")
+    for access in ("loopback", "anyone"):
+        broken = settings.model_copy(update={"access": access})
+        async with working(broken), aiohttp.ClientSession() as session:
+            proxy = Proxy(broken, engine, session)
+            for headers in (bearer(key), {}):
+                reply = await proxy.chat(headers=headers)
+                assert (reply.status, reply.headers["x-pawl-fault"]) == (503, "proxy")
+                assert int(reply.headers["Retry-After"]) >= 1
+    # The keeper writes it again.
+    async with proxy_with(settings, engine) as proxy:
+        await taken(proxy, key)
+
+
+async def test_no_key_goes_any_further_than_the_door(
+    proxy: Proxy, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+) -> None:
+    key = await made(engine, "agent", "infer", "feedback", "read")
+    revoked = await made(engine, "old", "infer")
+    seen: list[Mapping[str, str]] = []
+
+    async def note(request: web.Request) -> web.Response:
+        seen.append(request.headers)
+        return web.json_response({"data": []})
+
+    upstream.behave_otherwise = note
+    wrong = key[:22] + "W" * 43
+    # None of them is a client's own key for the provider either.
+    others = ("sk-ant-canary-0123456789", "sk-proj-canary-0123456789")
+    canaries = [one.encode() for one in (key[22:], revoked[22:], wrong[22:], *others)]
+    with capture_logs() as logs:
+        await taken(proxy, key)
+        async with engine.begin() as connection:
+            await revoke_key(connection, "old")
+
+        async def refused() -> bool:
+            return await status(proxy, "/v1/embeddings", bearer(revoked)) == 401
+
+        await eventually(refused)
+        for headers in (
+            {"Authorization": f"Bearer {key}", "x-api-key": others[0]},
+            {"x-api-key": key, "Authorization": others[1], "api-key": others[0]},
+            bearer(revoked),
+            {"x-api-key": wrong},
+        ):
+            for path in ("/v1/chat/completions", "/v1/embeddings", "/v1/files", "/feedback"):
+                await status(proxy, path, headers)
+            await status(proxy, "/metrics", headers, "admin")
+    await proxy.episodes(2)
+    assert len(upstream.headers) == 2
+    passed = [str(dict(headers)).encode() for headers in (*upstream.headers, *seen)]
+    assert len(passed) > 4
+    async with proxy.session.get(f"{proxy.admin}/metrics", headers=bearer(key)) as reply:
+        told = await reply.read()
+    files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    names = [os.fsencode(path) for path in tmp_path.rglob("*")]
+    async with engine.connect() as connection:
+        tables = [
+            str(row).encode()
+            for name in metadata.tables
+            for row in await connection.execute(text(f"SELECT t::text FROM {name} t"))
+        ]
+    assert files
+    assert tables
+    for place in (*passed, told, str(logs).encode(), *files, *names, *tables):
+        assert not any(canary in place for canary in canaries)

@@ -1,0 +1,365 @@
+"""Two tenants at one proxy: same names, same words, and neither touches what is the other's."""
+
+import asyncio
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from aiohttp import web
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from proxy.calls import continuing
+from store.records import Episode
+from store.tenants import DEFAULT, bare, tenant_of
+from tests.integration.conftest import Proxy, Reply
+from tests.integration.proxy.keys.conftest import EVERYONE, key_of
+from tests.integration.proxy.keys.test_keys import bearer, taken
+from tests.support.servers.fake_upstream import FakeUpstream, whole_reply
+from tests.support.waiting import eventually
+
+Headers = dict[str, Mapping[str, str]]
+
+
+@pytest.fixture
+async def keys(shared: Proxy, engine: AsyncEngine, upstream: FakeUpstream) -> Headers:
+    """What each tenant's requests show."""
+    made = {one: await key_of(engine, one, "infer", "feedback", "read") for one in EVERYONE}
+    for key in made.values():
+        await taken(shared, key)
+    # What was asked to see whether the keys are known.
+    upstream.other.clear()
+    return {tenant: bearer(key) for tenant, key in made.items()}
+
+
+async def ask(proxy: Proxy, method: str, path: str, key: Mapping[str, str], **body: Any) -> Reply:
+    url, json = f"{proxy.url}{path}", body or None
+    async with proxy.session.request(method, url, json=json, headers=key) as reply:
+        return Reply(reply.status, reply.headers, await reply.read())
+
+
+def by_tenant(found: list[Episode]) -> dict[str, list[Episode]]:
+    return {one: [e for e in found if tenant_of(e.key) == one] for one in EVERYONE}
+
+
+async def test_the_same_names_are_three_tenants_own(shared: Proxy, keys: Headers) -> None:
+    named = {"x-pawl-episode": "run-7", "x-pawl-task": "t", "x-pawl-agent": "writer"}
+    replies = {}
+    for tenant, key in keys.items():
+        replies[tenant] = await shared.chat(headers={**key, **named})
+        assert replies[tenant].headers["x-pawl-episode"] == "run-7"
+    policies = {one: reply.headers["x-pawl-policy"] for one, reply in replies.items()}
+    assert policies == {"a": "a-writes@0", "b": "b-writes@0", DEFAULT: "m@0"}
+    found = by_tenant(await shared.episodes(3))
+    for tenant, [episode] in found.items():
+        assert (bare(episode.key), bare(episode.task or "")) == ("run-7", "t")
+        assert [call.policy for call in episode.calls] == [policies[tenant].partition("@")[0]]
+
+    async def state(tenant: str, **statement: Any) -> str:
+        said = await shared.feedback({"value": 1.0, **statement}, **keys[tenant])
+        assert said[0] in (200, 202)
+        return str(said[1]["results"][0]["status"])
+
+    call, response = replies["a"].headers["x-pawl-call"], replies["a"].json["id"]
+    for target in ({"call": call}, {"response": response}, {"episode": "a\x1frun-7"}):
+        said = {tenant: await state(tenant, **target) for tenant in EVERYONE}
+        own = "pending" if "episode" in target else "stored"
+        assert said == {"a": own, "b": "pending", DEFAULT: "pending"}
+    assert await state("b", episode="run-7") == "stored"
+
+    async def scored() -> dict[str, int]:
+        found = by_tenant(await shared.episodes(3))
+        count = {one: len(e.feedback) + len(e.calls[0].feedback) for one, [e] in found.items()}
+        return count if sum(count.values()) >= 3 else {}
+
+    assert await eventually(scored) == {"a": 2, "b": 1, DEFAULT: 0}
+
+
+async def test_an_idempotency_key_is_each_tenants_own(shared: Proxy, keys: Headers) -> None:
+    for value, tenant in enumerate(EVERYONE):
+        body = {"value": value, "episode": "run-7"}
+        for _ in range(2):
+            said = await shared.feedback(body, **{"Idempotency-Key": "k", **keys[tenant]})
+            assert said[0] == 202
+        status, refusal = await shared.feedback(
+            {**body, "value": 9}, **{"Idempotency-Key": "k", **keys[tenant]}
+        )
+        assert status == 409
+        assert "Idempotency-Key 'k' was" in refusal["error"]["message"]
+
+
+def tool_of(turn: int, seed: int) -> dict[str, Any]:
+    """A tool call: under a counter, or an id that looks as if it was handed out only once."""
+    function = {"name": "calc", "arguments": "{}"}
+    return {"id": f"call_{'a1b2c3d4' * seed}{turn}", "type": "function", "function": function}
+
+
+def steps(seed: int) -> list[dict[str, Any]]:
+    """Bodies of a conversation with a tool, the same for every tenant."""
+    talk: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
+    bodies = []
+    for turn in range(3):
+        bodies.append({"model": "m", "messages": list(talk)})
+        tool = tool_of(turn, seed)
+        talk.append({"role": "assistant", "content": None, "tool_calls": [tool]})
+        talk.append({"role": "tool", "tool_call_id": tool["id"], "content": "4"})
+    return bodies
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_no_call_joins_what_another_tenant_said(
+    seed: int, shared: Proxy, keys: Headers, upstream: FakeUpstream
+) -> None:
+    dice = random.Random(seed)
+
+    async def script(_: web.Request) -> web.Response:
+        asked = upstream.requests[-1]
+        turn = len(asked["messages"]) // 2
+        reply = whole_reply(asked, 0) | {"id": f"chatcmpl-{turn}"}
+        reply["choices"][0]["message"] |= {"content": None, "tool_calls": [tool_of(turn, seed)]}
+        return web.json_response(reply)
+
+    upstream.behave = script
+    waiting = {tenant: steps(seed) for tenant in EVERYONE}
+    while any(waiting.values()):
+        tenant = dice.choice([one for one, left in waiting.items() if left])
+        body = waiting[tenant].pop(0)
+        retry = {"x-stainless-retry-count": "1"} if dice.random() < 0.5 else {}
+        assert (await shared.chat(headers={**keys[tenant], **retry}, **body)).status == 200
+
+    async def joined() -> list[Episode]:
+        found = await shared.episodes(9)
+        return found if len(found) == 3 else []
+
+    for tenant, episodes in by_tenant(await eventually(joined)).items():
+        [episode] = episodes
+        assert len(episode.calls) == 3, tenant
+        assert episode.quarantined_reason is None
+
+
+async def test_a_repeat_of_another_tenants_failed_attempt_is_no_retry(
+    shared: Proxy, keys: Headers, upstream: FakeUpstream
+) -> None:
+    async def fail(_: web.Request) -> web.Response:
+        return web.json_response({}, status=500)
+
+    upstream.behave = fail
+    assert (await shared.chat(headers=keys["a"])).status == 500
+    upstream.behave = None
+    retry = {"x-stainless-retry-count": "1"}
+    for tenant in ("b", DEFAULT, "a"):
+        assert (await shared.chat(headers={**keys[tenant], **retry})).status == 200
+    found = by_tenant(await shared.episodes(3))
+    assert {one: [e.method for e in found[one]] for one in ("b", DEFAULT)} == {
+        "b": ["own"],
+        DEFAULT: ["own"],
+    }
+    [episode] = found["a"]
+    assert [call.method for call in episode.calls] == ["retry"]
+
+
+async def test_a_policy_answers_its_tenant_alone(
+    shared: Proxy, keys: Headers, upstream: FakeUpstream
+) -> None:
+    for tenant, policy in (("a", "a-writes"), ("b", "b-writes")):
+        for asked in ("writes", policy, f"{policy}@1"):
+            reply = await shared.chat(headers=keys[tenant], model=asked)
+            assert reply.headers["x-pawl-policy"].partition("@")[0] == policy
+    # To the others its name is that of a model that Pawl does not know.
+    for tenant, foreign in (("a", "b-writes"), (DEFAULT, "a-writes"), ("b", "m")):
+        reply = await shared.chat(headers=keys[tenant], model=foreign)
+        assert "x-pawl-policy" not in reply.headers
+        assert upstream.requests[-1]["model"] == foreign
+
+
+def about(reply: Reply, name: str) -> tuple[int, bytes]:
+    """Status and body, but for the name that was asked for and the call's id."""
+    return reply.status, re.sub(rb"[0-9a-f-]{36}", b"", reply.body.replace(name.encode(), b"X"))
+
+
+async def test_another_tenants_version_looks_like_one_that_nobody_has(
+    shared: Proxy, keys: Headers, upstream: FakeUpstream
+) -> None:
+    calls = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+    for tenant, foreign in (("a", "b-writes@1"), ("b", "m@1"), (DEFAULT, "a-writes@1")):
+        for path in (*calls, "/v1/embeddings", "/tokenize"):
+            body = {"messages": [{"role": "user", "content": "q"}], "input": "q", "prompt": "q"}
+            answers = {
+                name: await ask(shared, "POST", path, keys[tenant], model=name, **body)
+                for name in (foreign, "nobody@1", "a-writes@7" if tenant != "a" else "m@7")
+            }
+            assert len({about(reply, name) for name, reply in answers.items()}) == 1, path
+            assert {reply.status for reply in answers.values()} == {404}
+        shown = [
+            about(await ask(shared, "GET", f"/v1/models/{name}", keys[tenant]), name)
+            for name in (foreign, "nobody@1")
+        ]
+        assert shown[0] == shown[1]
+        assert shown[0][0] == 404
+    assert (upstream.requests, upstream.other) == ([], [])
+
+
+async def test_models_are_listed_for_the_tenant_that_has_them(shared: Proxy, keys: Headers) -> None:
+    listed = {}
+    for tenant, key in keys.items():
+        reply = await ask(shared, "GET", "/v1/models", key)
+        listed[tenant] = [model["id"] for model in reply.json["data"]]
+    assert listed == {"a": ["m", "a-writes@1"], "b": ["m", "b-writes@1"], DEFAULT: ["m", "m@1"]}
+
+
+async def test_a_version_named_in_a_form_is_looked_at_too(
+    shared: Proxy, keys: Headers, upstream: FakeUpstream
+) -> None:
+    form = (
+        b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\n%s\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n\xff\x00\r\n--x--'
+    )
+    seen = {}
+    for name in (b"b-writes@1", b"a-writes@1", b"m"):
+        headers = {**keys["a"], "Content-Type": "multipart/form-data; boundary=x"}
+        url = f"{shared.url}/v1/audio/transcriptions"
+        async with shared.session.post(url, data=form % name, headers=headers) as reply:
+            seen[name] = reply.status
+    assert seen == {b"b-writes@1": 404, b"a-writes@1": 200, b"m": 200}
+    assert len(upstream.other) == 2
+    # vLLM reads a form in the character set that its head names.
+    headers["Content-Type"] += "; charset=utf-7"
+    async with shared.session.post(url, data=form % b"b-writes+AEA-1", headers=headers) as reply:
+        assert reply.status == 400
+        assert b"in another character set than UTF-8" in await reply.read()
+    assert len(upstream.other) == 2
+
+
+async def test_a_file_named_in_a_form_is_the_default_tenants(
+    shared: Proxy, keys: Headers, upstream: FakeUpstream
+) -> None:
+    form = (
+        b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nq\r\n'
+        b'--x\r\nContent-Disposition: form-data; name="mask[file_id]"\r\n\r\nfile-1\r\n--x--'
+    )
+    seen = {}
+    for tenant, key in keys.items():
+        headers = {**key, "Content-Type": "multipart/form-data; boundary=x"}
+        url = f"{shared.url}/v1/images/edits"
+        async with shared.session.post(url, data=form, headers=headers) as reply:
+            seen[tenant] = reply.status
+            said = await reply.read()
+            assert (b"file_id names what is kept" in said) is (tenant != DEFAULT)
+    assert seen == {"a": 404, "b": 404, DEFAULT: 200}
+    assert len(upstream.other) == 1
+
+
+async def test_what_cannot_be_read_is_not_passed_on_where_it_may_name_a_version(
+    shared: Proxy, keys: Headers, upstream: FakeUpstream
+) -> None:
+    said = '{"model": "b-writes@1", "messages": [], "input": "q"}'
+    deep = '{"model": "b-writes@1", "messages": ' + "[" * 600 + "]" * 600 + "}"
+    bodies = [said.encode("utf-16"), said.encode("utf-32"), deep.encode(), b"model=b-writes%401"]
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/embeddings"):
+        for body in bodies:
+            url = f"{shared.url}{path}"
+            async with shared.session.post(url, data=body, headers=keys["a"]) as reply:
+                assert reply.status == 400
+    assert (upstream.requests, upstream.other) == ([], [])
+
+
+async def test_what_a_provider_keeps_for_all_is_the_default_tenants(
+    shared: Proxy, keys: Headers
+) -> None:
+    for path in ("/v1/files", "/v1/files/f1", "/v1/responses/r1", "/v1/chat/completions/c1"):
+        seen = {one: (await ask(shared, "GET", path, key)).status for one, key in keys.items()}
+        assert seen == {"a": 403, "b": 403, DEFAULT: 200}
+    # A session beside the proxy would reach it all.
+    path, session = "/v1/realtime/client_secrets", {"session": {"type": "realtime"}}
+    seen = {one: (await ask(shared, "POST", path, k, **session)).status for one, k in keys.items()}
+    assert seen == {"a": 403, "b": 403, DEFAULT: 200}
+
+
+async def test_a_call_goes_on_from_a_response_of_its_own_tenant_only(
+    shared: Proxy, keys: Headers, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(continuing, "WAIT_S", 0.0)
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"id": "resp_1", "object": "response", "output": []})
+
+    upstream.behave_otherwise = answer
+
+    async def go_on(tenant: str, **body: Any) -> Reply:
+        said = {"model": "m", "input": "q", **body}
+        return await ask(shared, "POST", "/v1/responses", keys[tenant], **said)
+
+    assert (await go_on("a")).status == 200
+    replies = {one: await go_on(one, previous_response_id="resp_1") for one in EVERYONE}
+    assert {one: reply.status for one, reply in replies.items()} == {
+        "a": 200,
+        "b": 404,
+        DEFAULT: 200,
+    }
+    unknown = await go_on("b", previous_response_id="resp_0")
+    assert about(unknown, "resp_0") == about(replies["b"], "resp_1")
+    assert (await go_on("b", conversation="conv_1")).status == 404
+    # vLLM would give its response another one's id, which the tenant could then go on from.
+    chosen = await go_on("b", request_id="resp_1", store=False)
+    assert (chosen.status, chosen.json["error"]["param"]) == (400, "request_id")
+    assert (await go_on("b", previous_response_id="resp_1")).status == 404
+    for named in ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}):
+        items = [named, {"role": "user", "content": "q"}]
+        assert (await go_on("b", input=items)).status == 404
+    assert len(upstream.other) == 3
+
+
+FILE = {"type": "file", "file": {"file_id": "file-1"}}
+NAMING_FILES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": [FILE]}]},
+    "/v1/completions": {"prompt": "q", "kv_transfer_params": {"do_remote_prefill": True}},
+    "/v1/responses": {"input": [{"role": "user", "content": [FILE["file"]]}]},
+    "/v1/messages": {"messages": [], "container": "container_1"},
+    "/v1/embeddings": {"input": "q", "messages": [{"role": "user", "content": [FILE]}]},
+    "/v1/images/edits": {"prompt": "q", "images": [{"file_id": "file-1"}]},
+}
+
+
+@pytest.mark.parametrize("path", NAMING_FILES)
+async def test_a_file_is_named_by_the_default_tenant_only(
+    path: str, shared: Proxy, keys: Headers, upstream: FakeUpstream
+) -> None:
+    body = {"model": "m", **NAMING_FILES[path]}
+    seen = {one: await ask(shared, "POST", path, key, **body) for one, key in keys.items()}
+    assert {one: reply.status for one, reply in seen.items()} == {"a": 404, "b": 404, DEFAULT: 200}
+    assert seen["a"].headers["x-pawl-fault"] == "client"
+    assert b"kept for all tenants" in seen["a"].body
+    assert len(upstream.requests) + len(upstream.other) == 1
+
+
+async def test_metrics_are_those_of_the_tenants_policies(shared: Proxy, keys: Headers) -> None:
+    for key in keys.values():
+        assert (await shared.chat(headers={**key, "x-pawl-agent": "writer"})).status == 200
+    pages = {}
+    for tenant, key in keys.items():
+        async with shared.session.get(f"{shared.admin}/metrics", headers=key) as reply:
+            assert reply.status == 200
+            pages[tenant] = await reply.text()
+    samples = [line for line in pages["a"].splitlines() if not line.startswith("#")]
+    assert any(line.startswith("pawl_calls_total{") for line in samples)
+    assert all('policy="a-writes"' in line for line in samples)
+    assert "b-writes" not in pages["a"]
+    # The proxy is the default tenant's.
+    assert all(one in pages[DEFAULT] for one in ("a-writes", "b-writes", "pawl_records_total"))
+    async with shared.session.get(f"{shared.admin}/readyz") as reply:
+        assert (await reply.json())["serving"] == {"m": 0}
+
+
+async def test_tenants_ask_at_once_and_stay_apart(shared: Proxy, keys: Headers) -> None:
+    async def one(number: int) -> None:
+        tenant = EVERYONE[number % 3]
+        named = {"x-pawl-episode": f"e{number % 4}"}
+        reply = await shared.chat(headers={**keys[tenant], **named})
+        assert reply.status == 200
+
+    await asyncio.gather(*[one(number) for number in range(48)])
+    found = by_tenant(await shared.episodes(48))
+    for tenant, episodes in found.items():
+        assert {bare(one.key) for one in episodes} == {"e0", "e1", "e2", "e3"}, tenant
+        assert sum(len(one.calls) for one in episodes) == 16

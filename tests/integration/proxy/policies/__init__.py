@@ -1,0 +1,1 @@
+"""Which policy and which of its versions answers a call, and how it samples."""

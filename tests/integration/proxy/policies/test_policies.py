@@ -1,0 +1,141 @@
+"""A file of policies: three agents of one episode, each with its own policy."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.updates import claims
+from store.updates.policies import ensure_base, promote
+from store.updates.ready import ClaimRule
+from tests.integration.conftest import Proxy, proxy_with, settings_for
+from tests.support.servers.fake_upstream import FakeUpstream
+from tests.support.waiting import eventually
+
+FILE = """
+[[policy]]
+name = "writes"
+base = "m"
+agents = ["writer"]
+
+[[policy]]
+name = "checks"
+base = "m"
+agents = ["checker"]
+models = ["my-checker"]
+
+[[policy]]
+name = "rest"
+base = "m"
+models = ["m"]
+trained = false
+"""
+UPSTREAMS = """
+[[upstream]]
+name = "ours"
+urls = ["{url}"]
+models = ["m"]
+default_sampling = {{ temperature = 0.6, top_k = 20 }}
+
+[[upstream]]
+name = "elsewhere"
+urls = ["http://elsewhere.invalid/v1"]
+default = true
+"""
+PUBLISHED = (
+    "INSERT INTO updates (id, policy, parent_version, version, state, recipe)"
+    " VALUES (uuidv7(), 'checks', 0, 1, 'done', '{}')",
+    "INSERT INTO policies (name, version, state, served_name, update_id)"
+    " SELECT 'checks', 1, 'published', 'checks@1', id FROM updates",
+)
+
+
+@pytest.fixture
+async def several(
+    database_url: str, engine: AsyncEngine, upstream: FakeUpstream, tmp_path: Path
+) -> AsyncIterator[Proxy]:
+    """A proxy that reads such a file; `m`, which it waits for, is an older policy."""
+    async with engine.begin() as connection:
+        await ensure_base(connection, "m")
+        for policy in ("writes", "checks"):
+            assert await ensure_base(connection, policy, "m") == "m"
+    path = tmp_path / "policies.toml"
+    path.write_text(FILE)
+    upstreams = tmp_path / "upstreams.toml"
+    upstreams.write_text(UPSTREAMS.format(url=upstream.url))
+    settings = settings_for(database_url, upstream.url, tmp_path)
+    settings = settings.model_copy(update={"policies": path, "upstreams": upstreams})
+    async with proxy_with(settings, engine) as proxy:
+        yield proxy
+
+
+async def ask(proxy: Proxy, agent: str, **body: Any) -> str:
+    headers = {"x-pawl-episode": "e", "x-pawl-agent": agent}
+    reply = await proxy.chat(headers=headers, **body)
+    assert reply.status == 200
+    return reply.headers["x-pawl-policy"]
+
+
+async def test_each_agent_is_served_by_its_policy_and_the_fixed_one_has_no_version(
+    several: Proxy, upstream: FakeUpstream
+) -> None:
+    assert await ask(several, "rewriter") == "rest"
+    assert await ask(several, "checker") == "checks@0"
+    assert await ask(several, "writer") == "writes@0"
+    assert await ask(several, "anyone", model="my-checker") == "checks@0"
+    assert {asked["model"] for asked in upstream.requests} == {"m"}
+    [episode] = await several.episodes(4)
+    assert [(c.policy, c.policy_version, c.trainable, c.reason) for c in episode.calls] == [
+        ("rest", None, False, "fixed_policy"),
+        ("checks", 0, True, None),
+        ("writes", 0, True, None),
+        ("checks", 0, True, None),
+    ]
+    assert (await several.feedback({"episode": "e", "value": 1.0}))[0] == 200
+
+    rule = {"group_size": 1, "groups": 1, "smallest_group": 1, "max_age_s": 1e-6}
+
+    async def claimed() -> bool:
+        async with several.engine.begin() as connection:
+            found = [
+                await claims.claim(connection, ClaimRule(policy=name, **rule), 0, {})
+                for name in ("writes", "checks", "rest", "m")
+            ]
+            done = [one is not None for one in found] == [True, True, False, False]
+            if not done:
+                await connection.rollback()
+        return done
+
+    await eventually(claimed)
+
+
+async def test_a_policys_calls_carry_what_its_bases_upstream_samples_with(several: Proxy) -> None:
+    assert await ask(several, "writer") == "writes@0"
+    [episode] = await several.episodes(1)
+    [sampling] = [call.sampling for call in episode.calls]
+    assert (sampling["temperature"], sampling["top_k"]) == (0.6, 20)
+
+
+async def test_a_new_version_of_one_policy_leaves_the_others_alone(
+    several: Proxy, upstream: FakeUpstream
+) -> None:
+    assert await ask(several, "checker") == "checks@0"
+    async with several.engine.begin() as connection:
+        for statement in PUBLISHED:
+            await connection.execute(text(statement))
+        await promote(connection, "checks", 1, reason="for the test", actor="operator")
+
+    async def swapped() -> bool:
+        reply = await several.chat(headers={"x-pawl-agent": "checker"})
+        return reply.headers["x-pawl-policy"] == "checks@1"
+
+    await eventually(swapped)
+    assert upstream.requests[-1]["model"] == "checks@1"
+    assert upstream.requests[-1]["return_token_ids"] is True
+    # The episode keeps the version that it began with, and the other policies theirs.
+    assert await ask(several, "checker") == "checks@0"
+    assert await ask(several, "writer") == "writes@0"
+    assert await ask(several, "rewriter") == "rest"

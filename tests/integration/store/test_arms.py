@@ -1,0 +1,205 @@
+"""What the episodes of each arm came to: who counts, in which order, with which reward."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import msgspec
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.read.arms import ArmEpisode, arm_episodes
+from store.records import CallRecord, SpoolRecord
+from store.tenants import scoped
+from store.versions import policy_name
+from store.write.ingest import Ingester
+from tests.support.records import ago, call, reward, tool_event
+
+ARM_OF = {0: "base", 1: "serving", 2: "canary"}
+SINCE_S = 1000.0
+UNTIL_S = 100.0
+# What comes so long after an episode's beginning does not count.
+COUNTS_S = 300.0
+
+
+def given_call(key: str, version: int, ago_s: float, number: int = 0, **changes: Any) -> CallRecord:
+    """A call of `version` that began `ago_s` seconds ago, and was given to its arm by chance."""
+    fields = {"arm": ARM_OF.get(version), "served_model": policy_name("m", version, "m")}
+    return call(key, policy_version=version, **{**ago(ago_s, number), **fields, **changes})
+
+
+async def evidence(
+    engine: AsyncEngine, records: list[SpoolRecord], most: int = 1000
+) -> list[ArmEpisode]:
+    """Those that there are, in parts of this length."""
+    await Ingester().store(engine, records)
+    now = datetime.now(UTC)
+    found: list[ArmEpisode] = []
+    since: datetime | UUID | None = now - timedelta(seconds=SINCE_S)
+    async with engine.connect() as connection:
+        while since is not None:
+            part = await arm_episodes(
+                connection,
+                "m",
+                (0, 1, 2),
+                since=since,
+                until=now - timedelta(seconds=UNTIL_S),
+                counts=timedelta(seconds=COUNTS_S),
+                most=most,
+            )
+            found += part.episodes
+            since = part.goes_on_from
+    return found
+
+
+async def keys(engine: AsyncEngine, found: list[ArmEpisode]) -> list[str]:
+    async with engine.connect() as connection:
+        rows = await connection.execute(text("SELECT id, key FROM episodes"))
+        names = {row.id: row.key for row in rows}
+    return [names[one.id] for one in found]
+
+
+async def test_episodes_of_that_time_count_in_the_order_of_their_first_calls(
+    engine: AsyncEngine,
+) -> None:
+    records = [
+        given_call("third", 2, 400),
+        given_call("second", 1, 500),
+        given_call("first", 0, 600),
+        given_call("before", 1, 1200),
+        given_call("before", 1, 300),
+        given_call("too-late", 1, 50),
+    ]
+    found = await evidence(engine, records)
+    assert await keys(engine, found) == ["first", "second", "third"]
+    assert [(one.arm, one.version) for one in found] == [
+        ("base", 0),
+        ("serving", 1),
+        ("canary", 2),
+    ]
+
+
+async def test_what_was_given_to_no_arm_by_chance_is_left_out(engine: AsyncEngine) -> None:
+    records = [
+        given_call("counts", 1, 500),
+        given_call("eval", 1, 500, 1, arm=None, split="eval"),
+        given_call("named", 2, 500, 2, arm=None),
+        # It had an arm later, but named its version first.
+        given_call("named-first", 2, 500, 3, arm=None),
+        given_call("named-first", 1, 400, 3),
+        given_call("doubtful", 1, 500, 4, confidence="doubtful"),
+        # A proxy that did not know yet gave it to the version before.
+        given_call("other-version", 3, 500, 5, arm="canary"),
+        given_call("other-policy", 1, 500, 6, policy="n"),
+    ]
+    assert await keys(engine, await evidence(engine, records)) == ["counts"]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 100])
+async def test_none_is_left_out_however_long_the_parts_are(engine: AsyncEngine, most: int) -> None:
+    records = [
+        given_call("1", 1, 500),
+        given_call("in-no-arm", 1, 490, arm=None),
+        given_call("in-no-arm-either", 1, 480, arm=None),
+        given_call("2", 2, 470),
+        # Of one millisecond.
+        given_call("3", 0, 460, 1),
+        given_call("4", 1, 460, 2),
+        given_call("5", 2, 460, 3),
+        given_call("6", 1, 450),
+    ]
+    found = await evidence(engine, list(reversed(records)), most=most)
+    assert await keys(engine, found) == ["1", "2", "3", "4", "5", "6"]
+
+
+async def test_what_comes_too_late_does_not_count_whenever_it_is_read(engine: AsyncEngine) -> None:
+    def late(value: float, episode: str, ago_s: float) -> SpoolRecord:
+        at = datetime.now(UTC) - timedelta(seconds=ago_s)
+        return msgspec.structs.replace(reward(value, episode=episode), at=at)
+
+    records: list[SpoolRecord] = [
+        given_call("in-time", 1, 900),
+        late(0.25, "in-time", 650),
+        given_call("corrected", 1, 890),
+        late(0.5, "corrected", 700),
+        late(1.0, "corrected", 500),
+        given_call("too-late", 1, 880),
+        late(1.0, "too-late", 500),
+        given_call("went-on", 2, 870, total_ms=1000.0),
+        given_call("went-on", 2, 500, http_status=400, status="upstream_error", total_ms=9000.0),
+        given_call("ended-late", 2, 860, total_ms=COUNTS_S * 1000 + 10),
+    ]
+    found = await evidence(engine, records)
+    said = dict(zip(await keys(engine, found), found, strict=True))
+    assert {name: one.reward for name, one in said.items()} == {
+        "in-time": 0.25,
+        "corrected": 0.5,
+        "too-late": None,
+        "went-on": None,
+    }
+    went_on = said["went-on"]
+    assert (went_on.failed, went_on.broken, went_on.seconds) == (False, False, 1.0)
+
+
+async def test_an_episode_is_of_the_arm_that_it_began_in_whatever_it_went_on_with(
+    engine: AsyncEngine,
+) -> None:
+    records = [given_call("e", 2, 500), given_call("e", 1, 400, arm="serving")]
+    [one] = await evidence(engine, records)
+    assert (one.arm, one.version) == ("canary", 2)
+
+
+async def test_a_joined_episode_is_one(engine: AsyncEngine) -> None:
+    said = (b"1" * 16,)
+    records: list[SpoolRecord] = [
+        given_call("whole", 2, 500, method="own", provides=said),
+        given_call("part", 1, 400, method="own", needs=said),
+        reward(0.25, episode="part"),
+    ]
+    [one] = await evidence(engine, records)
+    assert (one.arm, one.reward) == ("canary", 0.25)
+
+
+async def test_each_says_how_it_ended(engine: AsyncEngine) -> None:
+    asked = [given_call("paid", 1, 700), given_call("by-call", 1, 690)]
+    records: list[SpoolRecord] = [
+        *asked,
+        reward(0.5, episode="paid", at=1),
+        reward(0.75, episode="paid", at=2),
+        reward(1.0, call=str(asked[1].id)),
+        given_call("unscored", 2, 680),
+        given_call("refused", 2, 670, http_status=400, status="upstream_error"),
+        given_call("mended", 2, 660, http_status=503, status="upstream_error", total_ms=500.0),
+        given_call("mended", 2, 650, total_ms=1500.0),
+        given_call("torn", 2, 640, status="truncated"),
+        given_call("gone", 2, 630, status="client_gone", http_status=None),
+        given_call("tools", 2, 620, tool_events=(tool_event("malformed", "a"),)),
+        given_call("good-tools", 2, 610, tool_events=(tool_event("ok", "b"),)),
+    ]
+    found = await evidence(engine, records)
+    names = await keys(engine, found)
+    said = dict(zip(names, found, strict=True))
+    assert {name: one.reward for name, one in said.items() if one.reward is not None} == {
+        "paid": 0.75,
+        "by-call": 1.0,
+    }
+    assert [name for name, one in said.items() if one.failed] == ["refused"]
+    assert [name for name, one in said.items() if one.broken] == ["refused", "mended", "torn"]
+    assert {name: one.malformed for name, one in said.items() if one.malformed is not None} == {
+        "tools": True,
+        "good-tools": False,
+    }
+    assert said["mended"].seconds == 1.0
+
+
+async def test_tasks_of_a_kind_are_a_family(engine: AsyncEngine) -> None:
+    records = [
+        given_call("a", 1, 500, 1, task="sql/easy-1"),
+        given_call("b", 1, 500, 2, task="sql/easy-22"),
+        given_call("c", 1, 500, 3, task="sum7"),
+        given_call("d", 1, 500, 4, task=scoped("other", "sum8")),
+        given_call("e", 1, 500, 5),
+    ]
+    found = await evidence(engine, list(records))
+    assert [one.family for one in found] == ["sql", "sql", "sum", "sum", "prompt"]

@@ -1,0 +1,118 @@
+"""A trainer works for the tenant that a policy began with, and for no other."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from store.read.stats import totals
+from store.schema.trained import MANIFEST_SHA256
+from store.tenants import DEFAULT, scoped
+from store.updates.claims import begin_update, consume
+from store.updates.policies import ensure_base, list_versions
+from store.write.ingest import ingest
+from tests.integration.trainer.test_turns import Bench, bench
+from tests.support.records import call
+from trainer.errors import TrainerError
+from trainer.metrics import LEFT
+from trainer.publishing.adapters import (
+    MANIFEST,
+    SERVED,
+    NewVersion,
+    sha256_of,
+    write_version,
+)
+from trainer.updates.versions import begin_policy
+
+__all__ = ["bench"]
+
+FILE = Path("policies.toml")
+
+
+async def write_version_of(engine: AsyncEngine, root: Path, policy: str) -> None:
+    """Leave version 1 of a policy recorded and not published, as a killed trainer does."""
+
+    def save(folder: Path) -> None:
+        for name in SERVED:
+            (folder / name).write_text(policy)
+
+    async with engine.begin() as connection:
+        new = NewVersion(
+            policy=policy,
+            version=1,
+            update_id=await begin_update(connection, policy, 0, {}),
+            parent_version=0,
+            outcomes=(),
+            metrics={},
+            probe=(),
+        )
+        folder = write_version(root, new, save)
+        hashed = {MANIFEST_SHA256: sha256_of(folder / MANIFEST)}
+        made = {"policy": policy, "version": 1, "adapter_path": str(folder)}
+        await consume(connection, new.update_id, (), hashed, **made)
+
+
+@pytest.mark.parametrize("tenant", [DEFAULT, "b"])
+@pytest.mark.parametrize("file", [FILE, None])
+async def test_a_policy_that_began_with_a_tenant_is_refused_to_all_others(
+    engine: AsyncEngine, tenant: str, file: Path | None
+) -> None:
+    async with engine.begin() as connection:
+        await ensure_base(connection, "p", "m", "a")
+    says = f"'p': tenant: it is '{tenant}', but what was recorded .* is of tenant 'a'.*another name"
+    with pytest.raises(TrainerError, match=says) as refused:
+        await begin_policy(engine, "p", "m", file, tenant)
+    assert str(refused.value).startswith(str(file or "without a file of policies"))
+    await begin_policy(engine, "p", "m", file, "a")
+    async with engine.connect() as connection:
+        assert [one.tenant for one in await list_versions(connection, "p")] == ["a"]
+
+
+async def test_a_policy_that_has_calls_of_a_tenant_is_refused_to_all_others(
+    engine: AsyncEngine,
+) -> None:
+    async with engine.begin() as connection:
+        await ingest(connection, [call(scoped("a", "e"), policy="p"), call("mine", policy="q")])
+    for policy, tenant in (("p", DEFAULT), ("p", "b"), ("q", "a")):
+        with pytest.raises(TrainerError, match="stays so"):
+            await begin_policy(engine, policy, "m", FILE, tenant)
+    async with engine.connect() as connection:
+        assert await list_versions(connection) == []
+    await begin_policy(engine, "p", "m", FILE, "a")
+    await begin_policy(engine, "q", "m", FILE)
+
+
+async def test_a_policy_with_calls_of_two_tenants_begins_for_neither(engine: AsyncEngine) -> None:
+    async with engine.begin() as connection:
+        calls = [call(scoped(tenant, "e"), policy="p") for tenant in ("a", "b")]
+        await ingest(connection, calls)
+    for tenant in ("a", "b", DEFAULT):
+        with pytest.raises(TrainerError, match="stays so"):
+            await begin_policy(engine, "p", "m", FILE, tenant)
+
+
+async def test_nothing_of_another_tenants_policy_is_trained_or_published(bench: Bench) -> None:
+    async with bench.engine.begin() as connection:
+        await ensure_base(connection, "checker", "m", "a")
+    await write_version_of(bench.engine, bench.folder, "checker")
+    await bench.fill({"writer": 8, "checker": 8})
+    # This trainer's policies are the default tenant's.
+    assert await bench.turns(1) == ["checker", "writer"]
+    assert LEFT.labels("checker")._value.get() == 1
+    assert await bench.states() == {"checker@1": "written", "writer@1": "serving"}
+    assert set(bench.fake.loads) == {"writer@1"}
+    async with bench.engine.connect() as connection:
+        assert (await totals(connection)).consumed_episodes == 8
+
+
+async def test_a_trainer_of_nothing_but_another_tenants_policy_ends_with_the_reason(
+    bench: Bench,
+) -> None:
+    async with bench.engine.begin() as connection:
+        await ensure_base(connection, "checker", "m", "a")
+    await bench.fill({"checker": 8})
+    async with bench.rounds(["checker"]) as rounds:
+        with pytest.raises(TrainerError, match="of tenant 'a', and stays so"):
+            await asyncio.wait_for(rounds.run(0.01, once=True), 30)
+    assert await bench.updates() == []

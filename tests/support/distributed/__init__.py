@@ -1,0 +1,1 @@
+"""Train in several processes: programs for `accelerate launch`."""

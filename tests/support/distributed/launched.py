@@ -1,0 +1,48 @@
+"""Run by `accelerate launch` in test_processes.py: one program of two processes after another.
+
+launched.py PROGRAMS: a JSON list of [module, port, arguments]. Each runs in a child that is forked
+once all is imported, which takes far longer than the programs themselves, and that meets the other
+process at `port`. The first that fails ends all.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+
+from pawl.imports import large_imports
+from pawl.programs import die_with_parent
+
+
+def main() -> None:
+    programs = json.loads(sys.argv[1])
+    with large_imports():
+        modules = [import_module(f"tests.support.distributed.{name}") for name, _, _ in programs]
+    for module, (_, port, arguments) in zip(modules, programs, strict=True):
+        child = os.fork()
+        if not child:
+            # The launcher has a store for one program; each of several makes its own.
+            os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+            _be(module.main, arguments)
+        _, status = os.waitpid(child, 0)
+        if status:
+            sys.exit(1)
+
+
+def _be(program: Callable[[list[str]], None], arguments: list[str]) -> None:
+    status = 1
+    try:
+        die_with_parent()
+        program(arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

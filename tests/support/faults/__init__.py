@@ -1,0 +1,1 @@
+"""Make what tests must survive: a process that dies, a file that cannot be read."""

@@ -1,0 +1,26 @@
+"""Add up what was counted of records since a test began: the counters are the process's."""
+
+from proxy.metrics import exposed
+
+COUNTERS = ("", "_stored", "_dead_lettered", "_dropped", "_deleted")
+SPOOLED = "pawl_records_spooled"
+_before: dict[str, float] = {}
+
+
+def ledger() -> dict[str, float]:
+    """The outcomes and their sum, as `/metrics` has them."""
+    names = {f"pawl_records{name}_total" for name in COUNTERS} | {SPOOLED}
+    shown = exposed()
+    return {name: shown.get_sample_value(name) or 0.0 for name in names}
+
+
+def count_from_here() -> None:
+    """Leave out what was counted until now; what is spooled is no count, and told anew."""
+    _before.update(ledger() | {SPOOLED: 0.0})
+
+
+def assert_adds_up() -> None:
+    """Each record that was made since is in one place."""
+    now = {name: value - _before[name] for name, value in ledger().items()}
+    made = now.pop("pawl_records_total")
+    assert made == sum(now.values())

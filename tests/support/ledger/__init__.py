@@ -1,0 +1,1 @@
+"""Fill, share, search and empty the ledger's tables."""

@@ -1,0 +1,173 @@
+"""A canary's trial: promoted, retired, or given more time, for the reasons that it says."""
+
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pawl.steward.gate.records import BASE, CANARY, SERVING, Decision, Episode, GateOptions
+from pawl.steward.gate.trial import Trial, decide
+from tests.unit.pawl.steward.gate.streams import stream
+
+OPTIONS = GateOptions()
+BETTER = stream(4_000, {BASE: 0.3, SERVING: 0.4, CANARY: 0.7})
+WORSE = stream(4_000, {BASE: 0.3, SERVING: 0.6, CANARY: 0.3})
+EQUAL = stream(2_000, {BASE: 0.3, SERVING: 0.5, CANARY: 0.5}, seed=2)
+EPISODES = st.builds(
+    Episode,
+    st.sampled_from([BASE, CANARY, SERVING]),
+    st.sampled_from(["a", "b"]),
+    st.none() | st.floats(-0.5, 1.5),
+    st.booleans(),
+    st.none() | st.booleans(),
+    st.none() | st.floats(0.1, 10),
+)
+
+
+def test_a_better_one_is_promoted() -> None:
+    found = decide(BETTER, OPTIONS, age_s=60)
+    assert found.kind == "promote"
+    assert found.lower >= -OPTIONS.margin
+    assert found.better >= found.better_needed == 20
+    assert found.reason == "scores no lower than what serves, less 0.02"
+
+
+def test_a_worse_one_is_retired() -> None:
+    found = decide(WORSE, OPTIONS, age_s=60)
+    assert found.kind == "retire"
+    assert found.upper <= 0
+    assert found.worse >= found.worse_needed == 40
+    assert found.reason == "scores lower than what serves"
+
+
+def test_one_that_is_neither_waits_until_its_deadline() -> None:
+    assert decide(EQUAL, OPTIONS, age_s=OPTIONS.deadline_s - 1).kind == "wait"
+    late = decide(EQUAL, OPTIONS, age_s=OPTIONS.deadline_s)
+    assert late.kind == "retire"
+    assert "deadline" in late.reason
+
+
+def test_a_verdict_outlives_the_deadline() -> None:
+    assert decide(BETTER, OPTIONS, age_s=2 * OPTIONS.deadline_s).kind == "promote"
+
+
+@pytest.mark.parametrize("episodes", [[], [Episode(SERVING, "one", 1.0)] * 500])
+def test_without_episodes_of_both_arms_nothing_is_known(episodes: list[Episode]) -> None:
+    found = decide(episodes, OPTIONS, age_s=0)
+    assert (found.kind, found.lower, found.upper) == ("wait", -1.0, 1.0)
+
+
+def test_none_is_promoted_before_each_arm_has_enough_episodes() -> None:
+    trial = Trial(GateOptions(fewest=150))
+    for episode in BETTER:
+        trial.extend([episode])
+        if trial.is_decided:
+            break
+    assert trial.decide(0).kind == "promote"
+    assert trial.decide(0).arms[CANARY].episodes >= 150
+
+
+@settings(max_examples=40)
+@given(st.lists(EPISODES, max_size=120), st.lists(st.integers(0, 40), max_size=6))
+def test_it_does_not_matter_in_which_pieces_episodes_come(
+    episodes: list[Episode], pieces: list[int]
+) -> None:
+    trial, left = Trial(OPTIONS), episodes
+    for size in pieces:
+        trial.extend(left[:size])
+        left = left[size:]
+    trial.extend(left)
+    assert trial.decide(1.0) == decide(episodes, OPTIONS, 1.0)
+
+
+def test_a_verdict_stands_whatever_comes_later() -> None:
+    trial = Trial(OPTIONS)
+    trial.extend(WORSE)
+    before = trial.decide(0)
+    trial.extend(BETTER)
+    assert trial.decide(0) == before
+
+
+@pytest.mark.parametrize("episodes", [BETTER, WORSE, EQUAL])
+def test_the_unit_of_rewards_changes_nothing_but_the_unit(episodes: list[Episode]) -> None:
+    wide = GateOptions(reward_range=(-10.0, 10.0), margin=0.4)
+    stretched = [
+        msgspec.structs.replace(one, reward=None if one.reward is None else 20 * one.reward - 10)
+        for one in episodes
+    ]
+    found, other = decide(episodes, OPTIONS, 0), decide(stretched, wide, 0)
+    assert (found.kind, found.better, found.worse) == (other.kind, other.better, other.worse)
+    assert other.lower == pytest.approx(20 * found.lower)
+    assert other.upper == pytest.approx(20 * found.upper)
+
+
+def test_rewards_out_of_range_count_as_its_ends() -> None:
+    beyond = [msgspec.structs.replace(one, reward=5.0 if one.reward else -7.0) for one in BETTER]
+    assert decide(beyond, OPTIONS, 0) == decide(BETTER, OPTIONS, 0)
+
+
+def test_a_failed_episode_without_a_reward_counts_as_the_lowest() -> None:
+    options = GateOptions(reward_range=(-1.0, 1.0))
+    failed = Episode(SERVING, "one", None, failed=True)
+    assert options.scaled(failed) == 0.0
+    assert options.scaled(msgspec.structs.replace(failed, reward=0.0)) == 0.5
+
+
+def test_unscored_episodes_are_left_out_and_counted() -> None:
+    unscored = [Episode(arm, "one", None) for arm in (CANARY, SERVING, BASE)]
+    mixed = [one for episode in EQUAL for one in (episode, *unscored)]
+    found, without = decide(mixed, OPTIONS, 0), decide(EQUAL, OPTIONS, 0)
+    assert (found.lower, found.upper) == (without.lower, without.upper)
+    assert found.arms[CANARY].unscored == len(EQUAL)
+    assert found.arms[CANARY].mean == without.arms[CANARY].mean
+
+
+def test_a_decision_is_json_and_comes_back() -> None:
+    found = decide(WORSE, OPTIONS, 0)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Decision) == found
+
+
+def test_the_recipe_s_other_keys_are_ignored() -> None:
+    said = {"mode": "gated", "updates_per_candidate": 3, "margin": 0.1, "reward_range": [0, 2]}
+    options = msgspec.convert(said, GateOptions)
+    assert (options.margin, options.reward_range) == (0.1, (0.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"reward_range": (1.0, 1.0)}, "reward_range"),
+        ({"reward_range": (0.0, float("inf"))}, "reward_range"),
+        ({"margin": 0.0}, "margin"),
+        ({"margin": 1.0}, "margin"),
+        ({"mistakes": 0.0}, "mistakes"),
+        ({"mistakes": 1.0}, "mistakes"),
+        ({"canary_share": 0.0}, "canary_share"),
+        ({"canary_share": 0.7, "base_share": 0.3}, "base_share"),
+    ],
+)
+def test_options_out_of_range_are_named(changed: dict[str, object], named: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=named):
+        msgspec.convert(changed, GateOptions)
+
+
+def test_a_reward_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="NaN"):
+        Trial(OPTIONS).extend([Episode(CANARY, "one", float("nan"))])
+
+
+def test_an_equal_canary_of_many_seeds_is_not_retired() -> None:
+    retired = 0
+    for seed in range(40):
+        random = Random(seed)
+        episodes = [
+            Episode(
+                CANARY if random.random() < 0.3 else SERVING, "one", float(random.random() < 0.5)
+            )
+            for _ in range(300)
+        ]
+        retired += decide(episodes, GateOptions(canary_share=0.3), 0).kind == "retire"
+    # At most 5 % each; 6 or more of 40 come of that in one of seventy sets of seeds.
+    assert retired <= 5

@@ -1,0 +1,304 @@
+"""A form is read as all readers read it, or not at all."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import pytest
+from aiohttp import FormData
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.formats.forms import MOST_PARTS, Form, is_plain, read_form
+
+TYPE = "multipart/form-data; boundary=x"
+PART = b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+FILE = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n%s\r\n'
+END = b"--x--\r\n"
+
+
+def said(*pairs: tuple[bytes, bytes]) -> Form:
+    return read_form(TYPE, b"".join(PART % pair for pair in pairs) + END)
+
+
+names = st.text("abcXYZ019_-", min_size=1, max_size=8)
+texts = st.text(max_size=40).filter(lambda text: not text.lstrip().startswith(("[", "{")))
+shown = st.text(st.characters(min_codepoint=32, exclude_characters="\x7f"), max_size=8)
+files = st.dictionaries(names, st.tuples(shown, st.binary(max_size=80)), max_size=2)
+
+
+@given(st.dictionaries(names, texts, max_size=4), files)
+def test_what_httpx_writes_is_read(
+    fields: dict[str, str], files: dict[str, tuple[str, bytes]]
+) -> None:
+    given = {name: (f"{file[0]}.wav", file[1]) for name, file in files.items()}
+    given = given or {"file": ("a.wav", b"\xff\r\n--x\r\n")}
+    request = httpx.Request("POST", "http://x", data=fields, files=given)
+    form = read_form(request.headers["content-type"], request.read())
+    assert form.texts == tuple(fields.values())
+
+
+@given(st.lists(st.tuples(names, texts), max_size=4), st.binary(max_size=80))
+def test_what_aiohttp_writes_is_read(fields: list[tuple[str, str]], file: bytes) -> None:
+    data = FormData()
+    for name, text in fields:
+        data.add_field(name, text.encode(errors="replace").decode(), content_type="text/plain")
+    data.add_field("file", file, filename="ä 1.wav", content_type="audio/wav")
+    body: Any = data()
+    written = b"".join(
+        b"--%s\r\n%s%s\r\n" % (body._boundary, part._binary_headers, part._value)
+        for part, _, _ in body._parts
+    )
+    form = read_form(body.content_type, written + b"--%s--\r\n" % body._boundary)
+    assert len(form.texts) == len(fields)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        # .NET, Apache's HttpClient, curl, urllib3.
+        b"Content-Type: text/plain; charset=utf-8\r\nContent-Disposition: form-data; name=model",
+        b'Content-Disposition: form-data; name="model"\r\nContent-Type: text/plain\r\n'
+        b"Content-Transfer-Encoding: 8bit",
+        b'content-disposition:form-data;name="model"\r\nContent-Length: 1',
+        b"Content-Disposition: form-data; name=\"model\"; filename*=utf-8''%C3%A4.wav",
+        b'Content-Disposition: form-data; name="model"; filename=""',
+    ],
+)
+def test_a_part_is_read_as_clients_write_it(head: bytes) -> None:
+    form = read_form(
+        'multipart/form-data; charset=UTF-8; boundary="x"',
+        b"--x\r\n" + head + b"\r\n\r\nm@1\r\n--x--",
+    )
+    assert form == Form(("m@1",), {"model": "m@1"})
+
+
+@pytest.mark.parametrize(
+    ("pairs", "fields"),
+    [
+        ([(b"mask[file_id]", b"f")], {"mask": {"file_id": "f"}}),
+        ([(b"mask.file_id", b"f")], {"mask": {"file_id": "f"}}),
+        ([(b"images[0][file_id]", b"f")], {"images": {"0": {"file_id": "f"}}}),
+        ([(b"images[][file_id]", b"f")], {"images": {"file_id": "f"}}),
+        ([(b"file_ids[]", b"f"), (b"file_ids[]", b"g")], {"file_ids": ["f", "g"]}),
+        ([(b"a", b"1"), (b"a", b"2"), (b"a", b"3")], {"a": ["1", "2", "3"]}),
+        (
+            [(b"mask", b' {"file_id": "f"}'), (b"mask[n]", b"1")],
+            {"mask": {"file_id": "f", "n": "1"}},
+        ),
+        ([(b"images", b'[{"file_id": "f"}]')], {"images": [{"file_id": "f"}]}),
+        ([(b"prompt", b"[sic] a fox {")], {"prompt": "[sic] a fox {"}),
+        ([(b"mask", b'{"file_id": "f", "x": "\xff"}')], {"mask": {"file_id": "f", "x": "ÿ"}}),
+        ([(b"model", b"")], {"model": ""}),
+    ],
+)
+def test_fields_are_those_of_the_structure_that_their_names_tell(
+    pairs: list[tuple[bytes, bytes]], fields: Mapping[str, Any]
+) -> None:
+    form = said(*pairs)
+    assert form.fields == fields
+    assert len(form.texts) == len(pairs)
+
+
+def test_files_are_passed_over_whatever_is_in_them() -> None:
+    body = FILE % b'{"file_id": "f"}\r\n\r\nm@1\r\n-x--' + PART % (b"model", b"m") + END
+    assert read_form(TYPE, body) == Form(("m",), {"model": "m"})
+    assert read_form(TYPE, b"--x--") == Form((), {})
+
+
+ONE = PART % (b"model", b"m")
+UNCLEAR = {
+    "a model that is a file": (TYPE, FILE.replace(b'"file"', b'"model"') % b"m" + END),
+    "no boundary": ("multipart/form-data", ONE + END),
+    "two boundaries": ("multipart/form-data; boundary=x; boundary=y", ONE + END),
+    "an empty boundary": ('multipart/form-data; boundary=""', ONE + END),
+    "a list as boundary": ("multipart/form-data; boundary=x,y", b"--x,y--"),
+    "another type": ("multipart/mixed; boundary=x", ONE + END),
+    "utf-7": ("multipart/form-data; boundary=x; charset=utf-7", ONE + END),
+    "utf-16": ("multipart/form-data; charset='utf-16'; boundary=x", ONE + END),
+    "an extended charset": ("multipart/form-data; boundary=x; charset*=utf-8''utf-7", ONE + END),
+    "a preamble": (TYPE, b"hello\r\n" + ONE + END),
+    "an epilogue": (TYPE, ONE + END + PART % (b"model", b"n") + END),
+    "no end": (TYPE, ONE),
+    "half an end": (TYPE, ONE + b"--x"),
+    "no head": (TYPE, b"--x\r\n\r\nm\r\n" + END),
+    "no blank line": (TYPE, b'--x\r\nContent-Disposition: form-data; name="model"\r\n' + END),
+    "a line feed alone": (TYPE, ONE.replace(b"\r\n", b"\n") + END),
+    "a head of line feeds": (
+        TYPE,
+        b'--x\r\nA: b\nContent-Disposition: form-data; name="m"\r\n\r\n',
+    ),
+    "a delimiter after a line feed": (TYPE, PART % (b"a", b"\n--x\nA: b\n\nm") + END),
+    "a delimiter that goes on": (TYPE, PART % (b"a", b"\r\n--xy\r\n") + END),
+    "spaces after a delimiter": (TYPE, ONE + ONE.replace(b"--x", b"--x ") + END),
+    "no name": (TYPE, ONE.replace(b'name="model"', b'filename="f"') + END),
+    "two names": (TYPE, ONE.replace(b'"model"', b'"a"; name="model"') + END),
+    "an extended name": (TYPE, ONE.replace(b"name=", b"name*=utf-8''") + END),
+    "both kinds of name": (TYPE, ONE.replace(b"name=", b"name*=utf-8''a; name=") + END),
+    "a name with an escape": (TYPE, PART % (b"mo\\del", b"m") + END),
+    "a name with a percent sign": (TYPE, PART % (b"file%5Fid", b"m") + END),
+    "a quote within a file's name": (
+        TYPE,
+        ONE.replace(b'name="model"', b'filename="a\\"; name=\\"b"; name="c"') + END,
+    ),
+    "a file's name that ends in a backslash": (
+        TYPE,
+        ONE.replace(b'name="model"', b'filename="a\\\\"; name="b"; x="; name=model; y="') + END,
+    ),
+    "a name in pieces": (TYPE, ONE.replace(b'"model"', b'"a"; name*0=mo; name*1=del') + END),
+    "a boundary in pieces": ("multipart/form-data; boundary=x; boundary*0=y", ONE + END),
+    "two dispositions": (
+        TYPE,
+        ONE.replace(b"\r\n\r\n", b"\r\nContent-Disposition: x\r\n\r\n") + END,
+    ),
+    "a folded header": (TYPE, ONE.replace(b"; name", b";\r\n name") + END),
+    "an attachment": (TYPE, ONE.replace(b"form-data;", b"attachment;") + END),
+    "base64": (
+        TYPE,
+        ONE.replace(b"m\r\n", b"bQ==\r\n").replace(
+            b'"\r\n', b'"\r\nContent-Transfer-Encoding: base64\r\n'
+        )
+        + END,
+    ),
+    "a part in utf-7": (
+        TYPE,
+        ONE.replace(b'"\r\n', b'"\r\nContent-Type: a/b; charset=utf-7\r\n') + END,
+    ),
+    "parts of a part": (
+        TYPE,
+        ONE.replace(b'"\r\n', b'"\r\nContent-Type: multipart/mixed; boundary=y\r\n') + END,
+    ),
+    "a charset for all": (TYPE, PART % (b"_charset_", b"utf-7") + ONE + END),
+    "whole and in parts": (TYPE, PART % (b"voice", b"alloy") + PART % (b"voice[id]", b"v") + END),
+    "in parts and whole": (TYPE, PART % (b"voice[id]", b"v") + PART % (b"voice", b"alloy") + END),
+    "two structures": (TYPE, (PART % (b"voice", b'{"id": "v"}')) * 2 + END),
+    "too deep": (TYPE, PART % (b"a", b"[" * 200 + b"]" * 200) + END),
+    "a number that is too long": (
+        TYPE,
+        PART % (b"a", b'[%s, {"file_id": "f"}]' % (b"9" * 5000)) + END,
+    ),
+    "too many parts": (TYPE, ONE * (MOST_PARTS + 1) + END),
+    "too long a head": (
+        TYPE,
+        ONE.replace(b"\r\n\r\n", b"\r\nA: %s\r\n\r\n" % (b"b" * 20_000)) + END,
+    ),
+}
+
+
+@pytest.mark.parametrize("why", UNCLEAR)
+def test_what_readers_take_in_different_ways_is_not_read(why: str) -> None:
+    with pytest.raises(ValueError, match=r"^(it|its|a|[\w\[\].]+) "):
+        read_form(*UNCLEAR[why])
+
+
+PIECES = st.sampled_from(
+    [
+        *(b"--x", b"--", b"\r\n", b"\n", b"\r\n\r\n", b"x", b"m@1", b'{"file_id": "f"}', b"\xff"),
+        *(b"Content-Disposition: form-data", b'; name="a"', b"; name=b[c]", b'; filename="f"'),
+        *(b"Content-Type: text/plain", b"; charset=utf-8", b": ", b'"', b"\\", b"\x00", ONE, END),
+    ]
+)
+bodies = st.lists(PIECES, max_size=14).map(b"".join)
+
+
+@given(bodies | bodies.map(lambda inner: ONE + inner + b"\r\n" + END) | st.binary())
+def test_any_bytes_are_read_or_refused(body: bytes) -> None:
+    try:
+        form = read_form(TYPE, body)
+    except ValueError:
+        return
+    assert body.startswith(b"--x")
+    assert all(text.encode() in body or text.encode("latin-1") in body for text in form.texts)
+
+
+class Reader:
+    """What vLLM's reader of forms, Starlette's, makes of one."""
+
+    def __init__(self) -> None:
+        self.dispositions: list[bytes] = []
+        self.values: list[bytes] = []
+        self._name = b""
+
+    def begins(self) -> None:
+        self.values.append(b"")
+
+    def has(self, data: bytes, start: int, end: int) -> None:
+        self.values[-1] += data[start:end]
+
+    def names(self, data: bytes, start: int, end: int) -> None:
+        self._name = data[start:end].lower()
+
+    def says(self, data: bytes, start: int, end: int) -> None:
+        if self._name == b"content-disposition":
+            self.dispositions.append(data[start:end])
+
+
+@pytest.mark.vllm
+@given(
+    bodies.map(lambda inner: ONE + inner) | bodies.map(lambda inner: ONE + inner + b"\r\n" + END)
+)
+def test_vllms_reader_reads_the_same(body: bytes) -> None:
+    from python_multipart.multipart import MultipartParser, parse_options_header
+
+    try:
+        form = read_form(TYPE, body)
+    except ValueError:
+        return
+    reader = Reader()
+    parser = MultipartParser(
+        b"x",
+        {
+            "on_part_begin": reader.begins,
+            "on_part_data": reader.has,
+            "on_header_field": reader.names,
+            "on_header_value": reader.says,
+        },
+    )
+    parser.write(body)
+    parser.finalize()
+    said = [parse_options_header(one)[1] for one in reader.dispositions]
+    read = [
+        value
+        for options, value in zip(said, reader.values, strict=True)
+        if not options.get(b"filename")
+    ]
+    assert len(form.texts) == len(read)
+    for text, value in zip(form.texts, read, strict=True):
+        assert value in (text.encode(), text.encode("latin-1", "replace"))
+    whole = {options[b"name"].decode() for options in said if not options.get(b"filename")}
+    assert {name for name in whole if name.isalpha()} <= form.fields.keys()
+
+
+@given(
+    st.recursive(
+        st.text(max_size=4),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+        ),
+        max_leaves=8,
+    )
+)
+def test_a_structure_is_read_as_json(value: Any) -> None:
+    text = json.dumps(value).encode()
+    meant = value if isinstance(value, (list, dict)) else text.decode()
+    assert said((b"a", text)).fields == {"a": meant}
+
+
+@pytest.mark.parametrize(
+    ("content_type", "plain"),
+    [
+        ("", True),
+        ("application/json", True),
+        ("application/json; charset=utf-8", True),
+        ('application/json;CHARSET="UTF-8"; x=y', True),
+        ("text/plain; charset=iso-8859-1", True),
+        ("application/json; charset=utf-16", False),
+        ("application/json; charset=utf-7", False),
+        ("application/json; charset=utf-8; charset=utf-7", False),
+        ("application/json; charset*=utf-8''utf-7", False),
+        ("application/json; charset", False),
+    ],
+)
+def test_a_content_type_tells_whether_ascii_is_ascii(content_type: str, plain: bool) -> None:
+    assert is_plain(content_type) is plain

@@ -1,0 +1,77 @@
+"""What a writer of segments marks of records that it lost."""
+
+from pathlib import Path
+
+import pytest
+
+from proxy.spool import segment_writer
+from proxy.spool.folders import Home
+from proxy.spool.lapse_file import LAPSE, Lapse, read_lapse
+from proxy.spool.segment_writer import SegmentWriter
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(segment_writer, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> SegmentWriter:
+    home = Home(tmp_path)
+    return SegmentWriter(lambda: home, home, segment_bytes=2**20)
+
+
+def lapse_in(folder: Path) -> Lapse | None:
+    file = folder / LAPSE
+    return read_lapse(file).untold if file.exists() else None
+
+
+def test_a_lapse_has_the_losses_before_it_that_no_mark_could_be_made_of(
+    writer: SegmentWriter, clock: Clock, tmp_path: Path
+) -> None:
+    (tmp_path / LAPSE).unlink()
+    writer.begin_lapse()
+    assert lapse_in(tmp_path) is None
+    clock.now = 200.0
+    writer.begin_lapse()
+    found = lapse_in(tmp_path)
+    assert found is not None
+    assert (found.since, found.until) == (100.0, None)
+
+
+def test_losses_that_were_named_are_in_no_later_lapse(
+    writer: SegmentWriter, clock: Clock, tmp_path: Path
+) -> None:
+    (tmp_path / LAPSE).unlink()
+    writer.begin_lapse()
+    assert writer.append(b"x")
+    writer.end_lapse(named=True)
+    assert lapse_in(tmp_path) is None
+    clock.now = 200.0
+    writer.begin_lapse()
+    found = lapse_in(tmp_path)
+    assert found is not None
+    assert found.since == 200.0
+
+
+def test_losses_without_a_mark_or_a_name_are_a_lapse_in_the_end(
+    writer: SegmentWriter, clock: Clock, tmp_path: Path
+) -> None:
+    (tmp_path / LAPSE).unlink()
+    writer.begin_lapse()
+    clock.now = 200.0
+    assert writer.append(b"x")
+    writer.end_lapse(named=False)
+    found = lapse_in(tmp_path)
+    assert found is not None
+    assert (found.since, found.until) == (100.0, 200.0)

@@ -1,0 +1,58 @@
+"""Names and fingerprints of tenants: no two tenants' are ever alike, and the default one's stay."""
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from store.tenants import (
+    DEFAULT,
+    PATTERN,
+    SEPARATOR,
+    bare,
+    beginning,
+    own_digests,
+    same_tenant,
+    scoped,
+    tenant_of,
+)
+
+TENANTS = st.one_of(st.just(DEFAULT), st.from_regex(re.compile(PATTERN, re.ASCII), fullmatch=True))
+# What a client may send: names that look like another tenant's among them.
+NAMES = st.one_of(
+    st.text(max_size=20),
+    st.lists(st.sampled_from(["a", "b", DEFAULT, SEPARATOR, "run-7"]), max_size=5).map("".join),
+)
+
+
+@given(TENANTS, NAMES, TENANTS, NAMES)
+def test_kept_names_are_alike_only_if_tenant_and_name_are(
+    tenant: str, name: str, other: str, its: str
+) -> None:
+    assert (scoped(tenant, name) == scoped(other, its)) == ((tenant, name) == (other, its))
+
+
+@given(TENANTS, NAMES)
+def test_a_kept_name_says_whose_it_is_and_what_it_was(tenant: str, name: str) -> None:
+    kept = scoped(tenant, name)
+    assert (tenant_of(kept), bare(kept)) == (tenant, name)
+    assert same_tenant(kept, "n") == scoped(tenant, "n")
+    begins = beginning(tenant)
+    assert begins is None or kept.startswith(begins)
+
+
+@given(NAMES.filter(lambda name: SEPARATOR not in name))
+def test_names_of_the_default_tenant_are_kept_as_they_are(name: str) -> None:
+    assert scoped(DEFAULT, name) == name
+    assert (tenant_of(name), bare(name)) == (DEFAULT, name)
+
+
+@given(TENANTS, TENANTS, st.lists(st.binary(min_size=16, max_size=16), max_size=4, unique=True))
+def test_fingerprints_of_two_tenants_never_match(
+    tenant: str, other: str, digests: list[bytes]
+) -> None:
+    own, others = own_digests(tenant, digests), own_digests(other, digests)
+    assert all(len(one) == 16 for one in own)
+    assert [one[0] for one in own] == [one[0] for one in digests]
+    assert (own == others) if tenant == other else not set(own) & set(others)
+    assert own_digests(DEFAULT, digests) == tuple(digests)

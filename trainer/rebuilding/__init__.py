@@ -1,0 +1,1 @@
+"""Train a policy's line again without some episodes (`pawl policies rebuild`)."""

@@ -1,0 +1,84 @@
+"""Define `[gate]`: what decides whether a version that passed its probe gets the traffic."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from trainer.recipes.options import Count, Finite, Positive, RecipeOptions
+
+# All new episodes but a few go to the version that serves, which the others are compared with.
+Portion = Annotated[float, Field(gt=0, le=0.5)]
+
+
+class GateOptions(RecipeOptions):
+    """Set `[gate]`: whether live rewards decide about a version, and by what test."""
+
+    mode: Literal["immediate", "gated"] = Field(
+        default="immediate",
+        description='"immediate": a version serves as soon as it passes the probe. "gated": it '
+        "gets a share of the new episodes first, and the traffic once their rewards show that it "
+        "is no worse.",
+    )
+    updates_per_candidate: Count = Field(
+        default=1, description="Updates after each other that make one candidate for the gate."
+    )
+    canary_share: Portion = Field(
+        default=0.1, description="Share of the new episodes that the version on trial gets."
+    )
+    base_share: Annotated[float, Field(ge=0, le=0.5)] = Field(
+        default=0.02,
+        description="Share of the new episodes that the base model keeps for good, by which a "
+        "change of the world is told from one of a version. 0: none.",
+    )
+    margin: Positive = Field(
+        default=0.02,
+        description="By how much the mean reward may be lower for a version to count as no worse, "
+        "in units of the reward.",
+    )
+    reward_range: tuple[Finite, Finite] = Field(
+        default=(0.0, 1.0),
+        description="Lowest and highest reward; what lies outside counts as the nearest of them. "
+        "An episode that failed counts as the lowest.",
+    )
+    reward_delay_s: Positive = Field(
+        default=600.0,
+        description="Seconds after its beginning until an episode counts: its calls must have "
+        "ended, and its reward have come, by then. Longer than the longest call.",
+    )
+    deadline_s: Positive = Field(
+        default=86400.0,
+        description="Seconds after which a version on trial that was not seen to be no worse is "
+        "rolled back.",
+    )
+    mistakes: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.05,
+        description="Largest probability of a wrong decision about a version, over all looks.",
+    )
+    fewest: Count = Field(
+        default=50,
+        description="Episodes with a reward that each of the two versions must have had before the "
+        "one on trial gets the traffic.",
+    )
+
+    @property
+    def is_gated(self) -> bool:
+        """Return whether live rewards decide about a version."""
+        return self.mode == "gated"
+
+    @model_validator(mode="after")
+    def _numbers_fit(self) -> "GateOptions":
+        lowest, highest = self.reward_range
+        if lowest >= highest:
+            raise ValueError("reward_range must be [lowest, highest] with lowest below highest")
+        if self.margin >= highest - lowest:
+            raise ValueError("margin must be smaller than the width of reward_range")
+        if self.canary_share + self.base_share >= 1.0:
+            raise ValueError(
+                "canary_share + base_share must be below 1: the version that serves needs episodes "
+                "to be compared with"
+            )
+        if self.deadline_s <= self.reward_delay_s:
+            raise ValueError(
+                "deadline_s must be larger than reward_delay_s: no episode would count before it"
+            )
+        return self
