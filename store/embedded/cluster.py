@@ -149,15 +149,19 @@ class Cluster:
         """Shut the server down cleanly; it is never killed.
 
         Raises:
-            StoreError: it did not end within `within_s` seconds, and goes on shutting down.
+            StoreError: it did not end within `within_s` seconds, and goes on shutting down, or
+                `pg_ctl` could not tell it to.
         """
+        # Whoever made the folders above may have closed them since the server was started.
+        self._open_parents()
         try:
             self._run("pg_ctl", "-w", "-t", str(max(1, int(within_s))), "-m", "fast", "stop")
         except subprocess.CalledProcessError as error:
             if self.postmaster() is not None:
                 raise StoreError(
-                    f"the embedded PostgreSQL did not stop within {within_s:g} s; "
-                    f"it goes on shutting down by itself; its log: {self.log}"
+                    f"the embedded PostgreSQL did not stop within {within_s:g} s: "
+                    f"{_one_line(error.stderr)}; if it was told to stop it goes on shutting down "
+                    f"by itself; its log: {self.log}"
                 ) from error
 
     def has_database(self, name: str, server: Postmaster) -> bool:
@@ -280,19 +284,29 @@ class Cluster:
         """Let the server's own user reach the folder and the programs, where we are root."""
         if not _is_root():
             return
-        _ensure_user()
-        for folder in (*self.folder.parents, *self.programs.parents):
-            _permit(folder, 0o001)
+        self._open_parents()
         for folder, bits in ((self.programs, 0o055), (self.programs.parent / "lib", 0o044)):
             _permit(folder, 0o055)
             for path in folder.rglob("*"):
                 if not path.is_symlink():
                     _permit(path, 0o055 if path.is_dir() else bits)
 
+    def _open_parents(self) -> None:
+        """Let the server's own user pass the folders above its files and programs."""
+        if not _is_root():
+            return
+        _ensure_user()
+        for folder in (*self.folder.parents, *self.programs.parents):
+            _permit(folder, 0o001)
+
     def _give(self, folder: Path) -> None:
         if _is_root():
             owner = pwd.getpwnam(SYSTEM_USER)
             os.chown(folder, owner.pw_uid, owner.pw_gid)
+
+
+def _one_line(said: str) -> str:
+    return " ".join(said.split())
 
 
 def _await_reaped(pid: int, deadline: float) -> None:

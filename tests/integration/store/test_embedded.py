@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from pawl.stack.database import kept_postgres
+from store.embedded.cluster import Cluster
 from store.embedded.server import EmbeddedPostgres
 from store.errors import StoreError
 from tests.support.waiting import until_true
@@ -248,6 +249,29 @@ def test_a_start_that_takes_too_long_kills_nothing_and_goes_on(folder: Path) -> 
         postgres.ensure_running(within_s=0.2)
     assert postgres.ensure_running(within_s=30)
     postgres.stop()
+
+
+def test_a_server_is_stopped_although_its_folder_was_closed_to_its_user(folder: Path) -> None:
+    postgres = EmbeddedPostgres(folder)
+    postgres.ensure_running()
+    # As programs do that want temporary folders for themselves.
+    folder.chmod(0o700)
+    postgres.stop()
+    assert not postgres.is_running
+
+
+def test_a_server_that_does_not_stop_is_told_with_the_reason(folder: Path) -> None:
+    postgres = EmbeddedPostgres(folder)
+    postgres.ensure_running()
+    assert postgres.pid is not None
+    server = psutil.Process(postgres.pid)
+    server.suspend()
+    try:
+        with pytest.raises(StoreError, match=r"did not stop within 1 s.*server does not shut down"):
+            Cluster(folder / "postgres").stop(1.0)
+    finally:
+        server.resume()
+    server.wait(60)
 
 
 async def test_the_stack_s_database_is_stopped_while_it_is_watched(folder: Path) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from aiohttp import FormData
 from hypothesis import given
@@ -29,12 +29,12 @@ files = st.dictionaries(names, st.tuples(shown, st.binary(max_size=80)), max_siz
 
 
 @given(st.dictionaries(names, texts, max_size=4), files)
-def test_what_httpx_writes_is_read(
+def test_what_the_sdks_http_library_writes_is_read(
     fields: dict[str, str], files: dict[str, tuple[str, bytes]]
 ) -> None:
     given = {name: (f"{file[0]}.wav", file[1]) for name, file in files.items()}
     given = given or {"file": ("a.wav", b"\xff\r\n--x\r\n")}
-    request = httpx.Request("POST", "http://x", data=fields, files=given)
+    request = httpx2.Request("POST", "http://x", data=fields, files=given)
     form = read_form(request.headers["content-type"], request.read())
     assert form.texts == tuple(fields.values())
 
