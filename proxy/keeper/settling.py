@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Final
+from typing import Final, NamedTuple
 from uuid import UUID
 
 import structlog
@@ -50,6 +50,16 @@ READ_ONLY_PATIENCE: Final = 60
 # neither what it has seen nor whoever asks for metrics should wait for all of them.
 REDACT_S: Final = 1.0
 CANNOT_READ: Final = "a segment cannot be read or deleted"
+
+
+class Stored(NamedTuple):
+    """Say what came of storing: the records that are stored, and how many were left out."""
+
+    records: Sequence[SpoolRecord]
+    left_out: int
+
+
+NOTHING_STORED: Final = Stored((), 0)
 
 
 class Settler:
@@ -133,7 +143,7 @@ class Settler:
             Exception: the database is away (`store.connection.availability.is_no_records_fault`).
         """
         try:
-            await self._store(engine, entries)
+            stored = await self._store(engine, entries)
         except Exception as error:
             if len(entries) == 1:
                 await self._fail(engine, segment, entries[0], error)
@@ -145,22 +155,22 @@ class Settler:
                 await self.settle(engine, segment, entries[middle:])
             return
         await self._bury(segment, [entry for entry in entries if entry.record is None])
+        # In one step with moving on: whoever cancels the drain meanwhile finds both, or neither.
+        _count_stored(stored)
         settled = (e.piece.records for e in entries if e.piece.start not in segment.held)
         segment.advance(entries[-1].piece, sum(settled))
 
-    async def _store(self, engine: AsyncEngine, entries: Sequence[Entry]) -> None:
-        """Store and count the records among `entries`; errors are those of `Ingester.store`."""
+    async def _store(self, engine: AsyncEngine, entries: Sequence[Entry]) -> Stored:
+        """Store the records among `entries`; errors are those of `Ingester.store`."""
         records = [entry.record for entry in entries if entry.record is not None]
-        if records:
-            left_out = await self._ingester.store(engine, records)
-            self.failures = 0
-            self._stored |= {type(record): self._turn for record in records}
-            STORED.inc(len(records) - len(left_out))
-            if left_out:
-                DELETED.inc(len(left_out))
-                log.info("records_of_deleted_episodes", records=len(left_out))
-                records = [record for record in records if record.id not in left_out]
-            count_calls(records)
+        if not records:
+            return NOTHING_STORED
+        left_out = await self._ingester.store(engine, records)
+        self.failures = 0
+        self._stored |= {type(record): self._turn for record in records}
+        if left_out:
+            records = [record for record in records if record.id not in left_out]
+        return Stored(records, len(left_out))
 
     async def _fail(
         self, engine: AsyncEngine, segment: Segment, entry: Entry, error: Exception
@@ -250,7 +260,7 @@ class Settler:
         if held.why != "letter":
             [entry] = await self.read([piece])
             try:
-                await self._store(engine, [entry])
+                _count_stored(await self._store(engine, [entry]))
             except Exception as error:
                 if is_no_records_fault(error):
                     if held.why == "suspect" or not await answers(engine):
@@ -262,6 +272,14 @@ class Settler:
             return False
         segment.release(held)
         return True
+
+
+def _count_stored(stored: Stored) -> None:
+    STORED.inc(len(stored.records))
+    if stored.left_out:
+        DELETED.inc(stored.left_out)
+        log.info("records_of_deleted_episodes", records=stored.left_out)
+    count_calls(stored.records)
 
 
 def _reason(error: Exception) -> str:

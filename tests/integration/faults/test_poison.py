@@ -1,5 +1,7 @@
 """No record, whatever is in it, keeps the others from being stored; and no bug buries them all."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +12,9 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from proxy.calls.capture import Frame
-from proxy.keeper import transcribe
+from proxy.keeper import settling, transcribe
 from proxy.keeper.drain import Drainer
+from proxy.keeper.letters import Letter, bury
 from proxy.spool.segments import encode_frame
 from store.ids import new_id
 from store.read.episodes import episode_ids
@@ -20,7 +23,7 @@ from store.write.ingest import Ingester
 from tests.integration.conftest import Proxy
 from tests.support.faults.counters import assert_adds_up, ledger
 from tests.support.records import captured, reward
-from tests.support.waiting import eventually
+from tests.support.waiting import PATIENCE_S, eventually, until
 
 
 @dataclass
@@ -88,6 +91,35 @@ async def test_a_reply_that_nests_deeper_than_can_be_read_stops_nothing(spooled:
     assert await spooled.stored() + len(spooled.letters()) == 3
     assert await spooled.stored() >= 2
     assert spooled.segments() == []
+
+
+async def test_a_drain_that_is_cancelled_while_it_buries_has_counted_nothing_twice(
+    spooled: Spooled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A keeper that stops cancels it, and tells of its counters until it has ended."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(root: Path, letters: Sequence[Letter]) -> None:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+        bury(root, letters)
+
+    poison = captured(
+        "poison", dialect="messages", streamed=True, reply=nested(2000), deflated=True
+    )
+    spooled.write(captured("a"), poison, captured("b"))
+    with monkeypatch.context() as patched:
+        patched.setattr(settling, "bury", slow)
+        draining = asyncio.create_task(spooled.drainer.drain_once())
+        await until(begun.is_set)
+        draining.cancel()
+        go_on.set()
+        await asyncio.wait([draining])
+    assert draining.cancelled()
+    await spooled.drainer.count()
+    assert_adds_up()
+    await spooled.drain()
+    assert (await spooled.stored(), len(spooled.letters())) == (2, 1)
 
 
 ERRORS = [
