@@ -48,8 +48,11 @@ class KeyFiles:
         return None
 
     def give_back(self, key: str) -> None:
-        """Free a key whose body could not be recorded."""
-        self._path(key).unlink(missing_ok=True)
+        """Free a key whose body could not be recorded; a disk that fails is logged."""
+        try:
+            self._path(key).unlink(missing_ok=True)
+        except OSError as error:
+            log.error("idempotency_key_not_freed", reason=str(error))
 
     def clean(self, now: float | None = None) -> int:
         """Delete keys older than a day, and the oldest beyond `MOST`; return how many.

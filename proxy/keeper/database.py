@@ -129,8 +129,10 @@ class Database:
             self._known = versions
             self._show(versions)
             self._unwritten = True
-        if self._unwritten:
+        if self._unwritten or not self._file.is_there():
             await self._write(versions)
+        if self._embedded is not None:
+            self._tell_workers(self._embedded.url)
 
     async def _write(self, versions: list[PolicyVersion]) -> None:
         try:

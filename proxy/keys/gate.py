@@ -41,8 +41,11 @@ class Gate:
         self._asks = True
 
     def take(self, ring: KeyRing | None) -> None:
-        """Replace the keys. None: they are not known; then those known so far go on to count."""
-        if ring is None and self._known is not None and self._known.made:
+        """Replace the keys. None: they are not known; then those known so far go on to count.
+
+        So they do if no key was ever made: somebody removed the file that told of those.
+        """
+        if (ring is None or not ring.made) and self._known is not None and self._known.made:
             return
         self._known = ring
         self._asks = ring is None or ring.made or self._access == "keys"

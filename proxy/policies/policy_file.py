@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 import structlog
 
+from proxy.spool.folders import PRIVATE
 from store.versions import PolicyVersion
 
 log = structlog.get_logger()
@@ -24,8 +25,13 @@ class PolicyFile:
         self._path = spool_dir / NAME
         self._seen: tuple[int, int] | None = None
 
+    def is_there(self) -> bool:
+        """Return whether there is a file: somebody may have removed it."""
+        return self._path.exists()
+
     def write(self, versions: list[PolicyVersion]) -> None:
-        """Replace the file atomically."""
+        """Replace the file atomically, in a folder that is made if it is missing."""
+        self._path.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         partial = self._path.with_suffix(".part")
         partial.write_bytes(msgspec.json.encode(versions))
         partial.replace(self._path)

@@ -11,6 +11,7 @@ from proxy.errors import SpoolInUse
 
 # Records hold prompts and replies: only the proxy's own user may read them.
 PRIVATE: Final = 0o700
+LOCK: Final = "lock"
 OPEN: Final = ".open"
 SEALED: Final = ".seg"
 # Errors of a disk that may go away by themselves; any other is a mistake in the set-up.
@@ -23,6 +24,17 @@ class Lock:
     def __init__(self, handle: int) -> None:
         """Store the descriptor that the file was locked through."""
         self._handle = handle
+
+    def is_of(self, path: Path) -> bool:
+        """Return whether `path` still is the file that is locked.
+
+        Raises:
+            OSError: the disk does not tell.
+        """
+        try:
+            return os.path.samestat(os.fstat(self._handle), os.stat(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def release(self) -> None:
         """Unlock the file, so that another process may lock it."""
@@ -72,13 +84,21 @@ class Home:
         """
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         self.folder = folder
-        self._lock = hold(folder / "lock")
+        self._lock = hold(folder / LOCK)
         try:
             # Segments that an earlier worker left open; nobody writes to them any more.
             self.left = sorted(folder.glob(f"*{OPEN}"))
         except OSError:
             self._lock.release()
             raise
+
+    def is_lost(self) -> bool:
+        """Return whether somebody removed the folder, or put another in its place.
+
+        Raises:
+            OSError: the disk does not tell.
+        """
+        return not self._lock.is_of(self.folder / LOCK)
 
     def release(self) -> None:
         """Unlock the folder, so that another process may take it."""

@@ -16,6 +16,7 @@ both and the time between become one.
 
 import os
 import struct
+from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple
 from zlib import crc32
@@ -111,6 +112,11 @@ class LapseFile:
     def lasts(self) -> bool:
         """Return whether a lapse has begun and not ended."""
         return self._lapse is not None and self._lapse.until is None
+
+    @property
+    def lasts_since(self) -> float:
+        """Return when the lapse began that lasts (Unix time), or infinity if none lasts."""
+        return self._lapse.since if self.lasts and self._lapse is not None else inf
 
     def begin(self, now: float) -> bool:
         """Let a lapse begin at `now`; return False if one lasts already that has `now` in it.

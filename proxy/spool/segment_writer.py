@@ -159,11 +159,29 @@ class SegmentWriter:
             segment, self._segment = self._segment, None
             _close(segment)
         if self._segment is None:
+            if self._home is not None and self._home.is_lost():
+                self._leave(self._home)
             if self._home is None:
                 self._home = self._take()
                 self._unsealed += self._home.left
             self._segment = SegmentFile(self._home.folder)
         return self._segment
+
+    def _leave(self, home: Home) -> None:
+        """Give up a folder that somebody removed, with what was in it; another is taken next.
+
+        A lapse whose file went with it goes on.
+        """
+        log.error("spool_removed", folder=str(home.folder), by="somebody else")
+        reserve, self._reserve = self._reserve, None
+        lapse, self._lapse = self._lapse, None
+        if lapse is not None:
+            self._unmarked_since = min(self._unmarked_since, lapse.lasts_since)
+            _close(lapse)
+        if reserve is not None:
+            _close(reserve)
+        self._home = None
+        home.release()
 
     def _renew_reserve(self, folder: Path) -> None:
         """Have an empty reserve, if the disk has room for one."""

@@ -113,6 +113,15 @@ def test_keys_that_cannot_be_read_any_more_go_on_to_count() -> None:
     assert refused(gate, ANYBODY) is KeysUnknown
 
 
+@pytest.mark.parametrize("access", get_args(Access))
+def test_a_removed_file_of_keys_opens_no_port_that_asked_for_one(access: Access) -> None:
+    grant, shown = made("infer")
+    gate = gate_with(ring(grant), access)
+    gate.take(NO_KEYS)
+    assert refused(gate, shown) is None
+    assert refused(gate, ANYBODY) is NoKey
+
+
 # The file
 
 

@@ -1,11 +1,13 @@
 """What a writer of segments marks of records that it lost."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from proxy.errors import SpoolInUse
 from proxy.spool import segment_writer
-from proxy.spool.folders import Home
+from proxy.spool.folders import Home, take_home
 from proxy.spool.lapse_file import LAPSE, Lapse, read_lapse
 from proxy.spool.segment_writer import SegmentWriter
 
@@ -75,3 +77,42 @@ def test_losses_without_a_mark_or_a_name_are_a_lapse_in_the_end(
     found = lapse_in(tmp_path)
     assert found is not None
     assert (found.since, found.until) == (100.0, 200.0)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_somebody_removed_is_made_and_taken_again(
+    tmp_path: Path, replaced: bool
+) -> None:
+    folder = tmp_path / "spool" / "0"
+    writer = SegmentWriter(lambda: take_home(tmp_path / "spool"), Home(folder), segment_bytes=64)
+    assert writer.append(b"x")
+    shutil.rmtree(tmp_path / "spool")
+    if replaced:
+        folder.mkdir(parents=True)
+    assert writer.append(b"y" * 64)
+    assert writer.append(b"z")
+    assert sorted(path.stat().st_size for path in folder.glob("*_*")) == [0, 1, 64]
+    with pytest.raises(SpoolInUse):
+        Home(folder)
+    # What tells of losses is there again too.
+    assert writer.mark(b"m")
+    writer.begin_lapse()
+    assert lapse_in(folder) is not None
+    writer.release()
+    Home(folder).release()
+
+
+def test_a_lapse_whose_file_went_with_its_folder_lasts_on_in_the_next(
+    clock: Clock, tmp_path: Path
+) -> None:
+    folder = tmp_path / "0"
+    writer = SegmentWriter(lambda: Home(folder), Home(folder), segment_bytes=64)
+    writer.begin_lapse()
+    clock.now = 200.0
+    shutil.rmtree(folder)
+    assert writer.append(b"y")
+    writer.end_lapse(named=False)
+    found = lapse_in(folder)
+    assert found is not None
+    assert (found.since, found.until) == (100.0, 200.0)
+    writer.release()
