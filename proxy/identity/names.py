@@ -210,7 +210,7 @@ def split_of(
         warnings: gets a warning for each unknown split before the one that counts.
     """
     for name in names:
-        split = _KNOWN.get(name.value.lower())
+        split = _KNOWN.get(name.value.strip().lower())
         if split is not None:
             return split
         shown, known = ascii(name.value[:SAID_BACK]), " and ".join(SPLITS)

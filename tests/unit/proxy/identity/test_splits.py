@@ -38,6 +38,8 @@ def test_a_call_that_says_nothing_is_for_training() -> None:
         ({"x-pawl-split": "eval"}, "", None),
         ({"x-pawl-split": "Eval"}, "", None),
         ({}, "/split/eval", None),
+        ({}, "/split/%20eval", None),
+        ({}, "", {"pawl_split": "eval\n"}),
         ({}, "/task/t/episode/e/agent/a/split/eval", None),
         ({}, "/agent/a/split/eval", None),
         ({}, "", {"pawl_split": "eval"}),
@@ -103,5 +105,5 @@ def test_a_retry_repeats_an_attempt_of_its_own_split() -> None:
 @given(st.text(), st.text())
 def test_no_value_fails_a_call(header: str, metadata: str) -> None:
     found = who({"x-pawl-split": header}, metadata={"pawl_split": metadata})
-    said = {header.lower(), metadata.lower()}
-    assert found.split == ("eval" if "eval" in said and header.lower() != "train" else "train")
+    first, second = (value.strip().lower() for value in (header, metadata))
+    assert found.split == ("eval" if "eval" in (first, second) and first != "train" else "train")
