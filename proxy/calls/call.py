@@ -154,7 +154,7 @@ class Call:
     async def _route(self) -> ModelServer:
         """Choose the policy version and its upstream, and rewrite the request for both."""
         arrived, identity, router = self._arrived, self._asked.identity, self._shared.router
-        await router.check_kept(arrived)
+        await router.check(arrived)
         shared = self._shared
         await check_continued(arrived, shared.stitches, shared.lookup, shared.intake)
         policy = router.unpinned(arrived, identity)

@@ -15,7 +15,7 @@ from proxy.identity.stitch import CallMemory, response_fingerprint
 from proxy.intake.intake import Intake
 from proxy.policies.lookup import Lookup
 from proxy.upstreams.routing import shown
-from store.link.settle import known_targets
+from store.link.responses import is_response
 from store.tenants import DEFAULT, own_digests, scoped
 
 # A response of another worker is known once the keeper has stored it, which takes a moment.
@@ -25,8 +25,11 @@ PAUSE_S: Final = 0.1
 # Names a conversation that the provider keeps; only keys of the default tenant can have made one.
 CONVERSATION: Final = "conversation"
 INPUT: Final = "input"
-# By this vLLM lets a client choose its response's id, also one that another response has.
-CHOSEN_ID: Final = "request_id"
+# By the first vLLM lets a client choose its response's id, also one that another response has; by
+# the others further servers do (SGLang's is `rid`), or may.
+CHOSEN_IDS: Final = ("request_id", "rid", "id", "response_id")
+# No text that PostgreSQL keeps has it, and it takes none in a question.
+NUL: Final = "\x00"
 
 
 async def check_continued(
@@ -51,12 +54,14 @@ async def check_continued(
     previous = turns.continues(arrived.request.fields)
     if previous is None:
         return
+    if NUL in previous:
+        raise _unknown(previous, is_known=True)
     [digest] = own_digests(tenant, [response_fingerprint(previous)])
-    target = ("response", scoped(tenant, previous))
+    name, dialect = scoped(tenant, previous), arrived.format.name
     clock = asyncio.get_running_loop().time
     deadline = clock() + WAIT_S
     while not stitches.knows(digest):
-        known = await lookup.ask(lambda one: known_targets(one, [target]), within_s=LOOK_S)
+        known = await lookup.ask(lambda one: is_response(one, name, dialect), within_s=LOOK_S)
         if known:
             return
         if clock() >= deadline:
@@ -87,11 +92,12 @@ async def _check_named(arrived: Arrived, intake: Intake) -> None:
             param=INPUT,
             code="item_reference_not_found",
         )
-    if fields.get(CHOSEN_ID) is not None:
+    chosen = next((one for one in CHOSEN_IDS if fields.get(one) is not None), None)
+    if chosen is not None:
         raise BadRequest(
-            "request_id would be the response's id, and another tenant's response may have it: "
+            f"{chosen} would be the response's id, and another tenant's response may have it: "
             "leave it out, and the model server chooses one",
-            param=CHOSEN_ID,
+            param=chosen,
             code="response_id_not_chosen",
         )
 

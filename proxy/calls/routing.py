@@ -6,14 +6,14 @@ from typing import Any, Final
 import msgspec
 
 from proxy.calls.asking import Arrived
-from proxy.door.bodies import check_call
-from proxy.door.kept import check_kept
+from proxy.door.bodies import check_call, check_query
+from proxy.door.heads import check_headers, passed_on
 from proxy.errors import NotServed
 from proxy.exploring.changes import explored
 from proxy.exploring.choice import Exploring, is_chosen
 from proxy.exploring.requests import Changes
 from proxy.formats.base import ModelRequest
-from proxy.http.wire import Headers, for_upstream
+from proxy.http.wire import Headers
 from proxy.identity.identify import Identity
 from proxy.intake.intake import Intake
 from proxy.policies.lookup import Lookup
@@ -68,13 +68,10 @@ class CallRouter:
     def version_of(self, arrived: Arrived, identity: Identity) -> Serving:
         """Choose the policy version that serves a call, and whether its episode explores.
 
-        Raises:
-            NotServed: the request names a version that the call's tenant has not.
-            BadRequest: it cannot be read, and may name such a version.
+        What the request names must have been checked before (`check`).
         """
         model, episode, agent = arrived.request.model, identity.follows, identity.agent
         tenant = arrived.exchange.tenant
-        check_call(self._versions.owners, tenant, arrived.exchange.headers, arrived.request)
         serving = self._versions.resolve(model, episode, agent, tenant, identity.split)
         if not self._explore or model is None or identity.split == EVAL:
             return serving
@@ -153,13 +150,22 @@ class CallRouter:
         policy = serving.policy
         return arrived.request.model if policy is None else self._versions.base_of(policy)
 
-    async def check_kept(self, arrived: Arrived) -> None:
-        """Check that a call names nothing that is kept for all tenants, as `door.kept` does."""
-        tenant, request = arrived.exchange.tenant, arrived.request
+    async def check(self, arrived: Arrived) -> None:
+        """Check that a call names nothing that is hidden from its tenant, as `check_call` does.
+
+        Raises:
+            NotServed, NotKept, BadRequest: it does, or it is not known whether it does.
+        """
+        exchange, owners = arrived.exchange, self._versions.owners
+        if not owners.hides_some(exchange.tenant):
+            return
+        headers, request = exchange.headers, arrived.request
+        check_headers(owners, exchange.tenant, headers)
+        check_query(owners, exchange.tenant, exchange.target)
         if arrived.takes_long:
-            await self._intake.beside(check_kept, tenant, request)
+            await self._intake.beside(check_call, owners, exchange.tenant, headers, request)
         else:
-            check_kept(tenant, request)
+            check_call(owners, exchange.tenant, headers, request)
 
     async def rewritten_beside(self, arrived: Arrived, serving: Serving, want_ids: bool) -> Routed:
         """Return what `rewritten` does, which takes long, without holding up the event loop."""
@@ -221,7 +227,7 @@ def send_where_served(
 def _sent(arrived: Arrived, routed: Routed) -> tuple[str, Headers, bytes]:
     """Return the target, headers and body that the upstream gets."""
     exchange, request = arrived.exchange, routed.request
-    headers = for_upstream(exchange.headers, plain=routed.changed)
+    headers = passed_on(exchange, plain=routed.changed)
     target = request.path or arrived.route.path
     query = exchange.target.partition("?")[2]
     if query:

@@ -1,17 +1,22 @@
-"""Check what a request's body names, where it may name what is another tenant's.
+"""Check what a request's body or query names, where it may name what is another tenant's.
 
 What cannot be read here, or means different things to different readers, is refused: the upstream
 may read another name in it.
 """
 
 from typing import Final
+from urllib.parse import parse_qsl
 
-from proxy.door.kept import check_fields, check_kept
+from proxy.door.kept import check_fields
 from proxy.errors import BadRequest
 from proxy.formats.base import ModelRequest
 from proxy.formats.forms import FORM, Form, is_plain, read_form
+from proxy.formats.kept import all_fields
+from proxy.formats.repeated import repeated_name
+from proxy.formats.steering import named_models
 from proxy.http.wire import Headers
 from proxy.policies.owners import Owners
+from proxy.upstreams.routing import shown
 
 CONTENT_TYPE: Final = b"content-type"
 CONTENT_ENCODING: Final = b"content-encoding"
@@ -22,37 +27,68 @@ DIVIDERS: Final = (b"&", b";")
 
 
 def check_call(owners: Owners, tenant: str, headers: Headers, request: ModelRequest) -> None:
-    """Check that the body of a call names no model that is hidden from its tenant.
+    """Check that the body of a call names nothing that is hidden from its tenant.
 
     Raises:
-        NotServed: it names another tenant's version.
-        BadRequest: it is no JSON object, or not to whoever reads it.
+        NotServed, NotKept: it names another tenant's version, or what is kept for all tenants.
+        BadRequest: it is no JSON object, or not to whoever reads it, or steers what becomes of it.
     """
-    owners.check_body(tenant, is_read=request.parsed is not None)
     if owners.hides_some(tenant):
-        _type_of(headers, request.body)
-    owners.check(tenant, request.model)
+        _check_object(owners, tenant, headers, request)
 
 
 def check_forwarded(owners: Owners, tenant: str, headers: Headers, request: ModelRequest) -> None:
     """Check that a body, JSON or a form, names nothing that is not its tenant's.
 
     Raises:
-        NotServed, NotKept: it names another tenant's version, or what is kept for all tenants.
-        BadRequest: it is neither of both, or not to whoever reads it.
+        NotServed, NotKept, BadRequest: as `check_call` does; a form is no JSON object, and may be
+            read.
     """
     if not request.body:
         return
     content_type = _type_of(headers, request.body)
-    if content_type.lower().startswith(FORM):
-        form = _form(content_type, request.body)
-        for text in form.texts:
-            owners.check(tenant, text)
-        check_fields(tenant, form.fields)
+    if not content_type.lower().startswith(FORM):
+        _check_object(owners, tenant, headers, request)
         return
+    form = _form(content_type, request.body)
+    for text in form.texts:
+        owners.check(tenant, text)
+    check_fields(tenant, form.fields)
+
+
+def check_query(owners: Owners, tenant: str, target: str) -> None:
+    """Check that the query in a request's target names nothing that is not its tenant's.
+
+    Raises:
+        NotServed, NotKept, BadRequest: it does, as a body would.
+    """
+    for name, value in parse_qsl(target.partition("?")[2], keep_blank_values=True):
+        owners.check(tenant, value, name)
+        check_fields(tenant, {name: value})
+
+
+def _check_object(owners: Owners, tenant: str, headers: Headers, request: ModelRequest) -> None:
     owners.check_body(tenant, is_read=request.parsed is not None)
-    owners.check(tenant, request.model)
-    check_kept(tenant, request)
+    _type_of(headers, request.body)
+    try:
+        twice = repeated_name(request)
+        fields = all_fields(request)
+    except ValueError as error:
+        raise BadRequest(
+            f"The body cannot be read ({error}), so it is not known what it names: send numbers "
+            "of fewer digits, or texts in their place",
+            code="invalid_json",
+        ) from error
+    if twice is not None:
+        raise BadRequest(
+            f"An object of the body has {shown(twice)!r} twice, and which of the two counts is not "
+            "the same for all servers: send it once",
+            param=shown(twice),
+            code="unclear_body",
+        )
+    for name, text in named_models(fields):
+        owners.check(tenant, text, name)
+    check_fields(tenant, fields)
 
 
 def _form(content_type: str, body: bytes) -> Form:

@@ -10,7 +10,8 @@ from typing import Final
 
 import structlog
 
-from proxy.door.bodies import check_forwarded
+from proxy.door.bodies import check_forwarded, check_query
+from proxy.door.heads import check_headers, passed_on
 from proxy.door.refusal import UPSTREAM_SAID, refuse
 from proxy.door.routes import Route
 from proxy.errors import Forbidden, NotAllowed, ProxyError, ReplyTorn, UpstreamBroke
@@ -18,7 +19,7 @@ from proxy.formats.base import ModelRequest
 from proxy.formats.requests import read_request
 from proxy.http.client import Torn
 from proxy.http.exchange import Exchange
-from proxy.http.wire import JSON, Headers, for_client, for_upstream
+from proxy.http.wire import JSON, Headers, for_client
 from proxy.intake.intake import Intake
 from proxy.metrics import FORWARDED, status_label
 from proxy.policies.owners import Owners
@@ -114,7 +115,7 @@ async def _streamed(exchange: Exchange, route: Route, upstream: Upstream) -> Rep
     body = exchange.body if chunked or length is not None else None
     if body is not None:
         exchange.send_continue()
-    headers = for_upstream(exchange.headers, plain=False)
+    headers = passed_on(exchange, plain=False)
     return await upstream.pass_on(
         exchange.method, _target(exchange, route), headers, None if chunked else length, body
     )
@@ -131,7 +132,10 @@ async def _routed(
 
     With `hiding`, which hides other tenants' versions, it must name none of these.
     """
-    headers, target = for_upstream(exchange.headers, plain=False), _target(exchange, route)
+    headers, target = passed_on(exchange, plain=False), _target(exchange, route)
+    if hiding is not None:
+        check_headers(hiding, exchange.tenant, exchange.headers)
+        check_query(hiding, exchange.tenant, target)
     named = route.path.removeprefix(MODELS + "/") if _is_model(route) else None
     if exchange.method in READS:
         if hiding is not None:
@@ -160,7 +164,7 @@ def _checked(body: bytes, hiding: Owners | None, exchange: Exchange) -> ModelReq
 
 
 async def _models(exchange: Exchange, upstreams: Upstreams, owners: Owners) -> None:
-    headers = for_upstream(exchange.headers, plain=True)
+    headers = passed_on(exchange, plain=True)
     body, missing = await upstreams.models(headers, partial(owners.hides, exchange.tenant))
     reply_headers: Headers = [JSON]
     if exchange.tenant != DEFAULT:

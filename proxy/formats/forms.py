@@ -13,12 +13,15 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from proxy.formats.repeated import RepeatedName, once_each
 from store.values.json_limits import nests_too_deep
 
 FORM: Final = "multipart/form-data"
 # vLLM's reader (Starlette) takes as many fields, and as many files.
 MOST_PARTS: Final = 1000
 MOST_HEAD: Final = 16 * 1024
+# Characters of a name that a message repeats.
+MOST_SHOWN: Final = 64
 LINE: Final = b"\r\n"
 HEAD_END: Final = b"\r\n\r\n"
 CLOSE: Final = b"--"
@@ -188,9 +191,11 @@ def _meant(text: str) -> Any:
     if nests_too_deep(text.encode()):
         raise ValueError("a part of it nests too deep")
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=once_each)
     except json.JSONDecodeError:
         return text
+    except RepeatedName as error:
+        raise ValueError(f"a part of it has {str(error)[:MOST_SHOWN]!r} twice") from error
     except ValueError as error:
         # Of so many digits that Python does not make a number of them.
         raise ValueError("a part of it has a number of too many digits") from error

@@ -22,14 +22,19 @@ IDS: Final = frozenset(
 )
 # An object under one of these that has an `id`: a stored prompt, a sound, a voice.
 WITH_ID: Final = frozenset({"prompt", "audio", "voice", "container"})
-# Blocks of vLLM's cache, which a server before it hands on to the next.
-BLOCKS: Final = "kv_transfer_params"
+# Blocks of a cache, or a session, at the server that was asked before: vLLM's and SGLang's.
+BLOCKS: Final = frozenset(
+    {
+        *("kv_transfer_params", "ec_transfer_params", "session_params"),
+        *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+    }
+)
 SKILL: Final = "skill_id"
 # Skills that the provider offers to everybody.
 PUBLIC_SKILL: Final = "anthropic"
 UUID: Final = "uuid"
 # All of these: most fields are none.
-NAMING: Final = frozenset({*IDS, *WITH_ID, BLOCKS, SKILL, UUID})
+NAMING: Final = frozenset({*IDS, *WITH_ID, *BLOCKS, SKILL, UUID})
 # The client's own, whatever is in it; citations give access to nothing.
 FREE: Final = frozenset(
     {
@@ -91,7 +96,8 @@ def kept_name(fields: Mapping[str, Any]) -> str | None:
         value = waiting.pop()
         if isinstance(value, dict):
             for name, member in value.items():
-                if name in NAMING and _names(value, name, member):
+                plain = name if name.isascii() and name.islower() else name.casefold()
+                if plain in NAMING and _names(value, plain, member):
                     return str(name)
                 nests = isinstance(member, list) or (isinstance(member, dict) and name != INPUT)
                 if nests and name not in FREE:
@@ -111,4 +117,4 @@ def _names(owner: Mapping[str, Any], name: str, member: Any) -> bool:
         return member is not None and not MEDIA_FIELDS.isdisjoint(owner)
     if name == SKILL:
         return bool(member) and owner.get("type") != PUBLIC_SKILL
-    return name == BLOCKS and bool(member)
+    return name in BLOCKS and member not in (None, {}, [])

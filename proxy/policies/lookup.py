@@ -16,6 +16,7 @@ log = structlog.get_logger()
 
 # After a failed query no other is tried for this long.
 PAUSE_S: Final = 1.0
+AT_ONCE: Final = 2
 URL_FILE: Final = "database.url"
 Answer = TypeVar("Answer")
 
@@ -29,11 +30,29 @@ class Lookup:
         self._url_file = url_file(settings.spool_dir)
         self._engine: AsyncEngine | None = None
         self._not_before = 0.0
+        self._turns = asyncio.Semaphore(AT_ONCE)
 
     async def ask(
         self, question: Callable[[AsyncConnection], Awaitable[Answer]], *, within_s: float
     ) -> Answer | None:
-        """Return the query's result, or None if the database does not give it within `within_s`."""
+        """Return the query's result, or None if the database does not give it within `within_s`.
+
+        As many are asked at once as there are connections. One whose turn does not come in time
+        gets None, too, and says nothing about the database: its client asks too much.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                await self._turns.acquire()
+        except TimeoutError:
+            return None
+        try:
+            return await self._asked(question, within_s)
+        finally:
+            self._turns.release()
+
+    async def _asked(
+        self, question: Callable[[AsyncConnection], Awaitable[Answer]], within_s: float
+    ) -> Answer | None:
         loop = asyncio.get_running_loop()
         if loop.time() < self._not_before:
             return None
@@ -54,7 +73,7 @@ class Lookup:
         if self._engine is None:
             url = self._url()
             if url is not None:
-                self._engine = make_engine(url, pool_size=2)
+                self._engine = make_engine(url, pool_size=AT_ONCE)
         return self._engine
 
     def _url(self) -> str | None:

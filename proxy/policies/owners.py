@@ -72,8 +72,8 @@ class Owners:
                 code="invalid_json",
             )
 
-    def check(self, tenant: str, model: str | None) -> None:
-        """Check that a tenant may ask for a model of this name.
+    def check(self, tenant: str, model: str | None, param: str = "model") -> None:
+        """Check that a tenant may ask for a model of this name, which the field `param` has.
 
         Raises:
             NotServed: it is hidden from the tenant.
@@ -82,7 +82,7 @@ class Owners:
             raise NotServed(
                 f"There is no version {shown(model or '')!r}: ask for a policy, or for a version "
                 "of one",
-                param="model",
+                param=param,
                 code="model_not_found",
             )
 

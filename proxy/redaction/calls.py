@@ -10,6 +10,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from proxy.calls.trainable import Reason
+from proxy.formats.repeated import repeated_name
+from proxy.formats.requests import read_request
 from proxy.identity.stitch import PREFIXES
 from proxy.redaction.fields import with_field, without_ids
 from proxy.redaction.texts import Patterns
@@ -55,6 +57,7 @@ def redact_call(record: CallRecord, rules: Rules) -> Redacted:
         Exception: it cannot be redacted, and must not be stored as it is.
     """
     hits: set[str] = set()
+    record = _without_repeats(record, rules)
     request = _document(record.request, rules, hits, of_reply=False)
     reply = _document(record.reply, rules, hits, of_reply=True)
     fields = {rule.name for rule in rules.fields} & hits
@@ -123,6 +126,22 @@ def without_prefixes(fingerprints: Sequence[bytes]) -> tuple[bytes, ...]:
     return tuple(one for one in fingerprints if one[0] not in PREFIXES)
 
 
+def _without_repeats(record: CallRecord, rules: Rules) -> CallRecord:
+    """Return a record whose bodies that have a name twice count as none that can be read.
+
+    A rule for a field would find the last of the two, and the first would be stored.
+    """
+    if rules.fields and record.request is not None and _repeats(record.request):
+        record = msgspec.structs.replace(record, request=None, request_raw=record.request)
+    if rules.fields and record.reply is not None and _repeats(record.reply):
+        record = msgspec.structs.replace(record, reply=None, reply_raw=record.reply)
+    return record
+
+
+def _repeats(document: bytes) -> bool:
+    return repeated_name(read_request(document)) is not None
+
+
 def _document(body: bytes | None, rules: Rules, hits: set[str], *, of_reply: bool) -> bytes | None:
     if body is None:
         return None
@@ -138,14 +157,25 @@ def _document(body: bytes | None, rules: Rules, hits: set[str], *, of_reply: boo
 def _call(call: ToolCall, patterns: Patterns, hits: set[str]) -> ToolCall:
     # As the string of the reply in which it came, so that both say the same.
     arguments = patterns.document(msgspec.json.encode(call.arguments), hits)
-    return ToolCall(id=call.id, name=call.name, arguments=msgspec.json.decode(arguments, type=str))
+    return ToolCall(
+        id=call.id,
+        name=_text(call.name, patterns, hits),
+        arguments=msgspec.json.decode(arguments, type=str),
+    )
 
 
 def _event(event: ToolEvent, patterns: Patterns, hits: set[str]) -> ToolEvent:
-    if event.detail is None:
-        return event
-    detail = patterns.text(event.detail.encode(errors="surrogatepass"), hits)
-    return msgspec.structs.replace(event, detail=detail.decode(errors="replace"))
+    said = {
+        name: _text(text, patterns, hits)
+        for name, text in (("name", event.name), ("detail", event.detail))
+        if text is not None
+    }
+    return msgspec.structs.replace(event, **said)
+
+
+def _text(text: str, patterns: Patterns, hits: set[str]) -> str:
+    found = patterns.text(text.encode(errors="surrogatepass"), hits)
+    return found.decode(errors="replace")
 
 
 def _plain(value: Any) -> Any:

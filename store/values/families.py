@@ -3,6 +3,8 @@
 import re
 from typing import Final
 
+from store.tenants import bare, scoped, tenant_of
+
 _FAMILY: Final = re.compile(r"[^/:]*")
 _NUMBER: Final = re.compile(r"[\W_]*\d+$")
 
@@ -13,9 +15,11 @@ def task_family(task: str | None) -> str:
     It is the part before the first `/` or `:`, or, where there is neither, the name without
     the number at its end: `refunds/17`, `refunds:x` and `refunds-17` are all `refunds`.
     Episodes without a task form one family (the empty name), and so do those whose task is
-    derived from the prompt (`prompt:…`).
+    derived from the prompt (`prompt:…`). Each tenant's are its own: task and family are names as
+    they are kept.
     """
-    name = task or ""
-    family = _FAMILY.match(name)
-    assert family is not None
-    return family[0] if family[0] != name else _NUMBER.sub("", name)
+    name = bare(task or "")
+    found = _FAMILY.match(name)
+    assert found is not None
+    family = found[0] if found[0] != name else _NUMBER.sub("", name)
+    return scoped(tenant_of(task or ""), family)

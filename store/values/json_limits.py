@@ -16,6 +16,7 @@ MAX_DEPTH: Final = 100
 
 _NOT_STRUCTURE: Final = bytes(set(range(256)) - set(b'"[]{},'))
 _NOT_NESTING: Final = bytes(set(range(256)) - set(b'"[]{}'))
+_NOT_MEMBERS: Final = bytes(set(range(256)) - set(b'":'))
 _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[{"))
 _NOT_COUNTED: Final = bytes(set(range(256)) - set(b"[{,"))
 _SQUARE: Final = bytes.maketrans(b"{}", b"[]")
@@ -77,6 +78,14 @@ def size_of(data: bytes, enough: Size) -> Size:
         if containers > enough.containers or containers + commas > enough.values:
             break
     return Size(containers, containers + commas)
+
+
+def members_in(data: bytes) -> int:
+    """Return how many members the objects of a JSON document have, those of one name all counted.
+
+    Outside of strings there is one colon for each. The document must be valid.
+    """
+    return sum(outside.count(b":") for outside in _outside_strings(_marks(data, _NOT_MEMBERS)))
 
 
 def _certainly_flat(data: bytes) -> bool:

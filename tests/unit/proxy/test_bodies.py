@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.door.bodies import check_call, check_forwarded
+from proxy.door.bodies import check_call, check_forwarded, check_query
 from proxy.errors import BadRequest, NotKept, NotServed
 from proxy.formats.requests import read_request
 from proxy.http.wire import Headers
@@ -129,3 +129,77 @@ def test_a_call_is_read_in_one_way_where_something_is_hidden() -> None:
         with pytest.raises(BadRequest, match="not known which model"):
             called(OWNERS, "a", unclear, model="m", x="&model=pb@1&")
         called(ALONE, DEFAULT, unclear, model="m", x="&model=pb@1&")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b'{"model": "pb@1", "model": "m"}',
+        b'{"mod\\u0065l": "pb@1", "model": "m"}',
+        b'{"model": "m", "messages": [{"file_id": "f", "file_id": null}]}',
+        b'{"model": "m", "messages": [1e400, {"x": {"file_id": "f", "file_id": null}}]}',
+    ],
+)
+def test_a_name_that_comes_twice_is_refused_where_something_is_hidden(said: bytes) -> None:
+    request = read_request(said)
+    for tenant in ("a", DEFAULT):
+        with pytest.raises(BadRequest, match=r"has '(model|file_id)' twice"):
+            check_call(OWNERS, tenant, [], request)
+        with pytest.raises(BadRequest, match=r"has '(model|file_id)' twice"):
+            forwarded(tenant, said)
+    check_call(ALONE, DEFAULT, [], request)
+    mask = form(("model", "m"), ("mask", '{"file_id": "f", "file_id": null}'))
+    with pytest.raises(BadRequest, match="has 'file_id' twice"):
+        forwarded("a", mask, FORM)
+
+
+STEERED: list[dict[str, Any]] = [
+    {"fallbacks": ["pb@1"]},
+    {"fallbacks": [{"m": ["n", "pb@1"]}, 1e308]},
+    {"models": ["m", "pb@1"]},
+    {"Model": "pb@1"},
+    {"lora_path": "pb@1"},
+]
+
+
+@pytest.mark.parametrize("fields", STEERED)
+def test_no_field_names_a_version_of_another_tenant(fields: dict[str, Any]) -> None:
+    body = msgspec.json.encode({"model": "m", **fields})
+    for tenant in ("a", DEFAULT):
+        for said in (body, body.replace(b"1e308", b"1e400")):
+            with pytest.raises(NotServed, match="no version 'pb@1'"):
+                check_call(OWNERS, tenant, [], read_request(said))
+    own = msgspec.json.decode(msgspec.json.encode(fields).replace(b"pb@1", b"pa@1"))
+    if "Model" not in fields:
+        called(OWNERS, "a", b"application/json", model="m", **own)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"api_base": "http://x"}, "place_not_chosen"),
+        ({"extra_body": {"base_url": "http://x"}}, "place_not_chosen"),
+        ({"priority": -1}, "priority_not_chosen"),
+        ({"Previous_Response_Id": "resp_1"}, "unclear_body"),
+    ],
+)
+def test_a_tenant_steers_no_request_past_the_proxy(fields: dict[str, Any], code: str) -> None:
+    called(OWNERS, DEFAULT, b"application/json", model="m", **fields)
+    called(ALONE, DEFAULT, b"application/json", model="m", **fields)
+    with pytest.raises(BadRequest) as refused:
+        called(OWNERS, "a", b"application/json", model="m", **fields)
+    assert refused.value.code == code
+    [name] = fields
+    if not isinstance(fields[name], dict):
+        with pytest.raises(BadRequest):
+            forwarded("a", form(("model", "m"), (name, str(fields[name]))), FORM)
+        with pytest.raises(BadRequest):
+            check_query(OWNERS, "a", f"/v1/chat/completions?beta=true&{name}={fields[name]}")
+
+
+def test_a_query_names_no_version_of_another_tenant() -> None:
+    for target in ("/v1/embeddings", "/v1/embeddings?", "/v1/messages?beta=true&model=pa%401"):
+        check_query(OWNERS, "a", target)
+    for tenant in ("a", DEFAULT):
+        with pytest.raises(NotServed, match="no version 'pb@1'"):
+            check_query(OWNERS, tenant, "/v1/embeddings?x=1&model=pb%401")

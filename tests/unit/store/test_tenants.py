@@ -16,6 +16,7 @@ from store.tenants import (
     scoped,
     tenant_of,
 )
+from store.values.families import task_family
 
 TENANTS = st.one_of(st.just(DEFAULT), st.from_regex(re.compile(PATTERN, re.ASCII), fullmatch=True))
 # What a client may send: names that look like another tenant's among them.
@@ -45,6 +46,15 @@ def test_a_kept_name_says_whose_it_is_and_what_it_was(tenant: str, name: str) ->
 def test_names_of_the_default_tenant_are_kept_as_they_are(name: str) -> None:
     assert scoped(DEFAULT, name) == name
     assert (tenant_of(name), bare(name)) == (DEFAULT, name)
+
+
+@given(TENANTS, NAMES, TENANTS, NAMES | st.from_regex(r"[0-9]{1,3}", fullmatch=True))
+def test_tasks_of_two_tenants_are_of_one_family_never(
+    tenant: str, name: str, other: str, its: str
+) -> None:
+    own, others = task_family(scoped(tenant, name)), task_family(scoped(other, its))
+    assert (tenant_of(own), tenant_of(others)) == (tenant, other)
+    assert tenant == other or own != others
 
 
 @given(TENANTS, TENANTS, st.lists(st.binary(min_size=16, max_size=16), max_size=4, unique=True))

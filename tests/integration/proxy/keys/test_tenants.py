@@ -33,6 +33,13 @@ async def keys(shared: Proxy, engine: AsyncEngine, upstream: FakeUpstream) -> He
     return {tenant: bearer(key) for tenant, key in made.items()}
 
 
+@pytest.fixture
+def looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no worker remembers is looked up once, for as long as the machine takes."""
+    monkeypatch.setattr(continuing, "WAIT_S", 0.0)
+    monkeypatch.setattr(continuing, "LOOK_S", 60.0)
+
+
 async def ask(proxy: Proxy, method: str, path: str, key: Mapping[str, str], **body: Any) -> Reply:
     url, json = f"{proxy.url}{path}", body or None
     async with proxy.session.request(method, url, json=json, headers=key) as reply:
@@ -150,7 +157,13 @@ async def test_a_repeat_of_another_tenants_failed_attempt_is_no_retry(
     retry = {"x-stainless-retry-count": "1"}
     for tenant in ("b", DEFAULT, "a"):
         assert (await shared.chat(headers={**keys[tenant], **retry})).status == 200
-    found = by_tenant(await shared.episodes(3))
+
+    async def repeated() -> dict[str, list[Episode]]:
+        # Until its repeat is stored, a failed attempt counts as a call.
+        found = by_tenant(await shared.episodes(3))
+        return found if [call.method for one in found["a"] for call in one.calls] != ["own"] else {}
+
+    found = await eventually(repeated)
     assert {one: [e.method for e in found[one]] for one in ("b", DEFAULT)} == {
         "b": ["own"],
         DEFAULT: ["own"],
@@ -277,10 +290,8 @@ async def test_what_a_provider_keeps_for_all_is_the_default_tenants(
 
 
 async def test_a_call_goes_on_from_a_response_of_its_own_tenant_only(
-    shared: Proxy, keys: Headers, upstream: FakeUpstream, monkeypatch: pytest.MonkeyPatch
+    shared: Proxy, keys: Headers, upstream: FakeUpstream, looked_up_once: None
 ) -> None:
-    monkeypatch.setattr(continuing, "WAIT_S", 0.0)
-
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({"id": "resp_1", "object": "response", "output": []})
 
@@ -301,13 +312,89 @@ async def test_a_call_goes_on_from_a_response_of_its_own_tenant_only(
     assert about(unknown, "resp_0") == about(replies["b"], "resp_1")
     assert (await go_on("b", conversation="conv_1")).status == 404
     # vLLM would give its response another one's id, which the tenant could then go on from.
-    chosen = await go_on("b", request_id="resp_1", store=False)
-    assert (chosen.status, chosen.json["error"]["param"]) == (400, "request_id")
+    for name in ("request_id", "rid"):
+        chosen = await go_on("b", **{name: "resp_1"}, store=False)
+        assert (chosen.status, chosen.json["error"]["param"]) == (400, name)
     assert (await go_on("b", previous_response_id="resp_1")).status == 404
     for named in ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}):
         items = [named, {"role": "user", "content": "q"}]
         assert (await go_on("b", input=items)).status == 404
     assert len(upstream.other) == 3
+
+
+async def test_an_id_that_a_chat_client_chooses_is_no_response_to_go_on_from(
+    shared: Proxy, keys: Headers, upstream: FakeUpstream, looked_up_once: None
+) -> None:
+    async def respond(_: web.Request) -> web.Response:
+        return web.json_response({"id": "resp_1", "object": "response", "output": []})
+
+    async def chat(_: web.Request) -> web.Response:
+        # SGLang's reply has the id that its request's `rid` says.
+        asked = upstream.requests[-1]
+        return web.json_response(whole_reply(asked, 0) | {"id": asked["rid"]})
+
+    upstream.behave_otherwise, upstream.behave = respond, chat
+    own = await ask(shared, "POST", "/v1/responses", keys["a"], model="m", input="q")
+    assert own.json["id"] == "resp_1"
+    reply = await shared.chat(headers=keys["b"], rid="resp_1")
+    assert reply.json["id"] == "resp_1"
+    found = by_tenant(await shared.episodes(2))
+    said = {"model": "m", "input": "q", "previous_response_id": "resp_1"}
+    seen = {one: await ask(shared, "POST", "/v1/responses", keys[one], **said) for one in "ab"}
+    assert {one: got.status for one, got in seen.items()} == {"a": 200, "b": 404}
+    # A reward for it is one for what its tenant got under this name, and for nothing else.
+    status, _ = await shared.feedback({"value": 1.0, "response": "resp_1"}, **keys["b"])
+    assert status == 200
+
+    async def scored() -> list[Episode]:
+        found = await shared.episodes(3)
+        return [one for one in found if one.feedback or any(call.feedback for call in one.calls)]
+
+    [one] = await eventually(scored)
+    assert one.key == found["b"][0].key
+
+
+async def test_no_name_of_a_response_keeps_others_from_being_looked_up(
+    shared: Proxy, keys: Headers, looked_up_once: None
+) -> None:
+    # After a failed look-up nobody is answered for a second: the next one would be 503.
+    for odd in ("\x00", "resp_0", "resp\x00_1", "x" * 100_000, "\x1f", "resp_0"):
+        said = {"model": "m", "input": "q", "previous_response_id": odd}
+        tenant = "a" if odd == "resp_0" else "b"
+        reply = await ask(shared, "POST", "/v1/responses", keys[tenant], **said)
+        assert reply.status == 404, odd
+
+
+async def test_what_a_tenants_request_would_steer_reaches_no_upstream(
+    shared: Proxy, keys: Headers, upstream: FakeUpstream
+) -> None:
+    steering: list[dict[str, Any]] = [
+        {"fallbacks": ["b-writes@1"]},
+        {"models": ["m", "b-writes@1"]},
+        {"api_base": "http://evil.example/v1"},
+        {"extra_body": {"api_key": "k"}},
+        {"priority": -1},
+    ]
+    paths = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings")
+    for path in paths:
+        for fields in steering:
+            body = {"model": "m", "messages": [], "input": "q", **fields}
+            reply = await ask(shared, "POST", path, keys["a"], **body)
+            assert reply.status in (400, 404), (path, fields)
+            assert reply.headers["x-pawl-fault"] == "client"
+        twice = '{"model": "b-writes@1", "messages": [], "input": "q", "mod\\u0065l": "m"}'
+        async with shared.session.post(
+            f"{shared.url}{path}", data=twice, headers=keys["a"]
+        ) as answer:
+            assert answer.status == 400
+            assert "twice" in await answer.text()
+    assert (upstream.requests, upstream.other) == ([], [])
+    head = {"x-gateway-model-name-rewrite": "b-writes@1", "x-request-id": "r"}
+    assert (await shared.chat(headers={**keys["a"], **head})).status == 200
+    assert not {"x-gateway-model-name-rewrite", "x-request-id"} & {
+        name.lower() for name in upstream.headers[-1]
+    }
+    assert (await shared.chat(headers={**keys[DEFAULT], **head})).status == 404
 
 
 FILE = {"type": "file", "file": {"file_id": "file-1"}}

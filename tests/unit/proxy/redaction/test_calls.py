@@ -75,6 +75,30 @@ def test_a_body_that_is_no_json_is_withheld() -> None:
     assert record.reason == "redacted"
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "m", "user": "canary-4711", "user": null}',
+        b'{"model": "m", "us\\u0065r": "canary-4711", "user": "u"}',
+    ],
+)
+def test_a_field_that_a_body_has_twice_is_not_kept(body: bytes) -> None:
+    record, _, withheld = redact_call(call(request=body), parse_rules(FIELD, "r"))
+    assert withheld
+    assert CANARY.encode() not in msgspec.json.encode(record)
+    # A pattern finds it in each of the two.
+    assert not redact_call(call(request=body), parse_rules(PATTERN, "r")).withheld
+
+
+def test_names_of_tools_are_texts() -> None:
+    asked = ToolCall(id="t1", name=CANARY, arguments="{}")
+    event = ToolEvent(id=new_id(), tool_id="t", name=CANARY, status="ok")
+    record = redact_call(
+        call(tool_calls=(asked,), tool_events=(event,)), parse_rules(PATTERN, "r")
+    ).record
+    assert (record.tool_calls[0].name, record.tool_events[0].name) == ("[redacted]",) * 2
+
+
 def test_a_redacted_call_goes_through_the_spool_as_it_is() -> None:
     record = redact_call(a_call(), parse_rules(PATTERN, "r")).record
     assert decode_payload(encode_payload(record)) == record
