@@ -121,17 +121,10 @@ async def roll_back_by_hand(
         if chosen.state != "serving" or not chosen.version:
             await roll_back(connection, chosen, reason=reason, actor=OPERATOR)
             return chosen, None, None
-        before, why = await call_back(connection, chosen, OPERATOR)
+        before, _ = await call_back(connection, chosen, OPERATOR)
     loaded = await load_again(replicas, before)
     async with engine.begin() as connection:
-        serves = await roll_back_to(
-            connection,
-            chosen,
-            loaded,
-            was_called_back=why is not None,
-            reason=reason,
-            actor=OPERATOR,
-        )
+        serves = await roll_back_to(connection, chosen, loaded, reason=reason, actor=OPERATOR)
     return chosen, serves, loaded
 
 

@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from store.errors import StateChanged
 from store.records import Record
-from store.updates.gating import roll_back, version_before
+from store.updates.gating import roll_back, version_before, was_called_back
 from store.updates.policies import numbered_version
 from store.updates.states import change_state, lock_policies
 from store.versions import Actor, PolicyVersion
@@ -107,14 +108,14 @@ async def roll_back_to(
     version: PolicyVersion,
     loaded: Loaded,
     *,
-    was_called_back: bool,
     reason: str,
     actor: Actor,
     evidence: Mapping[str, Any] | None = None,
 ) -> PolicyVersion:
     """Roll back what serves, and return what serves instead: what was loaded, or the base model.
 
-    What no replica could be asked about serves if it had its place on them all along.
+    What no replica could be asked about serves if it had its place on them all along; the store
+    knows that, since whoever called it back may have been killed.
 
     Raises:
         StateChanged: one of them has another state by now; nothing was written.
@@ -122,10 +123,16 @@ async def roll_back_to(
     """
     await lock_policies(connection, [version.name])
     before, why = loaded.version, loaded.why_not
+    if (await version_before(connection, version)).version != before.version:
+        raise StateChanged(
+            f"{before.served_name} was loaded, to serve in place of {version.served_name}, and does"
+            " not come next any more, so nothing was changed: decide again"
+        )
     to_base = None
-    if why is not None and (loaded.refused or was_called_back):
+    called_back = await was_called_back(connection, before)
+    if why is not None and (loaded.refused or called_back):
         to_base = f"{before.served_name}, which served before it, could not be loaded: {why}"
-        if was_called_back and loaded.refused:
+        if called_back and loaded.refused:
             again = f"it could not be loaded: {why}"
             await change_state(connection, before, "retired", reason=again, actor=actor)
     serves = await roll_back(

@@ -25,6 +25,8 @@ from trainer.publishing.publish import PROXY_REFRESH_S
 
 # Episodes are read in parts of this length, so that none is too large for memory.
 PART: Final = timedelta(hours=1)
+# The least part of so many that is read at once: an outage is no reason for shorter ones.
+MOST_CUTS: Final = 1024
 # All proxies know of a change after this long.
 KNOWN: Final = timedelta(seconds=PROXY_REFRESH_S)
 # What a proxy recorded is in the database after this long, unless that is away.
@@ -71,32 +73,36 @@ class Intake:
     ) -> None:
         """Begin with the episodes of `since`; they count as they stand after the rule's delay.
 
-        `given` is the version of each arm. What an arm gave to another is of another time, as what
-        serves now was once a canary, and a proxy may still take it for one.
+        `given` is the version of each arm.
         """
         self._policy = policy
         self._given = given
-        self._versions = sorted(set(given.values()))
         self._counts = timedelta(seconds=rule.reward_delay_s)
         self._take = take
         self._goes_on_from: UUID | None = None
+        self._cut = 1
         self.at = since
 
     async def catch_up(self, connection: AsyncConnection, until: datetime) -> None:
-        """Hand over the episodes that began before `until`, and were not yet handed over."""
+        """Hand over the episodes that began before `until`, and were not yet handed over.
+
+        If it is ended in the middle of a part, the next is half as long, and the one after it as
+        long again: what cannot be read in the time of a look would never be.
+        """
         while self.at < until:
             end = min(self.at + PART, until)
+            cut, self._cut = self._cut, min(2 * self._cut, MOST_CUTS)
             found = await arm_episodes(
                 connection,
                 self._policy,
-                self._versions,
+                self._given,
                 since=self._goes_on_from or self.at,
                 until=end,
                 counts=self._counts,
-                most=MOST,
+                most=max(MOST // cut, 1),
             )
-            own = [one for one in found.episodes if self._given.get(one.arm) == one.version]
-            self._take([_episode(one) for one in own])
+            self._cut = max(cut // 2, 1)
+            self._take([_episode(one) for one in found.episodes])
             self._goes_on_from = found.goes_on_from
             if found.goes_on_from is None:
                 self.at = end
@@ -115,7 +121,7 @@ class OnTrial:
         """
         self.key = key_of(stands.serving, canary)
         self.is_second = is_second
-        self.begun_at = stands.now
+        self._read_at: datetime | None = None
         self._rule = rule_of(canary.gate or {})
         self._trial = Trial(self._rule)
         self._base_serves = not stands.serving.version.version
@@ -132,7 +138,15 @@ class OnTrial:
     async def decide(self, connection: AsyncConnection, now: datetime) -> Decision:
         """Return what is to be done with the canary by the episodes that count at `now`."""
         await self._intake.catch_up(connection, self._rule.counted_at(now))
+        self._read_at = self._read_at or now
         return self._trial.decide((now - self._began).total_seconds())
+
+    def is_old(self, before: datetime) -> bool:
+        """Return whether it was first read to the end before this time, or at it.
+
+        One that takes longer to read than it takes to get old would never be at its end otherwise.
+        """
+        return self._read_at is not None and self._read_at <= before
 
     def evidence(self, decision: Decision) -> dict[str, Any]:
         """Return what a decision rests on, and what a watch over the version starts from; JSON."""

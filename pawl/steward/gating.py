@@ -9,8 +9,10 @@ what serves again after a roll-back.
 import asyncio
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
+import msgspec
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
@@ -18,6 +20,7 @@ from pawl.stack.database import open_engine
 from pawl.steward.again import Before, Loaded, call_back, load_again, roll_back_to
 from pawl.steward.evidence import OnTrial, OnWatch, key_of, rule_of
 from pawl.steward.gate.records import Decision
+from pawl.steward.looks import one_look
 from pawl.steward.metrics import GATE_BOUND, GATE_EPISODES, GATE_FAILED, GATE_FROZEN, GATE_MOVES
 from store.connection.availability import is_unavailable
 from store.read.standing import (
@@ -32,7 +35,7 @@ from store.records import ARMS
 from store.settings import StoreSettings
 from store.updates.gating import begin_canary, hold_gate, roll_back
 from store.updates.policies import promote
-from store.updates.states import change_state
+from store.updates.states import change_state, lock_policies
 from store.versions import Actor, PolicyState, PolicyVersion
 from trainer.metrics import VERSION
 from trainer.publishing.replicas import Replicas
@@ -40,10 +43,8 @@ from trainer.publishing.replicas import Replicas
 log = structlog.get_logger()
 
 STEWARD: Final[Actor] = "steward"
-# A look that takes longer is given up, and begun again: episodes that were read count.
-LOOK_S: Final = 60.0
-# What was stored late, as the database was away, only a reading from the beginning has. There is
-# one after this time, and before a verdict is acted on.
+# What was stored late, as the database was away or a call was long, only a reading from the
+# beginning has. There is one this long after the last, and before a verdict is acted on.
 READ_AGAIN: Final = timedelta(hours=1)
 
 
@@ -59,7 +60,9 @@ class Gating:
         self._poll_s = poll_s
         self._replicas = replicas
         self._policies: dict[str, PolicyGate] = {}
-        self._is_away = False
+        # What keeps all policies from being judged, and which of them was looked at then.
+        self._trouble: str | None = None
+        self._put_off: str | None = None
 
     async def follow(self) -> None:
         """Look again and again; never return. `Known` tells whether the database is there."""
@@ -68,18 +71,27 @@ class Gating:
                 async with open_engine(self._settings) as engine:
                     while True:
                         await self.look(engine)
-                        self._is_away = False
+                        self._trouble = None
                         await asyncio.sleep(self._poll_s)
             except Exception as error:
                 # What is known of the episodes stays, and the next look goes on from there.
-                if not self._is_away:
-                    tell = log.warning if is_unavailable(error) else log.exception
-                    tell("gate_waits_for_database", reason=f"{type(error).__name__}: {error}"[:200])
-                self._is_away = True
+                self._note(error)
             await asyncio.sleep(self._poll_s)
+
+    def _note(self, error: Exception) -> None:
+        """Log why no policy is judged, once for as long as it stays so."""
+        is_away = is_unavailable(error)
+        trouble = "gate_waits_for_database" if is_away else "gate_fails"
+        if trouble != self._trouble:
+            tell = log.warning if is_away else log.exception
+            tell(trouble, reason=f"{type(error).__name__}: {error}"[:200])
+        self._trouble = trouble
 
     async def look(self, engine: AsyncEngine) -> None:
         """Judge every policy once; what fails in one hinders no other.
+
+        One that was looked at as the database went away comes last: it may be its own look that the
+        database ends, as one that is too long for it.
 
         Raises:
             Exception: the database is away.
@@ -88,8 +100,9 @@ class Gating:
             names = await gated_policies(connection)
         for name in self._policies.keys() - set(names):
             self._policies.pop(name).forget()
-        for name in names:
+        for name in sorted(names, key=lambda one: one == self._put_off):
             policy = self._policies.setdefault(name, PolicyGate(name))
+            self._put_off = name
             try:
                 await self._judge(engine, policy)
             except Exception as error:
@@ -98,27 +111,43 @@ class Gating:
                 policy.failed(error)
                 continue
             policy.failed(None)
+        self._put_off = None
 
     async def _judge(self, engine: AsyncEngine, policy: "PolicyGate") -> None:
         """Judge one policy; if what is to serve again must be loaded, load it, and judge again."""
+        loaded: Loaded | None = None
         for _ in range(2):
-            async with asyncio.timeout(LOOK_S), engine.begin() as connection:
-                moved = await policy.judge(connection)
+            moved = await one_look(engine, partial(policy.judge, loaded=loaded))
             # Only now is it so.
             for version, to, reason in moved:
                 GATE_MOVES.labels(version.name, to).inc()
                 log.info("gate_moved", version=version.served_name, to=to, reason=reason)
                 if to == "serving" and version.state == "canary":
                     log.info("version_promoted", version=version.served_name)
-            if not await policy.load(self._replicas):
+            if policy.before is None:
                 return
+            loaded = await _loaded(self._replicas, policy.before)
 
 
 Moved = list[tuple[PolicyVersion, PolicyState, str]]
 
 
+async def _loaded(replicas: Replicas, before: Before) -> Loaded:
+    """Load what is to serve again, and log why it could not be loaded."""
+    loaded = await load_again(replicas, before)
+    if loaded.why_not is not None:
+        name = before.version.served_name
+        log.error("adapter_not_loaded", version=name, reason=loaded.why_not)
+    return loaded
+
+
 class PolicyGate:
-    """Judge the versions of one policy."""
+    """Judge the versions of one policy.
+
+    Attributes:
+        before: what is to be loaded, to serve again, before what serves can be rolled back; None
+            if nothing waits for that since the last look.
+    """
 
     def __init__(self, name: str) -> None:
         """Begin without having seen an episode."""
@@ -126,10 +155,7 @@ class PolicyGate:
         self._trial: OnTrial | None = None
         self._watch: OnWatch | None = None
         self._failure: str | None = None
-        # What is to serve again, and what came of loading it.
-        self._before: Before | None = None
-        self._was_called_back = False
-        self._loaded: Loaded | None = None
+        self.before: Before | None = None
 
     def failed(self, error: Exception | None) -> None:
         """Show whether the policy can be judged; log a failure once, however often it comes."""
@@ -139,12 +165,13 @@ class PolicyGate:
         self._failure = failure
         GATE_FAILED.labels(self._name).set(error is not None)
 
-    async def judge(self, connection: AsyncConnection) -> Moved:
+    async def judge(self, connection: AsyncConnection, loaded: Loaded | None = None) -> Moved:
         """Make the changes that are due, in the caller's transaction, and return them.
 
+        `loaded` is what came of loading what the last look wanted `before`, if it wanted that.
         There are none of a policy that is frozen, or that another steward judges now.
         """
-        self._before = None
+        self.before = None
         if not await hold_gate(connection, self._name):
             return []
         stands = await gated(connection, self._name)
@@ -154,8 +181,9 @@ class PolicyGate:
         VERSION.labels(self._name).set(await newest_promoted(connection, self._name))
         if stands.frozen:
             return []
-        moved = await self._outdated(connection, stands) or await self._watched(connection, stands)
-        if moved or self._before is not None:
+        moved = await self._outdated(connection, stands)
+        moved = moved or await self._watched(connection, stands, loaded)
+        if moved or self.before is not None:
             return moved
         return await self._tried(connection, stands) or await self._begun(connection, stands)
 
@@ -173,34 +201,36 @@ class PolicyGate:
                 moved.append((one.version, to, why))
         return moved
 
-    async def _watched(self, connection: AsyncConnection, stands: Gated) -> Moved:
+    async def _watched(
+        self, connection: AsyncConnection, stands: Gated, loaded: Loaded | None
+    ) -> Moved:
         """Roll back what serves if it has fallen behind what it was promoted for."""
         watch = await self._watch_of(connection, stands)
         if watch is None:
             return []
         found = await watch.look(connection, stands.now)
-        if not found.roll_back:
+        if not (found.roll_back and await self._stands(connection, stands)):
             return []
-        return await self._fall(connection, stands.serving, found.reason, watch.evidence())
+        evidence = watch.evidence()
+        return await self._fall(connection, stands.serving, loaded, found.reason, evidence)
 
     async def _fall(
         self,
         connection: AsyncConnection,
         serving: Standing,
+        loaded: Loaded | None,
         reason: str,
         evidence: Mapping[str, Any],
     ) -> Moved:
         """Roll back what serves, if what is to serve instead was loaded; else let it be loaded."""
         before, why = await call_back(connection, serving.version, STEWARD)
-        loaded, self._loaded = self._loaded, None
         if loaded is None or loaded.version.version != before.version.version:
-            self._before, self._was_called_back = before, why is not None
+            self.before = before
             return [] if why is None else [(before.version, "published", why)]
         serves = await roll_back_to(
             connection,
             serving.version,
             loaded,
-            was_called_back=self._was_called_back,
             reason=reason,
             actor=STEWARD,
             evidence=evidence,
@@ -208,16 +238,15 @@ class PolicyGate:
         again = f"{serving.version.served_name} was rolled back"
         return [(serving.version, "rolled_back", reason), (serves, "serving", again)]
 
-    async def load(self, replicas: Replicas) -> bool:
-        """Load what is to serve again, if a roll-back waits for that; return whether one does."""
-        before, self._before, self._loaded = self._before, None, None
-        if before is None:
-            return False
-        self._loaded = await load_again(replicas, before)
-        if self._loaded.why_not is not None:
-            name = before.version.served_name
-            log.error("adapter_not_loaded", version=name, reason=self._loaded.why_not)
-        return True
+    async def _stands(self, connection: AsyncConnection, then: Gated) -> bool:
+        """Return whether all stands as it did when the look began, and will until it ends.
+
+        Reading episodes takes a while, in which an operator may have moved the traffic, or frozen
+        the policy: what was found is then about what is no more.
+        """
+        await lock_policies(connection, [self._name])
+        now = await gated(connection, self._name)
+        return now is not None and msgspec.structs.replace(now, now=then.now) == then
 
     async def _watch_of(self, connection: AsyncConnection, stands: Gated) -> OnWatch | None:
         """Return the watch over what serves, or None if it did not come through the gate."""
@@ -237,7 +266,7 @@ class PolicyGate:
             return []
         key = key_of(stands.serving, canary)
         trial = self._trial
-        if trial is None or trial.key != key or trial.begun_at <= stands.now - READ_AGAIN:
+        if trial is None or trial.key != key or trial.is_old(stands.now - READ_AGAIN):
             trial = self._trial = OnTrial(stands, canary)
         decision = await trial.decide(connection, stands.now)
         if decision.kind != "wait" and not trial.is_second:
@@ -246,6 +275,8 @@ class PolicyGate:
         self._show(decision)
         if decision.kind == "wait":
             trial.is_second = False
+            return []
+        if not await self._stands(connection, stands):
             return []
         evidence = trial.evidence(decision)
         if decision.kind == "retire":
@@ -268,6 +299,8 @@ class PolicyGate:
         """Let the candidate be tried, if none is."""
         candidate = stands.candidate
         if candidate is None or stands.canary is not None:
+            return []
+        if not await self._stands(connection, stands):
             return []
         rule = rule_of(candidate.gate or {})
         why = f"it gets {rule.canary_share:.0%} of the new episodes, to be compared"

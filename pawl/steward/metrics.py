@@ -38,5 +38,7 @@ GATE_FROZEN = Gauge(
     "pawl_steward_gate_frozen", "1 while only operators move a policy's traffic.", ["policy"]
 )
 GATE_FAILED = Gauge(
-    "pawl_steward_gate_failed", "1 while a policy with a gate cannot be judged.", ["policy"]
+    "pawl_steward_gate_failed",
+    "1 while a policy with a gate cannot be judged, or not in the time of a look.",
+    ["policy"],
 )

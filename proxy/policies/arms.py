@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from store.records import Arm
-from store.versions import PolicyVersion
+from store.versions import WITH_TRAFFIC, PolicyVersion
 
 _BYTES: Final = 6
 _ALL: Final = 2 ** (8 * _BYTES)
@@ -24,7 +24,7 @@ class Arms(msgspec.Struct, frozen=True):
     """Hold the versions of one policy's arms, and the shares of new episodes that they get.
 
     Shares are fractions of all new episodes. `tried` are the canary, if there is one, and those
-    that were rolled back as canaries, which only keep their episodes.
+    that ended as canaries, rolled back or for a newer version, which only keep their episodes.
     """
 
     policy: str
@@ -83,7 +83,8 @@ def arms_of(versions: Iterable[PolicyVersion]) -> Mapping[str, Arms]:
             base_share[name] = one.share or 0.0
         elif one.state == "canary":
             canary[name] = one
-        if one.version and one.share is not None and one.state in ("canary", "rolled_back"):
+        # Serving ends a share.
+        if one.version and one.share is not None and one.state in WITH_TRAFFIC:
             tried.setdefault(name, set()).add(one.version)
     return {
         name: Arms(

@@ -5,10 +5,12 @@ Left out are those that are quarantined or deleted, evaluation, and those that b
 that names its version: none of these were given to an arm by chance.
 
 What counts of an episode is what there was of it a fixed time after it began: calls that had ended
-by then, and what was said of it by then. So whoever reads it later reads the same.
+by then, and what was said of it by then. So whoever reads it later reads the same. One whose first
+call had not ended by then counts as well: leaving it out would flatter a version that hangs. The
+record of such a call is there once it has ended, since a call is recorded as it ends.
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final
 from uuid import UUID
@@ -32,7 +34,9 @@ _BEGAN: Final = """
 """
 _REWARDS: Final = REWARDS_WHERE.format(counts="f.at < p.until")
 # Episodes are looked for by their ids, which are those of the calls that were stored first, and
-# calls in the days since; the order is that of first calls, which does not depend on storing.
+# calls in the days since; the order is that of first calls, which does not depend on storing. A
+# call that had not ended took all the time that there was. If it is the first, the episode had got
+# nothing of the policy by then, and is broken; later ones are under way in every long episode.
 _EPISODES: Final = text(
     f"""
     WITH begun AS MATERIALIZED (
@@ -47,17 +51,21 @@ _EPISODES: Final = text(
         SELECT id AS whole, id, method, until FROM begun
         UNION ALL
         SELECT b.id, e.id, e.method, b.until FROM begun b JOIN episodes e ON e.root = b.id),
-    called AS (
-        SELECT p.whole, (array_agg(t.arm ORDER BY t.id))[1] AS arm,
-            (array_agg(t.policy_version ORDER BY t.id))[1] AS version,
-            avg(t.total_ms) / 1000 AS seconds,
-            COALESCE((array_agg(t.http_status ORDER BY t.id DESC))[1]
-                = ANY(CAST(:failed AS integer[])), false) AS failed,
-            bool_or(t.status <> 'client_gone'
-                AND (COALESCE(t.http_status >= 400, true) OR t.status = 'truncated')) AS broken
+    began AS (
+        SELECT p.whole, t.id, t.arm, t.policy_version, t.status, t.http_status,
+            t.started_at + t.total_ms * interval '1 ms' < p.until AS ended,
+            LEAST(t.total_ms / 1000, extract(epoch FROM p.until - t.started_at)) AS seconds
         FROM parts p JOIN transitions t ON t.episode_id = p.id AND t.policy = :policy
-            AND t.id >= :first AND t.started_at + t.total_ms * interval '1 ms' < p.until
-        GROUP BY p.whole),
+            AND t.id >= :first AND t.started_at < p.until),
+    called AS (
+        SELECT whole, (array_agg(arm ORDER BY id))[1] AS arm,
+            (array_agg(policy_version ORDER BY id))[1] AS version,
+            avg(seconds) AS seconds,
+            COALESCE((array_agg(http_status ORDER BY id DESC) FILTER (WHERE ended))[1]
+                = ANY(CAST(:failed AS integer[])), false) AS failed,
+            NOT (array_agg(ended ORDER BY id))[1] OR bool_or(ended AND status <> 'client_gone'
+                AND (COALESCE(http_status >= 400, true) OR status = 'truncated')) AS broken
+        FROM began GROUP BY whole),
     tools AS (
         SELECT p.whole, bool_or(v.status = 'malformed') AS malformed
         FROM parts p JOIN tool_events v ON v.episode_id = p.id AND v.at < p.until
@@ -77,9 +85,9 @@ class ArmEpisode(Record, frozen=True, kw_only=True):
 
     `version` is the one that it was given. `reward` is None while nobody scored it. `failed` says
     whether its last call was refused for what it says (`store.records.FAILED`), `broken` whether
-    any of its requests came to an error, or to a reply that broke off by itself. `malformed` says
-    whether a tool call of it was malformed, None if it called no tool. `seconds` is the mean
-    duration of its calls.
+    any of its requests came to an error, or to a reply that broke off by itself, or the first had
+    not ended. `malformed` says whether a tool call of it was malformed, None if it called no tool.
+    `seconds` is the mean duration of its calls, as far as these had come.
     """
 
     id: UUID
@@ -106,20 +114,21 @@ class ArmPart(Record, frozen=True, kw_only=True):
 async def arm_episodes(
     connection: AsyncConnection,
     policy: str,
-    versions: Collection[int],
+    given: Mapping[Arm, int],
     *,
     since: datetime | UUID,
     until: datetime,
     counts: timedelta,
     most: int,
 ) -> ArmPart:
-    """Return the episodes that were given to these versions by chance, in the order of first calls.
+    """Return the episodes that arms gave to their versions by chance, in the order of first calls.
 
     Args:
         connection: an open connection.
         policy: the policy.
-        versions: those that are compared; what a proxy gave to another, as it did not know better,
-            is left out.
+        given: the version of each arm that is compared. What an arm gave to another is left out: it
+            is of another time, as what serves now was once a canary, and a proxy may still take it
+            for one.
         since: only episodes begun at or after this time, as both arms ran; or where a part goes on.
         until: only episodes begun before this time.
         counts: what comes later than this after an episode's beginning does not count: calls that
@@ -135,7 +144,7 @@ async def arm_episodes(
         "most": most,
     }
     rows = (await connection.execute(_EPISODES, values)).all()
-    found = [_episode_of(row) for row in rows if row.arm is not None and row.version in versions]
+    found = [_episode_of(row) for row in rows if row.arm in given and given[row.arm] == row.version]
     is_whole = len(rows) < most
     after = None if is_whole else UUID(int=rows[-1].first_call_id.int + 1)
     return ArmPart(episodes=found, goes_on_from=after)

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.read.pages import version_of
 from store.records import Record
-from store.schema.trained import LIVE, policy_events
+from store.schema.trained import LIVE, ONCE_SERVED, policy_events
 from store.versions import PolicyState, PolicyVersion
 
 _GATED: Final = text(
@@ -31,10 +31,10 @@ _STANDING: Final = text(
 
 # What served before events were kept has none.
 _NEWEST_PROMOTED: Final = text(
-    """
+    f"""
     SELECT GREATEST(
         (SELECT max(version) FROM policies
-            WHERE name = :name AND state IN ('serving', 'published')),
+            WHERE name = :name AND (state = 'serving' OR {ONCE_SERVED})),
         (SELECT version FROM policy_events
             WHERE name = :name AND to_state = 'serving' ORDER BY version DESC LIMIT 1), 0)
     """

@@ -32,6 +32,9 @@ REBUILT: Final = "rebuilt"
 LEFT_OUT: Final = "left_out"
 # The condition for a version that is loaded, or that will be: of all that there ever were few are.
 LIVE = "state IN ('written', 'ready', 'candidate', 'canary', 'serving', 'published', 'rolled_back')"
+# The condition for a published version that had the traffic: a canary which made way for another
+# before it got that is published too, for its episodes, and keeps its share, which serving ends.
+ONCE_SERVED = "state = 'published' AND (version = 0 OR share IS NULL)"
 
 policies = Table(
     "policies",

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import NotGated, StateChanged
 from store.read.pages import version_of
-from store.schema.trained import policies
+from store.schema.trained import ONCE_SERVED, policies
 from store.updates.policies import numbered_version, promote
 from store.updates.states import add_event, change_state, lock_policies, lock_version
 from store.versions import Actor, PolicyState, PolicyVersion
@@ -44,14 +44,25 @@ _HEAD: Final = text(
     """
 )
 # The one that had the traffic before it, as far as that can be loaded again; or the base model.
+# What was trained on from one that was rolled back may have what that was rolled back for.
 _BEFORE: Final = text(
-    """
+    f"""
+    {_DESCENDANTS.format(of="rolled_back_at IS NOT NULL")}
     SELECT version FROM policies
-    WHERE name = :name AND version < :version AND rolled_back_at IS NULL
-        AND (version = 0 OR state = 'published' OR state = 'retired' AND files_deleted_at IS NULL
+    WHERE name = :name AND version < :version AND version NOT IN (SELECT version FROM built)
+        AND (version = 0 OR {ONCE_SERVED} OR state = 'retired' AND files_deleted_at IS NULL
             AND EXISTS (SELECT FROM policy_events v WHERE v.name = policies.name
                 AND v.version = policies.version AND v.to_state = 'serving'))
     ORDER BY version DESC LIMIT 1
+    """
+)
+# It is published, and was retired before that, by the clock of the database: ids are made by those
+# of several machines.
+_CALLED_BACK: Final = text(
+    """
+    SELECT p.state = 'published' AND v.from_state = 'retired'
+    FROM policies p JOIN policy_events v USING (name, version)
+    WHERE name = :name AND version = :version ORDER BY v.at DESC, v.id DESC LIMIT 1
     """
 )
 # What a version was trained from, as far back as it goes, if any of that was rolled back.
@@ -79,6 +90,10 @@ _SINCE: Final = text(
     SELECT count(*) FROM chain
     """
 )
+# Whoever holds a gate, and is stopped or cut off, must not keep it from all others for hours.
+IDLE_S: Final = 120.0
+_END_IDLE: Final = text("SELECT set_config('idle_in_transaction_session_timeout', :idle, true)")
+_HOLD: Final = text("SELECT pg_try_advisory_xact_lock(hashtext(:name))")
 # What never had traffic, and what has it only to be tried.
 _WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "ready", "candidate")
 _BUILT: Final = "it was trained on from {lost}, which was rolled back"
@@ -88,10 +103,11 @@ _NOT_LIVE: Final[tuple[PolicyState, ...]] = (*_WITHOUT_TRAFFIC, "canary")
 async def hold_gate(connection: AsyncConnection, name: str) -> bool:
     """Try to become the only one that judges a policy, until the transaction ends.
 
-    Return False if another does already.
+    Return False if another does already. The database ends a transaction in which nothing is asked
+    for `IDLE_S`, with all that it holds.
     """
-    query = text("SELECT pg_try_advisory_xact_lock(hashtext(:name))")
-    return bool(await connection.scalar(query, {"name": f"pawl-gate:{name}"}))
+    await connection.execute(_END_IDLE, {"idle": f"{IDLE_S:g}s"})
+    return bool(await connection.scalar(_HOLD, {"name": f"pawl-gate:{name}"}))
 
 
 async def make_candidate(
@@ -203,6 +219,15 @@ async def version_before(connection: AsyncConnection, version: PolicyVersion) ->
     values = {"name": version.name, "version": version.version}
     number = (await connection.execute(_BEFORE, values)).scalar_one()
     return await _numbered(connection, version.name, number)
+
+
+async def was_called_back(connection: AsyncConnection, version: PolicyVersion) -> bool:
+    """Return whether a version is servable again to serve, and no server may have it loaded yet.
+
+    It had been retired, and whoever called it back may have been killed since.
+    """
+    values = {"name": version.name, "version": version.version}
+    return bool(await connection.scalar(_CALLED_BACK, values))
 
 
 async def _instead(

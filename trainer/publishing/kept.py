@@ -18,7 +18,11 @@ def last_good(versions: Sequence[PolicyVersion]) -> int | None:
     before = [
         one.version
         for one in versions
-        if one.state in HAD_TRAFFIC and one.version < serving and not one.rolled_back
+        # A canary that made way before it served keeps its share, which serving ends.
+        if one.state in HAD_TRAFFIC
+        and one.version < serving
+        and not one.rolled_back
+        and one.share is None
     ]
     return max(before, default=None)
 

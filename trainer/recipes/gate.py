@@ -1,5 +1,6 @@
 """Define `[gate]`: what decides whether a version that passed its probe gets the traffic."""
 
+from math import isfinite
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -43,7 +44,8 @@ class GateOptions(RecipeOptions):
     reward_delay_s: Positive = Field(
         default=600.0,
         description="Seconds after its beginning until an episode counts: its calls must have "
-        "ended, and its reward have come, by then. Longer than the longest call.",
+        "ended, and its reward have come, by then. One whose first call has not ended counts as "
+        "failed. Longer than the longest call, and no shorter than `PAWL_SILENCE_S`.",
     )
     deadline_s: Positive = Field(
         default=86400.0,
@@ -68,8 +70,11 @@ class GateOptions(RecipeOptions):
     @model_validator(mode="after")
     def _numbers_fit(self) -> "GateOptions":
         lowest, highest = self.reward_range
-        if lowest >= highest:
-            raise ValueError("reward_range must be [lowest, highest] with lowest below highest")
+        if lowest >= highest or not isfinite(highest - lowest):
+            raise ValueError(
+                "reward_range must be [lowest, highest] with lowest below highest, and not so far"
+                " below it that their difference is no finite number"
+            )
         if self.margin >= highest - lowest:
             raise ValueError("margin must be smaller than the width of reward_range")
         if self.canary_share + self.base_share >= 1.0:

@@ -62,7 +62,7 @@ class GateOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Check every option against its range."""
         low, high = self.reward_range
-        if not (isfinite(low) and isfinite(high) and low < high):
+        if not (low < high and isfinite(high - low)):
             raise ValueError(
                 f"reward_range is {low} to {high}; give the lowest reward, then a higher one"
             )

@@ -42,7 +42,7 @@ async def evidence(
             part = await arm_episodes(
                 connection,
                 "m",
-                (0, 1, 2),
+                {"base": 0, "serving": 1, "canary": 2},
                 since=since,
                 until=now - timedelta(seconds=UNTIL_S),
                 counts=timedelta(seconds=COUNTS_S),
@@ -91,6 +91,8 @@ async def test_what_was_given_to_no_arm_by_chance_is_left_out(engine: AsyncEngin
         given_call("doubtful", 1, 500, 4, confidence="doubtful"),
         # A proxy that did not know yet gave it to the version before.
         given_call("other-version", 3, 500, 5, arm="canary"),
+        # What is compared as another arm.
+        given_call("of-another-time", 1, 500, 7, arm="canary"),
         given_call("other-policy", 1, 500, 6, policy="n"),
     ]
     assert await keys(engine, await evidence(engine, records)) == ["counts"]
@@ -129,6 +131,12 @@ async def test_what_comes_too_late_does_not_count_whenever_it_is_read(engine: As
         given_call("went-on", 2, 870, total_ms=1000.0),
         given_call("went-on", 2, 500, http_status=400, status="upstream_error", total_ms=9000.0),
         given_call("ended-late", 2, 860, total_ms=COUNTS_S * 1000 + 10),
+        # A later call that is under way says only how long it has been so.
+        given_call("under-way", 1, 850, total_ms=1000.0),
+        given_call("under-way", 1, 750, http_status=None, status="upstream_error", total_ms=1e6),
+        # An episode that another policy's call began.
+        given_call("of-two", 1, 840, policy="n", total_ms=1000.0),
+        given_call("of-two", 2, 640, total_ms=1e6),
     ]
     found = await evidence(engine, records)
     said = dict(zip(await keys(engine, found), found, strict=True))
@@ -137,9 +145,19 @@ async def test_what_comes_too_late_does_not_count_whenever_it_is_read(engine: As
         "corrected": 0.5,
         "too-late": None,
         "went-on": None,
+        "ended-late": None,
+        "under-way": None,
+        "of-two": None,
     }
     went_on = said["went-on"]
     assert (went_on.failed, went_on.broken, went_on.seconds) == (False, False, 1.0)
+    assert {name: one.arm for name, one in said.items() if one.broken} == {
+        "ended-late": "canary",
+        "of-two": "canary",
+    }
+    assert said["ended-late"].seconds == pytest.approx(COUNTS_S, abs=0.01)
+    assert said["under-way"].seconds == pytest.approx((1.0 + COUNTS_S - 100.0) / 2, abs=0.01)
+    assert said["of-two"].seconds == pytest.approx(COUNTS_S - 200.0, abs=0.01)
 
 
 async def test_an_episode_is_of_the_arm_that_it_began_in_whatever_it_went_on_with(

@@ -59,7 +59,16 @@ ENDS: Final[dict[str, list[PolicyVersion]]] = {
         version(2, "serving"),
         version(3, "rolled_back", 0.1),
     ],
+    # A newer one was promoted by hand.
+    "made way": [
+        version(0, "published", 0.02),
+        version(1, "published"),
+        version(2, "published"),
+        version(3, "published", 0.1),
+        version(4, "serving"),
+    ],
 }
+SERVES: Final = {"promoted": 3, "rolled_back": 2, "made way": 4}
 
 
 def given_to(versions: Versions, episodes: list[str]) -> dict[str, tuple[int | None, Arm | None]]:
@@ -144,13 +153,14 @@ def test_episodes_keep_what_they_have_when_the_canary_ends(end: str) -> None:
     # Nobody new gets what was rolled back, and nobody is without an arm.
     later = given_to(versions, EPISODES[3000:6000])
     assert {arm for _, arm in later.values()} == {"base", "serving"}
-    assert {number for number, _ in later.values()} == {0, 3 if end == "promoted" else 2}
+    assert {number for number, _ in later.values()} == {0, SERVES[end]}
 
 
-def test_a_canarys_episodes_are_the_canarys_also_once_it_was_rolled_back() -> None:
+@pytest.mark.parametrize("end", ["rolled_back", "made way"])
+def test_a_canarys_episodes_are_the_canarys_also_once_it_has_ended(end: str) -> None:
     versions = Versions(trying())
     new = given_to(versions, EPISODES[:1000])
-    versions.replace(ENDS["rolled_back"])
+    versions.replace(ENDS[end])
     assert given_to(versions, EPISODES[:1000]) == new
 
 

@@ -13,6 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from pawl.steward.evidence import KNOWN, STORED, OnTrial, OnWatch, PromotedOn
 from pawl.steward.gate.reference import CELLS, Reference
 from store.ids import lowest_id_at
+from store.read.arms import ArmPart, arm_episodes
 from store.read.standing import Gated, Standing
 from store.records import ARMS, Arm, SpoolRecord
 from store.versions import PolicyState, PolicyVersion, policy_name
@@ -140,6 +141,51 @@ async def test_what_serves_is_not_judged_by_what_it_was_given_as_a_canary(
     found = await figures(engine, trial(), BEGAN + 2 * DELAY)
     counted = {arm: one["episodes"] for arm, one in found["decision"]["arms"].items()}
     assert counted == dict.fromkeys(ARMS, 10)
+
+
+async def test_what_cannot_be_read_in_the_time_of_a_look_is_read_in_shorter_parts(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look is given up in the middle of a part, as reading more than three takes too long."""
+    at = [BEGAN + timedelta(seconds=number) for number in range(30)]
+    arrivals = [begun(f"e-{n}", ARMS[n % 3], one, n) for n, one in enumerate(at)]
+    await Ingester().store(engine, [one.record for one in arrivals])
+    given_up = 0
+
+    async def slow(*words: Any, most: int, **more: Any) -> ArmPart:
+        if most > 3:
+            raise TimeoutError
+        return await arm_episodes(*words, most=most, **more)
+
+    monkeypatch.setattr("pawl.steward.evidence.arm_episodes", slow)
+    monkeypatch.setattr("pawl.steward.evidence.MOST", 20)
+    looks = trial()
+    found = None
+    while found is None:
+        try:
+            found = await figures(engine, looks, BEGAN + 2 * DELAY)
+        except TimeoutError:
+            given_up += 1
+    # Three parts are too long at first, and one after each that was not.
+    assert 3 <= given_up < 30
+    assert sum(one["episodes"] for one in found["decision"]["arms"].values()) == 30
+
+
+async def test_what_takes_longer_to_read_than_it_takes_to_get_old_is_read_to_its_end(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slow(*_: Any, **__: Any) -> ArmPart:
+        raise TimeoutError
+
+    looks, end = trial(), BEGAN + 2 * DELAY
+    with monkeypatch.context() as patched:
+        patched.setattr("pawl.steward.evidence.arm_episodes", slow)
+        with pytest.raises(TimeoutError):
+            await figures(engine, looks, end)
+    assert not looks.is_old(end + timedelta(days=1))
+    await figures(engine, looks, end)
+    assert not looks.is_old(end - timedelta(seconds=1))
+    assert looks.is_old(end)
 
 
 NOTHING = Reference([0.0] * CELLS)

@@ -280,6 +280,41 @@ async def trained_on(connection: Any, number: int, parent: int) -> None:
     )
 
 
+async def test_a_version_that_hangs_in_some_of_its_episodes_is_rolled_back(
+    database_url: str, engine: AsyncEngine
+) -> None:
+    """Nothing is said of an episode that hangs; all others are as good as those of what serves."""
+    await candidate(engine, 0)
+    await gate(database_url).look(engine)
+    await pass_time(engine)
+    longer_ms = (RULE.reward_delay_s + 1) * 1000
+    records: list[SpoolRecord] = []
+    for number in range(3 * MANY):
+        for place, version in enumerate((0, 1)):
+            arm: Arm = "canary" if version else "serving"
+            began = ago(FROM_S - 12 * number, place)
+            hangs = bool(version) and number % 2 == 0
+            key = f"{arm}-{number}"
+            ended = {"http_status": None, "status": "upstream_error", "total_ms": longer_ms}
+            made = call(
+                key,
+                policy_version=version,
+                arm=arm,
+                served_model=policy_name("m", version, "m"),
+                **began,
+                **(ended if hangs else {}),
+            )
+            records += [made] if hangs else [made, reward(0.5, episode=key)]
+    await Ingester().store(engine, records)
+    await gate(database_url).look(engine)
+    assert await states(engine) == {0: "serving", 1: "rolled_back"}
+    evidence: Any = (await events_of(engine, "m"))[-1].evidence
+    counted = evidence["decision"]["arms"]
+    # All are counted, in both arms alike.
+    assert counted["canary"]["episodes"] == counted["serving"]["episodes"]
+    assert counted["canary"]["failed"] == counted["canary"]["episodes"] // 2
+
+
 async def test_what_was_stored_late_counts_before_long(
     database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,20 @@ async def look(database_url: str, engine: AsyncEngine, *urls: str) -> None:
         await Gating(settings, 0.01, replicas).look(engine)
 
 
+async def killed_before_it_loads(
+    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A steward that has called version 1 back, and was killed then."""
+
+    async def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("pawl.steward.gating.load_again", killed)
+        with pytest.raises(KeyboardInterrupt):
+            await look(database_url, engine)
+
+
 async def told(engine: AsyncEngine, count: int) -> list[tuple[str, str]]:
     """The last changes of state, oldest first."""
     lines = await events_of(engine, "m")
@@ -174,17 +188,46 @@ async def test_a_steward_killed_before_it_is_loaded_leaves_the_traffic_and_the_n
 ) -> None:
     await fallen(engine, tmp_path)
 
-    async def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("pawl.steward.gating.load_again", killed)
-        with pytest.raises(KeyboardInterrupt):
-            await look(database_url, engine, servers[0].url)
+    await killed_before_it_loads(database_url, engine, monkeypatch)
     assert await states(engine) == {0: "published", 1: "published", 2: "serving"}
     await look(database_url, engine, servers[0].url)
     assert await states(engine) == {0: "published", 1: "serving", 2: "rolled_back"}
     assert set(servers[0].loaded) == {"m@1"}
+
+
+async def test_what_a_killed_steward_called_back_does_not_serve_unless_a_replica_has_loaded_it(
+    database_url: str, engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fallen(engine, tmp_path)
+    await killed_before_it_loads(database_url, engine, monkeypatch)
+    assert await told(engine, 1) == [("m@1", "published")]
+    await look(database_url, engine, f"http://127.0.0.1:{free_port()}/v1")
+    assert await states(engine) == {0: "serving", 1: "published", 2: "rolled_back"}
+
+
+async def test_what_a_killed_steward_called_back_and_a_replica_refuses_is_retired_again(
+    database_url: str,
+    engine: AsyncEngine,
+    servers: tuple[FakeModelServer, FakeModelServer],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await fallen(engine, tmp_path)
+    await killed_before_it_loads(database_url, engine, monkeypatch)
+    servers[0].refused = {"m@1"}
+    await look(database_url, engine, servers[0].url)
+    assert await states(engine) == {0: "serving", 1: "retired", 2: "rolled_back"}
+
+
+async def test_by_hand_what_was_called_back_before_serves_only_if_a_replica_has_loaded_it(
+    database_url: str, engine: AsyncEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fallen(engine, tmp_path)
+    await killed_before_it_loads(database_url, engine, monkeypatch)
+    async with Replicas([f"http://127.0.0.1:{free_port()}/v1"]) as replicas:
+        _, serves, _ = await roll_back_by_hand(engine, replicas, "m", "it swears")
+    assert serves is not None
+    assert serves.version == 0
 
 
 async def test_by_hand_it_is_loaded_first_too(

@@ -12,7 +12,16 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.errors import NotGated, RolledBack, StateChanged, UnknownPolicy
 from store.read.events import list_events
-from store.updates.gating import begin_canary, freeze, is_frozen, make_candidate, roll_back
+from store.read.standing import newest_promoted
+from store.updates.gating import (
+    begin_canary,
+    freeze,
+    hold_gate,
+    is_frozen,
+    make_candidate,
+    roll_back,
+    version_before,
+)
 from store.updates.policies import (
     ensure_base,
     list_live,
@@ -27,6 +36,7 @@ from store.updates.slots import retire_longest
 from store.updates.states import change_state, set_state
 from store.versions import PolicyState, PolicyVersion
 from tests.support.ledger.lineage import trained
+from tests.support.waiting import eventually
 
 TEST = "for the test"
 
@@ -292,6 +302,71 @@ async def test_nothing_goes_live_of_a_policy_that_is_frozen(engine: AsyncEngine)
         assert len(await promote_together(connection, ["m"], 0.0)) == 1
         with pytest.raises(UnknownPolicy):
             await freeze(connection, "other", frozen=True, reason=TEST, actor="operator")
+
+
+@pytest.mark.parametrize("then", ["published", "retired"])
+async def test_a_canary_that_never_served_serves_after_no_roll_back(
+    engine: AsyncEngine, then: PolicyState
+) -> None:
+    async with engine.begin() as connection:
+        await trained(connection, 0, 0, 0)
+        await promote(connection, "m", 1, reason=TEST, actor="operator")
+        tried = await canary(connection, 2)
+        # A newer one was promoted by hand meanwhile: the canary makes way for it.
+        await change_state(connection, tried, "published", reason=TEST, actor="steward")
+        assert await newest_promoted(connection, "m") == 1
+        await promote(connection, "m", 3, reason=TEST, actor="operator")
+        await set_state(connection, "m", 2, then, reason=TEST, actor="trainer")
+        before = await version_before(connection, await version(connection, 3))
+        assert before.version == 1
+        serves = await roll_back(
+            connection, await version(connection, 3), reason=TEST, actor="steward"
+        )
+        assert serves is not None
+        assert serves.version == 1
+
+
+async def test_what_was_trained_on_from_what_was_rolled_back_serves_after_no_roll_back(
+    engine: AsyncEngine,
+) -> None:
+    async with engine.begin() as connection:
+        await trained(connection, 0, 1, 0)
+        # An operator went back from 2 to 1, which fell then.
+        for number in (1, 2, 1):
+            await promote(connection, "m", number, reason=TEST, actor="operator")
+        await roll_back(connection, await version(connection, 1), reason=TEST, actor="steward")
+        assert (await version(connection, 2)).state == "published"
+        await promote(connection, "m", 3, reason=TEST, actor="operator")
+        assert (await version_before(connection, await version(connection, 3))).version == 0
+
+
+async def test_what_served_before_events_were_kept_serves_after_a_roll_back(
+    engine: AsyncEngine,
+) -> None:
+    async with engine.begin() as connection:
+        await trained(connection, 0, 1)
+        await promote(connection, "m", 1, reason=TEST, actor="operator")
+        await promote(connection, "m", 2, reason=TEST, actor="operator")
+        await connection.execute(text("DELETE FROM policy_events WHERE version = 1"))
+        assert (await version_before(connection, await version(connection, 2))).version == 1
+        assert await newest_promoted(connection, "m") == 2
+
+
+async def test_a_gate_is_not_held_for_ever_by_one_that_does_nothing_any_more(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a steward does not that is stopped, or whose machine is cut off."""
+
+    async def is_free() -> bool:
+        async with engine.begin() as connection:
+            return await hold_gate(connection, "m")
+
+    async with engine.connect() as stopped:
+        monkeypatch.setattr("store.updates.gating.IDLE_S", 2.0)
+        assert await hold_gate(stopped, "m")
+        assert not await is_free()
+        await eventually(is_free, within_s=120.0)
+        await stopped.invalidate()
 
 
 async def test_what_serves_nothing_cannot_be_rolled_back(engine: AsyncEngine) -> None:

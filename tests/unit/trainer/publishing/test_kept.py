@@ -57,6 +57,15 @@ def test_the_last_good_one_had_the_traffic_before() -> None:
     assert last_good([*versions, version(4, "rejected"), version(5, "retired")]) == 2
 
 
+def test_a_canary_that_made_way_before_it_served_is_no_version_to_go_back_to() -> None:
+    made_way = [
+        msgspec.structs.replace(version(number, state), share=0.1)
+        for number, state in enumerate(("published", "retired"), 2)  # type: ignore[arg-type]
+    ]
+    versions = [version(0, "published"), version(1, "retired"), *made_way, version(4, "serving")]
+    assert last_good(versions) == 1
+
+
 def test_what_was_rolled_back_is_no_version_to_go_back_to() -> None:
     lost = msgspec.structs.replace(version(3, "retired"), rolled_back=True)
     versions = [version(0, "published"), version(2, "retired"), lost, version(4, "serving")]

@@ -88,6 +88,7 @@ def test_a_recipe_that_names_no_precision_has_float32() -> None:
         ("[gate]\nreward_range = [1, 0]", "reward_range must be"),
         ("[gate]\nreward_range = [0, 1, 2]", "gate.reward_range"),
         ("[gate]\nreward_range = [0, inf]", "gate.reward_range"),
+        ("[gate]\nreward_range = [-1e308, 1e308]", "reward_range must be"),
         ("[gate]\nmargin = 1.0", "margin must be smaller"),
         ("[gate]\ndeadline_s = 600", "deadline_s must be larger than reward_delay_s"),
         ("[gate]\nreward_delay_s = 0", "gate.reward_delay_s"),

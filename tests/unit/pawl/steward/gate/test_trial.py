@@ -140,6 +140,7 @@ def test_the_recipe_s_other_keys_are_ignored() -> None:
     [
         ({"reward_range": (1.0, 1.0)}, "reward_range"),
         ({"reward_range": (0.0, float("inf"))}, "reward_range"),
+        ({"reward_range": (-1e308, 1e308)}, "reward_range"),
         ({"margin": 0.0}, "margin"),
         ({"margin": 1.0}, "margin"),
         ({"mistakes": 0.0}, "mistakes"),

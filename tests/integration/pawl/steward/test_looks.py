@@ -1,0 +1,182 @@
+"""A look that fails: what is said of it, and what becomes of the others and of the next."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from structlog.testing import capture_logs
+
+from pawl.steward import evidence
+from pawl.steward.looks import LookTooLong
+from store.read.standing import Gated, gated
+from store.updates.gating import freeze, make_candidate
+from store.updates.policies import list_versions, promote
+from tests.integration.pawl.steward.test_gating import (
+    RULE,
+    candidate,
+    gate,
+    on_trial,
+    states,
+    trained_on,
+)
+from tests.support.ledger.lineage import trained
+from tests.support.waiting import eventually
+
+Standing = Callable[[AsyncConnection, str], Awaitable[Gated | None]]
+
+
+async def candidates(engine: AsyncEngine) -> None:
+    """Two policies, whose candidates wait for their trials: `m`, and before it `a`."""
+    await candidate(engine, 0)
+    async with engine.begin() as connection:
+        await trained(connection, 0, name="a")
+        rule = RULE.model_dump(mode="json")
+        await make_candidate(connection, "a", 1, rule, reason="probed")
+
+
+async def state_of_a(engine: AsyncEngine) -> str:
+    async with engine.connect() as connection:
+        return (await list_versions(connection, "a"))[1].state
+
+
+def where_a(does: Callable[[AsyncConnection], Awaitable[Any]]) -> Standing:
+    """What reads where a policy stands, and does this of `a`."""
+
+    async def read(connection: AsyncConnection, name: str) -> Gated | None:
+        if name == "a":
+            await does(connection)
+        return await gated(connection, name)
+
+    return read
+
+
+def shows(value: float) -> bool:
+    return f'pawl_steward_gate_failed{{policy="a"}} {value}' in generate_latest().decode()
+
+
+async def test_a_look_that_takes_too_long_is_called_so_and_hinders_no_other_policy(
+    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(_: AsyncConnection) -> None:
+        await asyncio.Event().wait()
+
+    await candidates(engine)
+    judge = gate(database_url)
+    with capture_logs() as logs, monkeypatch.context() as patched:
+        patched.setattr("pawl.steward.gating.gated", where_a(hang))
+        patched.setattr("pawl.steward.looks.LOOK_S", 5.0)
+        await judge.look(engine)
+    assert (await states(engine))[1] == "canary"
+    [said] = [one for one in logs if one["log_level"] == "error"]
+    assert (said["event"], said["policy"]) == ("policy_not_judged", "a")
+    assert isinstance(said["exc_info"], LookTooLong)
+    assert "given up after 5 s, though the database had let it begin" in str(said["exc_info"])
+    assert not [one for one in logs if one["event"] == "gate_waits_for_database"]
+    assert shows(1.0)
+    await judge.look(engine)
+    assert await state_of_a(engine) == "canary"
+    assert shows(0.0)
+
+
+async def test_a_policy_whose_look_the_database_ends_lets_the_others_be_judged_first(
+    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database gives queries of its role a time, as some do: that is as if it went away."""
+
+    async def too_long(connection: AsyncConnection) -> None:
+        await connection.execute(text("SET LOCAL statement_timeout = 1"))
+        await connection.execute(text("SELECT pg_sleep(60)"))
+
+    async def is_tried() -> bool:
+        return (await states(engine))[1] == "canary"
+
+    await candidates(engine)
+    monkeypatch.setattr("pawl.steward.gating.gated", where_a(too_long))
+    following = asyncio.create_task(gate(database_url).follow())
+    try:
+        await eventually(is_tried, within_s=120.0)
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    assert await state_of_a(engine) == "candidate"
+
+
+async def freezes(connection: AsyncConnection) -> None:
+    await freeze(connection, "m", frozen=True, reason="for the test", actor="operator")
+
+
+async def promotes_another(connection: AsyncConnection) -> None:
+    await promote(connection, "m", 2, reason="for the test", actor="operator")
+
+
+@pytest.mark.parametrize("does", [freezes, promotes_another])
+@pytest.mark.parametrize("better", [True, False])
+async def test_what_an_operator_did_during_a_look_is_not_undone_by_what_it_found(
+    database_url: str,
+    engine: AsyncEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    does: Callable[[AsyncConnection], Awaitable[None]],
+    better: bool,
+) -> None:
+    judge = gate(database_url)
+    await on_trial(engine, judge, better=better)
+    async with engine.begin() as connection:
+        await trained_on(connection, 2, 0)
+    read = evidence.arm_episodes
+
+    async def meanwhile(*words: Any, **more: Any) -> Any:
+        if done:
+            done.pop()
+            async with engine.begin() as connection:
+                await does(connection)
+        return await read(*words, **more)
+
+    done = [None]
+    monkeypatch.setattr("pawl.steward.evidence.arm_episodes", meanwhile)
+    before = await states(engine)
+    await judge.look(engine)
+    assert not done
+    after = before if does is freezes else {0: "published", 1: "canary", 2: "serving"}
+    assert await states(engine) == after
+
+
+async def test_a_candidate_is_not_tried_of_a_policy_that_is_frozen_meanwhile(
+    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def frozen_then(connection: AsyncConnection, name: str) -> Gated | None:
+        found = await gated(connection, name)
+        if reads:
+            reads.pop()
+            async with engine.begin() as other:
+                await freezes(other)
+        return found
+
+    await candidate(engine, 0)
+    reads = [None]
+    monkeypatch.setattr("pawl.steward.gating.gated", frozen_then)
+    await gate(database_url).look(engine)
+    assert not reads
+    assert (await states(engine))[1] == "candidate"
+
+
+async def test_what_is_no_outage_is_not_called_one(
+    database_url: str, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(_: object) -> None:
+        raise ValueError("for the test")
+
+    monkeypatch.setattr("pawl.steward.gating.gated_policies", broken)
+
+    async def is_told() -> bool:
+        return bool(logs)
+
+    with capture_logs() as logs:
+        following = asyncio.create_task(gate(database_url).follow())
+        await eventually(is_told, within_s=120.0)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    assert [one["event"] for one in logs] == ["gate_fails"]
