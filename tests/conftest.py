@@ -50,12 +50,12 @@ settings.register_profile("long", deadline=None, max_examples=50_000, print_blob
 settings.load_profile("pawl")
 
 
-# Their files share a stack with a real vLLM.
-SHARING = {"tests/e2e", "tests/e2e/any_model"}
+# Their files share a stack with a real vLLM, or its modules, which take seconds to import.
+SHARING = {"tests/e2e", "tests/e2e/any_model", "tests/integration/proxy/vllm"}
 
 
 class ByFile(LoadScopeScheduling):
-    """Keep the tests of a file together, and the files of a folder that share a stack."""
+    """Keep the tests of a file together, and the files of a folder that share what is costly."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
@@ -114,6 +114,10 @@ def migrated_cluster(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         if not made.exists():
             asyncio.run(upgrade(server.ensure_running()))
+            # The first session after a migration writes down what PostgreSQL knows of its
+            # catalogs, and each copy of the database has that file: its first session is cheaper.
+            command = [server.programs / "psql", "--no-psqlrc", "--quiet", "-c", "", server.url]
+            subprocess.run(command, check=True)
             server.stop()
             made.touch()
     finally:
