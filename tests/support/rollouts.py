@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 AGENT = '''
 """Asks what its task says, and does what else its task says."""
-import asyncio, json, os, sys, time, urllib.request
+import json, os, sys, time, urllib.request
 
 STARTED = os.environ.get("STARTED")
 if STARTED:
@@ -64,6 +64,8 @@ def answer(task):
         case "all it knows":
             return [task, dict(os.environ)]
         case "loop":
+            # Not at the top: it is half of what a program's start costs, and few are about it.
+            import asyncio
             return asyncio.run(slowly(said))
         case "no json":
             return {1, 2}
@@ -72,11 +74,13 @@ def answer(task):
 
 
 async def slowly(said):
+    import asyncio
     await asyncio.sleep(0.01)
     return said
 
 
 async def together(task, base_url):
+    import asyncio
     said = await asyncio.to_thread(ask, base_url, task.get("q", "hello"))
     match task.get("do"):
         case "wait":
@@ -102,6 +106,7 @@ async def together(task, base_url):
 
 
 async def alone(task):
+    import asyncio
     return await asyncio.to_thread(answer, task)
 
 
