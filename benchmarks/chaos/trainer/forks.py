@@ -13,7 +13,7 @@ from typing import Any, Final
 
 # A process killed is gone in this time; one that is not is stuck in the kernel.
 GONE_S: Final = 30.0
-POLL_S: Final = 0.005
+POLL_S: Final = 0.02
 
 
 class Zygote:
@@ -38,9 +38,10 @@ class Zygote:
         deadline = time.monotonic() + within_s
         while True:
             status: int | None = self._ask({"ended": pid})["status"]
-            if status is not None or time.monotonic() > deadline:
+            left_s = deadline - time.monotonic()
+            if status is not None or left_s <= 0:
                 return status
-            time.sleep(POLL_S)
+            time.sleep(min(POLL_S, left_s))
 
     def end(self, pid: int, signal: int) -> int | None:
         """Send a signal, and wait for the end."""

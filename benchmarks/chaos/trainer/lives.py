@@ -28,11 +28,12 @@ OF_POSTGRES: Final = 0.1
 # A life that is asked to stop, and does not count as a kill, before every tenth that is killed.
 ASKED_EVERY: Final = 10
 FIRST_START_S: Final = 2.0
-POLL_S: Final = 0.002
+POLL_S: Final = 0.02
 # A trainer whose database is away asks again after a second (`trainer.run`).
 RETRY_S: Final = 1.0
 LONGEST_S: Final = 120.0
-LOOK_S: Final = 0.1
+# Each look is a session of PostgreSQL's: looking ten times a second takes a tenth of a core.
+LOOK_S: Final = 0.5
 
 
 class NotComeBy(Exception):
