@@ -1,5 +1,6 @@
 """Rewards that are sums of metrics: the store makes them as credit does, in any order."""
 
+import itertools
 import random
 from typing import Any
 
@@ -199,6 +200,19 @@ async def test_only_what_the_sum_scores_is_claimed_and_what_lacks_is_counted(
         "third": 0.0,
     }
     assert found["dear"].parts == {"right": 1.0, "cost": -1.0}
+
+
+async def test_what_is_sent_again_counts_as_when_it_was_sent_first(engine: AsyncEngine) -> None:
+    said = [
+        statement("reward", 1.0, at=0, key="k", episode="e"),
+        statement("reward", 0.25, at=5, episode="e"),
+        statement("reward", 1.0, at=9, key="k", episode="e"),
+    ]
+    for order in itertools.permutations([*said, call("e")]):
+        for one in order:
+            await store(engine, one)
+        assert [row[4] for row in await scores(engine)] == [0.25]
+        await empty(engine)
 
 
 async def test_with_defaults_alone_anything_that_was_stated_scores(engine: AsyncEngine) -> None:
