@@ -192,6 +192,12 @@ KEY_CONFLICTS = Counter(
     "pawl_feedback_key_conflicts_total",
     "Requests stored under an idempotency key that another body has, too; both were taken.",
 )
+LATE = Counter(
+    "pawl_late_feedback_total",
+    "Statements of the reward that came after their episode was trained on; they are kept, and "
+    "count for all but training.",
+    ["policy"],
+)
 REWARD = Histogram(
     "pawl_reward",
     "Rewards as stated, by the policy version that earned them.",

@@ -196,11 +196,14 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
 
 
 class FeedbackItem(Record, frozen=True, kw_only=True):
-    """State one thing about a target: a metric with a value, or (if `tool` is set) a tool event."""
+    """State one thing about a target: a metric with a value, or (if `tool` is set) a tool event.
+
+    A value is a number or a short text; None without a tool event takes back what was stated.
+    """
 
     id: UUID
     metric: str
-    value: float | None
+    value: float | str | None
     target_kind: TargetKind
     target: str
     tool: ToolEvent | None = None
@@ -235,11 +238,16 @@ SpoolRecord = CallRecord | FeedbackRecord | GapRecord | LapseRecord
 
 
 class Feedback(Record, frozen=True, kw_only=True):
-    """Describe a stored statement about an episode or one of its calls."""
+    """Describe a stored statement about an episode or one of its calls.
+
+    `value` is a number or a short text; None takes back what was stated before. `late` says that it
+    came after an update had claimed the episode, and trained on it without.
+    """
 
     metric: str
-    value: float
+    value: float | str | None
     at: datetime
+    late: bool = False
 
 
 class TransitionRow(CallFacts, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, get_args
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -121,8 +121,12 @@ def instead(spec: type[BaseModel], path: Sequence[str]) -> str:
 
 def _model_at(spec: type[BaseModel], path: Sequence[str]) -> type[BaseModel]:
     """Return the model of a table within a table, to which `path` leads."""
-    for name in path:
+    names = iter(path)
+    for name in names:
         annotation = spec.model_fields[name].annotation
+        if get_origin(annotation) is dict:
+            # Its keys are the user's.
+            next(names, None)
         kinds = (annotation, *get_args(annotation))
         spec = next(one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel))
     return spec

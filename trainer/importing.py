@@ -77,7 +77,7 @@ async def import_adapter(
             imported = Import(settings, recipe, engine, learner, name)
             number = await imported.write(directory, rows)
             publisher = Publisher(
-                engine, servers, name, recipe.publish, chosen.together, gate=recipe.gate
+                engine, servers, name, recipe.publish, chosen.together, gate=recipe.judged_by
             )
             return await imported.publish(publisher, number)
         finally:

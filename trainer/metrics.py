@@ -16,6 +16,11 @@ EPISODES = Counter(
     "Episodes consumed, by reason: trained, or why not.",
     ["policy", "reason"],
 )
+LACKING = Gauge(
+    "pawl_lacking_episodes",
+    "Episodes of which something was stated, and which have no reward all the same, by reason.",
+    ["policy", "reason"],
+)
 HELD = Gauge(
     "pawl_trainer_held",
     "Whether the trainer claims nothing, because its last updates came to nothing.",

@@ -33,7 +33,7 @@ from trainer.rounds import Rounds
 from trainer.settings import TrainerSettings
 from trainer.trainee import Trainee
 from trainer.updates.holding import TRIAL_S, Holding
-from trainer.updates.versions import begin_policy
+from trainer.updates.versions import begin_policy, score_by
 
 log = structlog.get_logger()
 
@@ -199,9 +199,10 @@ def _trainee(
         """
         nonlocal is_checked
         await begin_policy(engine, policy, chosen.base, settings.policies, chosen.tenant)
+        await score_by(engine, policy, recipe.reward_rule)
         known = chosen.known or (policy,)
         publisher = Publisher(
-            engine, servers, policy, recipe.publish, chosen.together, known, recipe.gate
+            engine, servers, policy, recipe.publish, chosen.together, known, recipe.judged_by
         )
         loop = Loop(settings, recipe, engine, publisher, learner, policy, holding)
         if not is_checked:

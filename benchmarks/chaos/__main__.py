@@ -1,8 +1,8 @@
 """Kill processes, take the database away, and watch memory, all under load.
 
 `--target proxy`: a model server that answers at once, an embedded PostgreSQL and `pawl proxy`
-are started; one of three things is done (`--kills`, `--outage`, `--calls`), and what the
-clients saw is compared with what is stored. Between kills the spool's disk, a small one of its
+are started; one of four things is done (`--kills`, `--outage`, `--calls`, `--feedback`), and what
+the clients saw is compared with what is stored. Between kills the spool's disk, a small one of its
 own, is full or gives I/O errors for a moment, and one record in 200 is poison; `--plain` leaves
 that out, and needs neither root nor a C compiler. With `--full` the disk also stays full for so
 many seconds, while workers, keeper and supervisor are killed.
@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.chaos.faults import CannotInjectFaults
+from benchmarks.chaos.feedback import feedback
 from benchmarks.chaos.kills import kills
 from benchmarks.chaos.memory import memory
 from benchmarks.chaos.outage import outage
@@ -63,19 +64,21 @@ def main() -> None:
 
 
 def _of_the_proxy(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    faults = not (options.calls or options.outage or options.plain)
+    faults = not (options.calls or options.outage or options.feedback or options.plain)
     if options.full and not faults:
-        raise SystemExit("--full fills the disk: leave out --plain, --calls and --outage")
+        raise SystemExit("--full fills the disk: give it --kills, and leave out --plain")
     with standing(folder, options.workers, faults=faults) as stand:
         if options.calls:
             return {"memory": asyncio.run(memory(stand, options.calls))}
+        if options.feedback:
+            return {"feedback": asyncio.run(feedback(stand, options.feedback, options.seed))}
         if options.outage:
             return {"outage": asyncio.run(outage(stand, options.outage))}
         return {"kills": asyncio.run(kills(stand, options.kills, options.seed, options.full))}
 
 
 def _of_the_trainer(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
-    if options.calls or options.outage or options.full:
+    if options.calls or options.outage or options.full or options.feedback:
         raise SystemExit("--target trainer is killed, and nothing else: give it --kills")
     found = trainer_kills(
         folder,
@@ -138,6 +141,7 @@ def _options() -> argparse.Namespace:
     what.add_argument("--kills", type=int, default=100, help="kill -9 so many times (100)")
     what.add_argument("--outage", type=float, help="take the database away for so many seconds")
     what.add_argument("--calls", type=int, help="watch memory over so many calls")
+    what.add_argument("--feedback", type=int, help="kill while so many statements are sent")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     return parser.parse_args()
 
@@ -148,7 +152,7 @@ def broken_promises(found: dict[str, Any]) -> list[str]:
         *("missing", "twice", "failed", "failed_otherwise", "scrapes_off", "scrapes_failed"),
         *("lost", "spent_otherwise", "states_differ", "files_differ", "by_themselves"),
         *("ended_by_itself", "stalled", "dropped_uncounted", "poison_not_dead", "of_untrained"),
-        *("not_loaded", "not_found", "not_aside"),
+        *("not_loaded", "not_found", "not_aside", "returns_differ", "scores_differ"),
     )
     broken = [f"{name}: {_counted(found[name])}" for name in nothing if found.get(name)]
     if found.get("drain_s", 0.0) is None:

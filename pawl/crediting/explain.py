@@ -41,7 +41,8 @@ def explain_file(file: str, recipe: Recipe) -> Explained:
             raise CreditLineError(
                 f"{file} cannot be read: {error.strerror}; name a file that `pawl export` wrote"
             ) from error
-    return Explained(credit_lines(episodes, recipe.credit, recipe.kept), warnings(recipe))
+    credited = credit_lines(episodes, recipe.credit, recipe.kept, recipe.reward_rule)
+    return Explained(credited, warnings(recipe))
 
 
 def warnings(recipe: Recipe) -> list[str]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from rich.table import Table
@@ -22,9 +23,10 @@ def write(explained: Explained, *, as_json: bool) -> None:
 
 
 def table(lines: Sequence[CreditLine]) -> Table:
-    """Return the lines as a table for a terminal, one column for each field."""
+    """Return the lines as a table for a terminal, one column for each field that any line has."""
     grid = Table(box=None, pad_edge=False)
-    for name in CreditLine.__struct_fields__:
+    names = [name for name in CreditLine.__struct_fields__ if _has(lines, name)]
+    for name in names:
         is_number = name.startswith("r_") or name in ("advantage", "weight")
         grid.add_column(
             name,
@@ -33,5 +35,18 @@ def table(lines: Sequence[CreditLine]) -> Table:
             overflow="fold",
         )
     for line in lines:
-        grid.add_row(*[cell(value) for value in msgspec.structs.astuple(line)])
+        grid.add_row(*[cell(_shown(getattr(line, name))) for name in names])
     return grid
+
+
+def _has(lines: Sequence[CreditLine], name: str) -> bool:
+    return name != "parts" or any(line.parts for line in lines)
+
+
+def _shown(value: Any) -> Any:
+    """Return a value as the table has it: of the parts of a reward each with its metric."""
+    if value is msgspec.UNSET:
+        return None
+    if not isinstance(value, dict):
+        return value
+    return ", ".join(f"{metric} {part:+.4g}" for metric, part in value.items())

@@ -45,9 +45,10 @@ def read_verdict(answer: bytes, episode: str) -> list[Statement]:
 
 def _metrics(document: Mapping[str, Any], episode: str) -> list[Statement]:
     for metric, value in document.items():
-        if value is not None and not is_number(value):
+        if not (value is None or isinstance(value, bool | str) or is_number(value)):
             raise JudgeFailed(
-                f"the judge's metric {metric!r:.80} must be a finite number, not {value!r:.80}"
+                f"the judge's metric {metric!r:.80} must be a finite number, true, false or a text,"
+                f" not {value!r:.80}"
             )
     return [
         {"metric": metric, "value": value, "episode": episode}

@@ -120,6 +120,6 @@ class FeedbackDesk:
             FEEDBACK.labels(metric_label(item.metric), "known" if earner else "pending").inc()
             if item.tool is not None:
                 TOOL_STATUS.labels(item.tool.status).inc()
-            elif item.metric == REWARD_METRIC and item.value is not None:
+            elif item.metric == REWARD_METRIC and isinstance(item.value, float):
                 REWARD.labels(*(earner or ("", ""))).observe(item.value)
                 REWARD_SUM.labels(*(earner or ("", ""))).inc(item.value)

@@ -17,14 +17,19 @@ from store.values.json_limits import Size
 
 TOOL_STATUS: Final = "tool_status"
 TARGETS: Final = ("episode", "call", "response")
+WITHDRAWN: Final = "withdrawn"
 COMMON: Final = frozenset({"metric", "value", *TARGETS})
+# Of any metric but `tool_status`.
+OF_METRICS: Final = COMMON | {WITHDRAWN}
 ABOUT_TOOLS: Final = frozenset({"id", "name", "detail", "ms"})
 MAX_ITEMS: Final = 10_000
 MAX_TEXT: Final = 1024
+# Texts that are values are labels: a recipe has to name each that counts.
+MAX_LABEL: Final = 256
 # Targets are in a B-tree index, whose rows PostgreSQL limits to 2,704 bytes in all.
 MAX_TARGET_BYTES: Final = 2048
 # Limits of a list of statements that hold only text and numbers.
-MOST: Final = Size(containers=MAX_ITEMS + 1, values=MAX_ITEMS * (len(COMMON | ABOUT_TOOLS) + 1))
+MOST: Final = Size(containers=MAX_ITEMS + 1, values=MAX_ITEMS * (len(OF_METRICS | ABOUT_TOOLS) + 1))
 
 
 def parse_feedback(
@@ -102,6 +107,17 @@ def _as_float(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def _reads_as_number(value: str) -> bool:
+    """Return whether a text is a number, or a truth value, in quotes."""
+    if value.strip().lower() in ("true", "false"):
+        return True
+    try:
+        float(value)
+    except ValueError:
+        return False
+    return True
+
+
 class _Statement:
     """Parse one statement; `where` names it in error messages."""
 
@@ -127,7 +143,7 @@ class _Statement:
         return FeedbackItem(
             id=new_id(),
             metric=metric,
-            value=self._number("value", required=True),
+            value=None if self._is_withdrawn() else self._value(),
             target_kind=kind,
             target=target,
         )
@@ -136,7 +152,7 @@ class _Statement:
         return BadRequest(f"{self._where}{field} {message}", param=f"{self._where}{field}")
 
     def _refuse_unknown(self, metric: str) -> None:
-        allowed = COMMON | (ABOUT_TOOLS if metric == TOOL_STATUS else frozenset())
+        allowed = COMMON | ABOUT_TOOLS if metric == TOOL_STATUS else OF_METRICS
         for name in self._fields:
             if name not in allowed:
                 known = ", ".join(sorted(allowed))
@@ -174,9 +190,46 @@ class _Statement:
             raise self._error(name, "must not hold the character U+0000, which no text can keep")
         return value
 
-    def _number(self, name: str, *, required: bool = False) -> float | None:
+    def _is_withdrawn(self) -> bool:
+        value = self._fields.get(WITHDRAWN)
+        if value is None or value is False:
+            return False
+        if value is not True:
+            raise self._error(WITHDRAWN, f"must be true or false, not {_shown(value)}")
+        if self._fields.get("value") is not None:
+            raise self._error(
+                "value", "must be left out where withdrawn is true: nothing is stated in its place"
+            )
+        return True
+
+    def _value(self) -> float | str:
+        """Return the value of a metric: a number, as which true and false count, or a label."""
+        value = self._fields.get("value")
+        if isinstance(value, bool):
+            return float(value)
+        if isinstance(value, str):
+            return self._label(value)
+        number = _as_float(value)
+        if number is None:
+            raise self._error(
+                "value",
+                "must be a finite number, true, false or a short text, not "
+                f'{_shown(value)}; to take back what was stated send "withdrawn": true instead',
+            )
+        return number
+
+    def _label(self, value: str) -> str:
+        if not 0 < len(value) <= MAX_LABEL:
+            raise self._error("value", f"must be a text of 1 to {MAX_LABEL} characters")
+        if "\x00" in value:
+            raise self._error("value", "must not hold the character U+0000, which no text can keep")
+        if _reads_as_number(value):
+            raise self._error("value", f"is the text {_shown(value)}: send it without quotes")
+        return value
+
+    def _number(self, name: str) -> float | None:
         value = self._fields.get(name)
-        if value is None and not required:
+        if value is None:
             return None
         number = _as_float(value)
         if number is None:

@@ -5,7 +5,7 @@ No error over one record keeps those after it from being settled (`proxy.keeper.
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import Final, NamedTuple
@@ -22,6 +22,7 @@ from proxy.metrics import (
     DEAD_LETTERS,
     DELETED,
     KEY_CONFLICTS,
+    LATE,
     NOT_TRAINABLE,
     STORED,
     TOKENS,
@@ -80,7 +81,7 @@ class Settler:
         self._readers = readers
         self._most_reply = most_reply
         self._redaction = redaction
-        self._ingester = Ingester(count_conflicts)
+        self._ingester = Ingester(count_conflicts, count_late)
         self._turn = 0
         # The turn in which a record of each type was last stored.
         self._stored: dict[type, int] = {}
@@ -312,6 +313,12 @@ def count_conflicts(requests: Sequence[UUID]) -> None:
     """Count feedback that was stored although its idempotency key belongs to another body."""
     KEY_CONFLICTS.inc(len(requests))
     log.warning("idempotency_key_reused", stored=[str(request) for request in requests[:10]])
+
+
+def count_late(statements: Mapping[str, int]) -> None:
+    """Count feedback that came after its episode was trained on, by policy."""
+    for policy, count in statements.items():
+        LATE.labels(policy).inc(count)
 
 
 def _count_call(record: CallRecord) -> None:

@@ -15,7 +15,14 @@ from proxy.formats.requests import read_request
 from proxy.identity.stitch import PREFIXES
 from proxy.redaction.fields import with_field, without_ids
 from proxy.redaction.texts import Patterns
-from store.records import CallRecord, FeedbackRecord, Tokens, ToolCall, ToolEvent
+from store.records import (
+    CallRecord,
+    FeedbackItem,
+    FeedbackRecord,
+    Tokens,
+    ToolCall,
+    ToolEvent,
+)
 
 REDACTED: Final[Reason] = "redacted"
 WITHHELD: Final = b'"[withheld]"'
@@ -77,15 +84,22 @@ def redact_call(record: CallRecord, rules: Rules) -> Redacted:
 
 
 def redact_feedback(record: FeedbackRecord, rules: Rules) -> tuple[FeedbackRecord, frozenset[str]]:
-    """Return feedback without what patterns find in details of tools, and the rules that hit."""
+    """Return feedback without what patterns find in its texts, and the rules that hit.
+
+    Texts are the values that are stated in words, and details of tools.
+    """
     hits: set[str] = set()
-    items = tuple(
-        item
-        if item.tool is None
-        else msgspec.structs.replace(item, tool=_event(item.tool, rules.patterns, hits))
-        for item in record.items
-    )
+    items = tuple(_item(item, rules.patterns, hits) for item in record.items)
     return (msgspec.structs.replace(record, items=items) if hits else record), frozenset(hits)
+
+
+def _item(item: FeedbackItem, patterns: Patterns, hits: set[str]) -> FeedbackItem:
+    if item.tool is not None:
+        return msgspec.structs.replace(item, tool=_event(item.tool, patterns, hits))
+    if isinstance(item.value, str):
+        value = patterns.text(item.value.encode(errors="surrogatepass"), hits)
+        return msgspec.structs.replace(item, value=value.decode(errors="replace"))
+    return item
 
 
 def without_derived(record: CallRecord, *, texts: bool) -> CallRecord:

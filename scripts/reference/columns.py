@@ -37,6 +37,8 @@ TABLES: Final = {
     "updates": "One row per training update. At most one per policy is running.",
     "episode_policies": "What each policy may claim of an episode: a row for each policy that "
     "served a call of it, or of its parts.",
+    "reward_terms": "What a policy's reward is the sum of, as its recipe's `[reward]` says. A "
+    "policy without a row has the metric `reward`.",
     "consumptions": "Episodes that an update has spent, trained or not. A policy spends an episode "
     "at most once.",
     "fault_times": "Times in which a policy's model server sampled wrongly. Episodes with a call "
@@ -64,7 +66,8 @@ EPISODES: Final = {
     "failed": "Whether the last call was refused for what it says (HTTP 400, 413, 422).",
     "scored_at": "Time of the first reward about the episode.",
     "call_scored_at": "Time of the newest reward about a single one of its calls.",
-    "reward": "Newest reward about the episode, of equally new ones the lowest.",
+    "reward": "Newest reward about the episode, of equally new ones the lowest; null: none, or it "
+    "was withdrawn.",
     "doubtful": "Whether a call was assigned to it in doubt.",
     "linked": "Whether it takes part in a join with other episodes.",
     "root": "Episode that this one is a part of; null: it stands for itself.",
@@ -127,8 +130,10 @@ FEEDBACK: Final = {
     "that no reply asked for is known by the reply that it was made of.",
     "tool_events.at": "Time of the statement.",
     "feedback.id": "Id, as in the reply of `/feedback`.",
-    "feedback.metric": "Name of the metric; `reward` is trained on.",
-    "feedback.value": "Value.",
+    "feedback.metric": "Name of the metric.",
+    "feedback.value": "Value that is a number; `true` is 1, `false` 0. Null with a null `label`: "
+    "what was stated before is withdrawn.",
+    "feedback.label": "Value that is a text.",
     "feedback.target_kind": "What the statement names.",
     "feedback.target": "The name of that target.",
     "feedback.episode_id": "Episode; null until the target is known.",
@@ -191,9 +196,19 @@ TRAINING: Final = {
     "that it goes on with.",
     "episode_policies.claimed_by": "Update that holds or has spent the episode for the policy.",
     "episode_policies.task": "Task of the whole episode.",
-    "episode_policies.scored_at": "As in `episodes`.",
-    "episode_policies.call_scored_at": "As in `episodes`.",
-    "episode_policies.reward": "As in `episodes`.",
+    "episode_policies.scored_at": "As in `episodes`; by the policy's own sum, if it has one.",
+    "episode_policies.call_scored_at": "As in `episodes`; by the policy's own sum, if it has one.",
+    "episode_policies.reward": "As in `episodes`; by the policy's own sum, if it has one.",
+    "episode_policies.lacks": "Why that sum gives no reward although some of it was stated: "
+    "`missing_metric`, or `undeclared_text`.",
+    "reward_terms.policy": "Policy.",
+    "reward_terms.metric": "Metric of `feedback`.",
+    "reward_terms.place": "Place in the sum.",
+    "reward_terms.weight": "Factor of the value.",
+    "reward_terms.low": "Lowest value that counts.",
+    "reward_terms.high": "Highest value that counts.",
+    "reward_terms.fallback": "Value where none was stated; null: then there is no reward.",
+    "reward_terms.texts": "Values of what may be stated in words (JSON).",
     "episode_policies.failed": "Whether the last call of the whole episode was refused for what "
     "it says.",
     "episode_policies.last_call_at": "Time of the last call of the whole episode.",

@@ -33,6 +33,8 @@ def _alternatives(names: Iterable[object]) -> str:
 
 def default_of(field: FieldInfo) -> str:
     """Return the default as written in a file or a variable; `unset` if it is None."""
+    if field.is_required():
+        return "required"
     value = field.default
     if value is None:
         return "unset"

@@ -9,6 +9,7 @@ from pydantic.fields import FieldInfo
 from trainer.credit.baselines.registry import baselines
 from trainer.recipes.options import RecipeOptions
 from trainer.recipes.recipe import Recipe, parse_recipe
+from trainer.recipes.reward import RewardOptions
 
 from .fields import as_toml, default_of, meaning_of, type_of
 from .markdown import code, page, paragraph, sentence, table, table_with_notes
@@ -22,6 +23,10 @@ message names the key. `pawl credit --recipe` takes the same names and files.
 PACKAGED: Final = """
 Values of the packaged recipes, for keys in which one of them differs from the key's default. Empty:
 the default. `default` is used if nothing else is set.
+"""
+SUM: Final = """
+A table for each metric of `/feedback` that the reward is the sum of, such as `[reward.quality]`.
+Without any it is the metric `reward`. A sum needs a value of each metric without a `default`.
 """
 # Keys of the top level, whose fields have no description of their own.
 TOP: Final = {
@@ -41,20 +46,24 @@ Some keys are checked together. `claim.smallest_group` must not exceed `claim.gr
 smaller than `total_steps`. `off_policy.sequence_min` to `sequence_max` must contain 1. A malformed
 tool call must score below every clean failure of any tool. `gate.margin` must be smaller than the
 width of `gate.reward_range`, `gate.canary_share + gate.base_share` below 1, and `gate.deadline_s`
-must exceed `gate.reward_delay_s`.
+must exceed `gate.reward_delay_s`. Where `[reward]` names metrics, the range of their sum is that of
+the gate, and `gate.reward_range` is left out.
 """
 
 
 def recipe_page() -> str:
     """Return `recipe.md`."""
     fields = Recipe.model_fields
-    top = {name: field for name, field in fields.items() if not _is_table(field)}
+    top = {name: field for name, field in fields.items() if name in TOP}
     tables = [(name, field) for name, field in fields.items() if _is_table(field)]
     return page(
         "Recipe",
         paragraph(INTRODUCTION),
         "## Top level",
         _keys(top),
+        "## `[reward.METRIC]`",
+        paragraph(SUM),
+        _keys(RewardOptions.model_fields),
         *(_section(name, field) for name, field in tables),
         "## Checks across keys",
         paragraph(RULES.format(grouped=_grouped_baselines())),
@@ -127,6 +136,8 @@ def _flat(recipe: BaseModel) -> dict[str, Any]:
     """Return a recipe's values by dotted key."""
     flat: dict[str, Any] = {}
     for name, value in recipe:
+        if name == "reward":
+            continue
         if isinstance(value, RecipeOptions):
             flat |= {f"{name}.{key}": one for key, one in value}
         else:

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Literal
 from uuid import UUID
 
-from sqlalchemy import and_, delete, func, or_, select, text
+from sqlalchemy import and_, case, delete, func, or_, select, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -62,15 +62,17 @@ async def awaiting(
 ) -> list[Awaiting]:
     """Return at most `limit` episodes that wait for `judge`, oldest first.
 
-    They have no score, and their last call was before `quiet_since`. Left out are episodes that
-    updates of all their policies have claimed or consumed, and quarantined ones. `since`, `agent`,
-    `policy` and `tenant` filter as in `store.read.episodes.matching`; `now` is compared with the
-    time of the next attempt.
+    A policy that may still claim them has no score of them, and their last call was before
+    `quiet_since`. Quarantined ones are left out. `since`, `agent`, `policy` and `tenant` filter as
+    in `store.read.episodes.matching`; `now` is compared with the time of the next attempt.
     """
     part = episodes.alias("part")
     of_parts = select(func.max(part.c.last_call_at)).where(part.c.root == episodes.c.id)
     last_call = func.greatest(episodes.c.last_call_at, of_parts.scalar_subquery())
     claims = select(episode_policies).where(episode_policies.c.episode_id == episodes.c.id)
+    waits = claims.where(
+        episode_policies.c.claimed_by.is_(None), episode_policies.c.scored_at.is_(None)
+    )
     earlier = judgements.alias("asked")
     news = earlier.c.last_call_at < last_call
     query = (
@@ -78,8 +80,7 @@ async def awaiting(
         .outerjoin(earlier, and_(earlier.c.episode_id == episodes.c.id, earlier.c.judge == judge))
         .add_columns(earlier.c.attempts, news.label("news"))
         .where(
-            episodes.c.scored_at.is_(None),
-            or_(~claims.exists(), claims.where(episode_policies.c.claimed_by.is_(None)).exists()),
+            or_(and_(~claims.exists(), episodes.c.scored_at.is_(None)), waits.exists()),
             episodes.c.quarantined_reason.is_(None),
             last_call < quiet_since,
             or_(
@@ -97,9 +98,12 @@ async def awaiting(
 
 
 async def is_scored(connection: AsyncConnection, episode_id: UUID) -> bool:
-    """Return whether the episode has a score by now, from anybody."""
-    query = select(episodes.c.scored_at).where(episodes.c.id == episode_id)
-    return (await connection.execute(query)).scalar() is not None
+    """Return whether the episode has a score by now, from anybody, for all of its policies."""
+    own = select(episode_policies).where(episode_policies.c.episode_id == episode_id)
+    lacking = own.where(episode_policies.c.scored_at.is_(None)).exists()
+    alone = select(episodes.c.scored_at).where(episodes.c.id == episode_id)
+    query = select(case((own.exists(), ~lacking), else_=alone.scalar_subquery().is_not(None)))
+    return bool(await connection.scalar(query))
 
 
 async def note(connection: AsyncConnection, judgement: Judgement) -> None:

@@ -12,6 +12,8 @@ from uuid import UUID
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from store.connection.engine import driver_of
+from store.link.scores import score_sums
 from store.records import CallRecord
 from store.schema.recorded import CLAIMABLE
 
@@ -24,9 +26,24 @@ _NAMES: Final = (
     "last_call_at",
     "claimable",
 )
+# What a policy with a sum of its own does not copy (`store.link.scores`).
+_EARNED: Final = ("scored_at", "call_scored_at", "reward")
 _COPIED: Final = ", ".join(_NAMES)
 _OF_ROW: Final = ", ".join(f"p.{name}" for name in _NAMES)
-_OF_FACTS: Final = ", ".join(f"f.{name}" for name in _NAMES)
+
+
+def _copied(policy: str, own: str) -> str:
+    """Return the values of `_NAMES` for a policy: of the episode (`f`), or of `own` what it has."""
+    return ", ".join(
+        f"CASE WHEN {policy} IN (SELECT policy FROM reward_terms) THEN {own.format(name=name)}"
+        f" ELSE f.{name} END"
+        if name in _EARNED
+        else f"f.{name}"
+        for name in _NAMES
+    )
+
+
+_KEPT: Final = _copied("p.policy", "p.{name}")
 # The last part of a joined episode decides whether the episode failed, and it is silent once all
 # its parts are.
 _FACTS: Final = f"""
@@ -43,10 +60,10 @@ _FACTS: Final = f"""
 _ADD: Final = f"""
     INSERT INTO episode_policies (episode_id, policy, own_version, own_latest, version, latest,
         {_COPIED})
-    SELECT episode_id, policy, lowest, highest, lowest, highest, {_COPIED}
+    SELECT episode_id, policy, lowest, highest, lowest, highest, {_copied("policy", "NULL")}
     FROM unnest($1::uuid[], $2::text[], $3::integer[], $4::integer[])
             AS said (episode_id, policy, lowest, highest)
-        JOIN ({_FACTS}) facts ON facts.id = said.episode_id
+        JOIN ({_FACTS}) f ON f.id = said.episode_id
     ON CONFLICT (episode_id, policy) DO UPDATE SET
         own_version = LEAST(episode_policies.own_version, excluded.own_version),
         own_latest = GREATEST(episode_policies.own_latest, excluded.own_latest),
@@ -55,22 +72,23 @@ _ADD: Final = f"""
     WHERE episode_policies.own_version IS NULL
         OR episode_policies.own_version > excluded.own_version
         OR episode_policies.own_latest < excluded.own_latest
+    RETURNING episode_id, policy IN (SELECT policy FROM reward_terms) AS has_sum
 """
 _REFRESH: Final = f"""
-    UPDATE episode_policies p SET ({_COPIED}) = ROW({_OF_FACTS}) FROM ({_FACTS}) f
-    WHERE p.episode_id = f.id AND ({_OF_ROW}) IS DISTINCT FROM ({_OF_FACTS})
+    UPDATE episode_policies p SET ({_COPIED}) = ROW({_KEPT}) FROM ({_FACTS}) f
+    WHERE p.episode_id = f.id AND ({_OF_ROW}) IS DISTINCT FROM ({_KEPT})
 """
 _WHOLES: Final = "SELECT DISTINCT COALESCE(root, id) FROM episodes WHERE id = ANY($1)"
 # A whole has a row for each policy of any part of it.
 _SHARE: Final = f"""
     INSERT INTO episode_policies (episode_id, policy, version, latest, {_COPIED})
-    SELECT sampled.id, policy, version, latest, {_COPIED}
+    SELECT sampled.id, policy, version, latest, {_copied("policy", "NULL")}
     FROM (SELECT COALESCE(e.root, e.id) AS id, p.policy, min(p.own_version) AS version,
               max(p.own_latest) AS latest
           FROM episodes e JOIN episode_policies p ON p.episode_id = e.id
           WHERE (e.id = ANY($1) OR e.root = ANY($1)) AND p.own_version IS NOT NULL
           GROUP BY 1, 2) sampled
-        JOIN ({_FACTS}) facts ON facts.id = sampled.id
+        JOIN ({_FACTS}) f ON f.id = sampled.id
     ON CONFLICT (episode_id, policy) DO UPDATE SET
         version = excluded.version, latest = excluded.latest
     WHERE (episode_policies.version, episode_policies.latest)
@@ -101,8 +119,10 @@ async def add_policies(
     for call, episode_id in calls:
         if call.policy is not None and call.policy_version is not None:
             served[episode_id, call.policy].append(call.policy_version)
-    if served:
-        await driver.execute(_ADD, *_columns(served))
+    added = await driver.fetch(_ADD, *_columns(served)) if served else []
+    if earning := [row[0] for row in added if row[1]]:
+        # It may have been scored before this policy served a call of it.
+        await score_sums(driver, earning)
     if changed:
         await driver.execute(_REFRESH, changed)
 
@@ -125,7 +145,9 @@ async def share_policies(driver: Any, linked: Iterable[UUID]) -> None:
 async def refresh_wholes(driver: Any, ids: Iterable[UUID]) -> None:
     """Copy what is stored of these episodes, and of those that they are parts of, to their rows."""
     wanted = list(ids)
-    await driver.execute(_REFRESH, [*wanted, *await _wholes(driver, wanted)])
+    ids = [*wanted, *await _wholes(driver, wanted)]
+    await driver.execute(_REFRESH, ids)
+    await score_sums(driver, ids)
 
 
 async def _wholes(driver: Any, ids: list[UUID]) -> list[UUID]:
@@ -134,4 +156,6 @@ async def _wholes(driver: Any, ids: list[UUID]) -> list[UUID]:
 
 async def refresh(connection: AsyncConnection, ids: Iterable[UUID]) -> None:
     """Copy what is stored of these episodes to their rows."""
-    await connection.exec_driver_sql(_REFRESH, (list(ids),))
+    driver, wanted = await driver_of(connection), list(ids)
+    await driver.execute(_REFRESH, wanted)
+    await score_sums(driver, wanted)

@@ -16,7 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.link.claimable import refresh_wholes, share_policies
 from store.link.joins import MOST_PROVIDERS, EpisodePart, Link, resolve
 from store.link.lapses import AMONG, Span, find_lapsed, find_under_way, set_aside
-from store.records import EVAL, OWN_EPISODE, REWARD, CallRecord, FeedbackRecord
+from store.link.scores import count_late, score_episodes
+from store.records import EVAL, OWN_EPISODE, CallRecord, FeedbackRecord
 from store.tenants import bare, same_tenant
 from store.values.digests import MATCHES
 
@@ -100,19 +101,22 @@ async def meets_others(driver: Any, written: Written) -> bool:
     return bool(await driver.fetchval(_MEETS, written.episodes(), *written.span, written.provided))
 
 
-async def settle(driver: Any, written: Written) -> None:
+async def settle(driver: Any, written: Written) -> dict[str, int]:
     """Resolve references between the batch and all stored records, in the current transaction.
 
     It links feedback to targets, joins episodes, sets aside those with a call in a lapse, and
-    computes the scores of all affected episodes.
+    computes the scores of all affected episodes. Return how much of the feedback came too late to
+    be trained on, by policy.
 
     Raises:
         asyncpg.PostgresError: the database is away.
     """
     await driver.execute("SELECT pg_advisory_xact_lock($1)", SETTLE_LOCK)
-    rescored = {*written.rescored, *await _match(driver, written)}
+    matched = await _match(driver, written)
+    rescored = {*written.rescored, *matched.values()}
     lapsed = await find_lapsed(driver, written.episodes(), written.span)
     await _bring(driver, rescored, await _link(driver, written), lapsed)
+    return await count_late(driver, list(matched)) if matched else {}
 
 
 async def settle_lapses(driver: Any, lapses: Sequence[UUID]) -> bool:
@@ -137,7 +141,7 @@ async def _bring(
         await set_aside(driver, list(lapsed))
     if linked:
         await _join(driver, linked)
-    await driver.execute(_SCORE, [*rescored, *linked])
+    await score_episodes(driver, [*rescored, *linked])
     if linked:
         await share_policies(driver, linked)
     await refresh_wholes(driver, touched)
@@ -151,22 +155,22 @@ _MATCH = """
     FROM unnest($1::text[], $2::text[], $3::uuid[], $4::uuid[])
         AS t (kind, name, episode_id, call_id)
     WHERE f.episode_id IS NULL AND f.target_kind = t.kind AND f.target = t.name
-    RETURNING f.episode_id
+    RETURNING f.id, f.episode_id
 """
 
 
-async def _match(driver: Any, written: Written) -> set[UUID]:
-    """Link feedback and tool events to stored targets; return the feedback's episodes."""
+async def _match(driver: Any, written: Written) -> dict[UUID, UUID]:
+    """Link feedback and tool events to stored targets; return the feedback and its episodes."""
     wanted = {
         (item.target_kind, item.target) for record in written.statements for item in record.items
     }
     targets = {*written.targets(), *await stored_targets(driver, wanted)}
     if not targets:
-        return set()
+        return {}
     columns = [list(column) for column in zip(*sorted(targets, key=_in_order), strict=True)]
     matched = await driver.fetch(_MATCH.format(table="feedback", call="call_id"), *columns)
     await driver.execute(_MATCH.format(table="tool_events", call="asked_by"), *columns)
-    return {row[0] for row in matched}
+    return {row[0]: row[1] for row in matched}
 
 
 def _in_order(target: Target) -> tuple[str, str, str]:
@@ -208,34 +212,6 @@ def _kept_names(kind: str, rows: Iterable[Any]) -> Iterator[tuple[str, UUID, UUI
     """Yield name, episode and call of stored targets: of a call the name that its tenant has."""
     for name, episode_id, call_id, of_tenant in rows:
         yield same_tenant(of_tenant, name) if kind == "call" else name, episode_id, call_id
-
-
-# An episode of method `own` has one call only, so feedback on the call is feedback on the episode.
-# `scored_at` is the time of the first reward. For rewards of single calls it is the newest, because
-# they come while the episode still goes on. `reward` is the newest, of equally new ones the lowest,
-# as credit has it (`trainer.credit.accounts`).
-_SCORE = f"""
-    WITH wanted AS (
-        SELECT DISTINCT COALESCE(root, id) AS id FROM episodes WHERE id = ANY($1)
-        UNION SELECT unnest($1)),
-    parts AS (
-        SELECT w.id AS whole, e.id, e.method FROM wanted w JOIN episodes e ON e.id = w.id
-        UNION ALL SELECT w.id, e.id, e.method FROM wanted w JOIN episodes e ON e.root = w.id),
-    said AS (
-        SELECT p.whole, f.at, f.value, f.call_id IS NULL OR p.method = '{OWN_EPISODE}' AS of_episode
-        FROM parts p LEFT JOIN feedback f ON f.episode_id = p.id AND f.metric = '{REWARD}'),
-    scores AS (
-        SELECT whole, min(at) FILTER (WHERE of_episode) AS scored_at,
-            max(at) FILTER (WHERE NOT of_episode) AS call_scored_at,
-            (array_agg(value ORDER BY at DESC, value)
-                FILTER (WHERE of_episode AND at IS NOT NULL))[1] AS reward
-        FROM said GROUP BY whole)
-    UPDATE episodes e
-    SET scored_at = s.scored_at, call_scored_at = s.call_scored_at, reward = s.reward
-    FROM scores s
-    WHERE e.id = s.whole AND (e.scored_at, e.call_scored_at, e.reward)
-        IS DISTINCT FROM (s.scored_at, s.call_scored_at, s.reward)
-"""
 
 
 # Joins

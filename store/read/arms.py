@@ -19,7 +19,7 @@ from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.ids import lowest_id_at
-from store.read.evaluations import REWARDS_WHERE
+from store.read.rewards import TERMS_OF_POLICY, rewards
 from store.records import FAILED, Arm, Record
 from store.schema.recorded import CLAIMABLE
 from store.tenants import bare
@@ -32,7 +32,6 @@ _BEGAN: Final = """
     to_timestamp(
         ('x' || left(replace(e.first_call_id::text, '-', ''), 12))::bit(48)::bigint / 1000.0)
 """
-_REWARDS: Final = REWARDS_WHERE.format(counts="f.at < p.until")
 # Episodes are looked for by their ids, which are those of the calls that were stored first, and
 # calls in the days since; the order is that of first calls, which does not depend on storing. A
 # call that had not ended took all the time that there was. If it is the first, the episode had got
@@ -70,7 +69,8 @@ _EPISODES: Final = text(
         SELECT p.whole, bool_or(v.status = 'malformed') AS malformed
         FROM parts p JOIN tool_events v ON v.episode_id = p.id AND v.at < p.until
         GROUP BY p.whole),
-    {_REWARDS}
+    terms AS ({TERMS_OF_POLICY}),
+    {rewards("f.at < p.until")}
     SELECT b.id, b.first_call_id, b.task, c.arm, c.version, c.seconds, c.failed, c.broken,
         t.malformed, r.value AS reward
     FROM begun b LEFT JOIN called c ON c.whole = b.id

@@ -6,6 +6,7 @@ A call that a later call repeats as a retry (`retry_of`) is left out: the two co
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 from uuid import UUID
@@ -68,6 +69,7 @@ def assemble(
     events: Iterable[Any],
     feedback: Iterable[Any],
     whole: WholeTexts,
+    trained_at: datetime | None = None,
 ) -> Episode:
     """Return the episode that `parts` make up.
 
@@ -77,6 +79,7 @@ def assemble(
         events: rows of `tool_events`, by time and id.
         feedback: rows of `feedback`, by time and id.
         whole: the result of `whole_texts` for at least these calls.
+        trained_at: when the first update claimed it that trained on it; None: none did.
 
     Raises:
         Damaged: a call, or a statement about one, cannot be read back.
@@ -86,7 +89,10 @@ def assemble(
     calls = [row for row in rows if row.id not in repeated_by]
     readable = {row.id: _readable(row, whole) for row in calls}
     events_of = _events_by_call(list(events), calls, readable, repeated_by)
-    about = _by_call(feedback, parts, repeated_by)
+    about = {
+        call: tuple(_statement(one, trained_at) for one in own)
+        for call, own in _by_call(feedback, parts, repeated_by).items()
+    }
     transitions = tuple(
         _transition(row, readable[row.id], events_of.get(row.id, ()), about.get(row.id, ()))
         for row in calls
@@ -98,7 +104,7 @@ def assemble(
         method=head.method,
         last_call_at=max(part.last_call_at for part in parts),
         calls=transitions,
-        feedback=tuple(map(_statement, about.get(None, ()))),
+        feedback=about.get(None, ()),
         stray_tool_events=tuple(map(_event, events_of.get(None, ()))),
         aliases=tuple(part.key for part in parts if part is not head),
         quarantined_reason=head.quarantined_reason,
@@ -262,7 +268,7 @@ def _newest_events(rows: Iterable[Any], quoted: Mapping[UUID, QuotedCall]) -> li
 
 
 def _transition(
-    row: Any, read: Readable, events: Sequence[Any], statements: Sequence[Any]
+    row: Any, read: Readable, events: Sequence[Any], statements: tuple[Feedback, ...]
 ) -> TransitionRow:
     return TransitionRow(
         **dict(zip(_FACTS, _facts_of(row), strict=True)),
@@ -276,7 +282,7 @@ def _transition(
         sampling=read.sampling,
         tool_calls=read.tool_calls,
         tool_events=tuple(_event(event) for event in events),
-        feedback=tuple(_statement(statement) for statement in statements),
+        feedback=statements,
     )
 
 
@@ -292,7 +298,9 @@ def _event(row: Any) -> ToolEvent:
     )
 
 
-def _statement(row: Any) -> Feedback:
-    if not math.isfinite(row.value):
+def _statement(row: Any, trained_at: datetime | None) -> Feedback:
+    if row.value is not None and not math.isfinite(row.value):
         raise Damaged(f"feedback {row.id} has the value {row.value}, which is not finite")
-    return Feedback(metric=row.metric, value=row.value, at=row.at)
+    value = row.label if row.value is None else row.value
+    is_late = trained_at is not None and row.at > trained_at
+    return Feedback(metric=row.metric, value=value, at=row.at, late=is_late)

@@ -13,6 +13,7 @@ from store.read.assembly import Texts, WholeTexts, assemble, whole_texts
 from store.records import Episode
 from store.schema.recorded import episodes, transitions
 from store.schema.stated import feedback, tool_events
+from store.schema.trained import consumptions, updates
 from store.tenants import SEPARATOR, bare, beginning
 
 BATCH = 200
@@ -122,6 +123,7 @@ async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
     events = await _rows(connection, _EVENTS.where(tool_events.c.episode_id.in_(all_parts)))
     items = await _rows(connection, _FEEDBACK.where(feedback.c.episode_id.in_(all_parts)))
     texts = await _whole(connection, calls)
+    trained_at = {row.episode_id: row.at for row in await _rows(connection, _trained(wanted))}
     calls_of, events_of, items_of = (_grouped(rows, whole_of) for rows in (calls, events, items))
     parts_of: dict[UUID, list[Row[Any]]] = {}
     for part in parts:
@@ -132,7 +134,9 @@ async def read(connection: AsyncConnection, ids: Sequence[UUID]) -> Reading:
             continue
         own, tools, statements = (of.get(whole, []) for of in (calls_of, events_of, items_of))
         try:
-            reading.episodes.append(assemble(parts_of[whole], own, tools, statements, texts))
+            reading.episodes.append(
+                assemble(parts_of[whole], own, tools, statements, texts, trained_at.get(whole))
+            )
         except Damaged as error:
             key = bare(parts_of[whole][0].key)
             reading.damaged[whole] = f"episode {key!r} cannot be read back: {error}"
@@ -151,6 +155,16 @@ _CALLS = select(
 ).order_by(transitions.c.id)
 _EVENTS = select(tool_events).order_by(tool_events.c.at, tool_events.c.id)
 _FEEDBACK = select(feedback).order_by(feedback.c.at, feedback.c.id)
+
+
+def _trained(ids: Sequence[UUID]) -> Select[Any]:
+    """Build the query for when the first update claimed each episode that trained on it."""
+    return (
+        select(consumptions.c.episode_id, func.min(updates.c.claimed_at).label("at"))
+        .join(updates, updates.c.id == consumptions.c.update_id)
+        .where(consumptions.c.episode_id.in_(ids), consumptions.c.trained)
+        .group_by(consumptions.c.episode_id)
+    )
 
 
 async def _rows(connection: AsyncConnection, query: Any) -> Sequence[Row[Any]]:

@@ -3,7 +3,8 @@
 An episode of the `eval` split counts for each policy that has calls in it, at the version of that
 policy's first call. Left out are episodes that are quarantined, and those that an update of the
 policy had claimed before a call said that they are evaluation: what was trained on evaluates
-nothing. The rewards of work, which is trained on, can be read in the same way.
+nothing. The rewards of work, which is trained on, can be read in the same way. What a policy's
+reward is the sum of is in `reward_terms`.
 """
 
 from collections.abc import Mapping
@@ -12,12 +13,10 @@ from typing import Final
 from sqlalchemy import TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.records import EVAL, OWN_EPISODE, REWARD, TRAIN, Record, Split
+from store.read.rewards import ALL_TERMS, rewards, rule_of
+from store.records import EVAL, TRAIN, Record, Split
 from store.schema.recorded import SPLIT
 from store.values.intervals import Interval, student, wilson
-
-# Rewards count up to ± this value, so that their squares and sums stay finite.
-LARGEST: Final = 1e100
 
 
 class Evaluation(Record, frozen=True, kw_only=True):
@@ -36,22 +35,6 @@ class Evaluation(Record, frozen=True, kw_only=True):
     high: float | None = None
 
 
-# The reward of each whole episode among `parts`: the newest about all of it, else the mean of its
-# calls' newest; of several from the same time the lowest counts. Feedback about the call of an
-# episode of one call is about the episode, as in `store.link.settle`. `counts` says which
-# statements count.
-REWARDS_WHERE: Final = f"""said AS (
-        SELECT p.whole, f.at, GREATEST(-{LARGEST}, LEAST({LARGEST}, f.value)) AS value,
-            CASE WHEN p.method <> '{OWN_EPISODE}' THEN f.call_id END AS call_id
-        FROM parts p JOIN feedback f ON f.episode_id = p.id AND f.metric = '{REWARD}'
-            AND {{counts}}),
-    newest AS (
-        SELECT DISTINCT ON (whole, call_id) whole, call_id, value
-        FROM said ORDER BY whole, call_id, at DESC, value),
-    rewards AS (
-        SELECT whole, COALESCE(min(value) FILTER (WHERE call_id IS NULL), avg(value)) AS value
-        FROM newest GROUP BY whole)"""
-REWARDS: Final = REWARDS_WHERE.format(counts="true")
 # The split is written into the text, so that the index of `eval` is used.
 _CURVE: Final = f"""
     WITH wholes AS (
@@ -67,11 +50,13 @@ _CURVE: Final = f"""
             AND (CAST(:policy AS text) IS NULL OR t.policy = :policy)
             {{and_not}}
         ORDER BY p.whole, t.policy, t.id),
-    {REWARDS}
+    terms AS ({ALL_TERMS}),
+    {rewards()}
     SELECT s.policy, s.version, count(*) AS episodes, count(r.value) AS scored,
         avg(r.value) AS mean, stddev_samp(r.value) AS spread,
         COALESCE(bool_and(r.value IN (0, 1)), false) AS zero_or_one
-    FROM sampled s LEFT JOIN rewards r USING (whole)
+    FROM sampled s LEFT JOIN rewards r
+        ON (r.whole, r.policy) = (s.whole, {rule_of("s.policy")})
     GROUP BY s.policy, s.version ORDER BY s.policy, s.version
     """
 _CLAIMED: Final = """

@@ -19,6 +19,7 @@ from store.records import (
 )
 from store.tenants import DEFAULT, bare, tenant_of
 from store.values.documents import compact
+from store.values.rewards import newest
 from store.values.tokens import unpack_ids, unpack_logprobs
 from store.versions import policy_name
 
@@ -47,7 +48,8 @@ def episode_state(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> 
 
 
 def _has_reward(statements: Sequence[Feedback]) -> bool:
-    return any(statement.metric == REWARD for statement in statements)
+    counts = newest(statements, REWARD)
+    return counts is not None and counts.value is not None
 
 
 def encoded_line(episode: Episode, now: datetime, quiet: timedelta = QUIET) -> bytes:
@@ -141,5 +143,6 @@ def _stray(event: ToolEvent) -> dict[str, Any]:
 def _statements(statements: Sequence[Feedback]) -> list[dict[str, Any]]:
     return [
         {"metric": statement.metric, "value": statement.value, "at": statement.at.isoformat()}
+        | ({"late": True} if statement.late else {})
         for statement in statements
     ]

@@ -21,6 +21,7 @@ from store.read.episodes import matching
 from store.records import Record, Split, UpdateRow
 from store.schema.claimable import episode_policies
 from store.schema.recorded import episodes
+from store.schema.stated import feedback
 from store.schema.trained import MANIFEST_SHA256, REBUILT, consumptions, policies, updates
 from store.tenants import bare, tenant_of
 from store.versions import PolicyVersion
@@ -41,7 +42,8 @@ class PolicyClaim(Record, frozen=True, kw_only=True):
 
     `version` is the policy's version in the episode. `update_id` is the update that claimed it for
     the policy, if one did. Once that update has consumed it, `trained` says whether it was trained,
-    and `reason` why not, or that a rebuild has left it out since.
+    and `reason` why not, or that a rebuild has left it out since. `late_feedback` counts what was
+    stated after the claim of an update that trained on it.
     """
 
     policy: str
@@ -49,6 +51,7 @@ class PolicyClaim(Record, frozen=True, kw_only=True):
     update_id: UUID | None
     trained: bool | None
     reason: str | None
+    late_feedback: int = 0
 
 
 class EpisodeSummary(Record, frozen=True, kw_only=True):
@@ -80,17 +83,31 @@ _OF_SAME: Final = and_(
     consumptions.c.episode_id == episode_policies.c.episode_id,
     consumptions.c.policy == episode_policies.c.policy,
 )
+_LATE: Final = (
+    select(func.count())
+    .select_from(feedback.join(_PART, _PART.c.id == feedback.c.episode_id))
+    .where(
+        consumptions.c.trained,
+        feedback.c.at > updates.c.claimed_at,
+        (_PART.c.id == episode_policies.c.episode_id)
+        | (_PART.c.root == episode_policies.c.episode_id),
+    )
+    .correlate(consumptions, updates, episode_policies)
+    .scalar_subquery()
+)
 _CLAIM: Final = func.json_build_object(
     *("policy", episode_policies.c.policy),
     *("version", episode_policies.c.version),
     *("update_id", episode_policies.c.claimed_by),
     *("trained", consumptions.c.trained),
     *("reason", consumptions.c.reason),
+    *("late_feedback", _LATE),
 )
 _CLAIMS: Final = (
     select(func.json_agg(aggregate_order_by(_CLAIM, episode_policies.c.policy), type_=JSON))
     .select_from(episode_policies)
     .outerjoin(consumptions, _OF_SAME)
+    .outerjoin(updates, updates.c.id == consumptions.c.update_id)
     .where(episode_policies.c.episode_id == episodes.c.id)
     .correlate(episodes)
     .scalar_subquery()

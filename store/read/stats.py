@@ -35,8 +35,9 @@ _TOTALS = text(
       (SELECT count(*) FROM consumptions) AS consumed_episodes,
       (SELECT count(*) FROM consumptions WHERE trained) AS trained_episodes,
       (SELECT count(*) FROM consumptions c JOIN episodes e ON e.id = c.episode_id
-        WHERE c.trained AND e.scored_at IS NULL
-            AND e.call_scored_at IS NULL AND e.deleted_at IS NULL) AS trained_unscored_episodes,
+            JOIN episode_policies p ON (p.episode_id, p.policy) = (c.episode_id, c.policy)
+        WHERE c.trained AND p.scored_at IS NULL
+            AND p.call_scored_at IS NULL AND e.deleted_at IS NULL) AS trained_unscored_episodes,
       (SELECT count(*) FROM (SELECT episode_id FROM consumptions
         GROUP BY episode_id, policy HAVING count(*) > 1) twice) AS twice_consumed_episodes,
       (SELECT count(*) FROM episodes

@@ -1,4 +1,4 @@
-"""Define the table of what each policy may claim of an episode.
+"""Define what each policy may claim of an episode, and what its reward is the sum of.
 
 One row for each episode and policy that sampled a call of it
 (docs/decisions/041-several-policies.md). All but the versions and the claim is copied from the
@@ -17,6 +17,7 @@ from sqlalchemy import (
     Uuid,
     text,
 )
+from sqlalchemy.dialects.postgresql import JSONB
 
 from store.schema.base import When, metadata
 
@@ -32,6 +33,24 @@ def minute_of(time: str) -> str:
     return f"date_bin('00:01:00'::interval, {time}, '1970-01-01 00:00:00+00'::timestamptz)"
 
 
+# What a policy's reward is the sum of, where its recipe names metrics. A policy without a row has
+# the metric `reward`, as `episodes` has it (docs/decisions/086-rewards-as-sums.md).
+reward_terms = Table(
+    "reward_terms",
+    metadata,
+    Column("policy", Text, primary_key=True),
+    Column("metric", Text, primary_key=True),
+    # The order in which they are added.
+    Column("place", Integer, nullable=False),
+    Column("weight", Double, nullable=False),
+    Column("low", Double, nullable=False),
+    Column("high", Double, nullable=False),
+    # What counts where it was not stated; null: then there is no reward.
+    Column("fallback", Double),
+    # The values of what may be stated in words, by text.
+    Column("texts", JSONB, nullable=False),
+)
+
 episode_policies = Table(
     "episode_policies",
     metadata,
@@ -46,11 +65,14 @@ episode_policies = Table(
     Column("version", Integer, nullable=False),
     Column("latest", Integer, nullable=False),
     Column("claimed_by", Uuid, ForeignKey("updates.id")),
-    # Copied from the episode and its parts.
+    # Copied from the episode and its parts; the four about rewards are those of the policy's own
+    # sum, where its recipe has one (`reward_terms`).
     Column("task", Text),
     Column("scored_at", When),
     Column("call_scored_at", When),
     Column("reward", Double),
+    # Why there is no reward although something of it was stated (`store.values.rewards.Lack`).
+    Column("lacks", Text),
     Column("failed", Boolean, nullable=False),
     Column("last_call_at", When, nullable=False),
     Column("claimable", Boolean, nullable=False),
@@ -95,6 +117,12 @@ episode_policies = Table(
         "policy",
         "task",
         postgresql_where=text(f"failed AND scored_at IS NULL AND {FREE}"),
+    ),
+    Index(
+        "ix_episode_policies_lacking",
+        "policy",
+        "lacks",
+        postgresql_where=text(f"lacks IS NOT NULL AND {FREE}"),
     ),
     Index(
         "ix_episode_policies_claimed_by",

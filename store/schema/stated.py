@@ -2,6 +2,7 @@
 
 from sqlalchemy import (
     ARRAY,
+    CheckConstraint,
     Column,
     Double,
     ForeignKey,
@@ -50,7 +51,9 @@ feedback = Table(
     metadata,
     Column("id", Uuid, primary_key=True),
     Column("metric", Text, nullable=False),
-    Column("value", Double, nullable=False),
+    # A number, or a text in `label`; both null take back what was stated before.
+    Column("value", Double),
+    Column("label", Text),
     Column("target_kind", Text, nullable=False),
     Column("target", Text, nullable=False),
     # Null until the target is seen; `call_id` stays null where the target is an episode.
@@ -59,6 +62,7 @@ feedback = Table(
     Column("request_id", Uuid, ForeignKey("feedback_requests.id"), nullable=False),
     Column("at", When, nullable=False),
     one_of("target_kind", TARGET_KINDS),
+    CheckConstraint("value IS NULL OR label IS NULL", name="one_value"),
     Index("ix_feedback_episode_id", "episode_id"),
     Index("ix_feedback_request_id", "request_id"),
     Index(

@@ -112,7 +112,9 @@ async def write(
     if lapses:
         written.lapses += await note_lapses(driver, lapses)
     if statements:
-        written.keyed += await _write_feedback(driver, list(statements.values()))
+        said = list(statements.values())
+        written.keyed += await _write_feedback(driver, said)
+        written.rescored += await _set_back(driver, [one for one in said if one.idempotency_key])
         written.statements += statements.values()
     return written
 
@@ -213,6 +215,31 @@ async def _write_feedback(driver: Any, records: Sequence[FeedbackRecord]) -> lis
     await _copy(driver, "feedback", FEEDBACK_COLUMNS, statements)
     await _copy(driver, "tool_events", EVENT_COLUMNS, events)
     return [record.id for record in records if record.id in new and record.idempotency_key]
+
+
+# One that was sent again, and taken again as nobody could know, may be stored first. What counts is
+# when it was said first: else it would count after what corrected it.
+_SET_BACK = """
+    WITH said AS (
+        SELECT q.id, min(s.at) AS at
+        FROM unnest($1::text[], $2::text[], $3::timestamptz[]) AS s (key, hash, at)
+            JOIN feedback_requests q ON (q.idempotency_key, q.body_hash) = (s.key, s.hash)
+        GROUP BY q.id),
+    earlier AS (
+        UPDATE feedback_requests q SET at = said.at
+        FROM said WHERE q.id = said.id AND q.at > said.at RETURNING q.id, q.at)
+    UPDATE feedback f SET at = earlier.at FROM earlier WHERE f.request_id = earlier.id
+    RETURNING f.episode_id
+"""
+
+
+async def _set_back(driver: Any, records: Sequence[FeedbackRecord]) -> list[UUID]:
+    """Date stored repeats of these requests back to these; return the episodes they are about."""
+    if not records:
+        return []
+    columns = zip(*[(one.idempotency_key, one.body_hash, one.at) for one in records], strict=True)
+    rows = await driver.fetch(_SET_BACK, *map(list, columns))
+    return [row[0] for row in rows if row[0] is not None]
 
 
 async def key_conflicts(driver: Any, written: Written) -> list[UUID]:

@@ -10,7 +10,7 @@ drainers wrote. By then both sides of a reference are committed, so the later of
 sees them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from typing import Any
@@ -35,13 +35,19 @@ from store.write.batches import key_conflicts, write
 class Ingester:
     """Store the batches of one drainer, and cache the calls that later ones may add to."""
 
-    def __init__(self, on_conflicts: Callable[[list[UUID]], None] | None = None) -> None:
-        """Store the callback for idempotency conflicts.
+    def __init__(
+        self,
+        on_conflicts: Callable[[list[UUID]], None] | None = None,
+        on_late: Callable[[Mapping[str, int]], None] | None = None,
+    ) -> None:
+        """Store what is told of idempotency conflicts, and of feedback that came late.
 
-        It gets the ids of feedback requests whose idempotency key was stored with another body.
-        The feedback of both bodies counts.
+        The first gets the ids of feedback requests whose idempotency key was stored with another
+        body; the feedback of both bodies counts. The second gets how many statements came after
+        their episode was trained on, by policy.
         """
         self._on_conflicts = on_conflicts
+        self._on_late = on_late
         self._bases = Bases()
         self._days: set[date] = set()
         # The last deletion before which the calls in `_bases` were stored.
@@ -95,7 +101,9 @@ class Ingester:
             self._on_conflicts(conflicts)
         if await meets_others(driver, written):
             async with driver.transaction():
-                await settle(driver, written)
+                late = await settle(driver, written)
+            if late and self._on_late is not None:
+                self._on_late(late)
         # One that lasted for days has the episodes of days: batches of others are stored between.
         more = bool(written.lapses)
         while more:

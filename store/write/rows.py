@@ -50,7 +50,9 @@ EVENT_COLUMNS: Final = (
     *("id", "episode_id", "target_kind", "target", "tool_id", "name"),
     *("status", "detail", "ms", "source", "quotes", "at"),
 )
-FEEDBACK_COLUMNS: Final = ("id", "metric", "value", "target_kind", "target", "request_id", "at")
+FEEDBACK_COLUMNS: Final = (
+    *("id", "metric", "value", "label", "target_kind", "target", "request_id", "at"),
+)
 # A longer response id is not stored. No feedback can name it: /feedback does not accept it either.
 MAX_INDEXED_BYTES: Final = 2048
 # The texts of a call: those in columns of `transitions`, and those in other tables.
@@ -109,10 +111,12 @@ def event_row(
 
 def feedback_row(item: FeedbackItem, record: FeedbackRecord) -> Row:
     """Return the row of a feedback item, in the order of `FEEDBACK_COLUMNS`."""
+    is_text = isinstance(item.value, str)
     return (
         item.id,
         item.metric,
-        item.value,
+        None if is_text else item.value,
+        item.value if is_text else None,
         item.target_kind,
         item.target,
         record.id,

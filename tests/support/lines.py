@@ -4,12 +4,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from store.values.rewards import REWARD_ALONE, RewardRule
 from trainer.credit.lines import CreditLine, credit_lines, read_lines
 from trainer.recipes.credit import CreditOptions
 from trainer.recipes.training import SftOptions
 
 
-def reward(value: float, at: int = 0, metric: str = "reward") -> dict[str, Any]:
+def reward(value: float | str | None, at: int = 0, metric: str = "reward") -> dict[str, Any]:
     """Make a statement `at` seconds past noon."""
     return {"metric": metric, "value": value, "at": f"2026-01-01T12:00:{at:02}+00:00"}
 
@@ -51,9 +52,12 @@ def episode(name: str, *feedback: Any, **changes: Any) -> dict[str, Any]:
 
 
 def credited(
-    lines: Sequence[dict[str, Any]], kept: SftOptions | None = None, **rule: Any
+    lines: Sequence[dict[str, Any]],
+    kept: SftOptions | None = None,
+    earns: RewardRule = REWARD_ALONE,
+    **rule: Any,
 ) -> dict[tuple[str, str], CreditLine]:
     """Return what each call is worth, by episode and call."""
     read = read_lines([json.dumps(line).encode() for line in lines], "test")
-    found = credit_lines(read, CreditOptions(**rule), kept)
+    found = credit_lines(read, CreditOptions(**rule), kept, earns)
     return {(line.episode, line.call): line for line in found}

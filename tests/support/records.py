@@ -109,7 +109,7 @@ def reward(value: float, *, at: int = 0, key: str | None = None, **target: str) 
 
 
 def statement(
-    metric: str, value: float, *, at: int = 0, key: str | None = None, **target: str
+    metric: str, value: float | str | None, *, at: int = 0, key: str | None = None, **target: str
 ) -> FeedbackRecord:
     """Make one POST with one statement about `episode=…`, `call=…` or `response=…`."""
     [(kind, name)] = target.items()

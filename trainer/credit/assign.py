@@ -7,6 +7,7 @@ from uuid import UUID
 import msgspec
 
 from store.records import Episode, Group, Record, TransitionRow
+from store.values.rewards import REWARD_ALONE, RewardRule
 from trainer.credit.accounts import EpisodeAccount, account_of
 from trainer.credit.calls import CallCredit, credit_accounts
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
@@ -43,6 +44,7 @@ def assign_credit(
     baselines: MovingBaselines = NO_MOVING_BASELINES,
     withheld: Mapping[UUID, str] = NONE_WITHHELD,
     kept: SftOptions | None = None,
+    reward: RewardRule = REWARD_ALONE,
 ) -> Credited:
     """Return the credit of every transition of an update, ordered by group, episode and call.
 
@@ -55,13 +57,13 @@ def assign_credit(
     - An episode that `kept` does not keep is not trained (None: all are kept).
 
     `baselines` are the moving baselines that the last update left; only the recipe's
-    `baseline = "moving"` uses them.
+    `baseline = "moving"` uses them. `reward` says what a reward is the sum of.
     """
 
     def why(episode: Episode) -> str | None:
         return _stale(episode, oldest_version) or withheld.get(episode.id)
 
-    accounted = [one for group in groups for one in _account(group, policy, why)]
+    accounted = [one for group in groups for one in _account(group, policy, reward, why)]
     accounts = [[account for _, account in group] for group in accounted]
     credited = credit_accounts(accounts, rule, baselines, kept)
     flat = [pair for group in accounted for pair in group]
@@ -87,16 +89,20 @@ AccountedGroup = list[tuple[Episode, EpisodeAccount]]
 
 
 def _account(
-    group: Group, policy: str, why_withheld: Callable[[Episode], str | None]
+    group: Group,
+    policy: str,
+    rule: RewardRule,
+    why_withheld: Callable[[Episode], str | None],
 ) -> list[AccountedGroup]:
     """Return the group's episodes with their accounts, one list for each set to compare."""
     accounted = [
-        (episode, account_of(episode, withheld=why_withheld(episode)))
+        (episode, account_of(episode, rule, withheld=why_withheld(episode)))
         for episode in (_for_policy(episode, policy) for episode in group.episodes)
     ]
     if not group.task:
         return [[pair] for pair in accounted]
-    return [accounted + [(episode, account_of(episode, earlier=True)) for episode in group.earlier]]
+    earlier = [(episode, account_of(episode, rule, earlier=True)) for episode in group.earlier]
+    return [accounted + earlier]
 
 
 def _for_policy(episode: Episode, policy: str) -> Episode:
@@ -127,4 +133,5 @@ def _transition(episode: Episode, position: int, credit: CallCredit) -> Transiti
         advantage=credit.advantage,
         weight=credit.weight,
         reason=credit.reason,
+        parts=credit.parts,
     )

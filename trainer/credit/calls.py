@@ -1,8 +1,9 @@
 """Credit every call of an update: returns, advantages and loss weights (pure)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from store.records import Record
+from store.values.rewards import NO_PARTS
 from trainer.credit.accounts import CallAccount, EpisodeAccount
 from trainer.credit.advantages import Advantage, EpisodeReturns, advantages
 from trainer.credit.moving import NO_MOVING_BASELINES, MovingBaselines
@@ -17,7 +18,8 @@ class CallCredit(Record, frozen=True, kw_only=True):
     """Hold one call's rewards, advantage and share of the update's loss.
 
     `r_final`, `r_total` and `advantage` are None if nobody scored the call. `reason` says why
-    the call is not trained; it is None for calls that are.
+    the call is not trained; it is None for calls that are. `parts` are what each metric adds to the
+    reward that `r_final` is a share of, where that is a sum.
     """
 
     r_final: float | None
@@ -26,6 +28,7 @@ class CallCredit(Record, frozen=True, kw_only=True):
     advantage: float | None
     weight: float
     reason: str | None
+    parts: Mapping[str, float] = NO_PARTS
 
 
 class CreditedAccounts(Record, frozen=True, kw_only=True):
@@ -89,6 +92,7 @@ def _call_credit(
         advantage=advantage.value,
         weight=weight,
         reason=reason,
+        parts=call.parts,
     )
 
 
@@ -100,7 +104,7 @@ def _reason(
     if account.excluded is not None or account.earlier:
         return account.excluded or "earlier"
     if call.value is None:
-        return "failed" if account.failed else "unscored"
+        return "failed" if account.failed else call.lacks or "unscored"
     if advantage.reason is not None:
         return advantage.reason
     if not any(each.trainable for each in account.calls):

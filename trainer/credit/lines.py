@@ -4,16 +4,17 @@ Input lines are those that `pawl export` writes. Only the fields that count for 
 read; others are ignored.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 import msgspec
 
 from store.read.facts import MatchedEvent
-from store.records import EVAL, REWARD, TRAIN, Feedback, Record, Split, ToolStatus
+from store.records import EVAL, TRAIN, Feedback, Record, Split, ToolStatus
 from store.tenants import DEFAULT, bare
-from trainer.credit.accounts import CallAccount, EpisodeAccount, current_reward
+from store.values.rewards import REWARD_ALONE, Reward, RewardRule, reward_of
+from trainer.credit.accounts import CallAccount, EpisodeAccount
 from trainer.credit.calls import CallCredit, credit_accounts
 from trainer.errors import CreditLineError
 from trainer.recipes.credit import CreditOptions
@@ -24,10 +25,13 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=253402300799)]
 
 
 class FeedbackLine(Record, frozen=True, kw_only=True):
-    """Hold one feedback item; `at` is RFC 3339 (UTC if it names no zone) or seconds since 1970."""
+    """Hold one feedback item; `at` is RFC 3339 (UTC if it names no zone) or seconds since 1970.
+
+    A `value` of None takes back what was stated before.
+    """
 
     metric: str
-    value: float
+    value: float | str | None
     at: datetime | Seconds
 
     @property
@@ -84,7 +88,10 @@ class EpisodeLine(Record, frozen=True, kw_only=True):
 
 
 class CreditLine(Record, frozen=True, kw_only=True):
-    """Hold one call's credit, with the fields in the order in which they are written."""
+    """Hold one call's credit, with the fields in the order in which they are written.
+
+    `parts` are what each metric adds to the reward, which are written where that is a sum.
+    """
 
     episode: str
     call: str
@@ -95,6 +102,7 @@ class CreditLine(Record, frozen=True, kw_only=True):
     advantage: float | None
     weight: float
     reason: str | None
+    parts: Mapping[str, float] | msgspec.UnsetType = msgspec.UNSET
 
 
 def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:
@@ -123,18 +131,22 @@ def read_lines(lines: Iterable[bytes], where: str) -> list[EpisodeLine]:
 
 
 def credit_lines(
-    episodes: Sequence[EpisodeLine], rule: CreditOptions, kept: SftOptions | None = None
+    episodes: Sequence[EpisodeLine],
+    rule: CreditOptions,
+    kept: SftOptions | None = None,
+    reward: RewardRule = REWARD_ALONE,
 ) -> list[CreditLine]:
     """Return the credit of each call, in the order of episodes and calls.
 
     Episodes of one task of a tenant form a group; an episode without a task is a group of its own.
-    Only the episodes are trained that `kept` keeps (None: all).
+    Only the episodes are trained that `kept` keeps (None: all). `reward` says what a reward is the
+    sum of.
     """
     groups: dict[object, list[EpisodeLine]] = {}
     for index, line in enumerate(episodes):
         name = index if line.task is None else (line.tenant, line.task)
         groups.setdefault(name, []).append(line)
-    accounts = [[_account(line) for line in members] for members in groups.values()]
+    accounts = [[_account(line, reward) for line in members] for members in groups.values()]
     credited = credit_accounts(accounts, rule, kept=kept)
     lines = [line for members in groups.values() for line in members]
     credit_of = {line.whose: own for line, own in zip(lines, credited.calls, strict=True)}
@@ -157,6 +169,7 @@ def credit_line(episode: str, call: str, agent: str, credit: CallCredit) -> Cred
         advantage=credit.advantage,
         weight=credit.weight,
         reason=credit.reason,
+        parts=credit.parts or msgspec.UNSET,
     )
 
 
@@ -173,12 +186,12 @@ def _read(line: bytes, where: str) -> EpisodeLine:
         ) from error
 
 
-def _account(line: EpisodeLine) -> EpisodeAccount:
+def _account(line: EpisodeLine, rule: RewardRule) -> EpisodeAccount:
     return EpisodeAccount(
         task=line.task,
         failed=line.state == "failed",
-        reward=_reward(line.feedback),
-        calls=tuple(_call(call) for call in line.calls),
+        earned=_reward(line.feedback, rule),
+        calls=tuple(_call(call, rule) for call in line.calls),
         excluded=_excluded(line),
     )
 
@@ -189,13 +202,13 @@ def _excluded(line: EpisodeLine) -> str | None:
     return None if line.quarantined is None else "quarantined"
 
 
-def _call(line: CallLine) -> CallAccount:
+def _call(line: CallLine, rule: RewardRule) -> CallAccount:
     return CallAccount(
         agent=line.agent,
         trainable=line.trainable,
         reason=line.reason,
         sampled=len(line.sampled_ids),
-        reward=_reward(line.feedback),
+        earned=_reward(line.feedback, rule),
         events=tuple(
             MatchedEvent(
                 id=event.id, tool=event.name, arguments=event.arguments, status=event.status
@@ -205,11 +218,11 @@ def _call(line: CallLine) -> CallAccount:
     )
 
 
-def _reward(feedback: Sequence[FeedbackLine]) -> float | None:
-    return current_reward(
-        [
-            Feedback(metric=item.metric, value=item.value, at=item.timestamp)
-            for item in feedback
-            if item.metric == REWARD
-        ]
-    )
+def _reward(feedback: Sequence[FeedbackLine], rule: RewardRule) -> Reward:
+    metrics = {term.metric for term in rule.terms}
+    statements = [
+        Feedback(metric=item.metric, value=item.value, at=item.timestamp)
+        for item in feedback
+        if item.metric in metrics
+    ]
+    return reward_of(statements, rule)

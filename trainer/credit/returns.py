@@ -11,9 +11,10 @@ Rewards for single calls count under `per_agent` and `call` only. Elsewhere they
 added to the episode's reward, of which they are a part already.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from store.records import Record
+from store.values.rewards import NO_PARTS, UNSCORED, Lack, Reward
 from trainer.credit.accounts import EpisodeAccount
 from trainer.credit.air import air_rewards
 from trainer.credit.means import mean_of
@@ -25,12 +26,15 @@ class CallReturn(Record, frozen=True, kw_only=True):
 
     Episodes are compared by `value`. The call gets `share` of it (0 to 1), and the same share
     of the advantage. Comparing what is left after sharing would put the first calls of every
-    long success below the mean (docs/decisions/017-credit.md).
+    long success below the mean (docs/decisions/017-credit.md). `parts` are what each metric adds to
+    `final` where that is a sum; `lacks` says why there is no `final` although something was stated.
     """
 
     final: float | None
     air: float
     share: float
+    parts: Mapping[str, float] = NO_PARTS
+    lacks: Lack | None = None
 
     @property
     def value(self) -> float | None:
@@ -69,8 +73,8 @@ def call_returns(episode: EpisodeAccount, rule: CreditOptions) -> list[CallRetur
     """Return the return of each call of an episode, in the order of calls."""
     shares = _shares(episode, rule)
     return [
-        CallReturn(final=final, air=air, share=share)
-        for final, air, share in zip(
+        CallReturn(final=earned.value, air=air, share=share, parts=earned.parts, lacks=earned.lacks)
+        for earned, air, share in zip(
             _final_rewards(episode, rule), _air_rewards(episode, rule), shares, strict=True
         )
     ]
@@ -89,27 +93,35 @@ def _shared(share: float, whole: float) -> float:
     return share * whole if share else 0.0
 
 
-def _final_rewards(episode: EpisodeAccount, rule: CreditOptions) -> list[float | None]:
+def _final_rewards(episode: EpisodeAccount, rule: CreditOptions) -> list[Reward]:
     """Return each call's final reward; a failed, unscored episode takes `failed_reward`."""
-    whole = episode.reward
-    if whole is None and episode.failed:
-        whole = rule.failed_reward
+    whole = episode.earned
+    if whole.value is None and episode.failed and rule.failed_reward is not None:
+        whole = Reward(value=rule.failed_reward)
     if episode.excluded is not None:
-        return [None] * len(episode.calls)
-    single: list[float | None] = [None] * len(episode.calls)
+        return [UNSCORED] * len(episode.calls)
+    single = [UNSCORED] * len(episode.calls)
     if rule.assignment == "call":
-        single = [call.reward for call in episode.calls]
+        single = [call.earned for call in episode.calls]
     elif rule.assignment == "per_agent":
         of_agent = {call.agent: _agent_reward(episode, call.agent) for call in episode.calls}
         single = [of_agent[call.agent] for call in episode.calls]
-    return [whole if reward is None else reward for reward in single]
+    return [_or_whole(own, whole) for own in single]
 
 
-def _agent_reward(episode: EpisodeAccount, agent: str) -> float | None:
-    rewards = [
-        call.reward for call in episode.calls if call.agent == agent and call.reward is not None
-    ]
-    return mean_of(rewards) if rewards else None
+def _or_whole(own: Reward, whole: Reward) -> Reward:
+    """Return a call's own reward, or its episode's; of two that lack something, what it lacks."""
+    return own if own.value is not None or (whole.value is None and own.lacks) else whole
+
+
+def _agent_reward(episode: EpisodeAccount, agent: str) -> Reward:
+    own = [call.earned for call in episode.calls if call.agent == agent]
+    values = [one.value for one in own if one.value is not None]
+    if not values:
+        return next((one for one in own if one.lacks is not None), UNSCORED)
+    scored = [one.parts for one in own if one.value is not None]
+    parts = {metric: mean_of([one[metric] for one in scored]) for metric in scored[0]}
+    return Reward(value=mean_of(values), parts=parts)
 
 
 def _air_rewards(episode: EpisodeAccount, rule: CreditOptions) -> list[float]:

@@ -95,7 +95,7 @@ async def rebuild_policy(
             await hold_alone(guard, name, "rebuild")
             model = await base_model(settings, chosen, name, servers)
             # Alone: a line that replaces another waits for no other policy.
-            publisher = Publisher(engine, servers, name, recipe.publish, gate=recipe.gate)
+            publisher = Publisher(engine, servers, name, recipe.publish, gate=recipe.judged_by)
             rebuild = Rebuild(settings, engine, publisher, Learners(settings, model), name)
             return await rebuild(wish, recipe, tell)
         finally:

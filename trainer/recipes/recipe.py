@@ -5,9 +5,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from store.table_file import instead
+from store.values.rewards import RewardRule
 from trainer.credit.baselines.registry import baselines
 from trainer.credit.normalisations.registry import normalisations
 from trainer.errors import RecipeError
@@ -16,6 +23,7 @@ from trainer.recipes.claim import ClaimOptions
 from trainer.recipes.credit import CreditOptions
 from trainer.recipes.gate import GateOptions
 from trainer.recipes.options import RecipeOptions
+from trainer.recipes.reward import RewardOptions, rule_of
 from trainer.recipes.training import (
     BatchOptions,
     KlOptions,
@@ -31,6 +39,7 @@ class Recipe(RecipeOptions):
 
     learner: Literal["grpo", "ppo", "sft"] = "grpo"
     dtype: Literal["auto", "float32", "bfloat16"] = "float32"
+    reward: dict[str, RewardOptions] = Field(default={})
     claim: ClaimOptions = ClaimOptions()
     credit: CreditOptions = CreditOptions()
     optimizer: OptimizerOptions = OptimizerOptions()
@@ -94,6 +103,43 @@ class Recipe(RecipeOptions):
         if self.kl.coefficient and self.kl.place == "reward":
             raise ValueError('learner "sft" has no reward in its loss: set kl.place = "loss"')
         return self
+
+    @model_validator(mode="after")
+    def _gate_knows_the_range(self) -> "Recipe":
+        """Refuse for the gate another range of rewards than the sum has."""
+        if not self.reward:
+            return self
+        low, high = self.reward_rule.range
+        if self.gate.reward_range not in ((low, high), GateOptions().reward_range):
+            raise ValueError(
+                f"gate.reward_range follows from [reward], whose sum is {low:g} to {high:g}: leave"
+                " it out"
+            )
+        if self.gate.margin >= high - low:
+            raise ValueError(
+                f"gate.margin must be smaller than the width of the sum of [reward], {high - low:g}"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_an_empty_sum(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave `reward` out where no metric is named: such recipes are recorded as ever."""
+        values: dict[str, Any] = handler(self)
+        if not self.reward:
+            values.pop("reward", None)
+        return values
+
+    @property
+    def reward_rule(self) -> RewardRule:
+        """Return what the reward is the sum of."""
+        return rule_of(self.reward)
+
+    @property
+    def judged_by(self) -> GateOptions:
+        """Return the rule of the gate, with the range of the sum where `[reward]` names metrics."""
+        if not self.reward:
+            return self.gate
+        return self.gate.model_copy(update={"reward_range": self.reward_rule.range})
 
     @property
     def kept(self) -> SftOptions | None:

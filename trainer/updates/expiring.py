@@ -1,14 +1,16 @@
-"""Consume episodes that can never be trained any more, and report them as expired."""
+"""Consume episodes that can never be trained any more; count those that lack a reward."""
 
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.link.scores import lacking
 from store.updates import expiry
 from store.updates.ready import ClaimRule
-from trainer.metrics import EPISODES
+from store.values.rewards import Lack
+from trainer.metrics import EPISODES, LACKING
 
 log = structlog.get_logger()
 
@@ -29,6 +31,8 @@ class Expiring:
     async def expire(self, parent: int) -> None:
         """Consume the episodes that are past the rule's limits for an update of version `parent`.
 
+        Those that wait for what their reward lacks are counted.
+
         Nothing is done within `EXPIRE_S` seconds of the last time, unless `parent` has changed.
         """
         if self._last_look is not None:
@@ -37,7 +41,14 @@ class Expiring:
                 return
         while await self._spend(parent) == expiry.MOST:
             pass
+        await self._count_lacking()
         self._last_look = parent, perf_counter()
+
+    async def _count_lacking(self) -> None:
+        async with self._engine.connect() as connection:
+            found = await lacking(connection, self._rule.policy)
+        for why in get_args(Lack):
+            LACKING.labels(self._rule.policy, why).set(found.get(why, 0))
 
     async def _spend(self, parent: int) -> int:
         async with self._engine.begin() as connection:

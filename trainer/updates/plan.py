@@ -128,6 +128,7 @@ def _credited(claim: Claim, recipe: Recipe, far: Mapping[UUID, float]) -> Credit
         baselines=before,
         withheld=dict.fromkeys(far, OFF_POLICY),
         kept=recipe.kept,
+        reward=recipe.reward_rule,
     )
 
 

@@ -3,15 +3,20 @@
 from collections.abc import Collection
 from pathlib import Path
 
+import structlog
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from store.link.scores import set_reward_rule
 from store.tenants import DEFAULT
 from store.updates import claims, gating, policies
 from store.updates.files import deleted_versions
 from store.updates.states import set_state
+from store.values.rewards import RewardRule
 from store.versions import PolicyVersion
 from trainer.errors import TrainerError
 from trainer.publishing import adapters
+
+log = structlog.get_logger()
 
 
 async def begin_policy(
@@ -39,6 +44,15 @@ async def begin_policy(
             f"{file}: policy {policy!r}: base: it is {base!r}, but the policy's"
             f" versions are adapters of {began!r}: write that, or give the policy another name"
         )
+
+
+async def score_by(engine: AsyncEngine, policy: str, rule: RewardRule) -> None:
+    """Let the policy's rewards be what `rule` makes of all that was said, and is said from now."""
+    async with engine.begin() as connection:
+        changed = await set_reward_rule(connection, policy, rule)
+    if changed:
+        metrics = [term.metric for term in rule.terms]
+        log.warning("rewards_are_another_sum", policy=policy, metrics=metrics)
 
 
 class Versions:

@@ -17,11 +17,13 @@ ADMIN: Final = {
     "/metrics": "Prometheus metrics: see [metrics.md](metrics.md).",
 }
 MEANINGS: Final = {
-    "metric": f"What is stated; `{REWARD}` if left out. Only `reward` is trained on; "
-    f"`{statements.TOOL_STATUS}` states how a tool execution ended.",
-    "value": "A finite number; for `tool_status` one of "
-    + ", ".join(f"`{one}`" for one in TOOL_STATUSES)
-    + ".",
+    "metric": f"What is stated; `{REWARD}` if left out. It is what is trained on, unless the "
+    f"recipe names other metrics; `{statements.TOOL_STATUS}` states how a tool execution ended.",
+    "value": "A finite number, `true` (1), `false` (0), or a text of at most "
+    f"{statements.MAX_LABEL} characters, which counts for what the recipe says; for `tool_status` "
+    "one of " + ", ".join(f"`{one}`" for one in TOOL_STATUSES) + ".",
+    statements.WITHDRAWN: "`true` in place of a value: what was stated of the metric about the "
+    "target does not count any more. Not for `tool_status`.",
     "episode": "Target: the episode's name, as in `x-pawl-episode` of the reply.",
     "call": "Target: the call's id, as in `x-pawl-call` of the reply.",
     "response": "Target: the `id` in the body of the reply that the agent got.",
@@ -30,7 +32,17 @@ MEANINGS: Final = {
     "detail": "Only for `tool_status`: what happened.",
     "ms": "Only for `tool_status`: duration in milliseconds.",
 }
-TYPES: Final = {"value": "number or text, required", "ms": "number", "call": "UUID"}
+TYPES: Final = {
+    "value": "number, boolean or text, required unless `withdrawn`",
+    statements.WITHDRAWN: "boolean",
+    "ms": "number",
+    "call": "UUID",
+}
+# What a text must not be: a number, or a truth value, in quotes.
+QUOTED: Final = (
+    r"^\s*([+-]?(\d[\d_]*\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?|[nN][aA][nN]"
+    r"|[iI][nN][fF]([iI][nN][iI][tT][yY])?)|[tT][rR][uU][eE]|[fF][aA][lL][sS][eE])\s*$"
+)
 # U+0000 is no character of a text in PostgreSQL.
 TEXT: Final[Schema] = {
     "type": ["string", "null"],
@@ -54,7 +66,7 @@ def feedback_schemas() -> dict[str, Schema]:
     """Return the schemas of what `/feedback` takes and answers, by name."""
     return {
         "Statement": {"oneOf": [_ref("MetricStatement"), _ref("ToolStatement")]},
-        "MetricStatement": _statement(statements.COMMON, _metric()),
+        "MetricStatement": _statement(statements.OF_METRICS, _metric()),
         "ToolStatement": _statement(statements.COMMON | statements.ABOUT_TOOLS, _tool_status()),
         "FeedbackResults": _results(),
     }
@@ -62,9 +74,31 @@ def feedback_schemas() -> dict[str, Schema]:
 
 def _metric() -> Schema:
     metric = TEXT | {"default": REWARD, "not": {"const": statements.TOOL_STATUS}}
+    label = {
+        "type": "string",
+        "minLength": 1,
+        "maxLength": statements.MAX_LABEL,
+        "pattern": TEXT["pattern"],
+        "not": {"pattern": QUOTED},
+    }
+    value = {"oneOf": [{"type": ["number", "boolean", "null"]}, label]}
+    withdrawn = {"type": ["boolean", "null"]}
     return {
-        "properties": {"metric": metric, "value": {"type": "number"}},
-        "required": ["value"],
+        "properties": {"metric": metric, "value": value, statements.WITHDRAWN: withdrawn},
+        "required": [],
+        "anyOf": [
+            {
+                "required": ["value"],
+                "properties": {
+                    "value": {"not": {"type": "null"}},
+                    statements.WITHDRAWN: {"not": {"const": True}},
+                },
+            },
+            {
+                "required": [statements.WITHDRAWN],
+                "properties": {statements.WITHDRAWN: {"const": True}, "value": {"type": "null"}},
+            },
+        ],
     }
 
 
@@ -93,6 +127,7 @@ def _statement(fields: frozenset[str], special: Schema) -> Schema:
         "required": special["required"],
         "additionalProperties": False,
         "oneOf": [_one_target(name) for name in statements.TARGETS],
+        **({"anyOf": special["anyOf"]} if "anyOf" in special else {}),
     }
 
 

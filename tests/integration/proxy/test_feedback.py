@@ -18,6 +18,23 @@ async def test_a_reward_for_a_known_episode_is_stored(proxy: Proxy) -> None:
     assert await eventually(scored)
 
 
+async def test_texts_truth_values_and_withdrawals_are_kept_as_they_came(proxy: Proxy) -> None:
+    await proxy.chat(headers={"x-pawl-episode": "e"})
+    said = [
+        {"metric": "verdict", "value": "good", "episode": "e"},
+        {"metric": "right", "value": True, "episode": "e"},
+        {"metric": "reward", "withdrawn": True, "episode": "e"},
+    ]
+    assert (await proxy.feedback(said))[0] == 200
+
+    async def kept() -> bool:
+        [episode] = await proxy.episodes(1)
+        values = {one.metric: one.value for one in episode.feedback}
+        return values == {"verdict": "good", "right": 1.0, "reward": None}
+
+    assert await eventually(kept)
+
+
 async def test_each_kind_of_target_is_known(proxy: Proxy) -> None:
     response = await proxy.chat()
     statements = [
@@ -60,7 +77,7 @@ async def test_a_repeat_under_a_key_is_harmless_and_another_body_is_refused(prox
 async def test_a_list_stands_or_falls_as_one(proxy: Proxy) -> None:
     before = (await proxy.counters())["pawl_records_total"]
     status, body = await proxy.feedback(
-        [{"value": 1, "episode": "e"}, {"value": "high", "episode": "e"}]
+        [{"value": 1, "episode": "e"}, {"value": "1", "episode": "e"}]
     )
     assert status == 400
     assert body["error"]["param"] == "[1].value"

@@ -72,7 +72,7 @@ def test_an_empty_input_has_no_transitions() -> None:
     ("changes", "named"),
     [
         ({"state": "done"}, "line 3, state: Invalid enum value 'done'"),
-        ({"feedback": [reward(0.5) | {"value": "high"}]}, "line 3, feedback[0].value: Expected"),
+        ({"feedback": [reward(0.5) | {"value": [1]}]}, "line 3, feedback[0].value: Expected"),
         ({"feedback": [reward(0.5) | {"at": "noon"}]}, "line 3, feedback[0].at: Invalid RFC3339"),
         ({"feedback": [reward(0.5) | {"at": -1}]}, "line 3, feedback[0].at"),
         ({"calls": [call(tool_events=[event("okay")])]}, "calls[0].tool_events[0].status"),

@@ -28,6 +28,27 @@ def test_a_reward_for_an_episode() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ({"value": True}, 1.0),
+        ({"value": False}, 0.0),
+        ({"value": 3}, 3.0),
+        ({"value": "good"}, "good"),
+        ({"value": "v1.2"}, "v1.2"),
+        ({"withdrawn": True}, None),
+        ({"value": None, "withdrawn": True}, None),
+        ({"value": 1, "withdrawn": False}, 1.0),
+    ],
+)
+def test_a_value_is_a_number_a_truth_value_a_text_or_withdrawn(
+    said: dict[str, Any], kept: float | str | None
+) -> None:
+    [item] = parse(said | {"episode": "e"}).items
+    assert item.value == kept
+    assert type(item.value) is type(kept)
+
+
 def test_a_tool_status_becomes_a_tool_event() -> None:
     [item] = parse({"metric": "tool_status", "value": "error", "response": "r", "id": "t"}).items
     assert item.tool is not None
@@ -42,8 +63,17 @@ def test_a_key_carries_the_hash_of_its_body() -> None:
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"value": "good", "episode": "e"}, "value must be a finite number"),
-        ({"value": True, "episode": "e"}, "value"),
+        ({"value": [1], "episode": "e"}, "value must be a finite number, true, false or a short"),
+        ({"value": "0.8", "episode": "e"}, "without quotes"),
+        ({"value": "false", "episode": "e"}, "without quotes"),
+        ({"value": "nan", "episode": "e"}, "without quotes"),
+        ({"value": "", "episode": "e"}, "1 to 256"),
+        ({"value": "x" * 257, "episode": "e"}, "1 to 256"),
+        ({"value": "a\x00", "episode": "e"}, "U\\+0000"),
+        ({"value": None, "episode": "e"}, "withdrawn"),
+        ({"value": 1, "withdrawn": True, "episode": "e"}, "left out where withdrawn"),
+        ({"value": 1, "withdrawn": 1, "episode": "e"}, "withdrawn must be true or false"),
+        ({"metric": "tool_status", "withdrawn": True, "episode": "e"}, "not a field"),
         ({"episode": "e"}, "value"),
         ({"value": 1}, "exactly one of episode, call, response"),
         ({"value": 1, "episode": "e", "call": "c"}, "episode and call"),
@@ -53,7 +83,7 @@ def test_a_key_carries_the_hash_of_its_body() -> None:
         ({"value": 1, "episode": 7}, "episode must be a string"),
         ({"value": 1, "episode": "e", "colour": 1}, "colour"),
         ({"metric": "tool_status", "value": "fine", "episode": "e"}, "ok, error, timeout"),
-        ([{"value": 1, "episode": "e"}, {"value": "x", "episode": "e"}], r"\[1\].value"),
+        ([{"value": 1, "episode": "e"}, {"value": {}, "episode": "e"}], r"\[1\].value"),
         ([], "1 to"),
         ("reward", "object"),
     ],

@@ -44,7 +44,7 @@ match json.loads(line)["episode"].split("-")[0]:
     case "unsure": print('{"value": null}')
     case "crash": print('{"value": 1}'); print("a\\nno rubric", file=sys.stderr); sys.exit(3)
     case "garbage": print("0.8, I think")
-    case "wrong": print('{"value": "high"}')
+    case "wrong": print('{"value": [1]}')
     case "slow": time.sleep(60)
     case "child": subprocess.Popen(["sleep", "60"]); print('{"value": 1}')
 """

@@ -51,7 +51,7 @@ def test_a_judge_that_cannot_tell_says_nothing(answer: bytes) -> None:
         (b"true", "must be a number"),
         (b'"0.5"', "must be a number"),
         (b"{}", "must be an object"),
-        (b'{"reward": "high"}', "metric 'reward' must be a finite number"),
+        (b'{"reward": [1]}', "metric 'reward' must be a finite number, true, false or a text"),
         (b"1e999", "must be a number|not JSON"),
     ],
 )

@@ -112,6 +112,13 @@ def test_a_call_that_cannot_be_redacted_keeps_no_word() -> None:
     assert (record.request, record.request_raw, record.reply, record.reply_raw) == (None,) * 4
 
 
+def test_values_in_words_are_texts() -> None:
+    stated = statement("verdict", f"as {CANARY} says", episode="e1")
+    left, by = redact_feedback(stated, parse_rules(PATTERN, "r"))
+    assert by == {"canary"}
+    assert CANARY.encode() not in msgspec.json.encode(left)
+
+
 def test_details_of_tools_in_feedback_are_texts() -> None:
     event = ToolEvent(id=new_id(), tool_id="t", name=None, status="error", detail=CANARY)
     stated = statement("reward", 1.0, episode="e1")

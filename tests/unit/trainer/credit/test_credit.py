@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.records import Episode, Group, ToolCall, ToolEvent
+from store.values.rewards import newest
 from tests.support.records import tool_event
 from tests.support.stored import episode, said, transition
 from trainer.batches.rows import training_rows
-from trainer.credit.accounts import newest
 from trainer.credit.assign import assign_credit
 from trainer.recipes.credit import CreditOptions
 
@@ -112,7 +112,9 @@ def test_air_and_final_reward_are_kept_apart_and_added() -> None:
 def test_the_newest_reward_stands_in_any_order() -> None:
     statements = [said(0.1, 1), said(0.9, 3), said(0.5, 2), said(7, 9, "other")]
     for order in itertools.permutations(statements):
-        assert newest(order, "reward") == 0.9
+        counts = newest(order, "reward")
+        assert counts is not None
+        assert counts.value == 0.9
 
 
 @given(

@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from store.values.rewards import Reward
 from tests.support.lines import credited, episode
 from trainer.credit.accounts import CallAccount, EpisodeAccount
 from trainer.credit.advantages import EpisodeReturns
@@ -18,8 +19,13 @@ RULE = CreditOptions(baseline="none", normalisation="none")
 
 
 def account(reward: float | None, **changes: Any) -> EpisodeAccount:
-    call = CallAccount(agent="a", trainable=True, reason=None, sampled=2, reward=None)
-    fields: dict[str, Any] = {"task": "t", "failed": False, "reward": reward, "calls": (call,)}
+    call = CallAccount(agent="a", trainable=True, reason=None, sampled=2)
+    fields: dict[str, Any] = {
+        "task": "t",
+        "failed": False,
+        "earned": Reward(value=reward),
+        "calls": (call,),
+    }
     return EpisodeAccount(**(fields | changes))
 
 
@@ -35,7 +41,7 @@ def reasons(made: list[EpisodeReturns], **rule: Any) -> list[str | None]:
     return [one.account.withheld for one in with_best_kept(made, SftOptions(**rule))]
 
 
-untrainable = CallAccount(agent="a", trainable=False, reason="not_text", sampled=2, reward=None)
+untrainable = CallAccount(agent="a", trainable=False, reason="not_text", sampled=2)
 accounts = st.builds(
     account,
     st.none() | st.sampled_from([-1.0, 0.0, 0.5, 1.0, 2.0]),
