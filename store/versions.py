@@ -39,6 +39,8 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     `files_deleted` says that its files are gone, as nothing could ask for them any more. The policy
     is the `tenant`'s. `manifest_sha256` is the hash of its manifest, in hexadecimal digits, or None
     if it was not recorded. `rebuilt_from` is the past update that was trained again for it.
+    `kl_to_base` is how far it is from the base model, in nats a token on what it was trained on;
+    None if that was not measured.
     """
 
     name: str
@@ -51,6 +53,7 @@ class PolicyVersion(Record, frozen=True, kw_only=True):
     tenant: str = DEFAULT
     manifest_sha256: str | None = None
     rebuilt_from: UUID | None = None
+    kl_to_base: float | None = None
     # Of a canary, its share of new episodes; of version 0, the share that stays on the base model.
     share: float | None = None
     # It lost the gate, or fell behind later: nothing is trained from it, or on its episodes.

@@ -28,7 +28,21 @@ class FileMissing(AdapterError):
 
 
 class PublishError(TrainerError):
-    """Report that a version could not be loaded, or that it is not served correctly."""
+    """Report that a version could not be loaded, or that it is not served correctly.
+
+    `evidence` is what that rests on, for the event of its rejection; None if the message says all.
+    """
+
+    evidence: Mapping[str, Any] | None = None
+
+
+class TooFar(PublishError):
+    """Report that a version is further from its base model than the recipe allows."""
+
+    def __init__(self, message: str, evidence: Mapping[str, Any]) -> None:
+        """Store the message and the figures that were compared."""
+        super().__init__(message)
+        self.evidence = evidence
 
 
 class FilesAltered(PublishError):

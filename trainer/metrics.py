@@ -47,7 +47,9 @@ UPDATE: Final = {
         "drift_logp_mean_abs": "Mean |trainer − server| log-probability about one version",
         "staleness_kl": "Divergence that older versions add to the drift, nats per token",
         "clip_share": "Share of tokens whose ratio PPO clipped",
-        "kl_to_base": "KL to the base model, nats per token",
+        "kl_to_base": "KL of the trained policy to its base model on what it was trained on, nats"
+        " per token",
+        "kl_penalised": "KL to the base model that the recipe's penalty saw, nats per token",
         "value_loss": "Critic's mean half squared error",
         "explained_variance": "Share of the returns' variance that the critic explained",
         "grad_norm": "Gradient norm",

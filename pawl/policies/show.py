@@ -31,7 +31,8 @@ class VersionLine(Record, frozen=True, kw_only=True):
     lies in the 95 % interval from `low` to `high`. `files_deleted` says that its adapter is gone,
     as nothing could ask for it any more; `altered` that its files on this machine, if it has them,
     are not those that were written, and `unread` that they cannot be read for now. `rebuilt_from`
-    is the version, or the update that made none, that was trained again for it. `explore` is there
+    is the version, or the update that made none, that was trained again for it; `kl_to_base` how
+    far it is from the base model, in nats a token on what it was trained on. `explore` is there
     only on the version that serves, if the policy explores; `trial` only on the one that is tried:
     what a gate would decide about it by now, and by what.
     """
@@ -47,6 +48,7 @@ class VersionLine(Record, frozen=True, kw_only=True):
     altered: bool = False
     unread: bool = False
     rebuilt_from: str | UnsetType = UNSET
+    kl_to_base: float | UnsetType = UNSET
     explore: str | UnsetType = UNSET
     trial: Decision | UnsetType = UNSET
 
@@ -80,6 +82,7 @@ async def versions_of(
             trial=tried[1] if tried and tried[0] == version.version else UNSET,
             files_deleted=version.files_deleted,
             rebuilt_from=_source(version, made_by),
+            kl_to_base=UNSET if version.kl_to_base is None else version.kl_to_base,
             **_of_files(version),
         )
         point = curve.get(version.version)
@@ -130,7 +133,9 @@ def table(lines: Sequence[VersionLine]) -> Table:
     explore = [f"explores: {line.explore}" for line in lines if line.explore is not UNSET]
     said = explore + [_trial(line.trial) for line in lines if line.trial is not UNSET]
     grid = Table(box=None, pad_edge=False, caption="\n".join(said) or None)
-    for name in ("version", "state", "eval episodes", "scored", "mean reward", "95 % interval"):
+    far = ["KL to base"] if any(line.kl_to_base is not UNSET for line in lines) else []
+    evaluated = ("eval episodes", "scored", "mean reward", "95 % interval")
+    for name in ("version", "state", *evaluated, *far):
         grid.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=True)
     for line in lines:
         interval = None if line.low is None else f"{cell(line.low)} to {cell(line.high)}"
@@ -139,6 +144,9 @@ def table(lines: Sequence[VersionLine]) -> Table:
         if line.rebuilt_from is not UNSET:
             words.append(f"rebuilt from {line.rebuilt_from}")
         state = ", ".join([line.state, *words])
-        shown = (line.version, state, line.eval_episodes, line.scored, line.mean, interval)
-        grid.add_row(*[cell(value) for value in shown])
+        reward = (line.eval_episodes, line.scored, line.mean, interval)
+        shown = [line.version, state, *reward]
+        if far:
+            shown.append(None if line.kl_to_base is UNSET else line.kl_to_base)
+        grid.add_row(*map(cell, shown))
     return grid

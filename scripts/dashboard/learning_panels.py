@@ -148,6 +148,13 @@ LEARNING: Final = Row(
             max=1,
         ),
         stairs(
+            "KL to the base model",
+            "How far the last update's version is from its base model, on what it was trained on: the further, the more of the rest it may have forgotten.",
+            "suffix:nats",
+            newest("pawl_update_kl_to_base"),
+            newest("pawl_update_kl_penalised", "{{policy}}, as the penalty saw it"),
+        ),
+        stairs(
             "Masked calls",
             "Share of the last update's calls too far off the policy to carry loss.",
             "percentunit",

@@ -22,7 +22,14 @@ from store.records import Record, Split, UpdateRow
 from store.schema.claimable import episode_policies
 from store.schema.recorded import episodes
 from store.schema.stated import feedback
-from store.schema.trained import MANIFEST_SHA256, REBUILT, consumptions, policies, updates
+from store.schema.trained import (
+    KL_TO_BASE,
+    MANIFEST_SHA256,
+    REBUILT,
+    consumptions,
+    policies,
+    updates,
+)
 from store.tenants import bare, tenant_of
 from store.versions import PolicyVersion
 
@@ -250,6 +257,7 @@ def version_of(row: Row[Any]) -> PolicyVersion:
         files_deleted=row.files_deleted_at is not None,
         manifest_sha256=getattr(row, MANIFEST_SHA256, None),
         rebuilt_from=None if source is None else UUID(source),
+        kl_to_base=getattr(row, KL_TO_BASE, None),
         tenant=row.tenant,
         share=row.share,
         rolled_back=row.rolled_back_at is not None,

@@ -26,6 +26,9 @@ from store.versions import ACTORS, POLICY_STATES
 
 # Among the figures of an update that made a version: the SHA-256 of the version's manifest.
 MANIFEST_SHA256: Final = "manifest_sha256"
+# Among the figures of an update that trained: how far its version is from the base model, as KL in
+# nats a token.
+KL_TO_BASE: Final = "kl_to_base"
 # Among the figures of an update that trained a past one again (`store.rebuilding.line`).
 REBUILT: Final = "rebuilt"
 # The reason of episodes that were left out of a rebuild: no later update is compared with them.

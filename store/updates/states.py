@@ -113,15 +113,16 @@ async def set_state(
     *,
     reason: str,
     actor: Actor,
+    evidence: Mapping[str, Any] | None = None,
 ) -> None:
-    """Move one version to `state`, whichever it has.
+    """Move one version to `state`, whichever it has; `evidence` is as in `change_state`.
 
     Raises:
         UnknownPolicy: there is no such version.
         RolledBack: it was rolled back, so it cannot have that state any more.
     """
     held = await lock_version(connection, name, version)
-    await change_state(connection, held, state, reason=reason, actor=actor)
+    await change_state(connection, held, state, reason=reason, actor=actor, evidence=evidence)
 
 
 async def add_event(

@@ -15,7 +15,8 @@ from trainer.batches.micro_batches import split_steps
 from trainer.batches.rows import Row
 from trainer.errors import Unusable
 from trainer.learners.blame import check_view, fits, to_blame
-from trainer.learners.budget import Budget, MicroBatches, NoRoom, says_no_room
+from trainer.learners.budget import Budget, says_no_room
+from trainer.learners.forgetting import kl_by_row, kl_figures, metered_rows
 from trainer.learners.imported import check_loaded, check_weights, probe_rows
 from trainer.learners.kernels.memory import give_freed_memory_back
 from trainer.learners.losses.kl import ByRow, by_row
@@ -24,7 +25,7 @@ from trainer.learners.losses.stored import View
 from trainer.learners.merging import attend, can_merge
 from trainer.learners.model import Base
 from trainer.learners.off_policy import checked_metrics
-from trainer.learners.passes import Step, TrainedStep, mean_figures, update_figures
+from trainer.learners.passes import Step, TrainedStep, mean_figures, survey_in_parts, update_figures
 from trainer.learners.scoring import plain_logprobs, score_rows
 from trainer.learners.state import OPTIMIZER, load_state, save_adapter, save_state
 from trainer.learners.trial import nudge, rehearsal_rows, with_logprobs
@@ -175,12 +176,15 @@ class Learner:
         check_view(rows, view)
         rows = self._trainer.prepare(rows, view)
         trained, off_policy = self._take_steps(rows, newest)
+        told = self._take_metrics()
+        far = self._meter(rows)
         give_freed_memory_back()
         return {
             **update_figures(rows, trained, self._trainer, merge=bool(self._merge)),
             **off_policy,
             "train_seconds": time.perf_counter() - started,
-            **self._take_metrics(),
+            **told,
+            **far,
         }
 
     def _take_steps(
@@ -230,20 +234,14 @@ class Learner:
         self, rows: Sequence[Row], view: Callable[[Sequence[Row]], Result]
     ) -> list[Result]:
         """Apply `view` to micro-batches that fit into memory, without training on them."""
+        return survey_in_parts(self._budget, self._step, self._forget, rows, view)
 
-        def run(cut: MicroBatches) -> list[Result]:
-            results: list[Result] = self._step.survey(cut, view)
-            return results
-
-        def can_be_seen(row: Row) -> bool:
-            try:
-                run([[row]])
-            except NoRoom:
-                return False
-            return True
-
-        seen, _ = self._budget.fit(rows, run, self._forget, can_be_seen, trains=False)
-        return seen
+    def _meter(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Measure how far the policy is from its base model, on some of `rows`."""
+        metered = metered_rows(rows)
+        self._model.eval()
+        measure = partial(kl_by_row, self._model, merge=bool(self._merge))
+        return kl_figures(metered, self._survey_in_parts(metered, measure))
 
     def _forget(self) -> None:
         """Undo half a step: clear its gradients and figures."""

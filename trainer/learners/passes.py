@@ -11,7 +11,7 @@ import torch
 from trainer.batches.micro_batches import computed_tokens, share_out
 from trainer.batches.rows import Row
 from trainer.errors import Interrupted, Unusable
-from trainer.learners.budget import MicroBatches, needs_memory, says_no_room
+from trainer.learners.budget import Budget, MicroBatches, NoRoom, needs_memory, says_no_room
 from trainer.learners.distributed.processes import Processes
 from trainer.recipes.schedule import rate_share
 from trainer.recipes.training import OptimizerOptions
@@ -163,3 +163,29 @@ class Step:
             self._trainer.optimizer.step()
         finally:
             self._trainer.optimizer.zero_grad()
+
+
+def survey_in_parts(
+    budget: Budget,
+    step: Step,
+    undo: Callable[[], None],
+    rows: Sequence[Row],
+    view: Callable[[Sequence[Row]], Seen],
+) -> list[Seen]:
+    """Apply `view` to micro-batches of `rows` that fit into memory, without training on them.
+
+    `undo` is called where memory ran out, before it is tried again with smaller ones.
+    """
+
+    def run(cut: MicroBatches) -> list[Seen]:
+        return step.survey(cut, view)
+
+    def can_be_seen(row: Row) -> bool:
+        try:
+            run([[row]])
+        except NoRoom:
+            return False
+        return True
+
+    seen, _ = budget.fit(rows, run, undo, can_be_seen, trains=False)
+    return seen

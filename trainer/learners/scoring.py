@@ -87,10 +87,22 @@ def _score_merged(model: Any, rows: Sequence[Row]) -> Scored:
             "prefixes cannot be merged: the model's attention takes no tree; set"
             ' batch.merge_prefixes = "never"'
         )
+    states, parents = tree_states(model, rows)
+    labels = [token for row in rows for token in row.sampled_ids]
+    places = places_of(rows, parents)
+    head = model.get_output_embeddings().weight
+    labels_there = torch.tensor(labels, device=states.device)
+    logprobs, entropies = head_logprobs(states, head, places, rows, labels_there)
+    return Scored(logprobs, entropies, states[torch.tensor(parents, device=states.device)])
+
+
+def tree_states(model: Any, rows: Sequence[Row]) -> tuple[Tensor, list[int]]:
+    """Return the LM head's inputs at the nodes of the rows' prefix tree, (N, H).
+
+    Beside them is the node before every sampled token, row after row, (M,).
+    """
     device = next(model.parameters()).device
     tree = padded(build_tree([row.inputs for row in rows]), SIZES[device.type])
-    parents = parents_of(rows, tree)
-    labels = [token for row in rows for token in row.sampled_ids]
     states = (
         model.get_base_model()
         .get_decoder()(
@@ -103,11 +115,7 @@ def _score_merged(model: Any, rows: Sequence[Row]) -> Scored:
         )[0]
         .squeeze(0)
     )
-    places = places_of(rows, parents)
-    head = model.get_output_embeddings().weight
-    labels_there = torch.tensor(labels, device=device)
-    logprobs, entropies = head_logprobs(states, head, places, rows, labels_there)
-    return Scored(logprobs, entropies, states[torch.tensor(parents, device=device)])
+    return states, parents_of(rows, tree)
 
 
 def _score_separately(model: Any, rows: Sequence[Row]) -> Scored:
@@ -126,24 +134,32 @@ def _score_separately(model: Any, rows: Sequence[Row]) -> Scored:
 
 
 def _score_equal_lengths(model: Any, rows: Sequence[Row]) -> list[Scored]:
-    device = next(model.parameters()).device
-    length = len(rows[0].inputs)
-    first = min(len(row.prompt_ids) for row in rows) - 1
     seen: list[Tensor] = []
     head = model.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:
-        logits = model(
-            input_ids=torch.tensor([row.inputs for row in rows], device=device),
-            logits_to_keep=torch.arange(first, length, device=device),
-            use_cache=False,
-        ).logits
+        logits = whole_logits(model, rows)
     finally:
         hook.remove()
     return [
         _scored(row, own[-len(row.sampled_ids) :], states[-len(row.sampled_ids) :])
         for row, own, states in zip(rows, logits, seen[0], strict=True)
     ]
+
+
+def whole_logits(model: Any, rows: Sequence[Row]) -> Tensor:
+    """Return the model's own logits for rows of equal length, (B, T, V).
+
+    The last S of them are those before a row's sampled tokens.
+    """
+    device = next(model.parameters()).device
+    first = min(len(row.prompt_ids) for row in rows) - 1
+    logits: Tensor = model(
+        input_ids=torch.tensor([row.inputs for row in rows], device=device),
+        logits_to_keep=torch.arange(first, len(rows[0].inputs), device=device),
+        use_cache=False,
+    ).logits
+    return logits
 
 
 def _scored(row: Row, logits: Tensor, states: Tensor) -> Scored:

@@ -1,13 +1,14 @@
 """Load a written version, probe it, and promote it to serve the traffic, or let it wait for that.
 
-A version that does not load or fails the probe is rejected, and the one before keeps the
-traffic. With a gate (`trainer.recipes.gate`) one that passes becomes a candidate, which the steward
-tries on live traffic. Adapters that a restarted server lost are loaded again.
+A version that has gone too far from its base model, does not load or fails the probe is rejected,
+and the one before keeps the traffic. With a gate (`trainer.recipes.gate`) one that passes becomes a
+candidate, which the steward tries on live traffic. Adapters that a restarted server lost are loaded
+again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
@@ -20,6 +21,7 @@ from trainer.errors import FilesUnread, PublishError, UpstreamAway
 from trainer.metrics import UPDATE, UPDATES, VERSION
 from trainer.publishing.altered import check_files
 from trainer.publishing.cleaning import Cleaning
+from trainer.publishing.forgetting import check_forgetting
 from trainer.publishing.probe import ProbeResult, ProbeRow, compare, rejection_reason
 from trainer.publishing.replicas import Replicas
 from trainer.publishing.servable import belonging, lacking
@@ -84,11 +86,12 @@ class Publisher:
         # A replica may have been restarted since: the probe asks it for `before`, too.
         await self.keep_loaded()
         try:
+            check_forgetting(version, self.gate)
             await check_files(version)
             loaded = await self.servers.load(version.served_name, Path(version.adapter_path))
             probe = await self._probe(loaded, version.served_name, before, rows)
         except PublishError as error:
-            await self._set_state(version.version, "rejected", str(error))
+            await self._set_state(version.version, "rejected", str(error), error.evidence)
             await self.servers.unload(version.served_name)
             log.error("version_rejected", version=version.served_name, reason=str(error))
             raise
@@ -220,10 +223,22 @@ class Publisher:
         log.warning("probed_against_base", version=name, lost=before, replica=server.url)
         return await server.base_of(name)
 
-    async def _set_state(self, version: int, state: PolicyState, reason: str) -> None:
+    async def _set_state(
+        self,
+        version: int,
+        state: PolicyState,
+        reason: str,
+        evidence: Mapping[str, Any] | None = None,
+    ) -> None:
         async with self._engine.begin() as connection:
             await set_state(
-                connection, self._policy, version, state, reason=reason, actor="trainer"
+                connection,
+                self._policy,
+                version,
+                state,
+                reason=reason,
+                actor="trainer",
+                evidence=evidence,
             )
 
     async def keep_loaded(self) -> None:

@@ -56,6 +56,12 @@ class GateOptions(RecipeOptions):
         default=0.05,
         description="Largest probability of a wrong decision about a version, over all looks.",
     )
+    most_kl_to_base: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="Largest KL of a version to its base model, in nats a token of what it was "
+        "trained on. One that is further away is rejected before it has any traffic, in both "
+        "modes. Without the key none is.",
+    )
     fewest: Count = Field(
         default=50,
         description="Episodes with a reward that each of the two versions must have had before the "

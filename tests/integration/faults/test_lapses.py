@@ -23,8 +23,8 @@ from proxy.spool import segment_writer
 from proxy.spool.lapse_file import LAPSE, LapseFile, read_lapse
 from proxy.spool.recorder import Recorder
 from store.connection.engine import make_engine
-from tests.integration.faults.test_failing_disk import failing
 from tests.integration.faults.spool.test_full_spool import fill, full_disk, incomplete
+from tests.integration.faults.test_failing_disk import failing
 from tests.support.faults.counters import assert_adds_up
 from tests.support.records import captured
 from tests.support.waiting import eventually

@@ -79,7 +79,7 @@ class HeadLogprobs(Function):
         for start, stop, shaping in _chunks(len(hidden), size, shapings):
             tokens = order[ends[start - 1] if start else 0 : ends[stop - 1]]
             at, chosen = rows[tokens] - start, labels[tokens]
-            logits, states = _wide_product(hidden[start:stop], head), hidden[start:stop]
+            logits, states = wide_product(hidden[start:stop], head), hidden[start:stop]
             if shaping is None:
                 results = [*_plain(logits, states, head, temperatures[start:stop], at, chosen)]
             else:
@@ -120,7 +120,7 @@ def _plain(
     logp = torch.log_softmax(logits, -1)
     logprobs = logp[at, chosen]
     normaliser = logits[:, 0] - logp[:, 0]
-    mean = _wide_product(logp.exp_().to(states.dtype), head.T)
+    mean = wide_product(logp.exp_().to(states.dtype), head.T)
     along = torch.linalg.vecdot(mean, states.to(mean.dtype))
     return logprobs, normaliser - along / temperatures, mean
 
@@ -131,7 +131,7 @@ def _shaped(
     """Return the same of shaped logits, and each token's share and factor, (2, M)."""
     shaped = shape(logits, shaping.distribution, shaping.history, at, chosen)
     values = replay(shaped, at, chosen)
-    mean = _wide_product(values.weights.to(states.dtype), head.T)
+    mean = wide_product(values.weights.to(states.dtype), head.T)
     return values.logprobs, values.entropies, mean, torch.stack([values.shares, values.factors])
 
 
@@ -147,7 +147,7 @@ def _chunks(
             yield start, min(start + size, last), shaping
 
 
-def _wide_product(left: Tensor, right: Tensor) -> Tensor:
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
     """Return left · rightᵀ, summed and stored in float32 at least."""
     if left.dtype in (torch.float32, torch.float64):
         return product(left, right.T)

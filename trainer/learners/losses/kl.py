@@ -91,8 +91,8 @@ class KlToBase:
         return divergence * (0.0 if self.in_reward else self.rule.coefficient)
 
     def figures(self) -> dict[str, float]:
-        """Return `kl_to_base` in nats per token, the mean over the update's passes."""
-        return {"kl_to_base": self._seen / self._weight} if self._weight else {}
+        """Return `kl_penalised` in nats per token: what the rule saw, over the update's passes."""
+        return {"kl_penalised": self._seen / self._weight} if self._weight else {}
 
 
 def with_kl_rewards(rows: Sequence[Row], rewards: Mapping[RowKey, float]) -> list[Row]:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec import UNSET
 from rich.console import Console
 from sqlalchemy.ext.asyncio import AsyncEngine
 from typer.testing import CliRunner
@@ -13,6 +14,7 @@ from pawl.cli import app
 from pawl.policies.show import table, versions_of
 from store.errors import UnknownPolicy
 from store.policy_table import load_policies
+from store.updates import claims
 from store.updates.policies import ensure_base
 from store.write.ingest import ingest
 from tests.support.records import call, reward
@@ -67,6 +69,23 @@ async def test_the_command_writes_lines_of_json(
     ]
     missing = await asyncio.to_thread(CliRunner().invoke, app, ["policies", "show", "n"])
     assert isinstance(missing.exception, UnknownPolicy)
+
+
+async def test_how_far_a_version_is_from_the_base_model_is_shown(filled: AsyncEngine) -> None:
+    async with filled.begin() as connection:
+        update = await claims.begin_update(connection, "m", 0, {})
+        metrics = {"kl_to_base": 0.25}
+        await claims.consume(
+            connection, update, (), metrics, policy="m", version=1, adapter_path="/gone"
+        )
+    base, trained = await versions_of(filled, "m")
+    assert (base.kl_to_base, trained.kl_to_base) == (UNSET, 0.25)
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(table([base, trained]))
+    head, _, line = shown.get().splitlines()
+    assert head.endswith("KL to base")
+    assert line.split() == ["m@1", "written", "0", "0", "0.2500"]
 
 
 async def test_the_version_that_serves_is_seen_to_explore(

@@ -264,7 +264,7 @@ def test_kl_in_the_loss_is_k3_by_the_rows_weights(
     surrogate = float(made._trainer.loss_of(batch).detach())
     assert whole - surrogate == pytest.approx(float(0.5 * total.detach()), abs=1e-5)
     weight = sum(row.weight for row in batch)
-    assert made._trainer.figures()["kl_to_base"] == pytest.approx(
+    assert made._trainer.figures()["kl_penalised"] == pytest.approx(
         float(total.detach()) / weight, rel=1e-4
     )
 

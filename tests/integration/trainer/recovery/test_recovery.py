@@ -55,6 +55,8 @@ class FakeLearner:
         # Set: an update goes on until it is interrupted.
         self.slow = False
         self.full_disk = 0
+        # How far from the base model each update ends, if it tells.
+        self.kl_to_base: float | None = None
         # Adapters that were written to be tried, and what the server makes of them.
         self.trials = 0
         self.trial_logprob = -0.5
@@ -78,7 +80,8 @@ class FakeLearner:
             assert self.interrupted.wait(10.0)
             raise Interrupted("stopped")
         self.updates += 1
-        return {"loss": 0.5, "rows": len(rows)}
+        told = {} if self.kl_to_base is None else {"kl_to_base": self.kl_to_base}
+        return {"loss": 0.5, "rows": len(rows), **told}
 
     def save(self, folder: Path) -> None:
         if self.full_disk:

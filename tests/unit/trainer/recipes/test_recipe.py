@@ -95,6 +95,8 @@ def test_a_recipe_that_names_no_precision_has_float32() -> None:
         ("[gate]\nmistakes = 0", "gate.mistakes"),
         ("[gate]\nfewest = 0", "gate.fewest"),
         ("[gate]\nupdates_per_candidate = 0", "gate.updates_per_candidate"),
+        ("[gate]\nmost_kl_to_base = 0.0", "gate.most_kl_to_base"),
+        ("[gate]\nmost_kl_to_base = inf", "gate.most_kl_to_base"),
         ("[claim", "not TOML"),
     ],
 )
@@ -129,6 +131,11 @@ def test_a_gate_has_its_options() -> None:
     assert (found.gate.reward_range, found.gate.margin) == ((-1.0, 2.0), 1.5)
     # The steward reads them from the store, where they are JSON.
     assert GateOptions.model_validate(found.gate.model_dump(mode="json")) == found.gate
+
+
+def test_a_version_may_go_as_far_from_its_base_model_as_it_likes_unless_a_bound_is_set() -> None:
+    assert parse_recipe("", "r.toml").gate.most_kl_to_base is None
+    assert parse_recipe("[gate]\nmost_kl_to_base = 0.5", "r.toml").gate.most_kl_to_base == 0.5
 
 
 def test_a_recipe_that_was_recorded_before_the_gate_is_read() -> None:

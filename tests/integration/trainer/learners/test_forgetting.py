@@ -1,0 +1,121 @@
+"""The meter of forgetting: exact, the same in any order; what is trained is as without it."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
+from trainer.batches.rows import Row
+from trainer.errors import Unusable
+from trainer.learners import forgetting
+from trainer.learners.forgetting import kl_figures, metered_rows
+from trainer.learners.kernels.divergence import head_kl, logits_kl
+from trainer.learners.kernels.head import CHUNK
+from trainer.learners.learner import Learner
+from trainer.recipes.recipe import Recipe
+
+RECIPES: dict[str, Callable[..., Recipe]] = {
+    "grpo": recipe,
+    "ppo": ppo_recipe,
+    "sft": sft_recipe,
+}
+
+
+def plain_kl(made: Learner, batch: Sequence[Row]) -> float:
+    """One sequence at a time, all of the vocabulary, in double precision: the reference."""
+    each = []
+    for row in batch:
+        ids = torch.tensor([row.inputs])
+        places = slice(len(row.prompt_ids) - 1, None)
+        with torch.no_grad():
+            own = made._model(input_ids=ids).logits[0, places].double().log_softmax(-1)
+            with made._model.disable_adapter():
+                base = made._model(input_ids=ids).logits[0, places].double().log_softmax(-1)
+        each += (own.exp() * (own - base)).sum(-1).tolist()
+    return sum(each) / len(each)
+
+
+@pytest.mark.parametrize("merge_prefixes", ["auto", "never"])
+def test_it_is_the_kl_over_the_whole_vocabulary(
+    tiny_model: str, tmp_path: Path, merge_prefixes: str
+) -> None:
+    chosen = recipe(merge_prefixes=merge_prefixes)
+    made = Learner(tiny_model, chosen, seed=0, scratch=tmp_path)
+    batch = rows()
+    for _ in range(3):
+        told = made.update(batch)
+    metered = metered_rows(batch)
+    assert told["kl_tokens"] == sum(len(row.sampled_ids) for row in metered)
+    made._model.eval()
+    wanted = plain_kl(made, metered)
+    assert wanted > 0.001
+    assert told["kl_to_base"] == pytest.approx(wanted, rel=1e-3)
+
+
+def test_chunks_of_the_head_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    own, base, head = torch.randn(7, 5), torch.randn(7, 5), torch.randn(11, 5)
+    whole = head_kl(own, base, head)
+    monkeypatch.setitem(CHUNK, "cpu", 44)
+    assert torch.allclose(head_kl(own, base, head), whole, atol=1e-6)
+    assert torch.allclose(whole, logits_kl(own @ head.T, base @ head.T), atol=1e-6)
+    assert float(logits_kl(own, own).abs().max()) == 0.0
+    near = logits_kl(own, own + 1e-7 * torch.randn_like(own))
+    assert float(near.min()) >= 0.0
+
+
+def test_a_policy_that_has_not_moved_is_no_way_from_its_base(
+    tiny_model: str, tmp_path: Path
+) -> None:
+    made = Learner(tiny_model, recipe(), seed=0, scratch=tmp_path)
+    still = [msgspec.structs.replace(row, advantage=0.0) for row in rows()]
+    assert made.update(still)["kl_to_base"] == 0.0
+    one, two = (made.update(rows())["kl_to_base"] for _ in range(2))
+    assert 0.0 < one < two
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_is_trained_is_the_same_without_it(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def train(folder: Path) -> dict[str, bytes]:
+        made = Learner(tiny_model, RECIPES[name](steps=2), seed=0, scratch=tmp_path)
+        torch.manual_seed(3)
+        for number in range(2):
+            made.update(rows(number))
+        made.save(folder)
+        drawn = {"drawn": torch.rand(4).numpy().tobytes()}
+        files = [file for file in folder.rglob("*") if file.is_file()]
+        return drawn | {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+    with_it = train(tmp_path / "with")
+    assert len(with_it) > 3
+    monkeypatch.setattr(Learner, "_meter", lambda *_: {})
+    assert train(tmp_path / "without") == with_it
+
+
+def test_the_choice_of_calls_is_one_of_their_tokens_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = rows(groups=2, members=3)
+    monkeypatch.setattr(forgetting, "FEWEST_TOKENS", 40)
+    chosen = metered_rows(batch)
+    assert 1 < len(chosen) < len(batch)
+    assert sum(len(row.ids) for row in chosen) <= 40
+    for order in itertools.islice(itertools.permutations(batch), 20):
+        assert metered_rows(order) == chosen
+    monkeypatch.setattr(forgetting, "FEWEST_TOKENS", 1)
+    assert metered_rows(batch) == chosen[:1]
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_a_policy_that_is_not_finite_is_no_version(odd: float) -> None:
+    [row, *_] = rows()
+    measured: list[Any] = [{row.key: [0.1, odd, 0.2]}]
+    with pytest.raises(Unusable, match="KL of the trained policy"):
+        kl_figures([row], measured)
