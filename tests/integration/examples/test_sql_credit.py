@@ -14,6 +14,7 @@ from proxy.tools.result_readers import parse_readers
 from store.read.facts import matched_events
 from store.records import Episode
 from store.updates.policies import ensure_base
+from store.values.rewards import REWARD_ALONE
 from tests.integration.conftest import proxy_with, settings_for
 from tests.integration.examples.test_framework_agents import SQL, run_program
 from tests.support.servers.fake_upstream import FakeUpstream, whole_reply
@@ -64,7 +65,7 @@ async def an_episode(
 
 def air(episode: Episode) -> list[float]:
     rule = load_recipe(str(find_scenario("sql").folder / "recipe.toml")).credit
-    return air_rewards([call.events for call in account_of(episode).calls], rule)
+    return air_rewards([call.events for call in account_of(episode, REWARD_ALONE).calls], rule)
 
 
 def statuses(episode: Episode) -> list[list[tuple[str | None, str]]]:
