@@ -136,9 +136,11 @@ class Arrivals:
 async def arriving(engine: AsyncEngine) -> AsyncIterator[None]:
     arrivals = Arrivals(engine)
     following = asyncio.create_task(arrivals.follow())
-    yield
-    following.cancel()
-    [ended] = await asyncio.gather(following, return_exceptions=True)
+    try:
+        yield
+    finally:
+        following.cancel()
+        [ended] = await asyncio.gather(following, return_exceptions=True)
     assert isinstance(ended, asyncio.CancelledError), ended
     assert arrivals.episodes
 
@@ -161,11 +163,12 @@ async def is_tried(
         await make_candidate(connection, "m", number, dumped, reason="probed")
     await becomes(engine, killer, number, "canary")
     await pass_time(engine)
-    mine, others = (GOOD, BAD) if is_better else (BAD, GOOD)
-    arms: dict[tuple[Arm, int], list[float]]
-    arms = {("serving", serving): others, ("canary", number): mine}
+    arms: dict[tuple[Arm, int], list[float]] = {("canary", number): GOOD if is_better else BAD}
     if serving:
-        arms["base", 0] = others
+        # It stays as far above the base as it was: this is not the trial in which it falls.
+        arms |= {("serving", serving): GOOD, ("base", 0): BAD}
+    else:
+        arms["serving", 0] = BAD if is_better else GOOD
     await live(engine, arms, run=str(number))
     await becomes(engine, killer, number, "serving" if is_better else "rolled_back")
 

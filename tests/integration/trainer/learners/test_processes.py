@@ -5,9 +5,11 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.support.training import ppo_recipe, recipe, rows, sft_recipe
@@ -49,6 +51,16 @@ def launched(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as each of the two processes does: their number decides on bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("learner", LEARNERS)
 def test_two_processes_make_the_update_of_one(
@@ -73,6 +85,7 @@ def test_two_processes_make_the_update_of_one(
             assert here == pytest.approx(there, abs=1e-4)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.timeout(600)
 def test_a_process_that_has_no_room_for_one_policy_stops_no_other(
     tiny_model: str, launched: Path, tmp_path: Path
