@@ -97,6 +97,8 @@ class Loop:
         await self.finish_killed()
         await self._publisher.clean(self._folder)
         await self._recovery.publish_written(self._publisher)
+        # What got the traffic now needs less of the versions before it.
+        await self._publisher.clean(self._folder)
 
     async def check_server(self) -> None:
         """Try whether the model servers would serve a version as meant.

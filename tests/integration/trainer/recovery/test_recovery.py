@@ -273,6 +273,25 @@ async def test_killed_at(bench: Bench, monkeypatch: pytest.MonkeyPatch, step: st
     await bench.assert_spent_once(4)
 
 
+async def test_what_a_version_found_after_a_kill_replaces_is_deleted_when_it_goes_live(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = bench.folder.resolve() / "m"
+    for update in range(3):
+        await bench.fill(f"more{update}")
+        assert await run_once(bench)
+        (states / f"{update + 1}" / adapters.STATE).mkdir()
+    await bench.fill("last")
+    with monkeypatch.context() as patched:
+        STEPS["before publishing"](patched)
+        with pytest.raises(Killed):
+            await run_once(bench)
+    async with Replicas([bench.fake.url]) as server:
+        await bench.loop(server).recover()
+    assert (await bench.states())[4] == "serving"
+    assert [path.parent.name for path in states.glob(f"*/{adapters.STATE}")] == ["3"]
+
+
 async def test_a_version_that_is_not_served_right_is_rejected(bench: Bench) -> None:
     bench.fake.logprobs["m@1"] = -7.0
     await run_once(bench)
