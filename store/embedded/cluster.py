@@ -18,12 +18,11 @@ import warnings
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from store.embedded.system_user import SYSTEM_USER, ensure_user, is_root, permit
 from store.errors import StoreError
 
 READY: Final = "ready"
 SUPERUSER: Final = "postgres"
-# PostgreSQL refuses to run as root. Where Pawl is root, the server runs as this user.
-SYSTEM_USER: Final = "pgserver"
 SOCKET: Final = ".s.PGSQL.5432"
 # The length of `sun_path` in a Linux socket address (unix(7)), less the byte that ends it.
 MOST_SOCKET_PATH: Final = 107
@@ -197,9 +196,9 @@ class Cluster:
                 stdout=output,
                 stderr=output,
                 cwd="/",
-                user=SYSTEM_USER if _is_root() else None,
-                group=SYSTEM_USER if _is_root() else None,
-                extra_groups=[] if _is_root() else None,
+                user=SYSTEM_USER if is_root() else None,
+                group=SYSTEM_USER if is_root() else None,
+                extra_groups=[] if is_root() else None,
                 check=False,
             )
             if done.returncode:
@@ -282,25 +281,25 @@ class Cluster:
 
     def _open_up(self) -> None:
         """Let the server's own user reach the folder and the programs, where we are root."""
-        if not _is_root():
+        if not is_root():
             return
         self._open_parents()
         for folder, bits in ((self.programs, 0o055), (self.programs.parent / "lib", 0o044)):
-            _permit(folder, 0o055)
+            permit(folder, 0o055)
             for path in folder.rglob("*"):
                 if not path.is_symlink():
-                    _permit(path, 0o055 if path.is_dir() else bits)
+                    permit(path, 0o055 if path.is_dir() else bits)
 
     def _open_parents(self) -> None:
         """Let the server's own user pass the folders above its files and programs."""
-        if not _is_root():
+        if not is_root():
             return
-        _ensure_user()
+        ensure_user()
         for folder in (*self.folder.parents, *self.programs.parents):
-            _permit(folder, 0o001)
+            permit(folder, 0o001)
 
     def _give(self, folder: Path) -> None:
-        if _is_root():
+        if is_root():
             owner = pwd.getpwnam(SYSTEM_USER)
             os.chown(folder, owner.pw_uid, owner.pw_gid)
 
@@ -330,34 +329,3 @@ def _works_in(process: Path, folder: Path) -> bool:
     except OSError:
         # It has ended, or is another user's, which the server's processes are not.
         return False
-
-
-def _permit(path: Path, bits: int) -> None:
-    mode = path.stat().st_mode
-    if mode & bits != bits:
-        path.chmod(mode | bits)
-
-
-def _is_root() -> bool:
-    return os.geteuid() == 0
-
-
-def _ensure_user() -> None:
-    """Add the server's user to the machine, unless it exists or another process adds it now.
-
-    Raises:
-        StoreError: the user cannot be added.
-    """
-    try:
-        pwd.getpwnam(SYSTEM_USER)
-    except KeyError:
-        subprocess.run(
-            ["useradd", "-s", "/bin/bash", SYSTEM_USER], check=False, capture_output=True
-        )
-        try:
-            pwd.getpwnam(SYSTEM_USER)
-        except KeyError as error:
-            raise StoreError(
-                f"PostgreSQL does not run as root, and the user {SYSTEM_USER!r} for it cannot be "
-                f"added: run `useradd {SYSTEM_USER}`, or start Pawl as a user other than root"
-            ) from error
