@@ -199,6 +199,7 @@ async def test_an_episode_keeps_its_version_across_a_swap(
     assert response.json["model"] == "m"
 
 
+@pytest.mark.usefixtures("_patient_lookups")
 async def test_an_episode_keeps_its_version_at_another_proxy(
     proxy: Proxy, database_url: str, upstream: FakeUpstream, tmp_path: Path
 ) -> None:

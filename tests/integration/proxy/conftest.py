@@ -1,0 +1,14 @@
+"""Share what tests of proxies need of the database."""
+
+import pytest
+
+from proxy.calls import routing
+from proxy.feedback import endpoint
+from proxy.idempotency import desk
+
+
+@pytest.fixture
+def _patient_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database has the time to answer a call that it takes on a slow machine."""
+    for module, name in ((routing, "PIN_S"), (endpoint, "LOOK_UP_S"), (desk, "LOOK_UP_S")):
+        monkeypatch.setattr(module, name, 60.0)
