@@ -1,10 +1,11 @@
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4
 # What `make example` runs, of the environment.
 PAWL ?= pawl
 CODE := store proxy trainer pawl migrations benchmarks examples plugins scripts tests class_layouts.py hatch_build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo example test serving check format docs lock clean
+.PHONY: help install demo example test slow serving check format docs lock clean
 
 help:  ## what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,9 +20,13 @@ example: install  ## an agent of a framework gets better while it works (NAME=ma
 	@$(BIN)/python scripts/install_clients.py --python
 	@$(BIN)/$(PAWL) example $(NAME) $(ARGS)
 
-test: install  ## all tests: real PostgreSQL, vLLM and clients (ARGS="-k name")
+test: install  ## the tests of a change, all but the slow ones (ARGS="-k name": these, slow or not)
 	@$(BIN)/python scripts/install_clients.py
-	@$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 $(ARGS)
+	@$(PYTEST) $(if $(ARGS),$(ARGS),-m "not slow")
+
+slow: install  ## the other tests: kills, full disks, a real vLLM for minutes
+	@$(BIN)/python scripts/install_clients.py
+	@$(PYTEST) -m slow $(ARGS)
 
 serving:  ## the serving role's tests on another Python, without torch (PYTHON=python3.13)
 	@python=$$(PYTHON="$(PYTHON)" scripts/find_python.sh) && "$$python" scripts/serving_tests.py $(ARGS)

@@ -23,6 +23,7 @@ from store.connection.engine import make_engine
 from store.embedded.server import DATABASE, EmbeddedPostgres
 from store.embedded.sharing import Wait, take_turn
 from store.schema.migrate import upgrade
+from tests.tiers import is_slow
 
 ROOT = Path(__file__).parents[1]
 DROPS = 12
@@ -74,6 +75,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     """Hand out files, the first first: those that start a vLLM take longest."""
     config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves to `make slow`."""
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)

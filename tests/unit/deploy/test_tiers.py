@@ -1,0 +1,44 @@
+"""Nothing falls between the two runs of the tests: CI runs both, and what is listed exists."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import SLOW, is_slow
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("listed", SLOW)
+def test_what_is_slow_exists(listed: str) -> None:
+    assert (ROOT / listed.partition("::")[0]).exists(), f"tests/tiers.py: there is no {listed}"
+
+
+@pytest.mark.parametrize("listed", SLOW)
+def test_a_test_is_slow_by_its_folder_its_file_or_its_name(listed: str) -> None:
+    assert all(is_slow(listed + rest) for rest in ("", "/test_it.py::test_it", "::test_it", "[1]"))
+    assert not is_slow(f"{listed}_of_others")
+    assert not is_slow(f"other/{listed}")
+
+
+@pytest.mark.parametrize(
+    ("target", "selected"),
+    [
+        (["test"], '-m "not slow"'),
+        (["test", "ARGS=-k rewards"], "-k rewards"),
+        (["slow"], "-m slow"),
+        (["slow", "ARGS=-x"], "-m slow -x"),
+    ],
+)
+def test_the_makefile_selects(target: list[str], selected: str) -> None:
+    command = ["make", "--dry-run", "--no-print-directory", *target]
+    shown = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    last = shown.stdout.splitlines()[-1]
+    assert "-m pytest" in last
+    assert last.rstrip().endswith(f"--maxprocesses 4 {selected}")
+
+
+def test_ci_runs_both() -> None:
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [one for one in lines if one in ("make test", "make slow")] == ["make test", "make slow"]
