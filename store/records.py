@@ -186,6 +186,9 @@ class CallRecord(CallFacts, frozen=True, kw_only=True, tag="call"):
             "version, for evaluation, and where nothing is trained."
         ),
     ] = None
+    api_key: Annotated[
+        str | None, Kept("Id of the API key that it came with; null: it was let in without one.")
+    ] = None
     text_digest: Annotated[
         UUID | None,
         Kept(
@@ -217,6 +220,8 @@ class FeedbackRecord(Record, frozen=True, kw_only=True, tag="feedback"):
     items: tuple[FeedbackItem, ...]
     idempotency_key: str | None = None
     body_hash: str | None = None
+    # The id of the API key that it came with, if it was let in by one.
+    api_key: str | None = None
 
 
 class GapRecord(Record, frozen=True, kw_only=True, tag="gap"):

@@ -73,6 +73,8 @@ class CapturedCall(Record, frozen=True, kw_only=True, tag="captured", array_like
     # The syntax of that grammar (`proxy.formats.tool_parsers`), where it is known.
     tool_tag: str | None = None
     arm: Arm | None = None
+    # The id of the API key that let it in.
+    api_key: str | None = None
 
 
 class Gap(Record, frozen=True, kw_only=True, tag="gap", array_like=True):

@@ -126,6 +126,7 @@ class CallRecorder:
             explored=routed.explored,
             tool_tag=defaults.tool_tag,
             arm=serving.arm,
+            api_key=arrived.exchange.api_key,
         )
 
     def _summary_and_provided(

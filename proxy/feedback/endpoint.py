@@ -74,11 +74,9 @@ class FeedbackDesk:
         intake = self._intake
         body = await intake.read_bytes(exchange, claim, intake.max_feedback, SETTING)
         key = exchange.lowered().get("idempotency-key")
-        if len(body) > LONG_BYTES:
-            return await intake.beside(
-                parse_feedback, body, datetime.now(UTC), key, exchange.tenant
-            )
-        return parse_feedback(body, datetime.now(UTC), key, exchange.tenant)
+        parse = partial(parse_feedback, body, datetime.now(UTC), key, exchange.tenant)
+        record = await intake.beside(parse) if len(body) > LONG_BYTES else parse()
+        return msgspec.structs.replace(record, api_key=exchange.api_key)
 
     async def _state(self, record: FeedbackRecord, durable: bool) -> Answer:
         """Record feedback unless it is known to be durable, and return the answer to the client."""

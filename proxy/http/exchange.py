@@ -26,6 +26,7 @@ class Exchange:
         "_connection",
         "_framed",
         "_silent",
+        "api_key",
         "body",
         "call",
         "expects",
@@ -73,8 +74,9 @@ class Exchange:
         self.started = False
         # The id of the recorded call, if it is one, for logs and messages.
         self.call: str | None = None
-        # Whose names the request means; the gate tells by its key.
+        # Whose names the request means, and the id of its key: told by the gate.
         self.tenant = DEFAULT
+        self.api_key: str | None = None
 
     @property
     def open(self) -> bool:

@@ -187,6 +187,7 @@ def _record(
         retry_of=None if captured.retry_of is None else UUID(bytes=captured.retry_of),
         split=captured.split,
         arm=captured.arm,
+        api_key=captured.api_key,
         text_digest=said,
     )
 

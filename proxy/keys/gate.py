@@ -60,7 +60,7 @@ class Gate:
     def admit(self, exchange: Exchange, scope: Scope) -> Usage | None:
         """Let a request of the data port in, without its credentials if keys are asked for.
 
-        The exchange has the tenant of its key from then on.
+        The exchange has its key's id and tenant from then on.
 
         Returns:
             Whom to tell that the request has ended; None if no key is asked for.
@@ -76,7 +76,7 @@ class Gate:
         grant = self.check(shown, scope, local=not self._asks and exchange.local)
         if grant is None:
             return None
-        exchange.tenant = grant.tenant
+        exchange.tenant, exchange.api_key = grant.tenant, grant.id
         usage = self._usages[grant.id]
         wait_s = usage.begin(monotonic(), takes_tokens=scope == INFER)
         if wait_s is not None:

@@ -144,6 +144,7 @@ FEEDBACK: Final = {
     "feedback_requests.idempotency_key": "Value of `Idempotency-Key`, if any.",
     "feedback_requests.body_hash": "SHA-256 of the body, if there is a key.",
     "feedback_requests.at": "Time of the request.",
+    "feedback_requests.api_key": "Id of the API key that it came with; null: let in without one.",
     "feedback_keys.idempotency_key": "Value of `Idempotency-Key`.",
     "feedback_keys.body_hash": "SHA-256 of the body that took the key.",
     "feedback_keys.at": "Time it was taken.",

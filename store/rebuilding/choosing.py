@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from uuid import UUID
 
-from sqlalchemy import ColumnElement, Select, exists, func, select
+from sqlalchemy import ColumnElement, Select, exists, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.deleting.choosing import Selection, named, selecting
@@ -12,8 +12,9 @@ from store.errors import StoreError
 from store.ids import lowest_id_at
 from store.records import Record
 from store.schema.claimable import episode_policies
+from store.schema.keys import api_keys
 from store.schema.recorded import episodes, transitions
-from store.schema.stated import feedback
+from store.schema.stated import feedback, feedback_requests
 from store.tenants import scoped
 
 # Names that a message shows.
@@ -32,6 +33,7 @@ class Query(Record, frozen=True, kw_only=True):
         task: its task is this one.
         prefix: its key, or that of a part of it, begins with this text.
         agent: it has a call of this agent.
+        key: a call of it, or something said about it, came with this API key: its name or id.
         since: its last call was at or after this time.
         before: its first call was before this time.
         scored_since: something was said about it at or after this time.
@@ -43,6 +45,7 @@ class Query(Record, frozen=True, kw_only=True):
     task: str | None = None
     prefix: str | None = None
     agent: str | None = None
+    key: str | None = None
     since: datetime | None = None
     before: datetime | None = None
     scored_since: datetime | None = None
@@ -71,8 +74,29 @@ async def found(
     ids = {*chosen.wholes, *chosen.deleted_before.values()}
     for query in queries:
         if query.episode is None:
-            ids |= set((await connection.execute(_selecting(tenant, query))).scalars())
+            keys = await _keys(connection, tenant, query.key)
+            ids |= set((await connection.execute(_selecting(tenant, query, keys))).scalars())
     return await _of_policy(connection, policy, ids)
+
+
+async def _keys(connection: AsyncConnection, tenant: str, name: str | None) -> list[str]:
+    """Return the ids of the tenant's keys that have, or had, this name or id.
+
+    Raises:
+        UnknownNames: none has.
+    """
+    if name is None:
+        return []
+    query = select(api_keys.c.id).where(
+        api_keys.c.tenant == tenant, (api_keys.c.name == name) | (api_keys.c.id == name)
+    )
+    ids = list((await connection.execute(query)).scalars())
+    if not ids:
+        raise UnknownNames(
+            f"no API key is or was named {name!r:.80}, or has that id, and nothing was changed: "
+            "`pawl keys list` shows them"
+        )
+    return ids
 
 
 async def _of_policy(connection: AsyncConnection, policy: str, ids: set[UUID]) -> set[UUID]:
@@ -81,8 +105,8 @@ async def _of_policy(connection: AsyncConnection, policy: str, ids: set[UUID]) -
     return set((await connection.execute(query)).scalars())
 
 
-def _selecting(tenant: str, query: Query) -> Select[tuple[UUID]]:
-    """Build the query for the ids that a `Query` without a name selects."""
+def _selecting(tenant: str, query: Query, keys: Sequence[str]) -> Select[tuple[UUID]]:
+    """Build the query for the ids that a `Query` without a name selects; `keys` are its key's."""
     selection = Selection(tenant=tenant, task=query.task, prefix=query.prefix, since=query.since)
     built = selecting(selection)
     part = episodes.alias("each")
@@ -93,6 +117,14 @@ def _selecting(tenant: str, query: Query) -> Select[tuple[UUID]]:
     if query.agent is not None:
         of_agent = (transitions.c.episode_id == part.c.id, transitions.c.agent == query.agent)
         built = built.where(exists().where(whole, *of_agent))
+    if query.key is not None:
+        called = (transitions.c.episode_id == part.c.id, transitions.c.api_key.in_(keys))
+        stated = (
+            feedback.c.episode_id == part.c.id,
+            feedback.c.request_id == feedback_requests.c.id,
+            feedback_requests.c.api_key.in_(keys),
+        )
+        built = built.where(or_(exists().where(whole, *called), exists().where(whole, *stated)))
     said = _said(query)
     if said:
         built = built.where(exists().where(whole, feedback.c.episode_id == part.c.id, *said))

@@ -77,6 +77,7 @@ feedback_requests = Table(
     Column("idempotency_key", Text),
     Column("body_hash", Text),
     Column("at", When, nullable=False),
+    Column("api_key", Text),
     # Two bodies with one key may both be stored, if their proxies could not reach the database.
     UniqueConstraint("idempotency_key", "body_hash"),
 )

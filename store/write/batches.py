@@ -80,8 +80,8 @@ _UPSERT_EPISODES = f"""
 """
 
 _INSERT_REQUESTS = """
-    INSERT INTO feedback_requests (id, idempotency_key, body_hash, at)
-    SELECT * FROM unnest($1::uuid[], $2::text[], $3::text[], $4::timestamptz[])
+    INSERT INTO feedback_requests (id, idempotency_key, body_hash, at, api_key)
+    SELECT * FROM unnest($1::uuid[], $2::text[], $3::text[], $4::timestamptz[], $5::text[])
     ON CONFLICT DO NOTHING RETURNING id
 """
 
@@ -202,7 +202,7 @@ async def _write_feedback(driver: Any, records: Sequence[FeedbackRecord]) -> lis
     not.
     """
     ordered = sorted(records, key=lambda record: (record.idempotency_key or "", record.id))
-    rows = [(r.id, r.idempotency_key, r.body_hash, r.at) for r in ordered]
+    rows = [(r.id, r.idempotency_key, r.body_hash, r.at, r.api_key) for r in ordered]
     inserted = await driver.fetch(_INSERT_REQUESTS, *map(list, zip(*rows, strict=True)))
     new = {row[0] for row in inserted}
     statements, events = [], []

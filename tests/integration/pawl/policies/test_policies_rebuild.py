@@ -5,6 +5,7 @@ import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import Result
 from sqlalchemy import select
@@ -15,6 +16,7 @@ from pawl.cli import app
 from pawl.policies.queries import BadQuery
 from store.deleting.delete import delete_episode
 from store.errors import UnknownPolicy
+from store.keys.keys import create_key, revoke_key
 from store.rebuilding.choosing import UnknownNames
 from store.records import SpoolRecord
 from store.schema.recorded import episodes
@@ -97,6 +99,34 @@ async def test_what_a_query_selects(run: Run, query: str, found: int, waiting: i
     assert said["replaces"] == "m@2"
     # No optimiser state is there to begin from later.
     assert (said["begins_at"], said["updates"]) == ("m@0", 2 if found else 0)
+
+
+async def test_a_key_is_told_by_its_name_or_id_and_by_what_came_with_it(
+    run: Run, engine: AsyncEngine
+) -> None:
+    async with engine.begin() as connection:
+        keys = [await create_key(connection, name, ("infer", "feedback")) for name in ("a", "b")]
+        await revoke_key(connection, "a")
+        again = await create_key(connection, "a", ("infer",))
+        of_other = await create_key(connection, "theirs", ("infer",), tenant="t")
+        calls = {"u1/e0": keys[0], "u1/e1": again, "u2/e0": keys[1]}
+        records: list[SpoolRecord] = [
+            call(episode, api_key=key.about.id) for episode, key in calls.items()
+        ]
+        said = reward(0.0, at=1000, episode="u2/e1")
+        records.append(msgspec.structs.replace(said, api_key=keys[1].about.id))
+        await ingest(connection, records)
+    counts = {
+        "key=a": 2,
+        f"key={again.about.id}": 1,
+        "key=b": 2,
+        "key=b,prefix=u1/": 0,
+    }
+    assert {query: (await told(run, query))["episodes"] for query in counts} == counts
+    for unknown in ("c", "theirs", of_other.about.id):
+        result = await run("m", "--without", f"key={unknown}", "--dry-run")
+        assert isinstance(result.exception, UnknownNames)
+        assert repr(unknown) in str(result.exception)
 
 
 async def test_several_queries_add_up_and_nothing_is_changed(run: Run, engine: AsyncEngine) -> None:

@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from structlog.testing import capture_logs
 
+from proxy.feedback.endpoint import LONG_BYTES
 from store.connection.engine import make_engine
 from store.keys.grants import SCOPES, Scope
 from store.keys.keys import create_key, revoke_key
+from store.keys.secrets import id_of
 from store.schema.tables import metadata
 from store.updates.policies import ensure_base
 from tests.integration.conftest import Proxy, proxy_with, running, settings_for, working
@@ -26,6 +29,13 @@ from tests.support.waiting import eventually
 
 CALL = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
 EFFECTIVE_S = 2.0
+CALLS_BY_KEY = text(
+    "SELECT e.key, t.api_key FROM transitions t JOIN episodes e ON e.id = t.episode_id"
+)
+SAID_BY_KEY = text(
+    "SELECT DISTINCT f.target, q.api_key FROM feedback f JOIN feedback_requests q"
+    " ON q.id = f.request_id"
+)
 AWAY = "postgresql://nobody@127.0.0.1:1/away"
 
 
@@ -94,6 +104,36 @@ async def test_a_key_made_while_the_proxy_runs_counts_and_one_revoked_does_not(
     # The last key revoked locks the port, loopback or not.
     await eventually(locked)
     assert (await proxy.chat()).status == 401
+
+
+async def test_the_ledger_knows_which_key_a_call_and_a_reward_came_with(
+    proxy: Proxy, engine: AsyncEngine
+) -> None:
+    before = {"x-pawl-episode": "before"}
+    assert (await proxy.chat(headers=before)).status == 200
+    made_keys = {name: await made(engine, name, "infer", "feedback") for name in ("one", "other")}
+    await taken(proxy, made_keys["one"])
+    for name, key in made_keys.items():
+        named = bearer(key) | {"x-pawl-episode": name}
+        assert (await proxy.chat(headers=named)).status == 200
+        # One that is so long is read beside the loop.
+        body = msgspec.json.encode({"value": 1, "episode": name}) + b" " * (
+            LONG_BYTES * (name == "one")
+        )
+        url = f"{proxy.url}/feedback"
+        async with proxy.session.post(url, data=body, headers=bearer(key)) as reply:
+            assert reply.status in (200, 202)
+    ids = {name: id_of(key) for name, key in made_keys.items()}
+
+    async def stored() -> bool:
+        async with engine.connect() as connection:
+            calls = await connection.execute(CALLS_BY_KEY)
+            said = await connection.execute(SAID_BY_KEY)
+            return {tuple(row) for row in calls} == {("before", None), *ids.items()} and {
+                tuple(row) for row in said
+            } == set(ids.items())
+
+    await eventually(stored)
 
 
 async def test_each_endpoint_needs_its_scope(proxy: Proxy, engine: AsyncEngine) -> None:
