@@ -1,9 +1,9 @@
-"""Say which tests `make test` leaves to `make slow`: each takes ten seconds and more of a core."""
+"""Say which tests `make test` leaves to `make slow`: of ten seconds, or files of half a minute."""
 
 from typing import Final
 
-# Folders, files and single tests. What a folder's other tests show, a change is told in minutes;
-# these show it again of whole processes: killed, on full disks, with vLLM and clients for minutes.
+# Folders, files and single tests. Nearly all start whole processes again and again, to kill them,
+# to fill their disks, or to have a vLLM of 135M parameters answer for minutes.
 SLOW: Final = (
     "tests/e2e/any_model",
     "tests/e2e/test_clients.py",
@@ -14,16 +14,33 @@ SLOW: Final = (
     "tests/e2e/with_own_server/test_cpu_lora_server.py",
     "tests/e2e/with_own_server/test_mixture.py",
     "tests/e2e/with_own_server/test_replayed_tool_tags.py",
+    "tests/e2e/with_own_server/test_scenario.py::test_an_example_learns_and_reports[3]",
+    "tests/integration/benchmarks/test_merge_benchmark.py",
+    "tests/integration/deleting/test_days_of_tenants.py",
     "tests/integration/deleting/test_killed_beside.py",
+    "tests/integration/deleting/test_under_load.py",
+    "tests/integration/docs/test_dockerfiles.py::test_the_command_explains_itself",
     "tests/integration/docs/test_keys_page.py",
     "tests/integration/faults/spool",
+    "tests/integration/faults/test_durability.py::test_a_segment_cut_at_any_byte_loses_only_what_was_cut",
+    "tests/integration/faults/test_failing_disk.py",
     "tests/integration/faults/test_faulty_processes.py",
     "tests/integration/faults/test_full_disk.py",
+    "tests/integration/faults/test_stopping.py",
+    "tests/integration/pawl/rollout/test_going_on.py",
+    "tests/integration/pawl/rollout/test_rollout.py",
     "tests/integration/pawl/serving/test_compiled.py",
+    "tests/integration/pawl/serving/test_footprint.py",
     "tests/integration/pawl/steward/test_killed_stewards.py",
     "tests/integration/proxy/test_limits.py",
+    "tests/integration/store/test_embedded.py",
+    "tests/integration/store/updates/test_claims_by_policy.py",
     "tests/integration/trainer/killed",
+    "tests/integration/trainer/learners/test_dense_gradient.py",
+    "tests/integration/trainer/learners/test_processes.py",
+    "tests/integration/trainer/learners/test_sharing.py",
     "tests/integration/trainer/publishing/test_files_by_state.py",
+    "tests/integration/trainer/rebuilding",
     "tests/integration/trainer/recovery/test_misconfigured.py",
 )
 

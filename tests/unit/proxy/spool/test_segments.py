@@ -77,11 +77,13 @@ def test_fingerprints_of_a_spool_from_before_their_new_names_are_read() -> None:
 
 
 def test_a_spool_from_before_the_last_fields_is_read() -> None:
-    """What a call's tools were held to, and the arm of its episode, are then unknown, as before."""
-    call = captured(tool_tag="hermes", arm="canary")
+    """Its tools' syntax, the arm of its episode and its key are then unknown, as before."""
+    last = ["hermes", "canary", "0123456789abcdef"]
+    call = captured(tool_tag=last[0], arm="canary", api_key=last[2])
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(call))
-    assert fields[-2:] == ["hermes", "canary"]
-    for kept, tool_tag in ((1, "hermes"), (2, None)):
-        old = decode_payload(msgspec.msgpack.encode(fields[:-kept]))
+    assert fields[-3:] == last
+    for missing in (1, 2, 3):
+        old = decode_payload(msgspec.msgpack.encode(fields[:-missing]))
         assert isinstance(old, CapturedCall)
-        assert (old.tool_tag, old.arm) == (tool_tag, None)
+        there = last[: 3 - missing] + [None] * missing
+        assert [old.tool_tag, old.arm, old.api_key] == there
