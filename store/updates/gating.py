@@ -112,10 +112,11 @@ async def begin_canary(
     *,
     reason: str,
     actor: Actor,
+    evidence: Mapping[str, Any] | None = None,
 ) -> None:
     """Give a candidate `share` of the new episodes, and the base model `base_share` for good.
 
-    Both are fractions of all new episodes.
+    Both are fractions of all new episodes; `evidence` is what its replay came to, if it had one.
 
     Raises:
         StateChanged: it is no candidate any more.
@@ -127,7 +128,29 @@ async def begin_canary(
             .where(policies.c.name == version.name, policies.c.version == number)
             .values(share=part)
         )
-    await change_state(connection, version, "canary", reason=reason, actor=actor)
+    await change_state(connection, version, "canary", reason=reason, actor=actor, evidence=evidence)
+
+
+async def reject(
+    connection: AsyncConnection,
+    version: PolicyVersion,
+    *,
+    reason: str,
+    actor: Actor,
+    evidence: Mapping[str, Any],
+) -> None:
+    """Reject a candidate for its replay, and what was trained on from it: the head goes back.
+
+    `evidence` has the replay under that name, by which it is known for good that it failed.
+
+    Raises:
+        StateChanged: it has another state by now; nothing was written.
+    """
+    await lock_policies(connection, [version.name])
+    await change_state(
+        connection, version, "rejected", reason=reason, actor=actor, evidence=evidence
+    )
+    await reject_built_on(connection, version, actor)
 
 
 async def roll_back(
