@@ -3,7 +3,7 @@
 A look is one transaction: what a decision rests on is read, and the states are changed with their
 events, by one steward at a time. So a kill, or a database that goes away, leaves nothing half done,
 and several stewards decide what one would. It needs no trainer, and a model server only to load
-what serves again after a roll-back.
+what serves again after a roll-back, and, between looks, to have a candidate answer recorded calls.
 """
 
 import asyncio
@@ -18,10 +18,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from pawl.stack.database import open_engine
 from pawl.steward.again import Before, Loaded, call_back, load_again, roll_back_to
-from pawl.steward.evidence import OnTrial, OnWatch, key_of, rule_of
+from pawl.steward.candidates import STEWARD, Moved, admission, admit
+from pawl.steward.evidence import OnTrial, OnWatch, key_of
 from pawl.steward.gate.records import Decision
 from pawl.steward.looks import one_look
 from pawl.steward.metrics import GATE_BOUND, GATE_EPISODES, GATE_FAILED, GATE_FROZEN, GATE_MOVES
+from pawl.steward.replay.replays import Replays
 from store.connection.availability import is_unavailable
 from store.read.standing import (
     Gated,
@@ -33,16 +35,15 @@ from store.read.standing import (
 )
 from store.records import ARMS
 from store.settings import StoreSettings
-from store.updates.gating import begin_canary, hold_gate, roll_back
+from store.updates.gating import hold_gate, roll_back
 from store.updates.policies import promote
 from store.updates.states import change_state, lock_policies
-from store.versions import Actor, PolicyState, PolicyVersion
+from store.versions import PolicyState
 from trainer.metrics import VERSION
 from trainer.publishing.replicas import Replicas
 
 log = structlog.get_logger()
 
-STEWARD: Final[Actor] = "steward"
 # What was stored late, as the database was away or a call was long, only a reading from the
 # beginning has. There is one this long after the last, and before a verdict is acted on.
 READ_AGAIN: Final = timedelta(hours=1)
@@ -52,14 +53,12 @@ class Gating:
     """Judge each policy with a gate, again and again."""
 
     def __init__(self, settings: StoreSettings, poll_s: float, replicas: Replicas) -> None:
-        """Store where the database is, the pause between two looks, and the model servers.
-
-        The latter are asked for one thing alone: to load what is to serve again.
-        """
+        """Store where the database is, the pause between two looks, and the model servers."""
         self._settings = settings
         self._poll_s = poll_s
         self._replicas = replicas
         self._policies: dict[str, PolicyGate] = {}
+        self.replays = Replays(replicas)
         # What keeps all policies from being judged, and which of them was looked at then.
         self._trouble: str | None = None
         self._put_off: str | None = None
@@ -68,7 +67,10 @@ class Gating:
         """Look again and again; never return. `Known` tells whether the database is there."""
         while True:
             try:
-                async with open_engine(self._settings) as engine:
+                async with (
+                    open_engine(self._settings) as engine,
+                    self.replays.going_on(engine, self._poll_s),
+                ):
                     while True:
                         await self.look(engine)
                         self._trouble = None
@@ -101,7 +103,7 @@ class Gating:
         for name in self._policies.keys() - set(names):
             self._policies.pop(name).forget()
         for name in sorted(names, key=lambda one: one == self._put_off):
-            policy = self._policies.setdefault(name, PolicyGate(name))
+            policy = self._policies.setdefault(name, PolicyGate(name, self.replays))
             self._put_off = name
             try:
                 await self._judge(engine, policy)
@@ -129,9 +131,6 @@ class Gating:
             loaded = await _loaded(self._replicas, policy.before)
 
 
-Moved = list[tuple[PolicyVersion, PolicyState, str]]
-
-
 async def _loaded(replicas: Replicas, before: Before) -> Loaded:
     """Load what is to serve again, and log why it could not be loaded."""
     loaded = await load_again(replicas, before)
@@ -149,9 +148,10 @@ class PolicyGate:
             if nothing waits for that since the last look.
     """
 
-    def __init__(self, name: str) -> None:
-        """Begin without having seen an episode."""
+    def __init__(self, name: str, replays: Replays) -> None:
+        """Begin without having seen an episode; `replays` are those of all policies."""
         self._name = name
+        self._replays = replays
         self._trial: OnTrial | None = None
         self._watch: OnWatch | None = None
         self._failure: str | None = None
@@ -296,23 +296,11 @@ class PolicyGate:
         return [(canary.version, "serving", decision.reason)]
 
     async def _begun(self, connection: AsyncConnection, stands: Gated) -> Moved:
-        """Let the candidate be tried, if none is."""
-        candidate = stands.candidate
-        if candidate is None or stands.canary is not None:
+        """Let the candidate be tried, or reject it for its replay, if none is tried."""
+        admitted = admission(stands, self._replays)
+        if admitted is None or not await self._stands(connection, stands):
             return []
-        if not await self._stands(connection, stands):
-            return []
-        rule = rule_of(candidate.gate or {})
-        why = f"it gets {rule.canary_share:.0%} of the new episodes, to be compared"
-        await begin_canary(
-            connection,
-            candidate.version,
-            rule.canary_share,
-            rule.base_share,
-            reason=why,
-            actor=STEWARD,
-        )
-        return [(candidate.version, "canary", why)]
+        return await admit(connection, admitted)
 
     def _show(self, decision: Decision | None) -> None:
         """Show how far a trial is."""
@@ -335,5 +323,6 @@ class PolicyGate:
     def forget(self) -> None:
         """Show nothing more of the policy: it has no version with a gate any more."""
         self._hide()
+        self._replays.forget(self._name)
         for gauge in (GATE_FROZEN, GATE_FAILED, VERSION):
             gauge.remove(self._name)

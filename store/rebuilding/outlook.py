@@ -16,7 +16,7 @@ from store.retaining.outdated import LOST_CALLS
 from store.schema.recorded import OF_A_VERSION, WITHOUT_LOGPROBS
 from store.schema.trained import LEFT_OUT, REBUILT, consumptions, updates
 from store.updates.claims import IMPORTED_FROM
-from store.updates.gating import head_of
+from store.updates.descent import head_of
 from store.updates.policies import numbered_version
 from store.versions import PolicyVersion
 

@@ -13,41 +13,16 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.errors import NotGated, StateChanged
 from store.read.pages import version_of
 from store.schema.trained import ONCE_SERVED, policies
+from store.updates.descent import DESCENDANTS, reject_built_on
 from store.updates.policies import numbered_version, promote
 from store.updates.states import add_event, change_state, lock_policies, lock_version
-from store.versions import Actor, PolicyState, PolicyVersion
+from store.versions import Actor, PolicyVersion
 
-# All that was trained on from a version, whatever number of updates ago. An import has version 0 as
-# its parent: nothing was trained.
-_DESCENDANTS: Final = """
-    WITH RECURSIVE built AS (
-        SELECT version FROM policies WHERE name = :name AND {of}
-        UNION
-        SELECT u.version FROM updates u JOIN built ON u.parent_version = built.version
-        WHERE u.policy = :name AND u.version IS NOT NULL)
-"""
-_BUILT_ON: Final = text(
-    f"""
-    {_DESCENDANTS.format(of="version = :version")}
-    SELECT p.* FROM policies p JOIN built USING (version)
-    WHERE p.name = :name AND p.version <> :version AND p.state = ANY(CAST(:states AS text[]))
-    ORDER BY p.version FOR NO KEY UPDATE OF p
-    """
-)
-_HEAD: Final = text(
-    f"""
-    {_DESCENDANTS.format(of="rolled_back_at IS NOT NULL")}
-    SELECT p.* FROM policies p
-    WHERE p.name = :name AND p.version NOT IN (SELECT version FROM built)
-        AND (p.version = 0 OR p.state IN ('written', 'ready', 'candidate', 'canary', 'serving'))
-    ORDER BY p.version DESC LIMIT 1
-    """
-)
 # The one that had the traffic before it, as far as that can be loaded again; or the base model.
 # What was trained on from one that was rolled back may have what that was rolled back for.
 _BEFORE: Final = text(
     f"""
-    {_DESCENDANTS.format(of="rolled_back_at IS NOT NULL")}
+    {DESCENDANTS.format(of="rolled_back_at IS NOT NULL")}
     SELECT version FROM policies
     WHERE name = :name AND version < :version AND version NOT IN (SELECT version FROM built)
         AND (version = 0 OR {ONCE_SERVED} OR state = 'retired' AND files_deleted_at IS NULL
@@ -63,18 +38,6 @@ _CALLED_BACK: Final = text(
     SELECT p.state = 'published' AND v.from_state = 'retired'
     FROM policies p JOIN policy_events v USING (name, version)
     WHERE name = :name AND version = :version ORDER BY v.at DESC, v.id DESC LIMIT 1
-    """
-)
-# What a version was trained from, as far back as it goes, if any of that was rolled back.
-_LOST: Final = text(
-    """
-    WITH RECURSIVE chain AS (
-        SELECT parent_version AS version FROM updates WHERE policy = :name AND version = :version
-        UNION
-        SELECT u.parent_version FROM chain JOIN updates u
-            ON u.policy = :name AND u.version = chain.version)
-    SELECT p.version FROM policies p JOIN chain USING (version)
-    WHERE p.name = :name AND p.rolled_back_at IS NOT NULL ORDER BY p.version LIMIT 1
     """
 )
 # Versions that no server has loaded, from one back to the first that went through the gate.
@@ -94,10 +57,6 @@ _SINCE: Final = text(
 IDLE_S: Final = 120.0
 _END_IDLE: Final = text("SELECT set_config('idle_in_transaction_session_timeout', :idle, true)")
 _HOLD: Final = text("SELECT pg_try_advisory_xact_lock(hashtext(:name))")
-# What never had traffic, and what has it only to be tried.
-_WITHOUT_TRAFFIC: Final[tuple[PolicyState, ...]] = ("written", "ready", "candidate")
-_BUILT: Final = "it was trained on from {lost}, which was rolled back"
-_NOT_LIVE: Final[tuple[PolicyState, ...]] = (*_WITHOUT_TRAFFIC, "canary")
 
 
 async def hold_gate(connection: AsyncConnection, name: str) -> bool:
@@ -153,10 +112,11 @@ async def begin_canary(
     *,
     reason: str,
     actor: Actor,
+    evidence: Mapping[str, Any] | None = None,
 ) -> None:
     """Give a candidate `share` of the new episodes, and the base model `base_share` for good.
 
-    Both are fractions of all new episodes.
+    Both are fractions of all new episodes; `evidence` is what its replay came to, if it had one.
 
     Raises:
         StateChanged: it is no candidate any more.
@@ -168,7 +128,29 @@ async def begin_canary(
             .where(policies.c.name == version.name, policies.c.version == number)
             .values(share=part)
         )
-    await change_state(connection, version, "canary", reason=reason, actor=actor)
+    await change_state(connection, version, "canary", reason=reason, actor=actor, evidence=evidence)
+
+
+async def reject(
+    connection: AsyncConnection,
+    version: PolicyVersion,
+    *,
+    reason: str,
+    actor: Actor,
+    evidence: Mapping[str, Any],
+) -> None:
+    """Reject a candidate for its replay, and what was trained on from it: the head goes back.
+
+    `evidence` has the replay under that name, by which it is known for good that it failed.
+
+    Raises:
+        StateChanged: it has another state by now; nothing was written.
+    """
+    await lock_policies(connection, [version.name])
+    await change_state(
+        connection, version, "rejected", reason=reason, actor=actor, evidence=evidence
+    )
+    await reject_built_on(connection, version, actor)
 
 
 async def roll_back(
@@ -200,7 +182,7 @@ async def roll_back(
     await change_state(
         connection, version, "rolled_back", reason=reason, actor=actor, evidence=evidence
     )
-    await _reject_built_on(connection, version, actor)
+    await reject_built_on(connection, version, actor)
     if version.state == "canary":
         return None
     before = await _instead(connection, version, to_base)
@@ -251,17 +233,6 @@ async def _numbered(connection: AsyncConnection, name: str, number: int) -> Poli
     return found
 
 
-async def _reject_built_on(
-    connection: AsyncConnection, version: PolicyVersion, actor: Actor
-) -> None:
-    values = {"name": version.name, "version": version.version, "states": list(_NOT_LIVE)}
-    why = _BUILT.format(lost=f"{version.name}@{version.version}")
-    for row in (await connection.execute(_BUILT_ON, values)).all():
-        built = version_of(row)
-        to: PolicyState = "rejected" if built.state in _WITHOUT_TRAFFIC else "rolled_back"
-        await change_state(connection, built, to, reason=why, actor=actor)
-
-
 async def end_base_share(connection: AsyncConnection, name: str) -> None:
     """Give the base model no new episodes any more: the policy has no gate."""
     await connection.execute(
@@ -269,33 +240,6 @@ async def end_base_share(connection: AsyncConnection, name: str) -> None:
         .where(policies.c.name == name, policies.c.version == 0, policies.c.share.is_not(None))
         .values(share=None)
     )
-
-
-async def head_of(connection: AsyncConnection, name: str) -> PolicyVersion:
-    """Return the version that a gated policy is trained on from.
-
-    It is the newest that serves, or may still, and was not trained on from one that was rolled
-    back. If no trained one is left, it is version 0.
-    """
-    return version_of((await connection.execute(_HEAD, {"name": name})).one())
-
-
-async def reject_orphan(connection: AsyncConnection, name: str, version: int) -> str | None:
-    """Reject a version without traffic if what it was trained from was rolled back meanwhile.
-
-    Return why it was, or None. Until the transaction ends nothing of the policy is rolled back.
-
-    Raises:
-        UnknownPolicy: there is no such version.
-    """
-    await lock_policies(connection, [name])
-    lost = await connection.scalar(_LOST, {"name": name, "version": version})
-    if lost is None:
-        return None
-    held = await lock_version(connection, name, version)
-    why = _BUILT.format(lost=f"{name}@{lost}")
-    await change_state(connection, held, "rejected", reason=why, actor="trainer")
-    return why
 
 
 async def updates_since_candidate(connection: AsyncConnection, name: str, version: int) -> int:

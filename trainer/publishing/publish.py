@@ -14,7 +14,7 @@ import structlog
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from store.read.standing import newest_promoted
-from store.updates import gating, policies
+from store.updates import descent, gating, policies
 from store.updates.states import lock_policies, set_state
 from store.versions import UNSERVED, PolicyState, PolicyVersion
 from trainer.errors import FilesUnread, PublishError, UpstreamAway
@@ -108,7 +108,7 @@ class Publisher:
         async with self._engine.begin() as connection:
             # All at once: the trainer of another of them may let them go live at this moment.
             await lock_policies(connection, self.together)
-            lost = await gating.reject_orphan(connection, self._policy, version.version)
+            lost = await descent.reject_orphan(connection, self._policy, version.version)
             if lost is None and self._is_tried(version):
                 await self._make_candidate(connection, version)
             elif lost is None:

@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 
 import aiohttp
 
+from store.records import Record
 from store.settings import without_login
 from trainer.errors import PublishError, TrainerError, UpstreamAway
 
@@ -27,6 +28,18 @@ NEUTRAL: Final[Mapping[str, float]] = {
 # A list of models needs no engine: a server that takes longer for it counts as away.
 LIST_S: Final = 10.0
 SERVER_ERROR: Final = 500
+
+
+class Completion(Record, frozen=True, kw_only=True):
+    """Hold what a model said: its text, and its tokens' ids and log-probabilities, each (S,).
+
+    `is_whole` says that it ended by itself.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    is_whole: bool
 
 
 class ModelServer:
@@ -170,14 +183,20 @@ class ModelServer:
             PublishError: the server refuses the request, or reports no ids or log-probabilities.
             UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
         """
+        more = {"temperature": temperature, "max_tokens": tokens, "ignore_eos": True}
+        _, sampled = await self._sampled(name, ids, more)
+        return sampled
+
+    async def _sampled(
+        self, name: str, ids: Sequence[int], settings: Mapping[str, float]
+    ) -> tuple[dict[str, Any], list[tuple[int, float]]]:
+        """Return the choice that the server gave, and its tokens with their log-probabilities."""
         body = {
             "model": name,
             "prompt": list(ids),
-            "max_tokens": tokens,
-            "temperature": temperature,
             # Whatever the server samples with by default.
             **NEUTRAL,
-            "ignore_eos": True,
+            **settings,
             "logprobs": 0,
             "return_token_ids": True,
         }
@@ -192,7 +211,27 @@ class ModelServer:
                 f"the model server does not report ids and log-probabilities of what {name}"
                 " samples: use a vLLM that knows return_token_ids"
             )
-        return list(zip(sampled, map(float, logprobs), strict=True))
+        return choice, list(zip(sampled, map(float, logprobs), strict=True))
+
+    async def complete(self, name: str, ids: Sequence[int], tokens: int, seed: int) -> Completion:
+        """Return what `name` says after the prompt `ids`, at temperature one, in `tokens` at most.
+
+        Whoever asks again with the same `seed` gets the same, as far as the server computes alike.
+
+        Raises:
+            PublishError: the server refuses the request, or reports no ids or log-probabilities.
+            UpstreamAway: the server does not answer, or was restarted and has lost the adapter.
+        """
+        settings = {"temperature": 1.0, "max_tokens": tokens, "seed": seed}
+        # Tokens that mark a tool call may be special ones.
+        told = {"ignore_eos": False, "skip_special_tokens": False}
+        choice, sampled = await self._sampled(name, ids, {**settings, **told})
+        return Completion(
+            text=str(choice.get("text", "")),
+            ids=tuple(token for token, _ in sampled),
+            logprobs=tuple(logprob for _, logprob in sampled),
+            is_whole=choice.get("finish_reason") == "stop",
+        )
 
     async def _refused_probe(self, name: str, status: int, answer: object) -> TrainerError:
         """Return the error for a probe that was refused.

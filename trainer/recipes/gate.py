@@ -56,6 +56,24 @@ class GateOptions(RecipeOptions):
         default=0.05,
         description="Largest probability of a wrong decision about a version, over all looks.",
     )
+    replay_states: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Recorded calls that a candidate answers before it gets any episode, half of "
+        "them of evaluation if there are so many. 0: none.",
+    )
+    replay_tokens: Count = Field(
+        default=64, description="Most tokens of an answer to a recorded call."
+    )
+    most_kl_to_serving: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=1.0,
+        description="Largest KL of a candidate to the version that serves, in nats a token of its "
+        "answers to recorded calls. One that is further away is rejected.",
+    )
+    most_malformed: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2,
+        description="By how much the share of malformed tool calls in a candidate's answers may be "
+        "above that of the version that serves.",
+    )
     most_kl_to_base: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None,
         description="Largest KL of a version to its base model, in nats a token of what it was "

@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from store.link.scores import set_reward_rule
 from store.tenants import DEFAULT
-from store.updates import claims, gating, policies
+from store.updates import claims, descent, gating, policies
 from store.updates.files import deleted_versions
 from store.updates.states import set_state
 from store.values.rewards import RewardRule
@@ -71,7 +71,7 @@ class Versions:
     async def head(self) -> PolicyVersion:
         """Return the newest version that may still serve, which a gated policy trains on from."""
         async with self._engine.connect() as connection:
-            return await gating.head_of(connection, self._policy)
+            return await descent.head_of(connection, self._policy)
 
     async def updates_since_candidate(self, version: PolicyVersion) -> int:
         """Return how many updates lie between a version and the last that was loaded before it."""
@@ -81,7 +81,7 @@ class Versions:
     async def reject_orphan(self, version: PolicyVersion) -> str | None:
         """Reject a version if what it was trained from was rolled back; return why it was."""
         async with self._engine.begin() as connection:
-            return await gating.reject_orphan(connection, self._policy, version.version)
+            return await descent.reject_orphan(connection, self._policy, version.version)
 
     async def written(self) -> list[PolicyVersion]:
         """Return the versions that no server has loaded yet, oldest first."""

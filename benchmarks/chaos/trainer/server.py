@@ -80,7 +80,7 @@ class Server:
             return web.Response(status=404, text="no such model")
         ids = body["prompt"]
         if "logprobs" in body:
-            sampled = self._sample(body["model"], ids, body["temperature"], body["max_tokens"])
+            sampled = self._sample(body, ids)
             told = {"token_logprobs": [logprob for _, logprob in sampled]}
             choice = {"token_ids": [token for token, _ in sampled], "logprobs": told, "text": "w"}
             return web.json_response({"choices": [choice]})
@@ -96,15 +96,16 @@ class Server:
         found: list[float] = distribution.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
         return found
 
-    def _sample(
-        self, name: str, ids: list[int], temperature: float, tokens: int
-    ) -> list[tuple[int, float]]:
-        """Sample `tokens` tokens after `ids`, each with what its log-probability was."""
+    def _sample(self, body: dict[str, Any], ids: list[int]) -> list[tuple[int, float]]:
+        """Sample tokens after `ids`, each with what its log-probability was."""
+        temperature = body["temperature"]
+        chance = torch.Generator().manual_seed(body["seed"]) if "seed" in body else None
         sampled: list[tuple[int, float]] = []
-        for _ in range(tokens):
+        for _ in range(body["max_tokens"]):
             seen = [*ids, *(token for token, _ in sampled)]
-            logits = self._logits(name, seen)[-1]
-            token = int(torch.multinomial(torch.softmax(logits / temperature, -1), 1))
+            logits = self._logits(body["model"], seen)[-1]
+            chances = torch.softmax(logits / temperature, -1)
+            token = int(torch.multinomial(chances, 1, generator=chance))
             sampled.append((token, float(self._reported(logits, temperature)[token])))
         return sampled
 

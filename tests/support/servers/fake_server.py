@@ -30,6 +30,14 @@ class FakeModelServer:
         self.adapter_slots: int | None = None
         # Asked for one of these, it has lost all its adapters: it was restarted a moment before.
         self.forgets: set[str] = set()
+        # Asked for one of these, it cannot answer; nor to a longer prompt than this.
+        self.cannot_answer: set[str] = set()
+        self.longest: int | None = None
+        # What each of them says, if it is asked to say something.
+        self.says: dict[str, str] = {}
+        # What is awaited before any answer, and how many were asked for.
+        self.slow_answer: asyncio.Event | None = None
+        self.asked = 0
 
     async def models(self, _: web.Request) -> web.Response:
         listed = [{"id": "m", "root": "/base", "parent": None}]
@@ -72,13 +80,24 @@ class FakeModelServer:
             self.loaded.clear()
             said = f"The model `{body['model']}` does not exist."
             return web.json_response({"error": {"message": said}}, status=404)
+        self.asked += 1
+        if self.slow_answer is not None:
+            await self.slow_answer.wait()
+        if body["model"] in self.cannot_answer:
+            said = "Out of range float values are not JSON compliant"
+            return web.json_response({"error": {"message": said}}, status=500)
+        if self.longest is not None and len(body["prompt"]) > self.longest:
+            said = f"This model's maximum context length is {self.longest} tokens."
+            return web.json_response({"error": {"message": said}}, status=400)
         value = self.logprobs.get(body["model"], -1.0)
         if "logprobs" in body:
             self.sampled_with = body
             count = body["max_tokens"]
             reported = value if self.sampled_logprob is None else self.sampled_logprob
             told = {"token_logprobs": [reported] * count}
-            return web.json_response({"choices": [{"token_ids": [5] * count, "logprobs": told}]})
+            text = self.says.get(body["model"], "")
+            choice = {"token_ids": [5] * count, "logprobs": told, "text": text}
+            return web.json_response({"choices": [{**choice, "finish_reason": "stop"}]})
         entries = [None, *[{str(token): {"logprob": value}} for token in body["prompt"][1:]]]
         return web.json_response({"choices": [{"prompt_logprobs": entries}]})
 

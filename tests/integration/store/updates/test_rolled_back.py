@@ -10,8 +10,8 @@ from store.errors import HoldsRolledBack
 from store.read.pages import episode_page
 from store.records import SpoolRecord
 from store.updates.claims import release
+from store.updates.descent import head_of
 from store.updates.expiry import expire
-from store.updates.gating import head_of
 from store.updates.policies import numbered_version, promote
 from store.updates.ready import ClaimRule, find_ready
 from store.updates.signal import waiting_updates

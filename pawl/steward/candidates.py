@@ -1,0 +1,75 @@
+"""Let a candidate be tried on a share of the new episodes, once it has answered recorded calls."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from pawl.steward.evidence import rule_of
+from pawl.steward.replay.replays import Replays
+from pawl.steward.replay.verdict import Replayed, evidence_of, replay_rule_of
+from store.read.standing import Gated, Standing
+from store.records import Record
+from store.updates.gating import begin_canary, reject
+from store.versions import Actor, PolicyState, PolicyVersion
+
+STEWARD: Final[Actor] = "steward"
+Moved = list[tuple[PolicyVersion, PolicyState, str]]
+
+
+class Admission(Record, frozen=True, kw_only=True):
+    """Say that a candidate need not wait any more; `replayed` is what its replay came to, if any.
+
+    `evidence` is that with the rule, as JSON.
+    """
+
+    candidate: Standing
+    replayed: Replayed | None = None
+    evidence: Mapping[str, Any] | None = None
+
+
+def admission(stands: Gated, replays: Replays) -> Admission | None:
+    """Return whether a policy's candidate is to be tried, or rejected; None: it waits.
+
+    It waits for the end of another's trial, and then of its replay. None as well if there is none.
+
+    Raises:
+        msgspec.ValidationError: the candidate's rule cannot be read.
+    """
+    candidate = stands.candidate
+    if candidate is None or stands.canary is not None:
+        replays.forget(stands.serving.version.name)
+        return None
+    rule = replay_rule_of(candidate.gate or {})
+    if not rule.replay_states:
+        return Admission(candidate=candidate)
+    replayed = replays.verdict(candidate, stands.serving, rule)
+    if replayed is None:
+        return None
+    found = evidence_of(replayed, rule)
+    return Admission(candidate=candidate, replayed=replayed, evidence=found)
+
+
+async def admit(connection: AsyncConnection, admitted: Admission) -> Moved:
+    """Let a candidate be tried, or reject it for its replay, in the caller's transaction.
+
+    Raises:
+        StateChanged: it is no candidate any more.
+    """
+    version, replayed = admitted.candidate.version, admitted.replayed
+    if replayed is not None and replayed.why_not is not None:
+        evidence = admitted.evidence or {}
+        await reject(connection, version, reason=replayed.why_not, actor=STEWARD, evidence=evidence)
+        return [(version, "rejected", replayed.why_not)]
+    rule = rule_of(admitted.candidate.gate or {})
+    why = f"it gets {rule.canary_share:.0%} of the new episodes, to be compared"
+    await begin_canary(
+        connection,
+        version,
+        rule.canary_share,
+        rule.base_share,
+        reason=why,
+        actor=STEWARD,
+        evidence=admitted.evidence,
+    )
+    return [(version, "canary", why)]

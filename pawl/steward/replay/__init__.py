@@ -1,0 +1,1 @@
+"""Have a candidate answer recorded calls before any user meets it, beside what serves."""

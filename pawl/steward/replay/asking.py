@@ -1,0 +1,67 @@
+"""Ask a model server about one recorded call: what a candidate says there, beside what serves.
+
+The prompt is sent as the ids that were recorded, so nothing is tokenised again. The candidate
+continues it, at temperature one; what serves tells the log-probabilities of what came, and
+continues it too where tools were offered.
+"""
+
+from uuid import UUID
+
+from pawl.steward.replay.tool_text import Tools, is_malformed, offered_tools
+from pawl.steward.replay.verdict import Answer
+from store.read.replayed import Chosen, ReplayedCall
+from store.records import Record
+from trainer.errors import PublishError
+from trainer.publishing.server import Completion, ModelServer
+
+
+class Refused(Exception):
+    """Say that the candidate was refused an answer, and what serves was not."""
+
+
+class Pair(Record, frozen=True, kw_only=True):
+    """Name what is compared, as the model server does, and how long an answer may be, in tokens."""
+
+    candidate: str
+    serving: str
+    tokens: int
+
+
+async def answer(server: ModelServer, pair: Pair, chosen: Chosen, call: ReplayedCall) -> Answer:
+    """Return what the candidate answers to a call, compared with what serves.
+
+    Raises:
+        Refused: the server refuses it of the candidate, and not of what serves.
+        PublishError: it refuses it of both: the prompt may be too long.
+        UpstreamAway: the server does not answer, or has lost one of them.
+    """
+    seed = _seed(chosen.call)
+    try:
+        own = await server.complete(pair.candidate, call.prompt_ids, pair.tokens, seed)
+    except PublishError as error:
+        await server.complete(pair.serving, call.prompt_ids, pair.tokens, seed)
+        raise Refused(str(error)) from error
+    scored = await server.prompt_logprobs(pair.serving, call.prompt_ids + own.ids)
+    malformed: tuple[bool | None, bool | None] = (None, None)
+    tools = offered_tools(call.request)
+    if tools:
+        other = await server.complete(pair.serving, call.prompt_ids, pair.tokens, seed)
+        malformed = (_judged(own, tools), _judged(other, tools))
+    return Answer(
+        split=chosen.split,
+        own=own.logprobs,
+        serving=tuple(scored[-len(own.ids) :]),
+        malformed=malformed,
+    )
+
+
+def _judged(said: Completion, tools: Tools) -> bool | None:
+    return is_malformed(said.text, tools, is_whole=said.is_whole)
+
+
+def _seed(call: UUID) -> int:
+    """Return the seed of a call's answers: both sides have the same, and so has whoever asks again.
+
+    The last bits of a UUIDv7 are random.
+    """
+    return call.int & 0x7FFFFFFF

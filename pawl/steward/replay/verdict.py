@@ -1,0 +1,158 @@
+"""Compare what a candidate and what serves answered to the same prompts (pure)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Annotated, Any, Final
+
+import msgspec
+
+from store.records import EVAL, Record, Split
+
+# Bounds of a difference of log-probabilities: a token that is likelier by e⁵⁰, or less likely by
+# more than any model says, is far apart by any rule.
+HIGHEST: Final = 50.0
+FARTHEST: Final = 1e6
+# How often a state is asked about that fails for another reason than a server that is away.
+TRIES: Final = 3
+
+
+class ReplayRule(Record, frozen=True, kw_only=True):
+    """Say how much a candidate must answer, and how far off it may be; keys of a recipe's `[gate]`.
+
+    Attributes:
+        replay_states: recorded calls to answer; 0: none, and its trial begins at once.
+        replay_tokens: the most that each answer has.
+        most_kl_to_serving: the largest KL to what serves, in nats a token.
+        most_malformed: by how much the share of malformed tool calls may be above that of what
+            serves.
+    """
+
+    replay_states: Annotated[int, msgspec.Meta(ge=0)] = 0
+    replay_tokens: Annotated[int, msgspec.Meta(ge=1)] = 64
+    most_kl_to_serving: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    most_malformed: Annotated[float, msgspec.Meta(gt=0)] = 0.2
+
+
+def replay_rule_of(gate: Mapping[str, Any]) -> ReplayRule:
+    """Return the rule that a candidate was recorded with.
+
+    Raises:
+        msgspec.ValidationError: it is none.
+    """
+    return msgspec.convert(dict(gate), ReplayRule)
+
+
+class Answer(Record, frozen=True, kw_only=True):
+    """Hold what came of one state: log-probabilities (S,) of what the candidate sampled.
+
+    `own` are the candidate's, `serving` those of what serves; both are empty if only the latter
+    could be made to answer (`is_missing`). `malformed` says whether a tool call was, by the
+    candidate and by what serves; None where there was none that can be judged.
+    """
+
+    split: Split
+    own: tuple[float, ...] = ()
+    serving: tuple[float, ...] = ()
+    malformed: tuple[bool | None, bool | None] = (None, None)
+    is_missing: bool = False
+
+
+class Replayed(Record, frozen=True, kw_only=True):
+    """Hold a verdict: `why_not` is why the candidate must not be tried, None if it may.
+
+    Attributes:
+        states: answers that it rests on; `held_out` of them are of evaluation.
+        missing: states that what serves answered, and the candidate did not.
+        left_out: states that neither could be asked about: their prompts are too long, say, or they
+            were deleted meanwhile.
+        tokens: how many tokens the answers have.
+        kl: estimated KL(candidate ‖ what serves), in nats a token; None without a token.
+        malformed: share of malformed among the tool calls that could be judged, of the candidate
+            and of what serves; None where there were none.
+        judged_calls: how many tool calls these shares are of.
+    """
+
+    states: int
+    held_out: int
+    missing: int
+    left_out: int
+    tokens: int
+    kl: float | None
+    malformed: tuple[float | None, float | None]
+    judged_calls: tuple[int, int]
+    why_not: str | None
+
+
+def verdict(answers: Sequence[Answer], left_out: int, rule: ReplayRule) -> Replayed:
+    """Return what the answers say; of `left_out` states there is none."""
+    given = [one for one in answers if not one.is_missing]
+    missing = len(answers) - len(given)
+    each = [_k3(*pair) for one in given for pair in zip(one.own, one.serving, strict=True)]
+    kl = fmean(each) if each else None
+    own, serving = (_told(given, side) for side in (0, 1))
+    shares = (_share(own), _share(serving))
+    return Replayed(
+        states=len(given),
+        held_out=sum(one.split == EVAL for one in given),
+        missing=missing,
+        left_out=left_out,
+        tokens=len(each),
+        kl=kl,
+        malformed=shares,
+        judged_calls=(len(own), len(serving)),
+        why_not=_unanswered(missing, len(answers)) or _far(kl, rule) or _worse(shares, rule),
+    )
+
+
+def _told(answers: Sequence[Answer], side: int) -> list[bool]:
+    """Return whether a tool call was malformed, for each that could be judged."""
+    return [told for one in answers if (told := one.malformed[side]) is not None]
+
+
+def _share(told: Sequence[bool]) -> float | None:
+    return fmean(told) if told else None
+
+
+def _k3(own: float, other: float) -> float:
+    """Return the k3 estimate of KL for a token that the first of the two sampled.
+
+    It is unbiased and never negative (Schulman, "Approximating KL divergence", 2020). It is
+    bounded, so that means are finite whatever a server says; NaN counts as far apart.
+    """
+    difference = max(-FARTHEST, min(HIGHEST, other - own))
+    return math.exp(difference) - difference - 1.0
+
+
+def _unanswered(missing: int, asked: int) -> str | None:
+    if not missing:
+        return None
+    return (
+        f"in the replay the model server refused {missing} of {asked} answers of its, each"
+        f" {TRIES} times, and gave those of what serves: see the server's log"
+    )
+
+
+def _far(kl: float | None, rule: ReplayRule) -> str | None:
+    if kl is None or kl <= rule.most_kl_to_serving:
+        return None
+    return (
+        f"in the replay its KL to what serves is {kl:.4g} nats a token, and"
+        f" gate.most_kl_to_serving is {rule.most_kl_to_serving:g}"
+    )
+
+
+def _worse(shares: tuple[float | None, float | None], rule: ReplayRule) -> str | None:
+    own, serving = shares[0] or 0.0, shares[1] or 0.0
+    if own - serving <= rule.most_malformed:
+        return None
+    return (
+        f"in the replay {own:.0%} of its tool calls are malformed, and {serving:.0%} of those of"
+        f" what serves: more by over gate.most_malformed, {rule.most_malformed:g}"
+    )
+
+
+def evidence_of(replayed: Replayed, rule: ReplayRule) -> dict[str, Any]:
+    """Return what an event rests on; JSON."""
+    found: dict[str, Any] = msgspec.to_builtins({"replay": replayed, "rule": rule})
+    return found

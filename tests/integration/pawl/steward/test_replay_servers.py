@@ -1,0 +1,293 @@
+"""A replay and its model servers: away, slow, refusing; and candidates that change meanwhile."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
+from structlog.testing import capture_logs
+
+from pawl.steward.replay.verdict import TRIES
+from store.updates.gating import freeze, make_candidate
+from store.updates.policies import list_versions, promote
+from tests.integration.pawl.steward.replaying import (
+    REPLAYED,
+    candidate,
+    events_of,
+    last_event,
+    look,
+    recorded,
+    replay_of,
+    rounds,
+    steward,
+)
+from tests.integration.pawl.steward.test_gating import states, trained_on
+from tests.support.servers.fake_server import FakeModelServer, fake_model_server
+from tests.support.waiting import eventually
+from trainer.publishing.replicas import Replicas
+
+NOBODY = "http://127.0.0.1:9/v1"
+TOOLS = b'{"model":"m","tools":[{"function":{"name":"add","parameters":{"required":["a"]}}}]}'
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeModelServer]:
+    """One that has loaded version 1."""
+    async with fake_model_server() as fake:
+        fake.loaded["m@1"] = "/m/1"
+        yield fake
+
+
+async def newer(engine: AsyncEngine, number: int = 2) -> None:
+    """A newer candidate takes the place of the one that waits."""
+    async with engine.begin() as connection:
+        await trained_on(connection, number, number - 1)
+        rule = REPLAYED.model_dump(mode="json")
+        await make_candidate(connection, "m", number, rule, reason="probed")
+
+
+async def test_while_no_server_answers_the_candidate_waits(
+    engine: AsyncEngine, database_url: str, server: FakeModelServer
+) -> None:
+    await recorded(engine)
+    await candidate(engine)
+    with capture_logs() as logs:
+        await look(database_url, engine, NOBODY)
+    assert [one["event"] for one in logs] == ["replay_waits_for_server"]
+    assert (await states(engine))[1] == "candidate"
+    # It has it loaded no more, or not yet.
+    del server.loaded["m@1"]
+    await look(database_url, engine, server.url)
+    assert (await states(engine))[1] == "candidate"
+    server.loaded["m@1"] = "/m/1"
+    await look(database_url, engine, NOBODY, server.url)
+    assert (await states(engine))[1] == "canary"
+
+
+async def test_a_server_whose_engine_died_is_passed_over(
+    engine: AsyncEngine, database_url: str, server: FakeModelServer
+) -> None:
+    """It lists its models all the same."""
+    await recorded(engine)
+    await candidate(engine)
+    async with fake_model_server() as dead:
+        dead.loaded["m@1"] = "/m/1"
+        dead.engine_is_dead = True
+        dead.cannot_answer |= {"m", "m@1"}
+        await look(database_url, engine, dead.url)
+        assert (await states(engine))[1] == "candidate"
+        await look(database_url, engine, dead.url, server.url)
+    assert (await states(engine))[1] == "canary"
+    assert (await replay_of(engine))["states"] == 6
+
+
+async def test_a_server_that_was_restarted_in_the_middle_is_asked_again(
+    engine: AsyncEngine, database_url: str, server: FakeModelServer
+) -> None:
+    await recorded(engine)
+    await candidate(engine)
+    async with Replicas([server.url]) as replicas:
+        judge = steward(database_url, replicas)
+        server.forgets = {"m@1"}
+        await rounds(judge, engine)
+        assert (await states(engine))[1] == "candidate"
+        server.loaded["m@1"] = "/m/1"
+        await rounds(judge, engine)
+    assert (await states(engine))[1] == "canary"
+    assert (await replay_of(engine))["states"] == 6
+
+
+async def test_one_that_is_slow_keeps_no_policy_from_being_judged(
+    engine: AsyncEngine, database_url: str, server: FakeModelServer
+) -> None:
+    await recorded(engine)
+    await candidate(engine)
+    await candidate(engine, "n", replay_states=0)
+    server.slow_answer = asyncio.Event()
+
+    async def is_asked() -> bool:
+        return server.asked >= 4
+
+    async def is_tried(name: str) -> bool:
+        async with engine.connect() as connection:
+            return (await list_versions(connection, name))[1].state == "canary"
+
+    async with Replicas([server.url]) as replicas:
+        following = asyncio.create_task(steward(database_url, replicas).follow())
+        await eventually(is_asked, within_s=120.0)
+        await eventually(lambda: is_tried("n"), within_s=120.0)
+        # Four at once, however many wait.
+        assert server.asked == 4
+        server.slow_answer.set()
+        await eventually(lambda: is_tried("m"), within_s=120.0)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_one_that_does_not_answer_in_time_is_given_up_after_some_tries(
+    engine: AsyncEngine,
+    database_url: str,
+    server: FakeModelServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    await recorded(engine)
+    await candidate(engine, replay_states=4)
+    server.slow_answer = asyncio.Event()
+    monkeypatch.setattr("pawl.steward.replay.replaying.ANSWER_S", 0.1)
+    await look(database_url, engine, server.url, times=TRIES)
+    assert (await states(engine))[1] == "candidate"
+    await look(database_url, engine, server.url, times=TRIES + 1)
+    assert (await states(engine))[1] == "canary"
+    told = await replay_of(engine)
+    assert (told["states"], told["left_out"], told["missing"]) == (0, 4, 0)
+
+
+async def test_prompts_that_are_too_long_for_the_server_are_left_out(
+    engine: AsyncEngine, database_url: str, server: FakeModelServer
+) -> None:
+    await recorded(engine)
+    await candidate(engine)
+    server.longest = 2
+    await look(database_url, engine, server.url)
+    assert (await states(engine))[1] == "canary"
+    told = await replay_of(engine)
+    assert (told["states"], told["left_out"], told["missing"], told["kl"]) == (0, 6, 0, None)
+
+
+async def test_a_candidate_that_cannot_answer_what_serves_can_is_rejected(
+    engine: AsyncEngine, database_url: str, server: FakeModelServer
+) -> None:
+    """As one whose log-probabilities are no numbers, which vLLM answers with 500."""
+    await recorded(engine)
+    await candidate(engine)
+    server.cannot_answer = {"m@1"}
+    await look(database_url, engine, server.url, times=2 * TRIES + 1)
+    assert (await states(engine))[1] == "rejected"
+    assert "refused 6 of 6 answers" in (await last_event(engine)).reason
+    assert (await replay_of(engine))["missing"] == 6
+
+
+async def test_more_malformed_tool_calls_than_what_serves(
+    engine: AsyncEngine, database_url: str, server: FakeModelServer
+) -> None:
+    await recorded(engine, request=TOOLS)
+    await candidate(engine)
+    server.says = {
+        "m": '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
+        "m@1": '<tool_call>{"name": "add", "arguments": {"b": 1}}</tool_call>',
+    }
+    await look(database_url, engine, server.url)
+    assert (await states(engine))[1] == "rejected"
+    reason = (await last_event(engine)).reason
+    assert "100% of its tool calls are malformed, and 0% of those of what serves" in reason
+    told = await replay_of(engine)
+    assert (told["malformed"], told["judged_calls"]) == ([1.0, 0.0], [6, 6])
+
+
+async def test_a_newer_candidate_begins_a_replay_of_its_own(
+    engine: AsyncEngine, database_url: str, server: FakeModelServer
+) -> None:
+    await recorded(engine)
+    await candidate(engine)
+    # What the first says is too far, and only the first says so.
+    server.logprobs = {"m@1": -9.0, "m@2": -1.0}
+    server.loaded["m@2"] = "/m/2"
+    async with Replicas([server.url]) as replicas:
+        judge = steward(database_url, replicas)
+        await rounds(judge, engine, 1)
+        await newer(engine)
+        await rounds(judge, engine)
+    assert await states(engine) == {0: "serving", 1: "rejected", 2: "canary"}
+    assert (await replay_of(engine, 2))["states"] == 6
+
+
+async def test_one_that_is_replaced_as_it_answers_says_nothing_of_the_newer(
+    engine: AsyncEngine, database_url: str, server: FakeModelServer
+) -> None:
+    await recorded(engine)
+    await candidate(engine, replay_states=4)
+    server.logprobs = {"m@1": -9.0}
+    server.loaded["m@2"] = "/m/2"
+    server.slow_answer = asyncio.Event()
+
+    async def is_asked() -> bool:
+        return server.asked >= 4
+
+    async with Replicas([server.url]) as replicas:
+        judge = steward(database_url, replicas)
+        await judge.look(engine)
+        answering = asyncio.create_task(judge.replays.go_on(engine))
+        await eventually(is_asked, within_s=120.0)
+        await newer(engine)
+        await judge.look(engine)
+        server.slow_answer.set()
+        await answering
+        await judge.look(engine)
+        assert (await states(engine))[2] == "candidate"
+        await rounds(judge, engine)
+    assert await states(engine) == {0: "serving", 1: "rejected", 2: "canary"}
+
+
+async def test_what_serves_is_another_by_the_end(
+    engine: AsyncEngine, database_url: str, server: FakeModelServer
+) -> None:
+    """The replay was beside what served then, and begins again beside what serves now."""
+    await recorded(engine)
+    await candidate(engine)
+    await newer(engine)
+    server.loaded |= {"m@2": "/m/2"}
+    server.logprobs = {"m": -9.0}
+    async with Replicas([server.url]) as replicas:
+        judge = steward(database_url, replicas)
+        await rounds(judge, engine, 1)
+        async with engine.begin() as connection:
+            await promote(connection, "m", 1, reason="for the test", actor="operator")
+        await rounds(judge, engine)
+    assert (await states(engine))[2] == "canary"
+    assert (await replay_of(engine, 2))["kl"] == 0.0
+
+
+async def test_of_a_frozen_policy_the_verdict_waits(
+    engine: AsyncEngine, database_url: str, server: FakeModelServer
+) -> None:
+    await recorded(engine)
+    await candidate(engine)
+    async with Replicas([server.url]) as replicas:
+        judge = steward(database_url, replicas)
+        await judge.look(engine)
+        for frozen in (True, False):
+            async with engine.begin() as connection:
+                await freeze(connection, "m", frozen=frozen, reason="f", actor="operator")
+            await rounds(judge, engine)
+            assert (await states(engine))[1] == ("candidate" if frozen else "canary")
+
+
+async def test_several_stewards_reject_a_candidate_once(
+    engine: AsyncEngine, database_url: str, server: FakeModelServer
+) -> None:
+    await recorded(engine)
+    await candidate(engine)
+    server.logprobs = {"m@1": -0.1, "m": -9.0}
+    async with Replicas([server.url]) as replicas:
+        stewards = [steward(database_url, replicas) for _ in range(3)]
+        for _ in range(5):
+            await asyncio.gather(*(rounds(one, engine, 1) for one in stewards))
+    became = [one.to_state for one in await events_of(engine)]
+    assert became == ["rejected", "candidate", "written"]
+
+
+async def test_the_recorded_ids_are_continued_at_temperature_one_with_a_seed(
+    engine: AsyncEngine, database_url: str, server: FakeModelServer
+) -> None:
+    await recorded(engine, held_out=1, others=0)
+    await candidate(engine)
+    seeds = set()
+    for _ in range(2):
+        await look(database_url, engine, server.url, times=1)
+        body = server.sampled_with
+        assert body is not None
+        assert (body["model"], body["prompt"], body["max_tokens"]) == ("m@1", [2, 3, 4], 8)
+        assert (body["temperature"], body["top_p"], body["ignore_eos"]) == (1.0, 1.0, False)
+        assert body["skip_special_tokens"] is False
+        seeds.add(body["seed"])
+    assert len(seeds) == 1
