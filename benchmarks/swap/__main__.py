@@ -9,9 +9,9 @@ made or exceeded the adapter slots.
 import argparse
 import asyncio
 import json
+import shutil
 import sys
-import tempfile
-from pathlib import Path
+from typing import Final
 
 import msgspec
 from rich.console import Console
@@ -21,6 +21,9 @@ from benchmarks.proxy.tables import bars_table
 from benchmarks.swap.figures import bars, tables
 from benchmarks.swap.run import RETIRE_AFTER_S, Options, measure
 from trainer.settings import USUAL_SLOTS
+
+# What a run writes, its logs among it, until the next run.
+VAR: Final = ROOT / "var" / "swap"
 
 
 def main() -> int:
@@ -35,10 +38,10 @@ def main() -> int:
         slots=given.slots,
         retire_after_s=given.retire_after,
     )
-    with tempfile.TemporaryDirectory(prefix="pawl-swap-") as scratch:
-        folder = Path(scratch)
-        with console.status("starting") as status:
-            found = asyncio.run(measure(options, folder, ROOT / "var" / "models", status.update))
+    shutil.rmtree(VAR, ignore_errors=True)
+    VAR.mkdir(parents=True)
+    with console.status("starting") as status:
+        found = asyncio.run(measure(options, VAR, ROOT / "var" / "models", status.update))
     promises = bars(found)
     for table in [*tables(found), bars_table(promises)]:
         console.print(table.rich())

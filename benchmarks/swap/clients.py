@@ -12,7 +12,9 @@ from benchmarks.swap.records import Call, Gap
 
 CALLS: Final = 3
 TOKENS: Final = 24
-PATIENCE_S: Final = 120.0
+# The engine may compile for minutes before its first reply.
+PATIENCE_S: Final = 600.0
+AFTER_A_FAILURE_S: Final = 1.0
 OK: Final = 200
 DONE: Final = b"data: [DONE]"
 DATA: Final = b"data: {"
@@ -24,10 +26,11 @@ class NotWhole(Exception):
 
 
 class Reply:
-    """Read the pieces of one streamed reply."""
+    """Read the pieces of one streamed reply; its first text came at `first`."""
 
     def __init__(self) -> None:
         self.text = ""
+        self.first: float | None = None
         self.tokens: int | None = None
         self.is_done = False
         self._rest = b""
@@ -121,11 +124,12 @@ class Clients:
             call, reply = await self._call(episode, messages)
             self.calls.append(call)
             if call.why is not None:
+                await asyncio.sleep(AFTER_A_FAILURE_S)
                 return
             messages.append({"role": "assistant", "content": reply.text})
 
     async def _call(self, episode: str, messages: list[dict[str, str]]) -> tuple[Call, Reply]:
-        began, first, why, reply = time.monotonic(), None, None, Reply()
+        began, why, reply = time.monotonic(), None, Reply()
         told: dict[str, str] = {}
         body = {
             "model": self._model,
@@ -146,18 +150,15 @@ class Clients:
                 }
                 if response.status != OK:
                     raise NotWhole(f"status {response.status}: {(await response.text())[:300]}")
-                first = await self._read(response, reply)
+                await self._read(response, reply)
             reply.check(TOKENS)
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, NotWhole) as error:
             why = f"{type(error).__name__}: {error}"
-        ended = time.monotonic()
+        ended, first = time.monotonic(), reply.first
         return Call(episode=episode, began=began, ended=ended, first=first, why=why, **told), reply
 
-    async def _read(self, response: aiohttp.ClientResponse, reply: Reply) -> float | None:
-        """Read a reply to its end; return when the first text came. Pieces that come at once count
-        as one chunk.
-        """
-        first: float | None = None
+    async def _read(self, response: aiohttp.ClientResponse, reply: Reply) -> None:
+        """Read a reply to its end. Pieces that come at once count as one chunk."""
         before: float | None = None
         async for piece in response.content.iter_any():
             now = time.monotonic()
@@ -166,6 +167,5 @@ class Clients:
             if before is not None:
                 self.gaps.append(Gap(at=now, seconds=now - before))
             before = now
-            if first is None and reply.text:
-                first = now
-        return first
+            if reply.first is None and reply.text:
+                reply.first = now

@@ -16,7 +16,7 @@ from store.records import Record
 
 # The bar: so many times the p99 gap without loads may that with loads be.
 TIMES: Final = 2.0
-# Reasons of failed calls that are shown.
+# Failed calls that are shown.
 SHOWN: Final = 5
 
 
@@ -212,7 +212,7 @@ def figures(run: Run) -> Found:
     unloads = [one for one in run.events if isinstance(one, Unload)]
     with_loads, without = spans(run.schedule, seen)
     first, last = first_tokens(run.calls), last_ends(run.calls)
-    failed = Counter(call.why for call in run.calls if call.why is not None)
+    failed = [call for call in run.calls if call.why is not None]
     return Found(
         layers=run.layers,
         streams=run.streams,
@@ -223,8 +223,8 @@ def figures(run: Run) -> Found:
         rejected=tuple(one.rejected for one in tried if one.rejected is not None),
         waited=sum(isinstance(one, Waited) for one in run.events),
         calls=len(run.calls),
-        failed=failed.total(),
-        reasons=tuple(f"{times} x {why}" for why, times in failed.most_common(SHOWN)),
+        failed=len(failed),
+        reasons=tuple(_told(call, run.schedule) for call in failed[:SHOWN]),
         with_loads=gaps_in(run.gaps, run.calls, with_loads),
         without=gaps_in(run.gaps, run.calls, without),
         episodes=episodes_of(run.calls, run.stored, run.retired, run.policy),
@@ -240,6 +240,13 @@ def figures(run: Run) -> Found:
         never_seen=sum(one.version not in first for one in loads),
         probe_s=run.probe_s,
     )
+
+
+def _told(call: Call, schedule: Schedule) -> str:
+    """Say when a call failed, in seconds since the first turn began, and how far it had come."""
+    begun, ended = (round(at - schedule.began, 1) for at in (call.began, call.ended))
+    came = "no text" if call.first is None else f"text since {call.first - schedule.began:.1f}"
+    return f"{call.version or 'no version'}, {begun} to {ended} s, {came}: {call.why}"
 
 
 def bars(found: Found) -> list[Bar]:

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.small_stack import small_plan
-from benchmarks.swap.clients import Clients
+from benchmarks.swap.clients import CALLS, Clients
 from benchmarks.swap.figures import Found, Run, figures
 from benchmarks.swap.ledger import read_ledger
 from benchmarks.swap.preparing import prepare
@@ -42,8 +42,9 @@ retire_after_s = {retire_after_s}
 # Longer than a call takes, so that no episode has to leave its version; a version keeps its slot
 # for so long after its last call.
 RETIRE_AFTER_S: Final = 10.0
-# Between the first version's promotion and the first turn.
-WARM_UP_S: Final = 15.0
+# The first turn begins once each client has had so many episodes answered by the first version: the
+# engine compiles what it meets for the first time.
+WARM_UP: Final = 2
 LOOK_S: Final = 0.5
 JOIN_S: Final = 60.0
 Tell = Callable[[str], None]
@@ -140,10 +141,14 @@ async def _follow(
     while not publisher.loads:
         tell("the first version")
         await publisher.look(stack)
-    schedule = plan(time.monotonic() + WARM_UP_S, options.minutes, options.loads)
+    enough = len(clients.calls) + WARM_UP * CALLS * options.streams
+    while len(clients.calls) < enough:
+        tell(f"warming up: {enough - len(clients.calls)} more calls")
+        await publisher.look(stack)
+    schedule = plan(time.monotonic(), options.minutes, options.loads)
     publisher.begin(schedule)
     while (now := time.monotonic()) < schedule.ends:
-        turn = max(0, int((now - schedule.began) // schedule.turn_s) + 1)
+        turn = int((now - schedule.began) // schedule.turn_s) + 1
         tell(
             f"turn {turn} of {schedule.turns},"
             f" {len(publisher.loads) - 1} of {schedule.loads} loads,"

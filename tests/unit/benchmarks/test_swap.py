@@ -186,6 +186,14 @@ def test_each_bar_can_be_missed(found: Found, missed: str) -> None:
     assert missed in [bar.name for bar in bars(found) if not bar.holds]
 
 
+def test_a_call_that_failed_is_told_with_its_time() -> None:
+    calls = [call(1, 110.0, "p@1", why="TimeoutError: "), call(2, 120.0, "", why="status 500")]
+    assert run(gap_s=0.01, events=EVENTS, calls=calls).reasons == (
+        "p@1, 10.0 to 11.0 s, no text: TimeoutError: ",
+        "no version, 20.0 to 21.0 s, no text: status 500",
+    )
+
+
 def test_the_longest_gap_of_each_load_is_told() -> None:
     gaps = [
         Gap(at=159.0, seconds=9.0),
