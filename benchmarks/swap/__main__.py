@@ -65,7 +65,7 @@ def _parse() -> argparse.Namespace:
         "--retire-after",
         type=float,
         default=RETIRE_AFTER_S,
-        help=f"publish.retire_after_s, in seconds ({RETIRE_AFTER_S:g}): longer than a call",
+        help=f"publish.retire_after_s, in seconds ({RETIRE_AFTER_S:g}): longer than two calls",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     return parser.parse_args()

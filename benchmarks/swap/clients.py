@@ -14,7 +14,7 @@ CALLS: Final = 3
 TOKENS: Final = 24
 # The engine may compile for minutes before its first reply.
 PATIENCE_S: Final = 600.0
-AFTER_A_FAILURE_S: Final = 1.0
+LOOK_AGAIN_S: Final = 1.0
 OK: Final = 200
 DONE: Final = b"data: [DONE]"
 DATA: Final = b"data: {"
@@ -90,13 +90,28 @@ class Clients:
         return sum(call.why is not None for call in self.calls)
 
     async def __aenter__(self) -> "Clients":
-        """Begin."""
+        """Open the connections' pool."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=PATIENCE_S),
         )
-        self._tasks = [asyncio.create_task(self._client(own)) for own in range(self._streams)]
         return self
+
+    async def until_served(self, version: str) -> None:
+        """Ask until new episodes get `version`; these calls are not among `calls`.
+
+        An episode that began before the policy did has no version to keep.
+        """
+        for number in count():
+            question = [{"role": "user", "content": QUESTIONS[0]}]
+            call, _ = await self._call(f"swap-first-{number}", question)
+            if call.version == version:
+                return
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    def start(self) -> None:
+        """Let every client begin."""
+        self._tasks = [asyncio.create_task(self._client(own)) for own in range(self._streams)]
 
     async def stop(self) -> None:
         """Let every client finish the episode that it is at."""
@@ -124,7 +139,7 @@ class Clients:
             call, reply = await self._call(episode, messages)
             self.calls.append(call)
             if call.why is not None:
-                await asyncio.sleep(AFTER_A_FAILURE_S)
+                await asyncio.sleep(LOOK_AGAIN_S)
                 return
             messages.append({"role": "assistant", "content": reply.text})
 

@@ -77,6 +77,7 @@ class Found(Record, frozen=True, kw_only=True):
     unloads: int
     unloaded_under_a_call: int
     unloaded_after: Took | None
+    call: Took | None
     recorded: Took | None
     promoted: Took | None
     first_token: Took | None
@@ -233,6 +234,7 @@ def figures(run: Run) -> Found:
         unloads=len(unloads),
         unloaded_under_a_call=sum(last.get(one.version, 0.0) > one.at for one in unloads),
         unloaded_after=took(one.at - last[one.version] for one in unloads if one.version in last),
+        call=took(call.ended - call.began for call in run.calls),
         recorded=took(one.recorded - one.step for one in loads),
         promoted=took(one.promoted - one.step for one in loads),
         first_token=took(first[one.version] - one.step for one in loads if one.version in first),
@@ -303,6 +305,7 @@ def _seconds(found: Found) -> list[list[str]]:
         "optimiser step → first token at a client": found.first_token,
         "longest gap while a version was published": found.longest_gap,
         "last call of a version → unloaded": found.unloaded_after,
+        "a call": found.call,
     }
     return [
         [name, number(one.median_s, 2), number(one.max_s, 2)]

@@ -39,8 +39,8 @@ learning_rate = 1e-3
 tolerance = 0.01
 retire_after_s = {retire_after_s}
 """
-# Longer than a call takes, so that no episode has to leave its version; a version keeps its slot
-# for so long after its last call.
+# Longer than two calls of an episode take: a call is known once it has ended, and counts from when
+# it began. A version keeps its slot for so long after its last call.
 RETIRE_AFTER_S: Final = 10.0
 # The first turn begins once each client has had so many episodes answered by the first version: the
 # engine compiles what it meets for the first time.
@@ -105,11 +105,11 @@ async def _measure(stack: Stack, options: Options, made: Path, probe_s: float, t
         slots=options.slots,
         log=stack.plan.log_dir / "publisher.log",
     )
-    async with Clients(stack.base_url, POLICY, options.streams) as clients:
-        with running_publisher(place) as publisher:
+    with running_publisher(place) as publisher:
+        async with Clients(stack.base_url, POLICY, options.streams) as clients:
             schedule = await _follow(stack, options, clients, publisher, tell)
             await clients.stop()
-            await publisher.until_ended(stack)
+        await publisher.until_ended(stack)
     engine = make_engine(stack.database_url)
     try:
         good = sum(call.why is None for call in clients.calls)
@@ -138,10 +138,12 @@ async def _follow(
     stack: Stack, options: Options, clients: Clients, publisher: "Publisher", tell: Tell
 ) -> Schedule:
     """Warm up, give the publisher its schedule, and wait until the last turn ends."""
+    tell("waiting for the first version")
     while not publisher.loads:
-        tell("the first version")
         await publisher.look(stack)
-    enough = len(clients.calls) + WARM_UP * CALLS * options.streams
+    await clients.until_served(publisher.loads[0].version)
+    clients.start()
+    enough = WARM_UP * CALLS * options.streams
     while len(clients.calls) < enough:
         tell(f"warming up: {enough - len(clients.calls)} more calls")
         await publisher.look(stack)
