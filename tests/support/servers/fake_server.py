@@ -8,6 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
+from tests.support.servers.fake_upstream import Handler
+
 
 class FakeModelServer:
     """Load names and answer prompt log-probabilities, or fail where told to."""
@@ -38,9 +40,11 @@ class FakeModelServer:
         # What is awaited before any answer, and how many were asked for.
         self.slow_answer: asyncio.Event | None = None
         self.asked = 0
+        # How it answers chat completions; None: not at all.
+        self.chats: Handler | None = None
 
     async def models(self, _: web.Request) -> web.Response:
-        listed = [{"id": "m", "root": "/base", "parent": None}]
+        listed = [{"id": "m", "root": "/base", "parent": None, "owned_by": "vllm"}]
         listed += [{"id": name, "root": path, "parent": "m"} for name, path in self.loaded.items()]
         return web.json_response({"data": listed})
 
@@ -72,6 +76,9 @@ class FakeModelServer:
     async def unload(self, request: web.Request) -> web.Response:
         self.loaded.pop((await request.json())["lora_name"], None)
         return web.Response(text="Success")
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(status=404) if self.chats is None else await self.chats(request)
 
     async def completions(self, request: web.Request) -> web.Response:
         body: dict[str, Any] = await request.json()
@@ -113,6 +120,7 @@ async def fake_model_server(port: int = 0) -> AsyncIterator[FakeModelServer]:
     app.router.add_post("/v1/load_lora_adapter", server.load)
     app.router.add_post("/v1/unload_lora_adapter", server.unload)
     app.router.add_post("/v1/completions", server.completions)
+    app.router.add_post("/v1/chat/completions", server.chat)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
