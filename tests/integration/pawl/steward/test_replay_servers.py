@@ -140,6 +140,7 @@ async def test_one_that_does_not_answer_in_time_is_given_up_after_some_tries(
     assert (await states(engine))[1] == "canary"
     told = await replay_of(engine)
     assert (told["states"], told["left_out"], told["missing"]) == (0, 4, 0)
+    server.slow_answer.set()
 
 
 async def test_prompts_that_are_too_long_for_the_server_are_left_out(
