@@ -107,7 +107,10 @@ def main() -> None:
     parser.add_argument("--tool-parser", default=TOOL_PARSER, help="vLLM's --tool-call-parser")
     options = parser.parse_args()
     chosen = [row for row in ROWS if not options.only or row.key in options.only]
-    found = asyncio.run(measure(chosen, options.tool_parser))
+    try:
+        found = asyncio.run(measure(chosen, options.tool_parser))
+    except ClientFailed as error:
+        sys.exit(f"benchmarks.trainable: {error}")
     write(found, FIGURES)
     console = Console()
     console.print(shares_table(found))
