@@ -4,8 +4,9 @@ A ledger with a history (300,000 consumed episodes), and a backlog of `--waiting
 seven shapes. For each: the look at what is ready (once a second where there is too little for
 an update), a whole claim, and a look for what can never be trained; medians, in milliseconds.
 With `--policies N` each episode, consumed or waiting, has calls of N policies, of which the first
-claims. Then batches of calls are stored, alone and while claims are made and given back all the
-time.
+claims. Nine of ten episodes came with one API key, and stand before the others in the order of
+claims; with `--most-of-key` no more than this share of an update may come from one. Then batches of
+calls are stored, alone and while claims are made and given back all the time.
 """
 
 import argparse
@@ -27,10 +28,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from store.connection.engine import async_url, make_engine
 from store.embedded.server import EmbeddedPostgres
 from store.schema.migrate import upgrade
+from store.updates.choice import find_ready
 from store.updates.claims import claim, release
 from store.updates.expiry import expire
 from store.updates.policies import ensure_base
-from store.updates.ready import ClaimRule, find_ready
+from store.updates.ready import ClaimRule
 from store.write.ingest import Ingester
 from tests.support.records import call
 
@@ -75,11 +77,13 @@ SHAPES: dict[str, tuple[ClaimRule, int, str]] = {
 }
 EPISODES = """
     INSERT INTO episodes (id, key, method, task, task_named, policy, policy_version,
-        first_call_id, last_call_id, last_call_at, failed, scored_at, call_scored_at,
-        reward)
+        api_key, first_call_id, last_call_id, last_call_at, failed, scored_at,
+        call_scored_at, reward)
     SELECT id, CAST(:tag AS text) || n, 'header',
         'prompt:' || md5(CAST(:tag AS text) || n / CAST(:per_task AS integer)), false, 'm',
-        CAST(:version AS integer) + n % 4, id, id, now() - make_interval(secs => n * 0.01 + 61),
+        CAST(:version AS integer) + n % 4,
+        CASE WHEN n * 10 <= CAST(:count AS integer) * 9 THEN 'flood' ELSE 'calm' END,
+        id, id, now() - make_interval(secs => n * 0.01 + 61),
         :state = 'failed', CASE WHEN :state = 'scored' THEN now() END,
         CASE WHEN :state = 'call scored' THEN now() - interval '61 s' END,
         CASE WHEN :state = 'scored' THEN n % 2 * sign(n / CAST(:per_task AS integer) % 3) END
@@ -87,9 +91,9 @@ EPISODES = """
 """
 CLAIMABLE = """
     INSERT INTO episode_policies (episode_id, policy, own_version, own_latest, version, latest,
-        task, scored_at, call_scored_at, reward, failed, last_call_at, claimable)
+        task, api_key, scored_at, call_scored_at, reward, failed, last_call_at, claimable)
     SELECT id, name, policy_version, policy_version, policy_version, policy_version,
-        task, scored_at, call_scored_at, reward, failed, last_call_at, true
+        task, api_key, scored_at, call_scored_at, reward, failed, last_call_at, true
     FROM episodes CROSS JOIN unnest(CAST(:policies AS text[])) AS name
     WHERE key LIKE CAST(:tag AS text) || '%'
 """
@@ -187,9 +191,9 @@ async def prepare_shape(
     await settled(engine)
 
 
-async def measure_shape(engine: AsyncEngine, shape: str) -> dict[str, Any]:
+async def measure_shape(engine: AsyncEngine, shape: str, most_of_key: float) -> dict[str, Any]:
     """Measure one line of the table."""
-    rule, _, _ = SHAPES[shape]
+    rule = msgspec.structs.replace(SHAPES[shape][0], most_of_key=most_of_key)
     async with engine.connect() as connection:
         taken = len(await find_ready(connection, rule, OLDEST))
     return {
@@ -223,7 +227,9 @@ async def claim_and_release(engine: AsyncEngine) -> None:
             await release(connection, update_id, "measured")
 
 
-async def measure(waiting: int, batches: int, policies: Sequence[str]) -> dict[str, Any]:
+async def measure(
+    waiting: int, batches: int, policies: Sequence[str], most_of_key: float
+) -> dict[str, Any]:
     """Measure everything, on a PostgreSQL of its own."""
     with tempfile.TemporaryDirectory() as folder:
         server = EmbeddedPostgres(Path(folder))
@@ -238,7 +244,7 @@ async def measure(waiting: int, batches: int, policies: Sequence[str]) -> dict[s
             shapes = []
             for shape in SHAPES:
                 await prepare_shape(patient, policies, shape, waiting)
-                shapes.append(await measure_shape(engine, shape))
+                shapes.append(await measure_shape(engine, shape, most_of_key))
             await prepare_shape(patient, policies, "groups of 8", waiting)
             alone = await measure_storing(engine, batches)
             claiming = asyncio.create_task(claim_and_release(engine))
@@ -252,6 +258,7 @@ async def measure(waiting: int, batches: int, policies: Sequence[str]) -> dict[s
     return {
         "waiting": waiting,
         "policies": len(policies),
+        "most_of_key": most_of_key,
         "shapes": shapes,
         "storing_ms": {"alone": _summary(alone), "while claiming": _summary(beside)},
     }
@@ -264,6 +271,8 @@ def _summary(durations: list[float]) -> dict[str, float]:
 def show(found: dict[str, Any]) -> None:
     """Print the table."""
     each = f"each for {found['policies']} policies" if found["policies"] > 1 else "for one policy"
+    if found["most_of_key"] < 1:
+        each += f", {found['most_of_key']:g} of an update from one API key at most"
     table = Table(title=f"{found['waiting']:,} episodes wait, {each}; milliseconds")
     for name in ("backlog", "taken", "look", "claim", "look for the stale and the aged"):
         table.add_column(name, justify="left" if name == "backlog" else "right")
@@ -284,12 +293,17 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=100_000)
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--policies", type=int, default=1, help="policies with calls in an episode")
+    parser.add_argument(
+        "--most-of-key", type=float, default=1.0, help="share of an update from one API key; 1: any"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if options.policies < 1:
         parser.error("--policies: at least one")
+    if not 1 / GROUPS.groups <= options.most_of_key <= 1:
+        parser.error(f"--most-of-key: from {1 / GROUPS.groups:g}, one group, to 1")
     policies = ["m", *[f"m{number}" for number in range(2, options.policies + 1)]]
-    found = asyncio.run(measure(options.waiting, options.batches, policies))
+    found = asyncio.run(measure(options.waiting, options.batches, policies, options.most_of_key))
     show(found)
     if options.json:
         print(json.dumps(found))

@@ -81,7 +81,7 @@ async def fill(connection: AsyncConnection, waiting: int) -> None:
     await connection.execute(text(_VERSIONS), kept)
     episodes = {"count": waiting, "newest": VERSIONS, "kept": WITH_FILES}
     await connection.execute(text(_EPISODES), episodes)
-    await connection.execute(text(CLAIMABLE), {"tag": "w"})
+    await connection.execute(text(CLAIMABLE), {"tag": "w", "policies": ["m"]})
     # A thousand seconds and a minute ago the first episode ended: maybe that was yesterday.
     today = datetime.now(UTC).date()
     for day in (today - timedelta(days=1), today):

@@ -14,6 +14,10 @@ of the model server, which has no adapters when it is back, and of `pawl steward
 back; callers ask for every version through a `pawl proxy` meanwhile. `--plain` kills trainers
 alone; `--vllm` kills a real vLLM, which takes half a minute to start.
 
+`--target canaries`: live episodes decide about versions (`[gate]`), while steward, trainer, the
+proxy's processes and the model server are killed (`--kills`); each change of a version's state must
+have been made once, with its reason, and no episode be without an arm.
+
 Ends with status 1 where a promise is broken.
 """
 
@@ -29,6 +33,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.chaos.canaries.run import canary_kills
 from benchmarks.chaos.faults import CannotInjectFaults
 from benchmarks.chaos.feedback import feedback
 from benchmarks.chaos.kills import kills
@@ -48,7 +53,7 @@ def main() -> None:
     """Parse, run, print."""
     options = _options()
     with tempfile.TemporaryDirectory(prefix="pawl-chaos-") as folder:
-        of = _of_the_trainer if options.target == "trainer" else _of_the_proxy
+        of = TARGETS[options.target]
         try:
             by_name = of(options, Path(folder))
         except CannotInjectFaults as error:
@@ -96,11 +101,20 @@ def _of_the_trainer(options: argparse.Namespace, folder: Path) -> dict[str, dict
     return {"kills": found[BASE]} | of_the_rest
 
 
+def _of_canaries(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    if options.calls or options.outage or options.full or options.feedback:
+        raise SystemExit("--target canaries is about kills, and nothing else: give it --kills")
+    return canary_kills(folder, options.kills, options.seed)
+
+
+TARGETS: Final = {"proxy": _of_the_proxy, "trainer": _of_the_trainer, "canaries": _of_canaries}
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.chaos", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--target", choices=["proxy", "trainer"], default="proxy")
+    parser.add_argument("--target", choices=list(TARGETS), default="proxy")
     parser.add_argument("--workers", type=int, default=2, help="of the proxy (2)")
     parser.add_argument(
         "--learner", choices=["grpo", "ppo", "sft"], default="grpo", help="of the trainer (grpo)"
@@ -153,6 +167,7 @@ def broken_promises(found: dict[str, Any]) -> list[str]:
         *("lost", "spent_otherwise", "states_differ", "files_differ", "by_themselves"),
         *("ended_by_itself", "stalled", "dropped_uncounted", "poison_not_dead", "of_untrained"),
         *("not_loaded", "not_found", "not_aside", "returns_differ", "scores_differ"),
+        *("scores_missing", "without_arm", "wrong_events"),
     )
     broken = [f"{name}: {_counted(found[name])}" for name in nothing if found.get(name)]
     if found.get("drain_s", 0.0) is None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from benchmarks.durations.load import Episode
 from store.records import Record
-from store.updates.ready import EARLIER_UPDATES, ClaimRule, chosen_groups
+from store.updates.choice import chosen_groups
+from store.updates.ready import EARLIER_UPDATES, ClaimRule
 
 MINUTE_S = 60.0
 Key = tuple[Any, ...]

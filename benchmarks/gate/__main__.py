@@ -1,7 +1,8 @@
 """Run `python -m benchmarks.gate`: how often does the gate err, and how long does it take?
 
 Simulates canaries that are as good as what serves, worse by the margin, better and far worse, with
-the product's own decisions, looked at after every episode; and versions that fall while they serve.
+the product's own decisions, looked at after every episode; and versions that fall while they serve,
+tried before or not.
 docs/explanation/gate.md says what this shows. Exit status: 1 where a bar does not hold.
 """
 
@@ -20,6 +21,7 @@ from benchmarks.gate.falls import Falls, FallWorld, run_falls
 from benchmarks.gate.figures import Found, bars, tables
 from benchmarks.gate.picture import draw
 from benchmarks.gate.runs import Ends, Tell, peeked, run_world
+from benchmarks.gate.successions import Untried, UntriedWorld, run_untried
 from benchmarks.gate.worlds import EVEN_ODDS, WORLDS, World
 from benchmarks.proxy.page import with_figures
 from benchmarks.proxy.tables import bars_table
@@ -41,6 +43,16 @@ FALLS: Final = (
 )
 # Episodes that a version serves.
 SERVED: Final = 20_000
+UNTRIED: Final = (
+    UntriedWorld(0.1, 0.0),
+    UntriedWorld(0.1, 0.3),
+    UntriedWorld(0.1, 0.5),
+    UntriedWorld(0.05, 0.5),
+    UntriedWorld(0.02, 0.5),
+    UntriedWorld(0.1, 0.5, each=16),
+)
+# Episodes of a line of versions.
+LINE: Final = 7_680
 COLUMNS: Final = (
     TextColumn("{task.description:<44}"),
     BarColumn(),
@@ -85,6 +97,7 @@ def _simulate(options: argparse.Namespace, progress: Progress) -> Found:
             ends(EVEN_ODDS, effect, max(1, runs // 5), most) for effect, most in EFFECTS.items()
         ],
         falls=[_falls(progress, world, max(1, runs // 50)) for world in FALLS],
+        untried=[_untried(progress, world, max(1, runs // 100)) for world in UNTRIED],
         peeked=peeked(EVEN_ODDS, runs, count, GateOptions()),
         episodes=count,
     )
@@ -93,6 +106,11 @@ def _simulate(options: argparse.Namespace, progress: Progress) -> Found:
 def _falls(progress: Progress, world: FallWorld, runs: int) -> Falls:
     tell = _teller(progress, f"falls by {world.fall}, {world.base_share:.0%} base", runs)
     return run_falls(world, runs, SERVED, tell)
+
+
+def _untried(progress: Progress, world: UntriedWorld, runs: int) -> Untried:
+    name = f"untried: falls by {world.fall}, {world.base_share:.0%} base, {world.each} each"
+    return run_untried(world, runs, LINE, _teller(progress, name, runs))
 
 
 def _teller(progress: Progress, name: str, total: int) -> Tell:

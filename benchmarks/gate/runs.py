@@ -86,15 +86,23 @@ def run_world(world: World, effect: float, runs: int, count: int, tell: Tell) ->
 def fixed_horizon(world: World, effect: float, options: GateOptions) -> float:
     """Return the episodes that a test with one look, planned for this effect, needs.
 
-    The difference of two means of right-or-wrong rewards, normal approximation, one-sided, at the
-    gate's level: of "worse by the margin" if the effect is not below 0, else of "as good".
+    The difference is that of two means of right-or-wrong rewards.
     """
     mean = float(world.mean(np.zeros(1), np.full(1, 0.5))[0])
-    level = options.mistakes if effect >= 0 else options.mistakes / 2
-    gap = effect + options.margin if effect >= 0 else -effect
     other = mean + effect
     share = world.canary_share
     variance = other * (1 - other) / share + mean * (1 - mean) / (1 - share)
+    return horizon(variance, effect, options)
+
+
+def horizon(variance: float, effect: float, options: GateOptions) -> float:
+    """Return the episodes that a test with one look, planned for this effect, needs.
+
+    Normal approximation, one-sided, at the gate's level: of "worse by the margin" if the effect is
+    not below 0, else of "as good". `variance` is that of the difference of means, times episodes.
+    """
+    level = options.mistakes if effect >= 0 else options.mistakes / 2
+    gap = effect + options.margin if effect >= 0 else -effect
     normal = NormalDist()
     return variance * ((normal.inv_cdf(1 - level) + normal.inv_cdf(POWER)) / gap) ** 2
 

@@ -5,13 +5,17 @@ import json
 import time
 from itertools import count
 from typing import Any, Final
+from zlib import crc32
 
 import aiohttp
 
 from benchmarks.swap.records import Call, Gap
 
 CALLS: Final = 3
-TOKENS: Final = 24
+# With as many tokens in each reply all clients would go on in step: their calls begin and end
+# together, and a version that serves for a few seconds would meet no new episode.
+FEWEST_TOKENS: Final = 16
+MOST_TOKENS: Final = 32
 # The engine may compile for minutes before its first reply.
 PATIENCE_S: Final = 600.0
 LOOK_AGAIN_S: Final = 1.0
@@ -19,6 +23,12 @@ OK: Final = 200
 DONE: Final = b"data: [DONE]"
 DATA: Final = b"data: {"
 QUESTIONS: Final = ("Where does the river end?", "And where does it begin?", "Who has seen both?")
+
+
+def tokens_of(episode: str, turn: int) -> int:
+    """Return how many tokens a call of an episode is to sample."""
+    span = MOST_TOKENS - FEWEST_TOKENS + 1
+    return FEWEST_TOKENS + crc32(f"{episode} {turn}".encode()) % span
 
 
 class NotWhole(Exception):
@@ -145,11 +155,12 @@ class Clients:
 
     async def _call(self, episode: str, messages: list[dict[str, str]]) -> tuple[Call, Reply]:
         began, why, reply = time.monotonic(), None, Reply()
+        tokens = tokens_of(episode, len(messages))
         told: dict[str, str] = {}
         body = {
             "model": self._model,
             "messages": messages,
-            "max_tokens": TOKENS,
+            "max_tokens": tokens,
             "ignore_eos": True,
             "temperature": 1.0,
             "stream": True,
@@ -166,7 +177,7 @@ class Clients:
                 if response.status != OK:
                     raise NotWhole(f"status {response.status}: {(await response.text())[:300]}")
                 await self._read(response, reply)
-            reply.check(TOKENS)
+            reply.check(tokens)
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, NotWhole) as error:
             why = f"{type(error).__name__}: {error}"
         ended, first = time.monotonic(), reply.first

@@ -112,7 +112,7 @@ async def _measure(stack: Stack, options: Options, made: Path, probe_s: float, t
         await publisher.until_ended(stack)
     engine = make_engine(stack.database_url)
     try:
-        good = sum(call.why is None for call in clients.calls)
+        good = {call.id for call in clients.calls if call.why is None}
         stored, retired = await read_ledger(engine, good)
     finally:
         await engine.dispose()

@@ -7,12 +7,16 @@ was killed and started again, as it keeps the hashes in a folder.
 
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+from uuid import uuid4
 
 import torch
 from aiohttp import web
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+
+# By this name a proxy knows a server that gives token ids.
+ENGINE: Final = "vllm"
 
 
 class Server:
@@ -43,7 +47,7 @@ class Server:
         base = self._base_name
         listed: list[dict[str, Any]] = [{"id": base, "root": self._root, "parent": None}]
         listed += [{"id": n, "root": path, "parent": base} for n, path in self._paths.items()]
-        return web.json_response({"data": listed})
+        return web.json_response({"data": [one | {"owned_by": ENGINE} for one in listed]})
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -82,8 +86,10 @@ class Server:
         if "logprobs" in body:
             sampled = self._sample(body, ids)
             told = {"token_logprobs": [logprob for _, logprob in sampled]}
-            choice = {"token_ids": [token for token, _ in sampled], "logprobs": told, "text": "w"}
-            return web.json_response({"choices": [choice]})
+            ids_of = [token for token, _ in sampled]
+            choice: dict[str, Any] = {"token_ids": ids_of, "logprobs": told, "text": "w"}
+            choice |= {"index": 0, "prompt_token_ids": ids, "finish_reason": "length"}
+            return web.json_response({"id": f"cmpl-{uuid4().hex}", "choices": [choice]})
         entries = [
             {str(token): {"logprob": value}}
             for token, value in zip(ids[1:], self._logprobs(body["model"], ids), strict=True)

@@ -8,16 +8,18 @@ import msgspec
 from aiohttp import web
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from benchmarks.swap.clients import CALLS, TOKENS, Clients
+from benchmarks.swap.clients import CALLS, Clients
 from benchmarks.swap.figures import Run, figures
-from benchmarks.swap.ledger import read_ledger
+from benchmarks.swap.ledger import LOOK_S, read_ledger
 from benchmarks.swap.preparing import PROBE, prepared
 from benchmarks.swap.publishing import Place, publishing
 from benchmarks.swap.records import Event, Load, Seen
 from benchmarks.swap.run import RECIPE
 from benchmarks.swap.schedule import plan
 from store.updates.policies import ensure_base
+from store.write.ingest import Ingester
 from tests.integration.conftest import proxy_with, settings_for
+from tests.support.records import call
 from tests.support.servers.fake_server import FakeModelServer, fake_model_server
 from tests.support.servers.fake_upstream import stream_chunks
 from tests.support.waiting import until
@@ -44,9 +46,10 @@ async def stream(request: web.Request) -> web.StreamResponse:
     """Answer with a few chunks and what they come to."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    for chunk in stream_chunks(await request.json(), 1):
+    asked = await request.json()
+    for chunk in stream_chunks(asked, 1):
         await response.write(chunk)
-    told = {"choices": [], "usage": {"completion_tokens": TOKENS}}
+    told = {"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}}
     await response.write(b"data: " + json.dumps(told).encode() + b"\n\ndata: [DONE]\n\n")
     return response
 
@@ -89,7 +92,7 @@ async def test_versions_are_published_while_clients_stream(
                     clients.start()
                 await until(lambda name=name: any(one.version == name for one in clients.calls))
             await clients.stop()
-            stored, retired = await read_ledger(engine, len(clients.calls))
+            stored, retired = await read_ledger(engine, {call.id for call in clients.calls})
     assert len(clients.calls) % CALLS == 0
     seen = {call.id for call in clients.calls}
     # Those that asked until the first version served are not among them.
@@ -117,3 +120,16 @@ async def test_versions_are_published_while_clients_stream(
     assert (kept.changed, kept.had_to_leave, kept.unstored, kept.misnamed) == (0, 0, 0, 0)
     assert (found.most_loaded, found.never_seen) == (2, 0)
     assert found.first_token is not None
+
+
+async def test_the_ledger_is_read_once_the_clients_own_calls_are_stored(
+    engine: AsyncEngine,
+) -> None:
+    first, late = call("swap-first-0"), call("swap-0-0")
+    await Ingester().store(engine, [first])
+    reading = asyncio.create_task(read_ledger(engine, {str(late.id)}))
+    await asyncio.sleep(2 * LOOK_S)
+    assert not reading.done()
+    await Ingester().store(engine, [late])
+    stored, _ = await reading
+    assert {one.id for one in stored} == {str(first.id), str(late.id)}

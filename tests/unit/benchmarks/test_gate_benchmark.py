@@ -6,6 +6,7 @@ from benchmarks.gate.falls import FallWorld, run_falls
 from benchmarks.gate.figures import Found, bars, tables
 from benchmarks.gate.many import Differ, compare, verdicts
 from benchmarks.gate.runs import Ends, fixed_horizon, options_for, peeked, run_world, seeded
+from benchmarks.gate.successions import UntriedWorld, run_untried
 from benchmarks.gate.worlds import EVEN_ODDS, WORLDS, World, draw_runs
 from pawl.steward.gate.records import GateOptions
 
@@ -46,14 +47,33 @@ def test_looking_often_at_a_test_with_one_look_errs_more_often_than_it_says() ->
     assert peeked(EVEN_ODDS, 200, 1_500, options_for(EVEN_ODDS)) > 0.05
 
 
+def test_a_line_of_untried_versions_that_falls_is_found_and_one_that_does_not_is_left() -> None:
+    fallen = run_untried(UntriedWorld(0.3, 0.7, each=60), 2, 1_200, nothing)
+    assert (fallen.early, len(fallen.found), fallen.short) == (0, 2, 0)
+    assert max(fallen.found) < 600
+    assert len(fallen.lost) == 2
+    stays = run_untried(UntriedWorld(0.3, 0.0, each=60), 2, 1_200, nothing)
+    assert (stays.early, stays.found) == (0, [])
+
+
 def test_figures_become_tables_and_bars() -> None:
     ends = Ends(world="w", effect=0.0, runs=100, promoted=6, retired=5, taken=[10] * 11, fixed=5.0)
     falls = [run_falls(FallWorld(0.1, 0.0, later=100), 1, 200, nothing)]
-    found = Found(equal=[ends], worse=[ends], effects=[ends], falls=falls, peeked=0.2, episodes=10)
-    assert [bar.holds for bar in bars(found)] == [True, False, True]
+    untried = [run_untried(UntriedWorld(0.1, 0.0, each=50), 1, 200, nothing)]
+    found = Found(
+        equal=[ends],
+        worse=[ends],
+        effects=[ends],
+        falls=falls,
+        untried=untried,
+        peeked=0.2,
+        episodes=10,
+    )
+    assert [bar.holds for bar in bars(found)] == [True, False, True, True]
     assert [table.title for table in tables(found)] == [
         "Mistakes",
         "Episodes to a verdict",
         "Roll-back",
+        "Roll-back without trials",
     ]
     assert "0.050" in tables(found)[0].markdown()

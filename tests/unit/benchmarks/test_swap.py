@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 import pytest
 
-from benchmarks.swap.clients import NotWhole, Reply
+from benchmarks.swap.clients import FEWEST_TOKENS, MOST_TOKENS, NotWhole, Reply, tokens_of
 from benchmarks.swap.figures import (
     Episodes,
     Found,
@@ -252,3 +252,10 @@ def test_a_reply_that_is_not_whole_is_found(pieces: bytes) -> None:
 def test_an_error_in_a_stream_is_found() -> None:
     with pytest.raises(NotWhole, match="engine died"):
         Reply().feed(b'data: {"error": {"message": "engine died"}}\n\n')
+
+
+def test_clients_do_not_go_on_in_step() -> None:
+    asked = [tokens_of(f"swap-{own}-0", 1) for own in range(32)]
+    assert {min(asked), max(asked)} <= set(range(FEWEST_TOKENS, MOST_TOKENS + 1))
+    assert len(set(asked)) > 8
+    assert asked == [tokens_of(f"swap-{own}-0", 1) for own in range(32)]
