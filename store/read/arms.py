@@ -10,7 +10,7 @@ call had not ended by then counts as well: leaving it out would flatter a versio
 record of such a call is there once it has ended, since a call is recorded as it ends.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from datetime import datetime, timedelta
 from typing import Any, Final
 from uuid import UUID
@@ -18,7 +18,7 @@ from uuid import UUID
 from sqlalchemy import Row, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from store.ids import lowest_id_at
+from store.ids import lowest_id_at, time_of
 from store.read.rewards import TERMS_OF_POLICY, rewards
 from store.records import FAILED, Arm, Record
 from store.schema.recorded import CLAIMABLE
@@ -80,6 +80,18 @@ _EPISODES: Final = text(
 )
 
 
+# The first of the newest episodes: ids are those of the calls that were stored first.
+_NEWEST: Final = text(
+    """
+    SELECT episode_id FROM (
+        SELECT episode_id FROM episode_policies
+        WHERE policy = :policy AND episode_id >= :first AND episode_id < :last
+        ORDER BY episode_id DESC LIMIT :most) newest
+    ORDER BY episode_id LIMIT 1
+    """
+)
+
+
 class ArmEpisode(Record, frozen=True, kw_only=True):
     """Describe what one episode says about its arm.
 
@@ -114,7 +126,7 @@ class ArmPart(Record, frozen=True, kw_only=True):
 async def arm_episodes(
     connection: AsyncConnection,
     policy: str,
-    given: Mapping[Arm, int],
+    given: Mapping[Arm, Container[int]],
     *,
     since: datetime | UUID,
     until: datetime,
@@ -126,9 +138,9 @@ async def arm_episodes(
     Args:
         connection: an open connection.
         policy: the policy.
-        given: the version of each arm that is compared. What an arm gave to another is left out: it
-            is of another time, as what serves now was once a canary, and a proxy may still take it
-            for one.
+        given: the versions of each arm that is compared. What an arm gave to another is left out:
+            it is of another time, as what serves now was once a canary, and a proxy may still take
+            it for one.
         since: only episodes begun at or after this time, as both arms ran; or where a part goes on.
         until: only episodes begun before this time.
         counts: what comes later than this after an episode's beginning does not count: calls that
@@ -144,10 +156,27 @@ async def arm_episodes(
         "most": most,
     }
     rows = (await connection.execute(_EPISODES, values)).all()
-    found = [_episode_of(row) for row in rows if row.arm in given and given[row.arm] == row.version]
+    found = [_episode_of(row) for row in rows if row.arm in given and row.version in given[row.arm]]
     is_whole = len(rows) < most
     after = None if is_whole else UUID(int=rows[-1].first_call_id.int + 1)
     return ArmPart(episodes=found, goes_on_from=after)
+
+
+async def begin_of_newest(
+    connection: AsyncConnection, policy: str, *, since: datetime, until: datetime, most: int
+) -> datetime:
+    """Return when the first of a policy's newest `most` episodes between two times began.
+
+    If there is none it is `until`.
+    """
+    values = {
+        "policy": policy,
+        "first": lowest_id_at(since),
+        "last": lowest_id_at(until),
+        "most": most,
+    }
+    found: UUID | None = await connection.scalar(_NEWEST, values)
+    return until if found is None else time_of(found)
 
 
 def _episode_of(row: Row[Any]) -> ArmEpisode:

@@ -86,9 +86,7 @@ def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
     line = {
         "call": str(call.id),
         "agent": call.agent,
-        "policy": None
-        if call.policy is None
-        else policy_name(call.policy, call.policy_version or 0, call.policy),
+        "policy": _served_by(call),
         "request": request,
         "reply": reply,
         "prompt_ids": unpack_ids(call.tokens.prompt_ids),
@@ -102,6 +100,12 @@ def _call(episode: Episode, call: TransitionRow) -> dict[str, Any]:
     if EXPLORED in call.sampling:
         line[EXPLORED] = call.sampling[EXPLORED]
     return line
+
+
+def _served_by(call: TransitionRow) -> str | None:
+    if call.policy is None:
+        return None
+    return policy_name(call.policy, call.policy_version or 0, call.policy)
 
 
 def _document(episode: Episode, call: TransitionRow, part: str) -> msgspec.Raw | None:

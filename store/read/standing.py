@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from store.read.pages import version_of
 from store.records import Record
 from store.schema.trained import LIVE, ONCE_SERVED, policy_events
-from store.versions import PolicyState, PolicyVersion
+from store.versions import Actor, PolicyState, PolicyVersion
 
 _GATED: Final = text(
     f"""
@@ -20,11 +20,11 @@ _GATED: Final = text(
 )
 _STANDING: Final = text(
     f"""
-    SELECT p.*, now() AS now,
-        (SELECT frozen_at IS NOT NULL FROM policies b WHERE b.name = p.name AND b.version = 0)
-            AS frozen
-    FROM policies p
-    WHERE p.name = :name AND {LIVE} AND state IN ('candidate', 'canary', 'serving')
+    SELECT p.*, now() AS now, frozen, base_share
+    FROM policies p JOIN (
+        SELECT name, frozen_at IS NOT NULL AS frozen, COALESCE(share, 0) AS base_share
+        FROM policies WHERE version = 0) b USING (name)
+    WHERE name = :name AND {LIVE} AND state IN ('candidate', 'canary', 'serving')
     """
 )
 
@@ -39,6 +39,32 @@ _NEWEST_PROMOTED: Final = text(
             WHERE name = :name AND to_state = 'serving' ORDER BY version DESC LIMIT 1), 0)
     """
 )
+
+
+# Numbers are given in the order in which versions are made. The base model, which had the traffic
+# at first, and may have it again, is there unless what is left out came after it.
+_TERMS: Final = text(
+    """
+    SELECT version, v.at AS since, COALESCE(
+            v.actor = 'trainer' AND p.gate->>'mode' = 'immediate', false) AS is_untried
+    FROM policy_events v JOIN policies p USING (name, version)
+    WHERE name = :name AND v.to_state = 'serving' AND p.rolled_back_at IS NULL
+        AND (version > 0 AND version BETWEEN :least AND :serving
+            OR version = 0 AND NOT EXISTS (
+                SELECT FROM policy_events o WHERE o.name = v.name AND o.to_state = 'serving'
+                    AND o.version > 0 AND o.version < :least AND o.at > v.at))
+    ORDER BY v.at, v.id
+    """
+)
+_SERVED_AT: Final = text(
+    """
+    SELECT max(version) FROM policy_events
+    WHERE name = :name AND to_state = 'serving' AND at <= :at AND version BETWEEN 1 AND :serving
+    """
+)
+# So many numbers before what served when the newest episodes began that count, a version is of
+# another time.
+FAR: Final = 64
 
 
 class Standing(Record, frozen=True, kw_only=True):
@@ -56,7 +82,8 @@ class Standing(Record, frozen=True, kw_only=True):
 class Gated(Record, frozen=True, kw_only=True):
     """Describe a policy at the time `now` of the database: of each part one version at most.
 
-    `frozen` says that only operators change which version has traffic.
+    `frozen` says that only operators change which version has traffic. `base_share` is the share of
+    new episodes that the base model keeps.
     """
 
     now: datetime
@@ -64,6 +91,32 @@ class Gated(Record, frozen=True, kw_only=True):
     serving: Standing
     canary: Standing | None = None
     candidate: Standing | None = None
+    base_share: float = 0.0
+
+
+class Promotion(Record, frozen=True, kw_only=True):
+    """Say who gave a version the traffic, and what that rested on; nothing if it was untried."""
+
+    actor: Actor
+    evidence: Mapping[str, Any]
+
+
+class Term(Record, frozen=True, kw_only=True):
+    """Say when a version got the traffic, and whether as it was made, untried, to be watched."""
+
+    version: int
+    since: datetime
+    is_untried: bool
+
+
+_UNRULED: Final = text(
+    "SELECT name FROM policies WHERE state = 'serving' AND version > 0 AND gate IS NULL"
+)
+
+
+async def unruled_policies(connection: AsyncConnection) -> set[str]:
+    """Return the policies of which a trained version serves without a rule to judge it by."""
+    return set((await connection.execute(_UNRULED)).scalars())
 
 
 async def gated_policies(connection: AsyncConnection) -> list[str]:
@@ -80,6 +133,7 @@ async def gated(connection: AsyncConnection, name: str) -> Gated | None:
     return Gated(
         now=rows[0].now,
         frozen=rows[0].frozen,
+        base_share=rows[0].base_share,
         serving=found["serving"],
         canary=found.get("canary"),
         candidate=found.get("candidate"),
@@ -95,16 +149,28 @@ async def newest_promoted(connection: AsyncConnection, name: str) -> int:
     return int(await connection.scalar(_NEWEST_PROMOTED, {"name": name}) or 0)
 
 
-async def promotion_evidence(
-    connection: AsyncConnection, name: str, version: int
-) -> Mapping[str, Any] | None:
-    """Return what the version's last promotion rested on; None if it was not judged for it."""
-    query = select(policy_events.c.evidence).where(
+async def promotion(connection: AsyncConnection, name: str, version: int) -> Promotion | None:
+    """Return the version's last promotion; None if it served before events were kept."""
+    query = select(policy_events.c.actor, policy_events.c.evidence).where(
         policy_events.c.name == name,
         policy_events.c.version == version,
         policy_events.c.to_state == "serving",
     )
-    evidence: Mapping[str, Any] | None = await connection.scalar(
-        query.order_by(policy_events.c.id.desc()).limit(1)
-    )
-    return evidence
+    # By the clock of the database: ids are made by those of several machines.
+    query = query.order_by(policy_events.c.at.desc(), policy_events.c.id.desc())
+    row = (await connection.execute(query.limit(1))).first()
+    return None if row is None else Promotion(actor=row.actor, evidence=row.evidence or {})
+
+
+async def terms(
+    connection: AsyncConnection, name: str, serving: int, counted: datetime
+) -> list[Term]:
+    """Return the times at which versions got the traffic, up to that of what serves, oldest first.
+
+    Versions that were rolled back are left out, and those from long before what served at the time
+    `counted`: before it the newest episodes began that count yet.
+    """
+    values: dict[str, Any] = {"name": name, "serving": serving}
+    then = await connection.scalar(_SERVED_AT, values | {"at": counted})
+    values["least"] = (then or 1) - FAR + 1
+    return [Term(**row._mapping) for row in await connection.execute(_TERMS, values)]

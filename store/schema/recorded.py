@@ -50,6 +50,8 @@ episodes = Table(
     Column("task_from", Uuid),
     Column("policy", Text),
     Column("policy_version", Integer),
+    # The key that its first call came with, for caps on what one key may have of an update.
+    Column("api_key", Text),
     Column("first_call_id", Uuid, nullable=False),
     Column("last_call_id", Uuid, nullable=False),
     Column("last_call_at", When, nullable=False),

@@ -4,7 +4,8 @@ A claim is an update in state `running` whose id is in the `claimed_by` column o
 may claim of its episodes (`episode_policies`): each policy claims an episode for itself. It ends in
 one transaction, in one of two ways: the update is `done`, its version is recorded and its episodes
 are consumed; or it is `abandoned` and its episodes are free again. A unique index allows one
-running update per policy (docs/decisions/024-exactly-once.md).
+running update per policy (docs/decisions/024-exactly-once.md). Which episodes are claimed is the
+query of `store.updates.ready`.
 """
 
 from collections import Counter
@@ -24,10 +25,11 @@ from store.records import Episode, Group, Record, UpdateRow
 from store.schema.claimable import episode_policies
 from store.schema.recorded import episodes
 from store.schema.trained import REBUILT, updates
+from store.updates.choice import find_ready
 from store.updates.consuming import consume_episodes, end_update
 from store.updates.expiry import oldest_version
 from store.updates.policies import add_version
-from store.updates.ready import ALL_EARLIER_MEMBERS, EARLIER_MEMBERS, ClaimRule, find_ready, lock
+from store.updates.ready import ALL_EARLIER_MEMBERS, EARLIER_MEMBERS, ClaimRule, lock
 from store.updates.rolled_back import refuse_rolled_back
 from store.updates.states import lock_policies
 from store.updates.turned import refuse_evaluation

@@ -1,15 +1,21 @@
-"""Find the versions whose files nothing can ask for any more, and mark them as deleted."""
+"""Find the versions whose files nothing can ask for any more, and mark them as deleted.
 
-from collections.abc import Collection
+And find those that a roll-back may give the traffic to, whose files must stay for it.
+"""
+
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from sqlalchemy import select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.read.pages import version_of
+from store.records import Record
 from store.schema.claimable import FREE
 from store.schema.recorded import WITHOUT_LOGPROBS
 from store.schema.trained import policies
+from store.updates.descent import DESCENDANTS
+from store.updates.gating import version_before
 from store.updates.policies import WITH_HASH, idle_versions
 from store.versions import UNSERVED, PolicyVersion
 
@@ -25,6 +31,25 @@ _WAITED_FOR: Final = text(
         WHERE t.policy = :policy AND t.policy_version = asked.version
             AND {WITHOUT_LOGPROBS} AND {FREE})
     """
+)
+# What the traffic may go back to (`store.updates.gating`): each version counts once in the order in
+# which versions last got the traffic, whether its files are there or not.
+# What was made of one that was rolled back cannot.
+_ONCE_SERVED: Final = text(
+    f"""
+    {DESCENDANTS.format(of="rolled_back_at IS NOT NULL")},
+    served AS (
+        SELECT version, rank() OVER (ORDER BY max(at) DESC, version DESC) AS place
+        FROM policy_events WHERE name = :name AND to_state = 'serving' AND version > 0
+        GROUP BY version)
+    SELECT version, place FROM policies JOIN served USING (version)
+    WHERE name = :name AND state IN ('published', 'retired') AND rolled_back_at IS NULL
+        AND files_deleted_at IS NULL AND version NOT IN (SELECT version FROM built)
+    ORDER BY place
+    """
+)
+_SERVING: Final = text(
+    "SELECT * FROM policies WHERE name = :name AND state = 'serving' AND version > 0"
 )
 _RUNNING: Final = text(
     "SELECT EXISTS (SELECT FROM updates WHERE policy = :policy AND state = 'running')"
@@ -56,6 +81,41 @@ async def deleted_versions(
         policies.c.files_deleted_at.is_not(None),
     )
     return set((await connection.execute(query)).scalars())
+
+
+class OnceServed(Record, frozen=True, kw_only=True):
+    """Describe a version that had the traffic, and may get it back.
+
+    `place` is its place among all that had it, by when they last got it: the one that serves has 1,
+    unless that is the base model.
+    """
+
+    version: int
+    place: int
+
+
+class ToGoBackTo(Record, frozen=True, kw_only=True):
+    """Hold the versions that a roll-back may give the traffic to, of those whose files are there.
+
+    `before` would serve if what serves were rolled back (0: the base model). `served` are all that
+    had the traffic and did not fail, the last first. What served before events were kept has no
+    place: it stays as long as it is published.
+    """
+
+    before: int
+    served: Sequence[OnceServed]
+
+
+async def to_go_back_to(connection: AsyncConnection, name: str) -> ToGoBackTo:
+    """Return what a roll-back of the policy may give the traffic to."""
+    values = {"name": name}
+    serving = (await connection.execute(_SERVING, values)).first()
+    before = 0
+    if serving is not None:
+        before = (await version_before(connection, version_of(serving))).version
+    rows = await connection.execute(_ONCE_SERVED, values)
+    served = [OnceServed(version=row.version, place=row.place) for row in rows]
+    return ToGoBackTo(before=before, served=served)
 
 
 async def unasked_versions(

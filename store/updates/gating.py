@@ -15,10 +15,18 @@ from store.read.pages import version_of
 from store.schema.trained import ONCE_SERVED, policies
 from store.updates.descent import DESCENDANTS, reject_built_on
 from store.updates.policies import numbered_version, promote
-from store.updates.states import add_event, change_state, lock_policies, lock_version
+from store.updates.states import (
+    add_event,
+    change_state,
+    lock_policies,
+    lock_version,
+    note_rolled_back,
+)
 from store.versions import Actor, PolicyVersion
 
 # The one that had the traffic before it, as far as that can be loaded again; or the base model.
+# That is told by times: an operator may have given it back to an older one in between. What served
+# before events were kept has no time, nor has the base model's beginning: they are told by number.
 # What was trained on from one that was rolled back may have what that was rolled back for.
 _BEFORE: Final = text(
     f"""
@@ -28,7 +36,26 @@ _BEFORE: Final = text(
         AND (version = 0 OR {ONCE_SERVED} OR state = 'retired' AND files_deleted_at IS NULL
             AND EXISTS (SELECT FROM policy_events v WHERE v.name = policies.name
                 AND v.version = policies.version AND v.to_state = 'serving'))
-    ORDER BY version DESC LIMIT 1
+    ORDER BY (
+        SELECT max(v.at) FROM policy_events v
+        WHERE v.name = policies.name AND v.version = policies.version AND v.to_state = 'serving'
+            AND v.from_state IS NOT NULL AND v.at <= COALESCE((
+                SELECT max(o.at) FROM policy_events o
+                WHERE o.name = :name AND o.version = :version AND o.to_state = 'serving'),
+                'infinity')
+        ) DESC NULLS LAST, version DESC LIMIT 1
+    """
+)
+# What had the traffic from one version on, and before another: by their numbers, which are given in
+# the order in which versions are made.
+_SERVED_SINCE: Final = text(
+    """
+    SELECT * FROM policies p
+    WHERE name = :name AND version >= :first AND version < :version AND rolled_back_at IS NULL
+        AND state IN ('published', 'retired')
+        AND EXISTS (SELECT FROM policy_events v WHERE v.name = p.name AND v.version = p.version
+            AND v.to_state = 'serving')
+    ORDER BY version FOR NO KEY UPDATE
     """
 )
 # It is published, and was retired before that, by the clock of the database: ids are made by those
@@ -96,11 +123,7 @@ async def make_candidate(
         newer = f"{name}@{version} was made from more episodes, and waits instead"
         await change_state(connection, version_of(row), "rejected", reason=newer, actor=actor)
     held = await lock_version(connection, name, version)
-    await connection.execute(
-        update(policies)
-        .where(policies.c.name == name, policies.c.version == version)
-        .values(gate=dict(gate))
-    )
+    await _set(connection, name, version, gate=dict(gate))
     await change_state(connection, held, "candidate", reason=reason, actor=actor)
 
 
@@ -123,12 +146,33 @@ async def begin_canary(
     """
     await lock_policies(connection, [version.name])
     for number, part in ((0, base_share), (version.version, share)):
-        await connection.execute(
-            update(policies)
-            .where(policies.c.name == version.name, policies.c.version == number)
-            .values(share=part)
-        )
+        await _set(connection, version.name, number, share=part)
     await change_state(connection, version, "canary", reason=reason, actor=actor, evidence=evidence)
+
+
+async def watch(
+    connection: AsyncConnection,
+    name: str,
+    version: int,
+    gate: Mapping[str, Any],
+    base_share: float,
+) -> None:
+    """Let `version`, which will serve untried, be watched by the rule `gate` while it does.
+
+    The base model gets `base_share` of the new episodes for good, to compare with.
+    """
+    await lock_policies(connection, [name])
+    await _set(connection, name, version, gate=dict(gate))
+    await _set(connection, name, 0, share=base_share)
+
+
+async def _set(connection: AsyncConnection, name: str, version: int, **values: Any) -> None:
+    """Set what says how a version is judged."""
+    await connection.execute(
+        update(policies)
+        .where(policies.c.name == name, policies.c.version == version)
+        .values(**values)
+    )
 
 
 async def reject(
@@ -161,6 +205,7 @@ async def roll_back(
     actor: Actor,
     evidence: Mapping[str, Any] | None = None,
     to_base: str | None = None,
+    first: PolicyVersion | None = None,
 ) -> PolicyVersion | None:
     """Take the new episodes from a canary, or from the version that serves.
 
@@ -168,6 +213,9 @@ async def roll_back(
     it loaded. `to_base` is why it cannot be: then the base model serves. What was trained on from
     it and did not serve yet is rejected, a canary rolled back. The episodes that it has keep it,
     and are not trained on.
+
+    All of this holds for `first`, and what else had the traffic since that, as well, if it is
+    given: what serves again is what had the traffic before that.
 
     Raises:
         StateChanged: it, or the version before it, has another state by now; nothing was written.
@@ -185,12 +233,33 @@ async def roll_back(
     await reject_built_on(connection, version, actor)
     if version.state == "canary":
         return None
-    before = await _instead(connection, version, to_base)
+    first = first or version
+    await _roll_back_between(connection, first, version, actor)
+    before = await _instead(connection, first, to_base)
     again = f"{version.name}@{version.version} was rolled back: {reason}"
     if to_base is not None:
         again = f"{again}; {to_base}"
     await promote(connection, before.name, before.version, reason=again, actor=actor)
     return before
+
+
+async def _roll_back_between(
+    connection: AsyncConnection, first: PolicyVersion, last: PolicyVersion, actor: Actor
+) -> None:
+    """Roll back what had the traffic from one version on until another got it, with what it made.
+
+    What is retired by then is on no server, and stays so.
+    """
+    values = {"name": last.name, "first": first.version, "version": last.version}
+    why = f"it served before {last.name}@{last.version}, which was rolled back with all since"
+    why = f"{why} {first.name}@{first.version}"
+    for row in (await connection.execute(_SERVED_SINCE, values)).all():
+        one = version_of(row)
+        if one.state == "retired":
+            await note_rolled_back(connection, one, reason=why, actor=actor)
+        else:
+            await change_state(connection, one, "rolled_back", reason=why, actor=actor)
+        await reject_built_on(connection, one, actor)
 
 
 async def version_before(connection: AsyncConnection, version: PolicyVersion) -> PolicyVersion:

@@ -1,14 +1,9 @@
-"""Select the episodes of the next update: complete groups, the freshest first.
+"""Say which episodes are ready for a policy's next update: complete groups, the freshest first.
 
 Those whose reward is of the latest minute come first, whatever version sampled them: an episode of
 half an hour began with an older one than those of two minutes, and must not be left over for that.
 Within a minute newer versions come first; among equals, those that waited longest. If more episodes
 arrive than are trained, those that have waited longer than others are left over.
-
-Groups whose final rewards are all equal teach nothing, or little (AIR may differ), and do not make
-an update: they are taken along, or by themselves, and so consumed
-(docs/decisions/050-an-update-waits-for-signal.md). A learner that imitates successes waits for
-groups with one instead (docs/decisions/060-sft.md).
 """
 
 from collections.abc import Sequence
@@ -18,11 +13,12 @@ from uuid import UUID
 from sqlalchemy import TextClause, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from store.caps.choosing import NOBODY
+from store.caps.sources import Candidate, Kind, Member, Source, sources_of
+from store.caps.waiting import but_full
 from store.records import Record
 from store.schema.claimable import FREE, minute_of
 from store.schema.trained import LEFT_OUT, REBUILT
-from store.updates.faults import and_not_aside
-from store.updates.rolled_back import and_not_rolled_back
 
 # How many of the last updates are searched for consumed members to compare a late member with.
 EARLIER_UPDATES = 32
@@ -48,6 +44,9 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     single calls, `call_rewards_after_s` after its last call or such reward. Episodes sampled more
     than `max_staleness` versions ago are not taken; these, and those silent for more than
     `max_episode_age_s` seconds, expire (`store.updates.expiry`). None: no limit.
+
+    Of a whole update at most the share `most_of_key` comes from one API key, and `most_of_task`
+    from one task; 1: any (`store.caps`). Neither is less than one group.
     """
 
     policy: str
@@ -63,10 +62,18 @@ class ClaimRule(Record, frozen=True, kw_only=True):
     failed_reward: float | None = None
     most_groups: int | None = None
     least_reward: float | None = None
+    most_of_key: float = 1.0
+    most_of_task: float = 1.0
+
+    @property
+    def caps(self) -> dict[Kind, float]:
+        """Return the largest share of an update of each kind of source that has one."""
+        caps: dict[Kind, float] = {"key": self.most_of_key, "task": self.most_of_task}
+        return {kind: cap for kind, cap in caps.items() if cap < 1.0}
 
 
 _SCORED = f"""
-    SELECT episode_id AS id, task, version, scored_at AS at, reward
+    SELECT episode_id AS id, task, version, scored_at AS at, reward, api_key
     FROM episode_policies
     WHERE policy = :policy AND scored_at IS NOT NULL AND {FREE} AND version >= :oldest
 """
@@ -75,7 +82,7 @@ _SCORED = f"""
 _CALL_SCORED = f"""
     UNION ALL
     SELECT episode_id, task, version, GREATEST(last_call_at, call_scored_at)
-        + make_interval(secs => :call_rewards_after_s), reward
+        + make_interval(secs => :call_rewards_after_s), reward, api_key
     FROM episode_policies
     WHERE policy = :policy AND call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE}
         AND GREATEST(last_call_at, call_scored_at)
@@ -86,7 +93,7 @@ _CALL_SCORED = f"""
 _FAILED = f"""
     UNION ALL
     SELECT episode_id, task, version, last_call_at + make_interval(secs => :failed_after_s),
-        CAST(:failed_reward AS double precision)
+        CAST(:failed_reward AS double precision), api_key
     FROM episode_policies
     WHERE policy = :policy AND failed AND scored_at IS NULL AND {FREE}
         AND NOT (:calls_are_paid AND call_scored_at IS NOT NULL)
@@ -140,12 +147,12 @@ _GROUPS = f"""
     WHERE place <= :groups ORDER BY {minute_of("last")} DESC, newest DESC, first, task
 """
 _MEMBERS = f"""
-    SELECT m.id, t.task FROM unnest(CAST(:tasks AS text[])) AS t (task) CROSS JOIN LATERAL (
-        SELECT id FROM ({{ready}}) r WHERE r.task = t.task
+    SELECT m.* FROM unnest(CAST(:tasks AS text[])) AS t (task) CROSS JOIN LATERAL (
+        SELECT id, task{{also}} FROM ({{ready}}) r WHERE r.task = t.task
         ORDER BY {{best}}{minute_of("at")} DESC, version DESC, at, id LIMIT :group_size) m
 """
 _SINGLES = f"""
-    SELECT id, extract(epoch FROM now() - at) AS age_s, {{has_signal}} AS has_signal
+    SELECT id, extract(epoch FROM now() - at) AS age_s, {{has_signal}} AS has_signal{{also}}
     FROM ({{ready}}) r WHERE {{condition}}
     ORDER BY {minute_of("at")} DESC, version DESC, at, id LIMIT :groups
 """
@@ -167,40 +174,90 @@ _FREE = text(
 )
 
 
-# A count for each of two partial indexes, which hold little more than what is counted.
-_WAITING = text(
-    f"""
-    SELECT policy, sum(episodes) AS episodes FROM (
-        SELECT policy, count(*) AS episodes FROM episode_policies
-        WHERE scored_at IS NOT NULL AND {FREE} GROUP BY policy
-        UNION ALL SELECT policy, count(*) FROM episode_policies
-        WHERE call_scored_at IS NOT NULL AND scored_at IS NULL AND {FREE} GROUP BY policy) counted
-    GROUP BY policy
-    """
-)
+class Backlog:
+    """Look at what waits for a policy, but for what is set aside, in one transaction."""
+
+    def __init__(
+        self, connection: AsyncConnection, rule: ClaimRule, but: str, values: dict[str, Any]
+    ) -> None:
+        """Store the connection and the rule; `but` ends each query of rows that wait."""
+        self.connection = connection
+        self.rule = rule
+        self._but = but
+        self._values = values
+        # Read only where it counts: no index has the key.
+        self._with_key = ", api_key" if rule.caps else ""
+
+    def ready(self, full: frozenset[Source] = NOBODY) -> tuple[str, dict[str, Any]]:
+        """Return the query of the episodes that wait, without those of full sources."""
+        but, values = but_full(full)
+        ready, of_rule = _ready_of(self.rule, self._but + but)
+        return ready, self._values | values | of_rule
+
+    async def first(self, full: frozenset[Source] = NOBODY) -> Sequence[Any]:
+        """Return the first groups of either kind of signal, in order."""
+        ready, values = self.ready(full)
+        rule = self.rule
+        if rule.group_size == 1:
+            also = f"{self._with_key}, task" if rule.caps else ""
+            return (await self.connection.execute(_singles_of(rule, ready, also), values)).all()
+        limits = {
+            "before": await self.connection.scalar(text("SELECT now()")),
+            "group_size": rule.group_size,
+            "smallest_group": rule.smallest_group,
+            "max_age_s": rule.max_age_s,
+            "failed_reward": rule.failed_reward,
+        }
+        query = text(_GROUPS.format(ready=ready, earlier=_EARLIER, signal=_signal_of(rule)))
+        return (await self.connection.execute(query, values | limits)).all()
+
+    async def with_members(
+        self, rows: Sequence[Any], full: frozenset[Source] = NOBODY
+    ) -> list[Candidate]:
+        """Return these groups with their first members, of what `first` looked at."""
+        if self.rule.group_size == 1:
+            return [_candidate(row, str(row.id), [self._member(row)]) for row in rows]
+        ready, values = self.ready(full)
+        best = "" if self.rule.least_reward is None else _BEST_FIRST
+        chosen = await self.connection.execute(
+            text(_MEMBERS.format(ready=ready, best=best, also=self._with_key)),
+            values | {"tasks": [row.task for row in rows], "group_size": self.rule.group_size},
+        )
+        members: dict[str, list[Member]] = {}
+        for row in chosen:
+            members.setdefault(row.task, []).append(self._member(row))
+        return [
+            _candidate(row, row.task, members[row.task], row.earlier)
+            for row in rows
+            # A member may have been deleted since it was counted, and with it the group.
+            if row.task in members
+        ]
+
+    def _member(self, row: Any) -> Member:
+        caps = self.rule.caps
+        return Member(row.id, sources_of(caps, row.api_key, row.task) if caps else ())
+
+    async def locked(self, chosen: Sequence[Candidate]) -> list[UUID]:
+        """Lock the members of groups, and return those that are free, of groups that still are."""
+        found = [member.id for group in chosen for member in group.members]
+        free = await lock_free(self.connection, self.rule.policy, found)
+        fewest = min(self.rule.smallest_group, self.rule.group_size)
+        taken: list[UUID] = []
+        for group in chosen:
+            members = [member.id for member in group.members if member.id in free]
+            if members and len(members) + group.earlier >= fewest:
+                taken += members
+        return taken
 
 
-async def waiting_episodes(connection: AsyncConnection) -> dict[str, int]:
-    """Return how many episodes with a reward each policy may claim; those without are missing."""
-    return {row.policy: int(row.episodes) for row in await connection.execute(_WAITING)}
-
-
-async def find_ready(
-    connection: AsyncConnection, rule: ClaimRule, oldest: int, *, takes_most: bool = False
-) -> list[UUID]:
-    """Select and lock the episodes of the next update; return none while there are too few.
-
-    `oldest` is the first version whose episodes may be trained. With `takes_most` there are up to
-    `rule.most_groups` groups.
-    """
-    groups = (takes_most and rule.most_groups) or rule.groups
-    but = await and_not_aside(connection, rule.policy)
-    but += await and_not_rolled_back(connection, rule.policy)
-    ready, values = _ready_of(rule, but)
-    values |= {"policy": rule.policy, "oldest": oldest, "groups": groups}
-    if rule.group_size == 1:
-        return await _singles(connection, rule, ready, values)
-    return await _groups(connection, rule, ready, values)
+def _candidate(row: Any, name: str, members: Sequence[Member], earlier: int = 0) -> Candidate:
+    return Candidate(
+        name=name,
+        has_signal=row.has_signal,
+        age_s=float(row.age_s),
+        members=tuple(members),
+        earlier=earlier,
+    )
 
 
 def _ready_of(rule: ClaimRule, but: str) -> tuple[str, dict[str, Any]]:
@@ -231,59 +288,17 @@ async def lock_free(connection: AsyncConnection, policy: str, ids: Sequence[UUID
     return set((await connection.execute(_FREE, values)).scalars())
 
 
-async def _singles(
-    connection: AsyncConnection, rule: ClaimRule, ready: str, values: dict[str, Any]
-) -> list[UUID]:
-    rows = chosen_groups((await connection.execute(_singles_of(rule, ready), values)).all(), rule)
-    if not rows:
-        return []
-    free = await lock_free(connection, rule.policy, [row.id for row in rows])
-    return [row.id for row in rows if row.id in free]
-
-
-def _singles_of(rule: ClaimRule, ready: str) -> TextClause:
+def _singles_of(rule: ClaimRule, ready: str, also: str = "") -> TextClause:
     """Return the query of the first episodes; of either kind, where only some of them count."""
     if rule.least_reward is None:
-        return text(_SINGLES.format(ready=ready, has_signal="true", condition="true"))
+        every = {"has_signal": "true", "condition": "true"}
+        return text(_SINGLES.format(ready=ready, also=also, **every))
     kinds = {"true": _IS_SUCCESS, "false": f"NOT {_IS_SUCCESS}"}
     parts = [
-        _SINGLES.format(ready=ready, has_signal=has_signal, condition=condition)
+        _SINGLES.format(ready=ready, also=also, has_signal=has_signal, condition=condition)
         for has_signal, condition in kinds.items()
     ]
     return text(" UNION ALL ".join(f"({part})" for part in parts))
-
-
-async def _groups(
-    connection: AsyncConnection, rule: ClaimRule, ready: str, values: dict[str, Any]
-) -> list[UUID]:
-    limits = {
-        "before": await connection.scalar(text("SELECT now()")),
-        "group_size": rule.group_size,
-        "smallest_group": rule.smallest_group,
-        "max_age_s": rule.max_age_s,
-        "failed_reward": rule.failed_reward,
-    }
-    query = text(_GROUPS.format(ready=ready, earlier=_EARLIER, signal=_signal_of(rule)))
-    rows = chosen_groups((await connection.execute(query, values | limits)).all(), rule)
-    if not rows:
-        return []
-    earlier = {row.task: row.earlier for row in rows}
-    best = "" if rule.least_reward is None else _BEST_FIRST
-    chosen = await connection.execute(
-        text(_MEMBERS.format(ready=ready, best=best)),
-        values | {"tasks": list(earlier), "group_size": rule.group_size},
-    )
-    members: dict[str, list[UUID]] = {}
-    for row in chosen:
-        members.setdefault(row.task, []).append(row.id)
-    found = [one for group in members.values() for one in group]
-    free = await lock_free(connection, rule.policy, found)
-    taken: list[UUID] = []
-    for task, group in members.items():
-        free_members = [one for one in group if one in free]
-        if free_members and len(free_members) + earlier[task] >= rule.smallest_group:
-            taken += free_members
-    return taken
 
 
 def _signal_of(rule: ClaimRule) -> str:
@@ -291,16 +306,3 @@ def _signal_of(rule: ClaimRule) -> str:
     if rule.least_reward is not None:
         return _SUCCESS
     return _SPREAD if rule.needs_spread else _ANY_SIGNAL
-
-
-def chosen_groups(rows: Sequence[Any], rule: ClaimRule) -> Sequence[Any]:
-    """Return the groups to take, in their order: none while there are too few."""
-    if _enough([row for row in rows if row.has_signal], rule):
-        return rows
-    without = [row for row in rows if not row.has_signal]
-    return without if _enough(without, rule) else []
-
-
-def _enough(rows: Sequence[Any], rule: ClaimRule) -> bool:
-    waited = any(row.age_s >= rule.max_age_s for row in rows)
-    return bool(rows) and (len(rows) >= rule.groups or waited)

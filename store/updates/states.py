@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from sqlalchemy import insert, select, text
+from sqlalchemy import insert, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from store.errors import RolledBack, StateChanged, UnknownPolicy
@@ -19,7 +19,9 @@ from store.versions import Actor, PolicyState, PolicyVersion
 
 # What a version that was rolled back may still become.
 _AFTER_ROLL_BACK: Final = ("rolled_back", "retired")
-# One that was rolled back keeps its share, by which it is known that it was a canary.
+# One that was rolled back keeps its share, by which it is known that it was a canary. Whoever moves
+# traffic has locked the policy by then, so that the times of events are in the order of the moves,
+# and not in that in which transactions began.
 _CHANGE: Final = text(
     """
     WITH changed AS (
@@ -28,8 +30,10 @@ _CHANGE: Final = text(
             rolled_back_at = CASE WHEN :to = 'rolled_back' THEN now() ELSE rolled_back_at END
         WHERE name = :name AND version = :version AND state = :from
         RETURNING name, version)
-    INSERT INTO policy_events (id, name, version, from_state, to_state, reason, actor, evidence)
-    SELECT CAST(:id AS uuid), name, version, :from, :to, :reason, :actor, CAST(:evidence AS jsonb)
+    INSERT INTO policy_events
+        (id, name, version, from_state, to_state, reason, actor, evidence, at)
+    SELECT CAST(:id AS uuid), name, version, :from, :to, :reason, :actor, CAST(:evidence AS jsonb),
+        clock_timestamp()
     FROM changed RETURNING id
     """
 )
@@ -90,6 +94,39 @@ async def change_state(
             f"{version.name}@{version.version} is not {version.state!r} any more, so it was not "
             f"made {to!r} ({reason}): read its state, and decide again"
         )
+
+
+async def note_rolled_back(
+    connection: AsyncConnection, version: PolicyVersion, *, reason: str, actor: Actor
+) -> None:
+    """Let a version that is `retired` count as rolled back: it stays so, and on no server.
+
+    Raises:
+        StateChanged: it has another state by now; nothing was written.
+    """
+    changed = await connection.execute(
+        update(policies)
+        .where(
+            policies.c.name == version.name,
+            policies.c.version == version.version,
+            policies.c.state == "retired",
+        )
+        .values(rolled_back_at=text("now()"), changed_at=text("now()"))
+    )
+    if not changed.rowcount:
+        raise StateChanged(
+            f"{version.name}@{version.version} is not 'retired' any more, so it was not noted as"
+            f" rolled back ({reason}): read its state, and decide again"
+        )
+    await add_event(
+        connection,
+        version.name,
+        version.version,
+        "retired",
+        before="retired",
+        reason=reason,
+        actor=actor,
+    )
 
 
 async def lock_version(connection: AsyncConnection, name: str, version: int) -> PolicyVersion:

@@ -39,9 +39,9 @@ from store.write.rows import (
     transition_row,
 )
 
-# A named task beats a derived one; among equals the earliest call's task counts. The policy is the
-# earliest call's, too. Of two reasons to exclude an episode the lesser text counts. So the result
-# does not depend on the order of arrival.
+# A named task beats a derived one; among equals the earliest call's task counts. Policy and API key
+# are the earliest call's, too. Of two reasons to exclude an episode the lesser text counts. So the
+# result does not depend on the order of arrival.
 _TAKES_TASK = (
     "excluded.task IS NOT NULL AND (episodes.task IS NULL"
     " OR (excluded.task_named AND NOT episodes.task_named)"
@@ -51,14 +51,15 @@ _TAKES_TASK = (
 _IS_EARLIER = "excluded.first_call_id < episodes.first_call_id"
 _UPSERT_EPISODES = f"""
     INSERT INTO episodes (id, key, method, task, task_named, task_from, policy, policy_version,
-                          first_call_id, last_call_id, last_call_at, failed, doubtful, split,
-                          quarantined_reason)
-    SELECT id, key, method, task, task_named, task_from, policy, policy_version, id, last_call_id,
-        last_call_at, failed, doubtful, split, CASE WHEN doubtful THEN '{DOUBTFUL_CALL}' END
+                          api_key, first_call_id, last_call_id, last_call_at, failed, doubtful,
+                          split, quarantined_reason)
+    SELECT id, key, method, task, task_named, task_from, policy, policy_version, api_key, id,
+        last_call_id, last_call_at, failed, doubtful, split,
+        CASE WHEN doubtful THEN '{DOUBTFUL_CALL}' END
     FROM unnest($1::uuid[], $2::text[], $3::text[], $4::text[], $5::boolean[], $6::uuid[],
-                $7::text[], $8::integer[], $9::uuid[], $10::timestamptz[], $11::boolean[],
-                $12::boolean[], $13::text[])
-        AS said (id, key, method, task, task_named, task_from, policy, policy_version,
+                $7::text[], $8::integer[], $9::text[], $10::uuid[], $11::timestamptz[],
+                $12::boolean[], $13::boolean[], $14::text[])
+        AS said (id, key, method, task, task_named, task_from, policy, policy_version, api_key,
                  last_call_id, last_call_at, failed, doubtful, split)
     ON CONFLICT (key) DO UPDATE SET
         last_call_at = GREATEST(episodes.last_call_at, excluded.last_call_at),
@@ -73,6 +74,7 @@ _UPSERT_EPISODES = f"""
         policy = CASE WHEN {_IS_EARLIER} THEN excluded.policy ELSE episodes.policy END,
         policy_version = CASE WHEN {_IS_EARLIER} THEN excluded.policy_version
                          ELSE episodes.policy_version END,
+        api_key = CASE WHEN {_IS_EARLIER} THEN excluded.api_key ELSE episodes.api_key END,
         doubtful = episodes.doubtful OR excluded.doubtful,
         split = CASE WHEN excluded.split = '{EVAL}' THEN '{EVAL}' ELSE episodes.split END,
         quarantined_reason = LEAST(episodes.quarantined_reason, excluded.quarantined_reason)

@@ -42,7 +42,7 @@ async def evidence(
             part = await arm_episodes(
                 connection,
                 "m",
-                {"base": 0, "serving": 1, "canary": 2},
+                {"base": (0,), "serving": (1,), "canary": (2,)},
                 since=since,
                 until=now - timedelta(seconds=UNTIL_S),
                 counts=timedelta(seconds=COUNTS_S),

@@ -5,8 +5,9 @@ from sqlalchemy import text
 
 from store.connection.engine import make_engine
 from store.schema.migrate import check, downgrade, upgrade
+from store.updates.choice import find_ready
 from store.updates.policies import ensure_base
-from store.updates.ready import ClaimRule, find_ready
+from store.updates.ready import ClaimRule
 from store.write.ingest import Ingester
 from tests.support.records import call, reward
 

@@ -9,11 +9,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from store.errors import HoldsRolledBack
 from store.read.pages import episode_page
 from store.records import SpoolRecord
+from store.updates.choice import find_ready
 from store.updates.claims import release
 from store.updates.descent import head_of
 from store.updates.expiry import expire
 from store.updates.policies import numbered_version, promote
-from store.updates.ready import ClaimRule, find_ready
+from store.updates.ready import ClaimRule
 from store.updates.signal import waiting_updates
 from store.updates.states import set_state
 from store.write.ingest import ingest

@@ -223,6 +223,21 @@ async def test_what_was_rolled_back_does_not_serve_again(engine: AsyncEngine) ->
             )
 
 
+@pytest.mark.parametrize(("served", "before"), [((1, 2, 3, 1, 4), 1), ((1, 2, 3, 0, 4), 0)])
+async def test_what_had_the_traffic_before_serves_again_whatever_its_number(
+    engine: AsyncEngine, served: tuple[int, ...], before: int
+) -> None:
+    async with engine.begin() as connection:
+        await trained(connection, 0, 1, 2, before)
+    for number in served:
+        async with engine.begin() as connection:
+            await promote(connection, "m", number, reason=TEST, actor="operator")
+    async with engine.begin() as connection:
+        await roll_back(connection, await version(connection, 4), reason=TEST, actor="steward")
+    found = await states(engine)
+    assert [number for number, state in found.items() if state == "serving"] == [before]
+
+
 async def test_what_was_trained_on_from_what_is_rolled_back_goes_with_it(
     engine: AsyncEngine,
 ) -> None:
@@ -338,6 +353,21 @@ async def test_what_was_trained_on_from_what_was_rolled_back_serves_after_no_rol
         assert (await version(connection, 2)).state == "published"
         await promote(connection, "m", 3, reason=TEST, actor="operator")
         assert (await version_before(connection, await version(connection, 3))).version == 0
+
+
+async def test_what_had_the_traffic_last_is_told_by_who_moved_it_last(engine: AsyncEngine) -> None:
+    """An operator's transaction began before the trainer's, and waited for it."""
+    async with engine.begin() as connection:
+        await trained(connection, 0, 1, 1)
+        await promote(connection, "m", 1, reason=TEST, actor="trainer")
+    async with engine.begin() as operator:
+        await operator.execute(text("SELECT now()"))
+        async with engine.begin() as trainer:
+            await promote(trainer, "m", 2, reason=TEST, actor="trainer")
+        await promote(operator, "m", 1, reason=TEST, actor="operator")
+    async with engine.begin() as connection:
+        await promote(connection, "m", 3, reason=TEST, actor="trainer")
+        assert (await version_before(connection, await version(connection, 3))).version == 1
 
 
 async def test_what_served_before_events_were_kept_serves_after_a_roll_back(

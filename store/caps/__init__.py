@@ -1,0 +1,1 @@
+"""Cap what one API key, or one task, may have of an update."""

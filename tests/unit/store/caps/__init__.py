@@ -1,0 +1,1 @@
+"""Test what no API key and no task may have more of."""
